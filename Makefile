@@ -1,0 +1,43 @@
+# make demo | test | check | clean | help: each creates .venv when it is missing and brings it up to date.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Named after the place, because an environment does not survive being moved or copied.
+READY := $(VENV)/ready-$(shell pwd | cksum | cut -d ' ' -f 1)
+
+# Keeps the checkout itself off the import path, where its folders would hide installed packages of the same name.
+export PYTHONSAFEPATH := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help demo test check clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo   compare AdamW, Shampoo, SOAP and Muon on two small tasks, and write a report (under 5 minutes)"
+	@echo "make test   run the tests            (make test ARGS='-k house' for some of them)"
+	@echo "make check  lint, formatting, types"
+	@echo "make clean  remove the environment, caches and build folders; runs/ stays"
+
+demo: $(READY)
+	$(BIN)/eigengraft demo $(ARGS)
+
+test: $(READY)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(READY)
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} + -o -name '*.egg-info' -prune -exec rm -rf {} +
+
+$(READY): requirements.txt pyproject.toml
+	@command -v "$(PYTHON)" >/dev/null || { echo "eigengraft: Python 3.11 or newer is required, but there is no '$(PYTHON)'; install it or name another: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "eigengraft: Python 3.11 or newer is required, got $$("$(PYTHON)" --version 2>&1); name another: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV) || { rm -rf $(VENV); echo "eigengraft: '$(PYTHON) -m venv' failed; on Debian and Ubuntu install the package python3-venv" >&2; exit 1; }
+	$(BIN)/python -m pip install --quiet --requirement requirements.txt
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@rm -f $(VENV)/ready-*
+	@touch $@

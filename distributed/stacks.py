@@ -1,0 +1,74 @@
+"""Stacks: all blocks of equal shape as one tensor, and the way of gradients in and updates out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .blocks import Piece
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The blocks of one shape, dtype and device: pieces of parameters (by position) in order, each a range of rows."""
+
+    block: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    pieces: tuple[tuple[int, Piece], ...]
+
+    @cached_property
+    def owners(self) -> NDArray[np.int64]:
+        """`[N]`, the position of the parameter that each block belongs to."""
+        return np.array([owner for owner, piece in self.pieces for _ in piece.keys], dtype=np.int64)
+
+    @cached_property
+    def keys(self) -> tuple[int, ...]:
+        """`[N]`, the number of each block in its parameter."""
+        return tuple(key for _, piece in self.pieces for key in piece.keys)
+
+    def select(self, active: NDArray[np.bool_]) -> tuple[Stack, Tensor | None]:
+        """The stack of the active parameters' blocks and their rows in this one; itself and None if all are active."""
+        keep = active[self.owners]
+        if keep.all():
+            return self, None
+        pieces = tuple((owner, piece) for owner, piece in self.pieces if active[owner])
+        rows = torch.from_numpy(np.flatnonzero(keep)).to(self.device)
+        return Stack(self.block, self.dtype, self.device, pieces), rows
+
+    def gather(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The blocks of the parameters' tensors as `[N, *block]`.
+
+        May be a view of the only tensor: do not write to it.
+        """
+        sources = [self._source(piece, tensors[owner]) for owner, piece in self.pieces]
+        if len(sources) == 1 and sources[0].shape == self.block and sources[0].dtype == self.dtype:
+            return sources[0].unsqueeze(0)
+        out = torch.empty((len(self.owners), *self.block), dtype=self.dtype, device=self.device)
+        torch._foreach_copy_(self._targets(out), sources)
+        return out
+
+    def scatter(self, rows: Tensor, buffers: Mapping[int, Tensor]) -> None:
+        """Writes `[N, *block]` into the buffers of the parameters, each of its merged shape."""
+        targets = [piece.cut(buffers[owner]) for owner, piece in self.pieces]
+        sources = zip(self._split(rows), targets, strict=True)
+        torch._foreach_copy_(targets, [part.reshape(target.shape) for part, target in sources])
+
+    def _source(self, piece: Piece, x: Tensor) -> Tensor:
+        x = x if x.shape == piece.merged else x.reshape(piece.merged)
+        return x if piece.whole else piece.cut(x)
+
+    def _targets(self, out: Tensor) -> list[Tensor]:
+        if all(piece.whole for _, piece in self.pieces):
+            return list(out.unbind(0))
+        parts = zip(self._split(out), self.pieces, strict=True)
+        return [part.squeeze(0) if piece.whole else part.view(*piece.count, *piece.tile) for part, (_, piece) in parts]
+
+    def _split(self, rows: Tensor) -> list[Tensor]:
+        return list(torch.split(rows, [len(piece.keys) for _, piece in self.pieces]))

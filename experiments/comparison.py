@@ -1,0 +1,131 @@
+"""Runs of a study, compared: panels of equal conditions, in each one row and one pair of curves a thing compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from .figures import Curve
+from .records import Metric, Records, Run
+from .statistics import Paired, Summary, paired, reaches, summarize
+
+
+@dataclass(frozen=True)
+class Row:
+    """All runs of one label in one panel; `baseline` is the row to compare with, None for the baseline itself."""
+
+    label: str
+    style: int
+    runs: tuple[Run, ...]
+    metric: Metric
+    baseline: Row | None
+
+    @cached_property
+    def finals(self) -> dict[int, float]:
+        """The metric at the end, by seed, of the runs that ended."""
+        return {run.seed: run.final(self.metric) for run in self.runs if run.result}
+
+    @property
+    def diverged(self) -> int:
+        return sum(run.status(self.metric) == "diverged" for run in self.runs)
+
+    @property
+    def ended(self) -> bool:
+        """Whether all runs have ended and none diverged."""
+        return len(self.finals) == len(self.runs) and not self.diverged
+
+    @cached_property
+    def final(self) -> Summary | None:
+        return summarize(list(self.finals.values()))
+
+    @cached_property
+    def difference(self) -> Paired | None:
+        """This row minus the baseline over the seeds both have; None where a run of one of them diverged."""
+        if self.baseline is None or self.diverged or self.baseline.diverged:
+            return None
+        return paired(self.finals, self.baseline.finals)
+
+    def reached(self, axis: int) -> dict[int, float | None]:
+        """By seed, the step (axis 0) or second (1) at which the baseline's final metric with that seed is reached."""
+        levels = self.baseline.finals if self.baseline else self.finals
+        found = {}
+        for run in self.runs:
+            if run.result and math.isfinite(levels.get(run.seed, math.inf)):
+                curve = run.curve(self.metric)
+                values = [self.metric.sign * value for value in curve[2]]
+                found[run.seed] = reaches(curve[axis], values, self.metric.sign * levels[run.seed])
+        return found
+
+    def mean(self, field: str) -> float | None:
+        """Mean over seeds of a number in result.json."""
+        values = [run.result[field] for run in self.runs if run.result.get(field) is not None]
+        summary = summarize(values)
+        return summary.mean if summary else None
+
+    def curve(self, axis: int) -> Curve | None:
+        """The metric against steps (axis 0) or seconds (1) over the evaluations that all begun runs have."""
+        curves = [curve for run in self.runs if (curve := run.curve(self.metric))[0]]
+        common = sorted(set.intersection(*(set(curve[0]) for curve in curves))) if curves else []
+        if not common:
+            return None
+        points = [[(curve[axis][i], curve[2][i]) for curve in curves for i in [curve[0].index(s)]] for s in common]
+
+        def over(choose: Callable[[Sequence[float]], float], part: int) -> list[float]:
+            return [choose([pair[part] for pair in point]) for point in points]
+
+        return Curve(self.label, self.style, over(_mean, 0), over(_mean, 1), over(min, 1), over(max, 1))
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Rows that differ only along the axis compared."""
+
+    title: str
+    rows: tuple[Row, ...]
+    metric: Metric
+    baseline: Row | None
+
+    @cached_property
+    def best(self) -> Row | None:
+        """The row with the best mean among those whose runs have all ended and none diverged."""
+        means = [(self.metric.sign * row.final.mean, row) for row in self.rows if row.final and row.ended]
+        return min(means, key=lambda pair: pair[0])[1] if means else None
+
+    @property
+    def reports_accuracy(self) -> bool:
+        """Whether there is an accuracy to tell beside another metric."""
+        return self.metric.key != "val_accuracy" and any(row.mean("val_accuracy") is not None for row in self.rows)
+
+    @property
+    def configs(self) -> dict[str, Mapping[str, Any]]:
+        """One resolved configuration for each label that has any."""
+        found = {row.label: next((run.config for run in row.runs if run.config), None) for row in self.rows}
+        return {label: config for label, config in found.items() if config}
+
+
+def compare(records: Records) -> list[Panel]:
+    """Group the runs: one panel for each combination of labels on the axes that are not compared."""
+    labels = list(dict.fromkeys([records.baseline, *(run.labels[records.compare] for run in records.runs)]))
+    groups: dict[str, list[Run]] = {}
+    for run in records.runs:
+        title = ", ".join(label for axis, label in run.labels.items() if axis != records.compare)
+        groups.setdefault(title or records.name, []).append(run)
+    panels = []
+    for title, runs in groups.items():
+        baseline: Row | None = None
+        rows = []
+        for style, label in enumerate(labels):
+            chosen = tuple(run for run in runs if run.labels[records.compare] == label)
+            if chosen:
+                rows.append(Row(label, style, chosen, records.metric, baseline))
+            if label == records.baseline and chosen:
+                baseline = rows[-1]
+        panels.append(Panel(title, tuple(rows), records.metric, baseline))
+    return panels
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)

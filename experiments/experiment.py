@@ -1,0 +1,70 @@
+"""What one training run is: a task, a recipe, a schedule and a length."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field, field_validator, model_validator
+from pydantic_core.core_schema import ValidationInfo
+
+import eigengraft
+from eigengraft.component import Component, checked
+
+from .imports import import_component
+from .schedule import Constant, Schedule
+from .tasks import Task
+
+
+class Experiment(Component):
+    """One training run: theta <- step(recipe, lr * schedule(k), gradient of the task's batch k), k = 0 .. steps - 1.
+
+    `recipe` takes a shipped recipe's name, a file, a mapping or a `Recipe`; `overrides` are applied to it once and are
+    not kept: the recipe of an `Experiment` is always the resolved one.
+    """
+
+    imports: tuple[str, ...] = Field(default=(), strict=False, description="files or modules that define components")
+    name: str = Field(default="run", pattern=r"^\w[\w.+=-]*$", description="names the run's directory")
+    task: Task = Field(description="what is trained")
+    recipe: eigengraft.Recipe = Field(description="the optimizer")
+    overrides: tuple[str, ...] = Field(default=(), strict=False, exclude=True, description="dotted.path=value")
+    lr: float | None = Field(default=None, ge=0, description="peak learning rate; none: the recipe's")
+    weight_decay: float | None = Field(default=None, ge=0, description="weight decay; none: the recipe's")
+    schedule: Schedule = Field(default=Constant(), description="how the learning rate moves")
+    steps: int = Field(default=400, ge=1, description="optimizer steps")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="of the initial weights and the order of the data")
+    grad_clip: float | None = Field(default=None, gt=0, description="largest norm of the gradient; none: no limit")
+    eval_every: int = Field(default=50, ge=1, description="steps between evaluations; the last step has one")
+    log_every: int = Field(default=10, ge=1, description="steps between rows of metrics")
+    checkpoint_every: int = Field(default=100, ge=1, description="steps between checkpoints")
+    threads: int = Field(default=1, ge=1, description="CPU threads of torch; another number may change the last bits")
+    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _resolve(cls, data: Any) -> Any:
+        return resolved(data) if isinstance(data, Mapping) else data
+
+    @field_validator("steps")
+    @classmethod
+    def _longer_than_warmup(cls, steps: int, info: ValidationInfo) -> int:
+        schedule = info.data.get("schedule")
+        if schedule is not None and steps <= schedule.warmup_steps:
+            raise ValueError(f"more than the schedule's {schedule.warmup_steps} warmup_steps are required")
+        return steps
+
+
+def resolved(data: Mapping[str, Any]) -> dict[str, Any]:
+    """`data` with its imports done and its recipe loaded, overrides applied."""
+    data = dict(data)
+    imports = data.get("imports") or ()
+    if isinstance(imports, (list, tuple)):
+        for source in imports:
+            import_component(str(source))
+    overrides = data.pop("overrides", None) or ()
+    recipe = data.get("recipe")
+    if isinstance(recipe, Mapping):
+        recipe = checked(eigengraft.Recipe, dict(recipe), "recipe")
+    if recipe is not None:
+        data["recipe"] = eigengraft.load_recipe(recipe, overrides)
+    return data

@@ -1,0 +1,136 @@
+"""Curves as SVG: with real colours for files, with style-sheet variables for pages with a light and a dark side."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
+
+# Okabe and Ito's palette, for any colour vision, its lightness moved for white and for dark paper.
+LIGHT = ("#5b5b5c", "#0072b2", "#d55e00", "#009e73", "#b8609a", "#c98a00", "#3d9cd2", "#8a7d00")
+DARK = ("#b4b4b5", "#4da3e0", "#ff8438", "#2fc79a", "#e29cc8", "#f0b429", "#8fd0f7", "#dccb3c")
+MARKERS = "osD^vPX*"
+_INK, _RULE = "#3c3c3d", "#d8d8d9"
+_TICKS, _FEWER_TICKS = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8), (1, 2, 5)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Mean of one thing over seeds with its smallest and largest seed; `style` picks colour and marker everywhere."""
+
+    label: str
+    style: int
+    x: Sequence[float]
+    mean: Sequence[float]
+    low: Sequence[float]
+    high: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Level:
+    """A horizontal line to compare the curves with."""
+
+    value: float
+    label: str
+
+
+def draw(curves: Sequence[Curve], x_label: str, y_label: str, level: Level | None = None) -> Figure:
+    """One figure; the vertical axis is logarithmic where all values are positive and span a wide range."""
+    figure = Figure(figsize=(4.8, 3.3), layout="constrained")
+    axes = figure.add_subplot()
+    for curve in curves:
+        _line(axes, curve)
+    if level is not None:
+        axes.axhline(level.value, color=LIGHT[0], linewidth=0.9, linestyle=(0, (4, 3)), zorder=1, label=level.label)
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    _limits(axes, curves)
+    _plain(axes)
+    if curves:
+        axes.legend(loc="upper right", fontsize=8.5, labelcolor=_INK, framealpha=0, handlelength=2.2)
+    return figure
+
+
+def _line(axes: Axes, curve: Curve) -> None:
+    colour = LIGHT[curve.style % len(LIGHT)]
+    axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.22, linewidth=0)
+    axes.plot(
+        curve.x,
+        curve.mean,
+        color=colour,
+        linewidth=1.7,
+        linestyle="-" if curve.style < len(LIGHT) else (0, (5, 1.5)),
+        marker=MARKERS[curve.style % len(MARKERS)],
+        markersize=4,
+        markevery=max(1, len(curve.x) // 6),
+        label=curve.label,
+    )
+
+
+def _limits(axes: Axes, curves: Sequence[Curve]) -> None:
+    """Room for all values up to the worst first one: of a loss that rises above that only the beginning shows."""
+    finite = [y for curve in curves for y in [*curve.low, *curve.high] if math.isfinite(y)]
+    if not finite:
+        return
+    low, high = min(finite), max(finite)
+    starts = [y for curve in curves for y in curve.high[:1] if math.isfinite(y)]
+    ends = [y for curve in curves for y in curve.mean[-1:] if math.isfinite(y)]
+    if starts and ends and max(starts) > max(ends):  # falling, as losses do
+        high = max(starts)
+    if low <= 0 or high / low < 1.8:
+        pad = 0.05 * (high - low) or 1.0
+        axes.set_ylim(low - pad, high + pad)
+        return
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=_TICKS if high / low < 8 else _FEWER_TICKS))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.set_ylim(low / (high / low) ** 0.05, high * (high / low) ** 0.05)
+
+
+def _plain(axes: Axes) -> None:
+    axes.grid(True, color=_RULE, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.tick_params(which="both", length=0, labelsize=9, labelcolor=_INK)
+    axes.xaxis.label.set(color=_INK, size=9.5)
+    axes.yaxis.label.set(color=_INK, size=9.5)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(_RULE)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write the figure on white paper; the suffix (svg, png, pdf) decides the format."""
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.stem}):
+        metadata = {"Date": None} if path.suffix == ".svg" else None
+        figure.savefig(path, facecolor="white", dpi=160, metadata=metadata)
+
+
+def inline(figure: Figure, name: str) -> str:
+    """The figure as an SVG element for an HTML page: no outside names, text in the page's font, colours as variables.
+
+    The page defines `--ink`, `--rule` and `--series-0` ... ; `name` keeps the ids of several figures apart.
+    """
+    buffer = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "svg.id": None}):
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", text).replace("xlink:href", "href")
+    text = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{name}-", text)
+    text = re.sub(r'(<svg[^>]*?)\swidth="[^"]*"', r"\1", text, count=1)
+    text = re.sub(r'(<svg[^>]*?)\sheight="[^"]*"', r"\1", text, count=1)
+    text = re.sub(r"\s*font-family:[^;\"]*;?", "", text)
+    text = text.replace(_INK, "var(--ink)").replace(_RULE, "var(--rule)")
+    for index, colour in enumerate(LIGHT):
+        text = text.replace(colour, f"var(--series-{index})")
+    return text.strip()

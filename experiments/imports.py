@@ -1,0 +1,60 @@
+"""Components defined outside the package: importing the file that defines them registers them."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+
+from eigengraft.component import RecipeError
+
+
+def import_component(source: str) -> ModuleType:
+    """Import `source`, a Python file or the dotted name of an installed module; the same file is imported once.
+
+    Raises RecipeError naming the file and line when it cannot be imported.
+    """
+    try:
+        return _from_file(Path(source)) if is_file(source) else importlib.import_module(source)
+    except RecipeError:
+        raise
+    except Exception as error:
+        raise RecipeError(f"imports: '{source}' cannot be imported: {_where(error)}") from error
+
+
+def is_file(source: str) -> bool:
+    """Whether `source` means a file, not a module's dotted name."""
+    return source.endswith(".py") or "/" in source
+
+
+def _from_file(path: Path) -> ModuleType:
+    path = path.expanduser().resolve()
+    if not path.is_file():
+        raise RecipeError(f"imports: an existing Python file is required, got '{path}'")
+    # Named by its path, so that two files of one name do not meet and every process gives it the same name.
+    name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, path
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before execution: pydantic looks up annotations there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _where(error: Exception) -> str:
+    """The fault with the innermost file and line, which is what a user has to open."""
+    if isinstance(error, SyntaxError):
+        return f"{error.msg} (line {error.lineno})"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
+    own = [frame for frame in frames if frame.filename != __file__]
+    return f"{type(error).__name__}: {error}" + (f" (line {own[0].lineno} of {own[0].filename})" if own else "")

@@ -1,0 +1,109 @@
+"""From a study to its runs: every cell becomes a checked experiment before anything is run."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from eigengraft.component import RecipeError
+
+from .experiment import Experiment
+from .loading import load_experiment
+from .records import MANIFEST
+from .rundir import RunDirectory
+from .study import Study
+from .tasks import Task
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One run of a study: a cell's labels, a seed, the experiment, and its directory inside that of the study."""
+
+    labels: Mapping[str, str]
+    seed: int
+    experiment: Experiment
+    directory: str
+
+    @property
+    def title(self) -> str:
+        return f"{self.directory.partition('/')[0]} seed {self.seed}"
+
+
+def plan(study: Study) -> list[Planned]:
+    """All runs of the study, cell by cell, seeds innermost. Raises RecipeError naming every cell that is wrong."""
+    planned, faults = [], []
+    for choice in itertools.product(*(choices.items() for choices in study.axes.values())):
+        labels = {axis: label for axis, (label, _) in zip(study.axes, choice, strict=True)}
+        cell = ",".join(f"{axis}={label}" for axis, label in labels.items())
+        changes = {path: value for _, some in choice for path, value in some.items()}
+        for setting in study.settings:
+            changes |= setting.set if setting.holds(labels) else {}
+        try:
+            experiment = _changed(study.base, changes)
+        except RecipeError as error:
+            faults.append(f"{cell}: {str(error).replace(chr(10), f'{chr(10)}{cell}: ')}")
+            continue
+        planned += [Planned(labels, s, experiment.replace(seed=s), f"{cell}/seed-{s}") for s in study.seeds]
+    if faults:
+        raise RecipeError("\n".join(faults))
+    return planned
+
+
+def _changed(base: Mapping[str, Any], changes: Mapping[str, Any]) -> Experiment:
+    # Whole fields first: a path into a recipe or a task means the one that the cell chose.
+    whole = {path: value for path, value in changes.items() if path in Experiment.model_fields}
+    deep = [f"{path}={json.dumps(value)}" for path, value in changes.items() if path not in whole]
+    return load_experiment({**base, **whole}, deep)
+
+
+def refuse_changed(planned: list[Planned], directory: Path) -> None:
+    """Raise RecipeError when `directory` holds runs of these cells that were made with other settings."""
+    faults = []
+    for run in planned:
+        path = directory / run.directory
+        if (path / "config.json").exists():
+            try:
+                RunDirectory(path).claim(run.experiment.model_dump(mode="json"))
+            except RecipeError as error:
+                faults.append(str(error))
+    if faults:
+        more = f"\n... and {len(faults) - 4} more runs" if len(faults) > 4 else ""
+        raise RecipeError("the study has changed since these runs were made:\n" + "\n".join(faults[:4]) + more)
+
+
+def write_manifest(study: Study, planned: list[Planned], directory: Path) -> None:
+    """Write what a report needs to know about the study beside its runs."""
+    axis, baseline = study.compared
+    content = {
+        "name": study.name,
+        "description": study.description,
+        "metric": study.metric,
+        "compare": axis,
+        "baseline": baseline,
+        "study": study.model_dump(mode="json"),
+        "runs": [{"directory": run.directory, "labels": dict(run.labels), "seed": run.seed} for run in planned],
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    RunDirectory(directory).write(MANIFEST, content)
+
+
+def expected_seconds(experiment: Experiment) -> float:
+    """A rough guess of the time of a run, good enough to start the longest first: 6 flops a weight and target.
+
+    Reads the task's data once, which also finds out before the first run when it is not there.
+    """
+    weights, targets = _size(experiment.task)
+    per_step = 2e-3 + 6 * weights * targets / 5e10  # a fixed cost and 50 GFLOP/s, a common core's
+    return experiment.steps * per_step
+
+
+@lru_cache(maxsize=32)
+def _size(task: Task) -> tuple[int, int]:
+    """Trainable parameters of a task's model, and targets in one of its batches."""
+    weights = sum(p.numel() for p in task.new_model(0).parameters() if p.requires_grad)
+    return weights, task.load().batch(0, 0).targets.numel()

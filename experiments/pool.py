@@ -1,0 +1,115 @@
+"""A pool of local processes: each pulls the next job when it is free, and the death of one costs only its job."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any, Literal
+
+Work = Callable[[Any, Callable[[Any], None]], Any]
+"""`work(job, report)`: does one job in a worker process, may `report(value)` on the way, returns the job's value."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """What happened to job number `job`; `value` is what it reported, what it returned, or why it failed."""
+
+    job: int
+    kind: Literal["started", "progress", "done", "failed"]
+    value: Any = None
+
+
+class _Worker:
+    """One process and the job it is busy with."""
+
+    def __init__(self, work: Work) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.job: int | None = None
+        self.process = context.Process(target=_serve, args=(theirs, work), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def start(self, job: int, value: Any) -> Event:
+        self.job = job
+        self.connection.send(value)
+        return Event(job, "started")
+
+    def receive(self) -> Event:
+        assert self.job is not None
+        job = self.job
+        try:
+            kind, value = self.connection.recv()
+        except (EOFError, OSError):
+            self.process.join()
+            kind, value = "failed", f"its process ended with {_exit(self.process.exitcode)}"
+        if kind != "progress":
+            self.job = None
+        return Event(job, kind, value)
+
+    def stop(self) -> None:
+        self.process.terminate()
+        self.process.join()
+        self.connection.close()
+
+
+def run_pool(work: Work, jobs: Sequence[Any], workers: int) -> Iterator[Event]:
+    """Do all jobs, the first ones first, on `workers` processes; leaving the iteration early stops them.
+
+    `work` and the jobs are pickled and processes spawned: a script that calls this needs `if __name__ == "__main__"`.
+    """
+    waiting = deque(range(len(jobs)))
+    team: list[_Worker] = []
+    try:
+        for _ in range(min(workers, len(jobs))):
+            team.append(_Worker(work))
+            yield team[-1].start(job := waiting.popleft(), jobs[job])
+        while busy := {worker.connection: worker for worker in team if worker.job is not None}:
+            for connection in wait(list(busy)):
+                assert isinstance(connection, Connection)
+                worker = busy[connection]
+                yield worker.receive()
+                if worker.job is None and waiting:
+                    if not worker.process.is_alive():
+                        team[team.index(worker)] = worker = _Worker(work)
+                    yield worker.start(job := waiting.popleft(), jobs[job])
+    finally:
+        for worker in team:
+            worker.stop()
+
+
+def _serve(connection: Connection, work: Work) -> None:
+    """The worker process: one job after the other until the pipe closes."""
+    # An interrupt at the terminal reaches the whole process group; the parent alone decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    while True:
+        try:
+            job = connection.recv()
+        except EOFError:
+            return
+        try:
+            connection.send(("done", work(job, lambda value: connection.send(("progress", value)))))
+        except Exception:
+            connection.send(("failed", traceback.format_exc()))
+
+
+def _end_with_parent() -> None:
+    """A killed parent cannot stop its workers; without this they would go on writing where the next attempt writes."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
+
+
+def _exit(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"signal {signal.Signals(-code).name}"
+    return f"exit code {code}"

@@ -1,0 +1,138 @@
+"""The directory of one run: what is in it, and how it survives a kill at any moment.
+
+config.json     the resolved experiment            env.json      versions, machine, data, command line
+metrics.jsonl   one row a line, append-only        checkpoint.pt everything a continuation needs
+result.json     written last: the run is complete  lock          held while a process trains here
+
+A file is either complete or not there: it is written beside its place and moved in. The checkpoint knows how many bytes
+of metrics.jsonl it covers; rows after them are dropped and computed again, the same ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eigengraft.component import RecipeError
+
+
+class RunDirectory:
+    """The files of one run under `path`."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.metrics = self.path / "metrics.jsonl"
+
+    def claim(self, config: Mapping[str, Any]) -> None:
+        """Make this the directory of `config`. Raises RecipeError when it already belongs to another one."""
+        known = self.read("config")
+        if known is None:
+            if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+                raise RecipeError(f"{self.path}: an empty or new directory is required, got other files in it")
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.write("config", config)
+            return
+        # Where a component was imported from is not what it is: a moved checkout may continue its runs.
+        faults = list(differences({**known, "imports": None}, {**config, "imports": None}))
+        if faults:
+            raise RecipeError(
+                f"{self.path} holds a run of another experiment ({len(faults)} differences):\n"
+                + "\n".join(faults[:8])
+                + "\nChoose another directory, or remove this one."
+            )
+
+    def read(self, name: str) -> dict[str, Any] | None:
+        """The content of `name`.json, None when it is not there."""
+        file = self.path / f"{name}.json"
+        if not file.is_file():
+            return None
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise RecipeError(f"{file}: JSON is required, got a broken file ({error}); remove {self.path}") from None
+        assert isinstance(content, dict), file
+        return content
+
+    def write(self, name: str, content: Mapping[str, Any]) -> None:
+        """Write `name`.json atomically."""
+        with self._replaced(f"{name}.json") as temporary:
+            temporary.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Append one row of metrics."""
+        with self.metrics.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(row, allow_nan=False) + "\n")
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of metrics so far."""
+        with self.metrics.open(encoding="utf-8") as stream:
+            return [json.loads(line) for line in stream]
+
+    def save(self, state: Mapping[str, Any]) -> None:
+        """Write the checkpoint atomically, with the length of the metrics it covers."""
+        size = 0
+        if self.metrics.exists():
+            with self.metrics.open("rb") as stream:
+                os.fsync(stream.fileno())
+                size = os.fstat(stream.fileno()).st_size
+        with self._replaced("checkpoint.pt") as temporary:
+            torch.save({**state, "metrics_bytes": size}, temporary)
+
+    def load(self) -> dict[str, Any] | None:
+        """The last checkpoint, None when there is none; drops the rows of metrics it does not cover."""
+        file = self.path / "checkpoint.pt"
+        state: dict[str, Any] | None = None
+        if file.is_file():
+            try:
+                state = torch.load(file, map_location="cpu", weights_only=True)
+            except Exception as error:  # torch raises whatever its unpickler meets
+                raise RecipeError(f"{file}: a readable checkpoint is required; remove {self.path}") from error
+        kept = state["metrics_bytes"] if state is not None else 0
+        if self.metrics.exists():
+            if self.metrics.stat().st_size < kept:
+                raise RecipeError(f"{self.metrics}: {kept} bytes are required by the checkpoint; remove {self.path}")
+            os.truncate(self.metrics, kept)
+        return state
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes from training here meanwhile; the system releases it when the process dies."""
+        with (self.path / "lock").open("w") as stream:
+            if sys.platform != "win32":
+                import fcntl
+
+                try:
+                    fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise RecipeError(f"{self.path}: another process trains here; wait for it or stop it") from None
+            yield
+
+    @contextmanager
+    def _replaced(self, name: str) -> Iterator[Path]:
+        temporary = self.path / f".{name}.{os.getpid()}"
+        try:
+            yield temporary
+            with temporary.open("rb") as stream:
+                os.fsync(stream.fileno())
+            temporary.replace(self.path / name)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def differences(known: Any, asked: Any, path: str = "") -> Iterator[str]:
+    """One line for each leaf in which two JSON values differ."""
+    if isinstance(known, Mapping) and isinstance(asked, Mapping):
+        for key in sorted({*known, *asked}):
+            yield from differences(known.get(key), asked.get(key), f"{path}.{key}" if path else key)
+    elif isinstance(known, list) and isinstance(asked, list) and len(known) == len(asked):
+        for index, pair in enumerate(zip(known, asked, strict=True)):
+            yield from differences(*pair, f"{path}.{index}")
+    elif known != asked or type(known) is not type(asked):
+        yield f"{path}: {known!r} there, {asked!r} asked"

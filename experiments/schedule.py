@@ -1,0 +1,66 @@
+"""How the learning rate moves over a run: lr(step) = lr * factor(step), through torch's own `LambdaLR`."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from typing import Literal
+
+from pydantic import Field
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from eigengraft.component import Component
+
+
+class Schedule(Component, family="schedule"):
+    """A factor on the learning rate, a pure function of the step and the length of the run.
+
+    For k < warmup_steps the factor is (k + 1) / warmup_steps; after it, `decay(t)` with
+    t = (k - warmup_steps) / (steps - warmup_steps), which goes from 0 to 1.
+    """
+
+    warmup_steps: int = Field(default=0, ge=0, description="steps of linear rise from 0; fewer than the run has")
+
+    @abstractmethod
+    def decay(self, t: float) -> float:
+        """The factor at the fraction `t` in [0, 1] of the steps after the warm-up."""
+
+    def factor(self, step: int, steps: int) -> float:
+        """The factor on the learning rate at `step` (0-based) of a run of `steps`."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        return self.decay((step - self.warmup_steps) / (steps - self.warmup_steps))
+
+    def scheduler(self, optimizer: Optimizer, steps: int) -> LambdaLR:
+        """This schedule on `optimizer`, to be stepped once after every optimizer step."""
+        return LambdaLR(optimizer, lambda step: self.factor(step, steps))
+
+
+class Constant(Schedule):
+    """decay(t) = 1"""
+
+    kind: Literal["constant"] = "constant"
+
+    def decay(self, t: float) -> float:
+        return 1.0
+
+
+class Cosine(Schedule):
+    """decay(t) = final + (1 - final) (1 + cos(pi t)) / 2"""
+
+    kind: Literal["cosine"] = "cosine"
+    final: float = Field(default=0.1, ge=0, le=1, description="fraction of the learning rate left at the end")
+
+    def decay(self, t: float) -> float:
+        return self.final + (1 - self.final) * (1 + math.cos(math.pi * t)) / 2
+
+
+class Linear(Schedule):
+    """decay(t) = 1 - (1 - final) t"""
+
+    kind: Literal["linear"] = "linear"
+    final: float = Field(default=0.0, ge=0, le=1, description="fraction of the learning rate left at the end")
+
+    def decay(self, t: float) -> float:
+        return 1 - (1 - self.final) * t

@@ -1,0 +1,75 @@
+"""Means, spreads, paired comparisons over seeds, and how soon a curve reaches a level."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from scipy import stats
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Mean and sample standard deviation (divided by n - 1) of `n` values; the spread of one value is unknown."""
+
+    n: int
+    mean: float
+    spread: float | None
+
+
+@dataclass(frozen=True)
+class Paired:
+    """Differences d over the `n` seeds both have: t = mean(d) sqrt(n) / spread(d), with n - 1 degrees of freedom.
+
+    `p` is two-sided. `t` and `p` are None where no test exists: fewer than two pairs, or differences without spread.
+    """
+
+    n: int
+    mean: float
+    t: float | None
+    p: float | None
+
+    @property
+    def needed(self) -> float | None:
+        """|t| that would be significant at 5 percent with this many pairs: 12.7 for 2, 4.30 for 3."""
+        return float(stats.t.ppf(0.975, self.n - 1)) if self.n > 1 else None
+
+
+def summarize(values: Sequence[float]) -> Summary | None:
+    """Mean and spread of the values; None for no values."""
+    if not values:
+        return None
+    mean = math.fsum(values) / len(values)
+    if len(values) == 1 or not math.isfinite(mean):
+        return Summary(len(values), mean, None)
+    return Summary(len(values), mean, math.sqrt(math.fsum((x - mean) ** 2 for x in values) / (len(values) - 1)))
+
+
+def paired(values: Mapping[int, float], baseline: Mapping[int, float]) -> Paired | None:
+    """Compare two results given by seed over the seeds both have; None where they share no seed."""
+    differences = [values[seed] - baseline[seed] for seed in sorted(values.keys() & baseline.keys())]
+    summary = summarize(differences)
+    if summary is None:
+        return None
+    if not summary.spread:
+        return Paired(summary.n, summary.mean, None, None)
+    t = summary.mean * math.sqrt(summary.n) / summary.spread
+    return Paired(summary.n, summary.mean, t, 2 * float(stats.t.sf(abs(t), summary.n - 1)))
+
+
+def reaches(x: Sequence[float], y: Sequence[float], level: float) -> float | None:
+    """Where the curve y(x) is first at or below `level`, on the straight line from the point before; None if nowhere.
+
+    Points whose y is not finite are skipped. A curve that starts at or below the level reaches it at its first point.
+    """
+    before: tuple[float, float] | None = None
+    for here, value in zip(x, y, strict=True):
+        if not math.isfinite(value):
+            continue
+        if value <= level:
+            if before is None:
+                return here
+            return before[0] + (here - before[0]) * (before[1] - level) / (before[1] - value)
+        before = (here, value)
+    return None

@@ -1,0 +1,173 @@
+"""A study: one base experiment, axes along which it varies, seeds and a metric."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field, field_validator, model_validator
+
+from eigengraft.component import Component, RecipeError, checked
+from eigengraft.optimizers.files import read_yaml
+from eigengraft.optimizers.overrides import apply_overrides
+
+from .loading import read_experiment
+
+Changes = dict[str, Any]
+"""Values by dotted path, as on the command line: `steps`, `task.width`, `update.eigenbasis.refresh.steps`."""
+
+_SHIPPED = Path(__file__).parent / "studies"
+_LABEL = re.compile(r"[\w.+-]+")
+
+
+class Setting(Component):
+    """Values for some cells only: those whose label on every axis in `when` is the one, or among those, named there."""
+
+    when: dict[str, tuple[str, ...]] = Field(min_length=1, description="axis -> label or list of labels")
+    set: dict[str, Any] = Field(min_length=1, description="dotted path -> value")
+
+    @field_validator("when", mode="before")
+    @classmethod
+    def _lists(cls, when: Any) -> Any:
+        if not isinstance(when, Mapping):
+            return when
+        return {axis: tuple(map(_label, v if isinstance(v, (list, tuple)) else [v])) for axis, v in when.items()}
+
+    def holds(self, labels: Mapping[str, str]) -> bool:
+        """Whether this setting is for the cell with these labels."""
+        return all(labels[axis] in some for axis, some in self.when.items())
+
+
+class Study(Component):
+    """Every combination of one label from each axis is a cell; every cell is run once with each seed.
+
+    A cell is the base experiment, changed by its labels axis by axis, then by the settings that hold for it.
+    """
+
+    name: str = Field(pattern=r"^\w[\w.+=-]*$", description="names the directory of the study")
+    description: str = Field("", description="what the study asks, in a sentence or two")
+    base: dict[str, Any] = Field(description="what all runs share, as in an experiment file")
+    axes: dict[str, dict[str, Changes]] = Field(
+        min_length=1, description="dotted path -> list of values, or any name -> {label -> {dotted path -> value}}"
+    )
+    settings: tuple[Setting, ...] = Field((), strict=False, description="values that belong to combinations of labels")
+    seeds: tuple[int, ...] = Field((0,), strict=False, min_length=1, description="one run of every cell for each")
+    metric: Literal["val_loss", "val_accuracy"] = Field("val_loss", description="what runs are judged by, at the end")
+    baseline: dict[str, str] = Field(
+        default={}, max_length=1, description="axis compared: its label to compare with; none: last axis, first label"
+    )
+
+    @field_validator("base", mode="before")
+    @classmethod
+    def _plain(cls, base: Any) -> Any:
+        return base.model_dump(mode="json") if isinstance(base, BaseModel) else base
+
+    @field_validator("axes", mode="before")
+    @classmethod
+    def _choices(cls, axes: Any) -> Any:
+        return {axis: _axis(str(axis), some) for axis, some in axes.items()} if isinstance(axes, Mapping) else axes
+
+    @field_validator("baseline", mode="before")
+    @classmethod
+    def _text(cls, baseline: Any) -> Any:
+        return {k: _label(v) for k, v in baseline.items()} if isinstance(baseline, Mapping) else baseline
+
+    @field_validator("seeds")
+    @classmethod
+    def _distinct(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
+        if len(set(seeds)) < len(seeds):
+            raise ValueError("distinct seeds are required")
+        return seeds
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Study:
+        for first, second in itertools.combinations(self.axes, 2):
+            shared = _paths(self.axes[first]) & _paths(self.axes[second])
+            if shared:
+                raise ValueError(f"axes: each path on one axis only, '{min(shared)}' is on '{first}' and '{second}'")
+        wanted = [("baseline", axis, label) for axis, label in self.baseline.items()]
+        wanted += [("settings.when", axis, v) for s in self.settings for axis, some in s.when.items() for v in some]
+        for where, axis, label in wanted:
+            _known(where, axis, self.axes)
+            _known(f"{where}.{axis}", label, self.axes[axis])
+        return self
+
+    @property
+    def compared(self) -> tuple[str, str]:
+        """The axis along which cells are compared, and the label of the cells they are compared with."""
+        axis = next(iter(self.baseline), list(self.axes)[-1])
+        return axis, self.baseline.get(axis, next(iter(self.axes[axis])))
+
+
+def load_study(source: str | Path | Mapping[str, Any] | Study, overrides: Iterable[str] = ()) -> Study:
+    """The study in a YAML file, a shipped study's name, a mapping or a `Study`, with `dotted.path=value` overrides.
+
+    Paths inside a file are relative to it. Raises RecipeError, one line for each fault.
+    """
+    if isinstance(source, (str, Path)):
+        path = _existing(source)
+        try:
+            return checked(Study, apply_overrides(_read(path), overrides))
+        except RecipeError as error:
+            raise RecipeError(f"{path} does not describe a study:\n{error}") from error
+    raw = source.model_dump(mode="json") if isinstance(source, Study) else dict(source)
+    return checked(Study, apply_overrides(raw, overrides))
+
+
+def shipped_studies() -> dict[str, Path]:
+    """The studies that come with the package, by name."""
+    return {path.stem: path for path in sorted(_SHIPPED.glob("*.yaml"))}
+
+
+def _existing(source: str | Path) -> Path:
+    path = shipped_studies().get(str(source), Path(source))
+    if not path.is_file():
+        names = ", ".join(shipped_studies())
+        raise RecipeError(f"study: an existing file or a shipped study ({names}) is required, got '{source}'")
+    return path
+
+
+def _read(path: Path) -> dict[str, Any]:
+    data = read_yaml(path)
+    if not isinstance(data, Mapping):
+        raise RecipeError(f"a mapping with 'base' and 'axes' is required, got {type(data).__name__}")
+    base = data.get("base")
+    if isinstance(base, str):
+        base = read_experiment(path.parent / base)
+    return {"name": path.stem, **data, "base": base}
+
+
+def _axis(axis: str, choices: Any) -> Any:
+    """An axis in its long form, label -> {path -> value}."""
+    if isinstance(choices, Mapping):
+        return {_label(label): changes for label, changes in choices.items()}
+    if not isinstance(choices, (list, tuple)) or not choices:
+        raise ValueError(f"{axis}: a list of values or a mapping label -> {{path: value}} is required, got {choices!r}")
+    labels = [_label(value) for value in choices]
+    if len(set(labels)) < len(labels):
+        raise ValueError(f"{axis}: distinct values are required, got {', '.join(labels)}")
+    return {label: {axis: value} for label, value in zip(labels, choices, strict=True)}
+
+
+def _label(value: Any) -> str:
+    """A value as a label: part of a directory's name."""
+    text = str(value).lower() if isinstance(value, bool) or value is None else str(value)
+    if not _LABEL.fullmatch(text):
+        remedy = "give the axis as a mapping label -> {path: value}"
+        raise ValueError(f"a label of letters, digits and . _ + - is required, got {text!r}; {remedy}")
+    return text
+
+
+def _paths(choices: Mapping[str, Changes]) -> set[str]:
+    return {path for changes in choices.values() for path in changes}
+
+
+def _known(where: str, name: str, known: Iterable[str]) -> None:
+    if name not in known:
+        near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+        hint = f"did you mean '{near[0]}'? " if near else ""
+        raise ValueError(f"{where}: unknown '{name}'; {hint}One of {', '.join(known)} is required")

@@ -1,0 +1,9 @@
+"""What is trained: the family `task` and its members."""
+
+from .base import Batch as Batch
+from .base import Dataset as Dataset
+from .base import Fingerprint as Fingerprint
+from .base import Metrics as Metrics
+from .base import Task as Task
+from .byte_lm import ByteLM as ByteLM
+from .digits import Digits as Digits

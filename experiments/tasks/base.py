@@ -1,0 +1,109 @@
+"""What is trained: data, a model and a loss.
+
+A `Task` is the declaration; `load` reads its data once into a `Dataset`. Every batch is a pure function of the seed and
+the step number, so that a run continues from a step number alone.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from eigengraft.component import Component
+
+
+class Batch(NamedTuple):
+    """Inputs [B, ...] and integer class targets [B, ...]."""
+
+    inputs: Tensor
+    targets: Tensor
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch on `device`."""
+        return Batch(self.inputs.to(device), self.targets.to(device))
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Which data a run has seen: where it came from, its size in bytes and the sha256 of its content."""
+
+    source: str
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Mean validation loss (nats per target) and, where the task reports it, accuracy in [0, 1]."""
+
+    val_loss: float
+    val_accuracy: float | None
+
+
+class Dataset(ABC):
+    """The data of a task, held in memory."""
+
+    fingerprint: Fingerprint
+
+    @abstractmethod
+    def batch(self, seed: int, step: int) -> Batch:
+        """The training batch of one step: equal arguments give equal batches, on every call and in every process."""
+
+    @abstractmethod
+    def evaluation(self) -> Iterator[Batch]:
+        """The validation batches, the same ones every time."""
+
+
+class Task(Component, family="task"):
+    """Data, model and loss under one name.
+
+    Laws: `new_model(seed)` and `Dataset.batch(seed, step)` depend on their arguments only and leave torch's global
+    random state as it was; evaluation batches never change during a run.
+    """
+
+    reports_accuracy: ClassVar[bool] = False
+
+    @abstractmethod
+    def load(self) -> Dataset:
+        """Read the data. Raises ValueError naming the remedy when it is not on this machine."""
+
+    @abstractmethod
+    def build(self) -> nn.Module:
+        """A new model, initialised from torch's global generator."""
+
+    def new_model(self, seed: int) -> nn.Module:
+        """A new model on the CPU whose initial weights depend on `seed` alone."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return self.build()
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy in nats of logits [B, ..., classes] against classes [B, ...]."""
+        return functional.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, dataset: Dataset, device: torch.device) -> Metrics:
+        """Metrics over all evaluation batches, each target weighing the same."""
+        was_training = model.training
+        model.eval()
+        total, hits, count = 0.0, 0, 0
+        for batch in dataset.evaluation():
+            inputs, targets = batch.to(device)
+            outputs = model(inputs)
+            total += self.loss(outputs, targets).item() * targets.numel()
+            hits += int((outputs.argmax(-1) == targets).sum())
+            count += targets.numel()
+        model.train(was_training)
+        return Metrics(total / count, hits / count if self.reports_accuracy else None)
+
+
+def generator(*key: int) -> np.random.Generator:
+    """A random stream named by `key` (non-negative integers); different keys give independent streams."""
+    return np.random.default_rng(key)

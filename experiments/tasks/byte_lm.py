@@ -1,0 +1,126 @@
+"""Byte-level language modelling on text that every machine with Python has: the standard library's own sources."""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from pydantic import Field, field_validator
+from pydantic_core.core_schema import ValidationInfo
+from torch import Tensor, nn
+
+from .base import Batch, Dataset, Fingerprint, Task, generator
+from .models import GPT
+
+SYMBOLS = 256
+
+
+class ByteLM(Task):
+    """Predict the next byte of a text with a small pre-norm GPT; loss in nats per byte.
+
+    Text = the .py files of the running Python's standard library (tests left out), in an order fixed by their names,
+    or one file. The first 95 % train, the last 5 % validate.
+    """
+
+    kind: Literal["byte_lm"] = "byte_lm"
+    path: str | None = Field(default=None, description="a text file; none: the Python standard library's sources")
+    max_bytes: int = Field(default=8 * 2**20, ge=4096, description="read at most this many bytes of text")
+    layers: int = Field(default=2, ge=1, le=64, description="transformer blocks")
+    width: int = Field(default=64, ge=4, le=4096, description="size of the residual stream")
+    heads: int = Field(default=4, ge=1, le=64, description="attention heads; a divisor of width")
+    context: int = Field(default=64, ge=2, le=8192, description="bytes per sequence")
+    batch_size: int = Field(default=32, ge=1, description="sequences per step")
+    eval_sequences: int = Field(default=512, ge=1, description="validation sequences, evenly spaced over their part")
+
+    @field_validator("heads")
+    @classmethod
+    def _heads_divide_width(cls, heads: int, info: ValidationInfo) -> int:
+        width = info.data.get("width", heads)
+        if width % heads:
+            raise ValueError(f"a divisor of width {width} is required")
+        return heads
+
+    def load(self) -> Dataset:
+        if self.path is None:
+            return Text(self, standard_library_text(self.max_bytes))
+        file = Path(self.path).expanduser()
+        if not file.is_file():
+            raise ValueError(f"task.path: an existing text file is required, got '{self.path}'")
+        return Text(self, read_text([file], self.max_bytes))
+
+    def build(self) -> nn.Module:
+        return GPT(SYMBOLS, self.context, self.layers, self.width, self.heads)
+
+
+class Text(Dataset):
+    """A text cut into a training and a validation part, both uint8."""
+
+    def __init__(self, task: ByteLM, text: bytes) -> None:
+        cut = len(text) * 95 // 100
+        if len(text) - cut <= task.context:
+            raise ValueError(
+                f"byte_lm: a text of more than {20 * task.context} bytes is required for task.context={task.context}, "
+                f"got {len(text)} bytes; lower task.context or give a longer text as task.path"
+            )
+        content = torch.from_numpy(np.frombuffer(text, dtype=np.uint8).copy())
+        self.train, self.validation = content[:cut], content[cut:]
+        self.task = task
+        self.fingerprint = Fingerprint(
+            source=task.path or "the Python standard library's sources",
+            size=len(text),
+            sha256=hashlib.sha256(text).hexdigest(),
+        )
+
+    def batch(self, seed: int, step: int) -> Batch:
+        starts = generator(seed, step).integers(0, len(self.train) - self.task.context, self.task.batch_size)
+        return _sequences(self.train, torch.from_numpy(starts), self.task.context)
+
+    def evaluation(self) -> Iterator[Batch]:
+        last = len(self.validation) - self.task.context - 1
+        starts = torch.linspace(0, last, self.task.eval_sequences, dtype=torch.float64).long()
+        for some in torch.split(starts, 64):
+            yield _sequences(self.validation, some, self.task.context)
+
+
+def _sequences(text: Tensor, starts: Tensor, context: int) -> Batch:
+    """Windows of `context` bytes at `starts` [B] and the bytes that follow each position."""
+    windows = text[starts[:, None] + torch.arange(context + 1)].long()  # [B, context + 1]
+    return Batch(windows[:, :-1], windows[:, 1:])
+
+
+@lru_cache(maxsize=1)
+def standard_library_text(max_bytes: int) -> bytes:
+    """The first `max_bytes` bytes of the standard library's sources."""
+    return read_text(standard_library_files(), max_bytes)
+
+
+def read_text(files: Iterable[Path], max_bytes: int) -> bytes:
+    """The first `max_bytes` bytes of all files, one after the other."""
+    parts: list[bytes] = []
+    size = 0
+    for file in files:
+        with file.open("rb") as stream:
+            parts.append(stream.read(max_bytes - size))
+        size += len(parts[-1])
+        if size >= max_bytes:
+            break
+    return b"".join(parts)
+
+
+def standard_library_files() -> list[Path]:
+    """The standard library's .py files, in an order that depends on their names alone."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
+    files = {file.relative_to(root).as_posix(): file for file in root.rglob("*.py")}
+    # _sysconfigdata holds the paths and flags of the machine that built Python: no part of the library.
+    kept = [name for name in files if not skipped & set(name.split("/")) and not name.startswith("_sysconfigdata")]
+    if not kept:
+        raise ValueError(f"byte_lm: Python sources are required in {root}, got none; give a text file as task.path")
+    # Ordered by the hash of the name, not by name: neighbours are unrelated, so that the last 5 % resembles the rest.
+    return [files[name] for name in sorted(kept, key=lambda name: hashlib.sha256(name.encode()).digest())]

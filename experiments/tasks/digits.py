@@ -1,0 +1,75 @@
+"""Handwritten digits: 1797 grey images of 8x8 pixels that come with scikit-learn."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from .base import Batch, Dataset, Fingerprint, Task, generator
+from .models import cnn, mlp
+
+SIDE, CLASSES = 8, 10
+
+
+class Digits(Task):
+    """Classify handwritten digits with a small MLP or CNN; loss in nats per image.
+
+    A fifth of the images, chosen once and for all, validates. Training goes through a new permutation every epoch.
+    """
+
+    kind: Literal["digits"] = "digits"
+    model: Literal["mlp", "cnn"] = Field(default="mlp", description="multi-layer perceptron or convolutional network")
+    layers: int = Field(default=2, ge=1, le=16, description="hidden layers, or convolutions")
+    width: int = Field(default=64, ge=1, le=4096, description="units per hidden layer, or channels")
+    batch_size: int = Field(default=64, ge=1, le=1024, description="images per step")
+    reports_accuracy: ClassVar[bool] = True
+
+    def load(self) -> Dataset:
+        return Images(self.batch_size)
+
+    def build(self) -> nn.Module:
+        if self.model == "cnn":
+            return cnn(SIDE, CLASSES, self.layers, self.width)
+        return mlp(SIDE * SIDE, CLASSES, self.layers, self.width)
+
+
+class Images(Dataset):
+    """Images [N, 1, 8, 8] in [0, 1] and their digits [N], split into training and validation."""
+
+    def __init__(self, batch_size: int) -> None:
+        images, digits, sha256 = read_digits()
+        order = torch.from_numpy(generator(0).permutation(len(images)))
+        held_out = len(images) // 5
+        self.validation = Batch(images[order[:held_out]], digits[order[:held_out]])
+        self.train = Batch(images[order[held_out:]], digits[order[held_out:]])
+        self.batch_size = batch_size
+        self.fingerprint = Fingerprint("scikit-learn's handwritten digits", images.nelement(), sha256)
+
+    def batch(self, seed: int, step: int) -> Batch:
+        epoch, position = divmod(step, len(self.train.targets) // self.batch_size)
+        order = generator(seed, epoch).permutation(len(self.train.targets))
+        chosen = torch.from_numpy(order[position * self.batch_size : (position + 1) * self.batch_size])
+        return Batch(self.train.inputs[chosen], self.train.targets[chosen])
+
+    def evaluation(self) -> Iterator[Batch]:
+        yield self.validation
+
+
+@lru_cache(maxsize=1)
+def read_digits() -> tuple[Tensor, Tensor, str]:
+    """All images [N, 1, 8, 8] in [0, 1], their digits [N], and the sha256 of both."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise ValueError("digits: scikit-learn is required; install eigengraft[experiments]") from None
+    bunch = load_digits()
+    pixels, digits = bunch.images.astype("uint8"), bunch.target.astype("uint8")
+    sha256 = hashlib.sha256(pixels.tobytes() + digits.tobytes()).hexdigest()
+    images = torch.from_numpy(pixels).float().div(16).unsqueeze(1)
+    return images, torch.from_numpy(digits).long(), sha256

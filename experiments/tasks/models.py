@@ -1,0 +1,87 @@
+"""The small models of the tasks. Every matrix is its own parameter, so that a preconditioner sees plain matrices."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention, [B, T, width] -> [B, T, width]."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query = nn.Linear(width, width, bias=False)
+        self.key = nn.Linear(width, width, bias=False)
+        self.value = nn.Linear(width, width, bias=False)
+        self.output = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (
+            layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return cast(Tensor, self.output(mixed.transpose(1, 2).flatten(2)))
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block, [B, T, width] -> [B, T, width]."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return cast(Tensor, x + self.down(functional.gelu(self.up(self.mlp_norm(x)))))
+
+
+class GPT(nn.Module):
+    """Decoder-only transformer over symbols, [B, T] -> logits [B, T, symbols], with learned positions."""
+
+    def __init__(self, symbols: int, context: int, layers: int, width: int, heads: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(symbols, width)
+        self.position = nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, symbols, bias=False)
+        for parameter in self.parameters():
+            if parameter.ndim == 2:
+                nn.init.normal_(parameter, std=0.02)
+        for name, parameter in self.named_parameters():
+            # The residual stream sums 2 * layers branches; this keeps its initial variance independent of depth.
+            if name.endswith(("output.weight", "down.weight")):
+                nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5)
+
+    def forward(self, symbols: Tensor) -> Tensor:
+        positions = torch.arange(symbols.shape[1], device=symbols.device)
+        x = self.embedding(symbols) + self.position(positions)
+        return cast(Tensor, self.head(self.norm(self.blocks(x))))
+
+
+def mlp(inputs: int, classes: int, layers: int, width: int) -> nn.Sequential:
+    """`layers` hidden ReLU layers on flattened images, [B, ...] -> logits [B, classes]."""
+    sizes = [inputs] + [width] * layers
+    hidden = [module for fan_in, fan_out in pairwise(sizes) for module in (nn.Linear(fan_in, fan_out), nn.ReLU())]
+    return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(width, classes))
+
+
+def cnn(side: int, classes: int, layers: int, width: int) -> nn.Sequential:
+    """`layers` 3x3 convolutions, then 2x2 mean pooling, [B, 1, side, side] -> logits [B, classes]."""
+    channels = [1] + [width] * layers
+    features = [
+        module
+        for fan_in, fan_out in pairwise(channels)
+        for module in (nn.Conv2d(fan_in, fan_out, 3, padding=1), nn.ReLU())
+    ]
+    return nn.Sequential(*features, nn.AvgPool2d(2), nn.Flatten(), nn.Linear(width * (side // 2) ** 2, classes))

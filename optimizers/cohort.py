@@ -1,0 +1,175 @@
+"""A cohort: parameters of one group that were adopted together, their units, and one step of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from eigengraft.clock import Clock
+from eigengraft.distributed.stacks import Stack
+
+from .recipe import Recipe, Route
+from .routing import Facts
+from .screening import Screen
+from .unit import Unit, build_units
+from .weight_decay import WeightDecay
+from .writing import Pace, write
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """What a param group says at this step: learning rate, its initial value, weight decay rate."""
+
+    lr: float | Tensor
+    peak: float
+    rate: float
+
+
+class Cohort:
+    """Parameters by position; counts `[P]`: gradients that each has seen (what `step` in the state is a view of)."""
+
+    def __init__(self, parameters: Sequence[Tensor], facts: Sequence[Facts], recipe: Recipe) -> None:
+        self.parameters, self.facts, self.recipe = list(parameters), list(facts), recipe
+        self.names = [fact.name or f"parameter {index}" for index, fact in enumerate(facts)]
+        self.routed = [recipe.route(fact) for fact in facts]
+        self.steps = torch.zeros(len(parameters), dtype=torch.int64)
+        self.counts: NDArray[np.int64] = self.steps.numpy()
+        self.updates = recipe.updates()
+        self.units = build_units(self.parameters, [path for path, _ in self.routed], self.updates)
+        self.screen = Screen(recipe.failure, self.names)
+
+    @property
+    def skipped(self) -> Counter[str]:
+        """How often each parameter was left alone because its gradient was not finite."""
+        return self.screen.skipped
+
+    def settle(self) -> None:
+        """Takes back the step of parameters whose last gradient turned out, on the device, not to be finite."""
+        self.counts[self.screen.settle()] -= 1
+
+    def views(self) -> list[dict[str, Tensor]]:
+        """The state of each parameter: `step` and "<block>/<stage path>/<slot>", views of the stacks."""
+        states: list[dict[str, Tensor]] = [{"step": step} for step in self.steps.unbind(0)]
+        for unit in self.units:
+            for row, owner, key in unit.rows():
+                states[owner].update((f"{key}/{path}", tensor[row]) for path, tensor in unit.tensors.items())
+        return states
+
+    def step(self, hyper: Hyper) -> None:
+        """One update of every parameter that has a gradient."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        present = np.array([g is not None and g.numel() > 0 for g in gradients], dtype=np.bool_)
+        if not present.any():
+            return
+        active, mask, silent = self.screen.look(gradients, present)
+        if not active.any() or (silent and hyper.lr == 0):
+            return  # lr 0 and gradients 0: somebody only wants to see the state
+        self.counts[active] += 1
+        buffers: dict[str, dict[int, Tensor]] = {}
+        for unit in self.units:
+            for part, priming in self._phases(unit, active):
+                stack, rows = unit.stack.select(part)
+                if len(stack.owners):
+                    self._advance(unit, stack, rows, _Step(gradients, mask, hyper, priming, buffers))
+        for path, whole in buffers.items():
+            self._write(path, list(whole), list(whole.values()), hyper, mask)
+
+    def _phases(self, unit: Unit, active: NDArray[np.bool_]) -> Iterator[tuple[NDArray[np.bool_], bool]]:
+        if unit.lagging and (self.counts[active] == 1).any():
+            yield active & (self.counts == 1), True
+            yield active & (self.counts > 1), False
+        else:
+            yield active, False
+
+    def _advance(self, unit: Unit, stack: Stack, rows: Tensor | None, now: _Step) -> None:
+        hyper = now.hyper
+        gradient = stack.gather(now.gradients)
+        decay, rate = self._decay(unit.path, hyper)
+        if decay.in_gradient and rate:
+            gradient = gradient + rate * stack.gather(self.parameters)
+        clock = unit.clock(stack, rows, self.counts, self._signals(unit, stack, hyper))
+        mask = None if now.mask is None else now.mask[torch.from_numpy(stack.owners).to(stack.device)]
+        if now.priming:
+            unit.prime(gradient, rows, mask, clock)
+        else:
+            direction = unit.direct(gradient, rows, mask, clock)
+            if unit.rule.after_decay:
+                term = self._pace(unit.path, hyper).decay_term(stack.gather(self.parameters), direction)
+                direction = unit.finish(gradient, direction + term, rows, mask, clock)
+            self._deliver(unit.path, stack, direction, now)
+        self._check_roots(unit, clock)
+
+    def _deliver(self, path: str, stack: Stack, direction: Tensor, now: _Step) -> None:
+        """Writes the parameters that are one block; collects the blocks of the others."""
+        if all(piece.whole for _, piece in stack.pieces):
+            owners = [owner for owner, _ in stack.pieces]
+            updates = [
+                row.reshape(self.parameters[o].shape) for o, row in zip(owners, direction.unbind(0), strict=True)
+            ]
+            self._write(path, owners, updates, now.hyper, now.mask)
+            return
+        buffers = now.buffers.setdefault(path, {})
+        for owner, piece in stack.pieces:
+            if owner not in buffers:
+                buffers[owner] = torch.empty(piece.merged, dtype=stack.dtype, device=stack.device)
+        stack.scatter(direction, buffers)
+
+    def _write(self, path: str, owners: list[int], updates: list[Tensor], hyper: Hyper, mask: Tensor | None) -> None:
+        parameters = [self.parameters[owner] for owner in owners]
+        shaped = [u if u.shape == p.shape else u.reshape(p.shape) for u, p in zip(updates, parameters, strict=True)]
+        masks = None if mask is None else [mask[owner] for owner in owners]
+        pace = self._pace(path, hyper)
+        if self.updates[path].after_decay:
+            pace = Pace(pace.lr, 0.0, pace.decay)
+        write(parameters, shaped, pace, masks)
+
+    def _decay(self, path: str, hyper: Hyper) -> tuple[WeightDecay, float]:
+        """The decay rule of an update and its rate; a route's own rule does not follow the group's rate."""
+        rule = self.updates[path]
+        if isinstance(rule, Route) and rule.weight_decay is not None:
+            return rule.weight_decay, rule.weight_decay.rate
+        return self.recipe.weight_decay, hyper.rate
+
+    def _pace(self, path: str, hyper: Hyper) -> Pace:
+        rule = self.updates[path]
+        decay, rate = self._decay(path, hyper)
+        lr = hyper.lr * rule.lr_ratio if isinstance(rule, Route) else hyper.lr
+        return Pace(lr, decay.alpha(rate, hyper.lr, hyper.peak), decay)
+
+    def _signals(self, unit: Unit, stack: Stack, hyper: Hyper) -> dict[str, Any]:
+        signals: dict[str, Any] = {}
+        if "lr" in unit.signals:
+            signals["lr"] = self._pace(unit.path, hyper).lr
+        if "parameter_rms" in unit.signals:
+            owners = list(dict.fromkeys(stack.owners.tolist()))
+            norms = torch._foreach_norm([self.parameters[o].to(stack.dtype) for o in owners])
+            rms = {o: n / self.parameters[o].numel() ** 0.5 for o, n in zip(owners, norms, strict=True)}
+            signals["parameter_rms"] = torch.stack([rms[o] for o in stack.owners.tolist()])
+        return signals
+
+    def _check_roots(self, unit: Unit, clock: Clock) -> None:
+        bad = unit.failing(clock, self.recipe.failure.roots)
+        if bad:
+            names = sorted({self.names[unit.stack.owners[row]] for row in bad})
+            raise RuntimeError(
+                f"{unit.path or 'update'}: at most {self.recipe.failure.roots} failed roots in a row are tolerated "
+                f"(failure.roots), got more for {', '.join(names[:5])}; a larger ridge or a lower lr may help"
+            )
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What one step of a cohort hands from unit to unit."""
+
+    gradients: Sequence[Any]
+    mask: Tensor | None
+    hyper: Hyper
+    priming: bool
+    buffers: dict[str, dict[int, Tensor]]

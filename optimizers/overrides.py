@@ -1,0 +1,123 @@
+"""Dotted paths into declarations: `update.eigenbasis.refresh.steps=1`.
+
+Stages are addressed by name, never by position.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from eigengraft.component import RecipeError, stage_name
+
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+
+
+def json_value(text: str) -> Any:
+    """The value a text stands for: JSON where it is JSON (numbers, true, null, lists), else the text itself."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return float(text) if _NUMBER.fullmatch(text) else text
+
+
+def apply_overrides(
+    data: Mapping[str, Any], overrides: Iterable[str], parse: Callable[[str], Any] = json_value
+) -> dict[str, Any]:
+    """A copy of raw `data` with every `dotted.path=value` applied in order. Setting a `kind` drops the old kind's
+    fields.
+
+    Raises RecipeError naming the path, the part that is not there and the nearest one that is.
+    """
+    result = copy.deepcopy(dict(data))
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        if not equals or not path.strip():
+            raise RecipeError(f"override '{override}': the form path.to.field=value is required")
+        _assign(result, path.strip().split("."), parse(text.strip()), path.strip())
+    return result
+
+
+def _assign(node: Any, parts: list[str], value: Any, path: str) -> None:
+    for depth, part in enumerate(parts[:-1]):
+        inner = _child(node, part)
+        if inner is None:
+            raise RecipeError(f"{path}: {_missing(node, part, '.'.join(parts[:depth]))}")
+        if isinstance(inner, str):
+            inner = _expand(node, part, inner)
+        node = inner
+    last = parts[-1]
+    if isinstance(node, list):
+        position = _position(node, last)
+        if position is None:
+            raise RecipeError(f"{path}: {_missing(node, last, '.'.join(parts[:-1]))}")
+        node[position] = value
+    elif not isinstance(node, dict):
+        raise RecipeError(f"{path}: '{'.'.join(parts[:-1])}' is the value {node!r} and has no fields")
+    elif last == "kind" and node.get("kind") != value:
+        kept = {"name": node["name"]} if node.get("name") is not None else {}
+        node.clear()
+        node.update(kind=value, **kept)
+    else:
+        node[last] = value
+
+
+def _child(node: Any, part: str) -> Any:
+    if isinstance(node, list):
+        position = _position(node, part)
+        return None if position is None else node[position]
+    if not isinstance(node, dict):
+        return None
+    # a single stage may stand where a chain is expected
+    return node.get(part, node if "kind" in node and stage_name(node) == part else None)
+
+
+def _expand(node: Any, part: str, kind: str) -> dict[str, Any]:
+    """Turns a bare kind into a mapping, so that fields can be set on it."""
+    expanded = {"kind": kind}
+    node[_position(node, part) if isinstance(node, list) else part] = expanded
+    return expanded
+
+
+def _position(stages: list[Any], name: str) -> int | None:
+    return next((i for i, stage in enumerate(stages) if stage_name(stage) == name), None)
+
+
+def _missing(node: Any, part: str, where: str) -> str:
+    if isinstance(node, list):
+        known = [name for name in map(stage_name, node) if name]
+    elif isinstance(node, dict):
+        if part in node:
+            return f"'{part}' is not set here, so it has no fields; set it whole first"
+        known = list(node)
+    else:
+        return f"'{where}' is the value {node!r} and has no fields"
+    near = difflib.get_close_matches(part, known, n=1)
+    hint = f", did you mean '{near[0]}'?" if near else ""
+    return f"there is no '{part}' in '{where or 'the top level'}'{hint} (there are: {', '.join(known) or 'none'})"
+
+
+def flatten(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted path, leaf) pairs of a declaration; stages by name, `None` and empty chains left out."""
+    if isinstance(data, Mapping):
+        for key, value in data.items():
+            yield from flatten(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(data, (list, tuple)) and any(stage_name(item) for item in data if not isinstance(item, str)):
+        for item in data:
+            yield from flatten(item, f"{path}.{stage_name(item)}")
+    elif data is not None and data != () and data != []:
+        yield path, list(data) if isinstance(data, tuple) else data
+
+
+def differences(old: Any, new: Any) -> list[str]:
+    """What distinguishes two declarations, one line a path."""
+    before, after = dict(flatten(old)), dict(flatten(new))
+    return [
+        f"{path}: {before.get(path, 'absent')!s} -> {after.get(path, 'absent')!s}"
+        for path in sorted(before.keys() | after.keys())
+        if before.get(path) != after.get(path)
+    ]

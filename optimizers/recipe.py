@@ -1,0 +1,132 @@
+"""The whole declaration of an optimizer, as one frozen model. YAML and Python say the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from eigengraft.component import Component
+from eigengraft.distributed.blocks import Blocking
+from eigengraft.preconditioners import RMS, Momentum, Stages, walk
+
+from .routing import Facts, Match
+from .weight_decay import Decoupled, WeightDecay
+
+SCHEMA_VERSION = 1
+SIGNALS = frozenset({"lr", "parameter_rms"})
+"""The signals a stage may ask for in `requires`."""
+
+
+class Failure(Component):
+    """What happens when numbers go wrong."""
+
+    nonfinite: Literal["skip", "raise", "ignore"] = Field(
+        "skip",
+        description="a gradient with inf or nan: leave its parameter and state as they are and count it, "
+        "do so and raise, or do not look",
+    )
+    detect: Literal["auto", "host", "device"] = Field(
+        "auto",
+        description="where gradients are looked at: on the host (one read per step) or by masks on the device "
+        "(counted one step later); auto: host for CPU parameters, else device",
+    )
+    roots: int = Field(
+        3, ge=0, description="refreshes of one root or basis that may fail in a row before an error is raised"
+    )
+
+
+class Update(Component):
+    """How one set of parameters is updated: the chain, what follows weight decay, and how parameters become blocks."""
+
+    update: Stages = Field(description="the stages that turn a gradient into a direction")
+    after_decay: Stages = Field((), description="stages applied to the direction after weight decay was added to it")
+    blocking: Blocking = Field(Blocking(), description="how parameters become blocks")
+
+    def stages(self, path: str = "") -> Iterator[tuple[str, Any]]:
+        """Every stage with its dotted path."""
+        prefix = f"{path}." if path else ""
+        yield from walk(self.update, f"{prefix}update")
+        yield from walk(self.after_decay, f"{prefix}after_decay")
+
+    def lagging(self) -> bool:
+        """Whether the first gradient only primes statistics."""
+        return any(stage.lagged() for _, stage in self.stages())
+
+    @model_validator(mode="after")
+    def _signals_exist(self) -> Self:
+        for path, stage in self.stages():
+            missing = sorted(stage.requires - SIGNALS)
+            if missing:
+                raise ValueError(
+                    f"{path}: requires the signal '{missing[0]}', which nobody provides ({sorted(SIGNALS)})"
+                )
+        return self
+
+
+class Route(Update):
+    """Parameters that match are updated by this instead of the recipe's own chain."""
+
+    name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", description="what the route is called in paths")
+    match: Match = Field(Match(), description="which parameters")
+    lr_ratio: float = Field(1.0, ge=0, description="multiplies the group's learning rate")
+    weight_decay: WeightDecay | None = Field(None, description="decay of these parameters; default: the recipe's")
+    optional: bool = Field(False, description="whether it is fine that no parameter matches")
+
+
+def adam_route() -> Route:
+    """The default route: embeddings, output heads, norms, biases and tensors with fewer than two axes go to Adam."""
+    return Route(
+        name="adam",
+        match=Match(role=("embedding", "head", "norm", "bias", "scalar", "vector")),
+        update=(Momentum(beta=0.9), RMS(beta=0.95)),
+        optional=True,
+    )
+
+
+def _routes(value: Any) -> Any:
+    if value == "default":
+        value = ("default",)
+    if isinstance(value, (list, tuple)):
+        return tuple(adam_route() if route == "default" else route for route in value)
+    return value
+
+
+class Recipe(Update):
+    """The update of all parameters that no route takes, the routes, and what is common to both."""
+
+    name: str | None = Field(None, description="what reports call it")
+    about: str | None = Field(None, description="the paper and equations it follows")
+    lr: float = Field(1e-3, ge=0, description="learning rate where none is given, in units of the update")
+    weight_decay: WeightDecay = Field(Decoupled(), description="decay of the parameters")
+    routes: Annotated[tuple[Route, ...], BeforeValidator(_routes)] = Field(
+        ("default",),  # type: ignore[arg-type]  # becomes adam_route() in validation
+        description="rules in order, the first match wins; the entry `default` stands for the Adam route",
+    )
+    failure: Failure = Field(Failure(), description="what happens when numbers go wrong")
+
+    @model_validator(mode="after")
+    def _routes_differ(self) -> Self:
+        names = [route.name for route in self.routes]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"routes need distinct names, got '{twice[0]}' twice")
+        return self
+
+    def route(self, facts: Facts) -> tuple[str, str]:
+        """(path of the update, reason) for one parameter; the path is "" or "routes.<name>"."""
+        for route in self.routes:
+            reason = route.match.reason(facts)
+            if reason is not None:
+                return f"routes.{route.name}", reason
+        return "", f"{facts.why}, no route takes it"
+
+    def updates(self) -> dict[str, Recipe | Route]:
+        """The recipe's own update under "" and each route's under its path."""
+        return {"": self, **{f"routes.{route.name}": route for route in self.routes}}
+
+    def to_json(self) -> str:
+        """The resolved recipe as JSON text, with the schema version; `load_recipe` reads it back."""
+        return json.dumps({"schema": SCHEMA_VERSION, **self.model_dump(mode="json", exclude_none=True)})

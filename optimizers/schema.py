@@ -1,0 +1,44 @@
+"""JSON schema of a declaration, generated from the registry:
+
+third-party members are in it as soon as they are defined.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from eigengraft.component import FAMILY_MARK, Component, families
+
+
+def json_schema(cls: type[Component]) -> dict[str, Any]:
+    """JSON schema (draft 2020-12) of a component; every family is one definition that lists all its members."""
+    definitions: dict[str, Any] = {}
+    for name, family in sorted(families().items()):
+        members = []
+        bare = []
+        for kind, member in sorted(family.members.items()):
+            reference = f"{name}.{kind}"
+            definitions[reference] = _own_schema(member, definitions)
+            required = definitions[reference].setdefault("required", [])
+            bare += [kind] if not required else []
+            definitions[reference]["required"] = ["kind", *required]
+            members.append({"$ref": f"#/$defs/{reference}"})
+        definitions[name] = {"anyOf": [*members, {"enum": bare}]} if bare else {"anyOf": members}
+    schema = _own_schema(cls, definitions)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "$defs": definitions}
+
+
+def _own_schema(cls: type[Component], definitions: dict[str, Any]) -> dict[str, Any]:
+    schema: dict[str, Any] = _linked(cls.model_json_schema())
+    definitions.update({key: value for key, value in schema.pop("$defs", {}).items() if key not in definitions})
+    return schema
+
+
+def _linked(node: Any) -> Any:
+    """Family marks as references to the family's definition (pydantic refuses references it did not make itself)."""
+    if isinstance(node, list):
+        return [_linked(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    linked = {key: _linked(value) for key, value in node.items() if key != FAMILY_MARK}
+    return {"$ref": f"#/$defs/{node[FAMILY_MARK]}", **linked} if FAMILY_MARK in node else linked

@@ -1,0 +1,133 @@
+"""A unit: one stack, its state, and the update it gets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from eigengraft.clock import Clock
+from eigengraft.distributed.blocks import Piece
+from eigengraft.distributed.stacks import Stack
+from eigengraft.numerics import compute_dtype
+from eigengraft.preconditioners import chain_slots, run_chain
+from eigengraft.slots import State
+
+from .recipe import Recipe, Route
+
+
+@dataclass
+class Unit:
+    """path: of the update in the recipe ("" or "routes.<name>"). tensors: state by "<stage path>/<slot>", `[N, ...]`.
+
+    phases: `[N]` in [0, 1), where in a refresh interval each block is due.
+    """
+
+    path: str
+    rule: Recipe | Route
+    stack: Stack
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    phases: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+
+    def __post_init__(self) -> None:
+        blocks = len(self.stack.owners)
+        for stages, part in ((self.rule.update, "update"), (self.rule.after_decay, "after_decay")):
+            for path, name, slot in chain_slots(stages, self.stack.block, self._path(part)):
+                self.tensors[f"{path}/{name}"] = slot.allocate(blocks, self.stack.dtype, self.stack.device)
+        self.phases = np.zeros(blocks)
+
+    def _path(self, part: str) -> str:
+        return f"{self.path}.{part}" if self.path else part
+
+    @cached_property
+    def signals(self) -> frozenset[str]:
+        """What the stages of this unit ask for."""
+        return frozenset(signal for _, stage in self.rule.stages() for signal in stage.requires)
+
+    @cached_property
+    def cost(self) -> float:
+        """Cost of one refresh of one block."""
+        return float(sum(stage.refresh_cost(self.stack.block) for _, stage in self.rule.stages()))
+
+    @cached_property
+    def lagging(self) -> bool:
+        """Whether a block's first gradient only primes its statistics."""
+        return self.rule.lagging()
+
+    def clock(self, stack: Stack, rows: Tensor | None, counts: NDArray[np.int64], signals: Mapping[str, Any]) -> Clock:
+        """The clock of the selected rows; counts: gradients that each parameter has seen, this one included."""
+        phases = self.phases if rows is None else self.phases[rows.cpu().numpy()]
+        steps = counts[stack.owners] - int(self.lagging)
+        return Clock(steps, phases, stack.owners, stack.device, signals, self.lagging)
+
+    def prime(self, gradient: Tensor, rows: Tensor | None, mask: Tensor | None, clock: Clock) -> None:
+        """The first gradient of blocks whose chain has a lagged stage: it is observed, nothing moves."""
+        state = State(self.tensors, self.stack.block, self._path("update"), rows, mask)
+        for stage in self.rule.update:
+            stage.prime(state.scope(stage.label), gradient, clock)
+
+    def direct(self, gradient: Tensor, rows: Tensor | None, mask: Tensor | None, clock: Clock) -> Tensor:
+        """The direction of the selected blocks, before weight decay."""
+        state = State(self.tensors, self.stack.block, self._path("update"), rows, mask)
+        return run_chain(self.rule.update, state, gradient, gradient, clock)
+
+    def finish(
+        self, gradient: Tensor, decayed: Tensor, rows: Tensor | None, mask: Tensor | None, clock: Clock
+    ) -> Tensor:
+        """The stages that follow weight decay, on the direction with the decay in it."""
+        state = State(self.tensors, self.stack.block, self._path("after_decay"), rows, mask)
+        return run_chain(self.rule.after_decay, state, gradient, decayed, clock)
+
+    def failing(self, clock: Clock, tolerated: int) -> list[int]:
+        """Rows in which a root or basis has failed more often in a row than tolerated;
+
+        looked at only after a refresh.
+        """
+        cadences = [stage.cadence() for _, stage in self.rule.stages()]
+        if not any(cadence is not None and any(True for _ in cadence.due(clock)) for cadence in cadences):
+            return []
+        counts = [tensor for path, tensor in self.tensors.items() if path.rpartition("/")[2].startswith("failures.")]
+        bad = [torch.nonzero(count > tolerated).flatten().tolist() for count in counts]
+        return sorted({row for rows in bad for row in rows})
+
+    def rows(self) -> Iterator[tuple[int, int, int]]:
+        """(row, parameter position, block key) of every block."""
+        for row, (owner, key) in enumerate(zip(self.stack.owners.tolist(), self.stack.keys, strict=True)):
+            yield row, owner, key
+
+
+def build_units(
+    parameters: Sequence[Tensor], paths: Sequence[str], updates: Mapping[str, Recipe | Route]
+) -> list[Unit]:
+    """The units of some parameters, blocks of equal shape, dtype, device and update together;
+
+    refreshes spread by cost.
+    """
+    found: dict[tuple[Any, ...], list[tuple[int, Piece]]] = {}
+    for position, (parameter, path) in enumerate(zip(parameters, paths, strict=True)):
+        for piece in updates[path].blocking.pieces(tuple(parameter.shape)):
+            key = (path, piece.tile, compute_dtype(parameter.dtype), parameter.device)
+            found.setdefault(key, []).append((position, piece))
+    units = [
+        Unit(path, updates[path], Stack(block, dtype, device, tuple(pieces)))
+        for (path, block, dtype, device), pieces in found.items()
+    ]
+    _spread(units)
+    return units
+
+
+def _spread(units: Sequence[Unit]) -> None:
+    """Phases in proportion to the refresh cost of the blocks before: equal parts of an interval cost the same."""
+    total = sum(unit.cost * len(unit.phases) for unit in units)
+    before = 0.0
+    for unit in units:
+        blocks = len(unit.phases)
+        if total:
+            unit.phases = np.asarray((before + unit.cost * np.arange(blocks)) / total, dtype=np.float64)
+        before += unit.cost * blocks

@@ -1,0 +1,76 @@
+"""Weight decay: what is subtracted of the parameter W beside the update.  W <- W - lr alpha W - lr U"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, Literal
+
+from pydantic import Field
+from torch import Tensor
+
+from eigengraft.component import Component
+
+
+class WeightDecay(Component, ABC, family="weight_decay"):
+    """A rate and a rule; a param group's own `weight_decay` replaces the rate."""
+
+    rate: float = Field(0.0, ge=0, description="decay rate")
+    cautious: ClassVar[bool] = False
+    """Whether only those entries decay whose update points towards zero."""
+    in_gradient: ClassVar[bool] = False
+    """Whether rate * W is added to the gradient, before anything else sees it, instead."""
+
+    @abstractmethod
+    def alpha(self, rate: float, lr: float | Tensor, peak: float) -> float | Tensor:
+        """alpha of the formula, for the current and the initial (peak) learning rate."""
+
+
+class L2(WeightDecay):
+    """g <- g + rate W (the L2 penalty; `.grad` itself is never written)."""
+
+    kind: Literal["l2"] = "l2"
+    in_gradient: ClassVar[bool] = True
+
+    def alpha(self, rate: float, lr: float | Tensor, peak: float) -> float | Tensor:
+        return 0.0
+
+
+class Decoupled(WeightDecay):
+    """alpha = rate (AdamW, Loshchilov & Hutter 2019).
+
+    placed: before the update, or on its result (as published SOAP).
+    """
+
+    kind: Literal["decoupled"] = "decoupled"
+    placed: Literal["before", "after"] = Field("before", description="whether W decays before or after the update")
+
+    def alpha(self, rate: float, lr: float | Tensor, peak: float) -> float | Tensor:
+        return rate
+
+
+class Corrected(WeightDecay):
+    """alpha = rate lr / peak: the decay falls with the square of the schedule (AdamC, Defazio 2025)."""
+
+    kind: Literal["corrected"] = "corrected"
+
+    def alpha(self, rate: float, lr: float | Tensor, peak: float) -> float | Tensor:
+        return rate * lr / peak if peak else 0.0
+
+
+class Independent(WeightDecay):
+    """alpha = rate / peak: W shrinks by rate times the schedule, whatever the learning rate (Wortsman et al. 2023)."""
+
+    kind: Literal["independent"] = "independent"
+
+    def alpha(self, rate: float, lr: float | Tensor, peak: float) -> float | Tensor:
+        return rate / peak if peak else 0.0
+
+
+class Cautious(WeightDecay):
+    """alpha = rate on entries with U W > 0, 0 elsewhere (cautious weight decay, Chen et al. 2025)."""
+
+    kind: Literal["cautious"] = "cautious"
+    cautious: ClassVar[bool] = True
+
+    def alpha(self, rate: float, lr: float | Tensor, peak: float) -> float | Tensor:
+        return rate

@@ -1,0 +1,33 @@
+"""Maps from gradient to direction, and what they are made of."""
+
+from .adafactor import Adafactor as Adafactor
+from .adafactor import RelativeStep as RelativeStep
+from .base import Preconditioner as Preconditioner
+from .base import Stages as Stages
+from .base import chain_slots as chain_slots
+from .base import run_chain as run_chain
+from .base import walk as walk
+from .cadence import Cadence as Cadence
+from .cadence import Every as Every
+from .combinators import Chain as Chain
+from .diagonal import RMS as RMS
+from .diagonal import Identity as Identity
+from .diagonal import Sign as Sign
+from .eigenbasis import Eigenbasis as Eigenbasis
+from .grafting import Graft as Graft
+from .momentum import Momentum as Momentum
+from .polar import SVD as SVD
+from .polar import NewtonSchulz as NewtonSchulz
+from .polar import PolarSolver as PolarSolver
+from .roots import BasisSolver as BasisSolver
+from .roots import CoupledNewton as CoupledNewton
+from .roots import Eigh as Eigh
+from .roots import EighBasis as EighBasis
+from .roots import PowerQR as PowerQR
+from .roots import RootSolver as RootSolver
+from .scale import ClipRMS as ClipRMS
+from .scale import Scale as Scale
+from .shampoo import Shampoo as Shampoo
+from .spectral import Spectral as Spectral
+from .statistics import Gram as Gram
+from .statistics import Statistic as Statistic

@@ -1,0 +1,84 @@
+"""Adafactor (Shazeer & Stern 2018, arXiv:1804.04235): a rank-one second moment, and the relative step size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from eigengraft.clock import Clock
+from eigengraft.slots import Slot, State
+
+from .base import Preconditioner
+
+
+class Adafactor(Preconditioner):
+    """Divide by the root of a factored second moment.  [..., m, n]
+
+    r <- b r + (1 - b) mean_n(g^2);  c <- b c + (1 - b) mean_m(g^2);  v = r c^T / mean(r);  d / max(sqrt(v), eps)
+    b = 1 - t^-decay_power (no bias to correct), or a constant `beta` with correction by 1 - beta^t. Blocks with fewer
+    than two axes keep the full v. The update clipping of section 6 is the stage `clip_rms`, the relative step
+    `relative_step`.
+    """
+
+    kind: Literal["adafactor"] = "adafactor"
+    beta: float | None = Field(None, ge=0, lt=1, description="constant decay per step; default: 1 - t^-decay_power")
+    decay_power: float = Field(0.8, gt=0, le=1, description="the decay is 1 - t^-decay_power")
+    eps: float = Field(1e-15, gt=0, description="floor of the root, in units of the gradient")
+
+    def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
+        if len(block) < 2:
+            return {"v": Slot(block, role="second_moment", basis="square")}
+        return {
+            "row": Slot(block[:-1], role="second_moment", basis="row"),
+            "column": Slot((*block[:-2], block[-1]), role="second_moment", basis="column"),
+        }
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, clock: Clock) -> Tensor:
+        square = gradient.square()
+        if gradient.ndim < 3:
+            return direction / self._floored(self._track(state, "v", square, clock))
+        row = self._track(state, "row", square.mean(-1), clock)  # [N, ..., m]
+        column = self._track(state, "column", square.mean(-2), clock)  # [N, ..., n]
+        mean = row.mean(-1, keepdim=True).clamp_min_(self._floor(row))
+        return direction / self._floored((row / mean).unsqueeze(-1) * column.unsqueeze(-2))
+
+    def _track(self, state: State, name: str, square: Tensor, clock: Clock) -> Tensor:
+        v = state[name]
+        if self.beta is not None:
+            v.lerp_(square, 1 - self.beta)
+            state[name] = v
+            return v / clock.correction(self.beta, v)
+        v.add_((square - v) * clock.per_block(lambda step: step**-self.decay_power, v))
+        state[name] = v
+        return v
+
+    def _floor(self, like: Tensor) -> float:
+        return max(self.eps**2, torch.finfo(like.dtype).tiny)
+
+    def _floored(self, v: Tensor) -> Tensor:
+        return v.clamp_min(self._floor(v)).sqrt_()
+
+
+class RelativeStep(Preconditioner):
+    """d * max(floor, RMS(parameter)) * min(1, 1 / (lr sqrt(t)))  (section 8: relative step size; lr is its upper
+    bound).
+
+    The optimizer multiplies by lr, so the step is max(floor, RMS) * min(lr, 1 / sqrt(t)), as in torch.optim.Adafactor.
+    """
+
+    kind: Literal["relative_step"] = "relative_step"
+    floor: float = Field(1e-3, gt=0, description="the least parameter RMS assumed, in units of the parameter")
+    decay: bool = Field(True, description="bound the step by 1 / sqrt(t) as well as by lr")
+    requires: ClassVar[frozenset[str]] = frozenset({"lr", "parameter_rms"})
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, clock: Clock) -> Tensor:
+        rms = torch.as_tensor(clock.signal("parameter_rms"), dtype=direction.dtype, device=direction.device)
+        scale = rms.clamp_min(self.floor).reshape(-1, *[1] * (direction.ndim - 1))
+        if self.decay:
+            lr = torch.as_tensor(clock.signal("lr"), dtype=torch.float64)
+            scale = scale * clock.per_block(lambda step: (1 / (lr.to(step.device) * step.sqrt())).clamp_max(1.0), scale)
+        return direction * scale

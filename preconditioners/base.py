@@ -1,0 +1,145 @@
+"""The contract of a preconditioner: a stage of an update chain, with three verbs over explicit state."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, final
+
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
+from torch import Tensor
+
+from eigengraft.clock import Clock
+from eigengraft.component import FAMILY_MARK, Component
+from eigengraft.slots import Slot, State
+
+from .cadence import Cadence
+
+
+class Preconditioner(Component, ABC, family="preconditioner"):
+    """A map from gradient to direction.
+
+    All tensors carry the leading stack axis `[N, *block]`. `gradient` is the gradient of the blocks in the current
+    frame, `direction` what the stages before made of it; neither may be written to. A stage writes state back by
+    assignment and never reads a parameter, a rank or a global setting.
+
+    Laws: N = 1 and N = k give the same numbers; a zero gradient gives a finite direction; slots declared = slots used.
+    """
+
+    name: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
+        description="what the stage is called in paths; default: its kind. Needed where a kind repeats in a chain",
+    )
+    requires: ClassVar[frozenset[str]] = frozenset()
+    """Signals the optimizer must provide on the clock: `lr`, `parameter_rms`."""
+
+    @property
+    def label(self) -> str:
+        """The stage's part of a path: `name`, else `kind`."""
+        return self.name or str(getattr(self, "kind"))  # noqa: B009  every member has a kind, the family has none
+
+    def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
+        """The state this stage itself needs for one block of that shape."""
+        return {}
+
+    def chains(self) -> Mapping[str, Stages]:
+        """The chains inside this stage, by the name of their field."""
+        return {}
+
+    def cadence(self) -> Cadence | None:
+        """When `refresh` is due; None: never."""
+        return None
+
+    def lagged(self) -> bool:
+        """Whether statistics and refresh follow the use of the current gradient (as published SOAP) or precede it."""
+        return False
+
+    def refresh_cost(self, block: tuple[int, ...]) -> float:
+        """What one refresh of a block costs, in any unit common to all stages; refreshes are spread by it."""
+        return 0.0
+
+    def observe(self, state: State, gradient: Tensor, clock: Clock) -> None:
+        """Every step, cheap: update the statistics that `refresh` reads."""
+
+    def refresh(self, state: State, clock: Clock) -> None:
+        """Rare, expensive: recompute roots or bases, on any contiguous slice of the stack."""
+
+    @abstractmethod
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, clock: Clock) -> Tensor:
+        """Every step: map the direction `[N, *block]`; update the moments that live in the current frame."""
+
+    @final
+    def run(self, state: State, gradient: Tensor, direction: Tensor, clock: Clock) -> Tensor:
+        """One step of this stage, its verbs in the order of its timing."""
+        if self.lagged():
+            direction = self.apply(state, gradient, direction, clock)
+            self._learn(state, gradient, clock)
+            return direction
+        self._learn(state, gradient, clock)
+        return self.apply(state, gradient, direction, clock)
+
+    @final
+    def prime(self, state: State, gradient: Tensor, clock: Clock) -> None:
+        """The first gradient of a lagged stage: it is observed and the first refresh is made, nothing moves."""
+        if self.lagged():
+            self._learn(state, gradient, clock)
+        for part, stages in self.chains().items():
+            for stage in stages:
+                stage.prime(state.scope(part).scope(stage.label), gradient, clock)
+
+    def _learn(self, state: State, gradient: Tensor, clock: Clock) -> None:
+        self.observe(state, gradient, clock)
+        cadence = self.cadence()
+        for start, stop, first in cadence.due(clock) if cadence is not None else ():
+            self.refresh(state.part(start, stop), clock.part(start, stop, first))
+
+
+def _as_stages(value: Any) -> Any:
+    return value if isinstance(value, (list, tuple)) else (value,)
+
+
+def _distinct(stages: tuple[Preconditioner, ...]) -> tuple[Preconditioner, ...]:
+    labels = [stage.label for stage in stages]
+    twice = sorted({label for label in labels if labels.count(label) > 1})
+    if twice:
+        raise ValueError(f"stages of a chain need distinct names: give each '{twice[0]}' its own `name`")
+    return stages
+
+
+_STAGE = {FAMILY_MARK: "preconditioner"}
+Stages = Annotated[
+    tuple[Preconditioner, ...],
+    BeforeValidator(_as_stages),
+    AfterValidator(_distinct),
+    Field(strict=False),
+    WithJsonSchema({"anyOf": [{"type": "array", "items": _STAGE}, _STAGE]}),
+]
+"""A chain: stages in order. In YAML a list, or a single stage."""
+
+
+def run_chain(
+    stages: tuple[Preconditioner, ...], state: State, gradient: Tensor, direction: Tensor, clock: Clock
+) -> Tensor:
+    """Runs the stages in order, each on the direction that the one before returned."""
+    for stage in stages:
+        direction = stage.run(state.scope(stage.label), gradient, direction, clock)
+    return direction
+
+
+def walk(stages: tuple[Preconditioner, ...], path: str = "") -> Iterator[tuple[str, Preconditioner]]:
+    """Every stage of a chain and of the chains inside it, with its dotted path."""
+    for stage in stages:
+        here = f"{path}.{stage.label}" if path else stage.label
+        yield here, stage
+        for part, inside in stage.chains().items():
+            yield from walk(inside, f"{here}.{part}")
+
+
+def chain_slots(
+    stages: tuple[Preconditioner, ...], block: tuple[int, ...], path: str = ""
+) -> Iterator[tuple[str, str, Slot]]:
+    """(stage path, slot name, slot) of all state that a chain needs for one block."""
+    for here, stage in walk(stages, path):
+        for name, slot in stage.slots(block).items():
+            yield here, name, slot

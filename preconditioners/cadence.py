@@ -1,0 +1,54 @@
+"""When a refresh is due: decided on the host from steps alone, so that no device is asked."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from eigengraft.clock import Clock
+from eigengraft.component import Component
+
+
+class Cadence(Component, ABC, family="cadence"):
+    """Says which blocks of a stack are due, as contiguous spans."""
+
+    @abstractmethod
+    def due(self, clock: Clock) -> Iterator[tuple[int, int, bool]]:
+        """(start, stop, first) spans of due blocks; `first` where it is their first refresh."""
+
+
+class Every(Cadence):
+    """Due at t = start and then whenever t % steps == 0, shifted within the interval by the block's phase.
+
+    t is the block's own step. With `stagger: cost` the phases spread the blocks so that every step pays about the same;
+    with `none` all are due at once, as in the published codes.
+    """
+
+    kind: Literal["every"] = "every"
+    steps: int = Field(10, ge=1, description="interval between refreshes, in updates of the block")
+    start: int | None = Field(
+        None, ge=1, description="update of the first refresh; default: the first gradient a block sees"
+    )
+    stagger: Literal["cost", "none"] = Field(
+        "cost", description="spread refreshes over the interval, or do all at once"
+    )
+
+    def due(self, clock: Clock) -> Iterator[tuple[int, int, bool]]:
+        start = self.start if self.start is not None else (0 if clock.lagging else 1)
+        steps = clock.steps
+        shift = np.floor(clock.phases * self.steps).astype(np.int64) if self.stagger == "cost" else 0
+        again = (steps > start) & ((steps - shift) % self.steps == 0)
+        yield from spans(np.where(steps == start, 2, again.astype(np.int64)))
+
+
+def spans(codes: NDArray[np.int64]) -> Iterator[tuple[int, int, bool]]:
+    """Runs of equal nonzero codes as (start, stop, code == 2)."""
+    edges = np.flatnonzero(np.diff(codes)) + 1
+    for start, stop in zip([0, *edges], [*edges, len(codes)], strict=True):
+        if codes[start]:
+            yield int(start), int(stop), bool(codes[start] == 2)

@@ -1,0 +1,126 @@
+"""A chain run in the eigenbasis of the statistics: SOAP and its relatives (Vyas et al. 2024, arXiv:2409.11321)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from eigengraft.clock import Clock
+from eigengraft.slots import Slot, State
+
+from .base import Preconditioner, Stages, chain_slots, run_chain, walk
+from .cadence import Cadence, Every
+from .kronecker import mode_product
+from .roots import BasisSolver, PowerQR
+from .shampoo import count_failures, keep_failed
+from .statistics import Gram, Statistic
+
+
+class Eigenbasis(Preconditioner):
+    """Q inner(Q^T g, Q^T d)  with Q = Q_1 x ... x Q_k, the eigenvectors of the axis statistics.
+
+    SOAP is `inner: [momentum, rms]`.
+    timing: `current` observes and refreshes before the gradient is used; `lagged` after it, as published: the first
+    gradient then only builds the basis.
+    transport: what inner state does when Q changes by R = Q_old^T Q_new. exact: vectors are rotated, squares
+    transported by (R*R)^T; permute: vectors are rotated, squares only follow the reordering of columns, as published;
+    none: everything stays where it is.
+    """
+
+    kind: Literal["eigenbasis"] = "eigenbasis"
+    inner: Stages = Field(description="the chain that runs in the basis")
+    statistic: Statistic = Field(Gram(), description="whose eigenvectors are the basis")
+    solver: BasisSolver = Field(PowerQR(), description="how the basis is computed")
+    every: Cadence = Field(Every(), alias="refresh", description="when the basis is recomputed")
+    timing: Literal["current", "lagged"] = Field(
+        "current", description="use the current gradient before or after it is learned"
+    )
+    transport: Literal["exact", "permute", "none"] = Field("exact", description="how inner state follows the basis")
+
+    @model_validator(mode="after")
+    def _inner_has_no_frame(self) -> Self:
+        for path, stage in walk(self.inner, "inner"):
+            if stage.cadence() is not None:
+                raise ValueError(
+                    f"{path}: a stage with factors of its own cannot live in another's basis, move it outside"
+                )
+        return self
+
+    def chains(self) -> Mapping[str, Stages]:
+        return {"inner": self.inner}
+
+    def cadence(self) -> Cadence:
+        return self.every
+
+    def lagged(self) -> bool:
+        return self.timing == "lagged"
+
+    def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
+        slots = dict(self.statistic.slots(block))
+        for axis in self.statistic.axes(block):
+            slots[f"basis.{axis}"] = Slot((block[axis],) * 2, fill="identity", role="basis")
+            slots[f"failures.{axis}"] = Slot((), role="count", dtype=torch.int32)
+        return slots
+
+    def refresh_cost(self, block: tuple[int, ...]) -> float:
+        return float(sum(block[axis] ** 3 for axis in self.statistic.axes(block)))
+
+    def observe(self, state: State, gradient: Tensor, clock: Clock) -> None:
+        self.statistic.observe(state, gradient, clock)
+
+    def refresh(self, state: State, clock: Clock) -> None:
+        for axis in self.statistic.axes(state.block):
+            old = state[f"basis.{axis}"].clone()
+            new, order, ok = self.solver.basis(self.statistic.estimate(state, axis, clock), old, clock.first)
+            keep_failed(state, f"basis.{axis}", new, ok)
+            count_failures(state, axis, ok)
+            if self.transport != "none":
+                rotation = torch.bmm(old.mT, state[f"basis.{axis}"])
+                self._transport(state.scope("inner"), axis, rotation, _settled(order, ok))
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, clock: Clock) -> Tensor:
+        axes = self.statistic.axes(state.block)
+        bases = {axis: state[f"basis.{axis}"] for axis in axes}
+        rotated = rotate(gradient, {axis: q.mT for axis, q in bases.items()})
+        inside = rotated if direction is gradient else rotate(direction, {axis: q.mT for axis, q in bases.items()})
+        return rotate(run_chain(self.inner, state.scope("inner"), rotated, inside, clock), bases)
+
+    def _transport(self, inner: State, axis: int, rotation: Tensor, order: Tensor | None) -> None:
+        for path, name, slot in chain_slots(self.inner, inner.block):
+            place = _slot_axis(slot, axis, len(inner.block))
+            if place is None:
+                continue
+            scope = inner.scope(path)
+            if slot.basis == "vector":
+                scope[name] = mode_product(scope[name], rotation.mT, place)
+            elif self.transport == "exact":
+                scope[name] = mode_product(scope[name], rotation.square().mT, place)
+            elif order is not None:
+                x = scope[name]
+                index = order.reshape(-1, *(order.shape[1] if a == place else 1 for a in range(x.ndim - 1)))
+                scope[name] = x.gather(place + 1, index.expand_as(x))
+
+
+def rotate(x: Tensor, matrices: Mapping[int, Tensor]) -> Tensor:
+    """x `[N, *block]` times the matrix `[N, d, d]` of every axis given."""
+    for axis, matrix in matrices.items():
+        x = mode_product(x, matrix, axis)
+    return x
+
+
+def _settled(order: Tensor | None, ok: Tensor) -> Tensor | None:
+    if order is None:
+        return None
+    return torch.where(ok[:, None], order, torch.arange(order.shape[-1], device=order.device))
+
+
+def _slot_axis(slot: Slot, axis: int, order: int) -> int | None:
+    """Where the block's axis is found in a slot, or None if the slot does not have it."""
+    missing = {"vector": None, "square": None, "row": order - 1, "column": order - 2}
+    if slot.basis == "none" or axis == missing[slot.basis]:
+        return None
+    return axis - 1 if slot.basis == "column" and axis > order - 2 else axis

@@ -1,0 +1,46 @@
+"""Grafting: the direction of one chain with the magnitude of another (Agarwal et al. 2020, arXiv:2002.11803)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from eigengraft.clock import Clock
+from eigengraft.numerics import block_norm, per_block, safe_ratio
+from eigengraft.slots import State
+
+from .base import Preconditioner, Stages, run_chain
+
+
+class Graft(Preconditioner):
+    """D ||M|| / ||D||  with D = direction(d), M = magnitude(d); both chains see the same gradient and the same d.
+
+    Before step `start` the result is M itself, while D's statistics already accumulate (Shi et al. 2023, section
+    3.5.2).
+    """
+
+    kind: Literal["graft"] = "graft"
+    direction: Stages = Field(description="the chain whose direction is taken")
+    magnitude: Stages = Field(description="the chain whose norm is taken")
+    start: int = Field(1, ge=1, description="first update that takes the direction; before it the magnitude's is used")
+    per: Literal["block", "parameter"] = Field("block", description="what the norms are taken over")
+
+    def chains(self) -> Mapping[str, Stages]:
+        return {"direction": self.direction, "magnitude": self.magnitude}
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, clock: Clock) -> Tensor:
+        magnitude = run_chain(self.magnitude, state.scope("magnitude"), gradient, direction, clock)
+        mapped = run_chain(self.direction, state.scope("direction"), gradient, direction, clock)
+        norms = block_norm(magnitude), block_norm(mapped)
+        if self.per == "parameter":
+            norms = clock.parameter_sum(norms[0].square()).sqrt(), clock.parameter_sum(norms[1].square()).sqrt()
+        grafted = mapped * per_block(safe_ratio(*norms), mapped)
+        if clock.steps.min() >= self.start:
+            return grafted
+        if clock.steps.max() < self.start:
+            return magnitude
+        return torch.where(per_block(clock.step >= self.start, mapped), grafted, magnitude)

@@ -1,0 +1,38 @@
+"""Algebra along the axes of stacked blocks.
+
+Legend: N blocks; a axis of the block, of length d; p product of the axes before a; q product of the axes after.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def gram_(factor: Tensor, x: Tensor, axis: int, decay: float, weight: float) -> Tensor:
+    """In place: factor <- decay factor + weight X X^T with X the unfolding of `x` `[N, *block]` along `axis`.
+
+    factor `[N, d, d]`; the Gram matrix contracts all other axes (Gupta et al. 2018, section 4).
+    """
+    unfolded = unfold(x, axis)
+    return factor.baddbmm_(unfolded, unfolded.mT, beta=decay, alpha=weight)
+
+
+def unfold(x: Tensor, axis: int) -> Tensor:
+    """The blocks as matrices `[N, d, p q]` with `axis` first; a view where the layout allows it."""
+    return x.movedim(axis + 1, 1).reshape(x.shape[0], x.shape[axis + 1], -1)
+
+
+def mode_product(x: Tensor, matrix: Tensor, axis: int) -> Tensor:
+    """x times_axis matrix: `[N, p, d, q]` with `matrix` `[N, d', d]` contracted over d, without moving any axis."""
+    shape = x.shape
+    p, d, q = math.prod(shape[1 : axis + 1]), shape[axis + 1], math.prod(shape[axis + 2 :])
+    if p == 1:
+        y = torch.bmm(matrix, x.reshape(-1, d, q))
+    elif q == 1:
+        y = torch.bmm(x.reshape(-1, p, d), matrix.mT)
+    else:
+        y = torch.matmul(matrix.unsqueeze(1), x.reshape(-1, p, d, q))
+    return y.reshape(*shape[: axis + 1], matrix.shape[1], *shape[axis + 2 :])

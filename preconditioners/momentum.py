@@ -1,0 +1,65 @@
+"""First moments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from eigengraft.clock import Clock
+from eigengraft.slots import Slot, State
+
+from .base import Preconditioner
+
+
+class Momentum(Preconditioner):
+    """A running mean or sum of directions.
+
+    ema:         m <- b m + (1 - b) d;         m / (1 - b^t)        Nesterov: (b m + (1 - b) d) / (1 - b^(t+1))
+    heavy_ball:  m <- b m + (1 - dampening) d; m                    Nesterov: b m + (1 - dampening) d
+
+    Without bias correction the denominators are 1. `undamped_start` makes the first m = d, as torch.optim.SGD does; its
+    Nesterov form also adds d undamped (`undamped_nesterov`). Sources: Polyak 1964, Sutskever et al. 2013, Dozat 2016.
+    """
+
+    kind: Literal["momentum"] = "momentum"
+    beta: float = Field(0.9, ge=0, lt=1, description="decay of the first moment, per step")
+    form: Literal["ema", "heavy_ball"] = Field("ema", description="running mean, or sum with dampening")
+    dampening: float = Field(0.0, ge=0, lt=1, description="heavy_ball only: the direction enters with 1 - dampening")
+    nesterov: bool = Field(False, description="look ahead: mix the new direction in once more")
+    bias_correction: bool = Field(True, description="ema only: divide by the sum of the weights so far")
+    undamped_start: bool = Field(False, description="heavy_ball only: the first direction enters with weight 1")
+    undamped_nesterov: bool = Field(
+        False, description="heavy_ball only: the look-ahead adds the direction with weight 1"
+    )
+
+    def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
+        return {"m": Slot(block, fill=0.0, role="first_moment", basis="vector")}
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, clock: Clock) -> Tensor:
+        m = state["m"]
+        if self.form == "heavy_ball":
+            self._accumulate(m, direction, clock)
+            state["m"] = m
+            weight = 1.0 if self.undamped_nesterov else 1 - self.dampening
+            return torch.add(m * self.beta, direction, alpha=weight) if self.nesterov else m
+        m.lerp_(direction, 1 - self.beta)
+        state["m"] = m
+        ahead = torch.lerp(direction, m, self.beta) if self.nesterov else m
+        if not self.bias_correction:
+            return ahead
+        later = 1 if self.nesterov else 0
+        return ahead / clock.per_block(lambda step: 1 - self.beta ** (step + later), m)
+
+    def _accumulate(self, m: Tensor, direction: Tensor, clock: Clock) -> None:
+        m.mul_(self.beta)
+        if self.undamped_start and self.dampening:
+            m.add_(direction * clock.per_block(self._weight, m))
+        else:
+            m.add_(direction, alpha=1 - self.dampening)
+
+    def _weight(self, step: Tensor) -> Tensor:
+        return torch.where(step == 1, 1.0, 1 - self.dampening).double()

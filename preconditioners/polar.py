@@ -1,0 +1,78 @@
+"""Polar factors U V^T of stacks of matrices G = U S V^T."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BeforeValidator, Field
+from torch import Tensor
+
+from eigengraft.component import Component
+from eigengraft.numerics import block_norm, per_block
+
+
+class PolarSolver(Component, ABC, family="polar_solver"):
+    """The nearest semi-orthogonal matrix, exactly or nearly."""
+
+    @abstractmethod
+    def polar(self, x: Tensor) -> Tensor:
+        """x `[N, m, n]` -> `[N, m, n]`; a zero matrix stays zero."""
+
+
+def _schedule(value: Any) -> Any:
+    """A single triple is a schedule of one."""
+    flat = isinstance(value, (list, tuple)) and len(value) == 3 and not isinstance(value[0], (list, tuple))
+    value = (value,) if flat else value
+    return (
+        tuple(tuple(row) if isinstance(row, list) else row for row in value)
+        if isinstance(value, (list, tuple))
+        else value
+    )
+
+
+class NewtonSchulz(PolarSolver):
+    """X <- a X + b (X X^T) X + c (X X^T)^2 X  from X = G / max(||G||_F, eps), the product taken on the shorter side.
+
+    The default coefficients have the steepest slope at zero: five steps bring singular values from [0.01, 1] into
+    [0.68, 1.14], not to 1 (Jordan et al. 2024). Step k uses the k-th triple, the last one repeats.
+    """
+
+    kind: Literal["newton_schulz"] = "newton_schulz"
+    steps: int = Field(5, ge=1, le=50, description="number of polynomial steps")
+    coefficients: Annotated[tuple[tuple[float, float, float], ...], BeforeValidator(_schedule)] = Field(
+        ((3.4445, -4.7750, 2.0315),), min_length=1, description="triples (a, b, c), or one triple"
+    )
+    eps: float = Field(1e-8, gt=0, description="the least norm divided by, in units of the direction")
+    precision: Literal["input", "bfloat16"] = Field("input", description="dtype of the products")
+
+    def polar(self, x: Tensor) -> Tensor:
+        y = x / per_block(block_norm(x).clamp_min(self.eps), x)
+        if self.precision == "bfloat16":
+            y = y.bfloat16()
+        tall = y.shape[1] > y.shape[2]
+        y = y.mT if tall else y
+        for step in range(self.steps):
+            a, b, c = self.coefficients[min(step, len(self.coefficients) - 1)]
+            gram = torch.bmm(y, y.mT)
+            y = torch.baddbmm(y, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
+        return (y.mT if tall else y).to(x.dtype)
+
+
+class SVD(PolarSolver):
+    """U V^T by a singular value decomposition; directions whose singular value is rounding are left out.
+
+    A singular value counts as rounding at or below `cutoff` * max(m, n) * machine epsilon * the largest.
+    """
+
+    kind: Literal["svd"] = "svd"
+    cutoff: float = Field(1.0, ge=0, description="in units of max(m, n) * machine epsilon * the largest singular value")
+
+    def polar(self, x: Tensor) -> Tensor:
+        if not bool(x.isfinite().all()):
+            raise ValueError("svd: a finite direction is required, got inf or nan")
+        peak = torch.linalg.vector_norm(x, ord=float("inf"), dim=(1, 2), keepdim=True)
+        u, s, vh = torch.linalg.svd(x / torch.where(peak > 0, peak, 1.0), full_matrices=False)
+        floor = s[:, :1] * (self.cutoff * max(x.shape[1:]) * torch.finfo(x.dtype).eps)
+        return torch.bmm(u * (s > floor).to(x.dtype).unsqueeze(1), vh)

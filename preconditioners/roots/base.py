@@ -1,0 +1,82 @@
+"""The two families of this room, and the one place where an eigendecomposition can fail."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from fractions import Fraction
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from eigengraft.component import Component
+from eigengraft.numerics import symmetrized
+
+
+class Root(NamedTuple):
+    """value `[N, d, d]`, the inverse root; ok `[N]`, False where the solver failed and the value must not be used."""
+
+    value: Tensor
+    ok: Tensor
+
+
+class Basis(NamedTuple):
+    """q `[N, d, d]`, eigenvectors in columns; order `[N, d]`, the old column that each new one came from, or None where
+    columns have no old counterpart; ok `[N]`, False where the solver failed."""
+
+    q: Tensor
+    order: Tensor | None
+    ok: Tensor
+
+
+class RootSolver(Component, ABC, family="root_solver"):
+    """A^(-e) for symmetric positive semi-definite A."""
+
+    @abstractmethod
+    def root(self, a: Tensor, exponent: Fraction) -> Root:
+        """a `[N, d, d]`, exponent e > 0.
+
+        Never raises for a bad matrix: it is marked in `ok`, the others are unaffected.
+        """
+
+    def check(self, exponent: Fraction) -> str | None:
+        """Why this solver cannot take that exponent, or None."""
+        return None
+
+
+class BasisSolver(Component, ABC, family="basis_solver"):
+    """Orthonormal Q that (nearly) diagonalises a symmetric A as Q^T A Q."""
+
+    @abstractmethod
+    def basis(self, a: Tensor, q: Tensor, first: bool) -> Basis:
+        """a `[N, d, d]`, q the basis so far; `first` at the first refresh, when q carries nothing yet."""
+
+
+def eigh(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Eigenvalues `[N, d]` ascending, eigenvectors `[N, d, d]`, ok `[N]`; float32 failures are tried again in float64.
+
+    Where nothing helps the decomposition is that of the identity and ok is False.
+    """
+    ok = a.isfinite().all(-1).all(-1)
+    if a.shape[-1] == 0 or a.shape[0] == 0:
+        return a.new_zeros(a.shape[:-1]), a.clone(), ok
+    eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
+    a = torch.where(ok[:, None, None], symmetrized(a), eye)
+    try:
+        return *torch.linalg.eigh(a), ok
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        return _one_by_one(a.double(), a.dtype, ok)
+
+
+def _one_by_one(a: Tensor, dtype: torch.dtype, ok: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    values, vectors, fine = [], [], []
+    for matrix in a:
+        try:
+            value, vector = torch.linalg.eigh(matrix)
+            fine.append(True)
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+            value, vector = torch.ones_like(matrix[0]), torch.eye(len(matrix), dtype=a.dtype, device=a.device)
+            fine.append(False)
+        values.append(value.to(dtype))
+        vectors.append(vector.to(dtype))
+    return torch.stack(values), torch.stack(vectors), ok & torch.tensor(fine, device=ok.device)

@@ -1,0 +1,28 @@
+"""Spectral descent: the polar factor of the direction (Muon, Jordan et al. 2024; Bernstein & Newhouse 2024)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+from torch import Tensor
+
+from eigengraft.clock import Clock
+from eigengraft.slots import State
+
+from .base import Preconditioner
+from .polar import NewtonSchulz, PolarSolver
+
+
+class Spectral(Preconditioner):
+    """polar(d) = U V^T for d = U S V^T: steepest descent in the spectral norm.
+
+    Blocks are seen as matrices, first axis x the rest; a vector is one column, its polar factor d / ||d||.
+    """
+
+    kind: Literal["spectral"] = "spectral"
+    solver: PolarSolver = Field(NewtonSchulz(), description="how the polar factor is computed")
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, clock: Clock) -> Tensor:
+        matrix = direction.reshape(direction.shape[0], direction.shape[1] if direction.ndim > 1 else 1, -1)
+        return self.solver.polar(matrix).reshape(direction.shape)

@@ -1,0 +1,82 @@
+"""Time as a stack sees it: the step of each block, exact bias corrections, and the signals a stage may ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .numerics import per_block
+
+
+@dataclass(frozen=True)
+class Clock:
+    """The clock of one stack of N blocks at one step.
+
+    steps: `[N]`, how often each block has been updated, this step included (1 at the first update; 0 while priming,
+    when stages with `timing: lagged` see their first gradient and nothing moves). phases: `[N]` in [0, 1), where in a
+    refresh interval each block is due. owners: `[N]`, which parameter a block belongs to. signals: what stages
+    declared in `requires`. lagging: whether the chain has a stage with `timing: lagged`, so that step 0, the priming,
+    exists.
+    first: set during the first refresh of a block.
+    """
+
+    steps: NDArray[np.int64]
+    phases: NDArray[np.float64]
+    owners: NDArray[np.int64]
+    device: torch.device = torch.device("cpu")
+    signals: Mapping[str, Tensor | float] = field(default_factory=dict)
+    lagging: bool = False
+    first: bool = False
+
+    @cached_property
+    def uniform(self) -> int | None:
+        """The step, if all blocks agree on it."""
+        return int(self.steps[0]) if (self.steps == self.steps[0]).all() else None
+
+    @cached_property
+    def step(self) -> Tensor:
+        """The step of each block, int64 `[N]` on the stack's device."""
+        return torch.from_numpy(self.steps).to(self.device)
+
+    def per_block(self, function: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
+        """function(step), computed in float64, shaped and typed to multiply `like` `[N, *block]`.
+
+        Where all blocks agree the result is a 0-d float64 CPU tensor, which torch applies as an exact scalar.
+        """
+        if self.uniform is not None:
+            return function(torch.tensor(self.uniform, dtype=torch.float64))
+        values = function(torch.from_numpy(self.steps).double())
+        return per_block(values.to(device=like.device, dtype=like.dtype), like)
+
+    def correction(self, beta: float, like: Tensor) -> Tensor:
+        """1 - beta^step, the sum of the weights of a running mean that started from zero (Adam, section 3)."""
+        return self.per_block(lambda step: 1 - beta**step, like)
+
+    def signal(self, name: str) -> Tensor | float:
+        """A signal that the optimizer provides because a stage declared it in `requires`: a number or `[N]`."""
+        return self.signals[name]
+
+    def parameter_sum(self, values: Tensor) -> Tensor:
+        """Sums `values` `[N]` over the blocks of the same parameter; every block gets its parameter's sum."""
+        _, index = np.unique(self.owners, return_inverse=True)
+        owner = torch.from_numpy(index.astype(np.int64)).to(values.device)
+        return values.new_zeros(int(index.max()) + 1).index_add_(0, owner, values)[owner]
+
+    def part(self, start: int, stop: int, first: bool) -> Clock:
+        """The clock of rows start to stop, during their refresh."""
+        signals = {k: v[start:stop] if isinstance(v, Tensor) and v.ndim else v for k, v in self.signals.items()}
+        cut = slice(start, stop)
+        return replace(
+            self,
+            steps=self.steps[cut],
+            phases=self.phases[cut],
+            owners=self.owners[cut],
+            signals=signals,
+            first=first,
+        )

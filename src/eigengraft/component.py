@@ -1,0 +1,178 @@
+"""The parts a recipe is made of: frozen, validated models in open families.
+
+A *family* is an abstract component (`class Preconditioner(Component, family="preconditioner")`); a *member* is a final
+component that names itself inside its family by `kind`. Defining the class registers it, wherever it is defined. A
+field annotated with a family accepts an instance, a mapping with `kind`, or the bare kind of a member that has no
+required field.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError, model_validator
+from pydantic_core import CoreSchema, PydanticCustomError
+
+FAMILY_MARK = "x-family"
+"""Stands in a generated JSON schema where any member of a family may stand."""
+_FAMILIES: dict[str, type[Component]] = {}
+
+
+class Component(BaseModel):
+    """Frozen model: unknown fields, non-finite numbers and silent conversions are refused; `replace` validates."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        validate_default=True,
+        polymorphic_serialization=True,
+        validate_by_name=True,
+        validate_by_alias=True,
+        serialize_by_alias=True,
+        use_attribute_docstrings=True,
+    )
+    family_name: ClassVar[str | None] = None
+    members: ClassVar[dict[str, type[Component]]] = {}
+
+    def __init_subclass__(cls, *, family: str | None = None, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, *, family: str | None = None, **kwargs: Any) -> None:
+        super().__pydantic_init_subclass__(**kwargs)
+        if family is not None:
+            cls.family_name, cls.members = family, {}
+            _FAMILIES[family] = cls
+        elif cls.family_name is not None and "kind" in cls.model_fields:
+            _register(cls)
+
+    @classmethod
+    def is_family(cls) -> bool:
+        """Whether this class is a family itself, not a member of one."""
+        return cls.family_name is not None and _FAMILIES.get(cls.family_name) is cls
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _open_family(cls, value: Any, handler: Any) -> Any:
+        if isinstance(value, cls):
+            return value
+        if not cls.is_family():
+            return handler(value)
+        if isinstance(value, str):
+            value = {"kind": value}
+        if not isinstance(value, Mapping) or "kind" not in value:
+            raise PydanticCustomError(
+                "missing_kind",
+                "a {family} is required: an instance, a mapping with 'kind', or one of the kinds {kinds}",
+                {"family": cls.family_name, "kinds": ", ".join(sorted(cls.members))},
+            )
+        return cls.member(value["kind"]).model_validate(dict(value))
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        if cls.is_family():
+            return {FAMILY_MARK: cls.family_name}
+        return super().__get_pydantic_json_schema__(core_schema, handler)
+
+    @classmethod
+    def member(cls, kind: object) -> type[Component]:
+        """The member of this family called `kind`; an unknown one names the nearest kind and all of them."""
+        found = cls.members.get(kind) if isinstance(kind, str) else None
+        if found is None:
+            near = difflib.get_close_matches(str(kind), cls.members, n=1, cutoff=0.5)
+            hint = f"; did you mean '{near[0]}'?" if near else ""
+            raise PydanticCustomError(
+                "unknown_kind",
+                "unknown {family} kind {kind}{hint} (the kinds are {kinds})",
+                {
+                    "family": cls.family_name,
+                    "kind": repr(kind),
+                    "hint": hint,
+                    "kinds": ", ".join(sorted(cls.members)),
+                },
+            )
+        return found
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with fields changed, validated as at construction (pydantic's `model_copy` does not validate)."""
+        return type(self).model_validate({**{name: getattr(self, name) for name in type(self).model_fields}, **changes})
+
+
+def _register(cls: type[Component]) -> None:
+    kind = cls.model_fields["kind"].default
+    if not isinstance(kind, str):
+        raise TypeError(f"{cls.__name__}: `kind: Literal['name'] = 'name'` is required, got default {kind!r}")
+    parents = [base for base in cls.__mro__[1:] if base in cls.members.values()]
+    if parents:
+        raise TypeError(f"{cls.__name__}: a member is final, wrap {parents[0].__name__} or add a field to it instead")
+    known = cls.members.get(kind)
+    if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+        raise TypeError(
+            f"{cls.__name__}: kind '{kind}' of family '{cls.family_name}' already belongs to "
+            f"{known.__module__}.{known.__qualname__}"
+        )
+    cls.members[kind] = cls
+
+
+def families() -> dict[str, type[Component]]:
+    """Every family defined so far, by name."""
+    return dict(_FAMILIES)
+
+
+C = TypeVar("C", bound=Component)
+
+
+class RecipeError(ValueError):
+    """A declaration that cannot be used: one line for each fault, with its path, what was required and what was got."""
+
+
+def checked(cls: type[C], data: Any, where: str = "") -> C:
+    """`data` as a `cls`; faults are raised as one `RecipeError` whose paths name stages by their names."""
+    try:
+        return cls.model_validate(data)
+    except ValidationError as error:
+        lines = [_fault(detail, data, where) for detail in error.errors()]
+        raise RecipeError("\n".join(dict.fromkeys(lines))) from None
+
+
+def _fault(detail: Any, data: Any, where: str) -> str:
+    path = ".".join([where] * bool(where) + list(_names(detail["loc"], data))) or "recipe"
+    got = detail["input"]
+    if detail["type"] == "missing":
+        return f"{path}: required, got nothing"
+    if detail["type"] == "extra_forbidden":
+        return f"{path}: unknown field, got {_short(got)}"
+    message = detail["msg"].removeprefix("Value error, ")
+    return f"{path}: {message[:1].lower()}{message[1:]}, got {_short(got)}"
+
+
+def _names(location: tuple[int | str, ...], data: Any) -> Iterator[str]:
+    """The parts of a pydantic location, with list positions replaced by the name or kind found there."""
+    for part in location:
+        alone = isinstance(part, int) and not isinstance(data, (list, tuple))  # a single stage stands for a list of one
+        try:
+            if not alone:
+                data = data[part] if hasattr(data, "__getitem__") else getattr(data, str(part))
+        except (KeyError, IndexError, TypeError, AttributeError):
+            data = None
+        yield stage_name(data) or str(part) if isinstance(part, int) else str(part)
+
+
+def stage_name(data: Any) -> str | None:
+    """What a stage in raw data is called: its `name`, else its `kind`; a bare string is its kind."""
+    if isinstance(data, str):
+        return data
+    if isinstance(data, Mapping):
+        name = data.get("name") or data.get("kind")
+        return name if isinstance(name, str) else None
+    name = getattr(data, "name", None) or getattr(data, "kind", None)
+    return name if isinstance(name, str) else None
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

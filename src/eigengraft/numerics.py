@@ -1,0 +1,58 @@
+"""Every guard against overflow, underflow and division by zero, in one place.
+
+Legend: N blocks of a stack; `like` is a tensor `[N, *block]` whose rank and dtype a result must fit.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which states and updates of parameters of `dtype` are computed:
+
+    float64 stays, the rest is float32.
+    """
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def per_block(values: Tensor, like: Tensor) -> Tensor:
+    """`values` `[N]` (or 0-d) shaped to broadcast against `like` `[N, *block]`."""
+    return values if values.ndim == 0 else values.reshape(-1, *[1] * (like.ndim - 1))
+
+
+def tiny(dtype: torch.dtype) -> float:
+    """The floor below which a scale counts as 0: its reciprocal is finite in `dtype`, with room to spare."""
+    return torch.finfo(dtype).tiny * 16
+
+
+def block_norm(x: Tensor) -> Tensor:
+    """Frobenius norm of each block, `[N, *block] -> [N]`, without overflow or underflow of the squares."""
+    flat = x.reshape(x.shape[0], -1)
+    if flat.shape[1] == 0:
+        return flat.new_zeros(flat.shape[0])
+    norm: Tensor = torch.linalg.vector_norm(flat, dim=1)
+    unsafe = ~((norm > flat.new_tensor(torch.finfo(x.dtype).tiny).sqrt()) & norm.isfinite())
+    if x.device.type == "cpu" and not bool(unsafe.any()):
+        return norm
+    peak = torch.linalg.vector_norm(flat, ord=float("inf"), dim=1)
+    scaled = torch.linalg.vector_norm(flat / peak.clamp_min(tiny(x.dtype))[:, None], dim=1) * peak
+    return torch.where(unsafe, scaled, norm)
+
+
+def safe_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """numerator / denominator for values >= 0, and 0 where the denominator is too small to divide by."""
+    floor = tiny(denominator.dtype)
+    return torch.where(denominator > floor, numerator / denominator.clamp_min(floor), torch.zeros_like(denominator))
+
+
+def symmetrized(a: Tensor) -> Tensor:
+    """(A + A^T) / 2 for a stack `[N, d, d]`."""
+    half: Tensor = (a + a.mT).mul_(0.5)
+    return half
+
+
+def identity_like(a: Tensor) -> Tensor:
+    """The identity, expanded to the stack `[N, d, d]` (a view: do not write into it)."""
+    return torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand_as(a)

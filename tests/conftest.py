@@ -1,0 +1,32 @@
+"""What every test may rely on: one thread, fixed seeds, no trace of the test before."""
+
+import os
+import random
+from collections.abc import Iterator
+
+# Read when torch and BLAS load, here and in every process that a test starts.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["PYTHONSAFEPATH"] = "1"
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("fixed", derandomize=True, deadline=None, database=None, max_examples=50)
+settings.load_profile("fixed")
+
+
+def pytest_configure() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _same_start() -> Iterator[None]:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    dtype = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(dtype)
+    torch.set_num_threads(1)
