@@ -37,7 +37,7 @@ class Commands(TyperGroup):
             raise typer.Exit(130) from None
         except BrokenPipeError:  # the reader of a pipe has left: not a fault, and nobody to tell
             raise
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, ArithmeticError) as error:
             if ctx.params.get("debug"):
                 raise
             refuse("error", str(error))
@@ -64,7 +64,7 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def options(
-    debug: Annotated[bool, typer.Option(envvar="EIGENGRAFT_DEBUG", help="show the traceback of an error")] = False,
+    debug: Annotated[bool, typer.Option("--debug", envvar="EIGENGRAFT_DEBUG", help="show the traceback of an error")] = False,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version")
     ] = False,

@@ -86,7 +86,7 @@ def assignment_table(optimizer: eigengraft.Optimizer) -> Table:
     table.add_column("state bytes", footer=f"{optimizer.state_bytes():,}", justify="right")
     for row in rows:
         blocks = ", ".join(f"{count} x {_shape(shape)}" for shape, count in Counter(row.blocks).items())
-        cells = (row.name, _shape(row.shape), row.route, row.reason, blocks, f"{row.state_bytes:,}")
+        cells = (row.name, _shape(row.shape), row.route or "recipe", row.reason, blocks, f"{row.state_bytes:,}")
         table.add_row(*map(Text, cells))
     return table
 

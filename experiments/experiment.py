@@ -10,10 +10,17 @@ from pydantic_core.core_schema import ValidationInfo
 
 import eigengraft
 from eigengraft.component import Component, checked
+from eigengraft.optimizers.files import parse_yaml
 
 from .imports import import_component
 from .schedule import Constant, Schedule
 from .tasks import Task
+
+
+def _or_its_name(schema: dict[str, Any]) -> None:
+    """In files a recipe may also be named, or be given as its list of stages."""
+    whole = {"$ref": schema.pop("$ref")} if "$ref" in schema else {}
+    schema["anyOf"] = [whole, {"type": "string"}, {"type": "array"}]
 
 
 class Experiment(Component):
@@ -26,7 +33,7 @@ class Experiment(Component):
     imports: tuple[str, ...] = Field(default=(), strict=False, description="files or modules that define components")
     name: str = Field(default="run", pattern=r"^\w[\w.+=-]*$", description="names the run's directory")
     task: Task = Field(description="what is trained")
-    recipe: eigengraft.Recipe = Field(description="the optimizer")
+    recipe: eigengraft.Recipe = Field(description="the optimizer", json_schema_extra=_or_its_name)
     overrides: tuple[str, ...] = Field(default=(), strict=False, exclude=True, description="dotted.path=value")
     lr: float | None = Field(default=None, ge=0, description="peak learning rate; none: the recipe's")
     weight_decay: float | None = Field(default=None, ge=0, description="weight decay; none: the recipe's")
@@ -66,5 +73,5 @@ def resolved(data: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(recipe, Mapping):
         recipe = checked(eigengraft.Recipe, dict(recipe), "recipe")
     if recipe is not None:
-        data["recipe"] = eigengraft.load_recipe(recipe, overrides)
+        data["recipe"] = eigengraft.load_recipe(recipe, overrides, parse_yaml)
     return data

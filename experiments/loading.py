@@ -8,7 +8,7 @@ An override is `dotted.path=value`. A path is looked up in the experiment first 
 from __future__ import annotations
 
 import difflib
-import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,20 +30,23 @@ def load_experiment(source: Source, overrides: Iterable[str] = (), imports: Iter
     Paths inside a file (`recipe`, `imports`, `task.path`) are relative to that file, those in overrides to the working
     directory. Raises RecipeError, one line for each fault.
     """
+    own, recipes = split_overrides(overrides)
     if isinstance(source, (str, Path)):
         path = Path(source)
-        try:
-            return _load({"name": path.stem, **read_experiment(path)}, overrides, imports)
-        except RecipeError as error:
-            raise RecipeError(f"{path} does not describe an experiment:\n{error}") from error
-    fields = (
-        source if isinstance(source, Mapping) else {name: getattr(source, name) for name in Experiment.model_fields}
-    )
-    # overrides reach into plain data only
-    raw = {
-        key: value.model_dump(mode="json") if isinstance(value, Component) else value for key, value in fields.items()
-    }
-    return _load(raw, overrides, imports)
+        data = read_experiment(path)
+        data.setdefault("name", re.sub(r"[^\w.+=-]+", "-", path.stem))
+    else:
+        raw = source.model_dump(mode="json") if isinstance(source, Experiment) else source
+        data = {key: _plain(value) for key, value in raw.items()}
+    data.setdefault("schedule", "constant")  # so that an override may reach into it
+    data["imports"] = [*_listed(data, "imports"), *imports]
+    data["overrides"] = [*_listed(data, "overrides"), *recipes]
+    try:
+        return checked(Experiment, resolved(apply_overrides(data, own, parse_yaml)))
+    except RecipeError as error:
+        if isinstance(source, (str, Path)):
+            raise RecipeError(f"{source} does not describe an experiment:\n{error}") from error
+        raise
 
 
 def read_experiment(path: Path) -> dict[str, Any]:
@@ -52,24 +55,28 @@ def read_experiment(path: Path) -> dict[str, Any]:
         raise RecipeError(f"an existing experiment file is required, got '{path}'")
     data = read_yaml(path)
     if not isinstance(data, Mapping):
-        raise RecipeError(f"a mapping with at least 'task' and 'recipe' is required, got {type(data).__name__}")
+        kind = "an empty file" if data is None else f"a {type(data).__name__}"
+        raise RecipeError(f"{path}: a mapping with at least 'task' and 'recipe' is required, got {kind}")
     home, data = path.parent, dict(data)
-    if isinstance(data.get("imports"), list):
-        data["imports"] = [str(home / name) if is_file(str(name)) else name for name in data["imports"]]
-    if isinstance(data.get("recipe"), str) and data["recipe"].endswith((".yaml", ".yml", ".json")):
+    data["imports"] = [str(home / name) if is_file(name) else name for name in map(str, _listed(data, "imports"))]
+    if isinstance(data.get("recipe"), str) and data["recipe"].endswith((".yaml", ".yml")):
         data["recipe"] = str(home / data["recipe"])
     if isinstance(data.get("task"), Mapping) and isinstance(data["task"].get("path"), str):
         data["task"] = {**data["task"], "path": str(home / data["task"]["path"])}
     return data
 
 
-def _load(data: dict[str, Any], overrides: Iterable[str], imports: Iterable[str]) -> Experiment:
-    own, recipes = split_overrides(overrides)
-    data.setdefault("schedule", "constant")  # so that an override may reach into it
-    data["imports"] = [*(data.get("imports") or ()), *imports]
-    data["overrides"] = [*(data.get("overrides") or ()), *recipes]
-    data = apply_overrides(data, own)
-    return checked(Experiment, resolved(data))
+def _plain(value: Any) -> Any:
+    """Overrides reach into plain data only."""
+    return value.model_dump(mode="json") if isinstance(value, Component) else value
+
+
+def _listed(data: Mapping[str, Any], field: str) -> list[Any]:
+    """A list of the data; a single text stands for a list of one."""
+    value = data.get(field) or []
+    if not isinstance(value, (str, list, tuple)):
+        raise RecipeError(f"{field}: a list of texts is required, got {value!r}")
+    return [value] if isinstance(value, str) else list(value)
 
 
 def split_overrides(overrides: Iterable[str]) -> tuple[list[str], list[str]]:
@@ -78,26 +85,24 @@ def split_overrides(overrides: Iterable[str]) -> tuple[list[str], list[str]]:
     recipes: list[str] = []
     fields, of_recipe = Experiment.model_fields, eigengraft.Recipe.model_fields
     for override in overrides:
-        path, value = _parts(override)
-        first, dot, rest = path.partition(".")
-        if first == "recipe" and dot:
-            recipes.append(f"{rest}={value}")
+        first, dot, _ = _path(override).partition(".")
         # a field of both is a plain number in the experiment, so that a path going deeper means the recipe's
-        elif first in fields and not (dot and first in of_recipe):
-            own.append(f"{path}={value}")
-        elif first in of_recipe:
-            recipes.append(f"{path}={value}")
+        if first in fields and not (dot and first in {"recipe", *of_recipe}):
+            own.append(override)
+        elif first == "recipe" or first in of_recipe:
+            recipes.append(override.removeprefix("recipe."))
         else:
             known = list(dict.fromkeys([*fields, *of_recipe]))
             near = difflib.get_close_matches(first, known, n=1, cutoff=0.5)
-            hint = f"; did you mean '{near[0]}'?" if near else ""
-            raise RecipeError(f"{path}: unknown, the experiment and its recipe have {', '.join(known)}{hint}")
+            hint = f"did you mean '{near[0]}'? " if near else ""
+            raise RecipeError(f"{first}: unknown field; {hint}The experiment and its recipe have {', '.join(known)}")
     return own, recipes
 
 
-def _parts(override: str) -> tuple[str, str]:
-    """The path of an override and its value, read as YAML and written as JSON, which every reader of overrides knows."""
+def _path(override: str) -> str:
+    """The path of a well-formed override."""
     path, equals, text = override.partition("=")
     if not equals or not all(part.strip() for part in path.split(".")):
         raise RecipeError(f"override '{override}': dotted.path=value is required, for instance steps=100")
-    return path.strip(), json.dumps(parse_yaml(text, f"override '{override}'"), default=str)
+    parse_yaml(text, f"override '{override}'")
+    return path.strip()

@@ -16,6 +16,7 @@ from eigengraft.optimizers.files import read_yaml
 from eigengraft.optimizers.overrides import apply_overrides
 
 from .loading import read_experiment
+from .paths import located
 
 Changes = dict[str, Any]
 """Values by dotted path, as on the command line: `steps`, `task.width`, `update.eigenbasis.refresh.steps`."""
@@ -135,10 +136,14 @@ def _read(path: Path) -> dict[str, Any]:
     data = read_yaml(path)
     if not isinstance(data, Mapping):
         raise RecipeError(f"a mapping with 'base' and 'axes' is required, got {type(data).__name__}")
+    home, data = path.parent, dict(data)
     base = data.get("base")
-    if isinstance(base, str):
-        base = read_experiment(path.parent / base)
-    return {"name": path.stem, **data, "base": base}
+    if isinstance(base, (str, Mapping)):
+        data["base"] = read_experiment(home / base) if isinstance(base, str) else located(base, home)
+    for choices in data.get("axes", {}).values() if isinstance(data.get("axes"), Mapping) else ():
+        for label, changes in choices.items() if isinstance(choices, Mapping) else ():
+            choices[label] = located(changes, home) if isinstance(changes, Mapping) else changes
+    return {"name": path.stem, **data}
 
 
 def _axis(axis: str, choices: Any) -> Any:

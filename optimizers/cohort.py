@@ -68,9 +68,11 @@ class Cohort:
         present = np.array([g is not None and g.numel() > 0 for g in gradients], dtype=np.bool_)
         if not present.any():
             return
-        active, mask, silent = self.screen.look(gradients, present)
-        if not active.any() or (silent and hyper.lr == 0):
+        if hyper.lr == 0 and not any(bool(g.any()) for g in gradients if g is not None):
             return  # lr 0 and gradients 0: somebody only wants to see the state
+        active, mask = self.screen.look(gradients, present)
+        if not active.any():
+            return
         self.counts[active] += 1
         buffers: dict[str, dict[int, Tensor]] = {}
         for unit in self.units:

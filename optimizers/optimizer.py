@@ -166,6 +166,17 @@ class Optimizer(torch.optim.Optimizer):
         """Bytes of all state tensors."""
         return sum(t.numel() * t.element_size() for state in self.state.values() for t in state.values())
 
+    def __repr__(self) -> str:
+        lines = [f"Optimizer(recipe={self.recipe.name or 'unnamed'}"]
+        for index, group in enumerate(self.param_groups):
+            routes = Counter(path or "update" for cohort in self._cohorts[index] for path, _ in cohort.routed)
+            where = ", ".join(f"{count} by {path}" for path, count in routes.items())
+            lines.append(
+                f"  group {index}: {len(group['params'])} parameters ({where}), "
+                f"lr={float(group['lr']):g}, weight_decay={float(group['weight_decay']):g}"
+            )
+        return "\n".join([*lines, f"  state: {self.state_bytes()} bytes)"])
+
     def state_dict(self) -> dict[str, Any]:
         """As in torch. State keys are "<block>/<stage path>/<slot>"; every group holds the recipe as JSON text."""
         self._settle()

@@ -14,7 +14,7 @@ from eigengraft.component import Component
 
 Role = Literal["embedding", "head", "norm", "bias", "scalar", "vector", "hidden"]
 _HEAD = re.compile(r"(^|\.)(lm_head|head|classifier|output|output_projection|embed_out|logits)$")
-_EMBEDDING = re.compile(r"(^|\.|_)(embed|embeds|embedding|embeddings|embed_tokens|tok_embeddings|wte|wpe)$")
+_EMBEDDING = re.compile(r"(^|\.|_)(emb|embed|embeds|embedding|embeddings|embed_tokens|tok_embeddings|wte|wpe)$")
 _NORM = re.compile(r"(^|\.|_)(norm|layernorm|layer_norm|rmsnorm|batchnorm|groupnorm|bn|ln)[_0-9a-z]*$", re.IGNORECASE)
 
 
@@ -42,7 +42,7 @@ def examine(name: str | None, parameter: Tensor, owners: Iterable[tuple[str, nn.
     def fact(role: Role, why: str) -> Facts:
         return Facts(name, shape, parameter.numel(), role, why, tuple(dict.fromkeys(kinds)))
 
-    if "Embedding" in kinds or "EmbeddingBag" in kinds or any(_EMBEDDING.search(path) for path in holders):
+    if "Embedding" in kinds or "EmbeddingBag" in kinds or any(map(_EMBEDDING.search, [*holders, name or ""])):
         return fact("embedding", "embedding")
     if any(kind.endswith(("Norm", "Norm1d", "Norm2d", "Norm3d")) for kind in kinds) or any(map(_NORM.search, holders)):
         return fact("norm", "normalisation")
@@ -50,7 +50,7 @@ def examine(name: str | None, parameter: Tensor, owners: Iterable[tuple[str, nn.
         return fact("bias", "bias")
     if parameter.ndim < 2:
         return fact("vector" if parameter.ndim else "scalar", f"{parameter.ndim}-d")
-    if head or any(_HEAD.search(path) for path in holders):
+    if head or any(map(_HEAD.search, holders)):
         return fact("head", head or "output head by name")
     return fact("hidden", f"{parameter.ndim}-d weight")
 

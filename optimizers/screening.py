@@ -27,30 +27,29 @@ class Screen:
 
     def look(
         self, gradients: Sequence[Tensor | None], present: NDArray[np.bool_]
-    ) -> tuple[NDArray[np.bool_], Tensor | None, bool]:
-        """(active `[P]` on the host, mask `[P]` on the device or None, whether all gradients are known to be zero).
+    ) -> tuple[NDArray[np.bool_], Tensor | None]:
+        """(active `[P]` on the host, mask `[P]` on the device or None).
 
         Raises TypeError for sparse gradients, FloatingPointError if the recipe asks for it, both naming the parameter.
         """
         where = np.flatnonzero(present).tolist()
-        found: list[Tensor] = []
-        for index in where:
-            gradient = gradients[index]
-            assert gradient is not None
+        found = [gradient for index in where if (gradient := gradients[index]) is not None]
+        for index, gradient in zip(where, found, strict=True):
             if gradient.layout is not torch.strided:
                 raise TypeError(f"{self.names[index]}: a dense gradient is required, got layout {gradient.layout}")
-            found.append(gradient)
-        peaks = torch.stack([peak.double() for peak in torch._foreach_norm(found, float("inf"))])  # [active]
         if self.failure.nonfinite == "ignore":
-            return present, None, self._on_host(peaks) and not bool(peaks.any())
-        finite = peaks.isfinite()
-        if not self._on_host(peaks):
-            return present, self._defer(where, finite, len(present)), False
-        bad = [index for index, good in zip(where, finite.tolist(), strict=True) if not good]
+            return present, None
+        if not self._on_host(found[0]):
+            peaks = torch.stack([peak.double() for peak in torch._foreach_norm(found, float("inf"))])  # [active]
+            return present, self._defer(where, peaks.isfinite(), len(present))
+        norms = torch.stack([norm.double() for norm in torch._foreach_norm(found)])
+        # a norm may overflow where every entry is finite: only then does it pay to look at all of them
+        suspects = [k for k, fine in enumerate(norms.isfinite().tolist()) if not fine]
+        bad = [where[k] for k in suspects if not bool(found[k].isfinite().all())]
         self._count(bad)
         active = present.copy()
         active[bad] = False
-        return active, None, not bool(peaks.any())
+        return active, None
 
     def settle(self) -> list[int]:
         """Parameters whose gradient, one step ago, turned out not to be finite."""
@@ -64,8 +63,8 @@ class Screen:
         self._count(bad)
         return bad
 
-    def _on_host(self, peaks: Tensor) -> bool:
-        return self.failure.detect == "host" or (self.failure.detect == "auto" and peaks.device.type == "cpu")
+    def _on_host(self, like: Tensor) -> bool:
+        return self.failure.detect == "host" or (self.failure.detect == "auto" and like.device.type == "cpu")
 
     def _defer(self, where: list[int], finite: Tensor, total: int) -> Tensor:
         event = None

@@ -111,15 +111,27 @@ def build_units(
     """
     found: dict[tuple[Any, ...], list[tuple[int, Piece]]] = {}
     for position, (parameter, path) in enumerate(zip(parameters, paths, strict=True)):
-        for piece in updates[path].blocking.pieces(tuple(parameter.shape)):
+        pieces = list(updates[path].blocking.pieces(tuple(parameter.shape)))
+        _require_one_stack(updates[path], path, tuple(parameter.shape), pieces)
+        for piece in pieces:
             key = (path, piece.tile, compute_dtype(parameter.dtype), parameter.device)
             found.setdefault(key, []).append((position, piece))
     units = [
-        Unit(path, updates[path], Stack(block, dtype, device, tuple(pieces)))
-        for (path, block, dtype, device), pieces in found.items()
+        Unit(path, updates[path], Stack(block, dtype, device, tuple(members)))
+        for (path, block, dtype, device), members in found.items()
     ]
     _spread(units)
     return units
+
+
+def _require_one_stack(rule: Recipe | Route, path: str, shape: tuple[int, ...], pieces: Sequence[Piece]) -> None:
+    for stage_path, stage in rule.stages(path):
+        if len(pieces) > 1 and stage.spans_parameter():
+            raise ValueError(
+                f"{stage_path}: takes norms over whole parameters, so their blocks must be equal, got blocks "
+                f"{', '.join(str(piece.tile) for piece in pieces)} of a parameter of shape {shape}; choose a "
+                "`blocking.size` that divides its axes, no splitting, or `per: block`"
+            )
 
 
 def _spread(units: Sequence[Unit]) -> None:

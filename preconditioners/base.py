@@ -55,6 +55,10 @@ class Preconditioner(Component, ABC, family="preconditioner"):
         """Whether statistics and refresh follow the use of the current gradient (as published SOAP) or precede it."""
         return False
 
+    def spans_parameter(self) -> bool:
+        """Whether the stage combines all blocks of a parameter, which then must lie in one stack."""
+        return False
+
     def refresh_cost(self, block: tuple[int, ...]) -> float:
         """What one refresh of a block costs, in any unit common to all stages; refreshes are spread by it."""
         return 0.0

@@ -32,6 +32,9 @@ class Graft(Preconditioner):
     def chains(self) -> Mapping[str, Stages]:
         return {"direction": self.direction, "magnitude": self.magnitude}
 
+    def spans_parameter(self) -> bool:
+        return self.per == "parameter"
+
     def apply(self, state: State, gradient: Tensor, direction: Tensor, clock: Clock) -> Tensor:
         magnitude = run_chain(self.magnitude, state.scope("magnitude"), gradient, direction, clock)
         mapped = run_chain(self.direction, state.scope("direction"), gradient, direction, clock)

@@ -9,7 +9,7 @@ import pytest
 
 from eigengraft.experiments.pool import run_pool
 
-JOBS = '''
+JOBS = """
 import os, signal, time
 
 def work(job, report):
@@ -22,7 +22,7 @@ def work(job, report):
         time.sleep(600)
     report(job)
     return job * 2
-'''
+"""
 
 
 @pytest.fixture

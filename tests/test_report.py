@@ -111,7 +111,7 @@ def test_page_says_the_numbers(study):
     text = " ".join(page.text.split())
     assert "Lowest final validation loss: soap, 0.900 ± 0.141. adamw: 2.250 ± 0.354." in text
     assert "soap is at adamw's final value after 15 of 30 steps." in text
-    assert "t = −9.0" in text
+    assert "t = \u22129.0" in text
     assert "With 2 seeds a test needs |t| above 12.7" in text
     assert "4 complete" in text and "not complete" not in text
     assert "recipe.update.eigenbasis.refresh.steps" in text
@@ -136,9 +136,7 @@ def test_page_is_self_contained_and_well_formed(study):
 def test_everything_foreign_is_escaped(tmp_path):
     evil = "<script>alert('&')</script>"
     recipe = {**ADAM, "name": evil}
-    write_study(
-        tmp_path, [(evil, 0, {"recipe": recipe, "values": [2.0]})], name=evil, description=evil, baseline=evil
-    )
+    write_study(tmp_path, [(evil, 0, {"recipe": recipe, "values": [2.0]})], name=evil, description=evil, baseline=evil)
     run = next(tmp_path.glob("method=*/seed-0"))
     (run / "result.json").unlink()
     run.with_name("seed-0.error.txt").write_text(f"Traceback\nValueError: {evil}")

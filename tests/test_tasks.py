@@ -91,7 +91,10 @@ def test_the_fingerprint_is_the_hash_of_the_bytes_read(tmp_path: Path) -> None:
 
 
 def test_the_standard_library_is_read_alike_in_another_process() -> None:
-    code = "from eigengraft.experiments.tasks import ByteLM\nprint(ByteLM(max_bytes=65536, context=16).load().fingerprint.sha256)"
+    code = """
+from eigengraft.experiments.tasks import ByteLM
+print(ByteLM(max_bytes=65536, context=16).load().fingerprint.sha256)
+"""
     environment = {"PYTHONPATH": str(ROOT / "src"), "PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "1"}
     other = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert other.stdout.strip() == SMALL.load().fingerprint.sha256
@@ -107,9 +110,9 @@ def test_the_standard_library_files_are_sources_of_the_library_proper() -> None:
 
 def test_a_text_too_short_for_the_context_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(b"x" * 1000)
-    with pytest.raises(ValueError, match="more than 1280 bytes .* got 1000 bytes; lower task.context"):
+    with pytest.raises(ValueError, match=r"more than 1280 bytes .* got 1000 bytes; lower task.context"):
         ByteLM(path=str(tmp_path / "text")).load()
-    with pytest.raises(ValueError, match="task.path: an existing text file is required, got 'nowhere'"):
+    with pytest.raises(ValueError, match=r"task\.path: an existing text file is required, got 'nowhere'"):
         ByteLM(path="nowhere").load()
 
 

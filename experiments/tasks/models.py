@@ -19,14 +19,14 @@ class Attention(nn.Module):
         self.query = nn.Linear(width, width, bias=False)
         self.key = nn.Linear(width, width, bias=False)
         self.value = nn.Linear(width, width, bias=False)
-        self.output = nn.Linear(width, width, bias=False)
+        self.mix = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = (
             layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)
         )
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return cast(Tensor, self.output(mixed.transpose(1, 2).flatten(2)))
+        return cast(Tensor, self.mix(mixed.transpose(1, 2).flatten(2)))
 
 
 class Block(nn.Module):
@@ -60,7 +60,7 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
         for name, parameter in self.named_parameters():
             # The residual stream sums 2 * layers branches; this keeps its initial variance independent of depth.
-            if name.endswith(("output.weight", "down.weight")):
+            if name.endswith(("mix.weight", "down.weight")):
                 nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5)
 
     def forward(self, symbols: Tensor) -> Tensor:
@@ -71,17 +71,21 @@ class GPT(nn.Module):
 
 def mlp(inputs: int, classes: int, layers: int, width: int) -> nn.Sequential:
     """`layers` hidden ReLU layers on flattened images, [B, ...] -> logits [B, classes]."""
-    sizes = [inputs] + [width] * layers
-    hidden = [module for fan_in, fan_out in pairwise(sizes) for module in (nn.Linear(fan_in, fan_out), nn.ReLU())]
-    return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(width, classes))
+    model = nn.Sequential(nn.Flatten())
+    for index, (fan_in, fan_out) in enumerate(pairwise([inputs] + [width] * layers)):
+        model.add_module(f"hidden{index}", nn.Linear(fan_in, fan_out))
+        model.add_module(f"relu{index}", nn.ReLU())
+    model.add_module("head", nn.Linear(width, classes))
+    return model
 
 
 def cnn(side: int, classes: int, layers: int, width: int) -> nn.Sequential:
     """`layers` 3x3 convolutions, then 2x2 mean pooling, [B, 1, side, side] -> logits [B, classes]."""
-    channels = [1] + [width] * layers
-    features = [
-        module
-        for fan_in, fan_out in pairwise(channels)
-        for module in (nn.Conv2d(fan_in, fan_out, 3, padding=1), nn.ReLU())
-    ]
-    return nn.Sequential(*features, nn.AvgPool2d(2), nn.Flatten(), nn.Linear(width * (side // 2) ** 2, classes))
+    model = nn.Sequential()
+    for index, (fan_in, fan_out) in enumerate(pairwise([1] + [width] * layers)):
+        model.add_module(f"convolution{index}", nn.Conv2d(fan_in, fan_out, 3, padding=1))
+        model.add_module(f"relu{index}", nn.ReLU())
+    model.add_module("pool", nn.AvgPool2d(2))
+    model.add_module("flatten", nn.Flatten())
+    model.add_module("head", nn.Linear(width * (side // 2) ** 2, classes))
+    return model

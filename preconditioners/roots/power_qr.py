@@ -45,7 +45,8 @@ class PowerQR(BasisSolver):
         """qr(aq).Q with signs that continue q; columns are scaled first, so that no size of A over- or underflows."""
         size = torch.linalg.vector_norm(aq, ord=float("inf"), dim=(-2, -1), keepdim=True)
         live = size > torch.finfo(aq.dtype).tiny
-        new = torch.linalg.qr(torch.where(live, aq / size.where(live, 1.0), q)).Q
+        # Householder vectors to Q directly: torch.linalg.qr would also form R
+        new = torch.linalg.householder_product(*torch.geqrf(torch.where(live, aq / size.where(live, 1.0), q)))
         flip = torch.where((new * q).sum(-2, keepdim=True) < 0, -1.0, 1.0)
         signed: Tensor = new * flip
         return signed

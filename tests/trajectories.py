@@ -1,0 +1,58 @@
+"""Shared by the numerical tests: follow an optimizer along given gradients, and say how far two trajectories are apart."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from eigengraft import Optimizer, load_recipe
+
+Maker = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+"""What makes an optimizer from parameters."""
+
+
+def recipe(source: object, *overrides: str, lr: float | None = None, weight_decay: float | None = None) -> Maker:
+    """An optimizer from a recipe and overrides."""
+    loaded = load_recipe(source, overrides)  # type: ignore[arg-type]
+    return lambda parameters: Optimizer(parameters, loaded, lr=lr, weight_decay=weight_decay)
+
+
+def follow(make: Maker, init: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """The parameters after every step, `[steps, *shape]` each; gradients[t][i] belongs to parameter i at step t."""
+    parameters = [torch.nn.Parameter(x.clone()) for x in init]
+    optimizer = make(parameters)
+    path: list[list[Tensor]] = [[] for _ in parameters]
+    for step in gradients:
+        for parameter, gradient in zip(parameters, step, strict=True):
+            parameter.grad = gradient.clone()
+        optimizer.step()
+        for points, parameter in zip(path, parameters, strict=True):
+            points.append(parameter.detach().clone())
+    return [torch.stack(points) for points in path]
+
+
+def distance(ours: Sequence[Tensor], theirs: Sequence[Tensor], init: Sequence[Tensor]) -> float:
+    """max |ours - theirs| / max |theirs - init|, both over all steps; the worst parameter."""
+    ratios = []
+    for a, b, start in zip(ours, theirs, init, strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape and b.isfinite().all()
+        ratios.append(float((a - b).abs().max() / (b - start).abs().max()))
+    return max(ratios)
+
+
+def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Standard normal numbers, drawn in float64 so that both precisions see the same ones."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def random_gradients(
+    shapes: Sequence[tuple[int, ...]], steps: int, seed: int = 0, dtype: torch.dtype = torch.float64
+) -> list[list[Tensor]]:
+    """Independent standard normal gradients, gradients[t][i]."""
+    return [[normal(*shape, seed=seed + 1000 * t + i, dtype=dtype) for i, shape in enumerate(shapes)] for t in range(steps)]
+
+
+def rotation(d: int, seed: int) -> Tensor:
+    """A random orthogonal matrix, float64."""
+    return torch.linalg.qr(normal(d, d, seed=seed)).Q
