@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+ROOMS := preconditioners quantization distributed optimizers experiments
 # Named after the place, because an environment does not survive being moved or copied.
 READY := $(VENV)/ready-$(shell pwd | cksum | cut -d ' ' -f 1)
 
@@ -9,7 +10,7 @@ READY := $(VENV)/ready-$(shell pwd | cksum | cut -d ' ' -f 1)
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test check clean
+.PHONY: help demo test check clean links
 .DEFAULT_GOAL := help
 
 help:
@@ -33,7 +34,12 @@ clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} + -o -name '*.egg-info' -prune -exec rm -rf {} +
 
-$(READY): requirements.txt pyproject.toml
+# Some unpackers of zips turn symlinks into text files. The wheel does without them; an editable install needs the one
+# to `distributed`, which has no __init__.py, and type checkers need them all.
+links:
+	@for room in $(ROOMS); do test -d src/eigengraft/$$room || { rm -f src/eigengraft/$$room && ln -s ../../$$room src/eigengraft/$$room; } || exit 1; done
+
+$(READY): requirements.txt pyproject.toml | links
 	@command -v "$(PYTHON)" >/dev/null || { echo "eigengraft: Python 3.11 or newer is required, but there is no '$(PYTHON)'; install it or name another: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "eigengraft: Python 3.11 or newer is required, got $$("$(PYTHON)" --version 2>&1); name another: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV) || { rm -rf $(VENV); echo "eigengraft: '$(PYTHON) -m venv' failed; on Debian and Ubuntu install the package python3-venv" >&2; exit 1; }

@@ -32,8 +32,9 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt:
-            refuse("interrupted", "Give the same command again to continue from the last checkpoint.")
+        except KeyboardInterrupt as interrupt:
+            where = f" what is in {interrupt}" if str(interrupt) else ""
+            refuse("interrupted", f"Give the same command again to continue{where}.")
             raise typer.Exit(130) from None
         except BrokenPipeError:  # the reader of a pipe has left: not a fault, and nobody to tell
             raise
@@ -82,8 +83,11 @@ def train_command(
     """Train once; the same command again continues a run that was stopped."""
     loaded = load_experiment(experiment, overrides or (), imports or ())
     directory = out or Path("runs") / loaded.name
-    with training_bar(loaded.name) as progress:
-        result = train(loaded, directory, progress)
+    try:
+        with training_bar(loaded.name) as progress:
+            result = train(loaded, directory, progress)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(directory) from None
     typer.echo(f"{summary(result)}\n{directory}")
 
 

@@ -24,7 +24,7 @@ from .outcome import Result, Tick
 
 def refuse(title: str, message: str) -> None:
     """A box on standard error; the message is shown as it is, brackets included."""
-    Console(stderr=True).print(Panel(Text(message), title=title, title_align="left", border_style="red"))
+    Console(stderr=True).print(Panel(Text(message), title=title, title_align="left", border_style="red", expand=False))
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field, field_validator, model_validator
@@ -12,7 +13,7 @@ import eigengraft
 from eigengraft.component import Component, checked
 from eigengraft.optimizers.files import parse_yaml
 
-from .imports import import_component
+from .imports import import_component, is_file
 from .schedule import Constant, Schedule
 from .tasks import Task
 
@@ -64,10 +65,12 @@ class Experiment(Component):
 def resolved(data: Mapping[str, Any]) -> dict[str, Any]:
     """`data` with its imports done and its recipe loaded, overrides applied."""
     data = dict(data)
-    imports = data.get("imports") or ()
+    imports = data.get("imports")
     if isinstance(imports, (list, tuple)):
-        for source in imports:
-            import_component(str(source))
+        # absolute, so that the record of a run can be used from any directory
+        data["imports"] = [str(Path(name).absolute()) if is_file(name) else name for name in map(str, imports)]
+        for source in data["imports"]:
+            import_component(source)
     overrides = data.pop("overrides", None) or ()
     recipe = data.get("recipe")
     if isinstance(recipe, Mapping):

@@ -64,7 +64,7 @@ class Unit:
         """The clock of the selected rows; counts: gradients that each parameter has seen, this one included."""
         phases = self.phases if rows is None else self.phases[rows.cpu().numpy()]
         steps = counts[stack.owners] - int(self.lagging)
-        return Clock(steps, phases, stack.owners, stack.device, signals, self.lagging)
+        return Clock(steps, phases, stack.owners, stack.device, signals)
 
     def prime(self, gradient: Tensor, rows: Tensor | None, mask: Tensor | None, clock: Clock) -> None:
         """The first gradient of blocks whose chain has a lagged stage: it is observed, nothing moves."""
@@ -89,8 +89,7 @@ class Unit:
 
         looked at only after a refresh.
         """
-        cadences = [stage.cadence() for _, stage in self.rule.stages()]
-        if not any(cadence is not None and any(True for _ in cadence.due(clock)) for cadence in cadences):
+        if not any(True for _, stage in self.rule.stages() for _ in stage.due(clock)):
             return []
         counts = [tensor for path, tensor in self.tensors.items() if path.rpartition("/")[2].startswith("failures.")]
         bad = [torch.nonzero(count > tolerated).flatten().tolist() for count in counts]

@@ -51,6 +51,13 @@ class Preconditioner(Component, ABC, family="preconditioner"):
         """When `refresh` is due; None: never."""
         return None
 
+    @final
+    def due(self, clock: Clock) -> Iterator[tuple[int, int, bool]]:
+        """(start, stop, first) spans of the stack whose refresh is due now."""
+        cadence = self.cadence()
+        if cadence is not None:
+            yield from cadence.due(clock, 0 if self.lagged() else 1)
+
     def lagged(self) -> bool:
         """Whether statistics and refresh follow the use of the current gradient (as published SOAP) or precede it."""
         return False
@@ -94,8 +101,7 @@ class Preconditioner(Component, ABC, family="preconditioner"):
 
     def _learn(self, state: State, gradient: Tensor, clock: Clock) -> None:
         self.observe(state, gradient, clock)
-        cadence = self.cadence()
-        for start, stop, first in cadence.due(clock) if cadence is not None else ():
+        for start, stop, first in self.due(clock):
             self.refresh(state.part(start, stop), clock.part(start, stop, first))
 
 

@@ -18,8 +18,11 @@ class Cadence(Component, ABC, family="cadence"):
     """Says which blocks of a stack are due, as contiguous spans."""
 
     @abstractmethod
-    def due(self, clock: Clock) -> Iterator[tuple[int, int, bool]]:
-        """(start, stop, first) spans of due blocks; `first` where it is their first refresh."""
+    def due(self, clock: Clock, earliest: int) -> Iterator[tuple[int, int, bool]]:
+        """(start, stop, first) spans of due blocks; `first` where it is their first refresh.
+
+        earliest: the step at which the stage learns its first gradient, 0 if it is lagged, else 1.
+        """
 
 
 class Every(Cadence):
@@ -38,8 +41,8 @@ class Every(Cadence):
         "cost", description="spread refreshes over the interval, or do all at once"
     )
 
-    def due(self, clock: Clock) -> Iterator[tuple[int, int, bool]]:
-        start = self.start if self.start is not None else (0 if clock.lagging else 1)
+    def due(self, clock: Clock, earliest: int) -> Iterator[tuple[int, int, bool]]:
+        start = self.start if self.start is not None else earliest
         steps = clock.steps
         shift = np.floor(clock.phases * self.steps).astype(np.int64) if self.stagger == "cost" else 0
         again = (steps > start) & ((steps - shift) % self.steps == 0)

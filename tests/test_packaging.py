@@ -152,11 +152,16 @@ def test_the_editable_install_reads_the_checkout(editable: Path, checkout: Path,
         added.unlink()
 
 
-def test_the_editable_install_does_not_rest_on_the_symlinks(checkout: Path, tmp_path: Path) -> None:
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_make_mends_a_checkout_whose_symlinks_became_text_files(checkout: Path, tmp_path: Path) -> None:
     unlinked = shutil.copytree(checkout, tmp_path / "from a zip", symlinks=True)
-    for entry in (unlinked / "src" / "eigengraft").iterdir():
-        if entry.is_symlink():
-            entry.unlink()
+    links = [entry for entry in (unlinked / "src" / "eigengraft").iterdir() if entry.is_symlink()]
+    for link in links:
+        target = link.readlink()
+        link.unlink()
+        link.write_text(target.as_posix())
+    run("make", "links", cwd=unlinked)
+    assert {link.name: link.resolve() for link in links} == {link.name: unlinked / link.name for link in links}
     python = new_environment(tmp_path / "environment")
     pip_install(python, "--editable", unlinked, cwd=tmp_path)
     run(python, "-c", TRAIN, cwd=tmp_path)

@@ -112,7 +112,7 @@ def test_a_text_too_short_for_the_context_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(b"x" * 1000)
     with pytest.raises(ValueError, match=r"more than 1280 bytes .* got 1000 bytes; lower task.context"):
         ByteLM(path=str(tmp_path / "text")).load()
-    with pytest.raises(ValueError, match=r"task\.path: an existing text file is required, got 'nowhere'"):
+    with pytest.raises(ValueError, match=r"task\.path: an existing text file is required, got '.*nowhere'"):
         ByteLM(path="nowhere").load()
 
 

@@ -1,4 +1,4 @@
-"""Shared by the numerical tests: follow an optimizer along given gradients, and say how far two trajectories are apart."""
+"""Shared by the numerical tests: follow an optimizer along given gradients, and measure how far two paths are apart."""
 
 from collections.abc import Callable, Sequence
 
@@ -43,14 +43,15 @@ def distance(ours: Sequence[Tensor], theirs: Sequence[Tensor], init: Sequence[Te
 def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
     """Standard normal numbers, drawn in float64 so that both precisions see the same ones."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
 def random_gradients(
     shapes: Sequence[tuple[int, ...]], steps: int, seed: int = 0, dtype: torch.dtype = torch.float64
 ) -> list[list[Tensor]]:
     """Independent standard normal gradients, gradients[t][i]."""
-    return [[normal(*shape, seed=seed + 1000 * t + i, dtype=dtype) for i, shape in enumerate(shapes)] for t in range(steps)]
+    seeds = [seed + 1000 * t for t in range(steps)]
+    return [[normal(*shape, seed=s + i, dtype=dtype) for i, shape in enumerate(shapes)] for s in seeds]
 
 
 def rotation(d: int, seed: int) -> Tensor:

@@ -38,6 +38,11 @@ class ByteLM(Task):
     batch_size: int = Field(default=32, ge=1, description="sequences per step")
     eval_sequences: int = Field(default=512, ge=1, description="validation sequences, evenly spaced over their part")
 
+    @field_validator("path")
+    @classmethod
+    def _absolute(cls, path: str | None) -> str | None:
+        return None if path is None else str(Path(path).expanduser().absolute())
+
     @field_validator("heads")
     @classmethod
     def _heads_divide_width(cls, heads: int, info: ValidationInfo) -> int:
@@ -49,10 +54,9 @@ class ByteLM(Task):
     def load(self) -> Dataset:
         if self.path is None:
             return Text(self, standard_library_text(self.max_bytes))
-        file = Path(self.path).expanduser()
-        if not file.is_file():
+        if not Path(self.path).is_file():
             raise ValueError(f"task.path: an existing text file is required, got '{self.path}'")
-        return Text(self, read_text([file], self.max_bytes))
+        return Text(self, read_text([Path(self.path)], self.max_bytes))
 
     def build(self) -> nn.Module:
         return GPT(SYMBOLS, self.context, self.layers, self.width, self.heads)

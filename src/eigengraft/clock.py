@@ -18,11 +18,11 @@ from .numerics import per_block
 class Clock:
     """The clock of one stack of N blocks at one step.
 
-    steps: `[N]`, how often each block has been updated, this step included (1 at the first update; 0 while priming,
-    when stages with `timing: lagged` see their first gradient and nothing moves). phases: `[N]` in [0, 1), where in a
-    refresh interval each block is due. owners: `[N]`, which parameter a block belongs to. signals: what stages
-    declared in `requires`. lagging: whether the chain has a stage with `timing: lagged`, so that step 0, the priming,
-    exists.
+    steps: `[N]`, how often each block has been updated, this step included: 1 at the first update, 0 while priming, when
+    stages with `timing: lagged` see their first gradient and nothing moves.
+    phases: `[N]` in [0, 1), where in a refresh interval each block is due.
+    owners: `[N]`, which parameter a block belongs to.
+    signals: what stages declared in `requires`.
     first: set during the first refresh of a block.
     """
 
@@ -31,7 +31,6 @@ class Clock:
     owners: NDArray[np.int64]
     device: torch.device = torch.device("cpu")
     signals: Mapping[str, Tensor | float] = field(default_factory=dict)
-    lagging: bool = False
     first: bool = False
 
     @cached_property
