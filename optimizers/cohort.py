@@ -68,7 +68,7 @@ class Cohort:
         present = np.array([g is not None and g.numel() > 0 for g in gradients], dtype=np.bool_)
         if not present.any():
             return
-        if hyper.lr == 0 and not any(bool(g.any()) for g in gradients if g is not None):
+        if isinstance(hyper.lr, float) and hyper.lr == 0 and not any(bool(g.any()) for g in gradients if g is not None):
             return  # lr 0 and gradients 0: somebody only wants to see the state
         active, mask = self.screen.look(gradients, present)
         if not active.any():
@@ -111,11 +111,7 @@ class Cohort:
     def _deliver(self, path: str, stack: Stack, direction: Tensor, now: _Step) -> None:
         """Writes the parameters that are one block; collects the blocks of the others."""
         if all(piece.whole for _, piece in stack.pieces):
-            owners = [owner for owner, _ in stack.pieces]
-            updates = [
-                row.reshape(self.parameters[o].shape) for o, row in zip(owners, direction.unbind(0), strict=True)
-            ]
-            self._write(path, owners, updates, now.hyper, now.mask)
+            self._write(path, stack.owners.tolist(), list(direction.unbind(0)), now.hyper, now.mask)
             return
         buffers = now.buffers.setdefault(path, {})
         for owner, piece in stack.pieces:
@@ -142,8 +138,8 @@ class Cohort:
     def _pace(self, path: str, hyper: Hyper) -> Pace:
         rule = self.updates[path]
         decay, rate = self._decay(path, hyper)
-        lr = hyper.lr * rule.lr_ratio if isinstance(rule, Route) else hyper.lr
-        return Pace(lr, decay.alpha(rate, hyper.lr, hyper.peak), decay)
+        ratio = rule.lr_ratio if isinstance(rule, Route) else 1.0
+        return Pace(hyper.lr * ratio, decay.alpha(rate, hyper.lr * ratio, hyper.peak * ratio), decay)
 
     def _signals(self, unit: Unit, stack: Stack, hyper: Hyper) -> dict[str, Any]:
         signals: dict[str, Any] = {}
