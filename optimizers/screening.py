@@ -40,11 +40,9 @@ class Screen:
         if self.failure.nonfinite == "ignore":
             return present, None
         if not self._on_host(found[0]):
-            peaks = torch.stack([peak.double() for peak in torch._foreach_norm(found, float("inf"))])  # [active]
-            return present, self._defer(where, peaks.isfinite(), len(present))
-        norms = torch.stack([norm.double() for norm in torch._foreach_norm(found)])
+            return present, self._defer(where, _finite(torch._foreach_norm(found, float("inf"))), len(present))
         # a norm may overflow where every entry is finite: only then does it pay to look at all of them
-        suspects = [k for k, fine in enumerate(norms.isfinite().tolist()) if not fine]
+        suspects = [k for k, fine in enumerate(_finite(torch._foreach_norm(found)).tolist()) if not fine]
         bad = [where[k] for k in suspects if not bool(found[k].isfinite().all())]
         self._count(bad)
         active = present.copy()
@@ -84,3 +82,9 @@ class Screen:
             raise FloatingPointError(
                 f"gradient of {names}: finite values are required, got inf or nan; nothing was changed"
             )
+
+
+def _finite(norms: Sequence[Tensor]) -> Tensor:
+    """Which of some 0-d tensors are finite, `[n]`, in a number of kernels that does not grow with n where their dtype is one."""
+    alike = all(norm.dtype == norms[0].dtype for norm in norms)
+    return torch.stack(list(norms) if alike else [norm.double() for norm in norms]).isfinite()
