@@ -19,14 +19,14 @@ class Blocking(Component):
     """How a parameter becomes blocks. Default: one block, the parameter as it is."""
 
     size: int | None = Field(
-        None, ge=1, description="longest axis of a block; longer ones are split; default: no splitting"
+        default=None, ge=1, description="longest axis of a block; longer ones are split; default: no splitting"
     )
     merge: int | None = Field(
-        None,
+        default=None,
         ge=1,
         description="merge adjacent axes, from the last on, while their product is at most this; default: none",
     )
-    keep_axes: int = Field(1, ge=1, description="stop merging when so many axes are left")
+    keep_axes: int = Field(default=1, ge=1, description="stop merging when so many axes are left")
 
     def merged(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape after merging; axes of length 1 vanish when merging is on, and a scalar is a vector of length 1."""

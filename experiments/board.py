@@ -18,7 +18,7 @@ class Board:
     """Context manager; `hear` every News of a study of `runs` runs of which `left` are still to be done."""
 
     def __init__(self, console: Console, runs: int, left: int) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[figures]}"))
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=16), TextColumn("{task.fields[figures]}"))
         self.progress = Progress(*columns, console=console, transient=True)
         self.runs, self.done = runs, runs - left
         self.began = monotonic()
@@ -49,7 +49,7 @@ class Board:
             self.progress.remove_task(self.active.pop(key))
             self.done += 1
             text = _result(news.value) if news.kind == "done" else "[red]failed[/red]"
-            self.progress.console.print(f"{escape(news.run.title)}: {text}", highlight=False)
+            self.progress.console.print(f"{escape(news.run.title)}: {text}", highlight=False, soft_wrap=True)
         self.progress.update(self.all, completed=news.fraction, figures=self._figures(news.fraction))
 
     def _figures(self, fraction: float) -> str:

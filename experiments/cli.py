@@ -65,7 +65,9 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def options(
-    debug: Annotated[bool, typer.Option("--debug", envvar="EIGENGRAFT_DEBUG", help="show the traceback of an error")] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", envvar="EIGENGRAFT_DEBUG", help="show the traceback of an error")
+    ] = False,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version")
     ] = False,

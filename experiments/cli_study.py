@@ -68,7 +68,7 @@ def _run(source: str, overrides: list[str], out: Path | None, workers: int | Non
     if failed:
         for run, reason in failed.items():
             last = reason.strip().splitlines()[-1]
-            console.print(f"[red]failed[/red] {escape(run)}: {escape(last)}", highlight=False)
+            console.print(f"[red]failed[/red] {escape(run)}: {escape(last)}", highlight=False, soft_wrap=True)
         where = escape(str(directory))
         console.print(f"{len(failed)} of {len(prepared.runs)} runs failed; details in {where}/*/*.error.txt")
         raise typer.Exit(1)

@@ -84,6 +84,8 @@ class Panel:
     """Rows that differ only along the axis compared."""
 
     title: str
+    labels: tuple[str, ...]
+    """On the axes that are not compared."""
     rows: tuple[Row, ...]
     metric: Metric
     baseline: Row | None
@@ -93,6 +95,11 @@ class Panel:
         """The row with the best mean among those whose runs have all ended and none diverged."""
         means = [(self.metric.sign * row.final.mean, row) for row in self.rows if row.final and row.ended]
         return min(means, key=lambda pair: pair[0])[1] if means else None
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is anything to draw."""
+        return any(run.rows for row in self.rows for run in row.runs)
 
     @property
     def reports_accuracy(self) -> bool:
@@ -108,23 +115,25 @@ class Panel:
 
 def compare(records: Records) -> list[Panel]:
     """Group the runs: one panel for each combination of labels on the axes that are not compared."""
-    labels = list(dict.fromkeys([records.baseline, *(run.labels[records.compare] for run in records.runs)]))
-    groups: dict[str, list[Run]] = {}
+    groups: dict[tuple[str, ...], list[Run]] = {}
     for run in records.runs:
-        title = ", ".join(label for axis, label in run.labels.items() if axis != records.compare)
-        groups.setdefault(title or records.name, []).append(run)
-    panels = []
-    for title, runs in groups.items():
-        baseline: Row | None = None
-        rows = []
-        for style, label in enumerate(labels):
-            chosen = tuple(run for run in runs if run.labels[records.compare] == label)
-            if chosen:
-                rows.append(Row(label, style, chosen, records.metric, baseline))
-            if label == records.baseline and chosen:
-                baseline = rows[-1]
-        panels.append(Panel(title, tuple(rows), records.metric, baseline))
-    return panels
+        others = tuple(label for axis, label in run.labels.items() if axis != records.compare)
+        groups.setdefault(others, []).append(run)
+    labels = list(dict.fromkeys(run.labels[records.compare] for run in records.runs))
+    # The baseline has the first colour wherever it stands.
+    styles = {label: i for i, label in enumerate(dict.fromkeys([records.baseline, *labels]))}
+    return [_panel(others, runs, styles, records) for others, runs in groups.items()]
+
+
+def _panel(others: tuple[str, ...], runs: Sequence[Run], styles: Mapping[str, int], records: Records) -> Panel:
+    by_label: dict[str, list[Run]] = {}
+    for run in runs:
+        by_label.setdefault(run.labels[records.compare], []).append(run)
+    chosen = by_label.get(records.baseline)
+    baseline = Row(records.baseline, 0, tuple(chosen), records.metric, None) if chosen else None
+    found = {label: Row(label, styles[label], tuple(r), records.metric, baseline) for label, r in by_label.items()}
+    rows = tuple(baseline if baseline and label == baseline.label else row for label, row in found.items())
+    return Panel(", ".join(others) or records.name, others, rows, records.metric, baseline)
 
 
 def _mean(values: Sequence[float]) -> float:

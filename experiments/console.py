@@ -37,17 +37,21 @@ def training_bar(name: str) -> Iterator[Callable[[Tick], None]]:
         TextColumn("{task.fields[figures]}"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(name, total=None, figures="")
-        validation = ""
+    bar = Progress(*columns, console=Console(stderr=True))
+    task = bar.add_task(name, total=None, figures="")
+    validation = ""
 
-        def heard(tick: Tick) -> None:
-            nonlocal validation
-            validation = f"  val {tick.val_loss:.4f}" if tick.val_loss is not None else validation
-            figures = f"loss {tick.loss:.4f}{validation}  {tick.step_ms:.1f} ms"
-            bar.update(task, completed=tick.step, total=tick.steps, figures=figures)
+    def heard(tick: Tick) -> None:
+        nonlocal validation
+        validation = f"  val {tick.val_loss:.4f}" if tick.val_loss is not None else validation
+        figures = f"loss {tick.loss:.4f}{validation}  {tick.step_ms:.1f} ms"
+        bar.update(task, completed=tick.step, total=tick.steps, figures=figures)
+        bar.start()  # not before there is something to show: a refused experiment has no bar
 
+    try:
         yield heard
+    finally:
+        bar.stop()
 
 
 def summary(result: Result) -> str:

@@ -2,69 +2,104 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from eigengraft.component import stage_name
 
-# Resolved configurations repeat these inside the recipe, or they differ from run to run by intent.
-_IGNORED = {"name", "seed", "overrides"}
+from .records import learning_rate
+
+# What runs are called, what seeds them and what recipes say about themselves does not tell methods apart.
+_IGNORED = {"name", "about", "seed", "overrides", "imports"}
+
+Tree = dict[str, "str | Tree"]
+"""A configuration as nested texts: stages in lists by their names, and under "" the chain that they form."""
+
+Place = tuple[str, str]
+"""(panel, label)"""
 
 
 @dataclass(frozen=True)
 class Contrast:
-    """One field: its dotted path and one text for each thing compared, empty where that thing has no such field."""
+    """A field, or a part that not all have: dotted path and one text a label, empty where there is no such thing."""
 
     path: str
     values: tuple[str, ...]
 
 
 def contrast(configs: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[Contrast]:
-    """Rows for `configs[panel][label]`: fields in which the labels of some panel differ, in order of first appearance.
+    """Rows for `configs[panel][label]`, where labels of one panel differ.
 
-    A value that is not the same in every panel is given with the name of its panel.
+    A field that two labels have with different values is a row. A part of the recipe that only some have is one row
+    with all its fields that no other row tells. A text that is not the same in every panel names its panel.
     """
-    flat = {panel: {label: dict(_flatten(c)) for label, c in cells.items()} for panel, cells in configs.items()}
-    labels = list(dict.fromkeys(label for cells in flat.values() for label in cells))
-    paths = dict.fromkeys(path for cells in flat.values() for fields in cells.values() for path in fields)
-    rows = []
-    for path in sorted(paths, key=lambda path: path.startswith("recipe.")):
-        if any(len({fields.get(path, "") for fields in cells.values()}) > 1 for cells in flat.values()):
-            rows.append(Contrast(path, tuple(_text(path, label, flat) for label in labels)))
-    return rows
+    trees = {(panel, label): _tree(_effective(c)) for panel, cells in configs.items() for label, c in cells.items()}
+    labels = list(dict.fromkeys(label for _, label in trees))
+    return [Contrast(path, tuple(_text(label, found) for label in labels)) for path, found in _rows("", trees)]
 
 
-def _text(path: str, label: str, flat: Mapping[str, Mapping[str, Mapping[str, str]]]) -> str:
-    values = {panel: cells[label].get(path, "") for panel, cells in flat.items() if label in cells}
-    if len(set(values.values())) == 1:
-        return next(iter(values.values()))
-    return ", ".join(f"{value or 'none'} ({panel})" for panel, value in values.items())
+def _rows(path: str, nodes: Mapping[Place, Tree]) -> Iterator[tuple[str, dict[Place, str]]]:
+    """Rows below one path; `nodes` are the parts found there, all places that could have one are in it."""
+    present = {place: node for place, node in nodes.items() if node}
+    shared, rows = [], []
+    for key in dict.fromkeys(key for node in present.values() for key in node):
+        inner = f"{path}.{key}".strip(".")
+        values = {place: node[key] for place, node in present.items() if key in node}
+        leaves = {place: value for place, value in values.items() if isinstance(value, str)}
+        if leaves and _differ(leaves, present):
+            rows.append((inner, leaves))
+        elif leaves:
+            shared.append(key)
+        parts = {place: value if isinstance(value := node.get(key), dict) else {} for place, node in nodes.items()}
+        if any(parts.values()):
+            rows += _rows(inner, parts)
+    if shared and _differ(dict.fromkeys(present, ""), nodes):
+        yield path, {place: _summary(node, shared) for place, node in present.items()}
+    yield from rows
 
 
-def _flatten(data: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted paths of all leaves; stages in lists go by their names, and the list itself shows the chain they form."""
-    if isinstance(data, Mapping):
-        for key, value in data.items():
-            # The path of a stage already ends in its kind.
-            if (path or key not in _IGNORED) and not (key == "kind" and path.endswith(f".{value}")):
-                yield from _flatten(value, f"{path}.{key}".lstrip("."))
-    elif isinstance(data, (list, tuple)) and data and all(isinstance(item, Mapping) for item in data):
-        names = [stage_name(item) or str(index) for index, item in enumerate(data)]
-        yield path, " \u2192 ".join(names)
-        for name, item in zip(_distinct(names), data, strict=True):
-            yield from _flatten(item, f"{path}.{name}")
-    else:
-        yield path, _plain(data)
+def _differ(found: Mapping[Place, str], among: Mapping[Place, object]) -> bool:
+    """Whether in some panel not all places have the same, or only some have any."""
+    panels = {panel for panel, _ in found}
+    return any(len({found.get(place) for place in among if place[0] == panel}) > 1 for panel in panels)
 
 
-def _distinct(names: Sequence[str]) -> list[str]:
-    return [name if names.count(name) == 1 else f"{name}-{names[:i].count(name) + 1}" for i, name in enumerate(names)]
+def _summary(node: Tree, keys: list[str]) -> str:
+    """The fields of a part in one text: its kind or chain, then names and values."""
+    texts = [(key, value) for key in keys if isinstance(value := node.get(key), str)]
+    return ", ".join(value if key in ("", "kind") else f"{key} {value}" for key, value in texts)
 
 
-def _plain(value: Any) -> str:
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "none"}[value]
-    if isinstance(value, float):
-        return f"{value:g}"
-    return str(value)
+def _text(label: str, found: Mapping[Place, str]) -> str:
+    values = {panel: text for (panel, owner), text in found.items() if owner == label}
+    if len(set(values.values())) <= 1:
+        return next(iter(values.values()), "")
+    return ", ".join(f"{text} ({panel})" for panel, text in values.items())
+
+
+def _effective(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration with the learning rate in force, and without the recipe's, which it may replace."""
+    recipe = {key: value for key, value in config.get("recipe", {}).items() if key != "lr"}
+    return {"lr": learning_rate(config), **{k: v for k, v in config.items() if k != "lr"}, "recipe": recipe}
+
+
+def _tree(data: Mapping[str, Any]) -> Tree:
+    return {key: node for key, value in data.items() if key not in _IGNORED for node in _node(value)}
+
+
+def _node(value: Any) -> Iterator[str | Tree]:
+    """At most one node: nothing for what is not set."""
+    if isinstance(value, Mapping):
+        yield _tree(value)
+    elif isinstance(value, (list, tuple)) and value and all(isinstance(item, Mapping) for item in value):
+        names = [stage_name(item) or str(index) for index, item in enumerate(value)]
+        distinct = [n if names.count(n) == 1 else f"{n}-{names[:i].count(n) + 1}" for i, n in enumerate(names)]
+        inner = ({k: v for k, v in item.items() if k != "kind" or v != n} for n, item in zip(names, value, strict=True))
+        yield {"": " \u2192 ".join(names), **dict(zip(distinct, map(_tree, inner), strict=True))}
+    elif isinstance(value, (list, tuple)):
+        yield from [", ".join(map(str, value))] if value else []
+    elif value is not None:
+        yield (
+            str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+        )

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import matplotlib
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
@@ -42,8 +43,13 @@ class Level:
     label: str
 
 
-def draw(curves: Sequence[Curve], x_label: str, y_label: str, level: Level | None = None) -> Figure:
-    """One figure; the vertical axis is logarithmic where all values are positive and span a wide range."""
+def draw(
+    curves: Sequence[Curve], x_label: str, y_label: str, *, level: Level | None = None, log_x: bool = False
+) -> Figure:
+    """One figure; the vertical axis is logarithmic where all values are positive and span a wide range.
+
+    With `log_x` the curves are final values over a quantity, without it they are metrics over the course of a run.
+    """
     figure = Figure(figsize=(4.8, 3.3), layout="constrained")
     axes = figure.add_subplot()
     for curve in curves:
@@ -52,10 +58,14 @@ def draw(curves: Sequence[Curve], x_label: str, y_label: str, level: Level | Non
         axes.axhline(level.value, color=LIGHT[0], linewidth=0.9, linestyle=(0, (4, 3)), zorder=1, label=level.label)
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
-    _limits(axes, curves)
+    _vertical(axes, curves, falling=not log_x)
+    if log_x:
+        axes.set_xscale("log")
+        _log_ticks(axes.xaxis, _FEWER_TICKS)
     _plain(axes)
     if curves:
-        axes.legend(loc="upper right", fontsize=8.5, labelcolor=_INK, framealpha=0, handlelength=2.2)
+        style = {"fontsize": 8.5, "labelcolor": _INK, "framealpha": 0, "handlelength": 2.2}
+        axes.legend(loc="best" if log_x else "upper right", **style)
     return figure
 
 
@@ -75,25 +85,29 @@ def _line(axes: Axes, curve: Curve) -> None:
     )
 
 
-def _limits(axes: Axes, curves: Sequence[Curve]) -> None:
-    """Room for all values up to the worst first one: of a loss that rises above that only the beginning shows."""
+def _vertical(axes: Axes, curves: Sequence[Curve], *, falling: bool) -> None:
+    """Room for all values; for falling curves up to the worst first one, what rises above that leaves the picture."""
     finite = [y for curve in curves for y in [*curve.low, *curve.high] if math.isfinite(y)]
     if not finite:
         return
     low, high = min(finite), max(finite)
     starts = [y for curve in curves for y in curve.high[:1] if math.isfinite(y)]
     ends = [y for curve in curves for y in curve.mean[-1:] if math.isfinite(y)]
-    if starts and ends and max(starts) > max(ends):  # falling, as losses do
+    if falling and starts and ends and max(starts) > max(ends):  # an accuracy rises
         high = max(starts)
     if low <= 0 or high / low < 1.8:
         pad = 0.05 * (high - low) or 1.0
         axes.set_ylim(low - pad, high + pad)
         return
     axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=_TICKS if high / low < 8 else _FEWER_TICKS))
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axes.yaxis.set_minor_locator(NullLocator())
+    _log_ticks(axes.yaxis, _TICKS if high / low < 8 else _FEWER_TICKS)
     axes.set_ylim(low / (high / low) ** 0.05, high * (high / low) ** 0.05)
+
+
+def _log_ticks(axis: Axis, digits: Sequence[float]) -> None:
+    axis.set_major_locator(LogLocator(subs=digits))
+    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.set_minor_locator(NullLocator())
 
 
 def _plain(axes: Axes) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from .loading import load_experiment
 from .records import MANIFEST
 from .rundir import RunDirectory
 from .study import Study
-from .tasks import Task
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,8 @@ class Planned:
 
     @property
     def title(self) -> str:
-        return f"{self.directory.partition('/')[0]} seed {self.seed}"
+        """A short name for people."""
+        return "/".join([*self.labels.values(), f"seed-{self.seed}"])
 
 
 def plan(study: Study) -> list[Planned]:
@@ -92,18 +91,19 @@ def write_manifest(study: Study, planned: list[Planned], directory: Path) -> Non
     RunDirectory(directory).write(MANIFEST, content)
 
 
-def expected_seconds(experiment: Experiment) -> float:
-    """A rough guess of the time of a run, good enough to start the longest first: 6 flops a weight and target.
+def expected_seconds(planned: Iterable[Planned]) -> dict[str, float]:
+    """A rough guess of the time of each run, by directory, good enough to start the longest first: 6 flops a weight and
+    target at 50 GFLOP/s, a common core's, and a fixed cost a step.
 
-    Reads the task's data once, which also finds out before the first run when it is not there.
+    Loads the data of every task once, which also finds out before the first run when it is not there.
     """
-    weights, targets = _size(experiment.task)
-    per_step = 2e-3 + 6 * weights * targets / 5e10  # a fixed cost and 50 GFLOP/s, a common core's
-    return experiment.steps * per_step
-
-
-@lru_cache(maxsize=32)
-def _size(task: Task) -> tuple[int, int]:
-    """Trainable parameters of a task's model, and targets in one of its batches."""
-    weights = sum(p.numel() for p in task.new_model(0).parameters() if p.requires_grad)
-    return weights, task.load().batch(0, 0).targets.numel()
+    per_step: dict[str, float] = {}
+    seconds = {}
+    for run in planned:
+        task = run.experiment.task
+        key = task.model_dump_json()
+        if key not in per_step:
+            weights = sum(p.numel() for p in task.new_model(0).parameters() if p.requires_grad)
+            per_step[key] = 2e-3 + 6 * weights * task.load().batch(0, 0).targets.numel() / 5e10
+        seconds[run.directory] = run.experiment.steps * per_step[key]
+    return seconds

@@ -123,6 +123,12 @@ def _stray(directory: Path) -> Records:
     return Records(directory.name, "", METRICS["val_loss"], "run", runs[0].labels["run"], tuple(runs))
 
 
+def learning_rate(config: Mapping[str, Any]) -> float | None:
+    """The peak learning rate of a run: its own, else its recipe's."""
+    own: float | None = config.get("lr")
+    return config.get("recipe", {}).get("lr") if own is None else own
+
+
 def fault_file(run: Path) -> Path:
     """Where a study notes why the run in the directory `run` failed: beside it, the directory is the run's own."""
     return run.with_name(f"{run.name}.error.txt")

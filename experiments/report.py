@@ -13,32 +13,41 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from . import figures
-from .comparison import Panel, Row, compare
+from .comparison import Panel, compare
 from .contrast import contrast
-from .records import Records, Run, Status, read_records
-from .statistics import Paired, Summary
+from .records import Records, Run, Status, learning_rate, read_records
+from .statistics import Paired
+from .sweep import sweeps
+from .table import write_table
+from .wording import number, paired, plus_minus, ratio, reach, sentences
 
-_NONE, _MINUS = "\u2013", "\u2212"
 _AXES = (("steps", "training steps"), ("seconds", "training seconds"))
 
 
 def write_report(directory: Path) -> Path:
-    """Write DIRECTORY/report.html from whatever runs are there, finished or not, and return its path."""
-    page = render(read_records(directory))
+    """Write report.html, and its runs as runs.csv, into `directory` from whatever is there; return the page's path."""
+    records = read_records(directory)
+    page = render(records)
     path = directory / "report.html"
     path.write_text(page, encoding="utf-8")
+    write_table(records, directory / "runs.csv")
     return path
 
 
 def write_figures(directory: Path, folder: Path) -> list[Path]:
     """Write every figure of the report of `directory` into `folder`, as SVG and as PNG."""
     folder.mkdir(parents=True, exist_ok=True)
+    records = read_records(directory)
+    panels = compare(records)
+    named = {f"{title}-{records.compare}": figure for title, figure in _sweeps(panels, records).items()}
+    for panel in panels:
+        for axis, (short, _) in enumerate(_AXES if panel.begun else ()):
+            named[f"{panel.title}-{short}"] = _figure(panel, axis)
     paths = []
-    for panel in compare(read_records(directory)):
-        for axis, (short, _) in enumerate(_AXES):
-            for suffix in ("svg", "png"):
-                paths.append(folder / f"{_slug(panel.title)}-{short}.{suffix}")
-                figures.save(_figure(panel, axis), paths[-1])
+    for name, figure in named.items():
+        for suffix in ("svg", "png"):
+            paths.append(folder / f"{_slug(name)}.{suffix}")
+            figures.save(figure, paths[-1])
     return paths
 
 
@@ -51,12 +60,18 @@ def render(records: Records) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"plus_minus": _plus_minus, "paired": _paired, "number": _number, "ratio": _ratio}
+    environment.filters |= {"plus_minus": plus_minus, "paired": paired, "number": number, "ratio": ratio}
     panels = compare(records)
+    head = f"Final {records.metric.title} against {records.compare}"
     return environment.get_template("report.html.jinja").render(
         records=records,
-        panels=[(panel, _drawings(panel, index), _sentences(panel, records)) for index, panel in enumerate(panels)],
-        reach=_reach,
+        panels=[(panel, _drawings(panel, index), sentences(panel, records)) for index, panel in enumerate(panels)],
+        sweeps=[
+            (f"{head}: {title}", Markup(figures.inline(figure, f"sweep-{index}")))
+            for index, (title, figure) in enumerate(_sweeps(panels, records).items())
+        ],
+        reach=reach,
+        learning_rate=learning_rate,
         status=_count_status(records),
         troubles=[(run, run.status(records.metric)) for run in records.runs if _trouble(run, records)],
         labels=list(dict.fromkeys(row.label for panel in panels for row in panel.rows if row.label in panel.configs)),
@@ -73,7 +88,7 @@ def _figure(panel: Panel, axis: int) -> Figure:
     level = None
     if base is not None and base.final is not None and math.isfinite(base.final.mean):
         level = figures.Level(base.final.mean, f"{base.label}, final")
-    return figures.draw(curves, _AXES[axis][1], panel.metric.title, level)
+    return figures.draw(curves, _AXES[axis][1], panel.metric.title, level=level)
 
 
 def _drawings(panel: Panel, index: int) -> list[tuple[str, Markup]]:
@@ -84,58 +99,15 @@ def _drawings(panel: Panel, index: int) -> list[tuple[str, Markup]]:
             # The drawing comes from matplotlib, which escapes labels itself.
             Markup(figures.inline(_figure(panel, axis), f"panel-{index}-{short}")),
         )
-        for axis, (short, long) in enumerate(_AXES)
+        for axis, (short, long) in enumerate(_AXES if panel.begun else ())
     ]
 
 
-def _sentences(panel: Panel, records: Records) -> Iterator[str]:
-    """What the numbers of a panel say, in words."""
-    best, base = panel.best, panel.baseline
-    if best is None:
-        return
-    extreme = "Lowest" if panel.metric.sign > 0 else "Highest"
-    yield f"{extreme} final {panel.metric.title}: {best.label}, {_plus_minus(best.final)}."
-    if base is None or base.final is None or best is base:
-        return
-    yield f"{base.label}: {_plus_minus(base.final)}."
-    steps = [step for step in best.reached(0).values() if step is not None]
-    if steps and len(steps) == len(best.runs):
-        last = max(base.runs[0].curve(panel.metric)[0])
-        yield f"{best.label} is at {base.label}'s final value after {sum(steps) / len(steps):.0f} of {last} steps."
-
-
-def _reach(row: Row, axis: int) -> tuple[str, str]:
-    """Mean over seeds of where the baseline's final value is reached; where not by all, a note on how many."""
-    found = row.reached(axis)
-    hits = [value for value in found.values() if value is not None]
-    if not hits:
-        return ("never" if found else _NONE), ""
-    mean = sum(hits) / len(hits)
-    return f"{mean:.{axis}f}", "" if len(hits) == len(found) else f"{len(hits)} of {len(found)} seeds"
-
-
-def _plus_minus(summary: Summary | None) -> str:
-    if summary is None:
-        return _NONE
-    if not math.isfinite(summary.mean):
-        return "diverged"
-    spread = "" if summary.spread is None else f" \u00b1 {summary.spread:.3f}"
-    return f"{summary.mean:.3f}{spread}"
-
-
-def _paired(difference: Paired | None) -> tuple[str, str]:
-    if difference is None:
-        return _NONE, ""
-    test = "" if difference.t is None else f"t = {difference.t:.1f}, p = {difference.p:.2g}"
-    return f"{difference.mean:+.3f}".replace("-", _MINUS), test.replace("= -", f"= {_MINUS}")
-
-
-def _number(value: float | None, digits: int = 1) -> str:
-    return _NONE if value is None else f"{value:.{digits}f}"
-
-
-def _ratio(value: float | None, base: float | None) -> str:
-    return "" if not value or not base else f"{value / base:.2f}\u00d7"
+def _sweeps(panels: list[Panel], records: Records) -> dict[str, Figure]:
+    """A figure by its title for each group of panels that a number varies in."""
+    y_label = f"final {records.metric.title}"
+    found = sweeps(records, panels)
+    return {title: figures.draw(curves, records.compare, y_label, log_x=True) for title, curves in found.items()}
 
 
 def _count_status(records: Records) -> dict[Status, int]:

@@ -21,6 +21,9 @@ from typing import Any
 import torch
 
 from eigengraft.component import RecipeError
+from eigengraft.optimizers.overrides import differences
+
+_PARTIAL = ".partial"
 
 
 class RunDirectory:
@@ -34,16 +37,16 @@ class RunDirectory:
         """Make this the directory of `config`. Raises RecipeError when it already belongs to another one."""
         known = self.read("config")
         if known is None:
-            if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            if self.path.exists() and (not self.path.is_dir() or set(self.path.iterdir()) - self._partial()):
                 raise RecipeError(f"{self.path}: an empty or new directory is required, got other files in it")
             self.path.mkdir(parents=True, exist_ok=True)
             self.write("config", config)
             return
         # Where a component was imported from is not what it is: a moved checkout may continue its runs.
-        faults = list(differences({**known, "imports": None}, {**config, "imports": None}))
+        faults = differences({**known, "imports": None}, {**config, "imports": None})
         if faults:
             raise RecipeError(
-                f"{self.path} holds a run of another experiment ({len(faults)} differences):\n"
+                f"{self.path} holds a run of another experiment; what is there -> what was asked for:\n"
                 + "\n".join(faults[:8])
                 + "\nChoose another directory, or remove this one."
             )
@@ -112,11 +115,17 @@ class RunDirectory:
                     fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
                     raise RecipeError(f"{self.path}: another process trains here; wait for it or stop it") from None
+            for stray in self._partial():  # of a process that was killed
+                stray.unlink()
             yield
+
+    def _partial(self) -> set[Path]:
+        """Files that were never finished."""
+        return set(self.path.glob(f".*{_PARTIAL}"))
 
     @contextmanager
     def _replaced(self, name: str) -> Iterator[Path]:
-        temporary = self.path / f".{name}.{os.getpid()}"
+        temporary = self.path / f".{name}.{os.getpid()}{_PARTIAL}"
         try:
             yield temporary
             with temporary.open("rb") as stream:
@@ -124,15 +133,3 @@ class RunDirectory:
             temporary.replace(self.path / name)
         finally:
             temporary.unlink(missing_ok=True)
-
-
-def differences(known: Any, asked: Any, path: str = "") -> Iterator[str]:
-    """One line for each leaf in which two JSON values differ."""
-    if isinstance(known, Mapping) and isinstance(asked, Mapping):
-        for key in sorted({*known, *asked}):
-            yield from differences(known.get(key), asked.get(key), f"{path}.{key}" if path else key)
-    elif isinstance(known, list) and isinstance(asked, list) and len(known) == len(asked):
-        for index, pair in enumerate(zip(known, asked, strict=True)):
-            yield from differences(*pair, f"{path}.{index}")
-    elif known != asked or type(known) is not type(asked):
-        yield f"{path}: {known!r} there, {asked!r} asked"

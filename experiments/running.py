@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -39,6 +39,8 @@ class Prepared:
     runs: tuple[Planned, ...]
     left: tuple[Planned, ...]
     """Longest first."""
+    seconds: Mapping[str, float]
+    """Rough guesses of the time of every run, by its directory in the study's."""
 
 
 def prepare(study: Study, directory: Path) -> Prepared:
@@ -46,9 +48,10 @@ def prepare(study: Study, directory: Path) -> Prepared:
     planned = plan(study)
     refuse_changed(planned, directory)
     left = [run for run in planned if not (directory / run.directory / "result.json").exists()]
-    left.sort(key=lambda run: -expected_seconds(run.experiment))
+    seconds = expected_seconds(planned)
+    left.sort(key=lambda run: -seconds[run.directory])
     write_manifest(study, planned, directory)
-    return Prepared(directory, tuple(planned), tuple(left))
+    return Prepared(directory, tuple(planned), tuple(left), seconds)
 
 
 def run_study(prepared: Prepared, workers: int | None = None) -> Generator[News, None, None]:
@@ -56,8 +59,8 @@ def run_study(prepared: Prepared, workers: int | None = None) -> Generator[News,
 
     A stopped study, killed or not, continues where it was by preparing and running it again.
     """
-    weights = {run.directory: expected_seconds(run.experiment) for run in prepared.runs}
-    total, left = sum(weights.values()), {run.directory: 1.0 for run in prepared.left}
+    weights, left = prepared.seconds, {run.directory: 1.0 for run in prepared.left}
+    total = sum(weights.values())
     jobs = [(run.experiment.model_dump(mode="json"), prepared.directory / run.directory) for run in prepared.left]
     for event in run_pool(_train, jobs, workers or cores()):
         run = prepared.left[event.job]

@@ -21,6 +21,9 @@ from .paths import located
 Changes = dict[str, Any]
 """Values by dotted path, as on the command line: `steps`, `task.width`, `update.eigenbasis.refresh.steps`."""
 
+Label = str | int | float | bool
+"""A label as it may be written: the text of a value is its label."""
+
 _SHIPPED = Path(__file__).parent / "studies"
 _LABEL = re.compile(r"[\w.+-]+")
 
@@ -31,7 +34,7 @@ class Setting(Component):
     when: dict[str, tuple[str, ...]] = Field(min_length=1, description="axis -> label or list of labels")
     set: dict[str, Any] = Field(min_length=1, description="dotted path -> value")
 
-    @field_validator("when", mode="before")
+    @field_validator("when", mode="before", json_schema_input_type=dict[str, Label | list[Label]])
     @classmethod
     def _lists(cls, when: Any) -> Any:
         if not isinstance(when, Mapping):
@@ -49,9 +52,11 @@ class Study(Component):
     A cell is the base experiment, changed by its labels axis by axis, then by the settings that hold for it.
     """
 
-    name: str = Field(pattern=r"^\w[\w.+=-]*$", description="names the directory of the study")
+    name: str = Field(default="study", pattern=r"^\w[\w.+=-]*$", description="names the directory of the study")
     description: str = Field("", description="what the study asks, in a sentence or two")
-    base: dict[str, Any] = Field(description="what all runs share, as in an experiment file")
+    base: dict[str, Any] = Field(
+        description="what all runs share, as in an experiment file; or, in a study file, the path of one"
+    )
     axes: dict[str, dict[str, Changes]] = Field(
         min_length=1, description="dotted path -> list of values, or any name -> {label -> {dotted path -> value}}"
     )
@@ -62,17 +67,17 @@ class Study(Component):
         default={}, max_length=1, description="axis compared: its label to compare with; none: last axis, first label"
     )
 
-    @field_validator("base", mode="before")
+    @field_validator("base", mode="before", json_schema_input_type=dict[str, Any] | str)
     @classmethod
     def _plain(cls, base: Any) -> Any:
         return base.model_dump(mode="json") if isinstance(base, BaseModel) else base
 
-    @field_validator("axes", mode="before")
+    @field_validator("axes", mode="before", json_schema_input_type=dict[str, list[Any] | dict[str, Changes]])
     @classmethod
     def _choices(cls, axes: Any) -> Any:
         return {axis: _axis(str(axis), some) for axis, some in axes.items()} if isinstance(axes, Mapping) else axes
 
-    @field_validator("baseline", mode="before")
+    @field_validator("baseline", mode="before", json_schema_input_type=dict[str, Label])
     @classmethod
     def _text(cls, baseline: Any) -> Any:
         return {k: _label(v) for k, v in baseline.items()} if isinstance(baseline, Mapping) else baseline

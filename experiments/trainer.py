@@ -14,11 +14,12 @@ from torch import nn
 
 import eigengraft
 from eigengraft.component import RecipeError
+from eigengraft.optimizers.overrides import differences
 
 from .environment import environment
 from .experiment import Experiment
 from .outcome import Result, Tick, Window
-from .rundir import RunDirectory, differences
+from .rundir import RunDirectory
 from .tasks import Metrics
 
 
@@ -144,7 +145,7 @@ class Trainer:
         if known is None:
             self.directory.write("env", found)
         elif known["data"]["sha256"] != found["data"]["sha256"]:
-            faults = "\n".join(differences(known["data"], found["data"], "data"))
+            faults = "\n".join(differences({"data": known["data"]}, {"data": found["data"]}))
             raise RecipeError(f"{self.directory.path}: the data of the run's start is required:\n{faults}")
         state = self.directory.load()
         if state is None:

@@ -156,7 +156,7 @@ class Cohort:
         bad = unit.failing(clock, self.recipe.failure.roots)
         if bad:
             names = sorted({self.names[unit.stack.owners[row]] for row in bad})
-            raise RuntimeError(
+            raise ArithmeticError(
                 f"{unit.path or 'update'}: at most {self.recipe.failure.roots} failed roots in a row are tolerated "
                 f"(failure.roots), got more for {', '.join(names[:5])}; a larger ridge or a lower lr may help"
             )

@@ -24,17 +24,17 @@ class Failure(Component):
     """What happens when numbers go wrong."""
 
     nonfinite: Literal["skip", "raise", "ignore"] = Field(
-        "skip",
+        default="skip",
         description="a gradient with inf or nan: leave its parameter and state as they are and count it, "
         "do so and raise, or do not look",
     )
     detect: Literal["auto", "host", "device"] = Field(
-        "auto",
+        default="auto",
         description="where gradients are looked at: on the host (one read per step) or by masks on the device "
         "(counted one step later); auto: host for CPU parameters, else device",
     )
     roots: int = Field(
-        3, ge=0, description="refreshes of one root or basis that may fail in a row before an error is raised"
+        default=3, ge=0, description="refreshes of one root or basis that may fail in a row before an error is raised"
     )
 
 
@@ -42,8 +42,10 @@ class Update(Component):
     """How one set of parameters is updated: the chain, what follows weight decay, and how parameters become blocks."""
 
     update: Stages = Field(description="the stages that turn a gradient into a direction")
-    after_decay: Stages = Field((), description="stages applied to the direction after weight decay was added to it")
-    blocking: Blocking = Field(Blocking(), description="how parameters become blocks")
+    after_decay: Stages = Field(
+        default=(), description="stages applied to the direction after weight decay was added to it"
+    )
+    blocking: Blocking = Field(default=Blocking(), description="how parameters become blocks")
 
     def stages(self, path: str = "") -> Iterator[tuple[str, Any]]:
         """Every stage with its dotted path."""
@@ -70,10 +72,12 @@ class Route(Update):
     """Parameters that match are updated by this instead of the recipe's own chain."""
 
     name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", description="what the route is called in paths")
-    match: Match = Field(Match(), description="which parameters")
-    lr_ratio: float = Field(1.0, ge=0, description="multiplies the group's learning rate")
-    weight_decay: WeightDecay | None = Field(None, description="decay of these parameters; default: the recipe's")
-    optional: bool = Field(False, description="whether it is fine that no parameter matches")
+    match: Match = Field(default=Match(), description="which parameters")
+    lr_ratio: float = Field(default=1.0, ge=0, description="multiplies the group's learning rate")
+    weight_decay: WeightDecay | None = Field(
+        default=None, description="decay of these parameters; default: the recipe's"
+    )
+    optional: bool = Field(default=False, description="whether it is fine that no parameter matches")
 
 
 def adam_route() -> Route:
@@ -97,15 +101,15 @@ def _routes(value: Any) -> Any:
 class Recipe(Update):
     """The update of all parameters that no route takes, the routes, and what is common to both."""
 
-    name: str | None = Field(None, description="what reports call it")
-    about: str | None = Field(None, description="the paper and equations it follows")
-    lr: float = Field(1e-3, ge=0, description="learning rate where none is given, in units of the update")
-    weight_decay: WeightDecay = Field(Decoupled(), description="decay of the parameters")
+    name: str | None = Field(default=None, description="what reports call it")
+    about: str | None = Field(default=None, description="the paper and equations it follows")
+    lr: float = Field(default=1e-3, ge=0, description="learning rate where none is given, in units of the update")
+    weight_decay: WeightDecay = Field(default=Decoupled(), description="decay of the parameters")
     routes: Annotated[tuple[Route, ...], BeforeValidator(_routes)] = Field(
-        ("default",),  # type: ignore[arg-type]  # becomes adam_route() in validation
+        default=("default",),  # type: ignore[arg-type]  # becomes adam_route() in validation
         description="rules in order, the first match wins; the entry `default` stands for the Adam route",
     )
-    failure: Failure = Field(Failure(), description="what happens when numbers go wrong")
+    failure: Failure = Field(default=Failure(), description="what happens when numbers go wrong")
 
     @model_validator(mode="after")
     def _routes_differ(self) -> Self:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from eigengraft.component import Component
 
 Role = Literal["embedding", "head", "norm", "bias", "scalar", "vector", "hidden"]
-_HEAD = re.compile(r"(^|\.)(lm_head|head|classifier|output|output_projection|embed_out|logits)$")
+_HEAD = re.compile(r"((^|\.)(lm_head|head|classifier|embed_out|logits)|^(model\.)?(output|output_projection))$")
 _EMBEDDING = re.compile(r"(^|\.|_)(emb|embed|embeds|embedding|embeddings|embed_tokens|tok_embeddings|wte|wpe)$")
 _NORM = re.compile(r"(^|\.|_)(norm|layernorm|layer_norm|rmsnorm|batchnorm|groupnorm|bn|ln)[_0-9a-z]*$", re.IGNORECASE)
 
@@ -56,18 +56,32 @@ def examine(name: str | None, parameter: Tensor, owners: Iterable[tuple[str, nn.
 
 
 def examine_model(model: nn.Module) -> dict[int, Facts]:
-    """Facts of every parameter of a model by `id`. Heads: by name, or a Linear onto the vocabulary of an embedding."""
+    """Facts of every parameter of a model by `id`."""
     owners: dict[int, list[tuple[str, nn.Module]]] = {}
     for path, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             owners.setdefault(id(parameter), []).append((path, module))
-    vocabularies = {m.num_embeddings for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
+    head = _unnamed_head(model)
     facts = {}
     for name, parameter in model.named_parameters():
-        held = owners[id(parameter)]
-        onto = any(isinstance(m, nn.Linear) and m.out_features in vocabularies - {m.in_features} for _, m in held)
-        facts[id(parameter)] = examine(name, parameter, held, "Linear onto the vocabulary" if onto else "")
+        why = "last Linear onto a vocabulary" if parameter is head else ""
+        facts[id(parameter)] = examine(name, parameter, owners[id(parameter)], why)
     return facts
+
+
+def _unnamed_head(model: nn.Module) -> Tensor | None:
+    """The weight of the last Linear with as many outputs as an embedding has rows, where no head has a head's name.
+
+    Other Linears may have that many outputs by chance (a context of 64 and a width of 64): only the last one counts,
+    and none if a Linear shares its weight with an embedding.
+    """
+    tables = [m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+    linears = [(path, m) for path, m in model.named_modules() if isinstance(m, nn.Linear)]
+    tied = any(linear.weight is table.weight for _, linear in linears for table in tables)
+    if tied or any(_HEAD.search(path) for path, _ in linears):
+        return None
+    onto = [m.weight for _, m in linears if m.out_features in {table.num_embeddings for table in tables}]
+    return onto[-1] if onto else None
 
 
 def _as_tuple(value: Any) -> Any:
@@ -82,12 +96,14 @@ Sizes = Annotated[tuple[int, ...], BeforeValidator(_as_tuple)]
 class Match(Component):
     """Conditions on a parameter. Every condition given must hold; of the values in one condition, any."""
 
-    module: Strings = Field((), description="class names of the owning module or its bases, e.g. Linear, _ConvNd")
-    name: Strings = Field((), description="regular expressions searched in the parameter's qualified name")
-    role: Roles = Field((), description="roles, as `eigengraft show` prints them")
-    ndim: Sizes = Field((), description="numbers of axes")
-    min_size: int | None = Field(None, ge=0, description="least number of elements")
-    max_size: int | None = Field(None, ge=0, description="largest number of elements")
+    module: Strings = Field(
+        default=(), description="class names of the owning module or its bases, e.g. Linear, _ConvNd"
+    )
+    name: Strings = Field(default=(), description="regular expressions searched in the parameter's qualified name")
+    role: Roles = Field(default=(), description="roles, as `eigengraft show` prints them")
+    ndim: Sizes = Field(default=(), description="numbers of axes")
+    min_size: int | None = Field(default=None, ge=0, description="least number of elements")
+    max_size: int | None = Field(default=None, ge=0, description="largest number of elements")
 
     @field_validator("name")
     @classmethod

@@ -85,6 +85,7 @@ class Screen:
 
 
 def _finite(norms: Sequence[Tensor]) -> Tensor:
-    """Which of some 0-d tensors are finite, `[n]`, in a number of kernels that does not grow with n where their dtype is one."""
+    """Which of some 0-d tensors are finite, `[n]`."""
+    # one kernel for norms of one dtype, however many they are
     alike = all(norm.dtype == norms[0].dtype for norm in norms)
     return torch.stack(list(norms) if alike else [norm.double() for norm in norms]).isfinite()

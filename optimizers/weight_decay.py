@@ -14,7 +14,7 @@ from eigengraft.component import Component
 class WeightDecay(Component, ABC, family="weight_decay"):
     """A rate and a rule; a param group's own `weight_decay` replaces the rate."""
 
-    rate: float = Field(0.0, ge=0, description="decay rate")
+    rate: float = Field(default=0.0, ge=0, description="decay rate")
     cautious: ClassVar[bool] = False
     """Whether only those entries decay whose update points towards zero."""
     in_gradient: ClassVar[bool] = False
@@ -42,7 +42,9 @@ class Decoupled(WeightDecay):
     """
 
     kind: Literal["decoupled"] = "decoupled"
-    placed: Literal["before", "after"] = Field("before", description="whether W decays before or after the update")
+    placed: Literal["before", "after"] = Field(
+        default="before", description="whether W decays before or after the update"
+    )
 
     def alpha(self, rate: float, lr: float | Tensor, peak: float) -> float | Tensor:
         return rate

@@ -25,9 +25,11 @@ class Adafactor(Preconditioner):
     """
 
     kind: Literal["adafactor"] = "adafactor"
-    beta: float | None = Field(None, ge=0, lt=1, description="constant decay per step; default: 1 - t^-decay_power")
-    decay_power: float = Field(0.8, gt=0, le=1, description="the decay is 1 - t^-decay_power")
-    eps: float = Field(1e-15, gt=0, description="floor of the root, in units of the gradient")
+    beta: float | None = Field(
+        default=None, ge=0, lt=1, description="constant decay per step; default: 1 - t^-decay_power"
+    )
+    decay_power: float = Field(default=0.8, gt=0, le=1, description="the decay is 1 - t^-decay_power")
+    eps: float = Field(default=1e-15, gt=0, description="floor of the root, in units of the gradient")
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
         if len(block) < 2:
@@ -71,8 +73,8 @@ class RelativeStep(Preconditioner):
     """
 
     kind: Literal["relative_step"] = "relative_step"
-    floor: float = Field(1e-3, gt=0, description="the least parameter RMS assumed, in units of the parameter")
-    decay: bool = Field(True, description="bound the step by 1 / sqrt(t) as well as by lr")
+    floor: float = Field(default=1e-3, gt=0, description="the least parameter RMS assumed, in units of the parameter")
+    decay: bool = Field(default=True, description="bound the step by 1 / sqrt(t) as well as by lr")
     requires: ClassVar[frozenset[str]] = frozenset({"lr", "parameter_rms"})
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, clock: Clock) -> Tensor:

@@ -27,7 +27,7 @@ class Preconditioner(Component, ABC, family="preconditioner"):
     """
 
     name: str | None = Field(
-        None,
+        default=None,
         pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
         description="what the stage is called in paths; default: its kind. Needed where a kind repeats in a chain",
     )

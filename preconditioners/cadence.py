@@ -33,12 +33,12 @@ class Every(Cadence):
     """
 
     kind: Literal["every"] = "every"
-    steps: int = Field(10, ge=1, description="interval between refreshes, in updates of the block")
+    steps: int = Field(default=10, ge=1, description="interval between refreshes, in updates of the block")
     start: int | None = Field(
-        None, ge=1, description="update of the first refresh; default: the first gradient a block sees"
+        default=None, ge=1, description="update of the first refresh; default: the first gradient a block sees"
     )
     stagger: Literal["cost", "none"] = Field(
-        "cost", description="spread refreshes over the interval, or do all at once"
+        default="cost", description="spread refreshes over the interval, or do all at once"
     )
 
     def due(self, clock: Clock, earliest: int) -> Iterator[tuple[int, int, bool]]:

@@ -42,10 +42,10 @@ class RMS(Preconditioner):
     """
 
     kind: Literal["rms"] = "rms"
-    beta: float = Field(0.999, ge=0, le=1, description="decay of the second moment, per step; 1 = sum")
-    eps: float = Field(1e-8, gt=0, description="added to the root, in units of the gradient")
-    bias_correction: bool = Field(True, description="divide v by 1 - beta^t; a sum (beta = 1) has no bias")
-    eps_on: Literal["corrected", "raw"] = Field("corrected", description="which root eps is added to")
+    beta: float = Field(default=0.999, ge=0, le=1, description="decay of the second moment, per step; 1 = sum")
+    eps: float = Field(default=1e-8, gt=0, description="added to the root, in units of the gradient")
+    bias_correction: bool = Field(default=True, description="divide v by 1 - beta^t; a sum (beta = 1) has no bias")
+    eps_on: Literal["corrected", "raw"] = Field(default="corrected", description="which root eps is added to")
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
         return {"v": Slot(block, fill=0.0, role="second_moment", basis="square")}

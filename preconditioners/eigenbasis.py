@@ -33,13 +33,15 @@ class Eigenbasis(Preconditioner):
 
     kind: Literal["eigenbasis"] = "eigenbasis"
     inner: Stages = Field(description="the chain that runs in the basis")
-    statistic: Statistic = Field(Gram(), description="whose eigenvectors are the basis")
-    solver: BasisSolver = Field(PowerQR(), description="how the basis is computed")
-    every: Cadence = Field(Every(), alias="refresh", description="when the basis is recomputed")
+    statistic: Statistic = Field(default=Gram(), description="whose eigenvectors are the basis")
+    solver: BasisSolver = Field(default=PowerQR(), description="how the basis is computed")
+    every: Cadence = Field(default=Every(), alias="refresh", description="when the basis is recomputed")
     timing: Literal["current", "lagged"] = Field(
-        "current", description="use the current gradient before or after it is learned"
+        default="current", description="use the current gradient before or after it is learned"
     )
-    transport: Literal["exact", "permute", "none"] = Field("exact", description="how inner state follows the basis")
+    transport: Literal["exact", "permute", "none"] = Field(
+        default="exact", description="how inner state follows the basis"
+    )
 
     @model_validator(mode="after")
     def _inner_has_no_frame(self) -> Self:

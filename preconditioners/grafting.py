@@ -26,8 +26,10 @@ class Graft(Preconditioner):
     kind: Literal["graft"] = "graft"
     direction: Stages = Field(description="the chain whose direction is taken")
     magnitude: Stages = Field(description="the chain whose norm is taken")
-    start: int = Field(1, ge=1, description="first update that takes the direction; before it the magnitude's is used")
-    per: Literal["block", "parameter"] = Field("block", description="what the norms are taken over")
+    start: int = Field(
+        default=1, ge=1, description="first update that takes the direction; before it the magnitude's is used"
+    )
+    per: Literal["block", "parameter"] = Field(default="block", description="what the norms are taken over")
 
     def chains(self) -> Mapping[str, Stages]:
         return {"direction": self.direction, "magnitude": self.magnitude}

@@ -26,14 +26,16 @@ class Momentum(Preconditioner):
     """
 
     kind: Literal["momentum"] = "momentum"
-    beta: float = Field(0.9, ge=0, lt=1, description="decay of the first moment, per step")
-    form: Literal["ema", "heavy_ball"] = Field("ema", description="running mean, or sum with dampening")
-    dampening: float = Field(0.0, ge=0, lt=1, description="heavy_ball only: the direction enters with 1 - dampening")
-    nesterov: bool = Field(False, description="look ahead: mix the new direction in once more")
-    bias_correction: bool = Field(True, description="ema only: divide by the sum of the weights so far")
-    undamped_start: bool = Field(False, description="heavy_ball only: the first direction enters with weight 1")
+    beta: float = Field(default=0.9, ge=0, lt=1, description="decay of the first moment, per step")
+    form: Literal["ema", "heavy_ball"] = Field(default="ema", description="running mean, or sum with dampening")
+    dampening: float = Field(
+        default=0.0, ge=0, lt=1, description="heavy_ball only: the direction enters with 1 - dampening"
+    )
+    nesterov: bool = Field(default=False, description="look ahead: mix the new direction in once more")
+    bias_correction: bool = Field(default=True, description="ema only: divide by the sum of the weights so far")
+    undamped_start: bool = Field(default=False, description="heavy_ball only: the first direction enters with weight 1")
     undamped_nesterov: bool = Field(
-        False, description="heavy_ball only: the look-ahead adds the direction with weight 1"
+        default=False, description="heavy_ball only: the look-ahead adds the direction with weight 1"
     )
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
@@ -62,4 +64,4 @@ class Momentum(Preconditioner):
             m.add_(direction, alpha=1 - self.dampening)
 
     def _weight(self, step: Tensor) -> Tensor:
-        return torch.where(step == 1, 1.0, 1 - self.dampening).double()
+        return torch.where(step == 1, 1.0, torch.full_like(step, 1 - self.dampening))

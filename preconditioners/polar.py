@@ -40,12 +40,12 @@ class NewtonSchulz(PolarSolver):
     """
 
     kind: Literal["newton_schulz"] = "newton_schulz"
-    steps: int = Field(5, ge=1, le=50, description="number of polynomial steps")
+    steps: int = Field(default=5, ge=1, le=50, description="number of polynomial steps")
     coefficients: Annotated[tuple[tuple[float, float, float], ...], BeforeValidator(_schedule)] = Field(
-        ((3.4445, -4.7750, 2.0315),), min_length=1, description="triples (a, b, c), or one triple"
+        default=((3.4445, -4.7750, 2.0315),), min_length=1, description="triples (a, b, c), or one triple"
     )
-    eps: float = Field(1e-8, gt=0, description="the least norm divided by, in units of the direction")
-    precision: Literal["input", "bfloat16"] = Field("input", description="dtype of the products")
+    eps: float = Field(default=1e-8, gt=0, description="the least norm divided by, in units of the direction")
+    precision: Literal["input", "bfloat16"] = Field(default="input", description="dtype of the products")
 
     def polar(self, x: Tensor) -> Tensor:
         y = x / per_block(block_norm(x).clamp_min(self.eps), x)
@@ -67,7 +67,9 @@ class SVD(PolarSolver):
     """
 
     kind: Literal["svd"] = "svd"
-    cutoff: float = Field(1.0, ge=0, description="in units of max(m, n) * machine epsilon * the largest singular value")
+    cutoff: float = Field(
+        default=1.0, ge=0, description="in units of max(m, n) * machine epsilon * the largest singular value"
+    )
 
     def polar(self, x: Tensor) -> Tensor:
         if not bool(x.isfinite().all()):

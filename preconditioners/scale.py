@@ -25,10 +25,10 @@ class Scale(Preconditioner):
 
     kind: Literal["scale"] = "scale"
     rule: Literal["constant", "match_rms", "aspect", "spectral", "unit_rms", "norm_preserving"] = Field(
-        "constant", description="how the factor depends on shape or norm"
+        default="constant", description="how the factor depends on shape or norm"
     )
     factor: float | None = Field(
-        None, gt=0, description="multiplies the rule; default 0.2 for match_rms, 1 for the others"
+        default=None, gt=0, description="multiplies the rule; default 0.2 for match_rms, 1 for the others"
     )
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, clock: Clock) -> Tensor:
@@ -54,7 +54,7 @@ class ClipRMS(Preconditioner):
     """d / max(1, RMS(d) / threshold), per block (Shazeer & Stern 2018, section 6: update clipping)."""
 
     kind: Literal["clip_rms"] = "clip_rms"
-    threshold: float = Field(1.0, gt=0, description="the largest update RMS that passes unchanged")
+    threshold: float = Field(default=1.0, gt=0, description="the largest update RMS that passes unchanged")
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, clock: Clock) -> Tensor:
         rms = block_norm(direction) / math.sqrt(max(1, direction[0].numel()))

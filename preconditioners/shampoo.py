@@ -29,10 +29,10 @@ class Shampoo(Preconditioner):
     """
 
     kind: Literal["shampoo"] = "shampoo"
-    statistic: Statistic = Field(Gram(), description="what each axis accumulates")
-    exponent: Rational | None = Field(None, description="e of each axis; default 1 / (2 * order of the block)")
-    solver: RootSolver = Field(Eigh(), description="how roots are computed")
-    every: Cadence = Field(Every(), alias="refresh", description="when roots are recomputed")
+    statistic: Statistic = Field(default=Gram(), description="what each axis accumulates")
+    exponent: Rational | None = Field(default=None, description="e of each axis; default 1 / (2 * order of the block)")
+    solver: RootSolver = Field(default=Eigh(), description="how roots are computed")
+    every: Cadence = Field(default=Every(), alias="refresh", description="when roots are recomputed")
 
     @model_validator(mode="after")
     def _exponent_fits(self) -> Self:

@@ -21,7 +21,7 @@ class Spectral(Preconditioner):
     """
 
     kind: Literal["spectral"] = "spectral"
-    solver: PolarSolver = Field(NewtonSchulz(), description="how the polar factor is computed")
+    solver: PolarSolver = Field(default=NewtonSchulz(), description="how the polar factor is computed")
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, clock: Clock) -> Tensor:
         matrix = direction.reshape(direction.shape[0], direction.shape[1] if direction.ndim > 1 else 1, -1)

@@ -47,13 +47,15 @@ class Gram(Statistic):
     """
 
     kind: Literal["gram"] = "gram"
-    beta: float = Field(0.95, ge=0, le=1, description="decay of the factors, per step; 1 = sum")
-    bias_correction: bool = Field(True, description="divide by 1 - beta^t; a sum (beta = 1) has no bias")
+    beta: float = Field(default=0.95, ge=0, le=1, description="decay of the factors, per step; 1 = sum")
+    bias_correction: bool = Field(default=True, description="divide by 1 - beta^t; a sum (beta = 1) has no bias")
     side: Literal["both", "left", "right", "smaller"] = Field(
-        "both", description="which axes have a factor: all, the first, the last, or the shortest"
+        default="both", description="which axes have a factor: all, the first, the last, or the shortest"
     )
-    max_size: int | None = Field(None, ge=1, description="axes longer than this have no factor; default: no bound")
-    vectors: bool = Field(True, description="whether blocks with one axis have a factor")
+    max_size: int | None = Field(
+        default=None, ge=1, description="axes longer than this have no factor; default: no bound"
+    )
+    vectors: bool = Field(default=True, description="whether blocks with one axis have a factor")
 
     def axes(self, block: tuple[int, ...]) -> tuple[int, ...]:
         if len(block) < 2 and not self.vectors:

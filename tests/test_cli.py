@@ -17,6 +17,7 @@ from eigengraft.experiments import load_experiment
 from eigengraft.experiments.cli import app
 
 ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = sorted((ROOT / "experiments" / "examples").glob("*.yaml"))
 EXPERIMENT = """
 task: {kind: digits, width: 8, batch_size: 16}
 recipe: soap
@@ -63,7 +64,7 @@ class Line(Task):
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An own working directory with one experiment, and lines wide enough that no message is broken."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "1000")
+    monkeypatch.setenv("COLUMNS", "400")
     monkeypatch.delenv("EIGENGRAFT_DEBUG", raising=False)
     (tmp_path / "exp.yaml").write_text(EXPERIMENT)
     return tmp_path
@@ -148,9 +149,7 @@ class TestTrain:
         output = succeeds("train", "exp.yaml", "recipe=sgd", "lr=1e30", "steps=40")
         assert "diverged at step" in output and "smaller lr" in output
 
-    @pytest.mark.parametrize(
-        "example", sorted((ROOT / "experiments" / "examples").glob("*.yaml")), ids=lambda p: p.stem
-    )
+    @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
     def test_the_examples_load(self, example: Path) -> None:
         assert load_experiment(example).name == example.stem
 
@@ -167,18 +166,16 @@ class TestImports:
         write("there/parts/sharpen.py", SHARPEN)
         recipe = "recipe: {update: [momentum, sharpen]}\nimports: [parts/sharpen.py]\n"
         write("there/exp.yaml", f"task: {{kind: digits, width: 8}}\n{recipe}steps: 2\n")
-        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONSAFEPATH": "1"}
-        command = [sys.executable, "-m", "eigengraft.experiments.cli", "train", "there/exp.yaml"]
-        subprocess.run(command, env=environment, capture_output=True, check=True)
-        # what a run has recorded is enough to run it again in a process that knows nothing
-        again = [*command[:-1], "runs/exp/config.json", "--out", "again"]
-        subprocess.run(again, env=environment, capture_output=True, check=True)
-        assert Path("again/result.json").exists()
+        finish(process("train", "there/exp.yaml"))
+        # what a run has recorded is enough to run it again in a process that knows nothing, in another directory
+        Path("else/where").mkdir(parents=True)
+        finish(process("train", "../../runs/exp/config.json", "--out", "again", cwd="else/where"))
+        assert Path("else/where/again/result.json").exists()
 
     def test_show_and_schema_know_the_import(self) -> None:
-        write("sharpen.py", SHARPEN)
-        write("mine.yaml", "update: [sharpen]\n")
-        assert "kind: sharpen" in succeeds("show", "mine.yaml", "--import", "sharpen.py")
+        write("sharpen.py", SHARPEN.replace('"sharpen"', '"sharpen_too"').replace('"line"', '"line_too"'))
+        write("mine.yaml", "update: [sharpen_too]\n")
+        assert "kind: sharpen_too" in succeeds("show", "mine.yaml", "--import", "sharpen.py")
         schema = json.loads(succeeds("schema", "recipe", "--import", "sharpen.py"))
         assert "power" in json.dumps(schema)
 
@@ -229,7 +226,7 @@ def test_version() -> None:
 WRONG = {
     "no such file": (["train", "nowhere.yaml"], ["existing experiment file is required", "nowhere.yaml"]),
     "a directory": (["train", "."], ["existing experiment file is required", "'.'"]),
-    "malformed YAML": (["train", "broken.yaml"], ["broken.yaml, line 3, column"]),
+    "malformed YAML": (["train", "broken.yaml"], ["broken.yaml, line 4, column"]),
     "empty file": (["train", "empty.yaml"], ["empty.yaml: a mapping with at least 'task' and 'recipe' is required"]),
     "a list": (["train", "list.yaml"], ["a mapping with at least", "got a list"]),
     "no task": (["train", "part.yaml"], ["part.yaml does not describe an experiment", "task: required, got nothing"]),
@@ -261,14 +258,14 @@ WRONG = {
     "unknown recipe": (["train", "exp.yaml", "recipe=saop"], ["'saop'", "did you mean 'soap'", "adamw"]),
     "fault in a recipe given in the file": (["train", "own.yaml"], ["recipe.update.rms.beta: ", "got 3"]),
     "missing recipe file": (["train", "lost.yaml"], ["lost/mine.yaml: an existing YAML file is required"]),
-    "missing text": (["train", "exp.yaml", "task={kind: byte_lm, path: gone}"], ["task.path", "'gone'"]),
+    "missing text": (["train", "exp.yaml", "task={kind: byte_lm, path: gone}"], ["task.path", "gone'"]),
     "missing import": (["train", "exp.yaml", "--import", "gone.py"], ["imports: an existing Python file", "gone.py"]),
-    "broken import": (["train", "exp.yaml", "--import", "bad.py"], ["'bad.py'", "invalid syntax", "line 2"]),
-    "failing import": (["train", "exp.yaml", "--import", "fails.py"], ["'fails.py'", "ZeroDivisionError", "line 2"]),
+    "broken import": (["train", "exp.yaml", "--import", "bad.py"], ["bad.py'", "invalid syntax", "line 2"]),
+    "failing import": (["train", "exp.yaml", "--import", "fails.py"], ["fails.py'", "ZeroDivisionError", "line 2"]),
     "unknown module": (["train", "exp.yaml", "--import", "no_such_module"], ["'no_such_module'", "No module named"]),
     "another run's directory": (
         ["train", "exp.yaml", "steps=7", "--out", "taken"],
-        ["taken holds a run of another experiment", "steps: 6 there, 7 asked", "Choose another directory"],
+        ["taken holds a run of another experiment", "steps: 6 -> 7", "Choose another directory"],
     ),
     "a directory in use": (["train", "exp.yaml", "--out", "full"], ["full: an empty or new directory is required"]),
     "a file as directory": (["train", "exp.yaml", "--out", "exp.yaml"], ["exp.yaml: an empty or new directory"]),
@@ -324,19 +321,28 @@ def test_a_wrong_input_gets_one_clear_message(case: str, trained: Path) -> None:
     assert [part for part in parts if part not in result.stderr] == [], result.stderr
 
 
-def process(*arguments: str) -> "subprocess.Popen[str]":
+def process(*arguments: str, cwd: str = ".") -> "subprocess.Popen[str]":
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONSAFEPATH": "1"}
     command = [sys.executable, "-m", "eigengraft.experiments.cli", *arguments]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=cwd, env=environment, stdout=pipe, stderr=pipe, text=True)
 
 
-def test_a_real_process_reports_an_error_in_a_box_and_a_traceback_on_request() -> None:
+def finish(child: "subprocess.Popen[str]") -> None:
+    output = child.communicate()
+    assert child.returncode == 0, output
+
+
+def test_a_real_process_reports_an_error_in_a_box() -> None:
     child = process("train", "nowhere.yaml")
     output, errors = child.communicate()
     assert (child.returncode, output) == (2, "")
     assert errors.startswith("╭") and "nowhere.yaml" in errors and "Traceback" not in errors
-    child = process("--debug", "train", "nowhere.yaml")
-    assert "Traceback" in child.communicate()[1] and child.returncode != 0
+
+
+def test_debug_lets_the_error_itself_through() -> None:
+    result = call("--debug", "train", "nowhere.yaml")
+    assert isinstance(result.exception, eigengraft.RecipeError)
 
 
 def test_an_interrupt_says_how_to_continue_and_the_command_does_continue() -> None:
@@ -347,7 +353,7 @@ def test_an_interrupt_says_how_to_continue_and_the_command_does_continue() -> No
     child.send_signal(signal.SIGINT)
     output, errors = child.communicate(timeout=60)
     assert child.returncode == 130
-    assert "same command again to continue" in errors and "run" in errors and "Traceback" not in errors
+    assert "same command again to continue what is in run." in errors and "Traceback" not in errors
     assert not Path("run/result.json").exists() and output == ""
 
 

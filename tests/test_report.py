@@ -1,6 +1,7 @@
 """Reports about synthetic run directories: numbers, what is partial, what is foreign, what is dangerous."""
 
 import json
+import math
 import re
 from html.parser import HTMLParser
 
@@ -10,6 +11,7 @@ from eigengraft.experiments.comparison import compare
 from eigengraft.experiments.contrast import contrast
 from eigengraft.experiments.records import read_records
 from eigengraft.experiments.report import write_figures, write_report
+from eigengraft.experiments.sweep import sweeps
 
 ADAM = {"name": "adamw", "update": [{"kind": "momentum", "beta": 0.9}, {"kind": "rms", "eps": 1e-8}]}
 SOAP = {
@@ -114,7 +116,7 @@ def test_page_says_the_numbers(study):
     assert "t = \u22129.0" in text
     assert "With 2 seeds a test needs |t| above 12.7" in text
     assert "4 complete" in text and "not complete" not in text
-    assert "recipe.update.eigenbasis.refresh.steps" in text
+    assert "recipe.update.eigenbasis.refresh" in text and "steps 10" in text
     assert "momentum → rms" in text
 
 
@@ -212,6 +214,28 @@ def test_nothing_to_report(tmp_path):
         write_report(tmp_path / "nothing")
 
 
+def test_numbers_compared_become_curves(tmp_path):
+    listed = []
+    for lr, finals in (("0.01", (2.0, 3.0)), ("0.1", (1.0, None)), ("0.001", (4.0, 6.0))):
+        for seed, final in enumerate(finals):
+            write_run(tmp_path / f"{lr}-{seed}", ADAM, [final], seed=seed)
+            labels = {"task": "t", "method": "adam", "lr": lr}
+            listed.append({"directory": f"{lr}-{seed}", "labels": labels, "seed": seed})
+    manifest = {"name": "n", "description": "", "metric": "val_loss", "compare": "lr", "baseline": "0.01"}
+    (tmp_path / "study.json").write_text(json.dumps({**manifest, "runs": listed}))
+    records = read_records(tmp_path)
+    (title, (curve,)) = next(iter(sweeps(records, compare(records)).items()))
+    assert (title, curve.label, curve.x) == ("t", "adam", [0.001, 0.01, 0.1])
+    assert curve.mean[:2] == [5.0, 2.5] and math.isnan(curve.mean[2])
+    assert (curve.low[0], curve.high[0]) == (4.0, 6.0)
+    assert "Final validation loss against lr: t." in write_report(tmp_path).read_text(encoding="utf-8")
+
+
+def test_names_compared_have_no_curve_over_them(study):
+    records = read_records(study)
+    assert sweeps(records, compare(records)) == {}
+
+
 def test_only_fields_that_distinguish_are_told():
     def config(recipe, lr, task="a"):
         return {"name": "n", "seed": 3, "lr": lr, "task": {"kind": task}, "recipe": recipe}
@@ -227,6 +251,35 @@ def test_only_fields_that_distinguish_are_told():
     )
     assert [(row.path, row.values) for row in rows] == [("lr", ("0.1", "0.2 (a), 0.4 (b)"))]
     assert contrast({"a": {"x": config(ADAM, 0.1), "y": config(ADAM, 0.1)}}) == []
+
+
+def test_a_part_that_not_all_have_is_one_row():
+    rows = contrast({"a": {"x": {"recipe": ADAM}, "y": {"recipe": SOAP}, "z": {"recipe": {**SOAP, "blocking": None}}}})
+    assert {row.path: row.values for row in rows} == {
+        "recipe.update": ("momentum \u2192 rms", "eigenbasis", "eigenbasis"),
+        "recipe.update.momentum": ("beta 0.9", "", ""),
+        "recipe.update.rms": ("eps 1e-08", "", ""),
+        "recipe.update.eigenbasis.inner": ("", "momentum", "momentum"),
+        "recipe.update.eigenbasis.inner.momentum": ("", "beta 0.95", "beta 0.95"),
+        "recipe.update.eigenbasis.refresh": ("", "steps 10", "steps 10"),
+    }
+
+
+def test_the_learning_rate_is_the_one_in_force():
+    rows = contrast({"a": {"x": {"lr": None, "recipe": {"lr": 0.3}}, "y": {"lr": 0.1, "recipe": {"lr": 0.3}}}})
+    assert [(row.path, row.values) for row in rows] == [("lr", ("0.3", "0.1"))]
+
+
+def test_runs_as_a_table(study):
+    write_report(study)
+    lines = (study / "runs.csv").read_text(encoding="utf-8").splitlines()
+    assert lines[0].startswith("method,seed,status,val_loss,val_accuracy,steps,seconds,")
+    assert lines[1:] == [
+        "adamw,0,complete,2,,30,0.3,10,2,8",
+        "adamw,1,complete,2.5,,30,0.3,10,2,8",
+        "soap,0,complete,0.8,,30,0.3,10,2,8",
+        "soap,1,complete,1,,30,0.3,10,2,8",
+    ]
 
 
 def test_figures_as_files(study, tmp_path):

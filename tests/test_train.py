@@ -191,6 +191,13 @@ def test_a_kill_while_a_file_is_written_loses_nothing(
     assert trajectory(tmp_path / "parts") == trajectory(tmp_path / "whole")
 
 
+def test_what_a_killed_process_left_unfinished_is_no_hindrance(tmp_path: Path) -> None:
+    (tmp_path / ".config.json.1.partial").write_text("{")
+    (tmp_path / ".checkpoint.pt.1.partial").write_bytes(b"?")
+    train(load_experiment(DIGITS), tmp_path)
+    assert not list(tmp_path.glob(".*"))
+
+
 CHILD = """
 import sys, time
 from eigengraft.experiments import load_experiment, train
@@ -275,9 +282,9 @@ class TestRefusals:
         with pytest.raises(RecipeError, match=r"run holds a run of another experiment") as caught:
             train(other, tmp_path / "run")
         lines = str(caught.value).splitlines()
-        assert "steps: 14 there, 15 asked" in lines
-        assert "task.width: 16 there, 17 asked" in lines
-        assert any(line.startswith("recipe.update") and line.endswith("7 asked") for line in lines)
+        assert "steps: 14 -> 15" in lines
+        assert "task.width: 16 -> 17" in lines
+        assert "recipe.update.eigenbasis.refresh.steps: 10 -> 7" in lines
         assert "Choose another directory, or remove this one." in lines
 
     def test_a_directory_with_other_files(self, tmp_path: Path) -> None:
@@ -293,13 +300,17 @@ class TestRefusals:
             train(experiment, tmp_path / "run", stop_at(9))
         text.write_bytes(b"no things " * 1000)
         sha256 = hashlib.sha256(b"no things " * 1000).hexdigest()
-        with pytest.raises(RecipeError, match=f"the data of the run's start is required:\ndata.sha256: .*{sha256}"):
+        with pytest.raises(RecipeError, match=f"the data of the run's start is required:\ndata.sha256: .* -> {sha256}"):
             train(experiment, tmp_path / "run")
 
     def test_a_directory_in_which_another_process_trains(self, tmp_path: Path) -> None:
         experiment = load_experiment(DIGITS)
+
+        def intrude(tick: Tick) -> None:
+            train(experiment, tmp_path / "run")
+
         with pytest.raises(RecipeError, match="another process trains here"):
-            train(experiment, tmp_path / "run", lambda tick: train(experiment, tmp_path / "run") and None)
+            train(experiment, tmp_path / "run", intrude)
 
     def test_a_broken_checkpoint(self, tmp_path: Path) -> None:
         experiment = load_experiment(DIGITS)

@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.numerics import identity_like, symmetrized, tiny
+from eigengraft.numerics import block_norm, identity_like, symmetrized, tiny
 
 from .base import Root, RootSolver
 
@@ -24,12 +24,16 @@ class CoupledNewton(RootSolver):
     """
 
     kind: Literal["coupled_newton"] = "coupled_newton"
-    eps: float = Field(1e-6, ge=0, description="ridge, in units of the matrix, or of its Frobenius norm")
-    relative: bool = Field(True, description="whether eps is relative to the Frobenius norm")
-    max_iterations: int = Field(40, ge=1, le=200, description="bound on Newton steps")
-    tolerance: float = Field(1e-6, gt=0, description="a matrix is done when max |M - I| is below this")
-    max_error: float = Field(0.1, gt=0, description="a root whose best max |M - I| is not below this counts as failed")
-    check_every: int = Field(4, ge=1, description="steps between looks from the host whether all matrices are done")
+    eps: float = Field(default=1e-6, ge=0, description="ridge, in units of the matrix, or of its Frobenius norm")
+    relative: bool = Field(default=True, description="whether eps is relative to the Frobenius norm")
+    max_iterations: int = Field(default=40, ge=1, le=200, description="bound on Newton steps")
+    tolerance: float = Field(default=1e-6, gt=0, description="a matrix is done when max |M - I| is below this")
+    max_error: float = Field(
+        default=0.1, gt=0, description="a root whose best max |M - I| is not below this counts as failed"
+    )
+    check_every: int = Field(
+        default=4, ge=1, description="steps between looks from the host whether all matrices are done"
+    )
 
     def check(self, exponent: Fraction) -> str | None:
         if exponent.denominator > 64 or exponent.numerator > 8:
@@ -41,7 +45,7 @@ class CoupledNewton(RootSolver):
         finite = a.isfinite().all(-1).all(-1)
         eye = identity_like(a)
         a = torch.where(finite[:, None, None], symmetrized(a), eye)
-        size = torch.linalg.matrix_norm(a).clamp_min(tiny(a.dtype))[:, None, None]  # [N, 1, 1]
+        size = block_norm(a).clamp_min(tiny(a.dtype))[:, None, None]  # [N, 1, 1]
         ridge = self.eps if self.relative else self.eps / size
         a = a / size + ridge * eye  # size ||A||_F + eps sqrt(d)
         norm = torch.linalg.matrix_norm(a)[:, None, None]
@@ -61,7 +65,8 @@ class CoupledNewton(RootSolver):
             t = ((p + 1) * eye - m) / p
             x, m = torch.bmm(x, t), torch.bmm(torch.linalg.matrix_power(t, p), m)
             new = (m - eye).abs().amax((-2, -1))
-            better = live & (new < error)
+            # eigenvalues of M_0 may exceed 1 and the first step raise max |M - I|; after it they lie in (0, 1]
+            better = live & ((new < error) | (iteration == 0))
             best = torch.where(better[:, None, None], x, best)
             # the error may rise while the spectrum is still far from 1; near 1 a rise is rounding, and the end
             live = live & new.isfinite() & (new > self.tolerance) & (better | (error > 0.5))

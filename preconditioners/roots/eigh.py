@@ -24,12 +24,12 @@ class Eigh(RootSolver):
     """
 
     kind: Literal["eigh"] = "eigh"
-    eps: float = Field(1e-12, ge=0, description="ridge r, in units of the matrix, or of its largest eigenvalue")
-    relative: bool = Field(False, description="whether eps is relative to the largest eigenvalue")
+    eps: float = Field(default=1e-12, ge=0, description="ridge r, in units of the matrix, or of its largest eigenvalue")
+    relative: bool = Field(default=False, description="whether eps is relative to the largest eigenvalue")
     deficiency: Literal["add", "clip_shift", "floor", "pseudo_inverse"] = Field(
-        "clip_shift", description="what happens to eigenvalues at and below zero"
+        default="clip_shift", description="what happens to eigenvalues at and below zero"
     )
-    precision: Literal["input", "float64"] = Field("input", description="dtype of the decomposition")
+    precision: Literal["input", "float64"] = Field(default="input", description="dtype of the decomposition")
 
     def root(self, a: Tensor, exponent: Fraction) -> Root:
         values, q, ok = eigh(a.double() if self.precision == "float64" else a)
@@ -58,7 +58,9 @@ class EighBasis(BasisSolver):
     """Eigenvectors by eigendecomposition, columns by descending (or ascending) eigenvalue."""
 
     kind: Literal["eigh"] = "eigh"
-    order: Literal["descending", "ascending"] = Field("descending", description="order of the columns by eigenvalue")
+    order: Literal["descending", "ascending"] = Field(
+        default="descending", description="order of the columns by eigenvalue"
+    )
 
     def basis(self, a: Tensor, q: Tensor, first: bool) -> Basis:
         _, vectors, ok = eigh(a)

@@ -22,8 +22,10 @@ class PowerQR(BasisSolver):
     """
 
     kind: Literal["power_qr"] = "power_qr"
-    steps: int = Field(1, ge=1, le=100, description="power steps in one refresh")
-    bootstrap: bool = Field(True, description="take the first basis from an eigendecomposition instead of the identity")
+    steps: int = Field(default=1, ge=1, le=100, description="power steps in one refresh")
+    bootstrap: bool = Field(
+        default=True, description="take the first basis from an eigendecomposition instead of the identity"
+    )
 
     def basis(self, a: Tensor, q: Tensor, first: bool) -> Basis:
         if first and self.bootstrap:

@@ -18,8 +18,8 @@ from .numerics import per_block
 class Clock:
     """The clock of one stack of N blocks at one step.
 
-    steps: `[N]`, how often each block has been updated, this step included: 1 at the first update, 0 while priming, when
-    stages with `timing: lagged` see their first gradient and nothing moves.
+    steps: `[N]`, how often each block has been updated, this step included: 1 at the first update, 0 while priming,
+    when stages with `timing: lagged` see their first gradient and nothing moves.
     phases: `[N]` in [0, 1), where in a refresh interval each block is due.
     owners: `[N]`, which parameter a block belongs to.
     signals: what stages declared in `requires`.

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError, model_validator
-from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
 
 FAMILY_MARK = "x-family"
 """Stands in a generated JSON schema where any member of a family may stand."""
@@ -61,7 +61,10 @@ class Component(BaseModel):
         if isinstance(value, cls):
             return value
         if not cls.is_family():
-            return handler(value)
+            try:
+                return handler(value)
+            except ValidationError as error:
+                raise _with_nearest(cls, error) from None
         if isinstance(value, str):
             value = {"kind": value}
         if not isinstance(value, Mapping) or "kind" not in value:
@@ -118,6 +121,19 @@ def _register(cls: type[Component]) -> None:
     cls.members[kind] = cls
 
 
+def _with_nearest(cls: type[Component], error: ValidationError) -> ValidationError:
+    """The same faults, unknown fields with the nearest known one."""
+    known = [field.alias or name for name, field in cls.model_fields.items()]
+    details: list[InitErrorDetails] = []
+    for fault in error.errors(include_url=False):
+        kind, message = fault["type"], fault["msg"]
+        if kind == "extra_forbidden" and len(fault["loc"]) == 1:
+            near = difflib.get_close_matches(str(fault["loc"][0]), known, n=1)
+            kind, message = "unknown_field", "unknown field" + (f" (did you mean '{near[0]}'?)" if near else "")
+        details.append({"type": PydanticCustomError(kind, message), "loc": fault["loc"], "input": fault["input"]})
+    return ValidationError.from_exception_data(error.title, details)
+
+
 def families() -> dict[str, type[Component]]:
     """Every family defined so far, by name."""
     return dict(_FAMILIES)
@@ -144,8 +160,6 @@ def _fault(detail: Any, data: Any, where: str) -> str:
     got = detail["input"]
     if detail["type"] == "missing":
         return f"{path}: required, got nothing"
-    if detail["type"] == "extra_forbidden":
-        return f"{path}: unknown field, got {_short(got)}"
     message = detail["msg"].removeprefix("Value error, ")
     return f"{path}: {message[:1].lower()}{message[1:]}, got {_short(got)}"
 
