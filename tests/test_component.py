@@ -48,7 +48,7 @@ def test_components_are_frozen() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"betta": 0.9}, "betta: unknown field, got 0.9"),
+        ({"betta": 0.9}, r"betta: unknown field \(did you mean 'beta'\?\), got 0\.9"),
         ({"beta": True}, "beta: .*valid number, got True"),
         ({"beta": "0.9"}, "beta: .*valid number, got '0.9'"),
         ({"beta": None}, "beta: .*valid number, got None"),

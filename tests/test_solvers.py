@@ -93,14 +93,14 @@ DEFICIENT = {
 @pytest.mark.parametrize("spectrum", DEFICIENT)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_deficiency_policies(policy: str, spectrum: str, relative: bool) -> None:
-    """Each policy is its rule on the eigenvalues. 1e-7: zero eigenvalues are zero up to 1e-16, against ridges of 1e-5."""
+    """Each policy is its rule on the eigenvalues. 1e-7: a zero eigenvalue is 1e-16, against a ridge of 1e-5."""
     values = torch.tensor([DEFICIENT[spectrum]], dtype=torch.float64)
     a, eps, exponent = turned(values), 1e-5, Fraction(1, 4)
     ridge = eps * max(float(values.max()), 0.0) if relative else eps
     root, ok = Eigh(eps=eps, relative=relative, deficiency=policy).root(a, exponent)
     assert ok.all() and root.isfinite().all()
     if spectrum == "negative" and (relative or policy == "pseudo_inverse"):
-        return  # no eigenvalue above zero: no scale for a relative ridge, nothing to invert; finite is all that is asked
+        return  # no eigenvalue above zero: no scale for a relative ridge, nothing to invert; finite is enough
     treated = POLICIES[policy](torch.linalg.eigvalsh(a)[0], ridge)
     _, q = torch.linalg.eigh(a[0])
     assert error(root, ((q * treated.pow(-0.25)) @ q.T)[None]) <= 1e-7
@@ -110,7 +110,7 @@ def test_deficiency_policies(policy: str, spectrum: str, relative: bool) -> None
 @pytest.mark.parametrize("eps", [0.0, 1e-12])
 @DTYPES
 def test_a_zero_matrix_has_a_finite_root(policy: str, eps: float, dtype: torch.dtype) -> None:
-    """A zero gradient times it is zero. Without a ridge the root is that of the smallest number that can be inverted."""
+    """A zero gradient times it is zero. Without a ridge the root is that of the smallest invertible number."""
     root, ok = Eigh(eps=eps, deficiency=policy).root(torch.zeros(2, 3, 3, dtype=dtype), Fraction(1, 2))
     assert ok.all() and root.isfinite().all()
     assert bool((root == 0).all()) == (policy == "pseudo_inverse")
@@ -192,7 +192,7 @@ NEWTON = {torch.float32: 1e-6, torch.float64: 1e-12}
 @pytest.mark.parametrize("d", [1, 2, 6, 24])
 @pytest.mark.parametrize("exponent", EXPONENTS, ids=str)
 def test_coupled_newton_is_the_inverse_root(exponent: Fraction, d: int, condition: float, dtype: torch.dtype) -> None:
-    """Of the matrix with its ridge, relative to the Frobenius norm. Rounding in M is carried to X with the condition."""
+    """Of the matrix with its ridge, relative to the Frobenius norm. Rounding in M reaches X with the condition."""
     solver = CoupledNewton(eps=1e-6, tolerance=NEWTON[dtype], max_iterations=200)
     a = turned(spectra(d, condition)).to(dtype)
     root, ok = solver.root(a, exponent)
