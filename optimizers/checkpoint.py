@@ -4,54 +4,88 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
+from .groups import check_values
 from .overrides import differences
-
-if TYPE_CHECKING:
-    from .optimizer import Optimizer
+from .recipe import SCHEMA_VERSION
 
 
-def take_state(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+def take_state(optimizer: Any, state_dict: Any) -> dict[str, Any]:
     """Load pre-hook: checks a state dict against the optimizer, keeps its raw state, and hands torch the rest."""
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError(
+            f"state_dict: a mapping with 'state' and 'param_groups' is required, got a {type(state_dict).__name__}"
+        )
     groups, saved = optimizer.param_groups, state_dict["param_groups"]
     _compare_groups(groups, saved)
-    ours = [parameter for group in groups for parameter in group["params"]]
-    theirs = [index for group in saved for index in group["params"]]
-    incoming = {p: state_dict["state"].get(index, {}) for p, index in zip(ours, theirs, strict=True)}
-    facts = [fact for facts in optimizer._facts for fact in facts]
-    faults = []
-    for position, (parameter, fact) in enumerate(zip(ours, facts, strict=True)):
-        own, got = optimizer.state.get(parameter), incoming[parameter]
-        if own is not None:  # frozen parameters have no state of their own; what is saved for them thaws them
-            faults += [f"{fact.name or f'parameter {position}'}: {fault}" for fault in _faults(own, got)]
+    known = {index for group in saved for index in group["params"]}
+    faults = [f"state for an unknown parameter {index!r}" for index in state_dict["state"] if index not in known]
+    loaded = []
+    for index, (group, other) in enumerate(zip(groups, saved, strict=True)):
+        pairs = zip(group["params"], other["params"], strict=True)
+        values = {parameter: state_dict["state"].get(key, {}) for parameter, key in pairs}
+        cohorts = optimizer._cohorts[index]
+        if any(values[p] and p not in optimizer.state for p in values):  # frozen here, but it was trained there
+            wanted = {id(p) for p in values if values[p] or p in optimizer.state}
+            cohorts = optimizer._build(index, wanted)
+        for cohort in cohorts:
+            for name, parameter, views in zip(cohort.names, cohort.parameters, cohort.views(), strict=True):
+                faults += [f"{name}: {fault}" for fault in _faults(views, values[parameter])]
+        loaded.append((cohorts, values))
     if faults:
         more = f"\n... and {len(faults) - 8} more" if len(faults) > 8 else ""
-        raise ValueError("state_dict does not fit, nothing was loaded:\n" + "\n".join(faults[:8]) + more)
-    optimizer._incoming = incoming
+        raise ValueError("state_dict: it does not fit, nothing was loaded:\n" + "\n".join(faults[:8]) + more)
+    optimizer._loaded = loaded
     return {**state_dict, "state": {}}
 
 
-def _compare_groups(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
-    sizes = [len(group["params"]) for group in groups], [len(group["params"]) for group in saved]
+def _compare_groups(groups: list[dict[str, Any]], saved: Any) -> None:
+    if not isinstance(saved, list) or not all(isinstance(other, Mapping) and "params" in other for other in saved):
+        raise ValueError("state_dict: 'param_groups' must be a list of groups with 'params'")
+    sizes = [len(group["params"]) for group in groups], [len(other["params"]) for other in saved]
     if sizes[0] != sizes[1]:
         raise ValueError(f"state_dict: param groups of sizes {sizes[0]} are required, got {sizes[1]}")
     for index, (group, other) in enumerate(zip(groups, saved, strict=True)):
         if "recipe" not in other:
             raise ValueError(f"state_dict: group {index} has no recipe, it was not saved by eigengraft.Optimizer")
-        own, got = json.loads(group["recipe"]), json.loads(other["recipe"])
-        if own.get("schema") != got.get("schema"):
-            raise ValueError(f"state_dict: schema {own.get('schema')} is required, got {got.get('schema')}")
-        changed = differences(got, own)
-        if changed:
-            raise ValueError(
-                "state_dict was saved by another recipe (saved -> this optimizer's):\n" + "\n".join(changed[:8])
-            )
+        missing = [key for key in ("lr", "weight_decay", "peak_lr") if key not in other]
+        if missing:
+            raise ValueError(f"state_dict: group {index} must have '{missing[0]}', got {sorted(other)}")
+        check_values({**other, "params": []})
+        _compare_names(group.get("param_names"), other.get("param_names"))
+        _compare_recipes(group["recipe"], other["recipe"])
 
 
-def _faults(own: Mapping[str, Any], got: Mapping[str, Any]) -> list[str]:
+def _compare_names(own: list[str] | None, got: list[str] | None) -> None:
+    for mine, other in zip(own or [], got or [], strict=False):
+        if mine != other:
+            raise ValueError(f"state_dict: the parameters are in another order, '{mine}' is required, got '{other}'")
+
+
+def _compare_recipes(own: str, got: Any) -> None:
+    try:
+        mine, other = json.loads(own), json.loads(got)
+    except (TypeError, ValueError):
+        raise ValueError("state_dict: the recipe in a param group must be JSON text, got something else") from None
+    if not isinstance(other, dict) or other.get("schema") != SCHEMA_VERSION:
+        got_version = other.get("schema") if isinstance(other, dict) else None
+        raise ValueError(f"state_dict: a recipe of schema {SCHEMA_VERSION} is required, got {got_version}")
+    for label in ("name", "about"):  # what a recipe is called does not change what it does
+        mine.pop(label, None)
+        other.pop(label, None)
+    changed = differences(other, mine)
+    if changed:
+        raise ValueError(
+            "state_dict was saved by another recipe (saved -> this optimizer's):\n" + "\n".join(changed[:8])
+        )
+
+
+def _faults(own: Mapping[str, Any], got: Any) -> list[str]:
+    if not isinstance(got, Mapping):
+        return [f"a mapping of slots is required, got {type(got).__name__}"]
     faults = [f"missing '{key}'" for key in own if key not in got]
     faults += [f"unexpected '{key}'" for key in got if key not in own]
     for key in own.keys() & got.keys():
@@ -60,25 +94,3 @@ def _faults(own: Mapping[str, Any], got: Mapping[str, Any]) -> list[str]:
             kind = f"{other.dtype} {tuple(other.shape)}" if isinstance(other, Tensor) else type(other).__name__
             faults.append(f"'{key}' of {mine.dtype} {tuple(mine.shape)} is required, got {kind}")
     return sorted(faults)
-
-
-def install(optimizer: Optimizer, incoming: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
-    """Copies checked state into the optimizer's own tensors;
-
-    parameters that are frozen here but have state are thawed.
-    """
-    for index, group in enumerate(optimizer.param_groups):
-        thawed = [p for p in group["params"] if p not in optimizer.state and incoming.get(p)]
-        if thawed:
-            optimizer._adopt(index, thawed)
-    for parameter, saved in incoming.items():
-        for key, view in optimizer.state.get(parameter, {}).items():
-            view.copy_(saved[key])
-
-
-def rebuild(optimizer: Optimizer, saved: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
-    """Gives a copied or unpickled optimizer cohorts of its own, filled with the state that came along."""
-    optimizer._cohorts = [[] for _ in optimizer.param_groups]
-    for index, group in enumerate(optimizer.param_groups):
-        optimizer._adopt(index, [parameter for parameter in group["params"] if parameter in saved])
-    install(optimizer, saved)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -35,13 +35,14 @@ class Hyper:
 class Cohort:
     """Parameters by position; counts `[P]`: gradients that each has seen (what `step` in the state is a view of)."""
 
-    def __init__(self, parameters: Sequence[Tensor], facts: Sequence[Facts], recipe: Recipe) -> None:
-        self.parameters, self.facts, self.recipe = list(parameters), list(facts), recipe
-        self.names = [fact.name or f"parameter {index}" for index, fact in enumerate(facts)]
+    def __init__(
+        self, parameters: Sequence[Tensor], facts: Sequence[Facts], names: Sequence[str], recipe: Recipe
+    ) -> None:
+        self.parameters, self.names, self.recipe = list(parameters), list(names), recipe
         self.routed = [recipe.route(fact) for fact in facts]
+        self.updates = recipe.updates()
         self.steps = torch.zeros(len(parameters), dtype=torch.int64)
         self.counts: NDArray[np.int64] = self.steps.numpy()
-        self.updates = recipe.updates()
         self.units = build_units(self.parameters, [path for path, _ in self.routed], self.updates)
         self.screen = Screen(recipe.failure, self.names)
 
@@ -51,8 +52,10 @@ class Cohort:
         return self.screen.skipped
 
     def settle(self) -> None:
-        """Takes back the step of parameters whose last gradient turned out, on the device, not to be finite."""
-        self.counts[self.screen.settle()] -= 1
+        """Takes back the step of parameters whose last gradient turned out, on the device, to be unusable."""
+        bad = self.screen.settle()
+        self.counts[bad] -= 1
+        self.screen.complain(bad, "one step ago; these parameters were left as they were")
 
     def views(self) -> list[dict[str, Tensor]]:
         """The state of each parameter: `step` and "<block>/<stage path>/<slot>", views of the stacks."""
@@ -62,26 +65,27 @@ class Cohort:
                 states[owner].update((f"{key}/{path}", tensor[row]) for path, tensor in unit.tensors.items())
         return states
 
-    def step(self, hyper: Hyper) -> None:
-        """One update of every parameter that has a gradient."""
+    def prepare(self, hyper: Hyper) -> _Step | None:
+        """Looks at the gradients and changes nothing; None if there is nothing to do. Raises as the screen does."""
         gradients = [parameter.grad for parameter in self.parameters]
         present = np.array([g is not None and g.numel() > 0 for g in gradients], dtype=np.bool_)
         if not present.any():
-            return
+            return None
         if isinstance(hyper.lr, float) and hyper.lr == 0 and not any(bool(g.any()) for g in gradients if g is not None):
-            return  # lr 0 and gradients 0: somebody only wants to see the state
+            return None  # lr 0 and gradients 0: somebody only wants to see the state
         active, mask = self.screen.look(gradients, present)
-        if not active.any():
-            return
-        self.counts[active] += 1
-        buffers: dict[str, dict[int, Tensor]] = {}
+        return _Step(gradients, active, mask, hyper) if active.any() else None
+
+    def step(self, now: _Step) -> None:
+        """One update of every parameter that has a usable gradient."""
+        self.counts[now.active] += 1
         for unit in self.units:
-            for part, priming in self._phases(unit, active):
+            for part, priming in self._phases(unit, now.active):
                 stack, rows = unit.stack.select(part)
                 if len(stack.owners):
-                    self._advance(unit, stack, rows, _Step(gradients, mask, hyper, priming, buffers))
-        for path, whole in buffers.items():
-            self._write(path, list(whole), list(whole.values()), hyper, mask)
+                    self._advance(unit, stack, rows, now, priming)
+        for path, whole in now.buffers.items():
+            self._write(path, list(whole), list(whole.values()), now)
 
     def _phases(self, unit: Unit, active: NDArray[np.bool_]) -> Iterator[tuple[NDArray[np.bool_], bool]]:
         if unit.lagging and (self.counts[active] == 1).any():
@@ -90,7 +94,7 @@ class Cohort:
         else:
             yield active, False
 
-    def _advance(self, unit: Unit, stack: Stack, rows: Tensor | None, now: _Step) -> None:
+    def _advance(self, unit: Unit, stack: Stack, rows: Tensor | None, now: _Step, priming: bool) -> None:
         hyper = now.hyper
         gradient = stack.gather(now.gradients)
         decay, rate = self._decay(unit.path, hyper)
@@ -98,7 +102,7 @@ class Cohort:
             gradient = gradient + rate * stack.gather(self.parameters)
         clock = unit.clock(stack, rows, self.counts, self._signals(unit, stack, hyper))
         mask = None if now.mask is None else now.mask[torch.from_numpy(stack.owners).to(stack.device)]
-        if now.priming:
+        if priming:
             unit.prime(gradient, rows, mask, clock)
         else:
             direction = unit.direct(gradient, rows, mask, clock)
@@ -111,7 +115,7 @@ class Cohort:
     def _deliver(self, path: str, stack: Stack, direction: Tensor, now: _Step) -> None:
         """Writes the parameters that are one block; collects the blocks of the others."""
         if all(piece.whole for _, piece in stack.pieces):
-            self._write(path, stack.owners.tolist(), list(direction.unbind(0)), now.hyper, now.mask)
+            self._write(path, stack.owners.tolist(), list(direction.unbind(0)), now)
             return
         buffers = now.buffers.setdefault(path, {})
         for owner, piece in stack.pieces:
@@ -119,11 +123,11 @@ class Cohort:
                 buffers[owner] = torch.empty(piece.merged, dtype=stack.dtype, device=stack.device)
         stack.scatter(direction, buffers)
 
-    def _write(self, path: str, owners: list[int], updates: list[Tensor], hyper: Hyper, mask: Tensor | None) -> None:
+    def _write(self, path: str, owners: list[int], updates: list[Tensor], now: _Step) -> None:
         parameters = [self.parameters[owner] for owner in owners]
         shaped = [u if u.shape == p.shape else u.reshape(p.shape) for u, p in zip(updates, parameters, strict=True)]
-        masks = None if mask is None else [mask[owner] for owner in owners]
-        pace = self._pace(path, hyper)
+        masks = None if now.mask is None else [now.mask[owner] for owner in owners]
+        pace = self._pace(path, now.hyper)
         if self.updates[path].after_decay:
             pace = Pace(pace.lr, 0.0, pace.decay)
         write(parameters, shaped, pace, masks)
@@ -164,10 +168,11 @@ class Cohort:
 
 @dataclass(frozen=True)
 class _Step:
-    """What one step of a cohort hands from unit to unit."""
+    """One step of a cohort. active `[P]`; mask `[P]` on the device; buffers: updates of parameters cut into blocks, by
+    the path of their update and their position."""
 
     gradients: Sequence[Any]
+    active: NDArray[np.bool_]
     mask: Tensor | None
     hyper: Hyper
-    priming: bool
-    buffers: dict[str, dict[int, Tensor]]
+    buffers: dict[str, dict[int, Tensor]] = field(default_factory=dict)

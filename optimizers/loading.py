@@ -13,7 +13,7 @@ from eigengraft.component import RecipeError, checked
 
 from .files import read_yaml, shipped
 from .overrides import apply_overrides, json_value
-from .recipe import Recipe
+from .recipe import SCHEMA_VERSION, Recipe
 
 Source = str | PathLike[str] | Mapping[str, Any] | Sequence[Any] | Recipe
 """A shipped name, the path of a YAML file, JSON text, a mapping, a list of stages, or a recipe."""
@@ -29,19 +29,31 @@ def load_recipe(source: Source, overrides: Iterable[str] = (), parse: Callable[[
 
     Raises RecipeError with a line for each fault: path, what was required, what was got.
     """
-    recipe = source if isinstance(source, Recipe) else checked(Recipe, _raw(source))
+    recipe = source if isinstance(source, Recipe) else _checked(source)
     overrides = list(overrides)
     if not overrides:
         return recipe
     return checked(Recipe, apply_overrides(recipe.model_dump(mode="json"), overrides, parse))
 
 
+def _checked(source: Any) -> Recipe:
+    raw = _raw(source)
+    if not (isinstance(source, (str, PathLike)) and str(source).endswith((".yaml", ".yml"))):
+        return checked(Recipe, raw)
+    try:
+        return checked(Recipe, raw)
+    except RecipeError as error:
+        raise RecipeError(f"in {source}:\n{error}") from None
+
+
 def _raw(source: Any) -> Any:
     if isinstance(source, Mapping):
+        if source.get("schema", SCHEMA_VERSION) != SCHEMA_VERSION:
+            raise RecipeError(f"schema: version {SCHEMA_VERSION} is required, got {source['schema']!r}")
         return {key: value for key, value in source.items() if key != "schema"}
     if isinstance(source, (str, PathLike)):
         return _named(str(source))
-    if isinstance(source, Sequence):
+    if isinstance(source, Sequence) and not isinstance(source, bytes):
         return {"update": source}
     raise RecipeError(
         f"recipe: a name, path, mapping, list of stages or Recipe is required, got {type(source).__name__}"
@@ -50,7 +62,10 @@ def _raw(source: Any) -> Any:
 
 def _named(text: str) -> Any:
     if text.lstrip().startswith("{"):
-        return _raw(json.loads(text))
+        try:
+            return _raw(json.loads(text))
+        except json.JSONDecodeError as error:
+            raise RecipeError(f"recipe: JSON text is required, got something malformed ({error})") from None
     if text in shipped():
         return {"name": text, **shipped()[text]}
     if text.endswith((".yaml", ".yml")):

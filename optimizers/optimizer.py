@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +12,7 @@ from torch import Tensor
 
 from . import checkpoint
 from .cohort import Cohort, Hyper
+from .groups import check_keys, check_values, number
 from .loading import Source, load_recipe
 from .recipe import Recipe
 from .routing import Facts, examine
@@ -66,47 +65,70 @@ class Optimizer(torch.optim.Optimizer):
         self._known = dict(facts or {})
         self._facts: list[list[Facts]] = []
         self._cohorts: list[list[Cohort]] = []
-        self._incoming: Mapping[Any, Any] | None = None
+        self._loaded: list[tuple[list[Cohort], Mapping[Tensor, Mapping[str, Tensor]]]] = []
         defaults = {
             "lr": self.recipe.lr if lr is None else lr,
             "weight_decay": self.recipe.weight_decay.rate if weight_decay is None else weight_decay,
         }
+        if isinstance(params, torch.nn.Module):
+            raise TypeError(
+                "params: parameters are required, got a module; use eigengraft.compose or model.named_parameters()"
+            )
         super().__init__(params, defaults)
         self._known = {}
         self._require_matches()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group: `params`, and optionally `lr`, `weight_decay`.
+        """Adds a group: `params`, optionally `lr` and `weight_decay`; `fused` and `foreach` are ignored.
 
-        Other keys are an error; `fused`, `foreach` are ignored.
+        Anything else is a ValueError, after which the optimizer is as it was.
         """
         group = {key: value for key, value in param_group.items() if key not in ("fused", "foreach")}
-        _check_group(group)
+        check_keys(group, self.recipe.to_json())
+        index = len(self.param_groups)
         super().add_param_group(group)
-        group = self.param_groups[-1]
-        _check_values(group)
+        try:
+            self._complete_group(index)
+        except Exception:
+            del self.param_groups[index:], self._facts[index:], self._cohorts[index:]
+            raise
+
+    def _complete_group(self, index: int) -> None:
+        group = self.param_groups[index]
+        check_values(group)
         group.setdefault("peak_lr", float(group["lr"]))
         group["recipe"] = self.recipe.to_json()
         names = group.get("param_names") or [None] * len(group["params"])
-        self._facts.append(
-            [self._known.get(id(p)) or examine(n, p) for n, p in zip(names, group["params"], strict=True)]
-        )
+        known = self._known
+        self._facts.append([known.get(id(p)) or examine(n, p) for n, p in zip(names, group["params"], strict=True)])
         self._cohorts.append([])
-        self._adopt(len(self.param_groups) - 1, [p for p in group["params"] if p.requires_grad])
+        self._install(index, self._build(index, {id(p) for p in group["params"] if p.requires_grad}), {})
 
-    def _adopt(self, index: int, parameters: list[Tensor]) -> None:
-        """Allocates the state of parameters of a group, one cohort for each device."""
-        group, facts = self.param_groups[index], self._facts[index]
-        wanted = {id(parameter) for parameter in parameters}
-        devices = dict.fromkeys(parameter.device for parameter in parameters)
-        for device in devices:
-            here = [
-                (p, f) for p, f in zip(group["params"], facts, strict=True) if id(p) in wanted and p.device == device
-            ]
-            cohort = Cohort([p for p, _ in here], [f for _, f in here], self.recipe)
-            self._cohorts[index].append(cohort)
-            for (parameter, _), state in zip(here, cohort.views(), strict=True):
-                self.state[parameter] = state
+    def _build(self, index: int, wanted: set[int]) -> list[Cohort]:
+        """Fresh cohorts for those parameters of a group whose id is wanted, one for each device.
+
+        They depend on nothing but that set, so that a copy or a resumed run has the same ones.
+        """
+        group, facts, labels = self.param_groups[index], self._facts[index], self._labels(index)
+        here = [row for row in zip(group["params"], facts, labels, strict=True) if id(row[0]) in wanted]
+        cohorts = []
+        for device in dict.fromkeys(parameter.device for parameter, _, _ in here):
+            parameters, own, names = zip(*[row for row in here if row[0].device == device], strict=True)
+            cohorts.append(Cohort(parameters, own, names, self.recipe))
+        return cohorts
+
+    def _install(self, index: int, cohorts: list[Cohort], values: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
+        """Makes cohorts the group's, and fills their state from `values` where a parameter is in there."""
+        for cohort in cohorts:
+            for parameter, views in zip(cohort.parameters, cohort.views(), strict=True):
+                for key, value in values.get(parameter, {}).items():
+                    views[key].copy_(value)
+                self.state[parameter] = views
+        self._cohorts[index] = cohorts
+
+    def _labels(self, index: int) -> list[str]:
+        """What errors and counts call the parameters of a group."""
+        return [fact.name or f"group {index} parameter {place}" for place, fact in enumerate(self._facts[index])]
 
     def _require_matches(self) -> None:
         taken = {path for cohorts in self._cohorts for cohort in cohorts for path, _ in cohort.routed}
@@ -126,14 +148,23 @@ class Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._settle()
+        ready = []
         for index, group in enumerate(self.param_groups):
-            thawed = [p for p in group["params"] if p.grad is not None and p not in self.state]
-            if thawed:
-                self._adopt(index, thawed)
-            hyper = Hyper(_number(group["lr"]), float(group["peak_lr"]), float(group["weight_decay"]))
-            for cohort in self._cohorts[index]:
-                cohort.step(hyper)
+            self._thaw(index)
+            hyper = Hyper(number(group, "lr"), float(group["peak_lr"]), float(number(group, "weight_decay")))
+            ready += [(cohort, cohort.prepare(hyper)) for cohort in self._cohorts[index]]
+        for cohort, now in ready:
+            if now is not None:
+                cohort.step(now)
         return loss
+
+    def _thaw(self, index: int) -> None:
+        """Gives state to parameters that were frozen and now have a gradient."""
+        parameters = self.param_groups[index]["params"]
+        if any(p.grad is not None and p not in self.state for p in parameters):
+            owned = {p: self.state[p] for p in parameters if p in self.state}
+            wanted = {id(p) for p in parameters if p in owned or p.grad is not None}
+            self._install(index, self._build(index, wanted), owned)
 
     def _settle(self) -> None:
         for cohort in self._all():
@@ -151,15 +182,15 @@ class Optimizer(torch.optim.Optimizer):
     def assignments(self) -> list[Assignment]:
         """Where each parameter went and why, in the order of the groups."""
         rows = []
-        for group, facts in zip(self.param_groups, self._facts, strict=True):
-            for index, (parameter, fact) in enumerate(zip(group["params"], facts, strict=True)):
+        for index, group in enumerate(self.param_groups):
+            for parameter, fact, label in zip(group["params"], self._facts[index], self._labels(index), strict=True):
                 route, reason = self.recipe.route(fact)
                 blocking = self.recipe.updates()[route].blocking
                 pieces = blocking.pieces(tuple(parameter.shape))
                 blocks = tuple(piece.tile for piece in pieces for _ in piece.keys)
                 size = sum(t.numel() * t.element_size() for t in self.state.get(parameter, {}).values())
                 reason = reason if parameter.requires_grad or parameter in self.state else f"{reason}; frozen, no state"
-                rows.append(Assignment(fact.name or f"parameter {index}", fact.shape, route, reason, blocks, size))
+                rows.append(Assignment(label, fact.shape, route, reason, blocks, size))
         return rows
 
     def state_bytes(self) -> int:
@@ -192,53 +223,28 @@ class Optimizer(torch.optim.Optimizer):
         try:
             super().load_state_dict(state_dict)
         finally:
-            self._incoming = None
+            self._loaded = []
             handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
         self._settle()
-        return {**super().__getstate__(), "recipe": self.recipe.to_json(), "_facts": self._facts}
+        skipped = [[cohort.skipped for cohort in cohorts] for cohorts in self._cohorts]
+        return {**super().__getstate__(), "recipe": self.recipe, "_facts": self._facts, "_skipped": skipped}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if "_facts" in state:  # a copy or a pickle: built anew, then filled
-            self.recipe = load_recipe(state["recipe"])
-            self._incoming, self._known, self._facts = None, {}, state["_facts"]
-            saved, self.state = state["state"], {}  # type: ignore[assignment]
-            super().__setstate__({**state, "recipe": self.recipe, "state": {}})
-            checkpoint.rebuild(self, saved)
+        if "_facts" not in state:  # torch's load_state_dict; what take_state kept is installed
+            views, loaded = self.state, self._loaded
+            super().__setstate__(state)
+            self.state, self._loaded = views, []
+            for index, (cohorts, values) in enumerate(loaded):
+                self._install(index, cohorts, values)
+                self.param_groups[index]["recipe"] = self.recipe.to_json()
             return
-        incoming, views = self._incoming, self.state
-        super().__setstate__(state)
-        if incoming is not None:
-            self.state = views
-            checkpoint.install(self, incoming)
-
-
-def _number(lr: float | Tensor) -> float | Tensor:
-    """A learning rate as a float where reading it costs nothing."""
-    return lr if isinstance(lr, Tensor) and lr.device.type != "cpu" else float(lr)
-
-
-def _check_group(group: Mapping[str, Any]) -> None:
-    for key in group:
-        if key not in _GROUP_KEYS:
-            near = difflib.get_close_matches(key, _GROUP_KEYS, n=1)
-            hint = f", did you mean '{near[0]}'?" if near else ""
-            raise ValueError(
-                f"param group: the keys are params, lr and weight_decay, got '{key}'{hint} The rest is the recipe's"
-            )
-
-
-def _check_values(group: Mapping[str, Any]) -> None:
-    lr = group["lr"]
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(f"lr: a number or a tensor with one element is required, got shape {tuple(lr.shape)}")
-    for key in ("lr", "weight_decay"):
-        value = group[key]
-        if isinstance(value, bool) or not isinstance(value, (int, float, Tensor)):
-            raise ValueError(f"{key}: a number is required, got {value!r}")
-        if not (math.isfinite(value) and value >= 0):
-            raise ValueError(f"{key}: a finite number >= 0 is required, got {float(value)}")
-    for parameter in group["params"]:
-        if not parameter.is_floating_point():
-            raise ValueError(f"params: real floating-point tensors are required, got {parameter.dtype}")
+        skipped, saved = state.pop("_skipped"), state.pop("state")
+        self._known, self._loaded = {}, []
+        super().__setstate__({**state, "state": defaultdict(dict)})
+        self._cohorts = [[] for _ in self.param_groups]
+        for index, group in enumerate(self.param_groups):
+            self._install(index, self._build(index, {id(p) for p in group["params"] if p in saved}), saved)
+            for cohort, counts in zip(self._cohorts[index], skipped[index], strict=True):
+                cohort.skipped.update(counts)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from eigengraft.component import RecipeError, stage_name
+from eigengraft.component import RecipeError, families, stage_name
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
@@ -47,7 +47,7 @@ def _assign(node: Any, parts: list[str], value: Any, path: str) -> None:
         inner = _child(node, part)
         if inner is None:
             raise RecipeError(f"{path}: {_missing(node, part, '.'.join(parts[:depth]))}")
-        if isinstance(inner, str):
+        if isinstance(inner, str) and any(inner in family.members for family in families().values()):
             inner = _expand(node, part, inner)
         node = inner
     last = parts[-1]
@@ -84,7 +84,10 @@ def _expand(node: Any, part: str, kind: str) -> dict[str, Any]:
 
 
 def _position(stages: list[Any], name: str) -> int | None:
-    return next((i for i, stage in enumerate(stages) if stage_name(stage) == name), None)
+    found = [i for i, stage in enumerate(stages) if stage_name(stage) == name]
+    if len(found) > 1:
+        raise RecipeError(f"'{name}' is ambiguous, {len(found)} stages are called so: give each its own `name`")
+    return found[0] if found else None
 
 
 def _missing(node: Any, part: str, where: str) -> str:
@@ -107,6 +110,7 @@ def flatten(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         for key, value in data.items():
             yield from flatten(value, f"{path}.{key}" if path else str(key))
     elif isinstance(data, (list, tuple)) and any(stage_name(item) for item in data if not isinstance(item, str)):
+        yield path, [stage_name(item) for item in data]  # the order is part of the declaration
         for item in data:
             yield from flatten(item, f"{path}.{stage_name(item)}")
     elif data is not None and data != () and data != []:

@@ -91,11 +91,16 @@ def adam_route() -> Route:
 
 
 def _routes(value: Any) -> Any:
-    if value == "default":
-        value = ("default",)
-    if isinstance(value, (list, tuple)):
-        return tuple(adam_route() if route == "default" else route for route in value)
-    return value
+    value = (value,) if isinstance(value, str) else value
+    if not isinstance(value, (list, tuple)):
+        raise ValueError("a list of routes is required, each a mapping or 'default'")
+    for route in value:
+        if isinstance(route, str) and route != "default":
+            raise ValueError(f"a route is a mapping or the word 'default', and '{route}' is neither")
+    return tuple(adam_route() if route == "default" else route for route in value)
+
+
+_RouteInput = Literal["default"] | tuple[Route | Literal["default"], ...]
 
 
 class Recipe(Update):
@@ -105,7 +110,7 @@ class Recipe(Update):
     about: str | None = Field(default=None, description="the paper and equations it follows")
     lr: float = Field(default=1e-3, ge=0, description="learning rate where none is given, in units of the update")
     weight_decay: WeightDecay = Field(default=Decoupled(), description="decay of the parameters")
-    routes: Annotated[tuple[Route, ...], BeforeValidator(_routes)] = Field(
+    routes: Annotated[tuple[Route, ...], BeforeValidator(_routes, json_schema_input_type=_RouteInput)] = Field(
         default=("default",),  # type: ignore[arg-type]  # becomes adam_route() in validation
         description="rules in order, the first match wins; the entry `default` stands for the Adam route",
     )
@@ -133,4 +138,4 @@ class Recipe(Update):
 
     def to_json(self) -> str:
         """The resolved recipe as JSON text, with the schema version; `load_recipe` reads it back."""
-        return json.dumps({"schema": SCHEMA_VERSION, **self.model_dump(mode="json", exclude_none=True)})
+        return json.dumps({"schema": SCHEMA_VERSION, **self.model_dump(mode="json")})

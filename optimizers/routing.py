@@ -15,7 +15,7 @@ from eigengraft.component import Component
 Role = Literal["embedding", "head", "norm", "bias", "scalar", "vector", "hidden"]
 _HEAD = re.compile(r"((^|\.)(lm_head|head|classifier|embed_out|logits)|^(model\.)?(output|output_projection))$")
 _EMBEDDING = re.compile(r"(^|\.|_)(emb|embed|embeds|embedding|embeddings|embed_tokens|tok_embeddings|wte|wpe)$")
-_NORM = re.compile(r"(^|\.|_)(norm|layernorm|layer_norm|rmsnorm|batchnorm|groupnorm|bn|ln)[_0-9a-z]*$", re.IGNORECASE)
+_NORM = re.compile(r"(^|\.|_)((layer|rms|batch|group|instance)?_?norm|bn|ln)(_?\d+|_[a-z])?$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,9 @@ def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
-Strings = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
-Roles = Annotated[tuple[Role, ...], BeforeValidator(_as_tuple)]
-Sizes = Annotated[tuple[int, ...], BeforeValidator(_as_tuple)]
+Strings = Annotated[tuple[str, ...], BeforeValidator(_as_tuple, json_schema_input_type=str | tuple[str, ...])]
+Roles = Annotated[tuple[Role, ...], BeforeValidator(_as_tuple, json_schema_input_type=Role | tuple[Role, ...])]
+Sizes = Annotated[tuple[int, ...], BeforeValidator(_as_tuple, json_schema_input_type=int | tuple[int, ...])]
 
 
 class Match(Component):

@@ -10,11 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from eigengraft.numerics import compute_dtype
+
 from .recipe import Failure
 
 
 class Screen:
-    """Finds gradients that are not finite, and keeps count of them.
+    """Finds gradients with inf or nan, or too large to be squared in the dtype of the state, and keeps count of them.
 
     On the host the answer is known at once. On a device it stays there as a mask, and the count is read one step later,
     when it has long arrived, so that nobody waits.
@@ -28,7 +30,7 @@ class Screen:
     def look(
         self, gradients: Sequence[Tensor | None], present: NDArray[np.bool_]
     ) -> tuple[NDArray[np.bool_], Tensor | None]:
-        """(active `[P]` on the host, mask `[P]` on the device or None).
+        """(active `[P]` on the host, mask `[P]` on the device or None). Changes nothing but the count.
 
         Raises TypeError for sparse gradients, FloatingPointError if the recipe asks for it, both naming the parameter.
         """
@@ -39,53 +41,58 @@ class Screen:
                 raise TypeError(f"{self.names[index]}: a dense gradient is required, got layout {gradient.layout}")
         if self.failure.nonfinite == "ignore":
             return present, None
+        usable = _usable(found)
         if not self._on_host(found[0]):
-            return present, self._defer(where, _finite(torch._foreach_norm(found, float("inf"))), len(present))
-        # a norm may overflow where every entry is finite: only then does it pay to look at all of them
-        suspects = [k for k, fine in enumerate(_finite(torch._foreach_norm(found)).tolist()) if not fine]
-        bad = [where[k] for k in suspects if not bool(found[k].isfinite().all())]
-        self._count(bad)
+            return present, self._defer(where, usable, len(present))
+        bad = [index for index, good in zip(where, usable.tolist(), strict=True) if not good]
+        self.skipped.update(self.names[index] for index in bad)
+        self.complain(bad, "nothing was changed")
         active = present.copy()
         active[bad] = False
         return active, None
 
     def settle(self) -> list[int]:
-        """Parameters whose gradient, one step ago, turned out not to be finite."""
+        """Parameters whose gradient, one step ago, turned out to be unusable; they are counted."""
         if self._pending is None:
             return []
-        where, finite, event = self._pending
+        where, usable, event = self._pending
         self._pending = None
         if event is not None:
             event.synchronize()
-        bad = [index for index, good in zip(where, finite.tolist(), strict=True) if not good]
-        self._count(bad)
+        bad = [index for index, good in zip(where, usable.tolist(), strict=True) if not good]
+        self.skipped.update(self.names[index] for index in bad)
         return bad
+
+    def complain(self, bad: Sequence[int], outcome: str) -> None:
+        """Raises for unusable gradients if the recipe says so."""
+        if bad and self.failure.nonfinite == "raise":
+            names = ", ".join(self.names[index] for index in bad[:5])
+            raise FloatingPointError(
+                f"gradient of {names}: finite values are required (their squares too), got others; {outcome}"
+            )
 
     def _on_host(self, like: Tensor) -> bool:
         return self.failure.detect == "host" or (self.failure.detect == "auto" and like.device.type == "cpu")
 
-    def _defer(self, where: list[int], finite: Tensor, total: int) -> Tensor:
+    def _defer(self, where: list[int], usable: Tensor, total: int) -> Tensor:
         event = None
-        arrived = finite.to("cpu", non_blocking=True)
-        if finite.device.type == "cuda":
+        arrived = usable.to("cpu", non_blocking=True)
+        if usable.device.type == "cuda":
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
         self._pending = (where, arrived, event)
-        mask = torch.ones(total, dtype=torch.bool, device=finite.device)
-        mask[torch.tensor(where, device=finite.device)] = finite
+        mask = torch.ones(total, dtype=torch.bool, device=usable.device)
+        mask[torch.tensor(where, device=usable.device)] = usable
         return mask
 
-    def _count(self, bad: list[int]) -> None:
-        self.skipped.update(self.names[index] for index in bad)
-        if bad and self.failure.nonfinite == "raise":
-            names = ", ".join(self.names[index] for index in bad[:5])
-            raise FloatingPointError(
-                f"gradient of {names}: finite values are required, got inf or nan; nothing was changed"
-            )
 
-
-def _finite(norms: Sequence[Tensor]) -> Tensor:
-    """Which of some 0-d tensors are finite, `[n]`."""
-    # one kernel for norms of one dtype, however many they are
-    alike = all(norm.dtype == norms[0].dtype for norm in norms)
-    return torch.stack(list(norms) if alike else [norm.double() for norm in norms]).isfinite()
+def _usable(gradients: list[Tensor]) -> Tensor:
+    """Which gradients have a finite sum of squares in the dtype they are computed in, `[n]`, in a few kernels."""
+    dtypes = [compute_dtype(gradient.dtype) for gradient in gradients]
+    usable: list[Tensor] = [torch.empty(0)] * len(gradients)
+    for dtype in dict.fromkeys(dtypes):
+        places = [place for place, own in enumerate(dtypes) if own == dtype]
+        norms = torch.stack(torch._foreach_norm([gradients[place] for place in places], 2, dtype=dtype))
+        for place, good in zip(places, norms.square().isfinite().unbind(0), strict=True):
+            usable[place] = good
+    return torch.stack(usable)

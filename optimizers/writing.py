@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eigengraft.numerics import compute_dtype
-
 from .weight_decay import Decoupled, WeightDecay
 
 
@@ -21,44 +19,54 @@ class Pace:
     alpha: float | Tensor
     decay: WeightDecay
 
+    @property
+    def after(self) -> bool:
+        """Whether the decay acts on the moved parameter."""
+        return isinstance(self.decay, Decoupled) and self.decay.placed == "after"
+
     def decay_term(self, parameter: Tensor, update: Tensor) -> Tensor:
         """alpha W, or alpha W [U W > 0] for cautious decay; in the dtype of the update."""
         term = parameter.to(update.dtype) * self.alpha
         return torch.where(update * parameter > 0, term, 0.0) if self.decay.cautious else term
 
 
-def write(parameters: list[Tensor], updates: list[Tensor], pace: Pace, mask: Sequence[Tensor] | None = None) -> None:
+def write(
+    parameters: Sequence[Tensor], updates: Sequence[Tensor], pace: Pace, mask: Sequence[Tensor] | None = None
+) -> None:
     """Moves the parameters by their updates (same shapes).
 
     mask: 0-d booleans; a parameter whose mask is False stays.
     """
-    simple = mask is None and not pace.decay.cautious and isinstance(pace.lr, float) and isinstance(pace.alpha, float)
-    simple = simple and all(p.dtype == compute_dtype(p.dtype) for p in parameters)
-    if simple:
-        _write_together(parameters, updates, float(pace.lr), float(pace.lr * pace.alpha), _after(pace.decay))
-        return
+    together: tuple[list[Tensor], list[Tensor]] = ([], [])
+    numbers = isinstance(pace.lr, float) and isinstance(pace.alpha, float)
     for index, (parameter, update) in enumerate(zip(parameters, updates, strict=True)):
+        if numbers and mask is None and not pace.decay.cautious and parameter.dtype == update.dtype:
+            together[0].append(parameter)
+            together[1].append(update)
+            continue
         moved = _moved(parameter.to(update.dtype), update, pace)
         if mask is not None:
             moved = torch.where(mask[index], moved, parameter)
         parameter.copy_(moved)
+    if together[0]:
+        _write_together(*together, pace)
 
 
-def _after(decay: WeightDecay) -> bool:
-    return isinstance(decay, Decoupled) and decay.placed == "after"
-
-
-def _write_together(parameters: list[Tensor], updates: list[Tensor], lr: float, factor: float, after: bool) -> None:
-    if factor and not after:
-        torch._foreach_mul_(parameters, 1 - factor)
-    torch._foreach_add_(parameters, updates, alpha=-lr)
-    if factor and after:
-        torch._foreach_mul_(parameters, 1 - factor)
+def _write_together(parameters: list[Tensor], updates: list[Tensor], pace: Pace) -> None:
+    kept = 1 - float(pace.lr * pace.alpha)
+    if kept != 1 and not pace.after:
+        torch._foreach_mul_(parameters, kept)
+    torch._foreach_add_(parameters, updates, alpha=-float(pace.lr))
+    if kept != 1 and pace.after:
+        torch._foreach_mul_(parameters, kept)
 
 
 def _moved(parameter: Tensor, update: Tensor, pace: Pace) -> Tensor:
-    """The new value, computed in the update's dtype."""
-    if _after(pace.decay):
-        moved = parameter - pace.lr * update
-        return moved - pace.lr * pace.alpha * moved
-    return parameter - pace.lr * pace.decay_term(parameter, update) - pace.lr * update
+    """The new value, computed in the update's dtype by the same operations as above."""
+    kept = 1 - pace.lr * pace.alpha
+    if pace.decay.cautious:
+        moved = parameter - pace.lr * pace.decay_term(parameter, update)
+    else:
+        moved = parameter if pace.after else parameter * kept
+    moved = moved - pace.lr * update if isinstance(pace.lr, Tensor) else moved.add(update, alpha=-pace.lr)
+    return moved * kept if pace.after else moved

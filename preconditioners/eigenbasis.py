@@ -24,8 +24,9 @@ class Eigenbasis(Preconditioner):
     """Q inner(Q^T g, Q^T d)  with Q = Q_1 x ... x Q_k, the eigenvectors of the axis statistics.
 
     SOAP is `inner: [momentum, rms]`.
-    timing: `current` observes and refreshes before the gradient is used; `lagged` after it, as published: the first
-    gradient then only builds the basis.
+    timing: `lagged` observes and refreshes after the gradient is used, as published: the first gradient only builds the
+    basis. `current` does so before; a first refresh at step 1 then makes that gradient diagonal in its own basis, and
+    the inner chain normalises rounding off the diagonal, so let `refresh.start` be some steps later.
     transport: what inner state does when Q changes by R = Q_old^T Q_new. exact: vectors are rotated, squares
     transported by (R*R)^T; permute: vectors are rotated, squares only follow the reordering of columns, as published;
     none: everything stays where it is.
@@ -36,8 +37,8 @@ class Eigenbasis(Preconditioner):
     statistic: Statistic = Field(default=Gram(), description="whose eigenvectors are the basis")
     solver: BasisSolver = Field(default=PowerQR(), description="how the basis is computed")
     every: Cadence = Field(default=Every(), alias="refresh", description="when the basis is recomputed")
-    timing: Literal["current", "lagged"] = Field(
-        default="current", description="use the current gradient before or after it is learned"
+    timing: Literal["lagged", "current"] = Field(
+        default="lagged", description="learn the current gradient after or before it is used"
     )
     transport: Literal["exact", "permute", "none"] = Field(
         default="exact", description="how inner state follows the basis"

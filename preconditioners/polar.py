@@ -21,6 +21,9 @@ class PolarSolver(Component, ABC, family="polar_solver"):
         """x `[N, m, n]` -> `[N, m, n]`; a zero matrix stays zero."""
 
 
+Triple = tuple[float, float, float]
+
+
 def _schedule(value: Any) -> Any:
     """A single triple is a schedule of one."""
     flat = isinstance(value, (list, tuple)) and len(value) == 3 and not isinstance(value[0], (list, tuple))
@@ -41,9 +44,9 @@ class NewtonSchulz(PolarSolver):
 
     kind: Literal["newton_schulz"] = "newton_schulz"
     steps: int = Field(default=5, ge=1, le=50, description="number of polynomial steps")
-    coefficients: Annotated[tuple[tuple[float, float, float], ...], BeforeValidator(_schedule)] = Field(
-        default=((3.4445, -4.7750, 2.0315),), min_length=1, description="triples (a, b, c), or one triple"
-    )
+    coefficients: Annotated[
+        tuple[Triple, ...], BeforeValidator(_schedule, json_schema_input_type=Triple | tuple[Triple, ...])
+    ] = Field(default=((3.4445, -4.7750, 2.0315),), min_length=1, description="triples (a, b, c), or one triple")
     eps: float = Field(default=1e-8, gt=0, description="the least norm divided by, in units of the direction")
     precision: Literal["input", "bfloat16"] = Field(default="input", description="dtype of the products")
 
@@ -72,8 +75,7 @@ class SVD(PolarSolver):
     )
 
     def polar(self, x: Tensor) -> Tensor:
-        if not bool(x.isfinite().all()):
-            raise ValueError("svd: a finite direction is required, got inf or nan")
+        x = torch.where(x.isfinite(), x, 0.0)  # LAPACK refuses inf and nan; what is masked out must not stop the rest
         peak = torch.linalg.vector_norm(x, ord=float("inf"), dim=(1, 2), keepdim=True)
         u, s, vh = torch.linalg.svd(x / torch.where(peak > 0, peak, 1.0), full_matrices=False)
         floor = s[:, :1] * (self.cutoff * max(x.shape[1:]) * torch.finfo(x.dtype).eps)

@@ -82,4 +82,5 @@ class Gram(Statistic):
         factor = state[f"factor.{axis}"]
         if self.beta == 1 or not self.bias_correction:
             return factor
-        return factor / clock.correction(self.beta, factor).clamp_min(1e-16)
+        # never less than one gradient's weight: a lagged stage is refreshed at step 0, when it has seen one
+        return factor / clock.correction(self.beta, factor).clamp_min(1 - self.beta)

@@ -100,7 +100,7 @@ RECIPES: dict[str, tuple[Any, str]] = {
         r"^failure\.nonfinite: .*'skip', 'raise' or 'ignore', got 'panic'$",
     ),
     "unknown routes": ({"update": "rms", "routes": "defalt"}, r"^routes: .*'?default'?.*, got 'defalt'$"),
-    "unknown route": ({"update": "rms", "routes": ["defalt"]}, r"^routes\.defalt: .*'?default'?.*, got 'defalt'$"),
+    "unknown route": ({"update": "rms", "routes": ["defalt"]}, r"^routes: .*the word 'default'.*'defalt'"),
     "route without a name": (
         {"update": "rms", "routes": [{"update": "sign"}]},
         r"^routes.*name: required, got nothing$",

@@ -122,6 +122,7 @@ SOAP = {
     "kind": "eigenbasis",
     "inner": [{"kind": "momentum", "beta": 0.9}, {"kind": "rms", "beta": 0.9, "eps": 1e-3}],
     "solver": "eigh",
+    "timing": "current",
     "refresh": NONE,
 }
 SHAMPOO = {"kind": "shampoo", "solver": {"kind": "eigh", "eps": 1e-6}, "refresh": NONE}
@@ -146,6 +147,7 @@ EQUIVARIANT = {
 def test_rotating_the_problem_rotates_the_trajectory(name: str, shape: tuple[int, int]) -> None:
     """W0 -> U W0 V^T and G_t -> U G_t V^T give U W_t V^T: nothing depends on the coordinates.
 
+    SOAP learns the current gradient first: a basis from earlier ones is arbitrary where they had nothing.
     The first statistics are singular, and what eigenvectors of their null space do is rounding: eps and ridges are
     chosen so large that rounding (1e-16) divided by them stays below the bound.
     """
@@ -189,20 +191,22 @@ def overshoot(source: object, *overrides: str) -> float:
 
 
 @pytest.mark.parametrize("source", ["soap", "soap_factorized", OUTSIDE], ids=["soap", "factorized", "momentum outside"])
-@pytest.mark.parametrize("more", [(), ("update.eigenbasis.solver.kind=eigh",), ("update.eigenbasis.timing=lagged",)])
+@pytest.mark.parametrize("more", [(), ("update.eigenbasis.solver.kind=eigh",), ("update.eigenbasis.timing=current",)])
 def test_with_exact_transport_a_spike_is_forgotten(source: object, more: tuple[str, ...]) -> None:
-    """The second moments follow the basis, and the spike stays where its squares are: 1.05 to 1.15 measured."""
+    """The second moments follow the basis, and the spike stays where its squares are: 1.1 to 1.2 measured."""
     assert overshoot(source, *more) <= 1.5
 
 
 @pytest.mark.parametrize(
     ("source", "overrides", "measured"),
-    [("soap", (f"{AFTER}=permute",), 24), ("reference/soap", (), 10), (OUTSIDE, (f"{AFTER}=none",), 35)],
+    [("soap", (f"{AFTER}=permute",), 13), ("reference/soap", (), 10), (OUTSIDE, (f"{AFTER}=none",), 24)],
     ids=["permute", "published", "none"],
 )
 def test_without_it_the_refreshes_after_a_spike_overshoot(source: object, overrides: Any, measured: float) -> None:
     """The old basis' huge squares stand in the new one's slots: other codes showed 12 to 47 times. The cost of a
-    choice, not a defect: the published recipes are what they are. A factor of two for other random numbers."""
+    choice, not a defect: the published recipes are what they are. `none` shows with momentum outside the basis; inside
+    it the momentum is left in the wrong slots as well, where it is as huge. A factor of two for other random numbers.
+    """
     assert measured / 2 <= overshoot(source, *overrides) <= measured * 2
 
 

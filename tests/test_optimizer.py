@@ -413,12 +413,15 @@ def test_a_parameter_may_be_frozen_and_thawed(recipe: str) -> None:
 
 
 def test_a_norm_per_parameter_is_over_all_its_blocks() -> None:
-    weight = nn.Parameter(torch.zeros(5, 4, dtype=torch.float64))  # blocks of 4 x 4 and of 1 x 4
     graft = {"kind": "graft", "direction": "sign", "magnitude": "identity", "per": "parameter"}
-    optimizer = Optimizer([weight], {"update": graft, "blocking": {"size": 4}, "routes": []}, lr=1.0)
-    g = torch.arange(1.0, 21.0, dtype=torch.float64).reshape(5, 4)
+    recipe = {"update": graft, "blocking": {"size": 4}, "routes": []}
+    weight = nn.Parameter(torch.zeros(8, 4, dtype=torch.float64))  # two blocks of 4 x 4
+    optimizer = Optimizer([weight], recipe, lr=1.0)
+    g = torch.arange(1.0, 33.0, dtype=torch.float64).reshape(8, 4)
     drive(optimizer, [weight], [[g]])
     close([weight.detach()], [-g.sign() * g.norm() / g.sign().norm()])
+    with pytest.raises(ValueError, match=r"update\.graft: .*blocks must be equal.*blocking\.size"):
+        Optimizer([nn.Parameter(torch.zeros(5, 4))], recipe)  # blocks of 4 x 4 and of 1 x 4
 
 
 def test_tied_weights_are_one_parameter() -> None:

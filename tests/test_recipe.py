@@ -195,12 +195,12 @@ def test_overrides_apply_in_order() -> None:
 
 
 def test_switching_a_kind_drops_the_fields_of_the_old_one_but_not_the_name() -> None:
-    data = {"update": [{"kind": "rms", "name": "second", "beta": 0.5}], "solver": {"kind": "a", "x": 1}, "bare": "a"}
-    changed = apply_overrides(data, ["update.second.kind=sign", "solver.kind=b", "bare.y=1", "bare.kind=a"])
+    data = {"update": [{"kind": "rms", "name": "second", "beta": 0.5}], "solver": {"kind": "a", "x": 1}, "bare": "rms"}
+    changed = apply_overrides(data, ["update.second.kind=sign", "solver.kind=b", "bare.kind=sign", "bare.y=1"])
     assert changed == {
         "update": [{"kind": "sign", "name": "second"}],
         "solver": {"kind": "b"},
-        "bare": {"kind": "a", "y": 1},
+        "bare": {"kind": "sign", "y": 1},
     }
     assert data["update"] == [{"kind": "rms", "name": "second", "beta": 0.5}]
     assert load_recipe("soap", ["update.eigenbasis.kind=shampoo"]).update[0].label == "shampoo"

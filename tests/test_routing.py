@@ -90,10 +90,16 @@ def test_a_positional_parameter_is_an_embedding(name: str) -> None:
 
 def test_reasons_say_how_it_was_seen() -> None:
     found = {name: reason for name, (_, reason) in routes(compose("soap", GPT(tied=False))).items()}
-    assert found["wte.weight"] == "embedding" and found["out.weight"] == "Linear onto the vocabulary"
+    assert found["wte.weight"] == "embedding"
+    assert "Linear onto" in found["out.weight"] and "vocabulary" in found["out.weight"]
     assert found["ln_f.weight"] == found["blocks.0.ln_1.bias"] == "normalisation"
     assert found["blocks.0.attn.in_proj_bias"] == found["blocks.0.mlp.0.bias"] == "bias"
     assert found["blocks.0.mlp.0.weight"] == "2-d weight, no route takes it"
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_hidden_layer_as_wide_as_the_vocabulary_is_no_head(tied: bool) -> None:
+    assert taken(compose("soap", GPT(tied, vocabulary=24))) == MATRICES
 
 
 def test_a_convolutional_network() -> None:

@@ -16,12 +16,13 @@ TABLE = Path(studies.__file__).parent / "studies" / "results" / "tune.csv"
 
 @pytest.fixture(scope="module")
 def table():
-    """(task, method) -> {lr: validation loss, infinite where the run diverged}."""
+    """(task, method) -> {lr: validation loss summed over seeds, infinite where a run diverged}."""
     found = {}
     with TABLE.open(encoding="utf-8", newline="") as stream:
         for row in csv.DictReader(stream):
             loss = float(row["val_loss"]) if row["status"] == "complete" else math.inf
-            found.setdefault((row["task"], row["method"]), {})[float(row["lr"])] = loss
+            losses = found.setdefault((row["task"], row["method"]), {})
+            losses[float(row["lr"])] = losses.get(float(row["lr"]), 0.0) + loss
             assert row["status"] in ("complete", "diverged")
     return found
 

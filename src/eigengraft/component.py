@@ -9,6 +9,7 @@ required field.
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -47,7 +48,7 @@ class Component(BaseModel):
         if family is not None:
             cls.family_name, cls.members = family, {}
             _FAMILIES[family] = cls
-        elif cls.family_name is not None and "kind" in cls.model_fields:
+        elif cls.family_name is not None and ("kind" in cls.model_fields or not inspect.isabstract(cls)):
             _register(cls)
 
     @classmethod
@@ -102,11 +103,14 @@ class Component(BaseModel):
 
     def replace(self, **changes: Any) -> Self:
         """A copy with fields changed, validated as at construction (pydantic's `model_copy` does not validate)."""
-        return type(self).model_validate({**{name: getattr(self, name) for name in type(self).model_fields}, **changes})
+        fields = type(self).model_fields
+        own = {field.alias or name: getattr(self, name) for name, field in fields.items()}
+        aliased = {(fields[name].alias or name) if name in fields else name: value for name, value in changes.items()}
+        return type(self).model_validate({**own, **aliased})
 
 
 def _register(cls: type[Component]) -> None:
-    kind = cls.model_fields["kind"].default
+    kind = cls.model_fields["kind"].default if "kind" in cls.model_fields else None
     if not isinstance(kind, str):
         raise TypeError(f"{cls.__name__}: `kind: Literal['name'] = 'name'` is required, got default {kind!r}")
     parents = [base for base in cls.__mro__[1:] if base in cls.members.values()]

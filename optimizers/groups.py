@@ -1,0 +1,52 @@
+"""What a param group may say."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+_KEYS = ("params", "param_names", "lr", "weight_decay", "name", "initial_lr", "peak_lr", "recipe")
+
+
+def check_keys(group: Mapping[str, Any], recipe: str) -> None:
+    """Refuses keys that nobody reads; `recipe` is what the optimizer itself writes there."""
+    for key in group:
+        if key not in _KEYS:
+            near = difflib.get_close_matches(key, _KEYS, n=1)
+            hint = f", did you mean '{near[0]}'?" if near else ""
+            raise ValueError(
+                f"param group: the keys are params, lr and weight_decay, got '{key}'{hint}; the recipe says the rest"
+            )
+    if group.get("recipe", recipe) != recipe:
+        raise ValueError(
+            "param group: one recipe for all groups is required (its `routes` tell parameters apart), got 'recipe'"
+        )
+
+
+def check_values(group: Mapping[str, Any]) -> None:
+    """Refuses a learning rate, weight decay or parameter that cannot be used."""
+    for key in ("lr", "weight_decay"):
+        value = number(group, key)
+        if not math.isfinite(value):
+            raise ValueError(f"{key}: a finite number >= 0 is required, got {float(value)}")
+    for parameter in group["params"]:
+        if not parameter.is_floating_point():
+            raise ValueError(f"params: real floating-point tensors are required, got {parameter.dtype}")
+
+
+def number(group: Mapping[str, Any], key: str) -> float | Tensor:
+    """A group's value as a float where reading it costs nothing; a tensor on a device stays there, unread."""
+    value = group.get(key)
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ValueError(f"{key}: a number or a tensor with one element is required, got shape {tuple(value.shape)}")
+    if isinstance(value, bool) or not isinstance(value, (int, float, Tensor)):
+        raise ValueError(f"{key}: a number is required, got {value!r}")
+    if isinstance(value, Tensor) and value.device.type != "cpu":
+        return value
+    if not float(value) >= 0:
+        raise ValueError(f"{key}: a finite number >= 0 is required, got {float(value)}")
+    return float(value)
