@@ -99,7 +99,7 @@ class Cohort:
         gradient = stack.gather(now.gradients)
         decay, rate = self._decay(unit.path, hyper)
         if decay.in_gradient and rate:
-            gradient = gradient + rate * stack.gather(self.parameters)
+            gradient = torch.add(gradient, stack.gather(self.parameters), alpha=rate)
         clock = unit.clock(stack, rows, self.counts, self._signals(unit, stack, hyper))
         mask = None if now.mask is None else now.mask[torch.from_numpy(stack.owners).to(stack.device)]
         if priming:
@@ -152,7 +152,8 @@ class Cohort:
         if "parameter_rms" in unit.signals:
             owners = list(dict.fromkeys(stack.owners.tolist()))
             norms = torch._foreach_norm([self.parameters[o].to(stack.dtype) for o in owners])
-            rms = {o: n / self.parameters[o].numel() ** 0.5 for o, n in zip(owners, norms, strict=True)}
+            means = torch._foreach_div(norms, [self.parameters[o].numel() ** 0.5 for o in owners])
+            rms = dict(zip(owners, means, strict=True))
             signals["parameter_rms"] = torch.stack([rms[o] for o in stack.owners.tolist()])
         return signals
 

@@ -19,11 +19,13 @@ from .momentum import Momentum as Momentum
 from .polar import SVD as SVD
 from .polar import NewtonSchulz as NewtonSchulz
 from .polar import PolarSolver as PolarSolver
+from .roots import Basis as Basis
 from .roots import BasisSolver as BasisSolver
 from .roots import CoupledNewton as CoupledNewton
 from .roots import Eigh as Eigh
 from .roots import EighBasis as EighBasis
 from .roots import PowerQR as PowerQR
+from .roots import Root as Root
 from .roots import RootSolver as RootSolver
 from .scale import ClipRMS as ClipRMS
 from .scale import Scale as Scale

@@ -46,7 +46,10 @@ class Adafactor(Preconditioner):
         row = self._track(state, "row", square.mean(-1), clock)  # [N, ..., m]
         column = self._track(state, "column", square.mean(-2), clock)  # [N, ..., n]
         mean = row.mean(-1, keepdim=True).clamp_min_(self._floor(row))
-        return direction / self._floored((row / mean).unsqueeze(-1) * column.unsqueeze(-2))
+        # v below the rounding of the gradient's norm is noise: low-rank gradients leave nothing else in a basis' corner
+        rounding = mean.unsqueeze(-1) * (4 * gradient[0].numel() * torch.finfo(row.dtype).eps ** 2)
+        v = (row / mean).unsqueeze(-1) * column.unsqueeze(-2)
+        return direction / self._floored(torch.maximum(v, rounding))
 
     def _track(self, state: State, name: str, square: Tensor, clock: Clock) -> Tensor:
         v = state[name]

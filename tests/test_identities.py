@@ -7,6 +7,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from eigengraft import Clock, State
@@ -82,7 +83,7 @@ class Relabelled(BasisSolver):
     """An eigenbasis whose columns are shuffled and flipped at random at every refresh."""
 
     kind: Literal["relabelled_for_test"] = "relabelled_for_test"
-    seed: int = 0
+    seed: int = Field(default=0, description="of the shuffle")
 
     def basis(self, a: Tensor, q: Tensor, first: bool) -> Basis:
         q, _, ok = EighBasis().basis(a, q, first)

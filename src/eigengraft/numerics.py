@@ -5,6 +5,8 @@ Legend: N blocks of a stack; `like` is a tensor `[N, *block]` whose rank and dty
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -29,7 +31,7 @@ def tiny(dtype: torch.dtype) -> float:
 
 def block_norm(x: Tensor) -> Tensor:
     """Frobenius norm of each block, `[N, *block] -> [N]`, without overflow or underflow of the squares."""
-    flat = x.reshape(x.shape[0], -1)
+    flat = x.reshape(x.shape[0], math.prod(x.shape[1:]))
     if flat.shape[1] == 0:
         return flat.new_zeros(flat.shape[0])
     norm: Tensor = torch.linalg.vector_norm(flat, dim=1)
@@ -49,8 +51,8 @@ def safe_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
 
 def symmetrized(a: Tensor) -> Tensor:
     """(A + A^T) / 2 for a stack `[N, d, d]`."""
-    half: Tensor = (a + a.mT).mul_(0.5)
-    return half
+    half = a * 0.5  # before the sum, which could overflow
+    return half + half.mT
 
 
 def identity_like(a: Tensor) -> Tensor:
