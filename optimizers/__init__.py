@@ -3,8 +3,8 @@
 from .composer import compose as compose
 from .loading import load_recipe as load_recipe
 from .loading import shipped_recipes as shipped_recipes
-from .optimizer import Assignment as Assignment
 from .optimizer import Optimizer as Optimizer
 from .recipe import Recipe as Recipe
 from .recipe import Route as Route
+from .reporting import Assignment as Assignment
 from .weight_decay import WeightDecay as WeightDecay

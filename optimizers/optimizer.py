@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from .cohort import Cohort, Hyper
 from .groups import check_keys, check_values, number
 from .loading import Source, load_recipe
 from .recipe import Recipe
+from .reporting import Assignment, assignments, describe, slot_bytes
 from .routing import Facts, examine
 
 _GROUP_KEYS = (
@@ -29,18 +29,6 @@ _GROUP_KEYS = (
     "fused",
     "foreach",
 )
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """Where one parameter went and why. route: "" is the recipe's own update; state_bytes: of all its slots."""
-
-    name: str
-    shape: tuple[int, ...]
-    route: str
-    reason: str
-    blocks: tuple[tuple[int, ...], ...]
-    state_bytes: int
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -109,7 +97,7 @@ class Optimizer(torch.optim.Optimizer):
 
         They depend on nothing but that set, so that a copy or a resumed run has the same ones.
         """
-        group, facts, labels = self.param_groups[index], self._facts[index], self._labels(index)
+        group, facts, labels = self.param_groups[index], self._facts[index], self.labels(index)
         here = [row for row in zip(group["params"], facts, labels, strict=True) if id(row[0]) in wanted]
         cohorts = []
         for device in dict.fromkeys(parameter.device for parameter, _, _ in here):
@@ -126,7 +114,11 @@ class Optimizer(torch.optim.Optimizer):
                 self.state[parameter] = views
         self._cohorts[index] = cohorts
 
-    def _labels(self, index: int) -> list[str]:
+    def facts(self, index: int) -> list[Facts]:
+        """What routes were told about the parameters of a group."""
+        return self._facts[index]
+
+    def labels(self, index: int) -> list[str]:
         """What errors and counts call the parameters of a group."""
         return [fact.name or f"group {index} parameter {place}" for place, fact in enumerate(self._facts[index])]
 
@@ -181,32 +173,14 @@ class Optimizer(torch.optim.Optimizer):
 
     def assignments(self) -> list[Assignment]:
         """Where each parameter went and why, in the order of the groups."""
-        rows = []
-        for index, group in enumerate(self.param_groups):
-            for parameter, fact, label in zip(group["params"], self._facts[index], self._labels(index), strict=True):
-                route, reason = self.recipe.route(fact)
-                blocking = self.recipe.updates()[route].blocking
-                pieces = blocking.pieces(tuple(parameter.shape))
-                blocks = tuple(piece.tile for piece in pieces for _ in piece.keys)
-                size = sum(t.numel() * t.element_size() for t in self.state.get(parameter, {}).values())
-                reason = reason if parameter.requires_grad or parameter in self.state else f"{reason}; frozen, no state"
-                rows.append(Assignment(label, fact.shape, route, reason, blocks, size))
-        return rows
+        return assignments(self)
 
     def state_bytes(self) -> int:
         """Bytes of all state tensors."""
-        return sum(t.numel() * t.element_size() for state in self.state.values() for t in state.values())
+        return sum(slot_bytes(state) for state in self.state.values())
 
     def __repr__(self) -> str:
-        lines = [f"Optimizer(recipe={self.recipe.name or 'unnamed'}"]
-        for index, group in enumerate(self.param_groups):
-            routes = Counter(path or "update" for cohort in self._cohorts[index] for path, _ in cohort.routed)
-            where = ", ".join(f"{count} by {path}" for path, count in routes.items())
-            lines.append(
-                f"  group {index}: {len(group['params'])} parameters ({where}), "
-                f"lr={float(group['lr']):g}, weight_decay={float(group['weight_decay']):g}"
-            )
-        return "\n".join([*lines, f"  state: {self.state_bytes()} bytes)"])
+        return describe(self)
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch. State keys are "<block>/<stage path>/<slot>"; every group holds the recipe as JSON text."""

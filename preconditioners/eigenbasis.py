@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -12,15 +12,13 @@ from torch import Tensor
 from eigengraft.clock import Clock
 from eigengraft.slots import Slot, State
 
-from .base import Preconditioner, Stages, chain_slots, run_chain, walk
-from .cadence import Cadence, Every
-from .kronecker import mode_product
+from .base import Stages, chain_slots, run_chain, walk
+from .factored import Factored
+from .kronecker import mode_product, rotate
 from .roots import BasisSolver, PowerQR
-from .shampoo import count_failures, keep_failed
-from .statistics import Gram, Statistic
 
 
-class Eigenbasis(Preconditioner):
+class Eigenbasis(Factored):
     """Q inner(Q^T g, Q^T d)  with Q = Q_1 x ... x Q_k, the eigenvectors of the axis statistics.
 
     SOAP is `inner: [momentum, rms]`.
@@ -34,9 +32,8 @@ class Eigenbasis(Preconditioner):
 
     kind: Literal["eigenbasis"] = "eigenbasis"
     inner: Stages = Field(description="the chain that runs in the basis")
-    statistic: Statistic = Field(default=Gram(), description="whose eigenvectors are the basis")
     solver: BasisSolver = Field(default=PowerQR(), description="how the basis is computed")
-    every: Cadence = Field(default=Every(), alias="refresh", description="when the basis is recomputed")
+    matrix: ClassVar[Literal["root", "basis"]] = "basis"
     timing: Literal["lagged", "current"] = Field(
         default="lagged", description="learn the current gradient after or before it is used"
     )
@@ -56,40 +53,22 @@ class Eigenbasis(Preconditioner):
     def chains(self) -> Mapping[str, Stages]:
         return {"inner": self.inner}
 
-    def cadence(self) -> Cadence:
-        return self.every
-
     def lagged(self) -> bool:
         return self.timing == "lagged"
 
-    def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
-        slots = dict(self.statistic.slots(block))
-        for axis in self.statistic.axes(block):
-            slots[f"basis.{axis}"] = Slot((block[axis],) * 2, fill="identity", role="basis")
-            slots[f"failures.{axis}"] = Slot((), role="count", dtype=torch.int32)
-        return slots
-
-    def refresh_cost(self, block: tuple[int, ...]) -> float:
-        return float(sum(block[axis] ** 3 for axis in self.statistic.axes(block)))
-
-    def observe(self, state: State, gradient: Tensor, clock: Clock) -> None:
-        self.statistic.observe(state, gradient, clock)
-
     def refresh(self, state: State, clock: Clock) -> None:
-        for axis in self.statistic.axes(state.block):
-            old = state[f"basis.{axis}"].clone()
+        for axis, old in self.matrices(state).items():
+            old = old.clone()
             new, order, ok = self.solver.basis(self.statistic.estimate(state, axis, clock), old, clock.first)
-            keep_failed(state, f"basis.{axis}", new, ok)
-            count_failures(state, axis, ok)
+            rotation = torch.bmm(old.mT, self.accept(state, axis, new, ok))
             if self.transport != "none":
-                rotation = torch.bmm(old.mT, state[f"basis.{axis}"])
                 self._transport(state.scope("inner"), axis, rotation, _settled(order, ok))
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, clock: Clock) -> Tensor:
-        axes = self.statistic.axes(state.block)
-        bases = {axis: state[f"basis.{axis}"] for axis in axes}
-        rotated = rotate(gradient, {axis: q.mT for axis, q in bases.items()})
-        inside = rotated if direction is gradient else rotate(direction, {axis: q.mT for axis, q in bases.items()})
+        bases = self.matrices(state)
+        inward = {axis: q.mT for axis, q in bases.items()}
+        rotated = rotate(gradient, inward)
+        inside = rotated if direction is gradient else rotate(direction, inward)
         return rotate(run_chain(self.inner, state.scope("inner"), rotated, inside, clock), bases)
 
     def _transport(self, inner: State, axis: int, rotation: Tensor, order: Tensor | None) -> None:
@@ -106,13 +85,6 @@ class Eigenbasis(Preconditioner):
                 x = scope[name]
                 index = order.reshape(-1, *(order.shape[1] if a == place else 1 for a in range(x.ndim - 1)))
                 scope[name] = x.gather(place + 1, index.expand_as(x))
-
-
-def rotate(x: Tensor, matrices: Mapping[int, Tensor]) -> Tensor:
-    """x `[N, *block]` times the matrix `[N, d, d]` of every axis given."""
-    for axis, matrix in matrices.items():
-        x = mode_product(x, matrix, axis)
-    return x
 
 
 def _settled(order: Tensor | None, ok: Tensor) -> Tensor | None:

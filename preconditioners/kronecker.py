@@ -6,6 +6,7 @@ Legend: N blocks; a axis of the block, of length d; p product of the axes before
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -36,3 +37,10 @@ def mode_product(x: Tensor, matrix: Tensor, axis: int) -> Tensor:
     else:
         y = torch.matmul(matrix.unsqueeze(1), x.reshape(-1, p, d, q))
     return y.reshape(*shape[: axis + 1], matrix.shape[1], *shape[axis + 2 :])
+
+
+def rotate(x: Tensor, matrices: Mapping[int, Tensor]) -> Tensor:
+    """x `[N, *block]` times the matrix `[N, d, d]` of every axis given."""
+    for axis, matrix in matrices.items():
+        x = mode_product(x, matrix, axis)
+    return x

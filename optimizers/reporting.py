@@ -1,0 +1,58 @@
+"""What an optimizer can say about itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .optimizer import Optimizer
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Where one parameter went and why. route: "" is the recipe's own update; state_bytes: of all its slots."""
+
+    name: str
+    shape: tuple[int, ...]
+    route: str
+    reason: str
+    blocks: tuple[tuple[int, ...], ...]
+    state_bytes: int
+
+
+def assignments(optimizer: Optimizer) -> list[Assignment]:
+    """Where each parameter went and why, in the order of the groups."""
+    rows = []
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter, fact, label in zip(
+            group["params"], optimizer.facts(index), optimizer.labels(index), strict=True
+        ):
+            route, reason = optimizer.recipe.route(fact)
+            pieces = optimizer.recipe.updates()[route].blocking.pieces(fact.shape)
+            blocks = tuple(piece.tile for piece in pieces for _ in piece.keys)
+            if not parameter.requires_grad and parameter not in optimizer.state:
+                reason += "; frozen, no state"
+            size = slot_bytes(optimizer.state.get(parameter, {}))
+            rows.append(Assignment(label, fact.shape, route, reason, blocks, size))
+    return rows
+
+
+def describe(optimizer: Optimizer) -> str:
+    """A few lines: the recipe, each group with how many parameters went where, the bytes of state."""
+    lines = [f"Optimizer(recipe={optimizer.recipe.name or 'unnamed'}"]
+    for index, group in enumerate(optimizer.param_groups):
+        routes = Counter(optimizer.recipe.route(fact)[0] or "update" for fact in optimizer.facts(index))
+        where = ", ".join(f"{count} by {path}" for path, count in routes.items())
+        rates = f"lr={float(group['lr']):g}, weight_decay={float(group['weight_decay']):g}"
+        lines.append(f"  group {index}: {len(group['params'])} parameters ({where}), {rates}")
+    return "\n".join([*lines, f"  state: {optimizer.state_bytes()} bytes)"])
+
+
+def slot_bytes(state: Mapping[str, Tensor]) -> int:
+    """Bytes of one parameter's state."""
+    return sum(slot.numel() * slot.element_size() for slot in state.values())
