@@ -17,19 +17,6 @@ from .recipe import Recipe
 from .reporting import Assignment, assignments, describe, slot_bytes
 from .routing import Facts, examine
 
-_GROUP_KEYS = (
-    "params",
-    "param_names",
-    "lr",
-    "weight_decay",
-    "name",
-    "initial_lr",
-    "peak_lr",
-    "recipe",
-    "fused",
-    "foreach",
-)
-
 
 class Optimizer(torch.optim.Optimizer):
     """W <- W - lr alpha W - lr U  with U what the recipe's update chain makes of the gradients.
