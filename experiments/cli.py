@@ -104,10 +104,10 @@ def show_command(
     path = Path(source)
     if path.is_file() and "task" in (read_yaml(path) or ()):
         experiment = load_experiment(path, overrides or (), imports or ())
-        typer.echo(to_yaml(experiment.model_dump(mode="json")))
+        typer.echo(to_yaml(experiment.declaration()))
     else:
         experiment = load_experiment({"task": task, "recipe": source}, overrides or (), imports or ())
-        typer.echo(to_yaml(experiment.recipe.model_dump(mode="json")))
+        typer.echo(to_yaml(experiment.recipe.declaration()))
     model = experiment.task.new_model(experiment.seed)
     write_table(assignment_table(eigengraft.compose(experiment.recipe, model, lr=experiment.lr)))
 

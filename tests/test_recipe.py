@@ -375,3 +375,11 @@ def test_the_schema_refuses_what_the_loader_refuses(text: str) -> None:
     with pytest.raises(RecipeError):
         load_recipe(parse_yaml(text))
     assert violations(json_schema(Recipe), parse_yaml(text)) != []
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_declaration_reads_back_and_leaves_out_what_is_not_set(name: str) -> None:
+    recipe = load_recipe(name)
+    declared = recipe.declaration()
+    assert load_recipe(declared) == recipe
+    assert "null" not in json.dumps(declared) and next(iter(declared["update"][0])) == "kind"

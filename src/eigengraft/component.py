@@ -108,6 +108,25 @@ class Component(BaseModel):
         aliased = {(fields[name].alias or name) if name in fields else name: value for name, value in changes.items()}
         return type(self).model_validate({**own, **aliased})
 
+    def declaration(self) -> dict[str, Any]:
+        """The fields as plain data in the order one would write them, without those that are None by default."""
+        data = self.model_dump(mode="json")
+        written = {}
+        for name in sorted(type(self).model_fields, key=lambda name: (name != "kind", name != "name")):
+            field, value = type(self).model_fields[name], getattr(self, name)
+            if value is not None or field.default is not None:
+                key = field.alias or name
+                written[key] = _declared(value, data[key])
+        return written
+
+
+def _declared(value: Any, data: Any) -> Any:
+    if isinstance(value, Component):
+        return value.declaration()
+    if isinstance(value, (list, tuple)):
+        return [_declared(item, plain) for item, plain in zip(value, data, strict=True)]
+    return data
+
 
 def _register(cls: type[Component]) -> None:
     kind = cls.model_fields["kind"].default if "kind" in cls.model_fields else None
