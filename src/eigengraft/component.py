@@ -114,8 +114,8 @@ class Component(BaseModel):
         written = {}
         for name in sorted(type(self).model_fields, key=lambda name: (name != "kind", name != "name")):
             field, value = type(self).model_fields[name], getattr(self, name)
-            if value is not None or field.default is not None:
-                key = field.alias or name
+            key = field.alias or name
+            if key in data and (value is not None or field.default is not None):
                 written[key] = _declared(value, data[key])
         return written
 
