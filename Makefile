@@ -15,7 +15,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 help:
 	@echo "make demo   compare AdamW, Shampoo, SOAP and Muon on two small tasks, and write a report (under 5 minutes)"
-	@echo "make test   run the tests            (make test ARGS='-k house' for some of them)"
+	@echo "make test   run the tests            (make test ARGS='-k house' for some of them; -n 0 in one process)"
 	@echo "make check  lint, formatting, types"
 	@echo "make clean  remove the environment, caches and build folders; runs/ stays"
 
@@ -23,7 +23,7 @@ demo: $(READY)
 	$(BIN)/eigengraft demo $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 check: $(READY)
 	$(BIN)/python -m ruff check .

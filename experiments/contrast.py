@@ -66,8 +66,8 @@ def _differ(found: Mapping[Place, str], among: Mapping[Place, object]) -> bool:
 
 
 def _summary(node: Tree, keys: list[str]) -> str:
-    """The fields of a part in one text: its kind or chain, then names and values."""
-    texts = [(key, value) for key in keys if isinstance(value := node.get(key), str)]
+    """The fields of a part in one text: its kind or chain, then names and values; what is off is left out."""
+    texts = [(key, value) for key in keys if isinstance(value := node.get(key), str) and value != "false"]
     return ", ".join(value if key in ("", "kind") else f"{key} {value}" for key, value in texts)
 
 

@@ -21,7 +21,7 @@ class Cadence(Component, ABC, family="cadence"):
     def due(self, clock: Clock, earliest: int) -> Iterator[tuple[int, int, bool]]:
         """(start, stop, first) spans of due blocks; `first` where it is their first refresh.
 
-        earliest: the step at which the stage learns its first gradient, 0 if it is lagged, else 1.
+        earliest: the step of the first refresh where the cadence itself does not say: 0, the priming, if lagged.
         """
 
 
@@ -35,7 +35,7 @@ class Every(Cadence):
     kind: Literal["every"] = "every"
     steps: int = Field(default=10, ge=1, description="interval between refreshes, in updates of the block")
     start: int | None = Field(
-        default=None, ge=1, description="update of the first refresh; default: the first gradient a block sees"
+        default=None, ge=1, description="update of the first refresh; default: as soon as the stage can"
     )
     stagger: Literal["cost", "none"] = Field(
         default="cost", description="spread refreshes over the interval, or do all at once"

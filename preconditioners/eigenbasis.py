@@ -22,9 +22,9 @@ class Eigenbasis(Factored):
     """Q inner(Q^T g, Q^T d)  with Q = Q_1 x ... x Q_k, the eigenvectors of the axis statistics.
 
     SOAP is `inner: [momentum, rms]`.
-    timing: `lagged` observes and refreshes after the gradient is used, as published: the first gradient only builds the
-    basis. `current` does so before; a first refresh at step 1 then makes that gradient diagonal in its own basis, and
-    the inner chain normalises rounding off the diagonal, so let `refresh.start` be some steps later.
+    timing: `current` observes and refreshes before the gradient is used. In the basis of one gradient alone that
+    gradient is diagonal, and the inner chain normalises rounding off the diagonal: let `refresh.start` be 2 or more.
+    `lagged` does so after it, as published: the first gradient only builds the basis.
     transport: what inner state does when Q changes by R = Q_old^T Q_new. exact: vectors are rotated, squares
     transported by (R*R)^T; permute: vectors are rotated, squares only follow the reordering of columns, as published;
     none: everything stays where it is.
@@ -34,8 +34,8 @@ class Eigenbasis(Factored):
     inner: Stages = Field(description="the chain that runs in the basis")
     solver: BasisSolver = Field(default=PowerQR(), description="how the basis is computed")
     matrix: ClassVar[Literal["root", "basis"]] = "basis"
-    timing: Literal["lagged", "current"] = Field(
-        default="lagged", description="learn the current gradient after or before it is used"
+    timing: Literal["current", "lagged"] = Field(
+        default="current", description="learn the current gradient before or after it is used"
     )
     transport: Literal["exact", "permute", "none"] = Field(
         default="exact", description="how inner state follows the basis"

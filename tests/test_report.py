@@ -67,7 +67,7 @@ def study(tmp_path):
 class Page(HTMLParser):
     """Collects attributes, text and whether every element is closed."""
 
-    VOID = frozenset({"meta", "br", "link", "img", "input", "hr"})
+    VOID = frozenset({"meta", "br", "wbr", "link", "img", "input", "hr"})
 
     def __init__(self, text):
         super().__init__()

@@ -11,29 +11,39 @@ from eigengraft.experiments import study as studies
 from eigengraft.experiments.plan import plan
 from eigengraft.experiments.study import load_study
 
-TABLE = Path(studies.__file__).parent / "studies" / "results" / "tune.csv"
+RESULTS = Path(studies.__file__).parent / "studies" / "results"
+TUNING = ("tune-bytes", "tune-digits")
 
 
 @pytest.fixture(scope="module")
 def table():
     """(task, method) -> {lr: validation loss summed over seeds, infinite where a run diverged}."""
     found = {}
-    with TABLE.open(encoding="utf-8", newline="") as stream:
-        for row in csv.DictReader(stream):
-            loss = float(row["val_loss"]) if row["status"] == "complete" else math.inf
-            losses = found.setdefault((row["task"], row["method"]), {})
-            losses[float(row["lr"])] = losses.get(float(row["lr"]), 0.0) + loss
-            assert row["status"] in ("complete", "diverged")
+    for row in rows():
+        losses = found.setdefault((row["task"], row["method"]), {})
+        loss = float(row["val_loss"]) if row["status"] == "complete" else math.inf
+        losses[float(row["lr"])] = losses.get(float(row["lr"]), 0.0) + loss
     return found
 
 
-def test_the_table_is_the_tuning_study_of_the_demo(table):
-    demo, tune = load_study("demo"), load_study("tune")
-    assert tune.base == demo.base
-    assert {axis: tune.axes[axis] for axis in demo.axes} == demo.axes
-    assert not set(tune.seeds) & set(demo.seeds)
-    cells = {(run.labels["task"], run.labels["method"], run.experiment.lr) for run in plan(tune)}
-    assert cells == {(*key, lr) for key, losses in table.items() for lr in losses}
+def rows():
+    for name in TUNING:
+        with (RESULTS / f"{name}.csv").open(encoding="utf-8", newline="") as stream:
+            yield from csv.DictReader(stream)
+
+
+def test_the_table_is_the_tuning_study_of_the_demo():
+    demo = load_study("demo")
+    planned = []
+    for tune in map(load_study, TUNING):
+        assert tune.base == demo.base
+        assert tune.axes["method"] == demo.axes["method"]
+        assert tune.axes["task"].items() <= demo.axes["task"].items()
+        assert not set(tune.seeds) & set(demo.seeds)
+        planned += [(r.labels["task"], r.labels["method"], r.labels["lr"], str(r.seed)) for r in plan(tune)]
+    assert {task for task, *_ in planned} == set(demo.axes["task"])
+    assert planned == [(row["task"], row["method"], row["lr"], row["seed"]) for row in rows()]
+    assert {row["status"] for row in rows()} <= {"complete", "diverged"}
 
 
 def test_the_grid_is_fine_enough(table):
