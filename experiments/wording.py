@@ -22,6 +22,9 @@ def sentences(panel: Panel, records: Records) -> Iterator[str]:
     if base is None or base.final is None or best is base:
         return
     yield f"{base.label}: {plus_minus(base.final)}."
+    test = best.difference
+    if test is not None and test.p is not None and test.p > 0.05:
+        yield f"With {test.n} seeds this difference is not significant (p = {test.p:.2g})."
     steps = [step for step in best.reached(0).values() if step is not None]
     if steps and len(steps) == len(best.runs):
         last = max(base.runs[0].curve(panel.metric)[0])

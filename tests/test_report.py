@@ -112,6 +112,8 @@ def test_page_says_the_numbers(study):
     page = Page(write_report(study).read_text(encoding="utf-8"))
     text = " ".join(page.text.split())
     assert "Lowest final validation loss: soap, 0.900 ± 0.141. adamw: 2.250 ± 0.354." in text
+    # t = -9 with one degree of freedom: p = 1 - 2/pi atan(9) = 0.0704
+    assert "With 2 seeds this difference is not significant (p = 0.07)." in text
     assert "soap is at adamw's final value after 15 of 30 steps." in text
     assert "t = \u22129.0" in text
     assert "With 2 seeds a test needs |t| above 12.7" in text
