@@ -1,7 +1,4 @@
-"""JSON schema of a declaration, generated from the registry:
-
-third-party members are in it as soon as they are defined.
-"""
+"""JSON schema of a declaration, generated from the registry; a third-party member is in it once it is defined."""
 
 from __future__ import annotations
 

@@ -85,10 +85,7 @@ class Unit:
         return run_chain(self.rule.after_decay, state, gradient, decayed, clock)
 
     def failing(self, clock: Clock, tolerated: int) -> list[int]:
-        """Rows in which a root or basis has failed more often in a row than tolerated;
-
-        looked at only after a refresh.
-        """
+        """Rows whose root or basis failed more often in a row than tolerated; nothing is read but after a refresh."""
         if not any(True for _, stage in self.rule.stages() for _ in stage.due(clock)):
             return []
         counts = [tensor for path, tensor in self.tensors.items() if path.rpartition("/")[2].startswith("failures.")]
@@ -104,10 +101,7 @@ class Unit:
 def build_units(
     parameters: Sequence[Tensor], paths: Sequence[str], updates: Mapping[str, Recipe | Route]
 ) -> list[Unit]:
-    """The units of some parameters, blocks of equal shape, dtype, device and update together;
-
-    refreshes spread by cost.
-    """
+    """The units of some parameters: blocks of one shape, dtype, device and update together; refreshes are spread."""
     found: dict[tuple[Any, ...], list[tuple[int, Piece]]] = {}
     for position, (parameter, path) in enumerate(zip(parameters, paths, strict=True)):
         pieces = list(updates[path].blocking.pieces(tuple(parameter.shape)))

@@ -33,10 +33,7 @@ class Statistic(Component, ABC, family="statistic"):
 
     @abstractmethod
     def estimate(self, state: State, axis: int, clock: Clock) -> Tensor:
-        """The factor of one axis as a root or basis solver should see it, `[N, d, d]`;
-
-        a fresh tensor or a view of state.
-        """
+        """The factor `[N, d, d]` of one axis as a solver should see it; a fresh tensor or a view of state."""
 
 
 class Gram(Statistic):

@@ -47,7 +47,7 @@ class CoupledNewton(RootSolver):
         a = torch.where(finite[:, None, None], symmetrized(a), eye)
         size = block_norm(a).clamp_min(tiny(a.dtype))[:, None, None]  # [N, 1, 1]
         ridge = self.eps if self.relative else self.eps / size
-        a = a / size + ridge * eye  # size ||A||_F + eps sqrt(d)
+        a = a / size + ridge * eye
         norm = torch.linalg.matrix_norm(a)[:, None, None]
         z = (1 + p) / (2 * norm)
         x, error = self._iterate(z ** (1 / p) * eye, z * a, p)

@@ -1,7 +1,4 @@
-"""Eigenbases by orthogonal iteration:
-
-one power step and a QR decomposition, warm-started (Vyas et al. 2024, Algorithm 4).
-"""
+"""Eigenbases by orthogonal iteration, warm-started: a power step and a QR (Vyas et al. 2024, Algorithm 4)."""
 
 from __future__ import annotations
 

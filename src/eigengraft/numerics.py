@@ -12,10 +12,7 @@ from torch import Tensor
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which states and updates of parameters of `dtype` are computed:
-
-    float64 stays, the rest is float32.
-    """
+    """The dtype that parameters of `dtype` are updated in: float64 stays, everything else is float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
