@@ -19,7 +19,7 @@ from eigengraft.optimizers.files import parse_yaml, read_yaml
 from eigengraft.optimizers.overrides import apply_overrides
 
 from .experiment import Experiment, resolved
-from .imports import is_file
+from .paths import located
 
 Source = str | Path | Mapping[str, Any] | Experiment
 
@@ -57,13 +57,9 @@ def read_experiment(path: Path) -> dict[str, Any]:
     if not isinstance(data, Mapping):
         kind = "an empty file" if data is None else f"a {type(data).__name__}"
         raise RecipeError(f"{path}: a mapping with at least 'task' and 'recipe' is required, got {kind}")
-    home, data = path.parent, dict(data)
-    data["imports"] = [str(home / name) if is_file(name) else name for name in map(str, _listed(data, "imports"))]
-    if isinstance(data.get("recipe"), str) and data["recipe"].endswith((".yaml", ".yml")):
-        data["recipe"] = str(home / data["recipe"])
-    if isinstance(data.get("task"), Mapping) and isinstance(data["task"].get("path"), str):
-        data["task"] = {**data["task"], "path": str(home / data["task"]["path"])}
-    return data
+    data = dict(data)
+    data["imports"] = list(map(str, _listed(data, "imports")))
+    return located(data, path.parent)
 
 
 def _plain(value: Any) -> Any:
