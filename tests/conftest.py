@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 from collections.abc import Iterator
 
 # Read when torch and BLAS load, here and in every process that a test starts.
@@ -19,6 +20,8 @@ settings.load_profile("fixed")
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)
+    # a shell's background job ignores SIGINT, and so would the processes that tests start to interrupt them
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -359,7 +360,7 @@ def test_an_interrupt_says_how_to_continue_and_the_command_does_continue() -> No
 
 def test_a_reader_that_leaves_is_no_error() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONSAFEPATH": "1"}
-    command = f"{sys.executable} -m eigengraft.experiments.cli schema study | head -c 20"
+    command = f"{shlex.quote(sys.executable)} -m eigengraft.experiments.cli schema study | head -c 20"
     done = subprocess.run(command, shell=True, env=environment, capture_output=True, text=True)
     assert len(done.stdout) == 20
     assert "Traceback" not in done.stderr
