@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from .outcome import Result, Tick
-from .running import News
+from .studies.running import News
+from .training.outcome import Result, Tick
 
 
 class Board:

@@ -20,10 +20,10 @@ from eigengraft.optimizers.schema import json_schema
 
 from . import cli_study
 from .console import assignment_table, refuse, summary, to_yaml, training_bar, write_table
-from .experiment import Experiment
-from .imports import import_component
-from .loading import load_experiment
-from .train import train
+from .training.experiment import Experiment
+from .training.imports import import_component
+from .training.loading import load_experiment
+from .training.train import train
 
 
 class Commands(TyperGroup):
@@ -118,7 +118,7 @@ def schema_command(
     imports: Imports = None,
 ) -> None:
     """Print a JSON schema for editors, with all components that are known, your own imports included."""
-    from .study import Study
+    from .studies.study import Study
 
     for source in imports or ():
         import_component(source)

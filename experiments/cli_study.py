@@ -31,7 +31,7 @@ def report(
     figures: Annotated[Path | None, typer.Option(help="also write the figures there, as SVG and PNG")] = None,
 ) -> None:
     """Write DIRECTORY/report.html: curves, a table, what differs and where it ran, in one self-contained file."""
-    from .report import write_figures, write_report
+    from .reports.report import write_figures, write_report
 
     typer.echo(write_report(directory))
     for path in write_figures(directory, figures) if figures else []:
@@ -43,7 +43,7 @@ def demo(
     workers: Workers = None,
 ) -> None:
     """Compare AdamW, Shampoo, SOAP and Muon, each with its tuned learning rate, on two small tasks; write a report."""
-    from .report import write_report
+    from .reports.report import write_report
 
     directory = _run("demo", [], out, workers)
     typer.echo(f"report: {write_report(directory).resolve()}")
@@ -52,8 +52,8 @@ def demo(
 def _run(source: str, overrides: list[str], out: Path | None, workers: int | None) -> Path:
     """Run what is left of a study with a progress bar; exit code 1 after naming the runs that failed."""
     from .board import Board
-    from .running import prepare, run_study
-    from .study import load_study
+    from .studies.running import prepare, run_study
+    from .studies.study import load_study
 
     study = load_study(source, overrides)
     directory = out or Path("runs") / study.name

@@ -19,7 +19,7 @@ from ruamel.yaml import YAML
 
 import eigengraft
 
-from .outcome import Result, Tick
+from .training.outcome import Result, Tick
 
 
 def refuse(title: str, message: str) -> None:

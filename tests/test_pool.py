@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from eigengraft.experiments.pool import run_pool
+from eigengraft.experiments.studies.pool import run_pool
 
 JOBS = """
 import os, signal, time
@@ -65,7 +65,7 @@ def test_workers_end_with_a_killed_parent(work, tmp_path):
 
     script = tmp_path / "parent.py"
     script.write_text(
-        "from pool_jobs import work\nfrom eigengraft.experiments.pool import run_pool\n"
+        "from pool_jobs import work\nfrom eigengraft.experiments.studies.pool import run_pool\n"
         "if __name__ == '__main__':\n"
         "    for event in run_pool(work, ['wait'], workers=1):\n"
         "        print(event.value, flush=True)\n"

@@ -7,11 +7,11 @@ from html.parser import HTMLParser
 
 import pytest
 
-from eigengraft.experiments.comparison import compare
-from eigengraft.experiments.contrast import contrast
-from eigengraft.experiments.records import read_records
-from eigengraft.experiments.report import write_figures, write_report
-from eigengraft.experiments.sweep import sweeps
+from eigengraft.experiments.reports.comparison import compare
+from eigengraft.experiments.reports.contrast import contrast
+from eigengraft.experiments.reports.records import read_records
+from eigengraft.experiments.reports.report import write_figures, write_report
+from eigengraft.experiments.reports.sweep import sweeps
 
 ADAM = {"name": "adamw", "update": [{"kind": "momentum", "beta": 0.9}, {"kind": "rms", "eps": 1e-8}]}
 SOAP = {

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from eigengraft.experiments.statistics import paired, reaches, summarize
+from eigengraft.experiments.reports.statistics import paired, reaches, summarize
 
 
 def test_mean_and_sample_standard_deviation():

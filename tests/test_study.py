@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from eigengraft import RecipeError
-from eigengraft.experiments.plan import plan, refuse_changed
-from eigengraft.experiments.records import read_records
-from eigengraft.experiments.running import prepare, run_study
-from eigengraft.experiments.study import Study, load_study, shipped_studies
-from eigengraft.experiments.train import train
+from eigengraft.experiments.reports.records import read_records
+from eigengraft.experiments.studies.plan import plan, refuse_changed
+from eigengraft.experiments.studies.running import prepare, run_study
+from eigengraft.experiments.studies.study import Study, load_study, shipped_studies
+from eigengraft.experiments.training.train import train
 
 TINY = {
     "task": {"kind": "digits", "layers": 1, "width": 8, "batch_size": 8},

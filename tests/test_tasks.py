@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from eigengraft import RecipeError
 from eigengraft.component import checked
-from eigengraft.experiments.schedule import Constant, Cosine, Linear, Schedule
 from eigengraft.experiments.tasks import Batch, ByteLM, Digits, Task
 from eigengraft.experiments.tasks.byte_lm import standard_library_files
 from eigengraft.experiments.tasks.digits import read_digits
+from eigengraft.experiments.training.schedule import Constant, Cosine, Linear, Schedule
 
 SMALL = ByteLM(layers=1, width=16, heads=2, context=16, batch_size=4, eval_sequences=8, max_bytes=65536)
 TASKS = [SMALL, Digits(), Digits(model="cnn", width=4)]

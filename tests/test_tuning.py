@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from eigengraft.experiments import study as studies
-from eigengraft.experiments.plan import plan
-from eigengraft.experiments.study import load_study
+from eigengraft.experiments.studies import study as studies
+from eigengraft.experiments.studies.plan import plan
+from eigengraft.experiments.studies.study import load_study
 
-RESULTS = Path(studies.__file__).parent / "studies" / "results"
+RESULTS = Path(studies.__file__).parent / "results"
 TUNING = ("tune-bytes", "tune-digits")
 
 

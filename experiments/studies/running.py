@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from .loading import load_experiment
-from .outcome import Result, Tick
+from ..reports.records import fault_file
+from ..training.loading import load_experiment
+from ..training.outcome import Result, Tick
+from ..training.train import train
 from .plan import Planned, expected_seconds, plan, refuse_changed, write_manifest
 from .pool import run_pool
-from .records import fault_file
 from .study import Study
-from .train import train
 
 
 @dataclass(frozen=True)

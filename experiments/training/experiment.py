@@ -13,9 +13,9 @@ import eigengraft
 from eigengraft.component import Component, checked
 from eigengraft.optimizers.files import parse_yaml
 
+from ..tasks import Task
 from .imports import import_component, is_file
 from .schedule import Constant, Schedule
-from .tasks import Task
 
 
 def _or_its_name(schema: dict[str, Any]) -> None:

@@ -15,8 +15,8 @@ from eigengraft.component import Component, RecipeError, checked
 from eigengraft.optimizers.files import read_yaml
 from eigengraft.optimizers.overrides import apply_overrides
 
-from .loading import read_experiment
-from .paths import located
+from ..training.loading import read_experiment
+from ..training.paths import located
 
 Changes = dict[str, Any]
 """Values by dotted path, as on the command line: `steps`, `task.width`, `update.eigenbasis.refresh.steps`."""
@@ -24,7 +24,7 @@ Changes = dict[str, Any]
 Label = str | int | float | bool
 """A label as it may be written: the text of a value is its label."""
 
-_SHIPPED = Path(__file__).parent / "studies"
+_SHIPPED = Path(__file__).parent
 _LABEL = re.compile(r"[\w.+-]+")
 
 

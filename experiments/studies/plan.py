@@ -11,10 +11,10 @@ from typing import Any
 
 from eigengraft.component import RecipeError
 
-from .experiment import Experiment
-from .loading import load_experiment
-from .records import MANIFEST
-from .rundir import RunDirectory
+from ..reports.records import MANIFEST
+from ..training.experiment import Experiment
+from ..training.loading import load_experiment
+from ..training.rundir import RunDirectory
 from .study import Study
 
 

@@ -14,7 +14,7 @@ import torch
 
 import eigengraft
 
-from .tasks import Fingerprint
+from ..tasks import Fingerprint
 
 
 def environment(data: Fingerprint, device: torch.device) -> dict[str, Any]:

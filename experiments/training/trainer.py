@@ -16,11 +16,11 @@ import eigengraft
 from eigengraft.component import RecipeError
 from eigengraft.optimizers.overrides import differences
 
+from ..tasks import Metrics
 from .environment import environment
 from .experiment import Experiment
 from .outcome import Result, Tick, Window
 from .rundir import RunDirectory
-from .tasks import Metrics
 
 
 class Trainer:

@@ -1,0 +1,1 @@
+"""From run directories to one HTML page: records, statistics, figures."""

@@ -1,0 +1,1 @@
+"""From an experiment file to a trained model in a run directory."""
