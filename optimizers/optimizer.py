@@ -110,10 +110,9 @@ class Optimizer(torch.optim.Optimizer):
         return [fact.name or f"group {index} parameter {place}" for place, fact in enumerate(self._facts[index])]
 
     def _require_matches(self) -> None:
-        taken = {path for cohorts in self._cohorts for cohort in cohorts for path, _ in cohort.routed}
-        frozen = {self.recipe.route(fact)[0] for facts in self._facts for fact in facts}
+        taken = {self.recipe.route(fact)[0] for facts in self._facts for fact in facts}
         for route in self.recipe.routes:
-            if not route.optional and f"routes.{route.name}" not in taken | frozen:
+            if not route.optional and f"routes.{route.name}" not in taken:
                 raise ValueError(
                     f"routes.{route.name}: a rule must match at least one parameter, got none "
                     "(earlier rules match first; names need named_parameters; set `optional: true` if that is meant)"
