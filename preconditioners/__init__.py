@@ -22,6 +22,7 @@ from .direct import SIRF as SIRF
 from .direct import Direct as Direct
 from .direct import Jorge as Jorge
 from .eigenbasis import Eigenbasis as Eigenbasis
+from .eigenfactors import Eigenfactors as Eigenfactors
 from .grafting import Graft as Graft
 from .gram_newton_schulz import GramNewtonSchulz as GramNewtonSchulz
 from .momentum import Momentum as Momentum

@@ -1,13 +1,15 @@
-"""Rows of the stages that keep a factor directly, without a root.
+"""Rows of the stages that keep a factor directly, without a statistic beside it.
 
 Without damping a whitening is blind to the size of all gradients; the factors of Jorge and SIRF are not, they start
 from a fixed size.
 """
 
-from .makes import SPREAD, unknown
+from .makes import EVERY, LATE, SPREAD, unknown
 from .rows import Fault, Row
 
 PURE = {"kind": "psgd", "damping": 0.0}
+EIGEN = {"kind": "eigenfactors", "initial": 0.1}
+"""A factor that starts as 0.1 I has a condition below 1e4 here, so that none of its basis is made of rounding."""
 
 DIRECT: tuple[Row, ...] = (
     Row(
@@ -57,4 +59,27 @@ DIRECT: tuple[Row, ...] = (
     ),
     Row({"kind": "sirf", "momentum": 0.0, "lr_preconditioner": 0.5, "batch_size": 32.0}, "no momentum", rotates=True),
     Row({"kind": "sirf", "max_size": 4, "refresh": SPREAD}, "diagonals, spread"),
+    Row(
+        {"kind": "eigenfactors"},
+        "as it comes",
+        singular=True,
+        faults=(
+            unknown("eigenfactors"),
+            Fault({"kind": "eigenfactors", "beta": 1.0}, r"beta: .*less than 1, got 1\.0"),
+            Fault({"kind": "eigenfactors", "eps": -1e-6}, "eps: .*greater than or equal to 0"),
+            Fault({"kind": "eigenfactors", "initial": -1.0}, "initial: .*greater than or equal to 0"),
+            Fault({"kind": "eigenfactors", "exponent": "1/0"}, "exponent: .*fraction such as '1/4' is required"),
+            Fault({"kind": "eigenfactors", "oversize": "full"}, "oversize: .*'diagonal', got 'full'"),
+            Fault(
+                {"kind": "eigenfactors", "solver": {"kind": "subspace", "rank": 3}},
+                "solver: a basis of all eigenvectors is required, got one of a subspace",
+            ),
+        ),
+    ),
+    Row({**EIGEN, "solver": "eigh", "refresh": EVERY}, "eigh", rotates=True),
+    Row({**EIGEN, "refresh": SPREAD, "solver": {"kind": "power_qr", "steps": 2}}, "spread"),
+    Row({**EIGEN, "initial": 0.0, "refresh": LATE}, "from nothing", degree=0, blocks=((5, 5), (3, 2, 4), (1, 1))),
+    Row({**EIGEN, "exponent": {2: [0, "1/2"], 1: 0}, "refresh": EVERY}, "one side"),
+    Row({**EIGEN, "max_size": 4, "oversize": "diagonal", "source": "direction", "refresh": EVERY}, "diagonals"),
+    Row({**EIGEN, "max_size": 5, "beta": 0.0}, "bounded", blocks=((6, 5), (7, 4), (3, 2, 4))),
 )
