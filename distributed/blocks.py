@@ -86,6 +86,12 @@ class Piece:
         """Whether the piece is the parameter itself, as one block."""
         return self.tile == self.merged
 
+    def block(self, index: int) -> Piece:
+        """One block of the box, as a box of its own."""
+        at = np.unravel_index(index, self.count)
+        start = tuple(s + int(i) * t for s, i, t in zip(self.start, at, self.tile, strict=True))
+        return Piece(self.merged, start, (1,) * len(self.tile), self.tile, (self.keys[index],))
+
     def cut(self, x: Tensor) -> Tensor:
         """The box of x as a view `[*count, *tile]`; x has the merged shape."""
         for axis, (start, count, tile) in enumerate(zip(self.start, self.count, self.tile, strict=True)):

@@ -14,15 +14,23 @@ from torch import Tensor
 
 from eigengraft.clock import Clock
 from eigengraft.distributed.stacks import Stack
+from eigengraft.distributed.trip import Trip
+from eigengraft.numerics import compute_dtype
 
+from .building import build
+from .division import Division, local
 from .iterates import Iterates, Move
 from .iterates.mode import Mode
 from .recipe import Recipe, Route
 from .routing import Facts
 from .screening import Screen
-from .unit import Unit, build_units
+from .together import Together
+from .unit import Unit
 from .weight_decay import WeightDecay
 from .writing import Pace, write
+
+GRADIENTS, PARAMETERS = "gradients", "parameters"
+"""What is gathered into blocks."""
 
 
 @dataclass(frozen=True)
@@ -35,20 +43,32 @@ class Hyper:
 
 
 class Cohort:
-    """Parameters by position; counts `[P]`: gradients that each has seen (what `step` in the state is a view of)."""
+    """Parameters by position; counts `[P]`: gradients that each has seen (what `step` in the state is a view of).
+
+    parts: what this rank holds of each parameter, the parameter itself if it is alone. together: other ranks.
+    """
 
     def __init__(
-        self, parameters: Sequence[Tensor], facts: Sequence[Facts], names: Sequence[str], recipe: Recipe
+        self,
+        parameters: Sequence[Tensor],
+        facts: Sequence[Facts],
+        names: Sequence[str],
+        recipe: Recipe,
+        division: Division | None = None,
     ) -> None:
         self.parameters, self.names, self.recipe = list(parameters), list(names), recipe
+        self.parts = [local(parameter) for parameter in parameters]
         self.routed = [recipe.route(fact) for fact in facts]
         self.updates = recipe.updates()
         self.steps = torch.zeros(len(parameters), dtype=torch.int64)
         self.counts: NDArray[np.int64] = self.steps.numpy()
-        self.units = build_units(self.parameters, self.names, [path for path, _ in self.routed], recipe)
-        self.screen = Screen(recipe.failure, self.names)
         paths = [path for path, _ in self.routed]
-        self.iterates = Iterates(recipe, self.parameters, paths)
+        self.units, exchange = build(self.parameters, self.names, paths, recipe, division)
+        self.together: Together | None = None
+        if division is not None and exchange is not None:
+            self.together = Together(division, exchange, self.parameters, self.names)
+        self.screen = Screen(recipe.failure, self.names)
+        self.iterates = Iterates(recipe, self.parts, paths)
         self._unmoved: NDArray[np.int64] = np.array([self.updates[path].lagging() for path in paths], dtype=np.int64)
 
     @property
@@ -86,8 +106,13 @@ class Cohort:
 
     def prepare(self, hyper: Hyper) -> _Step | None:
         """Looks at the gradients and changes nothing; None if there is nothing to do. Raises as the screen does."""
-        gradients = [parameter.grad for parameter in self.parameters]
-        present = np.array([g is not None and g.numel() > 0 for g in gradients], dtype=np.bool_)
+        self.parts[:] = [local(parameter) for parameter in self.parameters]
+        gradients = [None if parameter.grad is None else local(parameter.grad) for parameter in self.parameters]
+        present = np.array([p.grad is not None and p.numel() > 0 for p in self.parameters], dtype=np.bool_)
+        if self.together is not None:
+            active, mask = self.screen.look_together(gradients, present, self.together, hyper.lr)
+            on_host = mask is None
+            return _Step(gradients, active, mask, hyper) if active.any() or not on_host else None
         if not present.any():
             return None
         if isinstance(hyper.lr, float) and hyper.lr == 0 and not any(bool(g.any()) for g in gradients if g is not None):
@@ -100,13 +125,47 @@ class Cohort:
         self.counts[now.active] += 1
         if self.iterates:
             self.iterates.begin(np.flatnonzero(now.active & (self.moves == 1)).tolist())
+        if self.together is not None:
+            now.trip = self._depart(now, self.together)
         for unit in self.units:
+            if now.trip is not None and unit.family is not None:
+                now.trip.done(unit.family)
             for part, priming in self._phases(unit, now.active):
                 stack, rows = unit.stack.select(part)
                 if len(stack.owners):
                     self._advance(unit, stack, rows, now, priming)
+        if now.trip is not None:
+            for position, update in now.trip.close().items():
+                if now.active[position] and self._moves_now(position):
+                    now.buffers.setdefault(self.routed[position][0], {})[position] = update
         for path, whole in now.buffers.items():
             self._write(path, list(whole), list(whole.values()), now)
+
+    def _moves_now(self, position: int) -> bool:
+        """Whether the gradient of this step was not one that only primes."""
+        return bool(self.moves[position] > 0)
+
+    def _depart(self, now: _Step, together: Together) -> Trip:
+        """Sends gradients, and what decays if a stage needs it, on their way to the owners of blocks."""
+        trip = Trip(together.exchange)
+        used = {path for path, _ in self.routed}
+        if any("parameter_rms" in stage.requires for path in used for _, stage in self.updates[path].stages()):
+            sizes = np.array([parameter.numel() for parameter in self.parameters])
+            now.rms = together.rms(self.parts, sizes)
+        if not together.replicated:
+            trip.send([self._with_decay(position, now) for position in range(len(self.parts))], GRADIENTS)
+            if any(self.updates[path].after_decay for path in used):
+                trip.send(self.iterates.decaying(), PARAMETERS)
+        return trip
+
+    def _with_decay(self, position: int, now: _Step) -> Tensor | None:
+        """What this rank holds of a gradient, with its decay if that is part of the gradient."""
+        gradient: Tensor | None = now.gradients[position]
+        decay, rate = self._decay(self.routed[position][0], now.hyper)
+        if gradient is None or not (decay.in_gradient and rate):
+            return gradient
+        dtype = compute_dtype(gradient.dtype)
+        return torch.add(gradient.to(dtype), self.parts[position].to(dtype), alpha=rate)
 
     def _phases(self, unit: Unit, active: NDArray[np.bool_]) -> Iterator[tuple[NDArray[np.bool_], bool]]:
         if unit.lagging and (self.counts[active] == 1).any():
@@ -117,21 +176,36 @@ class Cohort:
 
     def _advance(self, unit: Unit, stack: Stack, rows: Tensor | None, now: _Step, priming: bool) -> None:
         hyper = now.hyper
-        gradient = stack.gather(now.gradients)
-        decay, rate = self._decay(unit.path, hyper)
-        if decay.in_gradient and rate:
-            gradient = torch.add(gradient, stack.gather(self.parameters), alpha=rate)
-        clock = unit.clock(stack, rows, self.counts, self._signals(unit, stack, hyper))
+        gradient = self._gather(unit, stack, rows, now, GRADIENTS)
+        clock = unit.clock(stack, rows, self.counts, self._signals(unit, stack, now))
         mask = None if now.mask is None else now.mask[torch.from_numpy(stack.owners).to(stack.device)]
         if priming:
             unit.prime(gradient, rows, mask, clock)
         else:
             direction = unit.direct(gradient, rows, mask, clock)
             if unit.rule.after_decay:
-                term = self._pace(unit.path, hyper).decay_term(stack.gather(self.iterates.decaying()), direction)
+                term = self._pace(unit.path, hyper).decay_term(
+                    self._gather(unit, stack, rows, now, PARAMETERS), direction
+                )
                 direction = unit.finish(gradient, direction + term, rows, mask, clock)
-            self._deliver(unit.path, stack, direction, now)
+            if now.trip is not None and unit.family is not None:
+                now.trip.deliver(unit.family, rows, direction)
+            else:
+                self._deliver(unit.path, stack, direction, now)
         self._check_roots(unit, clock)
+
+    def _gather(self, unit: Unit, stack: Stack, rows: Tensor | None, now: _Step, what: str) -> Tensor:
+        """Blocks of the gradients, or of what decays: from this rank's tensors, or from what has come from others."""
+        if now.trip is not None and unit.family is not None and now.trip.carries(what):
+            whole = now.trip.stack(unit.family, what)
+            return whole if rows is None else whole.index_select(0, rows)
+        if what == PARAMETERS:
+            return stack.gather(self.iterates.decaying())
+        gradient = stack.gather(now.gradients)
+        decay, rate = self._decay(unit.path, now.hyper)
+        if decay.in_gradient and rate:
+            gradient = torch.add(gradient, stack.gather(self.parts), alpha=rate)
+        return gradient
 
     def _deliver(self, path: str, stack: Stack, direction: Tensor, now: _Step) -> None:
         """Writes the parameters that are one block; collects the blocks of the others."""
@@ -145,7 +219,7 @@ class Cohort:
         stack.scatter(direction, buffers)
 
     def _write(self, path: str, owners: list[int], updates: list[Tensor], now: _Step) -> None:
-        parameters = [self.parameters[owner] for owner in owners]
+        parameters = [self.parts[owner] for owner in owners]
         shaped = [u if u.shape == p.shape else u.reshape(p.shape) for u, p in zip(updates, parameters, strict=True)]
         masks = None if now.mask is None else [now.mask[owner] for owner in owners]
         pace = self._pace(path, now.hyper)
@@ -169,13 +243,16 @@ class Cohort:
         ratio = rule.lr_ratio if isinstance(rule, Route) else 1.0
         return Pace(hyper.lr * ratio, decay.alpha(rate, hyper.lr * ratio, hyper.peak * ratio), decay)
 
-    def _signals(self, unit: Unit, stack: Stack, hyper: Hyper) -> dict[str, Any]:
+    def _signals(self, unit: Unit, stack: Stack, now: _Step) -> dict[str, Any]:
+        hyper = now.hyper
         signals: dict[str, Any] = {}
         if "lr" in unit.signals:
             signals["lr"] = self._pace(unit.path, hyper).lr
-        if "parameter_rms" in unit.signals:
+        if "parameter_rms" in unit.signals and now.rms is not None:
+            signals["parameter_rms"] = now.rms[torch.from_numpy(stack.owners).to(stack.device)].to(stack.dtype)
+        elif "parameter_rms" in unit.signals:
             owners = list(dict.fromkeys(stack.owners.tolist()))
-            norms = torch._foreach_norm([self.parameters[o].to(stack.dtype) for o in owners])
+            norms = torch._foreach_norm([self.parts[o].to(stack.dtype) for o in owners])
             means = torch._foreach_div(norms, [self.parameters[o].numel() ** 0.5 for o in owners])
             rms = dict(zip(owners, means, strict=True))
             signals["parameter_rms"] = torch.stack([rms[o] for o in stack.owners.tolist()])
@@ -183,7 +260,9 @@ class Cohort:
 
     def _check_roots(self, unit: Unit, clock: Clock) -> None:
         bad = unit.failing(clock, self.recipe.failure.roots)
-        if bad:
+        if bad and self.together is not None:
+            self.together.failed.update(int(unit.stack.owners[row]) for row in bad)
+        elif bad:
             names = sorted({self.names[unit.stack.owners[row]] for row in bad})
             raise ArithmeticError(
                 f"{unit.path or 'update'}: at most {self.recipe.failure.roots} failed roots in a row are tolerated "
@@ -191,13 +270,15 @@ class Cohort:
             )
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Step:
-    """One step of a cohort. active `[P]`; mask `[P]` on the device; buffers: updates of parameters cut into blocks, by
-    the path of their update and their position."""
+    """One step of a cohort. gradients: parts. active `[P]`; mask `[P]` on the device; buffers: updates of parameters
+    cut into blocks, by the path of their update and their position. trip, rms: with other ranks."""
 
     gradients: Sequence[Any]
     active: NDArray[np.bool_]
     mask: Tensor | None
     hyper: Hyper
     buffers: dict[str, dict[int, Tensor]] = field(default_factory=dict)
+    trip: Trip | None = None
+    rms: Tensor | None = None

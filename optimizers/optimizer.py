@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import checkpoint
 from .cohort import Cohort, Hyper
+from .division import Divisions
 from .groups import check_keys, check_values, number
 from .iterates.mode import Mode, require_training, switch
 from .loading import Source, load_recipe
@@ -42,6 +43,7 @@ class Optimizer(torch.optim.Optimizer):
         self._known = dict(facts or {})
         self._facts: list[list[Facts]] = []
         self._cohorts: list[list[Cohort]] = []
+        self._divisions = Divisions(self.recipe)
         self._loaded: list[tuple[list[Cohort], Mapping[Tensor, Mapping[str, Tensor]]]] = []
         defaults = {
             "lr": self.recipe.lr if lr is None else lr,
@@ -68,6 +70,7 @@ class Optimizer(torch.optim.Optimizer):
             self._complete_group(index)
         except Exception:
             del self.param_groups[index:], self._facts[index:], self._cohorts[index:]
+            self._divisions.forget(index)
             raise
 
     def _complete_group(self, index: int) -> None:
@@ -80,19 +83,24 @@ class Optimizer(torch.optim.Optimizer):
         known = self._known
         self._facts.append([known.get(id(p)) or examine(n, p) for n, p in zip(names, group["params"], strict=True)])
         self._cohorts.append([])
+        self._divisions.add(group["params"], self._facts[-1], self.labels(index))
+        self._divisions.agree(index)
         self._install(index, self._build(index, {id(p) for p in group["params"] if p.requires_grad}), {})
 
     def _build(self, index: int, wanted: set[int]) -> list[Cohort]:
-        """Fresh cohorts for those parameters of a group whose id is wanted, one for each device.
+        """Fresh cohorts for those parameters of a group whose id is wanted, one for each device and set of ranks.
 
         They depend on nothing but that set, so that a copy or a resumed run has the same ones.
         """
         group, facts, labels = self.param_groups[index], self._facts[index], self.labels(index)
         here = [row for row in zip(group["params"], facts, labels, strict=True) if id(row[0]) in wanted]
+        together: dict[Any, list[Any]] = {}
+        for row in here:
+            together.setdefault((row[0].device, self._divisions.place(row[0])), []).append(row)
         cohorts = []
-        for device in dict.fromkeys(parameter.device for parameter, _, _ in here):
-            parameters, own, names = zip(*[row for row in here if row[0].device == device], strict=True)
-            cohorts.append(Cohort(parameters, own, names, self.recipe))
+        for (_, where), rows in together.items():
+            parameters, own, names = zip(*rows, strict=True)
+            cohorts.append(Cohort(parameters, own, names, self.recipe, self._divisions.of(index, where)))
         return cohorts
 
     def _install(self, index: int, cohorts: list[Cohort], values: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
@@ -239,7 +247,9 @@ class Optimizer(torch.optim.Optimizer):
         self._known, self._loaded = {}, []
         super().__setstate__({**state, "state": defaultdict(dict)})
         self._cohorts = [[] for _ in self.param_groups]
+        self._divisions = Divisions(self.recipe)
         for index, group in enumerate(self.param_groups):
+            self._divisions.add(group["params"], self._facts[index], self.labels(index))
             self._install(index, self._build(index, {id(p) for p in group["params"] if p in saved}), saved)
             for cohort, counts in zip(self._cohorts[index], skipped[index], strict=True):
                 cohort.skipped.update(counts)

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from eigengraft.component import FAMILY_MARK, Component
 from eigengraft.distributed.blocks import Blocking
+from eigengraft.distributed.distribution import Distribution
 from eigengraft.preconditioners import RMS, Momentum, Stages, walk
 from eigengraft.quantization import Quantizer
 from eigengraft.slots import Role
@@ -130,6 +131,9 @@ class Recipe(Update):
         description="how slots are stored: by role (statistic, root, ...), by stage path or by stage path/slot",
     )
     failure: Failure = Field(default=Failure(), description="what happens when numbers go wrong")
+    distribution: Distribution = Field(
+        default=Distribution(), description="how the work is divided over ranks; it changes no result"
+    )
 
     @model_validator(mode="after")
     def _routes_differ(self) -> Self:
@@ -161,6 +165,11 @@ class Recipe(Update):
     def updates(self) -> dict[str, Recipe | Route]:
         """The recipe's own update under "" and each route's under its path."""
         return {"": self, **{f"routes.{route.name}": route for route in self.routes}}
+
+    def decays_in_gradient(self) -> bool:
+        """Whether some weight decay is added to gradients."""
+        rules = [self.weight_decay, *(route.weight_decay for route in self.routes)]
+        return any(rule is not None and rule.in_gradient for rule in rules)
 
     def to_json(self) -> str:
         """The resolved recipe as JSON text, with the schema version; `load_recipe` reads it back."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,6 +14,9 @@ from torch import Tensor
 from eigengraft.numerics import compute_dtype
 
 from .recipe import Failure
+
+if TYPE_CHECKING:
+    from .together import Together
 
 
 class Screen:
@@ -41,8 +45,33 @@ class Screen:
                 raise TypeError(f"{self.names[index]}: a dense gradient is required, got layout {gradient.layout}")
         if self.failure.nonfinite == "ignore":
             return present, None
-        usable = _usable(found)
-        if not self._on_host(found[0]):
+        return self._judge(where, _usable(found), present)
+
+    def look_together(
+        self, gradients: Sequence[Tensor | None], present: NDArray[np.bool_], together: Together, lr: float | Tensor
+    ) -> tuple[NDArray[np.bool_], Tensor | None]:
+        """As `look`, for the parts of gradients on all ranks that share the parameters: all of them get one answer.
+
+        Also raises what `Together` finds. Every rank must call it, whatever it has. With lr 0 and no gradient but
+        zeros nothing is active: somebody only wants to see the state.
+        """
+        squares, absent = together.look(gradients)
+        host = self._on_host(squares)
+        if host:
+            counts = absent.tolist()
+            together.require_presence(counts)
+            present = np.array([count == 0 for count in counts]) & present
+        if isinstance(lr, float) and lr == 0 and not bool(squares.any()):
+            return np.zeros_like(present), None
+        usable = together.finite(squares) if self.failure.nonfinite != "ignore" else torch.ones_like(squares) > 0
+        where = np.flatnonzero(present).tolist()
+        usable = usable & (absent == 0)
+        return self._judge(where, usable[torch.tensor(where, dtype=torch.int64, device=usable.device)], present)
+
+    def _judge(
+        self, where: list[int], usable: Tensor, present: NDArray[np.bool_]
+    ) -> tuple[NDArray[np.bool_], Tensor | None]:
+        if not self._on_host(usable):
             return present, self._defer(where, usable, len(present))
         bad = [index for index, good in zip(where, usable.tolist(), strict=True) if not good]
         self.skipped.update(self.names[index] for index in bad)

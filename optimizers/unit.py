@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -14,9 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eigengraft.clock import Clock
-from eigengraft.distributed.blocks import Piece
 from eigengraft.distributed.stacks import Stack
-from eigengraft.numerics import compute_dtype
 from eigengraft.preconditioners import chain_slots, run_chain
 from eigengraft.quantization import Quantizer, choose
 from eigengraft.slots import Coded, Slot, State, Storage
@@ -29,7 +26,8 @@ class Unit:
     """path: of the update in the recipe ("" or "routes.<name>"). tensors: state by "<stage path>/<slot>", `[N, ...]`.
     coded: the slots that are stored as others, "<stage path>/<slot>/<part>".
 
-    phases: `[N]` in [0, 1), where in a refresh interval each block is due. seeds: `[N]`, see `Clock`.
+    phases: `[N]` in [0, 1), where in a refresh interval each block is due. seeds: `[N]`, see `Clock`. family: which
+    family of the exchange the blocks belong to; None: they are found in the tensors of this rank.
     """
 
     path: str
@@ -40,6 +38,7 @@ class Unit:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     phases: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     seeds: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    family: int | None = None
 
     def __post_init__(self) -> None:
         blocks = len(self.stack.owners)
@@ -49,9 +48,7 @@ class Unit:
 
     def slots(self) -> Iterator[tuple[str, Slot]]:
         """(key, slot) of all state that the stages declare."""
-        for stages, part in ((self.rule.update, "update"), (self.rule.after_decay, "after_decay")):
-            for path, name, slot in chain_slots(stages, self.stack.block, self._path(part)):
-                yield f"{path}/{name}", slot
+        yield from slot_keys(self.rule, self.path, self.stack.block).items()
 
     def stored(self, key: str) -> list[Tensor]:
         """The tensors that a slot is kept in: itself, or its parts."""
@@ -81,11 +78,6 @@ class Unit:
     def signals(self) -> frozenset[str]:
         """What the stages of this unit ask for."""
         return frozenset(signal for _, stage in self.rule.stages() for signal in stage.requires)
-
-    @cached_property
-    def cost(self) -> float:
-        """Cost of one refresh of one block."""
-        return float(sum(stage.refresh_cost(self.stack.block) for _, stage in self.rule.stages()))
 
     @cached_property
     def lagging(self) -> bool:
@@ -131,58 +123,10 @@ class Unit:
             yield row, owner, key
 
 
-def build_units(parameters: Sequence[Tensor], names: Sequence[str], paths: Sequence[str], recipe: Recipe) -> list[Unit]:
-    """The units of some parameters: blocks of one shape, dtype, device and update together; refreshes are spread."""
-    updates = recipe.updates()
-    found: dict[tuple[Any, ...], list[tuple[int, Piece]]] = {}
-    for position, (parameter, path) in enumerate(zip(parameters, paths, strict=True)):
-        pieces = list(updates[path].blocking.pieces(tuple(parameter.shape)))
-        _require_one_stack(updates[path], path, tuple(parameter.shape), pieces)
-        for piece in pieces:
-            key = (path, piece.tile, compute_dtype(parameter.dtype), parameter.device)
-            found.setdefault(key, []).append((position, piece))
-    units = [
-        Unit(path, updates[path], Stack(block, dtype, device, tuple(members)), recipe.storage)
-        for (path, block, dtype, device), members in found.items()
-    ]
-    _require_slots(recipe.storage, units)
-    _spread(units)
-    for unit in units:
-        unit.seeds = np.array([_seed(names[owner], key) for _, owner, key in unit.rows()], dtype=np.int64)
-    return units
-
-
-def _require_slots(storage: Mapping[str, Quantizer], units: Sequence[Unit]) -> None:
-    """Raises for a storage key "path/slot" whose stage is there, but not the slot."""
-    slots = {key for unit in units for key in (*unit.tensors, *unit.coded)}
-    for key in storage:
-        path, slash, _ = key.partition("/")
-        near = sorted(slot for slot in slots if slot.rpartition("/")[0] == path)
-        if slash and near and key not in slots:
-            raise ValueError(f"storage: a slot of the stage is required ({', '.join(near)}), got '{key}'")
-
-
-def _seed(name: str, key: int) -> int:
-    digest = hashlib.blake2b(f"{name}/{key}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
-
-
-def _require_one_stack(rule: Recipe | Route, path: str, shape: tuple[int, ...], pieces: Sequence[Piece]) -> None:
-    for stage_path, stage in rule.stages(path):
-        if len(pieces) > 1 and stage.spans_parameter():
-            raise ValueError(
-                f"{stage_path}: takes norms over whole parameters, so their blocks must be equal, got blocks "
-                f"{', '.join(str(piece.tile) for piece in pieces)} of a parameter of shape {shape}; choose a "
-                "`blocking.size` that divides its axes, no splitting, or `per: block`"
-            )
-
-
-def _spread(units: Sequence[Unit]) -> None:
-    """Phases in proportion to the refresh cost of the blocks before: equal parts of an interval cost the same."""
-    total = sum(unit.cost * len(unit.phases) for unit in units)
-    before = 0.0
-    for unit in units:
-        blocks = len(unit.phases)
-        if total:
-            unit.phases = np.asarray((before + unit.cost * np.arange(blocks)) / total, dtype=np.float64)
-        before += unit.cost * blocks
+def slot_keys(rule: Recipe | Route, path: str, block: tuple[int, ...]) -> dict[str, Slot]:
+    """The slots of a block under an update of a recipe, by "<stage path>/<slot>"."""
+    found = {}
+    for stages, part in ((rule.update, "update"), (rule.after_decay, "after_decay")):
+        for stage, name, slot in chain_slots(stages, block, f"{path}.{part}" if path else part):
+            found[f"{stage}/{name}"] = slot
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, final
@@ -73,6 +74,26 @@ class Preconditioner(Component, ABC, family="preconditioner"):
     def refresh_cost(self, block: tuple[int, ...]) -> float:
         """What one refresh of a block costs, in any unit common to all stages; refreshes are spread by it."""
         return 0.0
+
+    def work(self, block: tuple[int, ...]) -> float:
+        """Floating-point operations of one step of one block, refreshes left out; blocks are divided over ranks by it.
+
+        Counted from the slots: a square matrix of order d on an axis of that length takes a product with the block,
+        2 d numel, a basis two (there and back), anything else a few operations for each of its numbers.
+        """
+        total, numel = 0.0, math.prod(block)
+        for slot in self.slots(block).values():
+            square = len(slot.shape) == 2 and slot.shape[0] in block and slot.role in ("statistic", "root", "basis")
+            products = 2 if slot.role == "basis" else 1
+            total += 2.0 * products * slot.shape[1] * numel if square else 4.0 * math.prod(slot.shape)
+        return total
+
+    def entrywise(self) -> bool:
+        """Whether each entry of the direction and of the state depends on that entry of the gradients alone.
+
+        Then a part of a block may be updated wherever it is, as if it were a block.
+        """
+        return False
 
     def lesson(self, gradient: Tensor, direction: Tensor) -> Tensor:
         """What `observe` is given as the gradient: the gradient, unless a stage learns from the direction."""

@@ -22,6 +22,11 @@ DRAWS = 1 << 32
 class Cadence(Component, ABC, family="cadence"):
     """Says which blocks of a stack are due, as contiguous spans."""
 
+    @property
+    def interval(self) -> float:
+        """Steps between two refreshes of a block, on average; blocks are divided over ranks by it."""
+        return 1.0
+
     @abstractmethod
     def due(self, clock: Clock, earliest: int) -> Iterator[tuple[int, int, bool]]:
         """(start, stop, first) spans of due blocks; `first` where it is their first refresh.
@@ -47,6 +52,10 @@ class Every(Cadence):
         default="cost", description="spread refreshes over the interval, or do all at once"
     )
 
+    @property
+    def interval(self) -> float:
+        return float(self.steps)
+
     def due(self, clock: Clock, earliest: int) -> Iterator[tuple[int, int, bool]]:
         start = self.start if self.start is not None else earliest
         steps = clock.steps
@@ -70,6 +79,10 @@ class Probability(Cadence):
     )
     shared: bool = Field(default=False, description="one draw a step for all blocks, instead of one for each block")
     seed: int = Field(default=0, ge=0, lt=2**31, description="chooses among sequences of draws")
+
+    @property
+    def interval(self) -> float:
+        return 1 / self.probability
 
     def due(self, clock: Clock, earliest: int) -> Iterator[tuple[int, int, bool]]:
         start = self.start if self.start is not None else earliest

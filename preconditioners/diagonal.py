@@ -22,6 +22,9 @@ class Identity(Preconditioner):
 
     kind: Literal["identity"] = "identity"
 
+    def entrywise(self) -> bool:
+        return True
+
     def apply(self, state: State, gradient: Tensor, direction: Tensor, clock: Clock) -> Tensor:
         return direction
 
@@ -30,6 +33,9 @@ class Sign(Preconditioner):
     """sign(d), 0 where d is 0: steepest descent in the maximum norm (signSGD, Bernstein et al. 2018)."""
 
     kind: Literal["sign"] = "sign"
+
+    def entrywise(self) -> bool:
+        return True
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, clock: Clock) -> Tensor:
         return direction.sign()
@@ -66,6 +72,9 @@ class RMS(Preconditioner):
         ):
             raise ValueError("exponent: one number > 0 for each order is required, got one for each axis")
         return self
+
+    def entrywise(self) -> bool:
+        return self.per == "entry"
 
     def _per(self, block: tuple[int, ...]) -> str:
         return self.per if len(block) > 1 else "entry"

@@ -49,6 +49,9 @@ class Momentum(Preconditioner):
             raise ValueError("beta3: takes the place of nesterov in the form ema, got both or another form")
         return self
 
+    def entrywise(self) -> bool:
+        return True
+
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
         return {"m": Slot(block, fill=0.0, role="first_moment", basis="vector")}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from pydantic import Field
@@ -22,6 +23,11 @@ class Spectral(Preconditioner):
 
     kind: Literal["spectral"] = "spectral"
     solver: PolarSolver = Field(default=NewtonSchulz(), description="how the polar factor is computed")
+
+    def work(self, block: tuple[int, ...]) -> float:
+        rows = block[0] if block else 1
+        columns = math.prod(block[1:])
+        return 30.0 * min(rows, columns) * rows * columns  # five iterations of three products, each with 2 operations
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, clock: Clock) -> Tensor:
         matrix = direction.reshape(direction.shape[0], direction.shape[1] if direction.ndim > 1 else 1, -1)

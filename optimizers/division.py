@@ -1,0 +1,182 @@
+"""How the parameters of a group are divided over ranks: who owns which block, and what stays where it is."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from eigengraft.distributed.distribution import Distribution
+from eigengraft.distributed.layouts import Layout
+from eigengraft.distributed.ownership import Loads, assign
+from eigengraft.distributed.peers import Peers, mesh_group
+from eigengraft.numerics import compute_dtype
+from eigengraft.quantization import choose
+
+from .costs import block_cost
+from .recipe import Recipe, Route
+from .routing import Facts
+from .unit import slot_keys
+
+REPLICATED = "replicated"
+"""The place of plain parameters that every rank has."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Of one parameter. owners: rank of each block by key; None: every rank updates the part that it holds itself."""
+
+    layout: Layout
+    owners: dict[int, int] | None
+
+
+@dataclass
+class Division:
+    """Of the parameters of one group that the same peers hold. shares: by `id` of the parameter."""
+
+    peers: Peers
+    shares: dict[int, Share] = field(default_factory=dict)
+
+
+def local(x: Tensor) -> Tensor:
+    """What this rank holds of a tensor, as a view."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def place(parameter: Tensor, distribution: Distribution) -> Any:
+    """What parameters must have in common to be exchanged together: a device mesh, REPLICATED, or None for neither.
+
+    Raises ValueError if the recipe says that this parameter must be of another kind.
+    """
+    sharded = isinstance(parameter, DTensor)
+    if distribution.mode in ("replicated", "local") and sharded:
+        raise ValueError(f"distribution.mode: '{distribution.mode}' takes plain tensors, got a DTensor")
+    if distribution.mode == "sharded" and not sharded:
+        raise ValueError("distribution.mode: 'sharded' takes DTensors, got a plain tensor")
+    if sharded:
+        return parameter.device_mesh  # type: ignore[attr-defined]
+    alone = distribution.mode == "local" or not (dist.is_available() and dist.is_initialized())
+    return None if alone or dist.get_world_size() == 1 else REPLICATED
+
+
+class Divisions:
+    """Of all groups of an optimizer, in order: what earlier groups have laid on a rank counts in later ones."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self._peers: dict[Any, Peers] = {}
+        self._loads: dict[Any, Loads] = {}
+        self._groups: list[dict[Any, Division]] = []
+
+    def place(self, parameter: Tensor) -> Any:
+        """See `place`."""
+        return place(parameter, self.recipe.distribution)
+
+    def of(self, index: int, where: Any) -> Division | None:
+        """The division of those parameters of a group that have that place; None if it is that of this rank alone."""
+        return None if where is None else self._groups[index][where]
+
+    def add(self, parameters: Sequence[Tensor], facts: Sequence[Facts], names: Sequence[str]) -> None:
+        """Divides the next group; the frozen too, so that owners stay who they are when one is thawed."""
+        paths = [self.recipe.route(fact)[0] for fact in facts]
+        divisions: dict[Any, Division] = {}
+        self._groups.append(divisions)
+        for parameter, path, name in zip(parameters, paths, names, strict=True):
+            try:
+                where = self.place(parameter)
+                if where is not None:
+                    self._add(divisions, where, parameter, path)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+        for where, division in divisions.items():
+            _assign(division, parameters, paths, self.recipe, self._loads[where])
+
+    def _add(self, divisions: dict[Any, Division], where: Any, parameter: Tensor, path: str) -> None:
+        if where not in self._peers:
+            group = dist.group.WORLD if where == REPLICATED else mesh_group(where)
+            self._peers[where] = Peers(group, self.recipe.distribution.timeout)
+            self._loads[where] = Loads(self._peers[where].size)
+        peers, rule = self._peers[where], self.recipe.updates()[path]
+        layout = layout_of(parameter, peers)
+        if rule.constraints and not layout.replicated:
+            raise ValueError(f"{path or 'recipe'}.constraints: whole parameters are required, got a sharded one")
+        stays = _entrywise(rule, path, parameter, layout, self.recipe)
+        divisions.setdefault(where, Division(peers)).shares[id(parameter)] = Share(layout, None if stays else {})
+
+    def forget(self, index: int) -> None:
+        """Takes back the groups from that one on, after a failure."""
+        del self._groups[index:]
+
+    def agree(self, index: int) -> None:
+        """Raises ValueError on every rank if ranks were not given the same recipe and parameters."""
+        for division in self._groups[index].values():
+            parameters = [(share.layout, share.owners) for share in division.shares.values()]
+            mine = {"recipe": self.recipe.to_json(), "parameters": repr(parameters)}
+            digests = {key: hashlib.blake2b(text.encode(), digest_size=16).hexdigest() for key, text in mine.items()}
+            found = division.peers.objects(digests, f"agreement on param group {index}")
+            for key in mine:
+                others = [rank for rank, other in enumerate(found) if other[key] != found[0][key]]
+                if others:
+                    raise ValueError(
+                        f"param group {index}: all ranks must have the same {key}, got others than rank 0's on "
+                        f"{'ranks' if len(others) > 1 else 'rank'} {', '.join(map(str, others[:8]))}"
+                    )
+
+
+def layout_of(parameter: Tensor, peers: Peers) -> Layout:
+    """What each rank of the group holds of a parameter."""
+    shape = tuple(parameter.shape)
+    if not isinstance(parameter, DTensor):
+        return Layout.whole(shape, peers.size)
+    mesh = parameter.device_mesh
+    layout = Layout.of(shape, tuple(mesh.mesh.shape), parameter.placements)
+    ranks = [dist.get_group_rank(peers.group, rank) for rank in mesh.mesh.flatten().tolist()]
+    order = sorted(range(len(ranks)), key=ranks.__getitem__)
+    layout = Layout(shape, tuple(layout.boxes[i] for i in order), tuple(layout.replicas[i] for i in order))
+    held = tuple(parameter.to_local().shape)
+    if held != layout.boxes[peers.rank].shape:
+        raise ValueError(
+            f"placement: {parameter.placements} of a tensor of shape {shape} on a mesh of shape "
+            f"{tuple(mesh.mesh.shape)} should leave {layout.boxes[peers.rank].shape} here, got {held}"
+        )
+    return layout
+
+
+def _entrywise(rule: Recipe | Route, path: str, parameter: Tensor, layout: Layout, recipe: Recipe) -> bool:
+    """Whether a parameter is updated where its parts are: nothing of the update mixes entries, and no part is held
+    twice, so that its state is divided as well as the parameter."""
+    pieces = list(rule.blocking.pieces(layout.shape))
+    if layout.copies > 1 or len(layout.boxes) == 1 or any(p.merged != layout.shape or not p.whole for p in pieces):
+        return False
+    slots = [
+        choose(recipe.storage, key.rpartition("/")[0], key.rpartition("/")[2], slot) is None
+        and slot.shape == layout.shape
+        for key, slot in slot_keys(rule, path, layout.shape).items()
+    ]
+    return all(slots) and all(stage.entrywise() and not stage.requires for _, stage in rule.stages())
+
+
+def _assign(
+    division: Division, parameters: Sequence[Tensor], paths: Sequence[str], recipe: Recipe, loads: Loads
+) -> None:
+    """Fills in the owners. What must stay together, because a stage spans a parameter, is one item."""
+    items: list[tuple[dict[int, int], list[int], float, float]] = []
+    for parameter, path in zip(parameters, paths, strict=True):
+        share = division.shares.get(id(parameter))
+        if share is None or share.owners is None:
+            continue
+        rule, dtype = recipe.updates()[path], compute_dtype(parameter.dtype)
+        whole = any(stage.spans_parameter() for _, stage in rule.stages())
+        for piece in rule.blocking.pieces(tuple(parameter.shape)):
+            cost = block_cost(rule, path, piece.tile, dtype, recipe.storage)
+            work = recipe.distribution.measured(piece.tile, cost.work)
+            groups = [list(piece.keys)] if whole else [[key] for key in piece.keys]
+            items += [(share.owners, keys, work * len(keys), float(cost.state * len(keys))) for keys in groups]
+    ranks = assign([work for _, _, work, _ in items], [state for _, _, _, state in items], loads)
+    for (owners, keys, _, _), rank in zip(items, ranks, strict=True):
+        owners.update(dict.fromkeys(keys, rank))

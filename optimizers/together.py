@@ -1,0 +1,88 @@
+"""What the parameters of a cohort need of other ranks, beside the exchange of blocks: agreement, and norms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from eigengraft.distributed.exchange import Exchange
+from eigengraft.distributed.peers import DistributedError
+from eigengraft.numerics import compute_dtype
+
+from .division import Division
+
+
+class Together:
+    """Parameters by position, P of them. failed: those whose roots have failed here too often, told to all next."""
+
+    def __init__(self, division: Division, exchange: Exchange, parameters: Sequence[Tensor], names: Sequence[str]):
+        self.division, self.exchange, self.peers, self.names = division, exchange, division.peers, names
+        shares = [division.shares[id(parameter)] for parameter in parameters]
+        self.copies = torch.tensor([float(share.layout.copies) for share in shares], dtype=torch.float64)
+        self.dtypes = [compute_dtype(parameter.dtype) for parameter in parameters]
+        self.replicated = all(share.layout.replicated for share in shares)
+        self.failed: set[int] = set()
+
+    def look(self, parts: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+        """(sum of squares of each whole gradient, how many ranks have none), both `[P]` float64 on the device.
+
+        Raises ArithmeticError on every rank if on one of them roots had failed too often a step ago.
+        """
+        total = len(parts)
+        device = next((part.device for part in parts if part is not None), self._device)
+        absent = [float(part is None) for part in parts]
+        failed = [float(position in self.failed) for position in range(total)]
+        squares = self._squares(parts, device) / self.copies.to(device)
+        found = torch.cat([squares, torch.tensor([*absent, *failed], dtype=torch.float64).to(device)])
+        self.peers.total(found, f"agreement on gradients ({self.names[0]} and {total - 1} more)")
+        if self.failed or self._on_host(found):
+            bad = torch.nonzero(found[2 * total :]).flatten().tolist()
+            if bad:
+                raise ArithmeticError(
+                    "roots failed more often in a row than failure.roots tolerates for "
+                    f"{', '.join(self.names[position] for position in bad[:5])}; a larger ridge or a lower lr may help"
+                )
+        return found[:total], found[total : 2 * total]
+
+    def require_presence(self, absent: Sequence[float]) -> None:
+        """Raises DistributedError if a parameter has a gradient on some ranks only; absent `[P]`: ranks without."""
+        some = [self.names[p] for p, count in enumerate(absent) if 0 < count < self.peers.size]
+        if some:
+            raise DistributedError(
+                f"gradients: all ranks or none must have one of a parameter, got some ranks for {', '.join(some[:5])}"
+                f"{f' and {len(some) - 5} more' if len(some) > 5 else ''}; nothing was changed"
+            )
+
+    def finite(self, squares: Tensor) -> Tensor:
+        """Which gradients have a finite sum of squares in the dtype they are computed in, `[P]`."""
+        if len(set(self.dtypes)) == 1:
+            return squares.to(self.dtypes[0]).isfinite()
+        return torch.stack(
+            [one.to(dtype).isfinite() for one, dtype in zip(squares.unbind(0), self.dtypes, strict=True)]
+        )
+
+    def rms(self, parts: Sequence[Tensor], sizes: NDArray[np.int64]) -> Tensor:
+        """The root mean square of each whole parameter, `[P]`; sizes: their numbers of entries."""
+        squares = self._squares(parts, parts[0].device) / self.copies.to(parts[0].device)
+        self.peers.total(squares, "norms of parameters")
+        return (squares / torch.from_numpy(sizes).to(squares)).sqrt()
+
+    def _squares(self, parts: Sequence[Tensor | None], device: torch.device) -> Tensor:
+        squares = torch.zeros(len(parts), dtype=torch.float64, device=device)
+        here = [(position, part) for position, part in enumerate(parts) if part is not None and part.numel()]
+        for dtype in dict.fromkeys(self.dtypes[position] for position, _ in here):
+            own = [(position, part) for position, part in here if self.dtypes[position] == dtype]
+            norms = torch.stack(torch._foreach_norm([part for _, part in own], 2, dtype=dtype)).square()
+            squares[torch.tensor([position for position, _ in own], device=device)] = norms.double()
+        return squares
+
+    @property
+    def _device(self) -> torch.device:
+        return next((family.device for family in self.exchange.families), torch.device("cpu"))
+
+    def _on_host(self, x: Tensor) -> bool:
+        return x.device.type == "cpu"
