@@ -31,8 +31,9 @@ class Member:
 
 @dataclass(frozen=True)
 class Family:
-    """dtype: to compute in; travels: of gradients and of updates on the way."""
+    """path: of the update. dtype: to compute in; travels: of gradients and of updates on the way."""
 
+    path: str
     block: tuple[int, ...]
     dtype: torch.dtype
     travels: tuple[torch.dtype, torch.dtype]

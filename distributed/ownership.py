@@ -19,6 +19,12 @@ class Loads:
         self.work = self.work or [0.0] * self.ranks
         self.state = self.state or [0.0] * self.ranks
 
+    def carry(self, parts: Sequence[float], work: float, state: float) -> None:
+        """Adds something whose fraction `parts[r]` is rank r's."""
+        for rank, part in enumerate(parts):
+            self.work[rank] += part * work
+            self.state[rank] += part * state
+
 
 def assign(work: Sequence[float], state: Sequence[float], loads: Loads) -> list[int]:
     """The owner of each item: longest processing time first (Graham 1969), in two measures.

@@ -87,7 +87,7 @@ def _shared(
     recipe: Recipe,
 ) -> Family:
     """A family with the owner of each block and its row there."""
-    _, block, dtype, device = key
+    path, block, dtype, device = key
     rows = [0] * division.peers.size
     members = []
     for position, piece in pieces:
@@ -99,7 +99,7 @@ def _shared(
     dtypes = {parameters[position].dtype for position, _ in pieces}
     gradient = dtypes.pop() if len(dtypes) == 1 and not recipe.decays_in_gradient() else dtype
     travels = (torch.bfloat16,) * 2 if recipe.distribution.dtype == "bf16" else (gradient, dtype)
-    return Family(block, dtype, (travels[0], travels[1]), device, tuple(members))
+    return Family(path, block, dtype, (travels[0], travels[1]), device, tuple(members))
 
 
 def _at_home(

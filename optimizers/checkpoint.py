@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .groups import check_values
-from .iterates.mode import saved_mode
+from .iterates.mode import Mode, saved_mode
 from .overrides import differences
 from .recipe import SCHEMA_VERSION
+from .sharing import manifest, own_state, whole
+
+if TYPE_CHECKING:
+    from .cohort import Cohort
 
 
 def take_state(optimizer: Any, state_dict: Any) -> dict[str, Any]:
@@ -35,14 +39,38 @@ def take_state(optimizer: Any, state_dict: Any) -> dict[str, Any]:
             wanted = {id(p) for p in values if values[p] or p in optimizer.state}
             cohorts = optimizer._build(index, wanted)
         for cohort in cohorts:
-            for name, parameter, views in zip(cohort.names, cohort.parameters, cohort.views(mode), strict=True):
-                faults += [f"{name}: {fault}" for fault in _faults(views, values[parameter])]
+            wanted_state = cohort.views(mode) if cohort.together is None else manifest(cohort, mode)
+            for name, parameter, own in zip(cohort.names, cohort.parameters, wanted_state, strict=True):
+                faults += [f"{name}: {fault}" for fault in _faults(own, values[parameter])]
         loaded.append((cohorts, values))
-    if faults:
-        more = f"\n... and {len(faults) - 8} more" if len(faults) > 8 else ""
-        raise ValueError("state_dict: it does not fit, nothing was loaded:\n" + "\n".join(faults[:8]) + more)
-    optimizer._loaded = loaded
+    _refuse(faults, [cohort for cohorts, _ in loaded for cohort in cohorts])
+    optimizer._loaded = [(cohorts, _own(cohorts, values, mode)) for cohorts, values in loaded]
     return {**state_dict, "state": {}}
+
+
+def _own(cohorts: list[Cohort], values: Mapping[Any, Any], mode: Mode) -> dict[Any, Any]:
+    """What this rank keeps of the state of a group that fits; the formats of what is stored are checked too."""
+    kept = dict(values)
+    for cohort in cohorts:
+        if cohort.together is None:
+            kept.update({p: {key: whole(value) for key, value in values[p].items()} for p in cohort.parameters})
+            continue
+        kept.update(own_state(cohort, values, mode))
+        faults = []
+        for name, parameter, own in zip(cohort.names, cohort.parameters, cohort.views(mode), strict=True):
+            faults += [f"{name}: {fault}" for fault in _faults(own, kept[parameter])]
+        _refuse(faults, [cohort])
+    return kept
+
+
+def _refuse(faults: list[str], cohorts: list[Cohort]) -> None:
+    """Raises if there are faults, here or on another rank."""
+    more = f"\n... and {len(faults) - 8} more" if len(faults) > 8 else ""
+    message = "state_dict: it does not fit, nothing was loaded:\n" + "\n".join(faults[:8]) + more if faults else None
+    for peers in {id(c.together.peers): c.together.peers for c in cohorts if c.together is not None}.values():
+        peers.agree(message, "agreement on a state dict")
+    if message is not None:
+        raise ValueError(message)
 
 
 def _compare_groups(groups: list[dict[str, Any]], saved: Any) -> None:
@@ -96,6 +124,6 @@ def _faults(own: Mapping[str, Any], got: Any) -> list[str]:
         if not isinstance(other, Tensor) or other.shape != mine.shape or other.dtype != mine.dtype:
             kind = f"{other.dtype} {tuple(other.shape)}" if isinstance(other, Tensor) else type(other).__name__
             faults.append(f"'{key}' of {mine.dtype} {tuple(mine.shape)} is required, got {kind}")
-        elif key.endswith("/format") and not torch.equal(mine.cpu(), other.cpu()):
+        elif key.endswith("/format") and isinstance(mine, Tensor) and not torch.equal(mine.cpu(), other.cpu()):
             faults.append(f"'{key.removesuffix('/format')}' is stored in another format or with another code book")
     return sorted(faults)

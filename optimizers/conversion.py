@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from eigengraft.distributed.distribution import Distribution
 from eigengraft.slots import State, Storage
 
 from .loading import load_recipe
@@ -49,7 +50,10 @@ def convert_storage(state_dict: Mapping[str, Any], optimizer: Optimizer) -> dict
 
 
 def _require_alike(saved: Recipe, wanted: Recipe) -> None:
-    plain = [json.loads(recipe.replace(storage={}, name=None, about=None).to_json()) for recipe in (saved, wanted)]
+    plain = [
+        json.loads(recipe.replace(storage={}, name=None, about=None, distribution=Distribution()).to_json())
+        for recipe in (saved, wanted)
+    ]
     changed = differences(*plain)
     if changed:
         raise ValueError("state_dict: another recipe than its storage alone (saved -> wanted):\n" + "\n".join(changed))
@@ -63,7 +67,7 @@ def _twin(optimizer: Optimizer, recipe: Recipe) -> Optimizer:
         params = list(zip(names, group["params"], strict=True)) if names else group["params"]
         groups.append({"params": params, "lr": group["lr"], "weight_decay": group["weight_decay"]})
         facts.update({id(p): fact for p, fact in zip(group["params"], optimizer.facts(index), strict=True)})
-    return Optimizer(groups, recipe, facts=facts)
+    return Optimizer(groups, recipe.replace(distribution=Distribution(mode="local")), facts=facts)
 
 
 def _recode(old: Unit, new: Unit) -> None:

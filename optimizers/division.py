@@ -164,13 +164,18 @@ def _entrywise(rule: Recipe | Route, path: str, parameter: Tensor, layout: Layou
 def _assign(
     division: Division, parameters: Sequence[Tensor], paths: Sequence[str], recipe: Recipe, loads: Loads
 ) -> None:
-    """Fills in the owners. What must stay together, because a stage spans a parameter, is one item."""
+    """Fills in the owners, after what stays at home. What must stay together, because a stage spans a parameter, is
+    one item."""
     items: list[tuple[dict[int, int], list[int], float, float]] = []
     for parameter, path in zip(parameters, paths, strict=True):
         share = division.shares.get(id(parameter))
-        if share is None or share.owners is None:
+        if share is None:
             continue
         rule, dtype = recipe.updates()[path], compute_dtype(parameter.dtype)
+        if share.owners is None:
+            cost = block_cost(rule, path, share.layout.shape, dtype, recipe.storage)
+            loads.carry([box.numel / max(parameter.numel(), 1) for box in share.layout.boxes], cost.work, cost.state)
+            continue
         whole = any(stage.spans_parameter() for _, stage in rule.stages())
         for piece in rule.blocking.pieces(tuple(parameter.shape)):
             cost = block_cost(rule, path, piece.tile, dtype, recipe.storage)

@@ -18,6 +18,7 @@ from .loading import Source, load_recipe
 from .recipe import Recipe
 from .reporting import Assignment, SlotSize, assignments, describe, slot_bytes, slot_sizes
 from .routing import Facts, examine
+from .sharing import gathered, give_state
 from .unit import Unit
 
 
@@ -178,6 +179,10 @@ class Optimizer(torch.optim.Optimizer):
         for cohort in self._all():
             cohort.settle()
 
+    def cohorts(self) -> list[list[Cohort]]:
+        """The cohorts of each group."""
+        return self._cohorts
+
     def _all(self) -> list[Cohort]:
         return [cohort for cohorts in self._cohorts for cohort in cohorts]
 
@@ -209,10 +214,21 @@ class Optimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As in torch. State keys are "<block>/<stage path>/<slot>" and, for iterates, "averaging/<slot>".
 
-        Every group holds the recipe as JSON text, and in `iterate` which iterate the parameters hold.
+        Every group holds the recipe as JSON text, and in `iterate` which iterate the parameters hold. Where parameters
+        are divided over ranks all of them must call it: state comes as DTensors, which cannot be pickled as they are;
+        torch.distributed.checkpoint takes them, or `full_state_dict`.
         """
         self._settle()
-        return super().state_dict()
+        handle = self.register_state_dict_post_hook(give_state, prepend=True)
+        try:
+            return super().state_dict()
+        finally:
+            handle.remove()
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The state dict with the whole state as plain tensors on the CPU, for torch.save; all ranks call it."""
+        whole: dict[str, Any] = gathered(self.state_dict())
+        return whole
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Strict: another recipe, missing, extra or misshapen state is one ValueError, and nothing is changed.

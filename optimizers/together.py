@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from eigengraft.distributed.exchange import Exchange
 from eigengraft.distributed.peers import DistributedError
@@ -25,7 +26,15 @@ class Together:
         self.copies = torch.tensor([float(share.layout.copies) for share in shares], dtype=torch.float64)
         self.dtypes = [compute_dtype(parameter.dtype) for parameter in parameters]
         self.replicated = all(share.layout.replicated for share in shares)
+        self.layouts = [share.layout for share in shares]
         self.failed: set[int] = set()
+        self._mesh: DeviceMesh | None = None
+
+    def mesh(self, device: torch.device) -> DeviceMesh:
+        """The ranks in one row."""
+        if self._mesh is None:
+            self._mesh = DeviceMesh.from_group(self.peers.group, device.type)
+        return self._mesh
 
     def look(self, parts: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
         """(sum of squares of each whole gradient, how many ranks have none), both `[P]` float64 on the device.
