@@ -18,7 +18,7 @@ from .loading import Source, load_recipe
 from .recipe import Recipe
 from .reporting import Assignment, SlotSize, assignments, describe, slot_bytes, slot_sizes
 from .routing import Facts, examine
-from .sharing import gathered, give_state
+from .sharing import gathered, give_state, visible_state
 from .unit import Unit
 
 
@@ -108,11 +108,15 @@ class Optimizer(torch.optim.Optimizer):
         """Makes cohorts the group's, and fills their state from `values` where a parameter is in there."""
         for cohort in cohorts:
             cohort.iterates.hold(self.param_groups[index]["iterate"])
-            for parameter, views in zip(cohort.parameters, cohort.views(), strict=True):
+            self.show(cohort)
+            for parameter in cohort.parameters:
                 for key, value in values.get(parameter, {}).items():
-                    views[key].copy_(value)
-                self.state[parameter] = views
+                    self.state[parameter][key].copy_(value)
         self._cohorts[index] = cohorts
+
+    def show(self, cohort: Cohort) -> None:
+        """Puts the state of a cohort where torch looks for it."""
+        self.state.update(zip(cohort.parameters, visible_state(cohort), strict=True))
 
     def facts(self, index: int) -> list[Facts]:
         """What routes were told about the parameters of a group."""

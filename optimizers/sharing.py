@@ -16,12 +16,12 @@ from eigengraft.distributed.stacks import Stack
 from eigengraft.numerics import compute_dtype
 
 from .division import local
-from .iterates.mode import Mode
 from .together import Together
 from .unit import Unit, slot_keys
 
 if TYPE_CHECKING:
     from .cohort import Cohort
+    from .iterates.mode import Mode
 
 
 class Shares(dict[str, Any]):
@@ -53,6 +53,21 @@ def manifest(cohort: Cohort, mode: Mode | None = None) -> list[dict[str, Entry]]
                 whole = _divided(tensor, cohort.parts[position], together, position)
                 entries[position][key] = Entry(tuple(parameter.shape if whole else tensor.shape), tensor.dtype)
     return entries
+
+
+def visible_state(cohort: Cohort) -> list[dict[str, Tensor]]:
+    """What `optimizer.state` shows of each parameter: this rank's views, and empty tensors for what others own.
+
+    The keys are the same on every rank; torch.distributed.checkpoint reads them there.
+    """
+    views = cohort.views()
+    if cohort.together is None:
+        return views
+    entries = manifest(cohort)
+    return [
+        {key: view[key] if key in view else torch.empty(0, dtype=entry.dtype) for key, entry in own.items()}
+        for view, own in zip(views, entries, strict=True)
+    ]
 
 
 def shared_state(cohort: Cohort) -> list[dict[str, Tensor]]:
@@ -169,7 +184,7 @@ def _as_parameter(tensor: Tensor, cohort: Cohort, together: Together, position: 
     if not isinstance(parameter, DTensor) or not _divided(tensor, cohort.parts[position], together, position):
         return tensor
     return DTensor.from_local(
-        tensor,
+        tensor.clone(),  # of its own storage: asynchronous saving cannot stage rows of a stack
         parameter.device_mesh,
         parameter.placements,
         run_check=False,

@@ -21,7 +21,7 @@ def switch(optimizer: Optimizer, cohorts: Sequence[Cohort], mode: Mode) -> None:
         cohort.settle()
     for cohort in cohorts:
         cohort.switch(mode)
-        optimizer.state.update(zip(cohort.parameters, cohort.views(), strict=True))
+        optimizer.show(cohort)
     for group in optimizer.param_groups:
         group["iterate"] = mode
 

@@ -1,0 +1,167 @@
+"""A plan: what each rank of a divided optimizer owns, holds, computes and sends. No process is started, no tensor made.
+
+The division is that of the optimizer, by the same functions; only the parameters have shapes and no values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from eigengraft.distributed.exchange import Family, _packed
+from eigengraft.distributed.layouts import Layout
+from eigengraft.distributed.ownership import Loads
+from eigengraft.distributed.peers import Peers
+
+from .building import _families, _shared
+from .division import Division, Share, _assign, _entrywise
+from .loading import Source, load_recipe
+from .planning_loads import least_work, owned, state_bytes
+from .planning_wire import Traffic, all_reduced, wire
+from .recipe import Recipe
+from .routing import Facts, examine
+
+Parallel = Literal["ddp", "fsdp2", "hsdp"]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Of R ranks; arrays `[R]`. shares: who owns what of each parameter, by name.
+
+    blocks: owned. state: bytes. work: operations of a step (milliseconds if the recipe has measured ones). bound: the
+    largest work that no division can avoid. traffic: of a step, by what travels: "gradients" to owners, "updates" back,
+    and the "agreement" of all on which gradients are usable.
+    """
+
+    shares: Mapping[str, Share]
+    blocks: NDArray[np.int64]
+    state: NDArray[np.int64]
+    work: Floats
+    traffic: Mapping[str, Traffic]
+    bound: float
+
+    @property
+    def imbalance(self) -> float:
+        """Largest work / mean work."""
+        return float(self.work.max() / self.work.mean()) if self.work.any() else 1.0
+
+    @property
+    def least_imbalance(self) -> float:
+        """That of a division whose largest work is the bound."""
+        return self.bound / float(self.work.mean()) if self.work.any() else 1.0
+
+    @property
+    def state_imbalance(self) -> float:
+        """Largest state / mean state."""
+        return float(self.state.max() / self.state.mean()) if self.state.any() else 1.0
+
+
+def plan(
+    recipe: Source,
+    parameters: Iterable[tuple[str, Sequence[int]] | Facts],
+    mesh: tuple[int, ...],
+    parallel: Parallel | Sequence[Placement] = "fsdp2",
+    dtype: torch.dtype = torch.float32,
+) -> Plan:
+    """How a recipe is divided over the ranks of a device mesh.
+
+    parameters: names and shapes, or facts (what `examine_model` has found). parallel: how parameters lie on the mesh:
+    "ddp", everybody has all; "fsdp2", cut along the first axis; "hsdp", that over the second axis of the mesh, copied
+    over the first; or a placement for each axis of the mesh. dtype: of parameters and gradients.
+    """
+    recipe = load_recipe(recipe)
+    facts = [given if isinstance(given, Facts) else _facts(*given, dtype) for given in parameters]
+    if not facts:
+        raise ValueError("plan: at least one parameter is required, got none")
+    tensors = [torch.empty(fact.shape, dtype=dtype, device="meta") for fact in facts]
+    names = [fact.name or f"parameter {position}" for position, fact in enumerate(facts)]
+    paths = [recipe.route(fact)[0] for fact in facts]
+    layouts = _layouts(recipe, names, tensors, mesh, parallel)
+    ranks = len(layouts[0].boxes)
+    division, loads = Division(cast(Peers, SimpleNamespace(size=ranks))), Loads(ranks)  # nothing else is asked of peers
+    for name, tensor, path, layout in zip(names, tensors, paths, layouts, strict=True):
+        division.shares[id(tensor)] = _share(recipe, name, tensor, path, layout)
+    _assign(division, tensors, paths, recipe, loads)
+    work = np.array(loads.work)
+    found = _families(tensors, paths, recipe, division)
+    families = [_shared(key, pieces, division, tensors, recipe) for key, pieces in found.items()]
+    return Plan(
+        {name: division.shares[id(tensor)] for name, tensor in zip(names, tensors, strict=True)},
+        np.sum([owned(family, ranks) for family in families], axis=0) + np.zeros(ranks, dtype=np.int64),
+        state_bytes(recipe, tensors, paths, division, families),
+        work,
+        _traffic(recipe, paths, families, layouts),
+        least_work(recipe, families, work),
+    )
+
+
+def _traffic(
+    recipe: Recipe, paths: Sequence[str], families: Sequence[Family], layouts: Sequence[Layout]
+) -> dict[str, Traffic]:
+    """As in `Plan`. What decays is sent like the gradients if a stage acts on it; norms of parameters are summed."""
+    used, ranks = [recipe.updates()[path] for path in dict.fromkeys(paths)], len(layouts[0].boxes)
+    norms = any("parameter_rms" in stage.requires for rule in used for _, stage in rule.stages())
+    vectors = [3 * len(paths), *[len(paths)] * norms]
+    buckets = _packed(families, recipe.distribution.bucket) if ranks > 1 else []
+    there, back = wire(families, buckets, layouts, 1 + any(rule.after_decay for rule in used))
+    return {"gradients": there, "updates": back, "agreement": all_reduced(vectors, ranks)}
+
+
+def _facts(name: str, shape: Sequence[int], dtype: torch.dtype) -> Facts:
+    if any(length < 0 for length in shape):
+        raise ValueError(f"{name}: a shape without negative lengths is required, got {tuple(shape)}")
+    return examine(name, torch.empty(tuple(shape), dtype=dtype, device="meta"))
+
+
+def _layouts(
+    recipe: Recipe,
+    names: Sequence[str],
+    tensors: Sequence[Tensor],
+    mesh: tuple[int, ...],
+    parallel: Parallel | Sequence[Placement],
+) -> list[Layout]:
+    """What each rank holds of each parameter; found once for each shape."""
+    placements = _placements(mesh, parallel)
+    mode = recipe.distribution.mode
+    if mode == "local" or mode == ("replicated" if placements else "sharded"):
+        raise ValueError(f"distribution.mode: '{mode}' does not divide such parameters, got parallel {parallel}")
+    found: dict[tuple[int, ...], Layout] = {}
+    for name, tensor in zip(names, tensors, strict=True):
+        shape = tuple(tensor.shape)
+        if shape in found:
+            continue
+        if not placements:
+            found[shape] = Layout.whole(shape, int(np.prod(mesh)))
+            continue
+        if any(getattr(placement, "dim", -1) >= len(shape) for placement in placements):
+            raise ValueError(f"{name}: an axis to cut is required by {placements}, got shape {shape}")
+        found[shape] = Layout.of(shape, mesh, placements)
+    return [found[tuple(tensor.shape)] for tensor in tensors]
+
+
+def _placements(mesh: tuple[int, ...], parallel: Parallel | Sequence[Placement]) -> Sequence[Placement]:
+    """One for each axis of the mesh; none for plain tensors."""
+    known: Mapping[Any, Sequence[Placement]] = {"ddp": (), "fsdp2": (Shard(0),), "hsdp": (Replicate(), Shard(0))}
+    placements = known[parallel] if isinstance(parallel, str) else parallel
+    if not mesh or min(mesh) < 1:
+        raise ValueError(f"mesh: at least one axis, each of at least one rank, is required, got {mesh}")
+    if parallel != "ddp" and len(placements) != len(mesh):
+        raise ValueError(f"mesh: {len(placements)} axes are required by {parallel}, got {mesh}")
+    return placements
+
+
+def _share(recipe: Recipe, name: str, tensor: Tensor, path: str, layout: Layout) -> Share:
+    rule = recipe.updates()[path]
+    if rule.constraints and not layout.replicated:
+        raise ValueError(f"{name}: {path or 'recipe'}.constraints: whole parameters are required, got a sharded one")
+    return Share(layout, None if _entrywise(rule, path, tensor, layout, recipe) else {})
