@@ -43,6 +43,7 @@ def take_state(optimizer: Any, state_dict: Any) -> dict[str, Any]:
             for name, parameter, own in zip(cohort.names, cohort.parameters, wanted_state, strict=True):
                 faults += [f"{name}: {fault}" for fault in _faults(own, values[parameter])]
         loaded.append((cohorts, values))
+    optimizer._loaded = []
     _refuse(faults, [cohort for cohorts, _ in loaded for cohort in cohorts])
     optimizer._loaded = [(cohorts, _own(cohorts, values, mode)) for cohorts, values in loaded]
     return {**state_dict, "state": {}}

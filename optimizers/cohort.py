@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,25 +20,14 @@ from .building import build
 from .division import Division, local
 from .iterates import Iterates, Move
 from .iterates.mode import Mode
+from .moment import GRADIENTS, PARAMETERS, Hyper, Step
 from .recipe import Recipe, Route
 from .routing import Facts
 from .screening import Screen
-from .together import Together
+from .together import Together, failed_roots
 from .unit import Unit
 from .weight_decay import WeightDecay
 from .writing import Pace, write
-
-GRADIENTS, PARAMETERS = "gradients", "parameters"
-"""What is gathered into blocks."""
-
-
-@dataclass(frozen=True)
-class Hyper:
-    """What a param group says at this step: learning rate, its initial value, weight decay rate."""
-
-    lr: float | Tensor
-    peak: float
-    rate: float
 
 
 class Cohort:
@@ -66,7 +54,7 @@ class Cohort:
         self.units, exchange = build(self.parameters, self.names, paths, recipe, division)
         self.together: Together | None = None
         if division is not None and exchange is not None:
-            self.together = Together(division, exchange, self.parameters, self.names)
+            self.together = Together(division, exchange, self.parameters, self.names, recipe.failure)
         self.screen = Screen(recipe.failure, self.names)
         self.iterates = Iterates(recipe, self.parts, paths)
         self._unmoved: NDArray[np.int64] = np.array([self.updates[path].lagging() for path in paths], dtype=np.int64)
@@ -104,7 +92,7 @@ class Cohort:
             state.update(self.iterates.view(position, mode))
         return states
 
-    def prepare(self, hyper: Hyper) -> _Step | None:
+    def prepare(self, hyper: Hyper) -> Step | None:
         """Looks at the gradients and changes nothing; None if there is nothing to do. Raises as the screen does."""
         self.parts[:] = [local(parameter) for parameter in self.parameters]
         gradients = [None if parameter.grad is None else local(parameter.grad) for parameter in self.parameters]
@@ -112,15 +100,15 @@ class Cohort:
         if self.together is not None:
             active, mask = self.screen.look_together(gradients, present, self.together, hyper.lr)
             on_host = mask is None
-            return _Step(gradients, active, mask, hyper) if active.any() or not on_host else None
+            return Step(gradients, active, mask, hyper) if active.any() or not on_host else None
         if not present.any():
             return None
         if isinstance(hyper.lr, float) and hyper.lr == 0 and not any(bool(g.any()) for g in gradients if g is not None):
             return None  # lr 0 and gradients 0: somebody only wants to see the state
         active, mask = self.screen.look(gradients, present)
-        return _Step(gradients, active, mask, hyper) if active.any() else None
+        return Step(gradients, active, mask, hyper) if active.any() else None
 
-    def step(self, now: _Step) -> None:
+    def step(self, now: Step) -> None:
         """One update of every parameter that has a usable gradient."""
         self.counts[now.active] += 1
         if self.iterates:
@@ -136,29 +124,24 @@ class Cohort:
                     self._advance(unit, stack, rows, now, priming)
         if now.trip is not None:
             for position, update in now.trip.close().items():
-                if now.active[position] and self._moves_now(position):
+                if now.active[position] and self.moves[position] > 0:  # not a gradient that only primed
                     now.buffers.setdefault(self.routed[position][0], {})[position] = update
         for path, whole in now.buffers.items():
             self._write(path, list(whole), list(whole.values()), now)
 
-    def _moves_now(self, position: int) -> bool:
-        """Whether the gradient of this step was not one that only primes."""
-        return bool(self.moves[position] > 0)
-
-    def _depart(self, now: _Step, together: Together) -> Trip:
+    def _depart(self, now: Step, together: Together) -> Trip:
         """Sends gradients, and what decays if a stage needs it, on their way to the owners of blocks."""
         trip = Trip(together.exchange)
         used = {path for path, _ in self.routed}
         if any("parameter_rms" in stage.requires for path in used for _, stage in self.updates[path].stages()):
-            sizes = np.array([parameter.numel() for parameter in self.parameters])
-            now.rms = together.rms(self.parts, sizes)
+            now.rms = together.rms(self.parts)
         if not together.replicated:
             trip.send([self._with_decay(position, now) for position in range(len(self.parts))], GRADIENTS)
             if any(self.updates[path].after_decay for path in used):
                 trip.send(self.iterates.decaying(), PARAMETERS)
         return trip
 
-    def _with_decay(self, position: int, now: _Step) -> Tensor | None:
+    def _with_decay(self, position: int, now: Step) -> Tensor | None:
         """What this rank holds of a gradient, with its decay if that is part of the gradient."""
         gradient: Tensor | None = now.gradients[position]
         decay, rate = self._decay(self.routed[position][0], now.hyper)
@@ -174,7 +157,7 @@ class Cohort:
         else:
             yield active, False
 
-    def _advance(self, unit: Unit, stack: Stack, rows: Tensor | None, now: _Step, priming: bool) -> None:
+    def _advance(self, unit: Unit, stack: Stack, rows: Tensor | None, now: Step, priming: bool) -> None:
         hyper = now.hyper
         gradient = self._gather(unit, stack, rows, now, GRADIENTS)
         clock = unit.clock(stack, rows, self.counts, self._signals(unit, stack, now))
@@ -194,7 +177,7 @@ class Cohort:
                 self._deliver(unit.path, stack, direction, now)
         self._check_roots(unit, clock)
 
-    def _gather(self, unit: Unit, stack: Stack, rows: Tensor | None, now: _Step, what: str) -> Tensor:
+    def _gather(self, unit: Unit, stack: Stack, rows: Tensor | None, now: Step, what: str) -> Tensor:
         """Blocks of the gradients, or of what decays: from this rank's tensors, or from what has come from others."""
         if now.trip is not None and unit.family is not None and now.trip.carries(what):
             whole = now.trip.stack(unit.family, what)
@@ -207,7 +190,7 @@ class Cohort:
             gradient = torch.add(gradient, stack.gather(self.parts), alpha=rate)
         return gradient
 
-    def _deliver(self, path: str, stack: Stack, direction: Tensor, now: _Step) -> None:
+    def _deliver(self, path: str, stack: Stack, direction: Tensor, now: Step) -> None:
         """Writes the parameters that are one block; collects the blocks of the others."""
         if all(piece.whole for _, piece in stack.pieces):
             self._write(path, stack.owners.tolist(), list(direction.unbind(0)), now)
@@ -218,7 +201,7 @@ class Cohort:
                 buffers[owner] = torch.empty(piece.merged, dtype=stack.dtype, device=stack.device)
         stack.scatter(direction, buffers)
 
-    def _write(self, path: str, owners: list[int], updates: list[Tensor], now: _Step) -> None:
+    def _write(self, path: str, owners: list[int], updates: list[Tensor], now: Step) -> None:
         parameters = [self.parts[owner] for owner in owners]
         shaped = [u if u.shape == p.shape else u.reshape(p.shape) for u, p in zip(updates, parameters, strict=True)]
         masks = None if now.mask is None else [now.mask[owner] for owner in owners]
@@ -243,7 +226,7 @@ class Cohort:
         ratio = rule.lr_ratio if isinstance(rule, Route) else 1.0
         return Pace(hyper.lr * ratio, decay.alpha(rate, hyper.lr * ratio, hyper.peak * ratio), decay)
 
-    def _signals(self, unit: Unit, stack: Stack, now: _Step) -> dict[str, Any]:
+    def _signals(self, unit: Unit, stack: Stack, now: Step) -> dict[str, Any]:
         hyper = now.hyper
         signals: dict[str, Any] = {}
         if "lr" in unit.signals:
@@ -264,21 +247,4 @@ class Cohort:
             self.together.failed.update(int(unit.stack.owners[row]) for row in bad)
         elif bad:
             names = sorted({self.names[unit.stack.owners[row]] for row in bad})
-            raise ArithmeticError(
-                f"{unit.path or 'update'}: at most {self.recipe.failure.roots} failed roots in a row are tolerated "
-                f"(failure.roots), got more for {', '.join(names[:5])}; a larger ridge or a lower lr may help"
-            )
-
-
-@dataclass
-class _Step:
-    """One step of a cohort. gradients: parts. active `[P]`; mask `[P]` on the device; buffers: updates of parameters
-    cut into blocks, by the path of their update and their position. trip, rms: with other ranks."""
-
-    gradients: Sequence[Any]
-    active: NDArray[np.bool_]
-    mask: Tensor | None
-    hyper: Hyper
-    buffers: dict[str, dict[int, Tensor]] = field(default_factory=dict)
-    trip: Trip | None = None
-    rms: Tensor | None = None
+            raise failed_roots(unit.path or "update", self.recipe.failure.roots, names)

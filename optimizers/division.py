@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -37,10 +38,11 @@ class Share:
 
 @dataclass
 class Division:
-    """Of the parameters of one group that the same peers hold. shares: by `id` of the parameter."""
+    """Of the parameters of one group that the same peers hold. shares: by `id` of the parameter. names: with dtypes."""
 
     peers: Peers
     shares: dict[int, Share] = field(default_factory=dict)
+    names: list[str] = field(default_factory=list)
 
 
 def local(x: Tensor) -> Tensor:
@@ -72,6 +74,7 @@ class Divisions:
         self._peers: dict[Any, Peers] = {}
         self._loads: dict[Any, Loads] = {}
         self._groups: list[dict[Any, Division]] = []
+        self._before: list[dict[Any, Loads]] = []
 
     def place(self, parameter: Tensor) -> Any:
         """See `place`."""
@@ -91,8 +94,10 @@ class Divisions:
                 where = self.place(parameter)
                 if where is not None:
                     self._add(divisions, where, parameter, path)
+                    divisions[where].names.append(f"{name} {parameter.dtype}")
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
+        self._before.append(copy.deepcopy(self._loads))
         for where, division in divisions.items():
             _assign(division, parameters, paths, self.recipe, self._loads[where])
 
@@ -110,13 +115,14 @@ class Divisions:
 
     def forget(self, index: int) -> None:
         """Takes back the groups from that one on, after a failure."""
-        del self._groups[index:]
+        self._loads = next(iter(self._before[index:]), self._loads)
+        del self._groups[index:], self._before[index:]
 
     def agree(self, index: int) -> None:
         """Raises ValueError on every rank if ranks were not given the same recipe and parameters."""
         for division in self._groups[index].values():
             parameters = [(share.layout, share.owners) for share in division.shares.values()]
-            mine = {"recipe": self.recipe.to_json(), "parameters": repr(parameters)}
+            mine = {"recipe": self.recipe.to_json(), "parameters": repr((division.names, parameters))}
             digests = {key: hashlib.blake2b(text.encode(), digest_size=16).hexdigest() for key, text in mine.items()}
             found = division.peers.objects(digests, f"agreement on param group {index}")
             for key in mine:

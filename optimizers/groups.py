@@ -1,13 +1,18 @@
-"""What a param group may say."""
+"""What a param group may say, and the cohorts that it is made of."""
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+
+from .cohort import Cohort
+from .division import Divisions
+from .recipe import Recipe
+from .routing import Facts
 
 _KEYS = ("params", "param_names", "lr", "weight_decay", "name", "initial_lr", "peak_lr", "recipe", "iterate")
 
@@ -50,3 +55,28 @@ def number(group: Mapping[str, Any], key: str) -> float | Tensor:
     if not float(value) >= 0:
         raise ValueError(f"{key}: a finite number >= 0 is required, got {float(value)}")
     return float(value)
+
+
+def require_matches(recipe: Recipe, facts: Iterable[Facts]) -> None:
+    """Raises ValueError for a route that must match a parameter and takes none."""
+    taken = {recipe.route(fact)[0] for fact in facts}
+    for route in recipe.routes:
+        if not route.optional and f"routes.{route.name}" not in taken:
+            raise ValueError(
+                f"routes.{route.name}: a rule must match at least one parameter, got none "
+                "(earlier rules match first; names need named_parameters; set `optional: true` if that is meant)"
+            )
+
+
+def make_cohorts(
+    rows: Sequence[tuple[Tensor, Facts, str]], recipe: Recipe, divisions: Divisions, index: int
+) -> list[Cohort]:
+    """Fresh cohorts for (parameter, facts, name) of the group with that index, one for each device and set of ranks."""
+    together: dict[Any, list[Any]] = {}
+    for row in rows:
+        together.setdefault((row[0].device, divisions.place(row[0])), []).append(row)
+    found = []
+    for (_, where), own in together.items():
+        parameters, facts, names = zip(*own, strict=True)
+        found.append(Cohort(parameters, facts, names, recipe, divisions.of(index, where)))
+    return found

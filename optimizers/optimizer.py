@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 
 from . import checkpoint
-from .cohort import Cohort, Hyper
+from .cohort import Cohort
 from .division import Divisions
-from .groups import check_keys, check_values, number
+from .groups import check_keys, check_values, make_cohorts, number, require_matches
 from .iterates.mode import Mode, require_training, switch
 from .loading import Source, load_recipe
+from .moment import Hyper
 from .recipe import Recipe
 from .reporting import Assignment, SlotSize, assignments, describe, slot_bytes, slot_sizes
 from .routing import Facts, examine
-from .sharing import gathered, give_state, visible_state
+from .sharing import closing_hook, gathered, give_state, visible_state
 from .unit import Unit
 
 
@@ -56,7 +57,7 @@ class Optimizer(torch.optim.Optimizer):
             )
         super().__init__(params, defaults)
         self._known = {}
-        self._require_matches()
+        require_matches(self.recipe, [fact for facts in self._facts for fact in facts])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group: `params`, optionally `lr` and `weight_decay`; `fused` and `foreach` are ignored.
@@ -93,16 +94,8 @@ class Optimizer(torch.optim.Optimizer):
 
         They depend on nothing but that set, so that a copy or a resumed run has the same ones.
         """
-        group, facts, labels = self.param_groups[index], self._facts[index], self.labels(index)
-        here = [row for row in zip(group["params"], facts, labels, strict=True) if id(row[0]) in wanted]
-        together: dict[Any, list[Any]] = {}
-        for row in here:
-            together.setdefault((row[0].device, self._divisions.place(row[0])), []).append(row)
-        cohorts = []
-        for (_, where), rows in together.items():
-            parameters, own, names = zip(*rows, strict=True)
-            cohorts.append(Cohort(parameters, own, names, self.recipe, self._divisions.of(index, where)))
-        return cohorts
+        rows = zip(self.param_groups[index]["params"], self._facts[index], self.labels(index), strict=True)
+        return make_cohorts([row for row in rows if id(row[0]) in wanted], self.recipe, self._divisions, index)
 
     def _install(self, index: int, cohorts: list[Cohort], values: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
         """Makes cohorts the group's, and fills their state from `values` where a parameter is in there."""
@@ -125,15 +118,6 @@ class Optimizer(torch.optim.Optimizer):
     def labels(self, index: int) -> list[str]:
         """What errors and counts call the parameters of a group."""
         return [fact.name or f"group {index} parameter {place}" for place, fact in enumerate(self._facts[index])]
-
-    def _require_matches(self) -> None:
-        taken = {self.recipe.route(fact)[0] for facts in self._facts for fact in facts}
-        for route in self.recipe.routes:
-            if not route.optional and f"routes.{route.name}" not in taken:
-                raise ValueError(
-                    f"routes.{route.name}: a rule must match at least one parameter, got none "
-                    "(earlier rules match first; names need named_parameters; set `optional: true` if that is meant)"
-                )
 
     @property
     def iterate(self) -> Mode:
@@ -183,8 +167,8 @@ class Optimizer(torch.optim.Optimizer):
         for cohort in self._all():
             cohort.settle()
 
-    def cohorts(self) -> list[list[Cohort]]:
-        """The cohorts of each group."""
+    def divided(self) -> list[list[Cohort]]:
+        """The cohorts of each group, one for each device and set of ranks."""
         return self._cohorts
 
     def _all(self) -> list[Cohort]:
@@ -223,11 +207,8 @@ class Optimizer(torch.optim.Optimizer):
         torch.distributed.checkpoint takes them, or `full_state_dict`.
         """
         self._settle()
-        handle = self.register_state_dict_post_hook(give_state, prepend=True)
-        try:
+        with closing_hook(self.register_state_dict_post_hook(give_state, prepend=True)):
             return super().state_dict()
-        finally:
-            handle.remove()
 
     def full_state_dict(self) -> dict[str, Any]:
         """The state dict with the whole state as plain tensors on the CPU, for torch.save; all ranks call it."""
@@ -235,17 +216,10 @@ class Optimizer(torch.optim.Optimizer):
         return whole
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Strict: another recipe, missing, extra or misshapen state is one ValueError, and nothing is changed.
-
-        Bit-exact.
-        """
+        """Bit-exact, strict: another recipe, missing, extra or misshapen state is one ValueError, nothing changes."""
         self._settle()
-        handle = self.register_load_state_dict_pre_hook(checkpoint.take_state)
-        try:
+        with closing_hook(self.register_load_state_dict_pre_hook(checkpoint.take_state)):
             super().load_state_dict(state_dict)
-        finally:
-            self._loaded = []
-            handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
         self._settle()
@@ -257,11 +231,10 @@ class Optimizer(torch.optim.Optimizer):
             views, loaded = self.state, self._loaded
             super().__setstate__(state)
             self.state, self._loaded = views, []
-            for group in self.param_groups:
-                group.setdefault("iterate", "train")
             for index, (cohorts, values) in enumerate(loaded):
-                self._install(index, cohorts, values)
+                self.param_groups[index].setdefault("iterate", "train")
                 self.param_groups[index]["recipe"] = self.recipe.to_json()
+                self._install(index, cohorts, values)
             return
         skipped, saved = state.pop("_skipped"), state.pop("state")
         self._known, self._loaded = {}, []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
@@ -120,7 +121,7 @@ def give_state(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any] | N
     """State dict hook: puts the shares of what is divided over ranks in place of what this rank owns."""
     divided = False
     for group, cohorts, saved in zip(
-        optimizer.param_groups, optimizer.cohorts(), state_dict["param_groups"], strict=True
+        optimizer.param_groups, optimizer.divided(), state_dict["param_groups"], strict=True
     ):
         index = dict(zip(map(id, group["params"]), saved["params"], strict=True))
         for cohort in cohorts:
@@ -129,6 +130,15 @@ def give_state(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any] | N
                 states = zip(cohort.parameters, shared_state(cohort), strict=True)
                 state_dict["state"].update({index[id(parameter)]: state for parameter, state in states})
     return Shares(state_dict) if divided else None
+
+
+@contextmanager
+def closing_hook(handle: Any) -> Iterator[None]:
+    """Removes a hook afterwards."""
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def gathered(state_dict: Any) -> Any:

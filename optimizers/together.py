@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -15,12 +14,21 @@ from eigengraft.distributed.peers import DistributedError
 from eigengraft.numerics import compute_dtype
 
 from .division import Division
+from .recipe import Failure
 
 
 class Together:
     """Parameters by position, P of them. failed: those whose roots have failed here too often, told to all next."""
 
-    def __init__(self, division: Division, exchange: Exchange, parameters: Sequence[Tensor], names: Sequence[str]):
+    def __init__(
+        self,
+        division: Division,
+        exchange: Exchange,
+        parameters: Sequence[Tensor],
+        names: Sequence[str],
+        failure: Failure,
+    ) -> None:
+        self.failure = failure
         self.division, self.exchange, self.peers, self.names = division, exchange, division.peers, names
         shares = [division.shares[id(parameter)] for parameter in parameters]
         self.copies = torch.tensor([float(share.layout.copies) for share in shares], dtype=torch.float64)
@@ -51,10 +59,7 @@ class Together:
         if self.failed or self._on_host(found):
             bad = torch.nonzero(found[2 * total :]).flatten().tolist()
             if bad:
-                raise ArithmeticError(
-                    "roots failed more often in a row than failure.roots tolerates for "
-                    f"{', '.join(self.names[position] for position in bad[:5])}; a larger ridge or a lower lr may help"
-                )
+                raise failed_roots("update", self.failure.roots, [self.names[position] for position in bad])
         return found[:total], found[total : 2 * total]
 
     def require_presence(self, absent: Sequence[float]) -> None:
@@ -74,11 +79,12 @@ class Together:
             [one.to(dtype).isfinite() for one, dtype in zip(squares.unbind(0), self.dtypes, strict=True)]
         )
 
-    def rms(self, parts: Sequence[Tensor], sizes: NDArray[np.int64]) -> Tensor:
-        """The root mean square of each whole parameter, `[P]`; sizes: their numbers of entries."""
+    def rms(self, parts: Sequence[Tensor]) -> Tensor:
+        """The root mean square of each whole parameter, `[P]`."""
         squares = self._squares(parts, parts[0].device) / self.copies.to(parts[0].device)
         self.peers.total(squares, "norms of parameters")
-        return (squares / torch.from_numpy(sizes).to(squares)).sqrt()
+        sizes = torch.tensor([float(math.prod(layout.shape)) for layout in self.layouts], dtype=torch.float64)
+        return (squares / sizes.to(squares)).sqrt()
 
     def _squares(self, parts: Sequence[Tensor | None], device: torch.device) -> Tensor:
         squares = torch.zeros(len(parts), dtype=torch.float64, device=device)
@@ -95,3 +101,11 @@ class Together:
 
     def _on_host(self, x: Tensor) -> bool:
         return x.device.type == "cpu"
+
+
+def failed_roots(path: str, tolerated: int, names: Sequence[str]) -> ArithmeticError:
+    """The error of roots that failed too often."""
+    return ArithmeticError(
+        f"{path}: at most {tolerated} failed roots in a row are tolerated (failure.roots), got more for "
+        f"{', '.join(names[:5])}; a larger ridge or a lower lr may help"
+    )
