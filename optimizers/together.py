@@ -37,6 +37,7 @@ class Together:
         self.layouts = [share.layout for share in shares]
         self.failed: set[int] = set()
         self._mesh: DeviceMesh | None = None
+        self._told: tuple[Tensor, torch.cuda.Event | None] | None = None
 
     def mesh(self, device: torch.device) -> DeviceMesh:
         """The ranks in one row."""
@@ -47,20 +48,40 @@ class Together:
     def look(self, parts: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
         """(sum of squares of each whole gradient, how many ranks have none), both `[P]` float64 on the device.
 
-        Raises ArithmeticError on every rank if on one of them roots had failed too often a step ago.
+        Raises ArithmeticError on every rank if on one of them roots had failed too often a step ago; on a device that
+        is read one step later still, so that nobody waits.
         """
+        self._complain()
         total = len(parts)
         device = next((part.device for part in parts if part is not None), self._device)
         absent = [float(part is None) for part in parts]
         failed = [float(position in self.failed) for position in range(total)]
-        squares = self._squares(parts, device) / self.copies.to(device)
+        self.failed.clear()
+        self.copies = self.copies.to(device)
+        squares = self._squares(parts, device) / self.copies
         found = torch.cat([squares, torch.tensor([*absent, *failed], dtype=torch.float64).to(device)])
         self.peers.total(found, f"agreement on gradients ({self.names[0]} and {total - 1} more)")
-        if self.failed or self._on_host(found):
-            bad = torch.nonzero(found[2 * total :]).flatten().tolist()
-            if bad:
-                raise failed_roots("update", self.failure.roots, [self.names[position] for position in bad])
+        event = None
+        told = found[2 * total :].to("cpu", non_blocking=True)
+        if device.type == "cuda":
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        self._told = (told, event)
+        if device.type == "cpu":
+            self._complain()
         return found[:total], found[total : 2 * total]
+
+    def _complain(self) -> None:
+        """Raises for roots that some rank has reported."""
+        if self._told is None:
+            return
+        told, event = self._told
+        self._told = None
+        if event is not None:
+            event.synchronize()
+        bad = torch.nonzero(told).flatten().tolist()
+        if bad:
+            raise failed_roots("update", self.failure.roots, [self.names[position] for position in bad])
 
     def require_presence(self, absent: Sequence[float]) -> None:
         """Raises DistributedError if a parameter has a gradient on some ranks only; absent `[P]`: ranks without."""
@@ -98,9 +119,6 @@ class Together:
     @property
     def _device(self) -> torch.device:
         return next((family.device for family in self.exchange.families), torch.device("cpu"))
-
-    def _on_host(self, x: Tensor) -> bool:
-        return x.device.type == "cpu"
 
 
 def failed_roots(path: str, tolerated: int, names: Sequence[str]) -> ArithmeticError:
