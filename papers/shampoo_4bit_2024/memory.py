@@ -103,12 +103,18 @@ def state_bytes(shapes: list[Shape], recipe: str, *overrides: str) -> int:
     return Optimizer(parameters, load_recipe(recipe, [*PAPER, *overrides])).state_bytes()
 
 
+STORED = (
+    'storage.root={"kind": "exact_diagonal", "inner": {"kind": "int4"}}',
+    "storage.first_moment=float32",
+    "storage.second_moment=float32",
+)
+"""As the paper stores in Table 2: both triangles of a root, and moments in 32 bits."""
 VARIANTS: dict[str, tuple[str, ...]] = {
     "shampoo": ("shampoo_4bit", "storage={}"),
-    "shampoo_4bit": ("shampoo_4bit",),
-    "shampoo_4bit_naive": ("shampoo_4bit_naive",),
-    "shampoo_cq_ef": ("shampoo_cq_ef",),
-    "shampoo_cq": ("shampoo_cq_ef", "storage.statistic.error_feedback=null"),
+    "shampoo_4bit": ("shampoo_4bit", *STORED),
+    "shampoo_4bit_naive": ("shampoo_4bit_naive", *STORED),
+    "shampoo_cq_ef": ("shampoo_cq_ef", *STORED),
+    "shampoo_cq": ("shampoo_cq", *STORED),
 }
 """What is counted: a recipe, and what differs from it."""
 

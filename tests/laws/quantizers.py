@@ -1,5 +1,15 @@
-"""Rows of the quantizers."""
+"""Rows of the quantizers, and what is made of them for small matrices."""
 
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eigengraft.component import checked
+from eigengraft.quantization import Quantizer
+from eigengraft.slots import Slot
+
+from ..trajectories import normal
 from .makes import unknown
 from .rows import Fault, Row
 
@@ -81,3 +91,34 @@ QUANTIZERS = (
     ),
     Row({"kind": "eigen", "inner": SMALL, "steps": 2, "rectify": 0}, "two steps"),
 )
+
+STOCHASTIC = {"kind": "int8", "rounding": "stochastic"}
+WITH_NOISE_INSIDE = (
+    Row({"kind": "symmetric", "inner": STOCHASTIC}, "stochastic inside"),
+    Row({"kind": "exact_diagonal", "inner": {"kind": "bf16", "rounding": "stochastic"}}, "stochastic inside"),
+    Row({"kind": "orthogonal", "inner": STOCHASTIC}, "stochastic inside"),
+    Row({"kind": "cholesky", "inner": STOCHASTIC, "error_feedback": 0.5}, "stochastic inside"),
+    Row({"kind": "eigen", "inner": STOCHASTIC}, "stochastic inside"),
+)
+"""More of the structures, for the laws in which random numbers take part."""
+
+
+def small(fields: Any, size: int = 8) -> Quantizer:
+    """The quantizer that takes slots of any size, with blocks of `size` numbers where it has blocks; also inside."""
+    quantizer = checked(Quantizer, fields)
+    known = type(quantizer).model_fields
+    changes = {name: value for name, value in (("min_elements", 1), ("block_size", size)) if name in known}
+    inner = getattr(quantizer, "inner", None)
+    return quantizer.replace(**changes, **({} if inner is None else {"inner": small(inner, size)}))
+
+
+def example(quantizer: Quantizer, blocks: int, d: int, seed: int = 0) -> tuple[Slot, Tensor]:
+    """(a slot that the quantizer takes, a float32 stack `[blocks, d, d]` of such matrices)."""
+    x = normal(blocks, d, 2 * d, seed=seed)
+    gram = x @ x.mT / d
+    matrices = {"statistic": gram, "basis": torch.linalg.qr(x[..., :d]).Q, "second_moment": x[..., :d].square()}
+    for role in ("statistic", "basis", "second_moment"):
+        slot = Slot((d, d), role=role)
+        if quantizer.refuses(slot) is None:
+            return slot, matrices[role].float()
+    raise AssertionError(f"{quantizer!r} takes neither a statistic, nor a basis, nor a second moment")
