@@ -23,7 +23,7 @@ from eigengraft.optimizers.overrides import apply_overrides
 if TYPE_CHECKING:
     from .benches import Bench, Finding
 
-KINDS = "roots, bases, statistics, graftings, spectral or quantizers"
+KINDS = "roots, bases, statistics, graftings, spectral, quantizers or storage"
 
 
 def bench(  # noqa: PLR0913  its arguments are the command's options

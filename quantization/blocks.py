@@ -5,6 +5,8 @@ Legend: n the last axis; B the block size; b = ceil(n / B) blocks in a row.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -56,3 +58,20 @@ def over(x: Tensor, scales: Tensor, size: int) -> Tensor:
         target.copy_(source).div_(scales[..., start:stop, None])
         start = stop
     return result
+
+
+def even_width(n: int, size: int) -> int:
+    """B where a row of n is whole blocks of an even B, which can then be worked on as rows of their own; else n."""
+    return size if n % size == 0 and size % 2 == 0 else n
+
+
+def by_block(work: Callable[..., Tensor], x: Tensor, scales: Tensor, size: int, out: Tensor) -> Tensor:
+    """work(x, s, out=out) of x `[..., n]` and the scale s `[..., b]` of each block, not to be traced."""
+    if x.shape[-1] <= size:
+        return work(x, scales, out=out)
+    start = 0
+    for source, target in zip(pieces(x, size), pieces(out, size), strict=True):
+        stop = start + source.shape[-2]
+        work(source, scales[..., start:stop, None], out=target)
+        start = stop
+    return out

@@ -39,11 +39,11 @@ class _Nibbles(_Coded, ABC):
 
     block_size: int = Field(default=64, ge=1, description="Numbers along the last axis that share a scale, B.")
 
-    def codes(self, y: Tensor, uniform: Uniform | None) -> Tensor:
-        return packed(Book(self.entries).nearest(y))
+    def codes(self, y: Tensor, uniform: Uniform | None, out: Tensor | None = None) -> Tensor:
+        return packed(Book(self.entries).nearest(y), out)
 
-    def values(self, codes: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-        return Book(self.entries).pairs(codes, dtype).flatten(-2)[..., :n]
+    def values(self, codes: Tensor, n: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        return Book(self.entries).pairs(codes, dtype, out if n % 2 == 0 else None)[..., :n]
 
 
 class Int4(_Nibbles):
@@ -91,11 +91,11 @@ class Book8(_Coded):
     def entries(self) -> code_books.Values:
         return _EIGHT_BITS[self.book]
 
-    def codes(self, y: Tensor, uniform: Uniform | None) -> Tensor:
-        return Book(self.entries).nearest(y).to(torch.uint8)
+    def codes(self, y: Tensor, uniform: Uniform | None, out: Tensor | None = None) -> Tensor:
+        return Book(self.entries).nearest(y, out)
 
-    def values(self, codes: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-        return Book(self.entries).values(codes, dtype)
+    def values(self, codes: Tensor, n: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        return Book(self.entries).values(codes, dtype, out)
 
 
 _THREE_BITS = {"linear_square": code_books.linear_square(3), "dynamic": code_books.dynamic(3)}

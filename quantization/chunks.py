@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import Tensor
 
 CACHED = 1 << 17
-"""Numbers at a time."""
+"""Numbers at a time: a few float32 copies of them fit into a core's own cache, and calls cost little beside work."""
 
 
 def looks(x: Tensor) -> bool:
@@ -14,12 +16,29 @@ def looks(x: Tensor) -> bool:
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
-def looked_up(table: Tensor, codes: Tensor) -> Tensor:
-    """table `[k, ...]`, codes -> `[*codes, ...]`, fresh."""
-    flat = codes.reshape(-1)
+def scratch(name: str, n: int, dtype: torch.dtype) -> Tensor:
+    """Numbers `[n]` of any value, which the next call for the same name in the same thread gives again.
+
+    For what a piece needs while it is worked on: fresh memory would cost as much as the work.
+    """
+    if n > CACHED:
+        return torch.empty(n, dtype=dtype, device="cpu")
+    kept: dict[str, Tensor] = _KEPT.__dict__
+    key = f"{name} {dtype}"
+    if key not in kept:
+        with torch.inference_mode(False):  # or it could not be written to outside of that mode
+            kept[key] = torch.empty(CACHED, dtype=dtype, device="cpu")
+    return kept[key][:n]
+
+
+_KEPT = threading.local()
+
+
+def looked_up(table: Tensor, codes: Tensor, out: Tensor | None = None) -> Tensor:
+    """table `[k]`, codes -> values of their shape, in `out` if it is given, else fresh."""
     if not looks(codes):
-        return table.index_select(0, flat.int()).reshape(*codes.shape, *table.shape[1:])
-    result = table.new_empty(flat.shape[0], *table.shape[1:])
-    for some, target in zip(torch.split(flat, CACHED), torch.split(result, CACHED), strict=True):
-        torch.index_select(table, 0, some.int(), out=target)
-    return result.reshape(*codes.shape, *table.shape[1:])
+        return table.index_select(0, codes.reshape(-1).int()).reshape(codes.shape)
+    result = table.new_empty(codes.shape) if out is None else out
+    for some, target in zip(*(torch.split(t.view(-1), CACHED) for t in (codes.contiguous(), result)), strict=True):
+        torch.index_select(table, 0, scratch("places", len(some), torch.int32).copy_(some), out=target)
+    return result

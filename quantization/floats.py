@@ -88,13 +88,16 @@ class FP8(Blockwise):
         dtype: torch.dtype = getattr(torch, _FP8[self.digits])
         return dtype
 
-    def codes(self, y: Tensor, uniform: Uniform | None) -> Tensor:
-        top = torch.finfo(self._dtype).max
-        return y.mul_(top).to(self._dtype).view(torch.uint8)
+    def codes(self, y: Tensor, uniform: Uniform | None, out: Tensor | None = None) -> Tensor:
+        y.mul_(torch.finfo(self._dtype).max)
+        if out is None:
+            return y.to(self._dtype).view(torch.uint8)
+        out.view(self._dtype).copy_(y)
+        return out
 
-    def values(self, codes: Tensor, n: int, dtype: torch.dtype) -> Tensor:
+    def values(self, codes: Tensor, n: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         every = torch.arange(256, device=codes.device).to(torch.uint8).view(self._dtype)
-        return looked_up(every.to(dtype).div_(torch.finfo(self._dtype).max), codes)
+        return looked_up(every.to(dtype).div_(torch.finfo(self._dtype).max), codes, out)
 
 
 _FP8 = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}

@@ -13,8 +13,8 @@ from torch import Tensor
 from eigengraft.slots import Parts, Slot, Uniform
 
 from .base import Quantizer
-from .blocks import largest, over, times_
-from .chunks import CACHED, looks
+from .blocks import by_block, count, even_width, largest, over, times_
+from .chunks import CACHED, looks, scratch
 from .scales import double, scales, single
 
 
@@ -53,35 +53,70 @@ class Blockwise(Format, ABC):
         return False
 
     @abstractmethod
-    def codes(self, y: Tensor, uniform: Uniform | None) -> Tensor:
-        """y `[N, ..., n]`, which may be overwritten -> codes; -1 <= y <= 1 up to rounding."""
+    def codes(self, y: Tensor, uniform: Uniform | None, out: Tensor | None = None) -> Tensor:
+        """y `[N, ..., n]`, which may be overwritten -> codes, in `out` if it is given; -1 <= y <= 1 up to rounding."""
 
     @abstractmethod
-    def values(self, codes: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-        """And back, a fresh tensor."""
+    def values(self, codes: Tensor, n: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        """And back: in `out`, if it is given and can hold them, else in a fresh tensor."""
 
     def encode(self, x: Tensor, before: Parts | None = None, uniform: Uniform | None = None) -> Parts:
         rows = x if x.ndim > 1 else x[:, None]
+        drawn = uniform if self.draws else None
+        if looks(x) and drawn is None:
+            return self._piece_by_piece(rows)
         found = largest(rows, self.block_size)
         kept = single(found) if self.scale == "float32" else double(found)
         s = scales(kept)
-        divisor = torch.where(s == 0, 1.0, s).to(x.dtype)
-        known = looks(x) and bool(s.isfinite().all())
-        if not looks(x) or (self.draws and uniform is not None):
-            return {"codes": self._coded(rows, divisor, known, uniform), **kept}
-        height = max(1, CACHED // rows.shape[-1])
-        pairs = zip(torch.split(rows.flatten(0, -2), height), torch.split(divisor.flatten(0, -2), height), strict=True)
-        codes = torch.cat([self._coded(*pair, known, None) for pair in pairs])
-        return {"codes": codes.reshape(*rows.shape[:-1], codes.shape[-1]), **kept}
+        y = self._bounded(over(rows, torch.where(s == 0, 1.0, s).to(x.dtype), self.block_size))
+        return {"codes": self.codes(torch.where(y.isnan(), 0.0, y), drawn), **kept}
 
-    def _coded(self, rows: Tensor, divisor: Tensor, known: bool, uniform: Uniform | None) -> Tensor:
-        y = over(rows, divisor, self.block_size)
-        if self.scale == "double":
-            y = y.clamp_(-1, 1)
-        # what an integer makes of NaN depends on the machine
-        return self.codes(y if known else torch.where(y.isnan(), 0.0, y), uniform)
+    def _piece_by_piece(self, rows: Tensor) -> Parts:
+        """Each piece through all of it before the next, with every intermediate in the cache."""
+        size, n = self.block_size, rows.shape[-1]
+        width = even_width(n, size)
+        flat = rows.detach().reshape(rows.numel() // width, width)
+        kept = double(largest(rows, size)) if self.scale == "double" else {}
+        known = scales(kept).reshape(len(flat), count(width, size)) if kept else None
+        height = max(1, CACHED // width)
+        codes, found = None, []
+        for here in (slice(i, i + height) for i in range(0, max(1, len(flat)), height)):
+            some = flat[here]
+            s = largest(some, size).float() if known is None else known[here]
+            y = scratch("y", some.numel(), some.dtype).view(some.shape)
+            found.append(self._divided(some, s, y))
+            made = self.codes(y, None, None if codes is None else codes[here])
+            if codes is None:
+                codes = made.new_empty(len(flat), made.shape[-1])
+                codes[here] = made
+        assert codes is not None
+        lead = rows.shape[:-1]
+        kept = kept or {"scales": torch.cat(found).reshape(*lead, count(n, size))}
+        return {"codes": codes.reshape(*lead, codes.shape[-1] * n // width), **kept}
+
+    def _divided(self, x: Tensor, s: Tensor, out: Tensor) -> Tensor:
+        """y into `out`; the scales as they are kept. Where all are ordinary, what protects the others is left out."""
+        ordinary = s.numel() > 0 and float(s.amin()) > 0 and float(s.amax()) < math.inf
+        s = s if ordinary else single(s)["scales"]
+        divisor = s if ordinary else torch.where(s == 0, 1.0, s)
+        self._bounded(by_block(torch.div, x, divisor.to(x.dtype), self.block_size, out))
+        if not ordinary:
+            out.masked_fill_(out.isnan(), 0.0)
+        return s
+
+    def _bounded(self, y: Tensor) -> Tensor:
+        """In place: scales that were rounded may be below the largest number."""
+        return y.clamp_(-1, 1) if self.scale == "double" else y
 
     def decode(self, parts: Parts, slot: Slot, dtype: torch.dtype) -> Tensor:
-        n = slot.shape[-1] if slot.shape else 1
-        y = self.values(parts["codes"], n, dtype)
-        return times_(y, scales(parts).to(dtype), self.block_size).reshape(-1, *slot.shape)
+        n, codes = slot.shape[-1] if slot.shape else 1, parts["codes"]
+        s = scales(parts).to(dtype)
+        if not looks(codes):
+            return times_(self.values(codes, n, dtype), s, self.block_size).reshape(-1, *slot.shape)
+        width = even_width(n, self.block_size)
+        rows, height = codes[..., 0].numel() * n // width, max(1, CACHED // width)
+        codes, s = codes.reshape(rows, codes.shape[-1] * width // n), s.reshape(rows, count(width, self.block_size))
+        result = s.new_empty(rows, width)
+        for some, scale, target in zip(*(torch.split(t, height) for t in (codes, s, result)), strict=True):
+            by_block(torch.mul, self.values(some, width, dtype, target), scale, self.block_size, target)
+        return result.reshape(len(parts["codes"]), *slot.shape)

@@ -63,11 +63,12 @@ class _Signed(_Linear, ABC):
     def largest_code(self) -> int:
         return torch.iinfo(self.integer).max
 
-    def codes(self, y: Tensor, uniform: Uniform | None) -> Tensor:
-        return self._rounded(y.mul_(self.largest_code), uniform).to(self.integer)
+    def codes(self, y: Tensor, uniform: Uniform | None, out: Tensor | None = None) -> Tensor:
+        rounded = self._rounded(y.mul_(self.largest_code), uniform)
+        return rounded.to(self.integer) if out is None else out.copy_(rounded)
 
-    def values(self, codes: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-        return codes.to(dtype).div_(self.largest_code)
+    def values(self, codes: Tensor, n: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        return (codes.to(dtype) if out is None else out.copy_(codes)).div_(self.largest_code)
 
     def encode(self, x: Tensor, before: Parts | None = None, uniform: Uniform | None = None) -> Parts:
         if self.buckets == "row":
@@ -129,11 +130,12 @@ class UInt8(_Linear):
             return f"a second moment is required by a format without negative values, got a {slot.role}"
         return super().refuses(slot)
 
-    def codes(self, y: Tensor, uniform: Uniform | None) -> Tensor:
+    def codes(self, y: Tensor, uniform: Uniform | None, out: Tensor | None = None) -> Tensor:
         positive = y.clamp_min_(0).clamp_max(1).ceil_()
         y = (y.sqrt_() if self.compand == "sqrt" else y).mul_(255)
-        return torch.maximum(self._rounded(y, uniform), positive).to(torch.uint8)
+        found = torch.maximum(self._rounded(y, uniform), positive, out=positive if out is not None else None)
+        return found.to(torch.uint8) if out is None else out.copy_(found)
 
-    def values(self, codes: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-        y = codes.to(dtype).div_(255)
+    def values(self, codes: Tensor, n: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        y = (codes.to(dtype) if out is None else out.copy_(codes)).div_(255)
         return y.square_() if self.compand == "sqrt" else y

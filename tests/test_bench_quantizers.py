@@ -18,7 +18,8 @@ from typer.testing import CliRunner, Result
 from eigengraft.component import RecipeError
 from eigengraft.experiments.benches import QuantizerRow, bench_quantizers, load_bench
 from eigengraft.experiments.benches.quantizer_parts import default_quantizers, quantizer_label, whole
-from eigengraft.experiments.benches.quantizer_views import fewest
+from eigengraft.experiments.benches.quantizer_rows import Kept
+from eigengraft.experiments.benches.quantizer_views import fewest, quantizer_summary
 from eigengraft.experiments.benches.spectra import Spectrum
 from eigengraft.experiments.cli import app
 from eigengraft.quantization import Int4, Quantizer
@@ -26,6 +27,7 @@ from eigengraft.slots import Parts, Slot, Uniform
 
 FAST: dict[str, Any] = {"seconds": 1e-4, "writings": 1}
 DIAGONAL = (1.0, 0.52, 0.26, 0.04)
+TIMES = ("encode_ms", "decode_ms", "encode_speed", "decode_speed")
 
 
 @pytest.fixture(autouse=True)
@@ -264,6 +266,15 @@ class TestProblems:
         row = row_of("slow", spectra="geometric", sizes=2, count=4)
         # a quarter of that for each of 4 matrices; a loaded machine sleeps longer
         assert 1 <= row.encode_ms < 4 and 2 <= row.decode_ms < 8
+        # float64 in and out: as many bytes as a copy moves, so that speed is time over time
+        copy_ms = row.encode_speed * row.encode_ms
+        assert row.decode_speed * row.decode_ms == pytest.approx(copy_ms, rel=1e-12) and 0 < copy_ms < row.encode_ms
+
+    def test_bytes_that_move(self) -> None:
+        x = torch.ones(3, 8, 16)
+        kept = Kept(Quantizer.model_validate({"kind": "int8", "min_elements": 1}), x, "statistic", 0)
+        moved = replace(kept, parts=kept.write()).share_of_copy()
+        assert moved == (4 * 16 + 16 + 4) / (8 * 16)  # of a row: float32, codes and a scale; a copy: float32 twice
 
     def test_what_does_not_come_back_is_said_and_not_measured(self) -> None:
         class Losing(Quantizer):
@@ -351,10 +362,18 @@ class TestParts:
     def test_the_same_declaration_gives_the_same_rows(self) -> None:
         quantizer = {"kind": "bf16", "rounding": "stochastic"}
         first, again, other = (
-            replace(row_of(quantizer, sizes=8, seed=seed, spectra="recorded"), encode_ms=0.0, decode_ms=0.0)
+            replace(row_of(quantizer, sizes=8, seed=seed, spectra="recorded"), **dict.fromkeys(TIMES, 0.0))
             for seed in (3, 3, 4)
         )
         assert first == again != other
+
+
+def test_the_table_shows_median_times_and_speeds() -> None:
+    rows = bench_quantizers(quantizers="int8", spectra=["power_law", "geometric"], sizes=4, **FAST)
+    times = dict.fromkeys(TIMES, 2.0)
+    rows = [replace(row, **{**times, "encode_speed": speed}) for row, speed in zip(rows, (0.1, 0.4), strict=True)]
+    (line,) = quantizer_summary(rows).lines
+    assert line[-2:] == ("2 (25 %)", "2 (200 %)")
 
 
 class TestAdvice:

@@ -3,8 +3,6 @@
 Legend: s the largest |x| of a block; y = x / s; R the levels of a format, ascending in [-1, 1].
 """
 
-import copy
-import io
 from itertools import pairwise
 from typing import Any
 
@@ -26,7 +24,7 @@ from eigengraft.quantization.packing import packed, unpacked
 from eigengraft.slots import Slot
 
 from .laws.table import TABLE
-from .trajectories import normal, random_gradients
+from .trajectories import normal
 
 ROUNDING = 2.0**-22
 """Relative: four roundings in float32."""
@@ -394,9 +392,12 @@ def test_split_floats_keep_sixteen_bits() -> None:
     assert float(((x - x.bfloat16().float()) / x).abs().max()) >= 2.0**-10
 
 
-def test_double_scales() -> None:
-    """s - mean(s) is known to the widest half gap of its book; scales of 0 stay 0 and none is negative."""
-    x = normal(3, 50, 64, seed=15).float() * normal(3, 50, 1, seed=16).float().exp()
+@given(seed=st.integers(0, 9999), spread=st.floats(0, 2))
+@settings(max_examples=12)
+def test_double_scales(seed: int, spread: float) -> None:
+    """s - mean(s) is known to the widest half gap of its book; scales of 0 stay 0 and none is negative. 2^-22: two
+    roundings of a scale in float32."""
+    x = normal(3, 50, 64, seed=seed).float() * normal(3, 50, 1, seed=seed + 1).float().mul(spread).exp()
     x[1, 7] = 0.0
     parts = make({"kind": "int8", "scale": "double", "block_size": 16}).encode(x)
     q = make({"kind": "int8", "scale": "double", "block_size": 16})
@@ -406,7 +407,7 @@ def test_double_scales() -> None:
     rest = (s.flatten(1) - s.flatten(1).mean(1, keepdim=True)).abs().amax(1)
     assert (ours >= 0).all() and not ours[1, 7].any()
     # .9 / 64 is the widest gap of the 8-bit dynamic book; the lowest values, .986 and .972 below 0, serve as marks
-    assert ((ours - s).flatten(1).abs().amax(1) <= (0.9 / 128 + ROUNDING) * rest + 1e-6).all()
+    assert ((ours - s).flatten(1).abs().amax(1) <= (0.9 / 128 + ROUNDING) * rest + 2**-22 * s.flatten(1).amax(1)).all()
     assert parts["offsets"].shape == (3,) and parts["second_scales"].shape == (3, 1)
 
 
@@ -421,13 +422,14 @@ def test_the_table_finds_what_the_search_finds(fields: Any) -> None:
     assert torch.equal(book.nearest(y).int(), torch.bucketize(y, middles).int())
 
 
-@pytest.mark.parametrize("n", [1, 2, 7, 130])
-def test_two_codes_in_a_byte(n: int) -> None:
-    codes = torch.randint(0, 16, (3, 5, n), generator=torch.Generator().manual_seed(n)).to(torch.uint8)
-    stored = packed(codes)
-    assert stored.shape == (3, 5, (n + 1) // 2) and torch.equal(unpacked(stored, n), codes)
-    assert torch.equal(packed(codes[..., :1]).flatten(), codes[..., 0].flatten())
+def test_two_codes_in_a_byte() -> None:
+    """The first in the low half; rows of every length up to 130, none of which shares a byte with the next."""
     assert packed(torch.tensor([3, 10])).item() == 3 + 16 * 10
+    for n in range(1, 131):
+        codes = torch.randint(0, 16, (3, 5, n), generator=torch.Generator().manual_seed(n)).to(torch.uint8)
+        stored = packed(codes)
+        assert stored.shape == (3, 5, (n + 1) // 2) and torch.equal(unpacked(stored, n), codes)
+        assert torch.equal(packed(codes[:, 2]), stored[:, 2])
 
 
 @pytest.mark.parametrize("kind", ["uint8", "int4"])
@@ -455,18 +457,6 @@ def test_books_are_part_of_the_format() -> None:
     assert "0.8875" in make({"kind": "int4", "book": "dynamic"}).meaning()
 
 
-@pytest.mark.parametrize("fields", [{"kind": "int8"}, {"kind": "int4"}], ids=str)
-def test_traced_code_is_the_same(fields: Any) -> None:
-    """What a compiler is given: the traced graph, run, gives the same bits (backend "eager": no C++ compiler)."""
-    q, x = make(fields, block_size=16), normal(2, 3, 40, seed=17).float()
-
-    def both(x: Tensor) -> Tensor:
-        y: Tensor = q.decode(q.encode(x), Slot((3, 40)), FLOAT32)
-        return y
-
-    assert torch.equal(torch.compile(both, backend="eager", fullgraph=True)(x), both(x))
-
-
 ADAMW = [
     {"first_moment": "int8", "second_moment": "uint8"},
     {"first_moment": {"kind": "int4", "book": "nf4"}, "second_moment": {"kind": "int4", "book": "unsigned"}},
@@ -477,8 +467,8 @@ ADAMW = [
 SHAPES = [(64, 66), (7,)]
 
 
-def adamw(storage: Any, dtype: torch.dtype = FLOAT32) -> tuple[list[torch.nn.Parameter], Any]:
-    parameters = [torch.nn.Parameter(normal(*shape, seed=i).to(dtype)) for i, shape in enumerate(SHAPES)]
+def adamw(storage: Any) -> tuple[list[torch.nn.Parameter], Any]:
+    parameters = [torch.nn.Parameter(normal(*shape, seed=i).float()) for i, shape in enumerate(SHAPES)]
     adam = [{"kind": "momentum", "beta": 0.9}, {"kind": "rms", "beta": 0.99}]
     return parameters, Optimizer(parameters, {"update": adam, "routes": [], "storage": storage}, lr=0.02)
 
@@ -501,25 +491,6 @@ def test_adam_trains(storage: Any) -> None:
             walk(optimizer, parameters, [[p.detach().clone() for p in parameters]])
         losses[name] = float(sum(p.detach().square().sum() for p in parameters))
     assert losses["coded"] <= (5 if "nf4" in str(storage) else 1.25) * losses["plain"]
-
-
-@pytest.mark.parametrize("dtype", [FLOAT32, torch.bfloat16])
-@pytest.mark.parametrize("storage", ADAMW, ids=str)
-def test_a_resumed_run_goes_on_exactly(storage: Any, dtype: torch.dtype) -> None:
-    given = random_gradients(SHAPES, 6, dtype=FLOAT32)
-    parameters, optimizer = adamw(storage, dtype)
-    walk(optimizer, parameters, given[:3])
-    file = io.BytesIO()
-    torch.save({"optimizer": optimizer.state_dict(), "parameters": copy.deepcopy(parameters)}, file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    copies, resumed = adamw(storage, dtype)
-    for copied, parameter in zip(copies, saved["parameters"], strict=True):
-        copied.data.copy_(parameter)
-    resumed.load_state_dict(saved["optimizer"])
-    walk(optimizer, parameters, given[3:])
-    walk(resumed, copies, given[3:])
-    assert all(torch.equal(a, b) for a, b in zip(parameters, copies, strict=True))
 
 
 @pytest.mark.parametrize("storage", ADAMW[:3], ids=str)

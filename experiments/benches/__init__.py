@@ -25,6 +25,8 @@ from .spectral import PolarRow as PolarRow
 from .spectral import Spectral as Spectral
 from .statistics import StatisticRow as StatisticRow
 from .statistics import Statistics as Statistics
+from .storage import StorageBench as StorageBench
+from .storage import StorageRow as StorageRow
 
 
 def bench_roots(*, quick: bool = False, **fields: Any) -> list[RootRow]:
@@ -55,3 +57,8 @@ def bench_spectral(*, quick: bool = False, **fields: Any) -> list[PolarRow]:
 def bench_quantizers(*, quick: bool = False, **fields: Any) -> list[QuantizerRow]:
     """Quantizers: the rows of `Quantizers(**fields)`."""
     return load_bench("quantizers", fields, quick).run()
+
+
+def bench_storage(*, quick: bool = False, **fields: Any) -> list[StorageRow]:
+    """Time of stored recipes over plain ones: the rows of `StorageBench(**fields)`."""
+    return load_bench("storage", fields, quick).run()

@@ -78,7 +78,7 @@ def _line(axes: Axes, line: Line) -> list[tuple[float, float]]:
         color=LIGHT[line.style % len(LIGHT)],
         linewidth=1.6,
         linestyle=_DASHES[line.style // len(LIGHT) % len(_DASHES)],
-        marker=MARKERS[line.style % len(MARKERS)],
+        marker=MARKERS[(line.style + line.style // len(LIGHT)) % len(MARKERS)],
         markersize=4.5,
         label=line.label,
     )

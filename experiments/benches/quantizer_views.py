@@ -23,7 +23,7 @@ _WIDTHS = {"float32": 4, "float64": 8}
 
 
 def quantizer_summary(rows: Sequence[QuantizerRow]) -> Summary:
-    """One line for each quantizer, size and dtype: the worst over all spectra."""
+    """One line for each quantizer, size and dtype: the worst over all spectra, median times."""
     lines = []
     for (part, size, dtype), some in groups(rows, lambda row: (row.part, row.size, row.dtype)):
         bad = max(some, key=_fault)
@@ -43,11 +43,14 @@ def quantizer_summary(rows: Sequence[QuantizerRow]) -> Summary:
                 scientific(median(map(_fault, some))),
                 scientific(_fault(bad)),
                 bad.spectrum,
-                milli(median(row.encode_ms for row in some)),
-                milli(median(row.decode_ms for row in some)),
+                _cost([row.encode_ms for row in some], [row.encode_speed for row in some]),
+                _cost([row.decode_ms for row in some], [row.decode_speed for row in some]),
             )
         )
-    return Summary("stored factors: the worst over spectra", COLUMNS, tuple(lines))
+    title = (
+        "stored factors: the worst over spectra; encode/copy, decode/copy: bytes moved a second over those of a copy"
+    )
+    return Summary(title, COLUMNS, tuple(lines))
 
 
 def quantizer_panels(rows: Sequence[QuantizerRow], swept: Collection[str], threshold: float) -> tuple[Panel, Panel]:
@@ -104,6 +107,10 @@ def fewest(where: str, sizes: Mapping[str, float], errors: Mapping[str, float], 
     if len(good) > 1:
         line += f"; then {good[1][2]}, {good[1][0]:.3g} bytes, {good[1][1]:.2g}"
     return line
+
+
+def _cost(ms: Sequence[float], speeds: Sequence[float]) -> str:
+    return f"{milli(median(ms))} ({100 * median(speeds):.0f} %)"
 
 
 def _fault(row: QuantizerRow) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -89,7 +89,7 @@ class Quantizers(Bench):
     def measure(self) -> Iterator[list[QuantizerRow]]:
         device = self.target()
         for size, dtype in ((size, dtype) for size in self.sizes for dtype in self.dtypes):
-            times: dict[Quantizer, tuple[float, float]] = {}
+            times: dict[Quantizer, dict[str, float]] = {}
             for spectrum in self.spectra:
                 problem = decomposed(spectrum, self.count, size, self.seed)
                 task = None if problem is None else Task(problem, self.exponent, self.ridge, device, DTYPES[dtype])
@@ -98,11 +98,11 @@ class Quantizers(Bench):
                     yield [] if task is None or role is None else [self._row(quantizer, task, role, times)]
 
     def _row(
-        self, quantizer: Quantizer, task: Task, role: Role, times: dict[Quantizer, tuple[float, float]]
+        self, quantizer: Quantizer, task: Task, role: Role, times: dict[Quantizer, dict[str, float]]
     ) -> QuantizerRow:
         kept = write(quantizer, task, role, self.writings, self.seed)
         if quantizer not in times:
-            times[quantizer] = (self._milliseconds(kept.write, kept), self._milliseconds(kept.read, kept))
+            times[quantizer] = self._times(kept)
         return QuantizerRow(
             part=quantizer_label(quantizer),
             declaration=quantizer.declaration(),
@@ -115,12 +115,20 @@ class Quantizers(Bench):
             exponent=str(self.exponent),
             **losses(task, role, kept.read()),
             bytes=kept.bytes(),
-            encode_ms=times[quantizer][0],
-            decode_ms=times[quantizer][1],
+            **times[quantizer],
         )
 
-    def _milliseconds(self, work: Callable[[], Any], kept: Kept) -> float:
-        return milliseconds(work, self.threads, self.seconds) / len(kept.x)
+    def _times(self, kept: Kept) -> dict[str, float]:
+        """The fields of a row that are times, a copy measured between the two."""
+        works = (kept.write, kept.x.clone, kept.read)
+        encode, copy, decode = (milliseconds(work, self.threads, self.seconds) / len(kept.x) for work in works)
+        speed = kept.share_of_copy() * copy
+        return {
+            "encode_ms": encode,
+            "decode_ms": decode,
+            "encode_speed": speed / encode,
+            "decode_speed": speed / decode,
+        }
 
     def summary(self, rows: Sequence[QuantizerRow]) -> Summary:
         return quantizer_summary(rows)
