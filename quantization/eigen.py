@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.numerics import per_block, symmetrized
+from eigengraft.numerics import per_block, symmetrized, transposed
 from eigengraft.slots import Parts, Slot, Uniform
 
 from .matrices import rectified, unit_size
@@ -39,7 +39,7 @@ class Eigen(Structure):
             p = torch.linalg.qr(torch.bmm(a, p)).Q
         p = torch.where(per_block(size > 0, p), p, v)
         values = (p * torch.bmm(a, p)).sum(-2).clamp_min(0.0) * size[:, None]
-        parts = {"values": values, **stored(self.inner, "vectors", p.mT.contiguous(), before, uniform)}
+        parts = {"values": values, **stored(self.inner, "vectors", transposed(p), before, uniform)}
         return kept_where(ok, parts, before)
 
     def _basis(self, x: Tensor, before: Parts | None) -> Tensor:
@@ -50,7 +50,7 @@ class Eigen(Structure):
 
     def _vectors(self, parts: Parts, slot: Slot, dtype: torch.dtype) -> Tensor:
         rows = self.inner.decode(inside("vectors", parts), slot, dtype)
-        return rectified(rows.mT.contiguous(), self.rectify)
+        return rectified(transposed(rows), self.rectify)
 
     def decode(self, parts: Parts, slot: Slot, dtype: torch.dtype) -> Tensor:
         v = self._vectors(parts, slot, dtype)

@@ -9,6 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from eigengraft.numerics import transposed
 from eigengraft.slots import Parts, Slot, Uniform
 
 from .matrices import rectified
@@ -34,11 +35,11 @@ class Orthogonal(Structure):
         return f"orthonormal columns (role basis) are required, got a {slot.role} of shape {slot.shape}"
 
     def encode(self, x: Tensor, before: Parts | None = None, uniform: Uniform | None = None) -> Parts:
-        return stored(self.inner, "vectors", x.mT.contiguous(), before, uniform)
+        return stored(self.inner, "vectors", transposed(x), before, uniform)
 
     def decode(self, parts: Parts, slot: Slot, dtype: torch.dtype) -> Tensor:
         rows = self.inner.decode(inside("vectors", parts), _transposed(slot), dtype)
-        return rectified(rows.mT.contiguous(), self.rectify)
+        return rectified(transposed(rows), self.rectify)
 
 
 def _transposed(slot: Slot) -> Slot:

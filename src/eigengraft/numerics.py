@@ -46,10 +46,27 @@ def safe_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     return torch.where(denominator > floor, numerator / denominator.clamp_min(floor), torch.zeros_like(denominator))
 
 
+def transposed(a: Tensor) -> Tensor:
+    """A^T of each matrix of a stack `[N, m, n]`, as a dense tensor.
+
+    On a CPU large matrices are copied one by one: torch copies a matrix in tiles, a batch of them along long strides.
+    """
+    if a.device.type != "cpu" or min(a.shape[1:]) < _TILED or torch.compiler.is_compiling():
+        return a.mT.contiguous()
+    out = a.new_empty(a.shape[0], a.shape[2], a.shape[1])
+    for target, source in zip(out.unbind(0), a.unbind(0), strict=True):
+        target.copy_(source.mT)
+    return out
+
+
+_TILED = 256
+"""Sides from which on copies one by one are faster (measured; below they take longer)."""
+
+
 def symmetrized(a: Tensor) -> Tensor:
     """(A + A^T) / 2 for a stack `[N, d, d]`."""
     half = a * 0.5  # before the sum, which could overflow
-    return half + half.mT
+    return transposed(half).add_(half)
 
 
 def identity_like(a: Tensor) -> Tensor:
