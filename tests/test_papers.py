@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from eigengraft import Optimizer, load_recipe
+from eigengraft import Optimizer, compose, load_recipe
+from eigengraft.experiments.studies.plan import Planned, plan
+from eigengraft.experiments.studies.study import load_study
 
 from .trajectories import normal
 
@@ -29,7 +31,7 @@ def script(name: str) -> ModuleType:
     return module
 
 
-TABLES, MEMORY = script("tables"), script("memory")
+TABLES, MEMORY, TRAINING = script("tables"), script("memory"), script("training")
 
 
 def read(name: str) -> Any:
@@ -175,18 +177,20 @@ def test_the_memory_that_was_counted_follows_from_the_shapes(model: str) -> None
 
 def test_the_script_counts_what_an_optimizer_holds() -> None:
     shapes = [(130, 64, 1, 1), (130,), (64, 3, 7)]
-    counted = MEMORY.state_bytes(shapes, "shampoo_4bit") - MEMORY.state_bytes(shapes, "adamw")
+    counted = MEMORY.state_bytes(shapes, *MEMORY.VARIANTS["shampoo_4bit"]) - MEMORY.state_bytes(shapes, "adamw")
     real = [
-        Optimizer([torch.nn.Parameter(torch.zeros(shape)) for shape in shapes], load_recipe(name, MEMORY.PAPER))
-        for name in ("shampoo_4bit", "adamw")
+        Optimizer(
+            [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes], load_recipe(name, (*MEMORY.PAPER, *more))
+        )
+        for name, *more in (MEMORY.VARIANTS["shampoo_4bit"], ("adamw",))
     ]
     assert counted == real[0].state_bytes() - real[1].state_bytes() > 2 * sum(map(four_bit_bytes, (130, 64, 64, 21)))
 
 
 QUANTIZED = {
-    "shampoo_4bit": (0.17, {"statistic": "eigen", "root": "exact_diagonal"}),
-    "shampoo_4bit_naive": (0.17, {"statistic": "exact_diagonal", "root": "exact_diagonal"}),
-    "shampoo_cq_ef": (0.17, {"statistic": "cholesky", "root": "exact_diagonal"}),
+    "shampoo_4bit": (0.175, {"statistic": "eigen", "root": "exact_diagonal"}),
+    "shampoo_4bit_naive": (0.175, {"statistic": "exact_diagonal", "root": "exact_diagonal"}),
+    "shampoo_cq_ef": (0.175, {"statistic": "cholesky", "root": "exact_diagonal"}),
     "shampoo_int8": (0.29, {"statistic": "exact_diagonal", "root": "exact_diagonal"}),
     "soap_int8": (0.28, {"statistic": "exact_diagonal", "basis": "orthogonal", "first_moment": "book8"}),
     "soap_4bit": (0.22, {"statistic": "cholesky", "basis": "orthogonal", "second_moment": "book8"}),
@@ -231,3 +235,96 @@ def test_a_quantized_recipe_stores_less_and_learns_nearly_as_much(name: str) -> 
     coded = {key.rpartition("/")[0] for key in optimizer.state_dict()["state"][0] if key.endswith("/format")}
     assert len(coded) >= len(kinds)
     assert slot_bytes(optimizer, coded) <= part * slot_bytes(full, coded)
+
+
+STUDIES = ("shampoo_4bit_2024/training", "shampoo_4bit_2024/parts", "dalle_mini_2022/training")
+Rows = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def planned() -> dict[str, list[Planned]]:
+    return {study: plan(load_study(ROOT / "papers" / f"{study}.yaml")) for study in STUDIES}
+
+
+def measured(study: str) -> Rows:
+    rows: Rows = json.loads((ROOT / "papers" / f"{study}.json").read_text())
+    return rows
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_the_runs_that_were_measured_are_those_the_study_plans(study: str, planned: dict[str, list[Planned]]) -> None:
+    """Run by run, in order, each with the bytes of state that an optimizer of today has: storage is what it was."""
+    rows, runs = measured(study), planned[study]
+    assert [{**run.labels, "seed": run.seed} for run in runs] == [
+        {key: row[key] for key in ("task", "method", "seed")} for row in rows
+    ]
+    for run, row in zip(runs, rows, strict=True):
+        assert (run.experiment.lr, run.experiment.steps) == (row["lr"], row["steps"])
+        if run.seed == 0:
+            model = run.experiment.task.new_model(0)
+            size = compose(run.experiment.recipe, model).state_bytes() / sum(p.numel() for p in model.parameters())
+            assert row["state_bytes_per_parameter"] == pytest.approx(size, rel=1e-12), run.title
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_runs_are_compared_with_those_that_differ_in_storage_alone(
+    study: str, planned: dict[str, list[Planned]]
+) -> None:
+    """Every method but those in 32 bits has exactly one such partner for its seed, of the same task."""
+    runs = {(run.labels["task"], run.labels["method"], run.seed): run.experiment for run in planned[study]}
+    for row in measured(study):
+        own = runs[row["task"], row["method"], row["seed"]]
+        assert (row["than"] is None) == (not own.recipe.storage)
+        if row["than"] is not None:
+            other = runs[row["task"], row["than"], row["seed"]]
+            assert not other.recipe.storage
+            assert own.replace(recipe=other.recipe) == other
+            texts = {"name": other.recipe.name, "about": other.recipe.about}
+            assert own.recipe.replace(storage={}, **texts) == other.recipe
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_the_tables_of_training_are_those_of_the_runs(study: str) -> None:
+    """In the table beside the study all of them, in README.md the lines of the means."""
+    path, rows = ROOT / "papers" / f"{study}.md", measured(study)
+    assert path.read_text() == TRAINING.markdown(rows)
+    told = path.with_name("README.md").read_text().splitlines()
+    for task in dict.fromkeys(row["task"] for row in rows):
+        assert [line for line in TRAINING.summary(rows, task) if line not in told] == []
+
+
+def test_differences_are_taken_seed_by_seed() -> None:
+    """Two seeds: differences 0.5 and -0.25, the spread of the plain losses is 1; a run that diverged has no loss."""
+    losses = {"plain": (2.0, 3.0), "coded": (2.5, 2.75), "broken": (2.5, None)}
+    rows = [
+        {"task": "t", "method": method, "seed": seed, "lr": 0.1, "steps": 3, "state_bytes_per_parameter": 4.0}
+        | {"than": None if method == "plain" else "plain", "val_loss": loss}
+        for method, both in losses.items()
+        for seed, loss in enumerate(both)
+    ]
+    plain, coded, broken = TRAINING.cells(rows, "t")
+    assert plain.compared == broken.compared == ["", ""]
+    assert coded.differences == [0.5, -0.25] and coded.spread == 1.0
+    assert coded.compared == ["+0.1250", "0.50"]
+    assert plain.mean == "2.5000 ± 0.7071" and broken.mean == "1 of 2 diverged"
+
+
+def test_second_moments_in_bfloat16_do_not_decay() -> None:
+    """At beta 0.999 a step takes 0.001 off, and half an ulp of bfloat16 is at least 2^-9 > 0.00195 of the number.
+
+    20 steps with a gradient g, then 20 with g / 1000, which add 20 * 0.001 * 1e-6 g^2 to about 0.02 g^2, a part in 1e6;
+    the rounding of 20 steps in float32 is as small. So v is 0.999^20 of what it was to 1e-5, in bfloat16 all of it.
+    """
+    for name, remains in (("dalle_mini_quantized", 1.0), ("dalle_mini_quantized_but_diagonal", 0.999**20)):
+        weight = torch.nn.Parameter(torch.zeros(64, 80))
+        never = "update.graft.direction.shampoo.refresh.steps=1000"
+        optimizer = Optimizer([("weight", weight)], load_recipe(name, [never]), lr=1e-4)
+        found = []
+        for steps, size in ((20, 1.0), (20, 1e-3)):
+            for _ in range(steps):
+                weight.grad = normal(64, 80, seed=1).float() * size
+                optimizer.step()
+            state = optimizer.state_dict()["state"][0]
+            [v] = [x for key, x in state.items() if key.endswith(("rms/v", "rms/v/values"))]
+            found.append(v.double().clone())
+        assert found[1] == pytest.approx(found[0] * remains, rel=1e-5), name
