@@ -25,7 +25,9 @@ class Distribution(Component):
         description="what travels: gradients and updates as they are computed, or rounded to bfloat16",
     )
     bucket: int = Field(
-        default=1 << 25, ge=1, description="bytes of updates in one message, which travels while the next is computed"
+        default=1 << 25,
+        ge=1,
+        description="bytes of updates that a rank puts into one message, which travels while the next is computed",
     )
     timeout: float | None = Field(
         default=None, gt=0, description="seconds to wait for other ranks on a CPU; default: the process group's"

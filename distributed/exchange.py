@@ -89,7 +89,7 @@ class Exchange:
     ) -> None:
         self.peers, self.layouts, self.families, self.names = peers, layouts, families, names
         self.replicated = all(layouts[m.position].replicated for family in families for m in family.members)
-        self.buckets = [self._bucket(own) for own in _packed(families, limit)]
+        self.buckets = [self._bucket(own) for own in packed(families, limit)]
 
     @cached_property
     def bucket_of(self) -> dict[int, int]:
@@ -124,7 +124,7 @@ class Exchange:
         return torch.empty(len(own.owned(self.peers.rank)), *own.block, dtype=own.dtype, device=own.device)
 
 
-def _packed(families: Sequence[Family], limit: int) -> list[list[int]]:
+def packed(families: Sequence[Family], limit: int) -> list[list[int]]:
     """Families in order, as many together as fit; those of other dtypes on the way, or of nothing, apart."""
     buckets: list[list[int]] = []
     size, last = 0, None

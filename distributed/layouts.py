@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -57,7 +57,8 @@ class Layout:
         return cls(shape, (Box((0,) * len(shape), shape),) * ranks, tuple(range(ranks)))
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], mesh: tuple[int, ...], placements: Sequence[Placement]) -> Layout:
+    @lru_cache(maxsize=1024)
+    def of(cls, shape: tuple[int, ...], mesh: tuple[int, ...], placements: tuple[Placement, ...]) -> Layout:
         """By the placements on a device mesh of that shape; ranks are the mesh's, in row-major order."""
         for placement in placements:
             if isinstance(placement, Partial) or not isinstance(placement, (Shard, _StridedShard, Replicate)):
@@ -82,6 +83,11 @@ class Layout:
     def copies(self) -> int:
         """How often the parameter is held."""
         return len(set(self.replicas))
+
+    @cached_property
+    def fractions(self) -> list[float]:
+        """How much of the parameter each rank holds."""
+        return [box.numel / max(math.prod(self.shape), 1) for box in self.boxes]
 
     def sources(self, rank: int) -> list[int]:
         """The ranks that a rank gets the parameter from, itself among them: each entry from one."""

@@ -26,27 +26,61 @@ class Loads:
             self.state[rank] += part * state
 
 
+SLACK = 1.08
+"""How much more than the least possible a rank may work if that evens out memory."""
+
+
 def assign(work: Sequence[float], state: Sequence[float], loads: Loads) -> list[int]:
     """The owner of each item: longest processing time first (Graham 1969), in two measures.
 
-    Items go, largest first, to the rank whose larger share (of all work, of all bytes) is the smallest; ties go to the
-    lower rank. So both are balanced to within about an item. loads: what there is already, updated in place.
+    Items go, largest first, to the rank whose larger share (of all work, of all bytes) is the smallest, ties to the
+    lower rank; but to none that then works more than SLACK times the larger of the mean work and the largest item.
+    Where all would, the one with the least work takes it. So what they are given makes no rank work more than the mean
+    and the largest item together, or SLACK times the larger of both. loads: what there is already, updated in place.
     """
     all_work = sum(work) + sum(loads.work) or 1.0
     all_state = sum(state) + sum(loads.state) or 1.0
     shares = [(w / all_work, s / all_state) for w, s in zip(work, state, strict=True)]
     order = sorted(range(len(shares)), key=lambda item: (-max(shares[item]), -sum(shares[item]), item))
-
-    def carried(rank: int) -> tuple[float, int]:
-        return max(loads.work[rank] / all_work, loads.state[rank] / all_state), rank
-
-    heap = [carried(rank) for rank in range(loads.ranks)]
-    heapq.heapify(heap)
+    limit = SLACK * max(all_work / loads.ranks, *work, 0.0)
+    queue = _Queue(loads, (all_work, all_state), limit)
     owners = [0] * len(shares)
     for item in order:
-        _, rank = heap[0]
-        owners[item] = rank
-        loads.work[rank] += work[item]
-        loads.state[rank] += state[item]
-        heapq.heapreplace(heap, carried(rank))
+        owners[item] = queue.place(work[item], state[item])
     return owners
+
+
+class _Queue:
+    """Ranks as (larger share, rank): open, a heap, or full, with no room for the last item."""
+
+    def __init__(self, loads: Loads, totals: tuple[float, float], limit: float) -> None:
+        self.loads, self.totals, self.limit, self.last = loads, totals, limit, 0.0
+        self.open = [self._entry(rank) for rank in range(loads.ranks)]
+        self.full: list[tuple[float, int]] = []
+        heapq.heapify(self.open)
+
+    def _entry(self, rank: int) -> tuple[float, int]:
+        return max(self.loads.work[rank] / self.totals[0], self.loads.state[rank] / self.totals[1]), rank
+
+    def place(self, work: float, state: float) -> int:
+        """The owner of an item, whose loads it adds to."""
+        if work < self.last:  # what was too large for a rank may have left room for less
+            self.open += self.full
+            self.full = []
+            heapq.heapify(self.open)
+        self.last = work
+        while self.open and self.loads.work[self.open[0][1]] + work > self.limit:
+            self.full.append(heapq.heappop(self.open))
+        if self.open:
+            rank = self._add(self.open[0][1], work, state)
+            heapq.heapreplace(self.open, self._entry(rank))
+        else:
+            rank = min(range(self.loads.ranks), key=lambda own: (self.loads.work[own], self.loads.state[own]))
+            self._add(rank, work, state)
+            self.full = [self._entry(own) for _, own in self.full]
+        return rank
+
+    def _add(self, rank: int, work: float, state: float) -> int:
+        self.loads.work[rank] += work
+        self.loads.state[rank] += state
+        return rank

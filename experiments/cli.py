@@ -1,4 +1,4 @@
-"""The command line: `eigengraft train | show | schema | ablate | report | demo | bench`.
+"""The command line: `eigengraft train | show | schema | ablate | report | demo | bench | plan`.
 
 Nothing here decides anything: commands load, call the library and print. A wrong input ends with one box on standard
 error and exit code 2, an interrupt with exit code 130.
@@ -18,7 +18,7 @@ from eigengraft.component import Component
 from eigengraft.optimizers.files import read_yaml
 from eigengraft.optimizers.schema import json_schema
 
-from . import cli_bench, cli_study
+from . import cli_bench, cli_plan, cli_study
 from .console import assignment_table, refuse, storage_table, summary, to_yaml, training_bar, write_table
 from .training.experiment import Experiment
 from .training.imports import import_component
@@ -132,6 +132,7 @@ app.command("ablate")(cli_study.ablate)
 app.command("report")(cli_study.report)
 app.command("demo")(cli_study.demo)
 app.command("bench")(cli_bench.bench)
+app.command("plan")(cli_plan.plan)
 
 
 def main() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from eigengraft.distributed.blocks import Piece
@@ -35,31 +38,62 @@ def build(
 
     Refreshes are spread over all blocks, wherever they are, so that no block's depends on the number of ranks.
     """
-    families = _families(parameters, paths, recipe, division)
+    if division is not None:
+        return _divided_units(parameters, names, paths, recipe, division)
+    updates, found = recipe.updates(), _families(parameters, paths, recipe, None)
     units = []
-    members: list[Family] = []
-    for index, (key, pieces, phases) in enumerate(_phased(families, recipe)):
-        path, block, dtype, device = key
-        if division is None:
-            units.append(Unit(path, recipe.updates()[path], Stack(block, dtype, device, tuple(pieces)), recipe.storage))
-            units[-1].phases = phases
-            continue
-        family = _shared(key, pieces, division, parameters, recipe)
-        members.append(family)
-        here = family.owned(division.peers.rank)
+    for (path, block, dtype, device), pieces, phases in _phased(found, recipe):
+        units.append(Unit(path, updates[path], Stack(block, dtype, device, tuple(pieces)), recipe.storage))
+        units[-1].phases = phases
+    _require_slots(recipe.storage, found, recipe)
+    return _seeded(units, names), None
+
+
+def _divided_units(
+    parameters: Sequence[Tensor], names: Sequence[str], paths: Sequence[str], recipe: Recipe, division: Division
+) -> tuple[list[Unit], Exchange]:
+    units: list[Unit] = []
+    families: list[Family] = []
+    me = division.peers.rank
+    for family, phases in divided(parameters, paths, recipe, division):
+        here = family.owned(me)
         if here:
-            stack = Stack(block, dtype, device, tuple((member.position, member.piece) for member in here))
-            units.append(Unit(path, recipe.updates()[path], stack, recipe.storage, family=index))
-            mine = [member.owner == division.peers.rank for member in family.members]
-            units[-1].phases = phases[np.array(mine)]
+            stack = Stack(family.block, family.dtype, family.device, tuple((m.position, m.piece) for m in here))
+            units.append(Unit(family.path, recipe.updates()[family.path], stack, recipe.storage, family=len(families)))
+            units[-1].phases = phases[np.array([member.owner == me for member in family.members])]
+        families.append(family)
     units += _at_home(parameters, paths, recipe, division)
-    _require_slots(recipe.storage, families, recipe)
+    _require_slots(recipe.storage, [(f.path, f.block) for f in families], recipe)
+    layouts = [division.shares[id(parameter)].layout for parameter in parameters]
+    exchange = Exchange(division.peers, layouts, families, names, limit(recipe, division.peers.size))
+    return _seeded(units, names), exchange
+
+
+def limit(recipe: Recipe, ranks: int) -> int:
+    """Bytes of updates in a bucket, of all ranks together."""
+    return recipe.distribution.bucket * ranks
+
+
+def divided(
+    parameters: Sequence[Tensor], paths: Sequence[str], recipe: Recipe, division: Division
+) -> Iterator[tuple[Family, NDArray[np.float64]]]:
+    """The families with the owner of each block, and the phases `[N]`; no family is larger than a bucket if it can be
+    cut."""
+    for key, pieces, phases in _phased(_families(parameters, paths, recipe, division), recipe):
+        whole = any(stage.spans_parameter() for _, stage in recipe.updates()[key[0]].stages())
+        blocks = [(position, piece.block(index)) for position, piece in pieces for index in range(len(piece.keys))]
+        fits = max(1, limit(recipe, division.peers.size) // max(math.prod(key[1]) * key[2].itemsize, 1))
+        cuts = [k * len(blocks) // -(-len(blocks) // fits) for k in range(-(-len(blocks) // fits) + 1)]
+        if whole:  # all blocks of a parameter stay together
+            cuts = [at for at in cuts if at in (0, len(blocks)) or blocks[at - 1][0] != blocks[at][0]]
+        for first, end in pairwise(cuts):
+            yield _shared(key, blocks[first:end], division, parameters, recipe), phases[first:end]
+
+
+def _seeded(units: list[Unit], names: Sequence[str]) -> list[Unit]:
     for unit in units:
         unit.seeds = np.array([_seed(names[owner], key) for _, owner, key in unit.rows()], dtype=np.int64)
-    if division is None:
-        return units, None
-    layouts = [division.shares[id(parameter)].layout for parameter in parameters]
-    return units, Exchange(division.peers, layouts, members, names, recipe.distribution.bucket)
+    return units
 
 
 def _families(
@@ -81,22 +115,22 @@ def _families(
 
 def _shared(
     key: Key,
-    pieces: Sequence[tuple[int, Piece]],
+    blocks: Sequence[tuple[int, Piece]],
     division: Division,
     parameters: Sequence[Tensor],
     recipe: Recipe,
 ) -> Family:
-    """A family with the owner of each block and its row there."""
+    """A family of (position, block) with the owner of each block and its row there."""
     path, block, dtype, device = key
     rows = [0] * division.peers.size
     members = []
-    for position, piece in pieces:
+    for position, piece in blocks:
         owners = division.shares[id(parameters[position])].owners
         assert owners is not None
-        for index, owner in enumerate(owners[number] for number in piece.keys):
-            members.append(Member(position, piece.block(index), owner, rows[owner]))
-            rows[owner] += 1
-    dtypes = {parameters[position].dtype for position, _ in pieces}
+        owner = owners[piece.keys[0]]
+        members.append(Member(position, piece, owner, rows[owner]))
+        rows[owner] += 1
+    dtypes = {parameters[position].dtype for position, _ in blocks}
     gradient = dtypes.pop() if len(dtypes) == 1 and not recipe.decays_in_gradient() else dtype
     travels = (torch.bfloat16,) * 2 if recipe.distribution.dtype == "bf16" else (gradient, dtype)
     return Family(path, block, dtype, (travels[0], travels[1]), device, tuple(members))
@@ -123,7 +157,7 @@ def _at_home(
 
 def _phased(
     families: Mapping[Key, Sequence[tuple[int, Piece]]], recipe: Recipe
-) -> list[tuple[Key, Sequence[tuple[int, Piece]], Any]]:
+) -> list[tuple[Key, Sequence[tuple[int, Piece]], NDArray[np.float64]]]:
     """(key, pieces, phases `[N]`) of every family.
 
     Phases are in proportion to the refresh cost of the blocks before: equal parts of an interval cost the same.
@@ -140,9 +174,9 @@ def _phased(
     return rows
 
 
-def _require_slots(storage: Mapping[str, Quantizer], keys: Iterable[Key], recipe: Recipe) -> None:
+def _require_slots(storage: Mapping[str, Quantizer], keys: Iterable[tuple[Any, ...]], recipe: Recipe) -> None:
     """Raises for a storage key "path/slot" whose stage is there, but not the slot."""
-    slots = {slot for path, block, _, _ in keys for slot in slot_keys(recipe.updates()[path], path, block)}
+    slots = {slot for path, block, *_ in keys for slot in slot_keys(recipe.updates()[path], path, block)}
     for key in storage:
         path, slash, _ = key.partition("/")
         near = sorted(slot for slot in slots if slot.rpartition("/")[0] == path)

@@ -135,7 +135,7 @@ class Cohort:
         used = {path for path, _ in self.routed}
         if any("parameter_rms" in stage.requires for path in used for _, stage in self.updates[path].stages()):
             now.rms = together.rms(self.parts)
-        if not together.replicated:
+        if not together.exchange.replicated:
             trip.send([self._with_decay(position, now) for position in range(len(self.parts))], GRADIENTS)
             if any(self.updates[path].after_decay for path in used):
                 trip.send(self.iterates.decaying(), PARAMETERS)

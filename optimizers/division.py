@@ -99,7 +99,7 @@ class Divisions:
                 raise ValueError(f"{name}: {error}") from None
         self._before.append(copy.deepcopy(self._loads))
         for where, division in divisions.items():
-            _assign(division, parameters, paths, self.recipe, self._loads[where])
+            assign_owners(division, parameters, paths, self.recipe, self._loads[where])
 
     def _add(self, divisions: dict[Any, Division], where: Any, parameter: Tensor, path: str) -> None:
         if where not in self._peers:
@@ -110,7 +110,7 @@ class Divisions:
         layout = layout_of(parameter, peers)
         if rule.constraints and not layout.replicated:
             raise ValueError(f"{path or 'recipe'}.constraints: whole parameters are required, got a sharded one")
-        stays = _entrywise(rule, path, parameter, layout, self.recipe)
+        stays = entrywise(rule, path, parameter, layout, self.recipe)
         divisions.setdefault(where, Division(peers)).shares[id(parameter)] = Share(layout, None if stays else {})
 
     def forget(self, index: int) -> None:
@@ -121,7 +121,7 @@ class Divisions:
     def agree(self, index: int) -> None:
         """Raises ValueError on every rank if ranks were not given the same recipe and parameters."""
         for division in self._groups[index].values():
-            parameters = [(share.layout, share.owners) for share in division.shares.values()]
+            parameters = [(share.layout.shape, share.owners) for share in division.shares.values()]
             mine = {"recipe": self.recipe.to_json(), "parameters": repr((division.names, parameters))}
             digests = {key: hashlib.blake2b(text.encode(), digest_size=16).hexdigest() for key, text in mine.items()}
             found = division.peers.objects(digests, f"agreement on param group {index}")
@@ -143,7 +143,9 @@ def layout_of(parameter: Tensor, peers: Peers) -> Layout:
     layout = Layout.of(shape, tuple(mesh.mesh.shape), parameter.placements)
     ranks = [dist.get_group_rank(peers.group, rank) for rank in mesh.mesh.flatten().tolist()]
     order = sorted(range(len(ranks)), key=ranks.__getitem__)
-    layout = Layout(shape, tuple(layout.boxes[i] for i in order), tuple(layout.replicas[i] for i in order))
+    if order != list(range(len(order))):
+        if order != sorted(order):
+        layout = Layout(shape, tuple(layout.boxes[i] for i in order), tuple(layout.replicas[i] for i in order))
     held = tuple(parameter.to_local().shape)
     if held != layout.boxes[peers.rank].shape:
         raise ValueError(
@@ -153,7 +155,7 @@ def layout_of(parameter: Tensor, peers: Peers) -> Layout:
     return layout
 
 
-def _entrywise(rule: Recipe | Route, path: str, parameter: Tensor, layout: Layout, recipe: Recipe) -> bool:
+def entrywise(rule: Recipe | Route, path: str, parameter: Tensor, layout: Layout, recipe: Recipe) -> bool:
     """Whether a parameter is updated where its parts are: nothing of the update mixes entries, and no part is held
     twice, so that its state is divided as well as the parameter."""
     pieces = list(rule.blocking.pieces(layout.shape))
@@ -167,7 +169,7 @@ def _entrywise(rule: Recipe | Route, path: str, parameter: Tensor, layout: Layou
     return all(slots) and all(stage.entrywise() and not stage.requires for _, stage in rule.stages())
 
 
-def _assign(
+def assign_owners(
     division: Division, parameters: Sequence[Tensor], paths: Sequence[str], recipe: Recipe, loads: Loads
 ) -> None:
     """Fills in the owners, after what stays at home. What must stay together, because a stage spans a parameter, is
@@ -180,7 +182,8 @@ def _assign(
         rule, dtype = recipe.updates()[path], compute_dtype(parameter.dtype)
         if share.owners is None:
             cost = block_cost(rule, path, share.layout.shape, dtype, recipe.storage)
-            loads.carry([box.numel / max(parameter.numel(), 1) for box in share.layout.boxes], cost.work, cost.state)
+            work = recipe.distribution.measured(share.layout.shape, cost.work)
+            loads.carry(share.layout.fractions, work, float(cost.state))
             continue
         whole = any(stage.spans_parameter() for _, stage in rule.stages())
         for piece in rule.blocking.pieces(tuple(parameter.shape)):

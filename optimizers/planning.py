@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from eigengraft.distributed.exchange import Family, _packed
+from eigengraft.distributed.exchange import Family, packed
 from eigengraft.distributed.layouts import Layout
 from eigengraft.distributed.ownership import Loads
 from eigengraft.distributed.peers import Peers
 
-from .building import _families, _shared
-from .division import Division, Share, _assign, _entrywise
+from .building import divided, limit
+from .division import Division, Share, assign_owners, entrywise
 from .loading import Source, load_recipe
 from .planning_loads import least_work, owned, state_bytes
 from .planning_wire import Traffic, all_reduced, wire
@@ -85,24 +85,35 @@ def plan(
         raise ValueError("plan: at least one parameter is required, got none")
     tensors = [torch.empty(fact.shape, dtype=dtype, device="meta") for fact in facts]
     names = [fact.name or f"parameter {position}" for position, fact in enumerate(facts)]
+    if len(set(names)) < len(names):
+        raise ValueError(
+            f"plan: a name of its own for each parameter is required, got '{max(names, key=names.count)}' twice"
+        )
     paths = [recipe.route(fact)[0] for fact in facts]
     layouts = _layouts(recipe, names, tensors, mesh, parallel)
-    ranks = len(layouts[0].boxes)
-    division, loads = Division(cast(Peers, SimpleNamespace(size=ranks))), Loads(ranks)  # nothing else is asked of peers
-    for name, tensor, path, layout in zip(names, tensors, paths, layouts, strict=True):
-        division.shares[id(tensor)] = _share(recipe, name, tensor, path, layout)
-    _assign(division, tensors, paths, recipe, loads)
-    work = np.array(loads.work)
-    found = _families(tensors, paths, recipe, division)
-    families = [_shared(key, pieces, division, tensors, recipe) for key, pieces in found.items()]
+    division, loads = _divide(recipe, names, tensors, paths, layouts)
+    ranks, work = loads.ranks, np.array(loads.work)
+    families = [family for family, _ in divided(tensors, paths, recipe, division)]
     return Plan(
         {name: division.shares[id(tensor)] for name, tensor in zip(names, tensors, strict=True)},
-        np.sum([owned(family, ranks) for family in families], axis=0) + np.zeros(ranks, dtype=np.int64),
+        sum((owned(family, ranks) for family in families), np.zeros(ranks, dtype=np.int64)),
         state_bytes(recipe, tensors, paths, division, families),
         work,
         _traffic(recipe, paths, families, layouts),
         least_work(recipe, families, work),
     )
+
+
+def _divide(
+    recipe: Recipe, names: Sequence[str], tensors: Sequence[Tensor], paths: Sequence[str], layouts: Sequence[Layout]
+) -> tuple[Division, Loads]:
+    """Who owns what, and what that lays on each rank."""
+    loads = Loads(len(layouts[0].boxes))
+    division = Division(cast(Peers, SimpleNamespace(size=loads.ranks)))  # nothing else is asked of them
+    for name, tensor, path, layout in zip(names, tensors, paths, layouts, strict=True):
+        division.shares[id(tensor)] = _share(recipe, name, tensor, path, layout)
+    assign_owners(division, tensors, paths, recipe, loads)
+    return division, loads
 
 
 def _traffic(
@@ -112,7 +123,7 @@ def _traffic(
     used, ranks = [recipe.updates()[path] for path in dict.fromkeys(paths)], len(layouts[0].boxes)
     norms = any("parameter_rms" in stage.requires for rule in used for _, stage in rule.stages())
     vectors = [3 * len(paths), *[len(paths)] * norms]
-    buckets = _packed(families, recipe.distribution.bucket) if ranks > 1 else []
+    buckets = packed(families, limit(recipe, ranks)) if ranks > 1 else []
     there, back = wire(families, buckets, layouts, 1 + any(rule.after_decay for rule in used))
     return {"gradients": there, "updates": back, "agreement": all_reduced(vectors, ranks)}
 
@@ -164,4 +175,4 @@ def _share(recipe: Recipe, name: str, tensor: Tensor, path: str, layout: Layout)
     rule = recipe.updates()[path]
     if rule.constraints and not layout.replicated:
         raise ValueError(f"{name}: {path or 'recipe'}.constraints: whole parameters are required, got a sharded one")
-    return Share(layout, None if _entrywise(rule, path, tensor, layout, recipe) else {})
+    return Share(layout, None if entrywise(rule, path, tensor, layout, recipe) else {})

@@ -65,20 +65,21 @@ def _beside(recipe: Recipe, path: str, share: Share, dtype: torch.dtype) -> NDAr
 
 
 def least_work(recipe: Recipe, families: Sequence[Family], work: NDArray[np.float64]) -> float:
-    """A lower bound of the largest work: the mean, or what the items alone make unavoidable.
+    """A lower bound of the largest work: the mean, what stays at home, or what the items alone make unavoidable.
 
     Of the kR + 1 largest items some rank has k + 1, at least as large as the smallest k + 1 of them (k = 0: the largest
     item). Items are blocks, or all blocks of a parameter if a stage spans it. work `[R]`.
     """
-    ranks, items = len(work), [0.0]
+    ranks, items, home = len(work), [0.0], work.copy()
     for family in families:
         rule = recipe.updates()[family.path]
         cost = block_cost(rule, family.path, family.block, family.dtype, recipe.storage)
         each = recipe.distribution.measured(family.block, cost.work)
+        home -= each * owned(family, ranks)
         whole = any(stage.spans_parameter() for _, stage in rule.stages())
         together = Counter(member.position for member in family.members).values()
         items += [each * blocks for blocks in together] if whole else [each] * len(family.members)
     sizes = np.sort(items)[::-1]
     before = np.concatenate([[0.0], np.cumsum(sizes)])
     k = np.arange((len(sizes) - 1) // ranks + 1)
-    return float(max(work.mean(), (before[k * ranks + 1] - before[k * ranks - k]).max()))
+    return float(max(work.mean(), home.max(), (before[k * ranks + 1] - before[k * ranks - k]).max()))
