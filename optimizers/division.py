@@ -143,8 +143,7 @@ def layout_of(parameter: Tensor, peers: Peers) -> Layout:
     layout = Layout.of(shape, tuple(mesh.mesh.shape), parameter.placements)
     ranks = [dist.get_group_rank(peers.group, rank) for rank in mesh.mesh.flatten().tolist()]
     order = sorted(range(len(ranks)), key=ranks.__getitem__)
-    if order != list(range(len(order))):
-        if order != sorted(order):
+    if order != sorted(order):
         layout = Layout(shape, tuple(layout.boxes[i] for i in order), tuple(layout.replicas[i] for i in order))
     held = tuple(parameter.to_local().shape)
     if held != layout.boxes[peers.rank].shape:

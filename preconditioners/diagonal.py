@@ -95,7 +95,7 @@ class RMS(Preconditioner):
             denominator = denominator.unsqueeze(-1 if self.per == "row" else -2).expand_as(direction).clone()
         if not self.bias_correction or self.beta == 1 or not self.damped:
             return torch.div(direction, denominator.add_(self.eps), out=denominator)
-        root = clock.correction(self.beta, direction).pow(float(exponent))
+        root = clock.correction(self.beta, direction, exponent=float(exponent))
         if self.eps_on == "raw":
             return torch.div(direction, denominator.add_(self.eps), out=denominator).mul_(root)
         return torch.div(direction, denominator.div_(root).add_(self.eps), out=denominator)

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from eigengraft.clock import Clock
-from eigengraft.numerics import per_block, tiny
+from eigengraft.numerics import per_block, tiny, to_power
 from eigengraft.slots import State
 
 from .base import Stages, run_chain
@@ -81,10 +81,10 @@ class Eigenbasis(Factored):
         values = (q * torch.bmm(estimate / per_block(unit, estimate), q)).sum(-2)  # [N, d]: diag(Q^T A Q) / unit
         floor = self.statistic.floor if isinstance(self.statistic, Bregman) else 0.0
         values = values.clamp_min(max(floor, tiny(q.dtype)))
-        trace = values.pow(float(exponent + 1)).sum(-1)
+        trace = to_power(values, float(exponent + 1)).sum(-1)
         if exponent == 0:
             return Power(None, None, unit, trace, seen(estimate))
-        half = values.pow(float(exponent) / 2).unsqueeze(-1) * q.mT
+        half = to_power(values, float(exponent) / 2).unsqueeze(-1) * q.mT
         return Power(half, half, unit, trace, seen(estimate))
 
     def _inside(self, state: State) -> State:

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from eigengraft.clock import Clock
-from eigengraft.numerics import per_block, tiny
+from eigengraft.numerics import per_block, tiny, to_power
 from eigengraft.slots import Slot, State
 
 from .cadence import Cadence, Every
@@ -114,7 +114,7 @@ class Eigenfactors(Direct):
         values = state[f"values.{axis}"]
         peak = values.amax(-1, keepdim=True)
         ridged = (values + self.eps * peak).clamp_min(tiny(values.dtype))
-        return torch.where(peak > 0, ridged.pow(-float(self._exponent(state.block, axis))), 1.0)
+        return torch.where(peak > 0, to_power(ridged, -float(self._exponent(state.block, axis))), 1.0)
 
     def _exponent(self, block: tuple[int, ...], axis: int) -> Fraction:
         order = len(block)

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from eigengraft.clock import Clock
-from eigengraft.numerics import identity_like, per_block
+from eigengraft.numerics import identity_like, per_block, to_power
 from eigengraft.slots import Slot, State
 
 from .factored import Factored
@@ -83,7 +83,7 @@ class Shampoo(Factored):
         if exponent == 0:
             return Power(None, None, unit, scaled.diagonal(dim1=-2, dim2=-1).sum(-1), seen(estimate))
         known = seen(estimate) & (root != identity_like(root)).flatten(1).any(-1)  # a root that was made of something
-        base = scaled if exponent > 0 else root * per_block(unit.pow(float(own)), root)
+        base = scaled if exponent > 0 else root * per_block(to_power(unit, float(own)), root)
         times = int(exponent if exponent > 0 else -exponent / own)
         left = torch.linalg.matrix_power(base, (times + 1) // 2)
         right = torch.linalg.matrix_power(base, times // 2) if times > 1 else None
@@ -96,7 +96,7 @@ class Shampoo(Factored):
     def _diagonal_power(self, exponent: Fraction, estimate: Tensor, unit: Tensor) -> Power:
         """Of the diagonal itself, with the solver's ridge: a root would be as old as its last refresh."""
         values = self.solver.treated(estimate) / per_block(unit, estimate)
-        half = torch.where(values > 0, values.pow(float(exponent) / 2), 0.0)
+        half = torch.where(values > 0, to_power(values, float(exponent) / 2), 0.0)
         trace = (values * half.square()).sum(-1) if exponent != -1 else unit.new_full(unit.shape, values.shape[-1])
         return Power(half, half, unit, trace, seen(estimate))
 

@@ -205,9 +205,9 @@ def _in_float32(clock: Clock, function: Callable[[Tensor], Tensor], like: Tensor
     return (1 - beta * beta ** (torch.tensor(float(clock.steps[0])) - 1)).double()
 
 
-def _power_in_float32(clock: Clock, beta: float, like: Tensor, count: object = None) -> Tensor:
+def _power_in_float32(clock: Clock, beta: float, like: Tensor, count: object = None, exponent: float = 1.0) -> Tensor:
     """1 - beta^t of second moments and statistics: 1 - b^t with b in float32."""
-    return (1 - torch.tensor(beta) ** torch.tensor(float(clock.steps[0]))).double()
+    return (1 - torch.tensor(beta) ** torch.tensor(float(clock.steps[0]))).double() ** exponent
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if INDEX[name]["dtype"] == "float64"])

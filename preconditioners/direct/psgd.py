@@ -11,7 +11,7 @@ from torch import Tensor
 
 from eigengraft import noise
 from eigengraft.clock import Clock
-from eigengraft.numerics import per_block, tiny
+from eigengraft.numerics import per_block, tiny, to_power
 from eigengraft.slots import Slot, State
 
 from ..kronecker import rotate
@@ -99,7 +99,7 @@ class PSGD(Direct):
     def _started(self, factors: dict[int, Tensor], gradient: Tensor, fresh: Tensor) -> dict[int, Tensor]:
         """The factors, scaled where no gradient has moved them yet (their bounds are still 0)."""
         scale = gradient.new_full(fresh.shape, self.initial_scale) if self.initial_scale else self._scale(gradient)
-        share = torch.where(fresh, scale.pow(1 / len(factors)), 1.0)
+        share = torch.where(fresh, to_power(scale, 1 / len(factors)), 1.0)
         return {axis: scaled(factor, share) for axis, factor in factors.items()}
 
     def _scale(self, gradient: Tensor) -> Tensor:
@@ -109,8 +109,8 @@ class PSGD(Direct):
         mean = (gradient / per_block(peak, gradient)).pow(4).flatten(1).mean(1)
         # number / tensor is a product with the reciprocal, which for denormal numbers is infinite
         damping = torch.full_like(peak, self.damping) / peak
-        fourth: Tensor = peak * (mean + damping.pow(4)).pow(0.25)
-        return fourth.pow(-0.5)
+        fourth: Tensor = peak * to_power(mean + damping.pow(4), 0.25)
+        return to_power(fourth, -0.5)
 
     def _bound(self, old: Tensor, size: Tensor) -> Tensor:
         """Roots of L and l, which are in units of the gradient and may not be squared."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from eigengraft.component import Component
-from eigengraft.numerics import symmetrized
+from eigengraft.numerics import symmetrized, to_power
 
 
 class Root(NamedTuple):
@@ -59,7 +59,7 @@ class RootSolver(Component, ABC, family="root_solver"):
         """The same for diagonal matrices, kept as their diagonals: a `[N, d]`, value `[N, d]`, elementwise."""
         ok = a.isfinite().all(-1)
         values = self.treated(torch.where(ok[:, None], a, 1.0))
-        power = torch.where(values > 0, values.pow(-float(exponent)), 0.0)
+        power = torch.where(values > 0, to_power(values, -float(exponent)), 0.0)
         ok = ok & power.isfinite().all(-1)
         nothing = torch.zeros_like(ok)
         return Root(power, ok, nothing.int(), nothing.to(a.dtype), ok & (power > 0).all(-1))

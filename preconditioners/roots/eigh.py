@@ -9,7 +9,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from eigengraft.numerics import identity_like, tiny
+from eigengraft.numerics import identity_like, tiny, to_power
 
 from .base import Root, RootSolver, eigh
 
@@ -55,7 +55,7 @@ class Eigh(RootSolver):
         a, dtype = a.double() if self.precision == "float64" else a, a.dtype
         values, q, ok = eigh(a + self.eps * identity_like(a) if self.deficiency == "perturb_before" else a)
         values = self._treat(values)
-        power = values.pow(-float(exponent))
+        power = to_power(values, -float(exponent))
         if self.deficiency == "pseudo_inverse":
             power = torch.where(values > 0, power, 0.0)
         root = torch.bmm(q * power.unsqueeze(1), q.mT).to(dtype)

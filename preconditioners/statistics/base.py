@@ -13,7 +13,7 @@ from torch import Tensor
 
 from eigengraft.clock import Clock
 from eigengraft.component import Component
-from eigengraft.numerics import per_block, tiny
+from eigengraft.numerics import per_block, tiny, to_power
 from eigengraft.slots import Slot, State
 
 from ..polar import NewtonSchulz
@@ -182,7 +182,7 @@ class Statistic(Component, ABC, family="statistic"):
             factor = factor / clock.correction(self.beta, factor, lambda step: self._observations(step - behind))
         if self.trace_scaling:
             trace = (factor.diagonal(dim1=-2, dim2=-1) if factor.ndim == 3 else factor).sum(-1)
-            power = trace.clamp_min(tiny(trace.dtype)).pow(-self.trace_scaling)
+            power = to_power(trace.clamp_min(tiny(trace.dtype)), -self.trace_scaling)
             factor = factor * per_block(power, factor)
         return factor
 

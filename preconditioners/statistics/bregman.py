@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.numerics import block_norm, per_block, tiny
+from eigengraft.numerics import block_norm, per_block, tiny, to_power
 from eigengraft.slots import State
 
 from ..kronecker import mode_product, unfold
@@ -68,7 +68,7 @@ class Bregman(Statistic):
                 power = powers(other, self.q - 1)
                 known = power.known
                 unit = torch.where(known, power.unit, self._unknown(state, x))
-                half = unit.pow(-0.5 if self.normalize == "trace" else float(self.q - 1) / 2)
+                half = to_power(unit, -0.5 if self.normalize == "trace" else float(self.q - 1) / 2)
                 left = _whitened(left, power.left, other, known) * per_block(half, x)
                 right = _whitened(right, power.right, other, known) * per_block(half, x)
                 trace = torch.where(known, power.trace, float(d))
@@ -81,7 +81,7 @@ class Bregman(Statistic):
         if self.first == "identity":
             return x.new_ones(x.shape[0])
         factors = sum(f"factor.{axis}" in state for axis in range(len(state.block)))
-        rms = (block_norm(x) / math.sqrt(x[0].numel())).pow(2 / factors)
+        rms = to_power(block_norm(x) / math.sqrt(x[0].numel()), 2 / factors)
         return torch.where(rms > tiny(x.dtype), rms, 1.0)
 
 

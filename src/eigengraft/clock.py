@@ -55,12 +55,15 @@ class Clock:
         values = function(torch.from_numpy(self.steps).double())
         return per_block(values.to(device=like.device, dtype=like.dtype), like)
 
-    def correction(self, beta: float, like: Tensor, count: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """1 - beta^step, the sum of the weights of a running mean that started from zero (Adam, section 3).
+    def correction(
+        self, beta: float, like: Tensor, count: Callable[[Tensor], Tensor] | None = None, exponent: float = 1.0
+    ) -> Tensor:
+        """(1 - beta^step)^exponent; 1 - beta^step is the sum of the weights of a running mean that started from zero
+        (Adam, section 3).
 
         count: how many terms the mean has at a step, if not one for each.
         """
-        return self.per_block(lambda step: 1 - beta ** (step if count is None else count(step)), like)
+        return self.per_block(lambda step: (1 - beta ** (step if count is None else count(step))) ** exponent, like)
 
     def signal(self, name: str) -> Tensor | float:
         """A signal that the optimizer provides because a stage declared it in `requires`: a number or `[N]`."""

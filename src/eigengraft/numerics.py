@@ -46,6 +46,15 @@ def safe_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     return torch.where(denominator > floor, numerator / denominator.clamp_min(floor), torch.zeros_like(denominator))
 
 
+def to_power(x: Tensor, exponent: float) -> Tensor:
+    """x^e entry by entry, for spectra and other small tensors: rounded once, from float64.
+
+    torch's pow of float32 rounds the last entries of a tensor differently on a CPU, so that a block's result would
+    depend on the blocks beside it.
+    """
+    return x if exponent == 1 else x.double().pow(exponent).to(x.dtype)
+
+
 def transposed(a: Tensor) -> Tensor:
     """A^T of each matrix of a stack `[N, m, n]`, as a dense tensor.
 
