@@ -18,6 +18,7 @@ from eigengraft.optimizers.loading import load_recipe
 
 if TYPE_CHECKING:
     from eigengraft.optimizers.planning import Plan
+    from eigengraft.optimizers.recipe import Recipe
 
 Parallel = Literal["ddp", "fsdp2", "hsdp"]
 FEW = 16
@@ -41,6 +42,9 @@ def plan(  # noqa: PLR0913  its arguments are the command's options
         Literal["float32", "bfloat16", "float16", "float64"], typer.Option(help="of parameters and gradients")
     ] = "float32",
     worlds: Annotated[str | None, typer.Option(help="numbers of ranks, such as 8,64,512: a row for each")] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="time a step of one block of each shape here, and plan with that")
+    ] = False,
 ) -> None:
     """Print what each rank of a divided optimizer owns, holds, computes and sends, and how far from even that is."""
     import torch
@@ -50,6 +54,8 @@ def plan(  # noqa: PLR0913  its arguments are the command's options
     from .shapes import parameters_of
 
     parameters, loaded = list(parameters_of(model)), load_recipe(recipe, overrides or (), parse_yaml)
+    if measure:
+        loaded = _timed(loaded, parameters)
     axes = _numbers("--mesh", mesh, "x") if mesh else ()
     way: Parallel = parallel or ("hsdp" if len(axes) == 2 else "fsdp2")
     meshes = _meshes(way, axes, world, worlds)
@@ -65,6 +71,19 @@ def plan(  # noqa: PLR0913  its arguments are the command's options
     (console if console.is_terminal else Console(width=WIDE)).print(table)
     for line in remarks(plans[0], unit):
         typer.echo(line)
+
+
+def _timed(recipe: Recipe, parameters: Sequence[Any]) -> Recipe:
+    """The recipe with measured work, which is printed as the lines of YAML that say so."""
+    import json
+
+    from eigengraft.distributed.distribution import Distribution
+    from eigengraft.optimizers.measuring import measured_work
+    from eigengraft.optimizers.planning import known
+
+    work = {shape: round(spent, 4) for shape, spent in measured_work(recipe, known(parameters)).items()}
+    typer.echo(f"distribution:\n  work: {json.dumps(work)}  # milliseconds a step of one block\n")
+    return recipe.replace(distribution=Distribution(**{**recipe.distribution.model_dump(), "work": work}))
 
 
 def _meshes(way: Parallel, axes: tuple[int, ...], world: int | None, worlds: str | None) -> list[tuple[int, ...]]:

@@ -80,7 +80,7 @@ def plan(
     over the first; or a placement for each axis of the mesh. dtype: of parameters and gradients.
     """
     recipe = load_recipe(recipe)
-    facts = [given if isinstance(given, Facts) else _facts(*given, dtype) for given in parameters]
+    facts = known(parameters, dtype)
     if not facts:
         raise ValueError("plan: at least one parameter is required, got none")
     tensors = [torch.empty(fact.shape, dtype=dtype, device="meta") for fact in facts]
@@ -102,6 +102,11 @@ def plan(
         _traffic(recipe, paths, families, layouts),
         least_work(recipe, families, work),
     )
+
+
+def known(parameters: Iterable[tuple[str, Sequence[int]] | Facts], dtype: torch.dtype = torch.float32) -> list[Facts]:
+    """The facts of parameters of which nothing else than names and shapes may be known."""
+    return [given if isinstance(given, Facts) else _facts(*given, dtype) for given in parameters]
 
 
 def _divide(

@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,16 @@ from typer.testing import CliRunner
 import eigengraft
 from eigengraft.component import RecipeError
 from eigengraft.distributed.blocks import Blocking
+from eigengraft.distributed.distribution import Distribution
 from eigengraft.distributed.layouts import Layout
 from eigengraft.distributed.ownership import Loads, assign
 from eigengraft.distributed.peers import Peers, Pending
 from eigengraft.experiments.cli import app
 from eigengraft.experiments.shapes import LLAMAS, parameters_of, read_shapes
 from eigengraft.optimizers.costs import block_cost
-from eigengraft.optimizers.planning import Plan, plan
+from eigengraft.optimizers.loading import load_recipe
+from eigengraft.optimizers.measuring import measured_work
+from eigengraft.optimizers.planning import Plan, known, plan
 from eigengraft.optimizers.planning_wire import holding
 from eigengraft.optimizers.routing import examine_model
 
@@ -385,3 +388,20 @@ def test_the_command_refuses(call: Any, arguments: list[str], message: str) -> N
     result = call(*arguments)
     assert result.exit_code == 2
     assert re.search(message, result.output), result.output
+
+
+def test_measured_work_is_of_every_block_shape_and_decides_on_owners() -> None:
+    shapes = [("a.weight", (24, 16)), ("b.weight", (16, 16)), ("c.bias", (16,)), ("huge.weight", (1 << 13, 1 << 12))]
+    recipe = load_recipe("soap", ["blocking.size=16", "blocking.merge=null"])
+    work = measured_work(recipe, known(shapes[:3]))
+    assert set(work) == {"16x16", "8x16", "16"} and min(work.values()) > 0
+    whole = load_recipe("soap", ["blocking.size=null", "blocking.merge=null"])
+    assert measured_work(whole, known(shapes[3:])) == {}
+
+    def loads(times: Mapping[str, float]) -> list[float]:
+        timed = recipe.replace(distribution=Distribution(work=dict(times)))
+        return sorted(plan(timed, shapes[:2], (2,), "ddp").work.tolist())
+
+    # blocks: 16x16, 8x16 of a and 16x16 of b; one rank has the expensive one, the other what is left
+    assert loads({"16x16": 1.0, "8x16": 5.0}) == [2.0, 5.0]
+    assert loads({"16x16": 3.0, "8x16": 1.0}) == [3.0, 4.0]
