@@ -34,7 +34,8 @@ class _Linear(Blockwise, ABC):
 
     def _rounded(self, y: Tensor, uniform: Uniform | None) -> Tensor:
         if self.draws and uniform is not None:
-            return y.add_(uniform(y, "rounding")).floor_().clamp_max_(self.largest_code)
+            below = y.floor()  # y + u would carry whole numbers up now and then, where the sum is rounded
+            return below.add_(1 - uniform(y, "rounding") <= y - below).clamp_max_(self.largest_code)
         return y.round_()
 
 
