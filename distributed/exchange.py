@@ -74,12 +74,6 @@ class Bucket:
     ours: list[list[Leg]]
     theirs: list[list[Leg]]
 
-    def describe(self, names: Sequence[str]) -> str:
-        """The first parameter and how many more there are."""
-        found = list(dict.fromkeys(names[leg.member.position] for legs in self.ours for leg in legs))
-        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-        return f"{found[0]}{more}" if found else "no parameter of this rank"
-
 
 class Exchange:
     """layouts: of the parameters, by position. limit: bytes of updates in a bucket."""
@@ -90,6 +84,13 @@ class Exchange:
         self.peers, self.layouts, self.families, self.names = peers, layouts, families, names
         self.replicated = all(layouts[m.position].replicated for family in families for m in family.members)
         self.buckets = [self._bucket(own) for own in packed(families, limit)]
+
+    def describe(self, bucket: Bucket) -> str:
+        """The number of a bucket, its first parameter and how many more there are."""
+        members = [member for family in bucket.families for member in self.families[family].members]
+        found = list(dict.fromkeys(self.names[member.position] for member in members))
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        return f"bucket {self.buckets.index(bucket)} ({found[0]}{more})"
 
     @cached_property
     def bucket_of(self) -> dict[int, int]:

@@ -57,7 +57,7 @@ class Peers:
         if not mine.numel():
             return Pending(None, result, self._finish(what))
         with self._named(what):
-            work = dist.all_gather_into_tensor(_bytes(result), _bytes(mine), group=self.group, async_op=True)
+            work = _all_gather(_bytes(result), _bytes(mine), group=self.group, async_op=True)
         return Pending(work, result, self._finish(what), (mine,))
 
     def swap(self, sent: Tensor, sending: Sequence[int], receiving: Sequence[int], what: str) -> Pending:
@@ -128,6 +128,9 @@ def mesh_group(mesh: DeviceMesh) -> Any:
         _GROUPS[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
     return _GROUPS[ranks]
 
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Its new name where torch has it."""
 
 _GROUPS: dict[tuple[int, ...], Any] = {}
 """Made once for each set of ranks: a process group cannot be made again by some of its ranks alone."""

@@ -151,8 +151,7 @@ class Trip:
         _copy(targets, sources)
 
     def _label(self, bucket: Bucket, what: str) -> str:
-        number = self.exchange.buckets.index(bucket)
-        return f"{what} of bucket {number} ({bucket.describe(self.exchange.names)})"
+        return f"{what} of {self.exchange.describe(bucket)}"
 
 
 def _flat(legs: Sequence[Sequence[Leg]]) -> list[Leg]:

@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 
 import eigengraft
 from eigengraft.component import Component
+from eigengraft.distributed.peers import DistributedError
 from eigengraft.optimizers.files import read_yaml
 from eigengraft.optimizers.schema import json_schema
 
@@ -23,6 +24,7 @@ from .console import assignment_table, refuse, storage_table, summary, to_yaml, 
 from .training.experiment import Experiment
 from .training.imports import import_component
 from .training.loading import load_experiment
+from .training.ranks import is_first
 from .training.train import train
 
 
@@ -38,7 +40,7 @@ class Commands(TyperGroup):
             raise typer.Exit(130) from None
         except BrokenPipeError:  # the reader of a pipe has left: not a fault, and nobody to tell
             raise
-        except (ValueError, OSError, ArithmeticError) as error:
+        except (ValueError, OSError, ArithmeticError, DistributedError) as error:
             if ctx.params.get("debug"):
                 raise
             refuse("error", str(error))
@@ -90,7 +92,8 @@ def train_command(
             result = train(loaded, directory, progress)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(directory) from None
-    typer.echo(f"{summary(result)}\n{directory}")
+    if is_first():
+        typer.echo(f"{summary(result)}\n{directory}")
 
 
 @app.command("show")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,11 +118,16 @@ class Divisions:
         self._loads = next(iter(self._before[index:]), self._loads)
         del self._groups[index:], self._before[index:]
 
-    def agree(self, index: int) -> None:
-        """Raises ValueError on every rank if ranks were not given the same recipe and parameters."""
+    def agree(self, index: int, group: Mapping[str, Any]) -> None:
+        """Raises ValueError on every rank if ranks were not given the same recipe and param group."""
         for division in self._groups[index].values():
             parameters = [(share.layout.shape, share.owners) for share in division.shares.values()]
-            mine = {"recipe": self.recipe.to_json(), "parameters": repr((division.names, parameters))}
+            mine = {
+                "recipe": self.recipe.to_json(),
+                "parameters": repr((division.names, parameters)),
+                "requires_grad": repr([parameter.requires_grad for parameter in group["params"]]),
+                "lr and weight_decay": repr([float(group[key]) for key in ("lr", "weight_decay")]),
+            }
             digests = {key: hashlib.blake2b(text.encode(), digest_size=16).hexdigest() for key, text in mine.items()}
             found = division.peers.objects(digests, f"agreement on param group {index}")
             for key in mine:

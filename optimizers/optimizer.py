@@ -86,7 +86,7 @@ class Optimizer(torch.optim.Optimizer):
         self._facts.append([known.get(id(p)) or examine(n, p) for n, p in zip(names, group["params"], strict=True)])
         self._cohorts.append([])
         self._divisions.add(group["params"], self._facts[-1], self.labels(index))
-        self._divisions.agree(index)
+        self._divisions.agree(index, group)
         self._install(index, self._build(index, {id(p) for p in group["params"] if p.requires_grad}), {})
 
     def _build(self, index: int, wanted: set[int]) -> list[Cohort]:
@@ -133,6 +133,7 @@ class Optimizer(torch.optim.Optimizer):
         """Makes the parameters hold the iterate to evaluate, where the recipe has an `averaging`.
 
         Until `train()` the training iterate is in the state; what is written into the parameters meanwhile is lost.
+        Under `fully_shard` call `model.reshard()` before `train()`: a forward leaves gathered parameters behind.
         """
         switch(self, self._all(), "eval")
 

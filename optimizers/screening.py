@@ -40,9 +40,7 @@ class Screen:
         """
         where = np.flatnonzero(present).tolist()
         found = [gradient for index in where if (gradient := gradients[index]) is not None]
-        for index, gradient in zip(where, found, strict=True):
-            if gradient.layout is not torch.strided:
-                raise TypeError(f"{self.names[index]}: a dense gradient is required, got layout {gradient.layout}")
+        self._require_dense(gradients)
         if self.failure.nonfinite == "ignore":
             return present, None
         return self._judge(where, _usable(found), present)
@@ -55,6 +53,7 @@ class Screen:
         Also raises what `Together` finds. Every rank must call it, whatever it has. With lr 0 and no gradient but
         zeros nothing is active: somebody only wants to see the state.
         """
+        self._require_dense(gradients)
         squares, absent = together.look(gradients)
         host = self._on_host(squares)
         if host:
@@ -79,6 +78,11 @@ class Screen:
         active = present.copy()
         active[bad] = False
         return active, None
+
+    def _require_dense(self, gradients: Sequence[Tensor | None]) -> None:
+        for name, gradient in zip(self.names, gradients, strict=True):
+            if gradient is not None and gradient.layout is not torch.strided:
+                raise TypeError(f"{name}: a dense gradient is required, got layout {gradient.layout}")
 
     def settle(self) -> list[int]:
         """Parameters whose gradient, one step ago, turned out to be unusable; they are counted."""

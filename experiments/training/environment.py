@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,15 @@ import numpy
 import torch
 
 import eigengraft
+from eigengraft.component import RecipeError
+from eigengraft.optimizers.overrides import differences
 
 from ..tasks import Fingerprint
+from .rundir import RunDirectory
 
 
-def environment(data: Fingerprint, device: torch.device) -> dict[str, Any]:
-    """Versions, machine, command line, git commit of the working directory and fingerprint of the data."""
+def environment(data: Fingerprint, device: torch.device, ranks: int = 1) -> dict[str, Any]:
+    """Versions, machine, processes, command line, git commit of the working directory and fingerprint of the data."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -28,11 +32,22 @@ def environment(data: Fingerprint, device: torch.device) -> dict[str, Any]:
         "cpu": processor(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "threads": torch.get_num_threads(),
+        "ranks": ranks,
         "git": _git("rev-parse", "HEAD"),
         "git_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
         "command": sys.argv,
         "data": asdict(data),
     }
+
+
+def require_data(run: RunDirectory, found: Mapping[str, Any]) -> None:
+    """Record an environment in a new run; an older one must have seen the same data. Raises RecipeError."""
+    known = run.read("env")
+    if known is None:
+        run.write("env", found)
+    elif known["data"]["sha256"] != found["data"]["sha256"]:
+        faults = "\n".join(differences({"data": known["data"]}, {"data": found["data"]}))
+        raise RecipeError(f"{run.path}: the data of the run's start is required:\n{faults}")
 
 
 def processor() -> str:

@@ -15,6 +15,7 @@ from eigengraft.optimizers.files import parse_yaml
 
 from ..tasks import Task
 from .imports import import_component, is_file
+from .parallel import Alone, Parallel
 from .schedule import Constant, Schedule
 
 
@@ -47,6 +48,7 @@ class Experiment(Component):
     checkpoint_every: int = Field(default=100, ge=1, description="steps between checkpoints")
     threads: int = Field(default=1, ge=1, description="CPU threads of torch; another number may change the last bits")
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")
+    parallel: Parallel = Field(default=Alone(), description="how torchrun's processes share the work; the same losses")
 
     @model_validator(mode="before")
     @classmethod

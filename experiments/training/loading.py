@@ -39,6 +39,7 @@ def load_experiment(source: Source, overrides: Iterable[str] = (), imports: Iter
         raw = source.model_dump(mode="json") if isinstance(source, Experiment) else source
         data = {key: _plain(value) for key, value in raw.items()}
     data.setdefault("schedule", "constant")  # so that an override may reach into it
+    data.setdefault("parallel", "none")
     data["imports"] = [*_listed(data, "imports"), *imports]
     data["overrides"] = [*_listed(data, "overrides"), *recipes]
     try:

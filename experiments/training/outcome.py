@@ -19,7 +19,10 @@ class Tick:
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of a run. A diverged run has no validation loss and ends at the step that lost it."""
+    """The outcome of a run. A diverged run has no validation loss and ends at the step that lost it.
+
+    Of several ranks: times are the first's, state_bytes those of the rank that holds most.
+    """
 
     diverged: bool
     val_loss: float | None

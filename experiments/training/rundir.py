@@ -4,6 +4,8 @@ config.json     the resolved experiment            env.json      versions, machi
 metrics.jsonl   one row a line, append-only        checkpoint.pt everything a continuation needs
 result.json     written last: the run is complete  lock          held while a process trains here
 
+Runs of several processes have directories checkpoint-<step> in place of checkpoint.pt (see `snapshots.py`).
+
 A file is either complete or not there: it is written beside its place and moved in. The checkpoint knows how many bytes
 of metrics.jsonl it covers; rows after them are dropped and computed again, the same ones.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +26,7 @@ import torch
 from eigengraft.component import RecipeError
 from eigengraft.optimizers.overrides import differences
 
-_PARTIAL = ".partial"
+PARTIAL = ".partial"
 
 
 class RunDirectory:
@@ -42,8 +45,10 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
             self.write("config", config)
             return
-        # Where a component was imported from is not what it is: a moved checkout may continue its runs.
-        faults = differences({**known, "imports": None}, {**config, "imports": None})
+        # Where a component was imported from is not what it is: a moved checkout may continue its runs. Nor is who
+        # computes: the trajectory is the same.
+        aside = dict.fromkeys(("imports", "parallel"))
+        faults = differences({**known, **aside}, {**config, **aside})
         if faults:
             raise RecipeError(
                 f"{self.path} holds a run of another experiment; what is there -> what was asked for:\n"
@@ -80,11 +85,7 @@ class RunDirectory:
 
     def save(self, state: Mapping[str, Any]) -> None:
         """Write the checkpoint atomically, with the length of the metrics it covers."""
-        size = 0
-        if self.metrics.exists():
-            with self.metrics.open("rb") as stream:
-                os.fsync(stream.fileno())
-                size = os.fstat(stream.fileno()).st_size
+        size = self.covered()
         with self._replaced("checkpoint.pt") as temporary:
             torch.save({**state, "metrics_bytes": size}, temporary)
 
@@ -92,17 +93,33 @@ class RunDirectory:
         """The last checkpoint, None when there is none; drops the rows of metrics it does not cover."""
         file = self.path / "checkpoint.pt"
         state: dict[str, Any] | None = None
+        if any(self.path.glob("checkpoint-*")):
+            raise RecipeError(
+                f"{self.path}: its checkpoints are of a run with parallel: ddp, fsdp2 or hsdp; continue it with one of "
+                "them, 'torchrun --nproc-per-node 1' is enough"
+            )
         if file.is_file():
             try:
                 state = torch.load(file, map_location="cpu", weights_only=True)
             except Exception as error:  # torch raises whatever its unpickler meets
                 raise RecipeError(f"{file}: a readable checkpoint is required; remove {self.path}") from error
-        kept = state["metrics_bytes"] if state is not None else 0
+        self.rewind(state["metrics_bytes"] if state is not None else 0)
+        return state
+
+    def covered(self) -> int:
+        """The bytes of metrics so far, once they are on the disk."""
+        if not self.metrics.exists():
+            return 0
+        with self.metrics.open("rb") as stream:
+            os.fsync(stream.fileno())
+            return os.fstat(stream.fileno()).st_size
+
+    def rewind(self, kept: int) -> None:
+        """Drop the rows of metrics after that many bytes."""
         if self.metrics.exists():
             if self.metrics.stat().st_size < kept:
                 raise RecipeError(f"{self.metrics}: {kept} bytes are required by the checkpoint; remove {self.path}")
             os.truncate(self.metrics, kept)
-        return state
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -116,16 +133,16 @@ class RunDirectory:
                 except BlockingIOError:
                     raise RecipeError(f"{self.path}: another process trains here; wait for it or stop it") from None
             for stray in self._partial():  # of a process that was killed
-                stray.unlink()
+                shutil.rmtree(stray) if stray.is_dir() else stray.unlink()
             yield
 
     def _partial(self) -> set[Path]:
-        """Files that were never finished."""
-        return set(self.path.glob(f".*{_PARTIAL}"))
+        """Files and checkpoints that were never finished."""
+        return set(self.path.glob(f".*{PARTIAL}"))
 
     @contextmanager
     def _replaced(self, name: str) -> Iterator[Path]:
-        temporary = self.path / f".{name}.{os.getpid()}{_PARTIAL}"
+        temporary = self.path / f".{name}.{os.getpid()}{PARTIAL}"
         try:
             yield temporary
             with temporary.open("rb") as stream:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from . import snapshots
 from .experiment import Experiment
+from .joining import joined, watched
 from .outcome import Result, Tick
+from .ranks import Ranks
 from .rundir import RunDirectory
 from .trainer import Trainer
 
@@ -17,24 +21,38 @@ from .trainer import Trainer
 def train(experiment: Experiment, directory: str | Path, progress: Callable[[Tick], None] | None = None) -> Result:
     """Run `experiment` in `directory`, or continue it there, or return the result it already has.
 
-    A non-finite loss ends the run with `diverged=True`. Raises RecipeError when the directory holds another experiment.
+    With `parallel`, every process that torchrun started calls this; rank 0 owns the directory and tells the progress.
+    A non-finite loss ends the run with `diverged=True`. Raises RecipeError when the directory holds another experiment,
+    DistributedError when another rank is lost.
     """
     run = RunDirectory(directory)
-    run.claim(experiment.model_dump(mode="json"))
-    with run.locked():
-        done = run.read("result")
+    with joined(experiment) as ranks, watched(ranks, lambda: _advice(run)), ExitStack() as stack:
+
+        def claim() -> dict[str, Any] | None:
+            run.claim(experiment.model_dump(mode="json"))
+            stack.enter_context(run.locked())
+            return run.read("result")
+
+        done = ranks.by_first(claim)
         if done is not None:
             return Result(**done)
-        with surroundings(experiment):
-            return Trainer(experiment, run).run(progress)
+        with surroundings(experiment, ranks):
+            return Trainer(experiment, run, ranks).run(progress if ranks.first else None)
+
+
+def _advice(run: RunDirectory) -> str:
+    last = snapshots.newest(run)
+    where = f"from step {last.name.rpartition('-')[2]}" if last is not None else "from the start"
+    return f"Give the same command again to continue {where}, with any number of ranks."
 
 
 @contextmanager
-def surroundings(experiment: Experiment) -> Iterator[None]:
+def surroundings(experiment: Experiment, ranks: Ranks | None = None) -> Iterator[None]:
     """The run's own random state and thread count; the caller's are restored."""
     threads = torch.get_num_threads()
-    on_device = experiment.device != "cpu" and torch.cuda.is_available()
-    with torch.random.fork_rng(devices=[experiment.device] if on_device else []):
+    device = experiment.device if ranks is None else str(ranks.device)
+    on_device = device != "cpu" and torch.cuda.is_available()
+    with torch.random.fork_rng(devices=[device] if on_device else []):
         torch.manual_seed(experiment.seed)
         torch.set_num_threads(experiment.threads)
         try:

@@ -14,23 +14,28 @@ from torch import nn
 
 import eigengraft
 from eigengraft.component import RecipeError
-from eigengraft.optimizers.overrides import differences
 
 from ..tasks import Metrics
-from .environment import environment
+from . import snapshots
+from .environment import environment, require_data
 from .experiment import Experiment
+from .joining import local_device
 from .outcome import Result, Tick, Window
+from .parallel import drop_gathered
+from .ranks import Ranks
 from .rundir import RunDirectory
 
 
 class Trainer:
-    """Model, optimizer, schedule and data of one run in its directory."""
+    """Model, optimizer, schedule and data of one run in its directory; one of them on each rank."""
 
-    def __init__(self, experiment: Experiment, directory: RunDirectory) -> None:
+    def __init__(self, experiment: Experiment, directory: RunDirectory, ranks: Ranks | None = None) -> None:
         self.experiment, self.directory = experiment, directory
-        self.device = _device(experiment.device)
+        self.ranks = ranks or Ranks(device=local_device(experiment.device, 0))
+        self.device = self.ranks.device
         self.dataset = experiment.task.load()
         self.model = experiment.task.new_model(experiment.seed).to(self.device)
+        self.module = experiment.parallel.spread(self.model, self.ranks)  # before the optimizer, which reads placements
         self.optimizer = eigengraft.compose(
             experiment.recipe, self.model, lr=experiment.lr, weight_decay=experiment.weight_decay
         )
@@ -53,14 +58,16 @@ class Trainer:
             if not finite:
                 return self._finish(None)
             if self._due(self.experiment.checkpoint_every):
-                self.directory.save(self._state())
+                self._save()
         return self._finish(metrics or self._evaluate())
 
     def _train_step(self) -> None:
         start = self._now()
-        batch = self.dataset.batch(self.experiment.seed, self.step).to(self.device)
+        part, weight = self.ranks.part(self.dataset.batch(self.experiment.seed, self.step))
+        batch = part.to(self.device)
+        self.ranks.seed(self.experiment.seed, self.step)
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self.experiment.task.loss(self.model(batch.inputs), batch.targets)
+        loss = self.experiment.task.loss(self.module(batch.inputs), batch.targets) * weight
         loss.backward()  # type: ignore[no-untyped-call]
         if self.experiment.grad_clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.experiment.grad_clip)
@@ -70,7 +77,7 @@ class Trainer:
         self.scheduler.step()
         self.step += 1
         self.seconds += end - start
-        self.window.losses.append(loss.item())
+        self.window.losses.append(self.ranks.mean(loss.item()))
         self.window.step_ms.append(1e3 * (end - start))
         self.window.optimizer_ms.append(1e3 * (end - middle))
 
@@ -81,12 +88,17 @@ class Trainer:
         return time.perf_counter()
 
     def _evaluate(self) -> Metrics:
-        """The metrics of the iterate that the recipe evaluates; afterwards the model holds the trained one again."""
+        """The metrics of the iterate that the recipe evaluates; afterwards the model holds the trained one again.
+
+        Every rank goes through all of the evaluation data; what rank 0 found counts, so that all decide alike.
+        """
         self.optimizer.eval()
         try:
-            return self.experiment.task.evaluate(self.model, self.dataset, self.device)
+            metrics = self.experiment.task.evaluate(self.model, self.dataset, self.device)
+            return self.ranks.by_first(lambda: metrics)
         finally:
             self.optimizer.train()
+            drop_gathered(self.module)
 
     def _due(self, every: int) -> bool:
         return self.step % every == 0 or self.step == self.experiment.steps
@@ -107,7 +119,8 @@ class Trainer:
             "step_ms": median(self.window.step_ms),
             "optimizer_ms": median(self.window.optimizer_ms),
         }
-        self.directory.append(row)
+        if self.ranks.first:
+            self.directory.append(row)
         self.window = Window()
 
     def _finish(self, metrics: Metrics | None) -> Result:
@@ -115,9 +128,14 @@ class Trainer:
 
         The model is left with the iterate that the recipe evaluates; checkpoints hold the training iterate.
         """
-        rows = self.directory.rows()
         parameters = sum(p.numel() for p in self.model.parameters())
-        state_bytes = self.optimizer.state_bytes()
+        state_bytes = max(self.ranks.every(self.optimizer.state_bytes()))
+        result = self.ranks.by_first(lambda: self._result(metrics, parameters, state_bytes))
+        self.optimizer.eval()
+        return result
+
+    def _result(self, metrics: Metrics | None, parameters: int, state_bytes: int) -> Result:
+        rows = self.directory.rows()
         result = Result(
             diverged=metrics is None,
             val_loss=metrics.val_loss if metrics is not None else None,
@@ -131,48 +149,50 @@ class Trainer:
             optimizer_ms=median(row["optimizer_ms"] for row in rows),
         )
         self.directory.write("result", asdict(result))
-        self.optimizer.eval()
         return result
 
-    def _state(self) -> dict[str, Any]:
-        on_device = self.device.type == "cuda"
-        return {
+    def _save(self) -> None:
+        notes = {
             "step": self.step,
             "seconds": self.seconds,
             "window": asdict(self.window),
+            "scheduler": self.scheduler.state_dict(),
+        }
+        if self.ranks.together:
+            snapshots.save(self.directory, self.ranks, self.model, self.optimizer, notes)
+            return
+        on_device = self.device.type == "cuda"
+        state = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "scheduler": self.scheduler.state_dict(),
             "rng": torch.get_rng_state(),
             "device_rng": torch.cuda.get_rng_state(self.device) if on_device else None,
         }
+        self.directory.save({**notes, **state})
 
     def _continue(self) -> None:
         """Restore the last checkpoint if there is one; a run sees one data set from its first step to its last."""
-        found = environment(self.dataset.fingerprint, self.device)
-        known = self.directory.read("env")
-        if known is None:
-            self.directory.write("env", found)
-        elif known["data"]["sha256"] != found["data"]["sha256"]:
-            faults = "\n".join(differences({"data": known["data"]}, {"data": found["data"]}))
-            raise RecipeError(f"{self.directory.path}: the data of the run's start is required:\n{faults}")
+        data = self.dataset.fingerprint
+        if len(set(self.ranks.every((self.experiment.model_dump_json(exclude={"imports"}), data.sha256)))) > 1:
+            raise RecipeError("ranks: the same experiment and the same data are required on each, got different ones")
+        self.ranks.by_first(lambda: require_data(self.directory, environment(data, self.device, self.ranks.size)))
+        shared = (self.directory, self.ranks, self.model, self.optimizer)
+        notes = snapshots.load(*shared) if self.ranks.together else self._load_alone()
+        if notes is None:
+            return
+        self.scheduler.load_state_dict(notes["scheduler"])
+        self.step, self.seconds, self.window = notes["step"], notes["seconds"], Window(**notes["window"])
+
+    def _load_alone(self) -> dict[str, Any] | None:
         state = self.directory.load()
         if state is None:
-            return
+            return None
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.scheduler.load_state_dict(state["scheduler"])
         torch.set_rng_state(state["rng"])
         if state["device_rng"] is not None:
             torch.cuda.set_rng_state(state["device_rng"], self.device)
-        self.step, self.seconds, self.window = state["step"], state["seconds"], Window(**state["window"])
-
-
-def _device(name: str) -> torch.device:
-    device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise RecipeError(f"device: a device of this machine is required, got '{name}'; use device=cpu")
-    return device
+        return state
 
 
 def _finite(value: float) -> float | None:

@@ -1,0 +1,44 @@
+"""Real training over ranks, with `DistributedDataParallel` or `fully_shard`: the losses of the whole batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import eigengraft
+from eigengraft import load_recipe
+
+from .models import LENGTH, TOKENS, lay_out, model
+
+STEPS, BATCH = 6, 12
+OVERRIDES = ["blocking.size=8", "blocking.merge=8", "update.eigenbasis.refresh.steps=3", "lr=0.003"]
+
+
+def run(job: dict[str, Any]) -> list[float]:
+    """The mean loss of every batch before each step; a rank sees an equal share of it."""
+    place = job["place"]
+    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    inner = lay_out(model(), "plain" if place == "ddp" else place)
+    module = DistributedDataParallel(inner) if place == "ddp" else inner
+    optimizer = eigengraft.compose(load_recipe("soap", [*OVERRIDES, *job["overrides"]]), module)
+    losses = []
+    for step in range(STEPS):
+        tokens = torch.randint(TOKENS, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(step % 2))
+        loss = loss_of(module, tokens.chunk(ranks)[rank])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        total = loss.detach().clone()
+        if ranks > 1:
+            dist.all_reduce(total)
+        losses.append(float(total) / ranks)
+    return losses
+
+
+def loss_of(module: nn.Module, tokens: Tensor) -> Tensor:
+    """Mean cross-entropy of the next token."""
+    return nn.functional.cross_entropy(module(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
