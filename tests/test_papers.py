@@ -191,8 +191,8 @@ QUANTIZED = {
     "shampoo_4bit": (0.175, {"statistic": "eigen", "root": "exact_diagonal"}),
     "shampoo_4bit_naive": (0.175, {"statistic": "exact_diagonal", "root": "exact_diagonal"}),
     "shampoo_cq_ef": (0.175, {"statistic": "cholesky", "root": "exact_diagonal"}),
-    "shampoo_int8": (0.29, {"statistic": "exact_diagonal", "root": "exact_diagonal"}),
-    "soap_int8": (0.28, {"statistic": "exact_diagonal", "basis": "orthogonal", "first_moment": "book8"}),
+    "shampoo_int8": (0.22, {"statistic": "cholesky", "root": "exact_diagonal"}),
+    "soap_int8": (0.23, {"statistic": "cholesky", "basis": "orthogonal", "first_moment": "book8"}),
     "soap_4bit": (0.22, {"statistic": "cholesky", "basis": "orthogonal", "second_moment": "book8"}),
     "muon_8bit": (0.27, {"first_moment": "int8"}),
     "adamw_8bit": (0.27, {"first_moment": "book8", "second_moment": "book8"}),
@@ -237,7 +237,12 @@ def test_a_quantized_recipe_stores_less_and_learns_nearly_as_much(name: str) -> 
     assert slot_bytes(optimizer, coded) <= part * slot_bytes(full, coded)
 
 
-STUDIES = ("shampoo_4bit_2024/training", "shampoo_4bit_2024/parts", "dalle_mini_2022/training")
+STUDIES = (
+    "shampoo_4bit_2024/training",
+    "shampoo_4bit_2024/eight",
+    "shampoo_4bit_2024/parts",
+    "dalle_mini_2022/training",
+)
 Rows = list[dict[str, Any]]
 
 
@@ -291,6 +296,32 @@ def test_the_tables_of_training_are_those_of_the_runs(study: str) -> None:
     told = path.with_name("README.md").read_text().splitlines()
     for task in dict.fromkeys(row["task"] for row in rows):
         assert [line for line in TRAINING.summary(rows, task) if line not in told] == []
+
+
+def test_what_is_said_of_8_bits_and_half_of_the_spread_follows_from_the_runs() -> None:
+    told, rows = (FOUR_BIT / "README.md").read_text().splitlines(), read("eight.json")
+    for task, label in (("bytes", "text"), ("digits", "digits")):
+        for cell in TRAINING.cells(rows, task):
+            if cell.differences is not None:
+                parts = [difference / cell.spread for difference in cell.differences]
+                numbers = " | ".join(f"{part:+.2f}" for part in (*parts, sum(parts) / 3))
+                within = sum(abs(part) <= 0.5 for part in parts)
+                assert f"| {label} | `{cell.method}` | {numbers} | {within} of 3 seeds |" in told
+
+
+def test_two_revisions_differ_by_what_is_said_of_rounding() -> None:
+    """All runs of eight.yaml are among those of training.yaml; only `grafted-32bit` was found to depend on the rounding
+    of powers. The bounds are the numbers of README.md, rounded to its four digits."""
+    earlier = {(row["task"], row["method"], row["seed"]): row for row in read("training.json")}
+    drifts: dict[str, list[float]] = {"bytes": [], "digits": []}
+    for row in read("eight.json"):
+        known = earlier[row["task"], row["method"], row["seed"]]
+        if row["method"] == "grafted-32bit":
+            drifts[row["task"]].append(round(row["val_loss"] - known["val_loss"], 4))
+        else:
+            assert row == known
+    assert (min(drifts["bytes"]), max(drifts["bytes"])) == (-0.0004, 0.0017)
+    assert (min(drifts["digits"]), max(drifts["digits"])) == (0.0011, 0.0020)
 
 
 def test_differences_are_taken_seed_by_seed() -> None:

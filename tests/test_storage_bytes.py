@@ -49,6 +49,12 @@ def below(d: int) -> int:
     return d // 2 * (math.ceil(folded / 2) + 4 * math.ceil(folded / 64))
 
 
+def below8(d: int) -> int:
+    """8 bits of the same entries."""
+    folded = d - 1 + d % 2
+    return d // 2 * (folded + 4 * math.ceil(folded / 256))
+
+
 def plain(rows: int, n: int) -> int:
     return 4 * rows * n
 
@@ -58,8 +64,8 @@ SHAMPOO = {  # (of each axis: statistic and root or basis; of each entry: both m
     "shampoo_4bit_naive": (lambda d: beside(d, four(d, d)) + beside(d, triangle(d)), eight),
     "shampoo_cq": (lambda d: beside(d, below(d)) + beside(d, triangle(d)), eight),
     "shampoo_cq_ef": (lambda d: beside(d, 2 * below(d)) + beside(d, triangle(d)), eight),
-    "shampoo_int8": (lambda d: 2 * beside(d, eight(d, d)), plain),
-    "soap_int8": (lambda d: beside(d, eight(d, d)) + eight(d, d), eight),
+    "shampoo_int8": (lambda d: beside(d, below8(d)) + beside(d, eight(d, d)), plain),
+    "soap_int8": (lambda d: beside(d, below8(d)) + eight(d, d), eight),
     "soap_4bit": (lambda d: beside(d, 2 * below(d)) + four(d, d), eight),
     "soap": (lambda d: 8 * d * d, plain),
 }
@@ -125,8 +131,9 @@ WIDE = {  # one matrix of 1024 x 1024, bytes a parameter of everything: see the 
     "adamw_4bit": 2 * (0.5 + 4 / 128),
     "muon_8bit": 1 + 4 / 1024,  # rows of 1024 are shorter than the block of 2048
     "soap_4bit": 4 * (0.5 + 4 / 64) + 2 * 4 / 1024 + 2 * (1 + 4 / 256),
-    "soap_int8": 4 * (1 + 4 / 256) + 2 * 4 / 1024 + 2 * (1 + 4 / 256),
-    "shampoo_int8": 4 * (1 + 4 / 256 + 4 / 1024) + 8,
+    # for each of two axes, a basis or root in codes and half as many for one triangle of a factor
+    "soap_int8": 3 * (1 + 4 / 256) + 2 * 4 / 1024 + 2 * (1 + 4 / 256),
+    "shampoo_int8": 3 * (1 + 4 / 256) + 4 * 4 / 1024 + 8,
     # a triangle of roots has rows of 1025 entries: half a byte and a block more than half of the square
     "shampoo_4bit": 2 * (0.5 + 4 / 64 + 4 / 1024) + 2 * ((513 + 17 * 4) / 2048 + 4 / 1024) + 2 * (1 + 4 / 256),
     "shampoo_cq": 2 * (0.25 + 2 / 64 + 4 / 1024) + 2 * ((513 + 17 * 4) / 2048 + 4 / 1024) + 2 * (1 + 4 / 256),
