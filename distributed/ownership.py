@@ -51,16 +51,17 @@ def assign(work: Sequence[float], state: Sequence[float], loads: Loads) -> list[
 
 
 class _Queue:
-    """Ranks as (larger share, rank): open, a heap, or full, with no room for the last item."""
+    """Ranks as (larger share, both shares, rank): open, a heap, or full, with no room for the last item."""
 
     def __init__(self, loads: Loads, totals: tuple[float, float], limit: float) -> None:
         self.loads, self.totals, self.limit, self.last = loads, totals, limit, 0.0
         self.open = [self._entry(rank) for rank in range(loads.ranks)]
-        self.full: list[tuple[float, int]] = []
+        self.full: list[tuple[float, float, int]] = []
         heapq.heapify(self.open)
 
-    def _entry(self, rank: int) -> tuple[float, int]:
-        return max(self.loads.work[rank] / self.totals[0], self.loads.state[rank] / self.totals[1]), rank
+    def _entry(self, rank: int) -> tuple[float, float, int]:
+        work, state = self.loads.work[rank] / self.totals[0], self.loads.state[rank] / self.totals[1]
+        return max(work, state), work + state, rank
 
     def place(self, work: float, state: float) -> int:
         """The owner of an item, whose loads it adds to."""
@@ -69,15 +70,15 @@ class _Queue:
             self.full = []
             heapq.heapify(self.open)
         self.last = work
-        while self.open and self.loads.work[self.open[0][1]] + work > self.limit:
+        while self.open and self.loads.work[self.open[0][-1]] + work > self.limit:
             self.full.append(heapq.heappop(self.open))
         if self.open:
-            rank = self._add(self.open[0][1], work, state)
+            rank = self._add(self.open[0][-1], work, state)
             heapq.heapreplace(self.open, self._entry(rank))
         else:
             rank = min(range(self.loads.ranks), key=lambda own: (self.loads.work[own], self.loads.state[own]))
             self._add(rank, work, state)
-            self.full = [self._entry(own) for _, own in self.full]
+            self.full = [self._entry(own) for *_, own in self.full]
         return rank
 
     def _add(self, rank: int, work: float, state: float) -> int:

@@ -61,7 +61,7 @@ class Cohort:
 
     @property
     def skipped(self) -> Counter[str]:
-        """How often each parameter was left alone because its gradient was not finite."""
+        """How often the gradient of each parameter was not usable."""
         return self.screen.skipped
 
     def settle(self) -> None:
@@ -99,8 +99,7 @@ class Cohort:
         present = np.array([p.grad is not None and p.numel() > 0 for p in self.parameters], dtype=np.bool_)
         if self.together is not None:
             active, mask = self.screen.look_together(gradients, present, self.together, hyper.lr)
-            on_host = mask is None
-            return Step(gradients, active, mask, hyper) if active.any() or not on_host else None
+            return Step(gradients, active, mask, hyper) if active.any() or mask is not None else None
         if not present.any():
             return None
         if isinstance(hyper.lr, float) and hyper.lr == 0 and not any(bool(g.any()) for g in gradients if g is not None):
@@ -132,13 +131,14 @@ class Cohort:
     def _depart(self, now: Step, together: Together) -> Trip:
         """Sends gradients, and what decays if a stage needs it, on their way to the owners of blocks."""
         trip = Trip(together.exchange)
-        used = {path for path, _ in self.routed}
-        if any("parameter_rms" in stage.requires for path in used for _, stage in self.updates[path].stages()):
+        if together.exchange.replicated:
+            return trip
+        used = [self.updates[path] for path in {path for path, _ in self.routed}]
+        if any("parameter_rms" in stage.requires for update in used for _, stage in update.stages()):
             now.rms = together.rms(self.parts)
-        if not together.exchange.replicated:
-            trip.send([self._with_decay(position, now) for position in range(len(self.parts))], GRADIENTS)
-            if any(self.updates[path].after_decay for path in used):
-                trip.send(self.iterates.decaying(), PARAMETERS)
+        trip.send([self._with_decay(position, now) for position in range(len(self.parts))], GRADIENTS)
+        if any(update.after_decay for update in used):
+            trip.send(self.iterates.decaying(), PARAMETERS)
         return trip
 
     def _with_decay(self, position: int, now: Step) -> Tensor | None:

@@ -80,3 +80,12 @@ def make_cohorts(
         parameters, facts, names = zip(*own, strict=True)
         found.append(Cohort(parameters, facts, names, recipe, divisions.of(index, where)))
     return found
+
+
+def inherit(cohorts: Iterable[Cohort], before: Iterable[Cohort]) -> None:
+    """New cohorts go on with what was counted of their parameters before."""
+    counts = {cohort: dict(cohort.skipped) for cohort in before}
+    for cohort in cohorts:
+        for other, skipped in counts.items():
+            if other is not cohort:
+                cohort.skipped.update({name: count for name, count in skipped.items() if name in cohort.names})

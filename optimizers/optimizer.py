@@ -12,14 +12,14 @@ from torch import Tensor
 from . import checkpoint
 from .cohort import Cohort
 from .division import Divisions
-from .groups import check_keys, check_values, make_cohorts, number, require_matches
+from .groups import check_keys, check_values, inherit, make_cohorts, number, require_matches
 from .iterates.mode import Mode, require_training, switch
 from .loading import Source, load_recipe
 from .moment import Hyper
 from .recipe import Recipe
 from .reporting import Assignment, SlotSize, assignments, describe, slot_bytes, slot_sizes
 from .routing import Facts, examine
-from .sharing import closing_hook, gathered, give_state, visible_state
+from .sharing import closing_hook, fill, gathered, give_state, visible_state
 from .unit import Unit
 
 
@@ -103,8 +103,8 @@ class Optimizer(torch.optim.Optimizer):
             cohort.iterates.hold(self.param_groups[index]["iterate"])
             self.show(cohort)
             for parameter in cohort.parameters:
-                for key, value in values.get(parameter, {}).items():
-                    self.state[parameter][key].copy_(value)
+                fill(self.state[parameter], values.get(parameter, {}))
+        inherit(cohorts, self._cohorts[index])
         self._cohorts[index] = cohorts
 
     def show(self, cohort: Cohort) -> None:

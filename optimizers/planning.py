@@ -126,7 +126,8 @@ def _traffic(
 ) -> dict[str, Traffic]:
     """As in `Plan`. What decays is sent like the gradients if a stage acts on it; norms of parameters are summed."""
     used, ranks = [recipe.updates()[path] for path in dict.fromkeys(paths)], len(layouts[0].boxes)
-    norms = any("parameter_rms" in stage.requires for rule in used for _, stage in rule.stages())
+    whole = all(layouts[member.position].replicated for family in families for member in family.members)
+    norms = not whole and any("parameter_rms" in stage.requires for rule in used for _, stage in rule.stages())
     vectors = [3 * len(paths), *[len(paths)] * norms]
     buckets = packed(families, limit(recipe, ranks)) if ranks > 1 else []
     there, back = wire(families, buckets, layouts, 1 + any(rule.after_decay for rule in used))

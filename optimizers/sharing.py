@@ -132,6 +132,17 @@ def give_state(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any] | N
     return Shares(state_dict) if divided else None
 
 
+def fill(state: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Copies values into the state of a parameter. ValueError if they are what another rank shows of it."""
+    for key, value in values.items():
+        if value.shape != state[key].shape:
+            raise ValueError(
+                f"state '{key}': {tuple(state[key].shape)} is required, got {tuple(value.shape)}; a pickle of an "
+                "optimizer that is divided over ranks is one rank's part, use torch.distributed.checkpoint"
+            )
+        state[key].copy_(value)
+
+
 @contextmanager
 def closing_hook(handle: Any) -> Iterator[None]:
     """Removes a hook afterwards."""

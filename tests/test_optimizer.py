@@ -412,6 +412,17 @@ def test_a_parameter_may_be_frozen_and_thawed(recipe: str) -> None:
     close(params[1:], alone[1:])
 
 
+def test_what_was_skipped_stays_counted_when_a_parameter_is_thawed() -> None:
+    params = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2), requires_grad=False)]
+    optimizer = Optimizer([("a", params[0]), ("b", params[1])], "adamw")
+    drive(optimizer, params, [[torch.full((3,), torch.nan), None]])
+    params[1].requires_grad_(True)
+    drive(
+        optimizer, params, [[torch.full((3,), torch.nan), torch.ones(2)], [torch.ones(3), torch.full((2,), torch.inf)]]
+    )
+    assert optimizer.skipped == {"a": 2, "b": 1}
+
+
 def test_a_norm_per_parameter_is_over_all_its_blocks() -> None:
     graft = {"kind": "graft", "direction": "sign", "magnitude": "identity", "per": "parameter"}
     recipe = {"update": graft, "blocking": {"size": 4}, "routes": []}

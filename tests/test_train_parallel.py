@@ -182,7 +182,7 @@ def launched(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Launched:
     }
     two["resumed"] = {"experiment": {**soap, "parallel": "fsdp2"}, "of": str(home / "killed" / "run")}
     two["other"] = {"experiment": {**soap, "parallel": "ddp", "seed": 1}, "directory": str(home / "two" / "soap-ddp")}
-    two["disagreed"] = {"experiment": {**soap, "parallel": "ddp"}, "own": [["lr=0.1"], ["lr=0.2"]]}
+    two["disagreed"] = {"experiment": {**soap, "parallel": "ddp"}, "own": [["seed=1"], ["seed=2"]]}
     two["diverged"] = {"experiment": {**soap, "parallel": "ddp", "recipe": "sgd", "lr": 1e200}}
     four: dict[str, Any] = {
         "hsdp": {"experiment": {**own["shampoo"], "parallel": grid["parallel"]}},

@@ -92,7 +92,10 @@ def accumulate(targets: Sequence[Tensor], values: Sequence[Tensor], weights: Seq
         torch._foreach_add_(list(targets), list(values), alpha=weight)
         return
     for target, value, own in zip(targets, values, weights, strict=True):
-        target.add_(value * (own.to(target.dtype) if isinstance(own, Tensor) else own))
+        if isinstance(own, Tensor):
+            target.add_(value * own.to(target.dtype))
+        else:
+            target.add_(value, alpha=own)
 
 
 def shared(weights: Sequence[float | Tensor]) -> float | None:

@@ -1,0 +1,139 @@
+"""What goes wrong on one rank ends on every rank with a cause that can be read, in time, and damages nothing.
+
+The table: (what happens on rank 1, what rank 0 and rank 1 say).
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from .ranks import Outcome, Run, launch_once
+
+pytestmark = pytest.mark.xdist_group("distributed")
+
+PLACES = ("plain", "fsdp")
+TIMEOUT, STALL = 20.0, 2.0
+"""Seconds: of the process group, and of the optimizer's own collectives where a rank never comes."""
+LEFT = r": rank 0 of 2 could not finish it with the others; one of them has failed, has stopped, or does something else"
+AGREEMENT = rf"DistributedError: agreement on gradients \(scale and 12 more\){LEFT}"
+UPDATES = rf"DistributedError: updates of bucket 0 \(.*\){LEFT}"
+GROUP = "ValueError: param group 0: all ranks must have the same"
+OTHERS = ", got others than rank 0's on rank 1"
+ENDS = {
+    "raises_in_backward": (AGREEMENT, "RuntimeError: no such luck"),
+    "killed_in_step": (UPDATES, None),
+    "raises_in_step": (UPDATES, "OutOfMemoryError: no memory left"),
+    "other_recipe": (f"{GROUP} recipe{OTHERS}",) * 2,
+    "other_shapes": (f"{GROUP} parameters{OTHERS}",) * 2,
+    "other_order": (f"{GROUP} parameters{OTHERS}",) * 2,
+    "fewer": (f"{GROUP} parameters{OTHERS}",) * 2,
+    "other_frozen": (GROUP, GROUP),
+    "other_lr": (GROUP, GROUP),
+}
+SURVIVED: dict[str, dict[str, Any]] = {
+    "nan skip": {"fault": "nan", "policy": "skip"},
+    "nan raise": {"fault": "nan", "policy": "raise"},
+    "one_sided": {"fault": "one_sided"},
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
+    folder = str(tmp_path_factory.mktemp("notes"))
+    runs = []
+    for place in PLACES:
+        jobs: dict[str, dict[str, Any]] = {name: {"fault": name} for name in (*ENDS, "alone", "roots")} | SURVIVED
+        jobs["stalls"] = {"fault": "stalls", "folder": folder, "timeout": STALL}
+        if place == "plain":
+            jobs["sparse"] = {"fault": "sparse"}  # a DTensor is never sparse
+        for name, job in jobs.items():
+            fails = name not in (*SURVIVED, "roots")
+            runs.append(Run(f"{name} {place}", "faults:run", 2, {**job, "place": place}, TIMEOUT, fails))
+    return launch_once(runs, tmp_path_factory, "faults", limit=300)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("fault", ENDS)
+def test_every_rank_ends_with_a_cause(outcomes: dict[str, list[Outcome]], fault: str, place: str) -> None:
+    for rank, (outcome, cause) in enumerate(zip(outcomes[f"{fault} {place}"], ENDS[fault], strict=True)):
+        assert outcome.seconds < TIMEOUT
+        assert outcome.code == (-9 if cause is None else 1), f"rank {rank}: {outcome.output}"
+        if cause is not None:
+            assert re.match(cause, outcome.error), f"rank {rank}: {outcome.error}"
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_bucket_is_named_by_its_parameters(outcomes: dict[str, list[Outcome]], place: str) -> None:
+    assert re.search(r"bucket 0 \([\w.]+ and \d+ more\)", outcomes[f"killed_in_step {place}"][0].error)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_rank_that_takes_no_part_is_missed(outcomes: dict[str, list[Outcome]], place: str) -> None:
+    first, second = outcomes[f"alone {place}"]
+    assert re.match(rf"DistributedError: agreement on param group 0{LEFT}", first.error) and first.seconds < TIMEOUT
+    if place == "plain":
+        assert second.code == 0
+    else:
+        assert second.error == "ValueError: scale: distribution.mode: 'local' takes plain tensors, got a DTensor"
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_nobody_waits_longer_than_the_time_out(outcomes: dict[str, list[Outcome]], place: str, tmp_path: Path) -> None:
+    first, second = outcomes[f"stalls {place}"]
+    assert re.match(AGREEMENT, first.error) and "Operation timed out" in first.error and second.code == 0
+    # rank 1 returned because rank 0 had given up, long before the process group would have
+    assert second.result == 0.0 and STALL <= first.seconds < TIMEOUT
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_nan_on_one_rank_is_skipped_or_raised_on_all(outcomes: dict[str, list[Outcome]], place: str) -> None:
+    for policy in ("skip", "raise"):
+        for outcome in outcomes[f"nan {policy} {place}"]:
+            found = outcome.result
+            assert found["skipped"] == {"down.weight": 1}
+            if policy == "skip":
+                trained = {name for name in found["parameters"] if not name.startswith("frozen")}
+                assert found["said"] == "" and set(found["changed"]) == trained - {"down.weight"}
+            else:
+                assert found["said"].startswith(
+                    "FloatingPointError: gradient of down.weight: finite values are required"
+                )
+                assert found["said"].endswith("nothing was changed") and found["changed"] == []
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_gradient_on_some_ranks_only_is_refused_by_all(outcomes: dict[str, list[Outcome]], place: str) -> None:
+    said = "DistributedError: gradients: all ranks or none must have one of a parameter, got some ranks for up.weight"
+    for outcome in outcomes[f"one_sided {place}"]:
+        assert outcome.result["changed"] == [] and outcome.result["said"] == f"{said}; nothing was changed"
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("fault", SURVIVED)
+def test_ranks_go_on_together_after_it(outcomes: dict[str, list[Outcome]], fault: str, place: str) -> None:
+    first, second = (outcome.result["parameters"] for outcome in outcomes[f"{fault} {place}"])
+    assert all(torch.equal(value, second[name]) and bool(value.isfinite().all()) for name, value in first.items())
+
+
+def test_what_was_refused_is_as_if_it_had_not_been(outcomes: dict[str, list[Outcome]]) -> None:
+    """A step that raised on all ranks left nothing behind: later steps are those of a run without it."""
+    for place in PLACES:
+        one, other = (outcomes[f"{fault} {place}"][0].result["parameters"] for fault in ("nan raise", "one_sided"))
+        assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_failing_roots_on_one_rank_raise_on_all(outcomes: dict[str, list[Outcome]], place: str) -> None:
+    """Tolerated once, counted at the second failure, and told to the others with the next gradients."""
+    said = r"update: at most 1 failed roots in a row are tolerated \(failure.roots\), got more for (\w+\.\w+(, |;))+"
+    for outcome in outcomes[f"roots {place}"]:
+        assert outcome.result["count"] == 3 and re.match(said, outcome.result["said"])
+
+
+def test_a_sparse_gradient_is_refused_by_name(outcomes: dict[str, list[Outcome]]) -> None:
+    _, second = outcomes["sparse plain"]
+    assert second.code == 0
+    assert second.result["said"] == "TypeError: up.weight: a dense gradient is required, got layout torch.sparse_coo"
