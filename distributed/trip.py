@@ -113,6 +113,9 @@ class Trip:
     def close(self) -> dict[int, Tensor]:
         """The updates of what this rank holds of every parameter, by position; waits for all of them."""
         self.done(len(self.exchange.families))
+        for arriving in self._arriving.values():  # also where nothing was taken: a message must not outlive its buffers
+            for pending in arriving:
+                pending.wait()
         updates: dict[int, Tensor] = {}
         for bucket, pending in zip(self.exchange.buckets, self._returning, strict=True):
             if self.exchange.replicated:

@@ -87,16 +87,15 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, turns: Sequence[Sequence[Pl
 
 
 def whole(x: Tensor) -> Tensor:
-    """A copy of a tensor, gathered if it is divided."""
+    """A copy of a tensor, gathered if it is divided: by the parts as they are, not by what DTensor makes of them."""
     if not isinstance(x, DTensor):
         return x.detach().clone()
-    if not _strided(x):
-        return x.detach().full_tensor().clone()
     parts: list[Tensor] = [torch.empty(0)] * dist.get_world_size()
     dist.all_gather_object(parts, x.detach().to_local())
     full = parts[0].new_full(x.shape, torch.nan)
-    for part, box in zip(parts, _boxes(x), strict=True):
+    for part, box in zip(parts, _boxes(x) if _strided(x) else _held(x), strict=True):
         full[box] = part
+    assert not full.isnan().any() or any(bool(part.isnan().any()) for part in parts)
     return full
 
 
@@ -115,6 +114,21 @@ def divided(x: Tensor, like: Tensor) -> Tensor:
 def _strided(x: DTensor) -> bool:
     """Whether torch may not know which rank has what: it does not, where strided shards are uneven."""
     return any(isinstance(placement, _StridedShard) for placement in x.placements)
+
+
+def _held(x: DTensor) -> list[tuple[slice, ...]]:
+    """What every rank has, by torch.chunk along each axis of the mesh in turn."""
+    ranks = torch.arange(x.device_mesh.size()).reshape(tuple(x.device_mesh.shape))
+    found = []
+    for rank in range(ranks.numel()):
+        coordinate = torch.nonzero(ranks == rank)[0].tolist()
+        spans = [torch.arange(length) for length in x.shape]
+        for placement, count, own in zip(x.placements, x.device_mesh.shape, coordinate, strict=True):
+            if isinstance(placement, Shard):
+                span = spans[placement.dim]
+                spans[placement.dim] = dict(enumerate(span.chunk(count))).get(own, span[:0])
+        found.append(tuple(slice(int(s[0]), int(s[-1]) + 1) if len(s) else slice(0, 0) for s in spans))
+    return found
 
 
 def _boxes(x: DTensor) -> list[tuple[slice, ...]]:
