@@ -1,0 +1,90 @@
+"""Checkpoints know of no rank: saved on some ranks, loaded on others, under another layout, and gone on with."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from .ranks import Outcome, Run, launch
+from .test_distributed import CASES
+
+pytestmark = pytest.mark.xdist_group("distributed checkpoint")
+
+SOURCES = ("plain2", "fsdp2", "fsdp3", "hsdp4")
+TARGETS = ("plain1", "plain2", "plain3", "plain4", "fsdp1", "fsdp2", "fsdp3", "fsdp4", "hsdp4")
+NAMES = ("adamw", "averaged", "quantized")
+FEW = {"plain1": "whole", "plain2": "tree", "fsdp2": "flat", "hsdp4": "full"}
+"""Where the case with the most state goes to, from fsdp3, and how it is read and loaded: nested or flattened keys, the
+latter saved asynchronously; gathered by torch, or by `full_state_dict`."""
+
+
+def wanted(source: str, target: str) -> list[tuple[str, str]]:
+    """(case, kind) of what is loaded."""
+    few = [("quantized", FEW[target])] if source == "fsdp3" and target in FEW else []
+    return [("adamw", "tree"), ("averaged", "flat"), *few]
+
+
+def case(name: str, place: str, **more: Any) -> dict[str, Any]:
+    return {"place": place[:-1], "recipe": CASES[name]["recipe"], "overrides": CASES[name].get("overrides", []), **more}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
+    root = tmp_path_factory.mktemp("checkpoints")
+
+    def folder(source: str, name: str) -> str:
+        path = root / source / name
+        path.mkdir(parents=True, exist_ok=True)
+        return str(path)
+
+    one = {name: {**CASES[name], "place": "plain"} for name in NAMES}
+    saves = [Run("one", "trajectories:run", 0, one)]
+    for source in SOURCES:
+        kept = [name for name in NAMES if name != "quantized" or source == "fsdp3"]
+        job = {name: case(name, source, folder=folder(source, name)) for name in kept}
+        saves.append(Run(f"save {source}", "snapshots:save", int(source[-1]), job))
+    found = launch(saves, tmp_path_factory.mktemp("saves"), limit=200)
+    loads = []
+    for target in TARGETS:
+        job = {
+            f"{source} {name} {kind}": case(name, target, folder=folder(source, name), kind=kind)
+            for source in SOURCES
+            for name, kind in wanted(source, target)
+        }
+        loads.append(Run(f"load {target}", "snapshots:load", int(target[-1]), job))
+    for place in ("plain2", "fsdp2"):
+        job = case("quantized", place, folder=folder("fsdp3", "quantized"))
+        loads.append(Run(f"spoil {place}", "snapshots:spoil", 2, job))
+    return found | launch(loads, tmp_path_factory.mktemp("loads"), limit=300)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_run_goes_on_elsewhere_as_if_it_had_not_stopped(
+    outcomes: dict[str, list[Outcome]], source: str, target: str
+) -> None:
+    compared = 0
+    for rank in outcomes[f"load {target}"]:
+        for name, parameters in rank.result.items():
+            if name.startswith(f"{source} "):
+                expected = outcomes["one"][0].result[name.split()[1]]["parameters"]
+                assert all(torch.equal(value, expected[key]) for key, value in parameters.items()), name
+                compared += 1
+    assert compared == int(target[-1]) * len(wanted(source, target))
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_reading_state_moves_nothing_and_a_part_is_not_pickled(outcomes: dict[str, list[Outcome]], source: str) -> None:
+    for rank in outcomes[f"save {source}"]:
+        for found in rank.result.values():
+            assert found["moved"] == [] and "one rank's part of the state" in found["refused"]
+            assert "full_state_dict()" in found["refused"]
+
+
+@pytest.mark.parametrize("place", ["plain2", "fsdp2"])
+def test_what_does_not_fit_is_named_on_every_rank(outcomes: dict[str, list[Outcome]], place: str) -> None:
+    for rank in outcomes[f"spoil {place}"]:
+        said = rank.result
+        assert "nothing was loaded" in said["missing"] and ": missing '0/" in said["missing"]
+        assert ": unexpected '0/nobody/knows'" in said["foreign"]
+        assert said["missing on one"].startswith("rank 1: ") and ": missing '0/" in said["missing on one"]

@@ -1,0 +1,121 @@
+"""Checkpoints of distributed optimizers: `save` after half of a trajectory, `load` and go on, on any ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+import eigengraft
+from eigengraft import Optimizer, load_recipe
+
+from .models import divided, lay_out
+from .trajectories import STEPS, build, give, values
+
+HALF = STEPS // 2
+
+
+def start(place: str, recipe: str, overrides: list[str]) -> tuple[nn.Module, Optimizer]:
+    module = lay_out(build(), place)
+    return module, eigengraft.compose(load_recipe(recipe, overrides), module)
+
+
+def go_on(module: nn.Module, optimizer: Optimizer, first: int, end: int) -> None:
+    for step in range(first, end):
+        give(module, step, gaps=False)
+        optimizer.step()
+
+
+def state_of(module: nn.Module, optimizer: Optimizer, kind: str) -> tuple[dict[str, Any], StateDictOptions]:
+    options = StateDictOptions(flatten_optimizer_state_dict=kind == "flat", full_state_dict=kind == "full")
+    return {
+        "model": get_model_state_dict(module, options=options),
+        "optimizer": get_optimizer_state_dict(module, optimizer, options=options),
+    }, options
+
+
+def save(job: dict[str, Any]) -> dict[str, Any]:
+    """job: {case: {folder, place, recipe, overrides}}. Files of every kind; whether reading moved a parameter."""
+    found = {}
+    for name, case in job.items():
+        folder = Path(case.pop("folder"))
+        module, optimizer = start(**case)
+        go_on(module, optimizer, 0, HALF)
+        before = values(module)
+        dcp.save(state_of(module, optimizer, "tree")[0], checkpoint_id=folder / "tree")
+        dcp.async_save(state_of(module, optimizer, "flat")[0], checkpoint_id=folder / "flat").result()
+        whole = {"optimizer": optimizer.full_state_dict(), "parameters": before}
+        full = state_of(module, optimizer, "full")[0]
+        if dist.get_rank() == 0:
+            torch.save(whole, folder / "whole.pt")
+            torch.save(full, folder / "full.pt")
+        try:
+            torch.save(optimizer.state_dict(), folder / f"refused-{dist.get_rank()}.pt")
+            refused = ""
+        except RuntimeError as error:
+            refused = str(error)
+        after = values(module)
+        found[name] = {"refused": refused, "moved": [n for n in before if not torch.equal(before[n], after[n])]}
+    return found
+
+
+def load(job: dict[str, Any]) -> dict[str, Any]:
+    """job: {name: {folder, kind, place, recipe, overrides}}: the parameters at the end of the trajectory."""
+    found = {}
+    for name, case in job.items():
+        folder, kind = Path(case.pop("folder")), case.pop("kind")
+        module, optimizer = start(**case)
+        if kind == "whole":
+            restore(module, optimizer, torch.load(folder / "whole.pt", weights_only=True))
+        else:
+            state, options = state_of(module, optimizer, kind)
+            if kind == "full":
+                state = torch.load(folder / "full.pt", weights_only=True)
+            else:
+                dcp.load(state, checkpoint_id=folder / kind)
+            set_model_state_dict(module, state["model"], options=options)
+            set_optimizer_state_dict(module, optimizer, state["optimizer"], options=options)
+        go_on(module, optimizer, HALF, STEPS)
+        found[name] = values(module)
+    return found
+
+
+def restore(module: nn.Module, optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.copy_(divided(saved["parameters"][name], parameter))
+    optimizer.load_state_dict(saved["optimizer"])
+
+
+def spoil(job: dict[str, Any]) -> dict[str, str]:
+    """job: {place, recipe, overrides, folder}: what loading says if keys are missing or foreign, everywhere or on one
+    rank; afterwards the optimizer still works."""
+    folder, said = Path(job.pop("folder")), {}
+    module, optimizer = start(**job)
+    for name, ranks in (("missing", (0, 1)), ("foreign", (0, 1)), ("missing on one", (1,))):
+        saved = torch.load(folder / "whole.pt", weights_only=True)["optimizer"]
+        if dist.get_rank() in ranks:
+            state = saved["state"][0]
+            key = next(key for key in state if key != "step")
+            value = state.pop(key)
+            if name == "foreign":
+                state[key] = value
+                state["0/nobody/knows"] = value
+        try:
+            optimizer.load_state_dict(saved)
+            said[name] = "loaded"
+        except ValueError as error:
+            said[name] = str(error)
+    go_on(module, optimizer, 0, 2)
+    return said
