@@ -66,13 +66,15 @@ class Leg:
 class Bucket:
     """Families whose messages travel together, and the legs between this rank's parts and the blocks of each owner.
 
-    ours[r]: between what we hold and blocks that rank r owns; each is sent there as gradient only if r takes its
-    parameter from us. theirs[r]: between blocks we own and what rank r holds.
+    ours[r]: between what we hold and blocks that rank r owns; given[r]: those of them that r takes from us. theirs[r]:
+    between blocks we own and what rank r holds; due[r]: those of them that we take from r.
     """
 
     families: list[int]
     ours: list[list[Leg]]
+    given: list[list[Leg]]
     theirs: list[list[Leg]]
+    due: list[list[Leg]]
 
 
 class Exchange:
@@ -102,7 +104,7 @@ class Exchange:
         ours: list[list[Leg]] = [[] for _ in ranks]
         theirs: list[list[Leg]] = [[] for _ in ranks]
         if self.replicated:
-            return Bucket(families, ours, theirs)
+            return Bucket(families, ours, ours, theirs, theirs)
         for family in families:
             for member in self.families[family].members:
                 layout = self.layouts[member.position]
@@ -112,7 +114,9 @@ class Exchange:
                     for rank in ranks:
                         for region in regions(layout.shape, member.piece, layout.boxes[rank]):
                             theirs[rank].append(Leg(family, member, region))
-        return Bucket(families, ours, theirs)
+        given = [[leg for leg in own if self.supplies(me, rank, leg)] for rank, own in enumerate(ours)]
+        due = [[leg for leg in own if self.supplies(rank, me, leg)] for rank, own in enumerate(theirs)]
+        return Bucket(families, ours, given, theirs, due)
 
     def supplies(self, source: int, owner: int, leg: Leg) -> bool:
         """Whether an owner takes those entries from that rank."""

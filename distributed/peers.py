@@ -57,7 +57,7 @@ class Peers:
         if not mine.numel():
             return Pending(None, result, self._finish(what))
         with self._named(what):
-            work = _all_gather(_bytes(result), _bytes(mine), group=self.group, async_op=True)
+            work = _all_gather(as_bytes(result), as_bytes(mine), group=self.group, async_op=True)
         return Pending(work, result, self._finish(what), (mine,))
 
     def swap(self, sent: Tensor, sending: Sequence[int], receiving: Sequence[int], what: str) -> Pending:
@@ -65,8 +65,8 @@ class Peers:
         result, width = sent.new_empty(sum(receiving)), sent.element_size()
         with self._named(what):
             work = dist.all_to_all_single(
-                _bytes(result),
-                _bytes(sent),
+                as_bytes(result),
+                as_bytes(sent),
                 [n * width for n in receiving],
                 [n * width for n in sending],
                 group=self.group,
@@ -136,5 +136,6 @@ _GROUPS: dict[tuple[int, ...], Any] = {}
 """Made once for each set of ranks: a process group cannot be made again by some of its ranks alone."""
 
 
-def _bytes(x: Tensor) -> Tensor:
-    return x.view(-1).view(torch.uint8)
+def as_bytes(x: Tensor) -> Tensor:
+    """The bytes of a tensor, `[n]` uint8; a view if it is dense."""
+    return x.contiguous().view(-1).view(torch.uint8)

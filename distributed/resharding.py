@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from .peers import Peers
+from .peers import Peers, as_bytes
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def spread(
         if entry.owner == me:
             for rank in range(ranks):
                 value = owned[index]
-                messages[rank].append(_bytes(value[slice(*entry.rows(rank, ranks))] if entry.shape else value))
+                messages[rank].append(as_bytes(value[slice(*entry.rows(rank, ranks))] if entry.shape else value))
     data = _swapped(peers, messages, expected, device, "state on its way to a checkpoint")
     at = [sum(expected[:rank]) for rank in range(ranks)]
     found = []
@@ -74,7 +74,7 @@ def collect(
     for entry, value in zip(entries, shared, strict=True):
         assert entry.owner is not None
         if isinstance(value, DTensor):
-            messages[entry.owner].append(_bytes(value.to_local()))
+            messages[entry.owner].append(as_bytes(value.to_local()))
             if entry.owner == me:
                 for rank in range(ranks):
                     expected[rank] += math.prod(entry.share(rank, ranks)) * entry.dtype.itemsize
@@ -116,7 +116,3 @@ def _shared(entry: Entry, part: Tensor, mesh: DeviceMesh) -> Tensor:
     return DTensor.from_local(
         part, mesh, [Shard(0)], run_check=False, shape=torch.Size(entry.shape), stride=tuple(stride)
     )
-
-
-def _bytes(x: Tensor) -> Tensor:
-    return x.contiguous().view(-1).view(torch.uint8)

@@ -36,7 +36,7 @@ class Trip:
 
     def _post(self, bucket: Bucket, parts: Sequence[Tensor | None], what: str) -> Pending:
         exchange, me = self.exchange, self.exchange.peers.rank
-        legs = [[leg for leg in own if exchange.supplies(me, r, leg)] for r, own in enumerate(bucket.ours)]
+        legs = bucket.given
         first = exchange.families[bucket.families[0]]
         out = torch.empty(sum(map(_size, legs)), dtype=first.travels[0], device=first.device)
         targets, sources = [], []
@@ -46,13 +46,8 @@ class Trip:
                 targets.append(target)
                 sources.append(leg.region.of_part(part, exchange.layouts[leg.member.position].boxes[me]))
         _copy(targets, sources)
-        due = [_size(self._due(bucket, rank)) for rank in range(exchange.peers.size)]
+        due = [_size(own) for own in bucket.due]
         return exchange.peers.swap(out, [_size(own) for own in legs], due, self._label(bucket, what))
-
-    def _due(self, bucket: Bucket, source: int) -> list[Leg]:
-        """What comes here from one rank."""
-        exchange = self.exchange
-        return [leg for leg in bucket.theirs[source] if exchange.supplies(source, exchange.peers.rank, leg)]
 
     def stack(self, family: int, what: str) -> Tensor:
         """`[n, *block]`, the blocks of a family that are owned here, from the parts that were sent."""
@@ -60,19 +55,19 @@ class Trip:
             index = self.exchange.bucket_of[family]
             bucket, data = self.exchange.buckets[index], self._arriving[what][index].wait()
             stacks = {own: self.exchange.empty(own) for own in bucket.families}
-            legs = [leg for rank in range(self.exchange.peers.size) for leg in self._due(bucket, rank)]
+            legs = _flat(bucket.due)
             _copy([leg.region.of_block(stacks[leg.family][leg.member.row]) for leg in legs], list(_cut(data, legs)))
             self._arrived.update({(what, own): stack for own, stack in stacks.items()})
         return self._arrived[what, family]
 
     def deliver(self, family: int, rows: Tensor | None, directions: Tensor) -> None:
         """Takes the directions of some rows of a family, all of them by default."""
-        if family not in self._updates:
-            self._updates[family] = self.exchange.empty(family)
         if rows is None:
             self._updates[family] = directions
-        else:
-            self._updates[family].index_copy_(0, rows, directions)
+            return
+        if family not in self._updates:
+            self._updates[family] = self.exchange.empty(family)
+        self._updates[family].index_copy_(0, rows, directions)
 
     def done(self, before: int) -> None:
         """Says that nothing more will be delivered for the families up to that one; complete buckets leave."""

@@ -109,8 +109,7 @@ def own_state(
     for index, value in collect(together.peers, flat, shared, device).items():
         position, key = where[index]
         found[cohort.parameters[position]][key] = value
-    for position, parameter in enumerate(cohort.parameters):
-        kept = cohort.views(mode)[position]
+    for position, (parameter, kept) in enumerate(zip(cohort.parameters, cohort.views(mode), strict=True)):
         for key, entry in entries[position].items():
             if entry.owner is None and key in kept:
                 found[parameter][key] = _part(values[parameter][key], cohort, together, position, kept[key])

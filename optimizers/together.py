@@ -33,7 +33,6 @@ class Together:
         shares = [division.shares[id(parameter)] for parameter in parameters]
         self.copies = torch.tensor([float(share.layout.copies) for share in shares], dtype=torch.float64)
         self.dtypes = [compute_dtype(parameter.dtype) for parameter in parameters]
-        self.replicated = all(share.layout.replicated for share in shares)
         self.layouts = [share.layout for share in shares]
         self.failed: set[int] = set()
         self._mesh: DeviceMesh | None = None
