@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal, NamedTuple, Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
 from eigengraft.clock import Clock
-from eigengraft.numerics import per_block, tiny, to_power
+from eigengraft.numerics import identity_like, per_block, symmetrized, tiny, to_power
+from eigengraft.orthonormal import rectified
 from eigengraft.slots import State
 
 from .base import Stages, run_chain
@@ -25,6 +26,14 @@ LONG = 1 << 30
 """Longer than any axis."""
 
 
+class Inside(NamedTuple):
+    """What a step has found so far: x `[N, *block]`, the bases of its axes, and x in them."""
+
+    x: Tensor
+    bases: dict[int, Tensor]
+    rotated: Tensor
+
+
 class Eigenbasis(Factored):
     """Q inner(Q^T g, Q^T d)  with Q = Q_1 x ... x Q_k, the eigenvectors of the axis statistics.
 
@@ -35,6 +44,10 @@ class Eigenbasis(Factored):
     transport: what inner state does when Q changes by R = Q_old^T Q_new. exact: vectors are rotated, squares
     transported by (R*R)^T; permute: vectors are rotated, squares only follow the reordering of columns, as published;
     none: everything stays where it is.
+    frame: what is accumulated of axis i. fixed: A_i; basis: B_i = Q_i^T A_i Q_i, from gradients that are in the basis
+    already. A refresh asks the solver for the eigenvectors P of B_i; Q_i <- Q_i P, rectified by one Bjorck step, and
+    R is P. In exact arithmetic both are the same. But B_i is nearly diagonal, and R is orthogonal however coarsely Q_i
+    is stored: rounding a basis then turns the frame a little and spoils nothing that is known in it.
     """
 
     kind: Literal["eigenbasis"] = "eigenbasis"
@@ -45,6 +58,9 @@ class Eigenbasis(Factored):
         default="current", description="learn the current gradient before or after it is used"
     )
     transport: Transport = Field(default="exact", description="how inner state follows the basis")
+    frame: Literal["fixed", "basis"] = Field(
+        default="fixed", description="where the statistics live: as the gradient comes, or in the basis made of them"
+    )
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
@@ -52,6 +68,8 @@ class Eigenbasis(Factored):
             raise ValueError("statistic: a basis is made of full factors, got diagonal ones")
         if self.statistic.coupled and self.columns(LONG) < LONG:
             raise ValueError("statistic: reads powers of whole factors, of which a subspace holds only a part")
+        if self.frame == "basis" and self.columns(LONG) < LONG:
+            raise ValueError("frame: statistics in the basis need all of its columns, got a solver that keeps fewer")
         require_frameless(self.inner, "inner")
         return self
 
@@ -68,7 +86,35 @@ class Eigenbasis(Factored):
     def lagged(self) -> bool:
         return self.timing == "lagged"
 
+    def learn(self, state: State, gradient: Tensor, clock: Clock) -> None:
+        axes = self.axes(state.block)
+        if self.frame == "fixed" or not axes:
+            super().learn(state, gradient, clock)
+            return
+        inside, spans = self._rotated(state, gradient), list(self.due(clock))
+        for some in [(axis,) for axis in axes] if self.statistic.sequential else [axes]:
+            self._observe(state, inside.rotated, clock, some, axes[: axes.index(some[0])])
+            for start, stop, first in spans:
+                part = state.part(start, stop)
+                for axis in some:
+                    self.renew(part, axis, clock.part(start, stop, first))
+                    inside.bases[axis][start:stop] = part[f"basis.{axis}"]
+                inward = {axis: q[start:stop].mT for axis, q in inside.bases.items()}
+                inside.rotated[start:stop] = rotate(gradient[start:stop], inward)
+
+    def _rotated(self, state: State, x: Tensor) -> Inside:
+        """x in the bases that hold now: each is read once a step, and x rotated once."""
+        known: Inside | None = state.kept.get("inside")
+        if known is None or known.x is not x:
+            bases = self.matrices(state) if known is None else known.bases
+            known = Inside(x, bases, rotate(x, {axis: q.mT for axis, q in bases.items()}))
+            state.kept["inside"] = known
+        return known
+
     def renew(self, state: State, axis: int, clock: Clock) -> None:
+        if self.frame == "basis":
+            self._turn(state, axis, clock)
+            return
         old = state[f"basis.{axis}"].clone()
         new, order, ok = self.solver.basis(self.statistic.estimate(state, axis, clock), old, clock.first)
         new = self.accept(state, axis, new, ok)
@@ -76,23 +122,39 @@ class Eigenbasis(Factored):
             return  # a solver that found nothing to do
         transport(self.inner, self._inside(state), axis, torch.bmm(old.mT, new), settled(order, ok), self.transport)
 
+    def _turn(self, state: State, axis: int, clock: Clock) -> None:
+        """The refresh in the frame of the basis: all that lives there follows P."""
+        q, factor = state[f"basis.{axis}"], state[f"factor.{axis}"]
+        eye = identity_like(q)
+        p, order, ok = self.solver.basis(self.statistic.estimate(state, axis, clock), eye, clock.first)
+        p = torch.where(per_block(ok, p), p, eye)
+        self.accept(state, axis, rectified(torch.bmm(q, p), 1), ok)
+        if p.device.type == "cpu" and torch.equal(p, eye):
+            return
+        state[f"factor.{axis}"] = symmetrized(torch.bmm(p.mT, torch.bmm(factor, p)))
+        transport(self.inner, self._inside(state), axis, p, settled(order, ok), self.transport)
+
     def power(self, state: State, axis: int, exponent: Fraction, estimate: Tensor) -> Power:
-        q, unit = state[f"basis.{axis}"], mean_eigenvalue(estimate)
-        values = (q * torch.bmm(estimate / per_block(unit, estimate), q)).sum(-2)  # [N, d]: diag(Q^T A Q) / unit
+        unit = mean_eigenvalue(estimate)
+        if self.frame == "basis":
+            values = estimate.diagonal(dim1=-2, dim2=-1) / unit[:, None]
+        else:
+            q = state[f"basis.{axis}"]
+            values = (q * torch.bmm(estimate / per_block(unit, estimate), q)).sum(-2)  # [N, d]: diag(Q^T A Q) / unit
         floor = self.statistic.floor if isinstance(self.statistic, Bregman) else 0.0
-        values = values.clamp_min(max(floor, tiny(q.dtype)))
+        values = values.clamp_min(max(floor, tiny(values.dtype)))
         trace = to_power(values, float(exponent + 1)).sum(-1)
         if exponent == 0:
             return Power(None, None, unit, trace, seen(estimate))
-        half = to_power(values, float(exponent) / 2).unsqueeze(-1) * q.mT
+        half = to_power(values, float(exponent) / 2)
+        if self.frame == "fixed":
+            half = half.unsqueeze(-1) * q.mT
         return Power(half, half, unit, trace, seen(estimate))
 
     def _inside(self, state: State) -> State:
         return state.scope("inner", self.part_block("inner", state.block))
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, clock: Clock) -> Tensor:
-        bases = self.matrices(state)
-        inward = {axis: q.mT for axis, q in bases.items()}
-        rotated = rotate(gradient, inward)
-        inside = rotated if direction is gradient else rotate(direction, inward)
+        _, bases, rotated = self._rotated(state, gradient)
+        inside = rotated if direction is gradient else rotate(direction, {axis: q.mT for axis, q in bases.items()})
         return rotate(run_chain(self.inner, self._inside(state), rotated, inside, clock), bases)

@@ -12,7 +12,7 @@ from torch import Tensor
 from eigengraft.component import Component
 from eigengraft.slots import Parts, Slot, Uniform
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Goes up when what is stored by the same declaration changes its meaning."""
 
 
@@ -37,7 +37,7 @@ class Quantizer(Component, ABC, family="quantizer"):
 
     @abstractmethod
     def decode(self, parts: Parts, slot: Slot, dtype: torch.dtype) -> Tensor:
-        """The slot `[N, *shape]` in `dtype`, a fresh tensor."""
+        """The slot `[N, *shape]` in `dtype`, in memory of its own."""
 
     def meaning(self) -> str:
         """What the parts mean beyond the declaration: the values of code books."""

@@ -47,6 +47,11 @@ def times_(x: Tensor, scales: Tensor, size: int) -> Tensor:
     return x
 
 
+def times(x: Tensor, factors: Tensor, size: int) -> Tensor:
+    """The same, fresh and dense."""
+    return times_(x.clone(memory_format=torch.contiguous_format), factors, size)
+
+
 def over(x: Tensor, scales: Tensor, size: int) -> Tensor:
     """x `[..., n]` divided by the scale `[..., b]` of each block; a fresh, dense tensor."""
     parts = pieces(x, size)

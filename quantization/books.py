@@ -39,8 +39,8 @@ class _Nibbles(_Coded, ABC):
 
     block_size: int = Field(default=64, ge=1, description="Numbers along the last axis that share a scale, B.")
 
-    def codes(self, y: Tensor, uniform: Uniform | None, out: Tensor | None = None) -> Tensor:
-        return packed(Book(self.entries).nearest(y), out)
+    def codes(self, z: Tensor, uniform: Uniform | None, out: Tensor | None = None) -> Tensor:
+        return packed(Book(self.entries).nearest(z), out)
 
     def values(self, codes: Tensor, n: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         return Book(self.entries).pairs(codes, dtype, out if n % 2 == 0 else None)[..., :n]
@@ -91,8 +91,8 @@ class Book8(_Coded):
     def entries(self) -> code_books.Values:
         return _EIGHT_BITS[self.book]
 
-    def codes(self, y: Tensor, uniform: Uniform | None, out: Tensor | None = None) -> Tensor:
-        return Book(self.entries).nearest(y, out)
+    def codes(self, z: Tensor, uniform: Uniform | None, out: Tensor | None = None) -> Tensor:
+        return Book(self.entries).nearest(z, out)
 
     def values(self, codes: Tensor, n: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         return Book(self.entries).values(codes, dtype, out)

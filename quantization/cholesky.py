@@ -9,11 +9,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.numerics import identity_like, per_block, symmetrized
+from eigengraft.numerics import identity_like, looks, per_block, symmetrized
 from eigengraft.slots import Parts, Slot, Uniform
 
 from .matrices import folded_shape, lower_triangular, strictly_lower, unit_size
-from .structure import Structure, inside, kept_where, may_look, square_misfit, stored
+from .structure import Structure, inside, kept_where, square_misfit, stored
 
 
 class Cholesky(Structure):
@@ -65,7 +65,7 @@ class Cholesky(Structure):
         a, size = unit_size(torch.where(per_block(finite, x), x, 0.0))
         eye = identity_like(a)
         c, info = torch.linalg.cholesky_ex(a + self.eps * eye)
-        if not may_look(info) or bool((info > 0).any()):
+        if not looks(info) or bool((info > 0).any()):
             ridge = max(100 * self.eps, 16 * x.shape[-1] * torch.finfo(x.dtype).eps)
             again, info_again = torch.linalg.cholesky_ex(a + ridge * eye)
             c, info = torch.where(per_block(info > 0, c), again, c), torch.where(info > 0, info_again, info)

@@ -7,13 +7,10 @@ import threading
 import torch
 from torch import Tensor
 
+from eigengraft.numerics import looks
+
 CACHED = 1 << 17
 """Numbers at a time: a few float32 copies of them fit into a core's own cache, and calls cost little beside work."""
-
-
-def looks(x: Tensor) -> bool:
-    """Whether asking for values costs nothing and is allowed."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def scratch(name: str, n: int, dtype: torch.dtype) -> Tensor:

@@ -15,7 +15,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from .chunks import looked_up, looks, scratch
+from eigengraft.numerics import looks
+
+from .chunks import looked_up, scratch
 
 Values = tuple[float, ...]
 

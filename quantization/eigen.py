@@ -9,9 +9,10 @@ from pydantic import Field
 from torch import Tensor
 
 from eigengraft.numerics import per_block, symmetrized, transposed
+from eigengraft.orthonormal import rectified
 from eigengraft.slots import Parts, Slot, Uniform
 
-from .matrices import rectified, unit_size
+from .matrices import unit_size
 from .structure import Structure, inside, kept_where, square_misfit, stored
 
 
@@ -50,7 +51,7 @@ class Eigen(Structure):
 
     def _vectors(self, parts: Parts, slot: Slot, dtype: torch.dtype) -> Tensor:
         rows = self.inner.decode(inside("vectors", parts), slot, dtype)
-        return rectified(transposed(rows), self.rectify)
+        return rectified(rows.mT, self.rectify)
 
     def decode(self, parts: Parts, slot: Slot, dtype: torch.dtype) -> Tensor:
         v = self._vectors(parts, slot, dtype)

@@ -12,6 +12,7 @@ from eigengraft.numerics import symmetrized
 from eigengraft.slots import Parts, Slot, Uniform
 
 from .structure import Structure, inside, square_misfit, stored
+from .symmetric import Symmetric
 
 
 class ExactDiagonal(Structure):
@@ -37,7 +38,7 @@ class ExactDiagonal(Structure):
 
     def decode(self, parts: Parts, slot: Slot, dtype: torch.dtype) -> Tensor:
         a = self.inner.decode(inside("offdiagonal", parts), slot, dtype)
-        if self.symmetrize:
+        if self.symmetrize and not isinstance(self.inner, Symmetric):
             a = symmetrized(a)
         a.diagonal(dim1=-2, dim2=-1).copy_(parts["diagonal"])
         return a

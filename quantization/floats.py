@@ -8,9 +8,10 @@ import torch
 from pydantic import Field, field_validator
 from torch import Tensor
 
+from eigengraft.numerics import looks
 from eigengraft.slots import Parts, Slot, Uniform
 
-from .chunks import looked_up, looks
+from .chunks import looked_up
 from .formats import Blockwise, Format
 
 _LARGEST = torch.finfo(torch.bfloat16).max
@@ -88,11 +89,15 @@ class FP8(Blockwise):
         dtype: torch.dtype = getattr(torch, _FP8[self.digits])
         return dtype
 
-    def codes(self, y: Tensor, uniform: Uniform | None, out: Tensor | None = None) -> Tensor:
-        y.mul_(torch.finfo(self._dtype).max)
+    @property
+    def span(self) -> float:
+        return torch.finfo(self._dtype).max
+
+    def codes(self, z: Tensor, uniform: Uniform | None, out: Tensor | None = None) -> Tensor:
+        z.clamp_(-self.span, self.span)  # the product may be rounded up to what the format cannot hold
         if out is None:
-            return y.to(self._dtype).view(torch.uint8)
-        out.view(self._dtype).copy_(y)
+            return z.to(self._dtype).view(torch.uint8)
+        out.view(self._dtype).copy_(z)
         return out
 
     def values(self, codes: Tensor, n: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:

@@ -10,11 +10,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from eigengraft.numerics import looks
 from eigengraft.slots import Parts, Slot, Uniform
 
 from .base import Quantizer
-from .blocks import by_block, count, even_width, largest, over, times_
-from .chunks import CACHED, looks, scratch
+from .blocks import by_block, count, even_width, largest, times, times_
+from .chunks import CACHED, scratch
 from .scales import double, scales, single
 
 
@@ -35,8 +36,9 @@ class Format(Quantizer, ABC):
 class Blockwise(Format, ABC):
     """y = x / s with s = max |x| over each block of B numbers along the last axis (the last block may be shorter).
 
-    y in [-1, 1] is stored as codes; a block of zeros has s = 0 and comes back as zeros. A block in which a number is
-    not finite, or is beyond float32, comes back as NaN; no other block sees it.
+    What is rounded to codes is z = x (span / s), in [-span, span] up to rounding. A block of zeros has s = 0 and comes
+    back as zeros. A block in which a number is not finite, or is beyond float32, comes back as NaN; no other block sees
+    it.
     """
 
     block_size: int = Field(default=256, ge=1, description="Numbers along the last axis that share a scale, B.")
@@ -52,61 +54,54 @@ class Blockwise(Format, ABC):
         """Whether random numbers are used, which belong to a whole row of the stack."""
         return False
 
+    @property
+    def span(self) -> float:
+        """What the largest number of a block becomes before it is rounded."""
+        return 1.0
+
     @abstractmethod
-    def codes(self, y: Tensor, uniform: Uniform | None, out: Tensor | None = None) -> Tensor:
-        """y `[N, ..., n]`, which may be overwritten -> codes, in `out` if it is given; -1 <= y <= 1 up to rounding."""
+    def codes(self, z: Tensor, uniform: Uniform | None, out: Tensor | None = None) -> Tensor:
+        """z `[N, ..., n]`, which may be overwritten -> codes, in `out` if it is given."""
 
     @abstractmethod
     def values(self, codes: Tensor, n: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """And back: in `out`, if it is given and can hold them, else in a fresh tensor."""
+        """And back, y = z / span: in `out`, if it is given and can hold them, else in a fresh tensor."""
 
     def encode(self, x: Tensor, before: Parts | None = None, uniform: Uniform | None = None) -> Parts:
         rows = x if x.ndim > 1 else x[:, None]
-        drawn = uniform if self.draws else None
-        if looks(x) and drawn is None:
-            return self._piece_by_piece(rows)
-        found = largest(rows, self.block_size)
+        found, drawn = largest(rows, self.block_size), uniform if self.draws else None
         kept = single(found) if self.scale == "float32" else double(found)
         s = scales(kept)
-        y = self._bounded(over(rows, torch.where(s == 0, 1.0, s).to(x.dtype), self.block_size))
-        return {"codes": self.codes(torch.where(y.isnan(), 0.0, y), drawn), **kept}
+        if looks(x) and drawn is None and _ordinary(s):
+            return {"codes": self._piece_by_piece(rows.detach(), (self.span / s).to(x.dtype)), **kept}
+        # Scales of which the reciprocal is not an ordinary float32 are moved by a power of two first.
+        move = torch.where(s < 1 / _FAR, _FAR, torch.where(s > _FAR, 1 / _FAR, 1.0))
+        factors = self.span / torch.where(s == 0, 1.0, s * move)
+        z = times_(times(rows, move.to(x.dtype), self.block_size), factors.to(x.dtype), self.block_size)
+        z = self._bounded(torch.where(z.isnan(), 0.0, z))
+        return {"codes": self.codes(z, drawn), **kept}
 
-    def _piece_by_piece(self, rows: Tensor) -> Parts:
-        """Each piece through all of it before the next, with every intermediate in the cache."""
+    def _piece_by_piece(self, rows: Tensor, factors: Tensor) -> Tensor:
+        """The codes of z = rows times factors: each piece through all of it before the next, in the cache."""
         size, n = self.block_size, rows.shape[-1]
         width = even_width(n, size)
-        flat = rows.detach().reshape(rows.numel() // width, width)
-        kept = double(largest(rows, size)) if self.scale == "double" else {}
-        known = scales(kept).reshape(len(flat), count(width, size)) if kept else None
+        flat = rows.reshape(rows.numel() // width, width)
+        factors = factors.reshape(len(flat), count(width, size))
         height = max(1, CACHED // width)
-        codes, found = None, []
-        for here in (slice(i, i + height) for i in range(0, max(1, len(flat)), height)):
-            some = flat[here]
-            s = largest(some, size).float() if known is None else known[here]
-            y = scratch("y", some.numel(), some.dtype).view(some.shape)
-            found.append(self._divided(some, s, y))
-            made = self.codes(y, None, None if codes is None else codes[here])
+        codes: Tensor | None = None
+        for start in range(0, len(flat), height):
+            some, factor = flat[start : start + height], factors[start : start + height]
+            z = by_block(torch.mul, some, factor, size, scratch("z", some.numel(), some.dtype).view(some.shape))
+            made = self.codes(self._bounded(z), None, None if codes is None else codes[start : start + height])
             if codes is None:
                 codes = made.new_empty(len(flat), made.shape[-1])
-                codes[here] = made
+                codes[: len(made)] = made
         assert codes is not None
-        lead = rows.shape[:-1]
-        kept = kept or {"scales": torch.cat(found).reshape(*lead, count(n, size))}
-        return {"codes": codes.reshape(*lead, codes.shape[-1] * n // width), **kept}
+        return codes.reshape(*rows.shape[:-1], codes.shape[-1] * n // width)
 
-    def _divided(self, x: Tensor, s: Tensor, out: Tensor) -> Tensor:
-        """y into `out`; the scales as they are kept. Where all are ordinary, what protects the others is left out."""
-        ordinary = s.numel() > 0 and float(s.amin()) > 0 and float(s.amax()) < math.inf
-        s = s if ordinary else single(s)["scales"]
-        divisor = s if ordinary else torch.where(s == 0, 1.0, s)
-        self._bounded(by_block(torch.div, x, divisor.to(x.dtype), self.block_size, out))
-        if not ordinary:
-            out.masked_fill_(out.isnan(), 0.0)
-        return s
-
-    def _bounded(self, y: Tensor) -> Tensor:
+    def _bounded(self, z: Tensor) -> Tensor:
         """In place: scales that were rounded may be below the largest number."""
-        return y.clamp_(-1, 1) if self.scale == "double" else y
+        return z.clamp_(-self.span, self.span) if self.scale == "double" else z
 
     def decode(self, parts: Parts, slot: Slot, dtype: torch.dtype) -> Tensor:
         n, codes = slot.shape[-1] if slot.shape else 1, parts["codes"]
@@ -120,3 +115,11 @@ class Blockwise(Format, ABC):
         for some, scale, target in zip(*(torch.split(t, height) for t in (codes, s, result)), strict=True):
             by_block(torch.mul, self.values(some, width, dtype, target), scale, self.block_size, target)
         return result.reshape(len(parts["codes"]), *slot.shape)
+
+
+_FAR = 2.0**100
+
+
+def _ordinary(s: Tensor) -> bool:
+    """Whether there are scales, and none that has to be protected from."""
+    return s.numel() > 0 and float(s.amin()) >= 1 / _FAR and float(s.amax()) <= _FAR

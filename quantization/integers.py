@@ -19,7 +19,7 @@ from .formats import Blockwise
 
 
 class _Linear(Blockwise, ABC):
-    """round(Q y), half to even or, stochastically, up with the probability that makes it unbiased."""
+    """round(z) with z = Q y, half to even or, stochastically, up with the probability that makes it unbiased."""
 
     rounding: Literal["nearest", "stochastic"] = Field(default="nearest", description="Of the codes.")
 
@@ -31,6 +31,10 @@ class _Linear(Blockwise, ABC):
     @abstractmethod
     def largest_code(self) -> int:
         """Q."""
+
+    @property
+    def span(self) -> float:
+        return float(self.largest_code)
 
     def _rounded(self, y: Tensor, uniform: Uniform | None) -> Tensor:
         if self.draws and uniform is not None:
@@ -64,12 +68,12 @@ class _Signed(_Linear, ABC):
     def largest_code(self) -> int:
         return torch.iinfo(self.integer).max
 
-    def codes(self, y: Tensor, uniform: Uniform | None, out: Tensor | None = None) -> Tensor:
-        rounded = self._rounded(y.mul_(self.largest_code), uniform)
+    def codes(self, z: Tensor, uniform: Uniform | None, out: Tensor | None = None) -> Tensor:
+        rounded = self._rounded(z, uniform)
         return rounded.to(self.integer) if out is None else out.copy_(rounded)
 
     def values(self, codes: Tensor, n: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        return (codes.to(dtype) if out is None else out.copy_(codes)).div_(self.largest_code)
+        return (codes.to(dtype) if out is None else out.copy_(codes)).mul_(1 / self.largest_code)
 
     def encode(self, x: Tensor, before: Parts | None = None, uniform: Uniform | None = None) -> Parts:
         if self.buckets == "row":
@@ -131,12 +135,16 @@ class UInt8(_Linear):
             return f"a second moment is required by a format without negative values, got a {slot.role}"
         return super().refuses(slot)
 
-    def codes(self, y: Tensor, uniform: Uniform | None, out: Tensor | None = None) -> Tensor:
-        positive = y.clamp_min_(0).clamp_max(1).ceil_()
-        y = (y.sqrt_() if self.compand == "sqrt" else y).mul_(255)
-        found = torch.maximum(self._rounded(y, uniform), positive, out=positive if out is not None else None)
+    @property
+    def span(self) -> float:
+        return 255.0 if self.compand == "none" else 1.0
+
+    def codes(self, z: Tensor, uniform: Uniform | None, out: Tensor | None = None) -> Tensor:
+        positive = z.clamp_min_(0).clamp_max(1).ceil_()
+        z = z.sqrt_().mul_(255) if self.compand == "sqrt" else z
+        found = torch.maximum(self._rounded(z, uniform), positive, out=positive if out is not None else None)
         return found.to(torch.uint8) if out is None else out.copy_(found)
 
     def values(self, codes: Tensor, n: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        y = (codes.to(dtype) if out is None else out.copy_(codes)).div_(255)
+        y = (codes.to(dtype) if out is None else out.copy_(codes)).mul_(1 / 255)
         return y.square_() if self.compand == "sqrt" else y

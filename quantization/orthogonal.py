@@ -10,9 +10,9 @@ from pydantic import Field
 from torch import Tensor
 
 from eigengraft.numerics import transposed
+from eigengraft.orthonormal import rectified
 from eigengraft.slots import Parts, Slot, Uniform
 
-from .matrices import rectified
 from .structure import Structure, inside, stored
 
 
@@ -39,7 +39,7 @@ class Orthogonal(Structure):
 
     def decode(self, parts: Parts, slot: Slot, dtype: torch.dtype) -> Tensor:
         rows = self.inner.decode(inside("vectors", parts), _transposed(slot), dtype)
-        return rectified(transposed(rows), self.rectify)
+        return rectified(rows.mT, self.rectify)
 
 
 def _transposed(slot: Slot) -> Slot:

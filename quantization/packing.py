@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .chunks import looks
+from eigengraft.numerics import looks
 
 
 def packed(codes: Tensor, out: Tensor | None = None) -> Tensor:

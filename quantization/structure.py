@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.numerics import per_block
+from eigengraft.numerics import looks, per_block
 from eigengraft.slots import Parts, Slot, Uniform
 
 from .base import Quantizer
@@ -69,11 +69,6 @@ def stored(
 
 def kept_where(ok: Tensor, parts: Parts, before: Parts | None) -> Parts:
     """The new parts where ok `[N]`, those before elsewhere; the new ones if there are none before."""
-    if before is None or (may_look(ok) and bool(ok.all())):
+    if before is None or (looks(ok) and bool(ok.all())):
         return parts
     return {name: torch.where(per_block(ok, part), part, before[name]) for name, part in parts.items()}
-
-
-def may_look(x: Tensor) -> bool:
-    """Whether asking for a value of x costs nothing: a device would have to be waited for, a graph would break."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()

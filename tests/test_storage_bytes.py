@@ -32,10 +32,15 @@ def four(rows: int, n: int, size: int = 64) -> int:
 
 
 def triangle(d: int) -> int:
-    """4 bits of the d (d + 1) / 2 entries of one triangle, two of its rows folded to one of d or d + 1 entries."""
-    folded = d + 1 - d % 2
-    rows = d * (d + 1) // 2 // folded
-    return rows * (math.ceil(folded / 2) + 4 * math.ceil(folded / 64)) if d * d >= LEAST else 4 * d * d
+    """4 bits of the d (d + 1) / 2 entries of one triangle, in one row."""
+    n = d * (d + 1) // 2
+    return math.ceil(n / 2) + 4 * math.ceil(n / 64) if d * d >= LEAST else 4 * d * d
+
+
+def triangle16(d: int) -> int:
+    """16 bits of the same entries."""
+    n = d * (d + 1) // 2
+    return 2 * n + 4 * math.ceil(n / 256) if d * d >= LEAST else 4 * d * d
 
 
 def beside(d: int, codes: int) -> int:
@@ -49,12 +54,6 @@ def below(d: int) -> int:
     return d // 2 * (math.ceil(folded / 2) + 4 * math.ceil(folded / 64))
 
 
-def below8(d: int) -> int:
-    """8 bits of the same entries."""
-    folded = d - 1 + d % 2
-    return d // 2 * (folded + 4 * math.ceil(folded / 256))
-
-
 def plain(rows: int, n: int) -> int:
     return 4 * rows * n
 
@@ -64,9 +63,9 @@ SHAMPOO = {  # (of each axis: statistic and root or basis; of each entry: both m
     "shampoo_4bit_naive": (lambda d: beside(d, four(d, d)) + beside(d, triangle(d)), eight),
     "shampoo_cq": (lambda d: beside(d, below(d)) + beside(d, triangle(d)), eight),
     "shampoo_cq_ef": (lambda d: beside(d, 2 * below(d)) + beside(d, triangle(d)), eight),
-    "shampoo_int8": (lambda d: beside(d, below8(d)) + beside(d, eight(d, d)), plain),
-    "soap_int8": (lambda d: beside(d, below8(d)) + eight(d, d), eight),
-    "soap_4bit": (lambda d: beside(d, 2 * below(d)) + four(d, d), eight),
+    "shampoo_int8": (lambda d: beside(d, triangle16(d)) + beside(d, eight(d, d)), plain),
+    "soap_int8": (lambda d: beside(d, triangle16(d)) + eight(d, d), eight),
+    "soap_4bit": (lambda d: beside(d, triangle16(d)) + four(d, d), eight),
     "soap": (lambda d: 8 * d * d, plain),
 }
 ADAM: dict[str, Bytes] = {"adamw": plain, "adamw_8bit": eight, "adamw_4bit": lambda rows, n: four(rows, n, 128)}

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from eigengraft.orthonormal import rectified
 from eigengraft.quantization import Cholesky, Eigen, Float32, Int4, Orthogonal, Quantizer
 from eigengraft.quantization.formats import Blockwise, Format
-from eigengraft.quantization.matrices import rectified
 from eigengraft.quantization.packing import unpacked
 from eigengraft.slots import Slot
 
@@ -233,14 +233,14 @@ def test_second_moments_never_vanish(fields: Any, seed: int, n: int, spread: flo
 @pytest.mark.parametrize("kind", ["int8", "int16"])
 @given(seed=seeds, n=lengths, u=st.sampled_from([0.0, 0.25, 0.5, 1 - 2**-9]))
 def test_stochastic_rounding_goes_to_a_neighbour(kind: str, seed: int, n: int, u: float) -> None:
-    """floor or ceil of Q y, down for u = 0, which leaves codes that are whole as they are. Up to 1 - 2^-9 the sum of a
+    """floor or ceil of z = x (Q / s), down for u = 0, which leaves whole codes as they are. Up to 1 - 2^-9 the sum of a
     code of 15 bits and u is exact in float32."""
     quantizer, x = small({"kind": kind, "rounding": "stochastic"}), normal(2, 3, n, seed=seed).float()
     top = torch.iinfo(getattr(torch, kind)).max
     codes = quantizer.encode(x, None, lambda like, _: torch.full_like(like, u))["codes"]
-    y = (x / scales_of(x)) * top
-    assert ((codes == y.floor()) | (codes == y.ceil())).all()
-    assert u > 0 or bool((codes == y.floor()).all())
+    z = x * (top / scales_of(x))
+    assert ((codes == z.floor()) | (codes == z.ceil())).all()
+    assert u > 0 or bool((codes == z.floor()).all())
     whole = torch.randint(-top, top + 1, (1, 3, n), generator=torch.Generator().manual_seed(seed))
     whole[..., ::B] = top
     exact = quantizer.encode(whole.float(), None, lambda like, _: torch.full_like(like, u))["codes"]

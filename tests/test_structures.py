@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from eigengraft import Optimizer
+from eigengraft.orthonormal import rectified
 from eigengraft.quantization import (
     BFloat16,
     Cholesky,
@@ -23,7 +24,6 @@ from eigengraft.quantization import (
     Quantizer,
     Symmetric,
 )
-from eigengraft.quantization.matrices import rectified
 from eigengraft.slots import Slot
 
 from .trajectories import normal, rotation

@@ -16,6 +16,11 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def looks(x: Tensor) -> bool:
+    """Whether asking for values of x costs nothing and is allowed: a device is waited for, a traced graph breaks."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
 def per_block(values: Tensor, like: Tensor) -> Tensor:
     """`values` `[N]` (or 0-d) shaped to broadcast against `like` `[N, *block]`."""
     return values if values.ndim == 0 else values.reshape(-1, *[1] * (like.ndim - 1))
@@ -60,7 +65,7 @@ def transposed(a: Tensor) -> Tensor:
 
     On a CPU large matrices are copied one by one: torch copies a matrix in tiles, a batch of them along long strides.
     """
-    if a.device.type != "cpu" or min(a.shape[1:]) < _TILED or torch.compiler.is_compiling():
+    if not looks(a) or min(a.shape[1:]) < _TILED:
         return a.mT.contiguous()
     out = a.new_empty(a.shape[0], a.shape[2], a.shape[1])
     for target, source in zip(out.unbind(0), a.unbind(0), strict=True):
