@@ -93,7 +93,7 @@ class Eigenbasis(Factored):
             return
         inside, spans = self._rotated(state, gradient), list(self.due(clock))
         for some in [(axis,) for axis in axes] if self.statistic.sequential else [axes]:
-            self._observe(state, inside.rotated, clock, some, axes[: axes.index(some[0])])
+            self._observe(state, gradient, clock, some, axes[: axes.index(some[0])])
             for start, stop, first in spans:
                 part = state.part(start, stop)
                 for axis in some:
@@ -102,13 +102,20 @@ class Eigenbasis(Factored):
                 inward = {axis: q[start:stop].mT for axis, q in inside.bases.items()}
                 inside.rotated[start:stop] = rotate(gradient[start:stop], inward)
 
+    def _observe(
+        self, state: State, gradient: Tensor, clock: Clock, axes: tuple[int, ...], fresh: tuple[int, ...]
+    ) -> None:
+        x = gradient if self.frame == "fixed" else self._rotated(state, gradient).rotated
+        super()._observe(state, x, clock, axes, fresh)
+
     def _rotated(self, state: State, x: Tensor) -> Inside:
-        """x in the bases that hold now: each is read once a step, and x rotated once."""
+        """x in the bases that hold now; where statistics live there, each basis is read and x rotated once a step."""
         known: Inside | None = state.kept.get("inside")
         if known is None or known.x is not x:
             bases = self.matrices(state) if known is None else known.bases
             known = Inside(x, bases, rotate(x, {axis: q.mT for axis, q in bases.items()}))
-            state.kept["inside"] = known
+            if self.frame == "basis":
+                state.kept["inside"] = known
         return known
 
     def renew(self, state: State, axis: int, clock: Clock) -> None:
@@ -124,6 +131,7 @@ class Eigenbasis(Factored):
 
     def _turn(self, state: State, axis: int, clock: Clock) -> None:
         """The refresh in the frame of the basis: all that lives there follows P."""
+        state.kept.pop("inside", None)
         q, factor = state[f"basis.{axis}"], state[f"factor.{axis}"]
         eye = identity_like(q)
         p, order, ok = self.solver.basis(self.statistic.estimate(state, axis, clock), eye, clock.first)

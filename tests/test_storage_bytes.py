@@ -125,17 +125,17 @@ def test_second_order_state_is_smaller_than_that_of_adam() -> None:
     assert held["soap_4bit"] < 8.0 and held["shampoo_4bit"] < 5.0
 
 
+TRIANGLES = 2 * 1025 / 2048
 WIDE = {  # one matrix of 1024 x 1024, bytes a parameter of everything: see the reasons beside
     "adamw_8bit": 2 * (1 + 4 / 256),
     "adamw_4bit": 2 * (0.5 + 4 / 128),
     "muon_8bit": 1 + 4 / 1024,  # rows of 1024 are shorter than the block of 2048
-    "soap_4bit": 4 * (0.5 + 4 / 64) + 2 * 4 / 1024 + 2 * (1 + 4 / 256),
-    # for each of two axes, a basis or root in codes and half as many for one triangle of a factor
-    "soap_int8": 3 * (1 + 4 / 256) + 2 * 4 / 1024 + 2 * (1 + 4 / 256),
-    "shampoo_int8": 3 * (1 + 4 / 256) + 4 * 4 / 1024 + 8,
-    # a triangle of roots has rows of 1025 entries: half a byte and a block more than half of the square
-    "shampoo_4bit": 2 * (0.5 + 4 / 64 + 4 / 1024) + 2 * ((513 + 17 * 4) / 2048 + 4 / 1024) + 2 * (1 + 4 / 256),
-    "shampoo_cq": 2 * (0.25 + 2 / 64 + 4 / 1024) + 2 * ((513 + 17 * 4) / 2048 + 4 / 1024) + 2 * (1 + 4 / 256),
+    # for each of two axes a basis or root, and one triangle, 1025 / 2048 of the square, of a statistic or root
+    "soap_4bit": 2 * (0.5 + 4 / 64) + TRIANGLES * (2 + 4 / 256) + 2 * 4 / 1024 + 2 * (1 + 4 / 256),
+    "soap_int8": 2 * (1 + 4 / 256) + TRIANGLES * (2 + 4 / 256) + 2 * 4 / 1024 + 2 * (1 + 4 / 256),
+    "shampoo_int8": 2 * (1 + 4 / 256) + TRIANGLES * (2 + 4 / 256) + 4 * 4 / 1024 + 8,
+    "shampoo_4bit": (2 + TRIANGLES) * (0.5 + 4 / 64) + 4 * 4 / 1024 + 2 * (1 + 4 / 256),
+    "shampoo_cq": (1 + TRIANGLES) * (0.5 + 4 / 64) + 4 * 4 / 1024 + 2 * (1 + 4 / 256),
 }
 
 

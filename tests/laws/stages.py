@@ -109,6 +109,11 @@ PRECONDITIONERS = (
             Fault({"kind": "eigenbasis", "inner": ["rms", "rms"]}, "inner: .*give each 'rms' its own `name`"),
             Fault({"kind": "eigenbasis", "inner": "shampoo"}, r"inner\.shampoo: .*factors of its own"),
             Fault({"kind": "eigenbasis", "inner": "rms", "timing": "late"}, "timing: .*, got 'late'"),
+            Fault({"kind": "eigenbasis", "inner": "rms", "frame": "own"}, "frame: .*, got 'own'"),
+            Fault(
+                {"kind": "eigenbasis", "inner": "rms", "frame": "basis", "solver": {"kind": "subspace", "rank": 2}},
+                "frame: .* all of its columns, got a solver that keeps fewer",
+            ),
         ),
     ),
     Row(basis(MOMENTUM, COARSE, solver="eigh", timing="current", refresh=EVERY), "eigh", rotates=True),
@@ -120,6 +125,7 @@ PRECONDITIONERS = (
     Row(basis(MOMENTUM, RMS, statistic={"kind": "gram", "vectors": False}, refresh=SPREAD), "no vectors", degree=0),
     Row({"kind": "eigenbasis", "inner": ["momentum", "rms"]}, "as it comes", singular=True),
     Row({"kind": "eigenbasis", "inner": ["momentum", "rms"], "timing": "current"}, "current at once", singular=True),
+    Row({"kind": "eigenbasis", "inner": ["momentum", "rms"], "frame": "basis"}, "turning", singular=True),
     Row(
         {"kind": "spectral"},
         degree=0,
