@@ -47,20 +47,15 @@ def times_(x: Tensor, scales: Tensor, size: int) -> Tensor:
     return x
 
 
-def times(x: Tensor, factors: Tensor, size: int) -> Tensor:
-    """The same, fresh and dense."""
-    return times_(x.clone(memory_format=torch.contiguous_format), factors, size)
-
-
-def over(x: Tensor, scales: Tensor, size: int) -> Tensor:
-    """x `[..., n]` divided by the scale `[..., b]` of each block; a fresh, dense tensor."""
+def with_scales(work: Callable[[Tensor, Tensor], Tensor], x: Tensor, scales: Tensor, size: int) -> Tensor:
+    """work(x, s) of x `[..., n]` and the scale s `[..., b]` of each block; a fresh, dense tensor."""
     parts = pieces(x, size)
     if len(parts) == 1:
-        return torch.div(parts[0], scales[..., None]).flatten(-2)
+        return work(parts[0], scales[..., None]).flatten(-2)
     result, start = torch.empty_like(x, memory_format=torch.contiguous_format), 0
     for source, target in zip(parts, pieces(result, size), strict=True):
         stop = start + source.shape[-2]
-        target.copy_(source).div_(scales[..., start:stop, None])
+        target.copy_(work(source, scales[..., start:stop, None]))
         start = stop
     return result
 
@@ -71,7 +66,7 @@ def even_width(n: int, size: int) -> int:
 
 
 def by_block(work: Callable[..., Tensor], x: Tensor, scales: Tensor, size: int, out: Tensor) -> Tensor:
-    """work(x, s, out=out) of x `[..., n]` and the scale s `[..., b]` of each block, not to be traced."""
+    """The same in `out`, by work(x, s, out=...); not to be traced."""
     if x.shape[-1] <= size:
         return work(x, scales, out=out)
     start = 0

@@ -19,7 +19,7 @@ class ExactDiagonal(Structure):
     """A = Diag(a) + D(Q(A - Diag(a)))  with a = diag(A) `[N, d]` exact, Q and D the inner format
 
     A format that scales each row on its own gives back a matrix that is not symmetric; `symmetrize` takes the mean of
-    the two triangles, which also halves the variance of the rounding. Where `inner` keeps one triangle there is no need.
+    the two triangles, which also halves the variance of the rounding. Where `inner` keeps one triangle, nobody has to.
     """
 
     kind: Literal["exact_diagonal"] = "exact_diagonal"

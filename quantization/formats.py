@@ -14,7 +14,7 @@ from eigengraft.numerics import looks
 from eigengraft.slots import Parts, Slot, Uniform
 
 from .base import Quantizer
-from .blocks import by_block, count, even_width, largest, times, times_
+from .blocks import by_block, count, even_width, largest, times_, with_scales
 from .chunks import CACHED, scratch
 from .scales import double, scales, single
 
@@ -77,7 +77,8 @@ class Blockwise(Format, ABC):
         # Scales of which the reciprocal is not an ordinary float32 are moved by a power of two first.
         move = torch.where(s < 1 / _FAR, _FAR, torch.where(s > _FAR, 1 / _FAR, 1.0))
         factors = self.span / torch.where(s == 0, 1.0, s * move)
-        z = times_(times(rows, move.to(x.dtype), self.block_size), factors.to(x.dtype), self.block_size)
+        z = with_scales(torch.mul, rows, move.to(x.dtype), self.block_size)
+        z = times_(z, factors.to(x.dtype), self.block_size)
         z = self._bounded(torch.where(z.isnan(), 0.0, z))
         return {"codes": self.codes(z, drawn), **kept}
 

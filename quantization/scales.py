@@ -12,7 +12,7 @@ from torch import Tensor
 from eigengraft.numerics import per_block
 from eigengraft.slots import Parts
 
-from .blocks import count, largest, over, times_
+from .blocks import count, largest, times_, with_scales
 from .code_books import Book, dynamic
 
 BLOCK = 256
@@ -35,7 +35,7 @@ def double(found: Tensor) -> dict[str, Tensor]:
     mean = filled.div(s.shape[1]).sum(1)
     rest = filled - mean[:, None]
     seconds = largest(rest, BLOCK)
-    codes = _BOOK.nearest(over(rest, torch.where(seconds > 0, seconds, 1.0), BLOCK)).int() + 2
+    codes = _BOOK.nearest(with_scales(torch.div, rest, torch.where(seconds > 0, seconds, 1.0), BLOCK)).int() + 2
     codes = torch.where(known, torch.where(s == 0, _ZERO, codes), _BROKEN).to(torch.uint8)
     return {"scales": codes.reshape(found.shape), "second_scales": seconds, "offsets": mean}
 

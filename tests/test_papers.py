@@ -310,7 +310,7 @@ def test_what_is_said_of_8_bits_and_half_of_the_spread_follows_from_the_runs() -
 
 
 def test_equal_runs_of_different_studies_are_equal() -> None:
-    """To the last bit: all are of one revision of the library. Runs without storage that mean the same have one name."""
+    """To the last bit: they are of one revision of the library. Runs without storage that mean the same get one name."""
     known: dict[tuple[str, str, int], float] = {}
     shared = 0
     for study in ("training", "eight", "parts"):
