@@ -77,18 +77,25 @@ class _Signed(_Linear, ABC):
 
     def encode(self, x: Tensor, before: Parts | None = None, uniform: Uniform | None = None) -> Parts:
         if self.buckets == "row":
-            return super().encode(x, before, uniform)
+            parts = super().encode(x, before, uniform)
+            return {**parts, "codes": _as_bytes(parts["codes"])}
         rows = x if x.ndim > 1 else x[:, None]
         found = peak(rows, 1).float() / self.largest_code
         bucket = torch.where(found.isfinite(), found, torch.nan)
         y = rows / torch.where(bucket == 0, 1.0, bucket).to(x.dtype)[:, None]
         y = self._rounded(torch.where(y.isnan(), 0.0, y), uniform).clamp_(-self.largest_code, self.largest_code)
-        return {"codes": y.to(self.integer), "scales": bucket}
+        return {"codes": _as_bytes(y.to(self.integer)), "scales": bucket}
 
     def decode(self, parts: Parts, slot: Slot, dtype: torch.dtype) -> Tensor:
+        codes = parts["codes"].view(self.integer)
         if self.buckets == "row":
-            return super().decode(parts, slot, dtype)
-        return parts["codes"].to(dtype).mul_(parts["scales"].to(dtype)[:, None]).reshape(-1, *slot.shape)
+            return super().decode({**parts, "codes": codes}, slot, dtype)
+        return codes.to(dtype).mul_(parts["scales"].to(dtype)[:, None]).reshape(-1, *slot.shape)
+
+
+def _as_bytes(codes: Tensor) -> Tensor:
+    """`[..., n]` -> `[..., 2 n]` uint8 if they have two: gloo and NCCL gather no tensors of int16."""
+    return codes if codes.dtype == torch.int8 else codes.contiguous().view(torch.uint8)
 
 
 class Int8(_Signed):

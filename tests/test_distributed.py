@@ -19,7 +19,8 @@ pytestmark = pytest.mark.xdist_group("distributed")
 SMALL = ["blocking.size=8", "blocking.merge=8"]
 SOAP = [*SMALL, "update.eigenbasis.refresh.steps=5", "distribution.bucket=700"]
 CODED = [
-    f"storage.{slot}.min_elements=1" for slot in ("statistic.inner", "basis.inner", "first_moment", "second_moment")
+    f"storage.{slot}.min_elements=1"
+    for slot in ("statistic.inner.inner", "basis.inner", "first_moment", "second_moment")
 ]
 SHAMPOO = ["update.graft.direction.shampoo.refresh.steps=4"]
 CASES: dict[str, dict[str, Any]] = {
@@ -28,6 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
     "muon": {"recipe": "muon"},
     "psgd": {"recipe": "psgd_kron"},
     "quantized": {"recipe": "soap_int8", "overrides": [*SOAP, *CODED]},
+    "turning": {"recipe": "soap_4bit", "overrides": [*SOAP, *CODED]},
     "l2": {"recipe": "soap", "overrides": [*SOAP, "weight_decay.kind=l2", "weight_decay.rate=0.1"]},
     "after_decay": {"recipe": "splus"},
     "averaged": {"recipe": "schedule_free_adamw"},
@@ -41,7 +43,9 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "adafactor": {"recipe": "adafactor"},
 }
-CASES |= {f"{name} with gaps": {**CASES[name], "gaps": True} for name in ("soap", "shampoo", "adamw", "averaged")}
+CASES |= {
+    f"{name} with gaps": {**CASES[name], "gaps": True} for name in ("soap", "turning", "shampoo", "adamw", "averaged")
+}
 PLAIN = {"recipe": "sgd", "overrides": [*SMALL, "update.momentum.beta=0"]}
 BF16 = ["distribution.dtype=bf16", "distribution.bucket=700"]
 ROUGH = {"rounded": {**PLAIN, "overrides": [*PLAIN["overrides"], *BF16]}}

@@ -237,14 +237,14 @@ def test_stochastic_rounding_goes_to_a_neighbour(kind: str, seed: int, n: int, u
     code of 15 bits and u is exact in float32."""
     quantizer, x = small({"kind": kind, "rounding": "stochastic"}), normal(2, 3, n, seed=seed).float()
     top = torch.iinfo(getattr(torch, kind)).max
-    codes = quantizer.encode(x, None, lambda like, _: torch.full_like(like, u))["codes"]
+    codes = quantizer.encode(x, None, lambda like, _: torch.full_like(like, u))["codes"].view(getattr(torch, kind))
     z = x * (top / scales_of(x))
     assert ((codes == z.floor()) | (codes == z.ceil())).all()
     assert u > 0 or bool((codes == z.floor()).all())
     whole = torch.randint(-top, top + 1, (1, 3, n), generator=torch.Generator().manual_seed(seed))
     whole[..., ::B] = top
     exact = quantizer.encode(whole.float(), None, lambda like, _: torch.full_like(like, u))["codes"]
-    assert torch.equal(exact.int(), whole.int())
+    assert torch.equal(exact.view(getattr(torch, kind)).int(), whole.int())
 
 
 # Matrices.

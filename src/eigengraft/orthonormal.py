@@ -33,7 +33,3 @@ def rectified(v: Tensor, steps: int) -> Tensor:
             gram = torch.bmm(v.mT, v)
         v = torch.baddbmm(v, v, gram, beta=1.5, alpha=-0.5)
     return v
-
-
-_SAFE = 2.9
-"""Bounds of |V|_2^2 below this are below 3 in any rounding."""
