@@ -15,7 +15,7 @@ def rectified(v: Tensor, steps: int) -> Tensor:
     """V <- 3/2 V - 1/2 V V^T V, `steps` times: towards the orthonormal V (V^T V)^(-1/2) (Bjorck & Bowie 1971, order 2).
 
     v `[N, d, r]`, r <= d. Singular values in (0, sqrt 3) converge to 1; after one step none is above 1. Where they
-    might reach sqrt 3, V is scaled down first: |V|_2^2 <= 1 + |E E|_F^(1/2), unless a bound without a product will do.
+    might reach sqrt 3, V is scaled down first: |V|_2^2 <= 1 + |E E|_F^(1/2) <= 1 + |E|_F.
     """
     if steps == 0:
         return v
@@ -23,7 +23,7 @@ def rectified(v: Tensor, steps: int) -> Tensor:
     gram = torch.bmm(v.mT, v)
     off = gram.clone()
     off.diagonal(dim1=-2, dim2=-1).sub_(1.0)
-    if not (looks(v) and bool((1 + _loose_bound(off) < _SAFE).all())):
+    if not (looks(v) and bool((1 + torch.linalg.matrix_norm(off) < _SAFE).all())):  # the looser bound is the cheaper
         bound = 1 + torch.linalg.matrix_norm(torch.bmm(off, off)).sqrt()
         # From the bound on down to 2, not to 1: the bound is loose, and values near 1 should stay near 1.
         scale = torch.where(bound < _SAFE, torch.ones_like(bound), 2 / bound)
@@ -33,8 +33,3 @@ def rectified(v: Tensor, steps: int) -> Tensor:
             gram = torch.bmm(v.mT, v)
         v = torch.baddbmm(v, v, gram, beta=1.5, alpha=-0.5)
     return v
-
-
-def _loose_bound(e: Tensor) -> Tensor:
-    """`[N]`, the smaller of the Frobenius norm and the largest sum of sizes in a row, both at least |E|_2."""
-    return torch.minimum(torch.linalg.matrix_norm(e), e.abs().sum(-1).amax(-1))
