@@ -189,7 +189,8 @@ def _fault(detail: Any, data: Any, where: str) -> str:
     if detail["type"] == "missing":
         return f"{path}: required, got nothing"
     message = detail["msg"].removeprefix("Value error, ")
-    return f"{path}: {message[:1].lower()}{message[1:]}, got {_short(got)}"
+    told = ", got " in message  # by who knows which part of a whole stage is meant
+    return f"{path}: {message[:1].lower()}{message[1:]}" + ("" if told else f", got {_short(got)}")
 
 
 def _names(location: tuple[int | str, ...], data: Any) -> Iterator[str]:
