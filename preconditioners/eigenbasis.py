@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from eigengraft.clock import Clock
-from eigengraft.numerics import identity_like, per_block, symmetrized, tiny, to_power
+from eigengraft.numerics import identity_like, looks, per_block, symmetrized, tiny, to_power
 from eigengraft.orthonormal import rectified
 from eigengraft.slots import State
 
@@ -86,21 +86,14 @@ class Eigenbasis(Factored):
     def lagged(self) -> bool:
         return self.timing == "lagged"
 
-    def learn(self, state: State, gradient: Tensor, clock: Clock) -> None:
-        axes = self.axes(state.block)
-        if self.frame == "fixed" or not axes:
-            super().learn(state, gradient, clock)
+    def renewed(self, state: State, part: State, start: int, stop: int) -> None:
+        if self.frame == "fixed":
             return
-        inside, spans = self._rotated(state, gradient), list(self.due(clock))
-        for some in [(axis,) for axis in axes] if self.statistic.sequential else [axes]:
-            self._observe(state, gradient, clock, some, axes[: axes.index(some[0])])
-            for start, stop, first in spans:
-                part = state.part(start, stop)
-                for axis in some:
-                    self.renew(part, axis, clock.part(start, stop, first))
-                    inside.bases[axis][start:stop] = part[f"basis.{axis}"]
-                inward = {axis: q[start:stop].mT for axis, q in inside.bases.items()}
-                inside.rotated[start:stop] = rotate(gradient[start:stop], inward)
+        inside, bases = state.kept["inside"], self.matrices(part)
+        for axis, q in bases.items():
+            inside.bases[axis][start:stop] = q
+        if bases:
+            inside.rotated[start:stop] = rotate(inside.x[start:stop], _inward(bases))
 
     def _observe(
         self, state: State, gradient: Tensor, clock: Clock, axes: tuple[int, ...], fresh: tuple[int, ...]
@@ -113,7 +106,7 @@ class Eigenbasis(Factored):
         known: Inside | None = state.kept.get("inside")
         if known is None or known.x is not x:
             bases = self.matrices(state) if known is None else known.bases
-            known = Inside(x, bases, rotate(x, {axis: q.mT for axis, q in bases.items()}))
+            known = Inside(x, bases, rotate(x, _inward(bases)))
             if self.frame == "basis":
                 state.kept["inside"] = known
         return known
@@ -125,7 +118,7 @@ class Eigenbasis(Factored):
         old = state[f"basis.{axis}"].clone()
         new, order, ok = self.solver.basis(self.statistic.estimate(state, axis, clock), old, clock.first)
         new = self.accept(state, axis, new, ok)
-        if new.device.type == "cpu" and torch.equal(new, old):
+        if looks(new) and torch.equal(new, old):
             return  # a solver that found nothing to do
         transport(self.inner, self._inside(state), axis, torch.bmm(old.mT, new), settled(order, ok), self.transport)
 
@@ -137,7 +130,7 @@ class Eigenbasis(Factored):
         p, order, ok = self.solver.basis(self.statistic.estimate(state, axis, clock), eye, clock.first)
         p = torch.where(per_block(ok, p), p, eye)
         self.accept(state, axis, rectified(torch.bmm(q, p), 1), ok)
-        if p.device.type == "cpu" and torch.equal(p, eye):
+        if looks(p) and torch.equal(p, eye):
             return
         state[f"factor.{axis}"] = symmetrized(torch.bmm(p.mT, torch.bmm(factor, p)))
         transport(self.inner, self._inside(state), axis, p, settled(order, ok), self.transport)
@@ -164,5 +157,10 @@ class Eigenbasis(Factored):
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, clock: Clock) -> Tensor:
         _, bases, rotated = self._rotated(state, gradient)
-        inside = rotated if direction is gradient else rotate(direction, {axis: q.mT for axis, q in bases.items()})
+        inside = rotated if direction is gradient else rotate(direction, _inward(bases))
         return rotate(run_chain(self.inner, self._inside(state), rotated, inside, clock), bases)
+
+
+def _inward(bases: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """Q^T of every axis."""
+    return {axis: q.mT for axis, q in bases.items()}

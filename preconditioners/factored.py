@@ -88,14 +88,19 @@ class Factored(Preconditioner):
             self.renew(state, axis, clock)
 
     def learn(self, state: State, gradient: Tensor, clock: Clock) -> None:
-        if not self.statistic.sequential:
-            super().learn(state, gradient, clock)
-            return
         spans, axes = list(self.due(clock)), self.axes(state.block)
-        for place, axis in enumerate(axes):
-            self._observe(state, gradient, clock, (axis,), axes[:place])
+        fresh: tuple[int, ...] = ()
+        for some in [(axis,) for axis in axes] if self.statistic.sequential else [axes]:
+            self._observe(state, gradient, clock, some, fresh)
             for start, stop, first in spans:
-                self.renew(state.part(start, stop), axis, clock.part(start, stop, first))
+                part, now = state.part(start, stop), clock.part(start, stop, first)
+                for axis in some:
+                    self.renew(part, axis, now)
+                self.renewed(state, part, start, stop)
+            fresh += some
+
+    def renewed(self, state: State, part: State, start: int, stop: int) -> None:
+        """Matrices of the rows start to stop, which are `part`, have been renewed in the midst of a step."""
 
     def matrices(self, state: State) -> dict[int, Tensor]:
         """The matrix of every axis that has one."""

@@ -72,12 +72,12 @@ class Blockwise(Format, ABC):
         found, drawn = largest(rows, self.block_size), uniform if self.draws else None
         kept = single(found) if self.scale == "float32" else double(found)
         s = scales(kept)
+        s = torch.where(s == 0, 1.0, s)
         if looks(x) and drawn is None and _ordinary(s):
-            factors = self.span / torch.where(s == 0, 1.0, s)
-            return {"codes": self._piece_by_piece(rows.detach(), factors.to(x.dtype)), **kept}
+            return {"codes": self._piece_by_piece(rows.detach(), (self.span / s).to(x.dtype)), **kept}
         # Scales of which the reciprocal is not an ordinary float32 are moved by a power of two first.
         move = torch.where(s < 1 / _FAR, _FAR, torch.where(s > _FAR, 1 / _FAR, 1.0))
-        factors = self.span / torch.where(s == 0, 1.0, s * move)
+        factors = self.span / (s * move)
         z = with_scales(torch.mul, rows, move.to(x.dtype), self.block_size)
         z = times_(z, factors.to(x.dtype), self.block_size)
         z = self._bounded(torch.where(z.isnan(), 0.0, z))
@@ -124,5 +124,5 @@ _FAR = 2.0**100
 
 
 def _ordinary(s: Tensor) -> bool:
-    """Whether there are scales, all 0 or far from where float32 ends."""
-    return s.numel() > 0 and bool(((s == 0) | ((s >= 1 / _FAR) & (s <= _FAR))).all())
+    """Whether there are scales, all of them far from where float32 ends."""
+    return s.numel() > 0 and float(s.amin()) >= 1 / _FAR and float(s.amax()) <= _FAR

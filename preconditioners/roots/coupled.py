@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.numerics import block_norm, identity_like, per_block
+from eigengraft.numerics import block_norm, identity_like, looks, per_block
 
 from .iterative import Iterative, largest_entry, product
 
@@ -58,7 +58,7 @@ class Coupled(Iterative):
         best, error = state, self._distance(state[-1] - eye)
         live, steps = error > self.tolerance, torch.zeros_like(error, dtype=torch.int32)
         for iteration in range(self.max_iterations):
-            if eye.device.type == "cpu" and iteration % self.check_every == 0 and not bool(live.any()):
+            if looks(eye) and iteration % self.check_every == 0 and not bool(live.any()):
                 break
             state = step(state, iteration)
             steps = steps + live

@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.numerics import block_norm, per_block, tiny, to_power
+from eigengraft.numerics import block_norm, looks, per_block, tiny, to_power
 from eigengraft.slots import State
 
 from ..kronecker import mode_product, unfold
@@ -89,6 +89,6 @@ def _whitened(x: Tensor, matrix: Tensor | None, axis: int, known: Tensor) -> Ten
     if matrix is None:
         return x
     whitened = mode_product(x, matrix, axis)
-    if x.device.type == "cpu" and bool(known.all()):
+    if looks(x) and bool(known.all()):
         return whitened
     return torch.where(per_block(known, x), whitened, x)

@@ -38,7 +38,7 @@ def block_norm(x: Tensor) -> Tensor:
         return flat.new_zeros(flat.shape[0])
     norm: Tensor = torch.linalg.vector_norm(flat, dim=1)
     unsafe = ~((norm > flat.new_tensor(torch.finfo(x.dtype).tiny).sqrt()) & norm.isfinite())
-    if x.device.type == "cpu" and not bool(unsafe.any()):
+    if looks(x) and not bool(unsafe.any()):
         return norm
     peak = torch.linalg.vector_norm(flat, ord=float("inf"), dim=1)
     scaled = torch.linalg.vector_norm(flat / peak.clamp_min(tiny(x.dtype))[:, None], dim=1) * peak
