@@ -1,10 +1,12 @@
-"""Stacks: all blocks of equal shape as one tensor, and the way of gradients in and updates out."""
+"""Stacks: blocks of equal shape as one tensor, and the way of gradients in and updates out."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -13,10 +15,34 @@ from torch import Tensor
 
 from .blocks import Piece
 
+BYTES_ON_CPU, BYTES_ELSEWHERE = 1 << 22, 1 << 28
+"""Of a stack. What a step needs beside the state, decoded slots and products, is a few times as large. On a CPU memory
+of more than some megabytes comes fresh from the system each time, page by page; a device wants fewer, larger kernels.
+"""
+
+
+def most_blocks(block: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> int:
+    """How many blocks of that shape a stack holds at most."""
+    size = BYTES_ON_CPU if device.type == "cpu" else BYTES_ELSEWHERE
+    return max(1, size // max(math.prod(block) * dtype.itemsize, 1))
+
+
+def cut(owners: Sequence[int], most: int, whole: bool) -> list[tuple[int, int]]:
+    """Blocks, by the positions of their parameters, as ranges (start, stop) of nearly equal length, at most `most`.
+
+    whole: all blocks of a parameter stay together, in longer ranges if need be.
+    """
+    blocks = len(owners)
+    parts = -(-blocks // most)
+    edges = [k * blocks // parts for k in range(parts + 1)]
+    if whole:
+        edges = [at for at in edges if at in (0, blocks) or owners[at - 1] != owners[at]]
+    return list(pairwise(edges))
+
 
 @dataclass(frozen=True)
 class Stack:
-    """The blocks of one shape, dtype and device: pieces of parameters (by position) in order, each a range of rows."""
+    """Blocks of one shape, dtype and device: pieces of parameters (by position) in order, each a range of rows."""
 
     block: tuple[int, ...]
     dtype: torch.dtype

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,16 +14,14 @@ from torch import Tensor
 
 from eigengraft.distributed.blocks import Piece
 from eigengraft.distributed.exchange import Exchange, Family, Member
-from eigengraft.distributed.stacks import Stack
+from eigengraft.distributed.stacks import Stack, most_blocks
 from eigengraft.numerics import compute_dtype
 from eigengraft.quantization import Quantizer
 
 from .division import Division, local
-from .recipe import Recipe, Route
+from .families import Key, Pieces, families, parts, phased, singly
+from .recipe import Recipe
 from .unit import Unit, slot_keys
-
-Key = tuple[str, tuple[int, ...], torch.dtype, torch.device]
-"""Of a family: the path of its update, the shape of a block, the dtype to compute in, the device."""
 
 
 def build(
@@ -40,11 +37,12 @@ def build(
     """
     if division is not None:
         return _divided_units(parameters, names, paths, recipe, division)
-    updates, found = recipe.updates(), _families(parameters, paths, recipe, None)
+    updates, found = recipe.updates(), families(parameters, paths, recipe, None)
     units = []
-    for (path, block, dtype, device), pieces, phases in _phased(found, recipe):
-        units.append(Unit(path, updates[path], Stack(block, dtype, device, tuple(pieces)), recipe.storage))
-        units[-1].phases = phases
+    for key, pieces, phases in phased(found, recipe):
+        for some, own in parts(key, pieces, phases, recipe, most_blocks(*key[1:])):
+            units.append(Unit(key[0], updates[key[0]], Stack(*key[1:], tuple(some)), recipe.storage))
+            units[-1].phases = own
     _require_slots(recipe.storage, found, recipe)
     return _seeded(units, names), None
 
@@ -77,17 +75,13 @@ def limit(recipe: Recipe, ranks: int) -> int:
 def divided(
     parameters: Sequence[Tensor], paths: Sequence[str], recipe: Recipe, division: Division
 ) -> Iterator[tuple[Family, NDArray[np.float64]]]:
-    """The families with the owner of each block, and the phases `[N]`; no family is larger than a bucket if it can be
-    cut."""
-    for key, pieces, phases in _phased(_families(parameters, paths, recipe, division), recipe):
-        whole = any(stage.spans_parameter() for _, stage in recipe.updates()[key[0]].stages())
-        blocks = [(position, piece.block(index)) for position, piece in pieces for index in range(len(piece.keys))]
-        fits = max(1, limit(recipe, division.peers.size) // max(math.prod(key[1]) * key[2].itemsize, 1))
-        cuts = [k * len(blocks) // -(-len(blocks) // fits) for k in range(-(-len(blocks) // fits) + 1)]
-        if whole:  # all blocks of a parameter stay together
-            cuts = [at for at in cuts if at in (0, len(blocks)) or blocks[at - 1][0] != blocks[at][0]]
-        for first, end in pairwise(cuts):
-            yield _shared(key, blocks[first:end], division, parameters, recipe), phases[first:end]
+    """The families with the owner of each block, and the phases `[N]`; if they can be cut, no family is larger than a
+    bucket or than one stack on every rank."""
+    ranks = division.peers.size
+    for key, pieces, phases in phased(families(parameters, paths, recipe, division), recipe):
+        fits = max(1, limit(recipe, ranks) // max(math.prod(key[1]) * key[2].itemsize, 1))
+        for some, own in parts(key, pieces, phases, recipe, min(fits, ranks * most_blocks(*key[1:]))):
+            yield _shared(key, singly(some), division, parameters, recipe), own
 
 
 def _seeded(units: list[Unit], names: Sequence[str]) -> list[Unit]:
@@ -96,26 +90,9 @@ def _seeded(units: list[Unit], names: Sequence[str]) -> list[Unit]:
     return units
 
 
-def _families(
-    parameters: Sequence[Tensor], paths: Sequence[str], recipe: Recipe, division: Division | None
-) -> dict[Key, list[tuple[int, Piece]]]:
-    """All blocks that have owners, on any rank, in the order of the parameters."""
-    updates = recipe.updates()
-    found: dict[Key, list[tuple[int, Piece]]] = {}
-    for position, (parameter, path) in enumerate(zip(parameters, paths, strict=True)):
-        if division is not None and division.shares[id(parameter)].owners is None:
-            continue
-        pieces = list(updates[path].blocking.pieces(tuple(parameter.shape)))
-        _require_one_stack(updates[path], path, tuple(parameter.shape), pieces)
-        for piece in pieces:
-            key = (path, piece.tile, compute_dtype(parameter.dtype), parameter.device)
-            found.setdefault(key, []).append((position, piece))
-    return found
-
-
 def _shared(
     key: Key,
-    blocks: Sequence[tuple[int, Piece]],
+    blocks: Pieces,
     division: Division,
     parameters: Sequence[Tensor],
     recipe: Recipe,
@@ -150,28 +127,10 @@ def _at_home(
             piece = Piece(shape, (0,) * len(shape), (1,) * len(shape), shape, (0,))
             found.setdefault((path, shape, compute_dtype(part.dtype), part.device), []).append((position, piece))
     units = []
-    for (path, block, dtype, device), pieces in found.items():
-        units.append(Unit(path, recipe.updates()[path], Stack(block, dtype, device, tuple(pieces)), recipe.storage))
+    for key, pieces in found.items():
+        for some, _ in parts(key, pieces, np.zeros(len(pieces)), recipe, most_blocks(*key[1:])):
+            units.append(Unit(key[0], recipe.updates()[key[0]], Stack(*key[1:], tuple(some)), recipe.storage))
     return units
-
-
-def _phased(
-    families: Mapping[Key, Sequence[tuple[int, Piece]]], recipe: Recipe
-) -> list[tuple[Key, Sequence[tuple[int, Piece]], NDArray[np.float64]]]:
-    """(key, pieces, phases `[N]`) of every family.
-
-    Phases are in proportion to the refresh cost of the blocks before: equal parts of an interval cost the same.
-    """
-    updates = recipe.updates()
-    costs = {key: sum(stage.refresh_cost(key[1]) for _, stage in updates[key[0]].stages()) for key in families}
-    blocks = {key: sum(len(piece.keys) for _, piece in pieces) for key, pieces in families.items()}
-    total = sum(costs[key] * blocks[key] for key in families)
-    before, rows = 0.0, []
-    for key, pieces in families.items():
-        phases = (before + costs[key] * np.arange(blocks[key])) / total if total else np.zeros(blocks[key])
-        rows.append((key, pieces, np.asarray(phases, dtype=np.float64)))
-        before += costs[key] * blocks[key]
-    return rows
 
 
 def _require_slots(storage: Mapping[str, Quantizer], keys: Iterable[tuple[Any, ...]], recipe: Recipe) -> None:
@@ -187,13 +146,3 @@ def _require_slots(storage: Mapping[str, Quantizer], keys: Iterable[tuple[Any, .
 def _seed(name: str, key: int) -> int:
     digest = hashlib.blake2b(f"{name}/{key}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
-
-
-def _require_one_stack(rule: Recipe | Route, path: str, shape: tuple[int, ...], pieces: Sequence[Piece]) -> None:
-    for stage_path, stage in rule.stages(path):
-        if len(pieces) > 1 and stage.spans_parameter():
-            raise ValueError(
-                f"{stage_path}: takes norms over whole parameters, so their blocks must be equal, got blocks "
-                f"{', '.join(str(piece.tile) for piece in pieces)} of a parameter of shape {shape}; choose a "
-                "`blocking.size` that divides its axes, no splitting, or `per: block`"
-            )
