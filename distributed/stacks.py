@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,15 +15,16 @@ from torch import Tensor
 from .blocks import Piece
 
 BYTES_ON_CPU, BYTES_ELSEWHERE = 1 << 22, 1 << 28
-"""Of a stack. What a step needs beside the state, decoded slots and products, is a few times as large. On a CPU memory
-of more than some megabytes comes fresh from the system each time, page by page; a device wants fewer, larger kernels.
+"""Of the largest tensor of a stack: what a step needs beside the state, decoded slots and products, is a few of those.
+On a CPU memory of more than some megabytes comes fresh from the system each time, page by page; a device wants fewer
+and larger kernels.
 """
 
 
-def most_blocks(block: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> int:
-    """How many blocks of that shape a stack holds at most."""
+def most_blocks(numbers: int, dtype: torch.dtype, device: torch.device) -> int:
+    """How many blocks a stack holds at most; numbers: those of the largest tensor of a block, itself or a slot."""
     size = BYTES_ON_CPU if device.type == "cpu" else BYTES_ELSEWHERE
-    return max(1, size // max(math.prod(block) * dtype.itemsize, 1))
+    return max(1, size // max(numbers * dtype.itemsize, 1))
 
 
 def cut(owners: Sequence[int], most: int, whole: bool) -> list[tuple[int, int]]:

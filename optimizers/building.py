@@ -14,12 +14,12 @@ from torch import Tensor
 
 from eigengraft.distributed.blocks import Piece
 from eigengraft.distributed.exchange import Exchange, Family, Member
-from eigengraft.distributed.stacks import Stack, most_blocks
+from eigengraft.distributed.stacks import Stack
 from eigengraft.numerics import compute_dtype
 from eigengraft.quantization import Quantizer
 
 from .division import Division, local
-from .families import Key, Pieces, families, parts, phased, singly
+from .families import Key, Pieces, families, parts, phased, singly, stack_length
 from .recipe import Recipe
 from .unit import Unit, slot_keys
 
@@ -40,7 +40,7 @@ def build(
     updates, found = recipe.updates(), families(parameters, paths, recipe, None)
     units = []
     for key, pieces, phases in phased(found, recipe):
-        for some, own in parts(key, pieces, phases, recipe, most_blocks(*key[1:])):
+        for some, own in parts(key, pieces, phases, recipe, stack_length(key, recipe)):
             units.append(Unit(key[0], updates[key[0]], Stack(*key[1:], tuple(some)), recipe.storage))
             units[-1].phases = own
     _require_slots(recipe.storage, found, recipe)
@@ -80,7 +80,7 @@ def divided(
     ranks = division.peers.size
     for key, pieces, phases in phased(families(parameters, paths, recipe, division), recipe):
         fits = max(1, limit(recipe, ranks) // max(math.prod(key[1]) * key[2].itemsize, 1))
-        for some, own in parts(key, pieces, phases, recipe, min(fits, ranks * most_blocks(*key[1:]))):
+        for some, own in parts(key, pieces, phases, recipe, min(fits, ranks * stack_length(key, recipe))):
             yield _shared(key, singly(some), division, parameters, recipe), own
 
 
@@ -128,7 +128,7 @@ def _at_home(
             found.setdefault((path, shape, compute_dtype(part.dtype), part.device), []).append((position, piece))
     units = []
     for key, pieces in found.items():
-        for some, _ in parts(key, pieces, np.zeros(len(pieces)), recipe, most_blocks(*key[1:])):
+        for some, _ in parts(key, pieces, np.zeros(len(pieces)), recipe, stack_length(key, recipe)):
             units.append(Unit(key[0], recipe.updates()[key[0]], Stack(*key[1:], tuple(some)), recipe.storage))
     return units
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -10,11 +11,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eigengraft.distributed.blocks import Piece
-from eigengraft.distributed.stacks import cut
+from eigengraft.distributed.stacks import cut, most_blocks
 from eigengraft.numerics import compute_dtype
 
 from .division import Division
 from .recipe import Recipe, Route
+from .unit import slot_keys
 
 Key = tuple[str, tuple[int, ...], torch.dtype, torch.device]
 """Of a family: the path of its update, the shape of a block, the dtype to compute in, the device."""
@@ -54,6 +56,13 @@ def phased(found: Mapping[Key, Pieces], recipe: Recipe) -> list[tuple[Key, Piece
         rows.append((key, pieces, np.asarray(phases, dtype=np.float64)))
         before += costs[key] * blocks[key]
     return rows
+
+
+def stack_length(key: Key, recipe: Recipe) -> int:
+    """How many blocks of a family make a stack."""
+    path, block, dtype, device = key
+    slots = slot_keys(recipe.updates()[path], path, block).values()
+    return most_blocks(max([math.prod(block), *(math.prod(slot.shape) for slot in slots)]), dtype, device)
 
 
 def parts(

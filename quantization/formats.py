@@ -69,11 +69,14 @@ class Blockwise(Format, ABC):
 
     def encode(self, x: Tensor, before: Parts | None = None, uniform: Uniform | None = None) -> Parts:
         rows = x if x.ndim > 1 else x[:, None]
-        found, drawn = largest(rows, self.block_size), uniform if self.draws else None
+        found, drawn = largest(rows, self.block_size).float(), uniform if self.draws else None
+        at_once = looks(x) and drawn is None
+        if at_once and self.scale == "float32" and _ordinary(found):
+            return {"codes": self._piece_by_piece(rows.detach(), (self.span / found).to(x.dtype)), "scales": found}
         kept = single(found) if self.scale == "float32" else double(found)
         s = scales(kept)
         s = torch.where(s == 0, 1.0, s)
-        if looks(x) and drawn is None and _ordinary(s):
+        if at_once and _ordinary(s):
             return {"codes": self._piece_by_piece(rows.detach(), (self.span / s).to(x.dtype)), **kept}
         # Scales of which the reciprocal is not an ordinary float32 are moved by a power of two first.
         move = torch.where(s < 1 / _FAR, _FAR, torch.where(s > _FAR, 1 / _FAR, 1.0))
@@ -125,4 +128,7 @@ _FAR = 2.0**100
 
 def _ordinary(s: Tensor) -> bool:
     """Whether there are scales, all of them far from where float32 ends."""
-    return s.numel() > 0 and float(s.amin()) >= 1 / _FAR and float(s.amax()) <= _FAR
+    if s.numel() == 0:
+        return False
+    low, high = torch.aminmax(s)
+    return float(low) >= 1 / _FAR and float(high) <= _FAR

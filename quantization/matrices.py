@@ -49,15 +49,20 @@ def _places(row: Tensor, column: Tensor, d: int) -> tuple[Tensor, Tensor]:
     return (row * d + column).int(), entry.flatten()
 
 
+def at_places(x: Tensor, places: Tensor) -> Tensor:
+    """`[N, k]` -> `[N, p]`; a single row is taken as a vector, which costs two thirds."""
+    return x.reshape(-1).index_select(0, places)[None] if len(x) == 1 else x.index_select(1, places)
+
+
 def strictly_lower(x: Tensor) -> Tensor:
     """`[N, d, d]` -> the folded triangle `[N, d // 2, d - 1 + d % 2]`."""
     d = x.shape[-1]
-    return x.flatten(1).index_select(1, lower_places(d, x.device)[0]).reshape(-1, *folded_shape(d))
+    return at_places(x.flatten(1), lower_places(d, x.device)[0]).reshape(-1, *folded_shape(d))
 
 
 def lower_triangular(diagonal: Tensor, below: Tensor) -> Tensor:
     """The lower triangular matrices `[N, d, d]` of a diagonal `[N, d]` and a folded triangle."""
     n, d = diagonal.shape
-    full = below.flatten(1).index_select(1, lower_places(d, below.device)[1]).reshape(n, d, d).tril_(-1)
+    full = at_places(below.flatten(1), lower_places(d, below.device)[1]).reshape(n, d, d).tril_(-1)
     full.diagonal(dim1=-2, dim2=-1).copy_(diagonal)
     return full

@@ -12,7 +12,7 @@ from torch import Tensor
 from eigengraft.slots import Parts, Slot, Uniform
 
 from .base import Quantizer
-from .matrices import upper_places
+from .matrices import at_places, upper_places
 from .structure import inside, square_misfit, stored
 
 
@@ -31,7 +31,7 @@ class Symmetric(Quantizer):
         return problem or (self.inner.refuses(slot) if self.inner else None)
 
     def encode(self, x: Tensor, before: Parts | None = None, uniform: Uniform | None = None) -> Parts:
-        upper = x.flatten(1).index_select(1, upper_places(x.shape[-1], x.device)[0])
+        upper = at_places(x.flatten(1), upper_places(x.shape[-1], x.device)[0])
         if self.inner is None:
             return {"upper": upper}
         return stored(self.inner, "upper", upper, before, uniform)
@@ -42,7 +42,7 @@ class Symmetric(Quantizer):
             upper = parts["upper"].to(dtype)
         else:
             upper = self.inner.decode(inside("upper", parts), replace(slot, shape=(d * (d + 1) // 2,)), dtype)
-        return upper.index_select(1, upper_places(d, upper.device)[1]).reshape(-1, *slot.shape)
+        return at_places(upper, upper_places(d, upper.device)[1]).reshape(-1, *slot.shape)
 
     def meaning(self) -> str:
         return self.inner.meaning() if self.inner else ""

@@ -30,10 +30,17 @@ def test_ranges_cover_all_blocks_evenly(owners: list[int], most: int, whole: boo
 
 def test_the_bound_is_in_bytes_and_a_block_may_exceed_it() -> None:
     cpu, device = torch.device("cpu"), torch.device("cuda")
-    assert stacks.most_blocks((1024, 256), torch.float32, cpu) == 4
-    assert stacks.most_blocks((1024, 256), torch.float64, cpu) == 2
-    assert stacks.most_blocks((1024, 256), torch.float32, device) == 256
-    assert stacks.most_blocks((50257, 1024), torch.float32, cpu) == 1
+    assert stacks.most_blocks(1024 * 256, torch.float32, cpu) == 4
+    assert stacks.most_blocks(1024 * 256, torch.float64, cpu) == 2
+    assert stacks.most_blocks(1024 * 256, torch.float32, device) == 256
+    assert stacks.most_blocks(50257 * 1024, torch.float32, cpu) == 1
+
+
+def test_the_bound_counts_factors_that_are_larger_than_the_block() -> None:
+    """A block 1024 x 64 has a factor of 4 MiB, one in a stack; for Adam 16 blocks are that large."""
+    held = [nn.Parameter(torch.zeros(1024, 64)) for _ in range(20)]
+    for recipe, expected in (("soap", 20), ("adamw", 2)):
+        assert units(Optimizer(held, {**load_recipe(recipe).declaration(), "routes": []})) == expected
 
 
 def parameters() -> list[nn.Parameter]:
