@@ -40,14 +40,14 @@ class Cholesky(Structure):
         below = strictly_lower(c)
         parts = {"diagonal": c.diagonal(dim1=-2, dim2=-1).clone()}
         if self.error_feedback is None:
-            parts.update(stored(self.inner, "lower", below, before, uniform))
+            parts.update(stored(self.inner.encode, "lower", below, before, uniform))
             return kept_where(ok, parts, before)
         error = torch.zeros_like(below) if before is None else self._below("error", before, x.shape[-1], x.dtype)
         error = torch.where(per_block((parts["diagonal"] > 0).any(-1), error), error, 0.0)
         wanted = below + error
-        parts.update(stored(self.inner, "lower", wanted, before, uniform))
+        parts.update(stored(self.inner.encode, "lower", wanted, before, uniform))
         made = wanted - self._below("lower", parts, x.shape[-1], x.dtype)
-        parts.update(stored(self.inner, "error", torch.lerp(made, error, self.error_feedback), before, uniform))
+        parts.update(stored(self.inner.encode, "error", torch.lerp(made, error, self.error_feedback), before, uniform))
         return kept_where(ok, parts, before)
 
     def decode(self, parts: Parts, slot: Slot, dtype: torch.dtype) -> Tensor:

@@ -40,7 +40,7 @@ class Eigen(Structure):
             p = torch.linalg.qr(torch.bmm(a, p)).Q
         p = torch.where(per_block(size > 0, p), p, v)
         values = (p * torch.bmm(a, p)).sum(-2).clamp_min(0.0) * size[:, None]
-        parts = {"values": values, **stored(self.inner, "vectors", transposed(p), before, uniform)}
+        parts = {"values": values, **stored(self.inner.encode, "vectors", transposed(p), before, uniform)}
         return kept_where(ok, parts, before)
 
     def _basis(self, x: Tensor, before: Parts | None) -> Tensor:

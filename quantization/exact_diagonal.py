@@ -31,10 +31,12 @@ class ExactDiagonal(Structure):
         return square_misfit(slot, ("statistic", "root"), "square matrices")
 
     def encode(self, x: Tensor, before: Parts | None = None, uniform: Uniform | None = None) -> Parts:
+        diagonal = x.diagonal(dim1=-2, dim2=-1).clone()
+        if isinstance(self.inner, Symmetric):
+            return {"diagonal": diagonal, **stored(self.inner.encode_hollow, "offdiagonal", x, before, uniform)}
         rest = x.clone()
         rest.diagonal(dim1=-2, dim2=-1).zero_()
-        diagonal = x.diagonal(dim1=-2, dim2=-1).clone()
-        return {"diagonal": diagonal, **stored(self.inner, "offdiagonal", rest, before, uniform)}
+        return {"diagonal": diagonal, **stored(self.inner.encode, "offdiagonal", rest, before, uniform)}
 
     def decode(self, parts: Parts, slot: Slot, dtype: torch.dtype) -> Tensor:
         a = self.inner.decode(inside("offdiagonal", parts), slot, dtype)

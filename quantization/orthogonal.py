@@ -35,7 +35,7 @@ class Orthogonal(Structure):
         return f"orthonormal columns (role basis) are required, got a {slot.role} of shape {slot.shape}"
 
     def encode(self, x: Tensor, before: Parts | None = None, uniform: Uniform | None = None) -> Parts:
-        return stored(self.inner, "vectors", transposed(x), before, uniform)
+        return stored(self.inner.encode, "vectors", transposed(x), before, uniform)
 
     def decode(self, parts: Parts, slot: Slot, dtype: torch.dtype) -> Tensor:
         rows = self.inner.decode(inside("vectors", parts), _transposed(slot), dtype)

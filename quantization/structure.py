@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from pydantic import Field
@@ -55,16 +55,16 @@ def inside(prefix: str, parts: Parts) -> dict[str, Tensor]:
 
 
 def stored(
-    inner: Quantizer, prefix: str, x: Tensor, before: Parts | None, uniform: Uniform | None
+    encode: Callable[..., Parts], prefix: str, x: Tensor, before: Parts | None, uniform: Uniform | None
 ) -> Mapping[str, Tensor]:
-    """x through the inner format, its parts under a prefix, which also keeps the random numbers of two such apart."""
+    """x through an inner format, its parts under a prefix, which also keeps the random numbers of two such apart."""
 
     def draw(like: Tensor, purpose: str) -> Tensor:
         assert uniform is not None
         return uniform(like, f"{prefix}.{purpose}")
 
     old = None if before is None else inside(prefix, before)
-    return prefixed(prefix, inner.encode(x, old, None if uniform is None else draw))
+    return prefixed(prefix, encode(x, old, None if uniform is None else draw))
 
 
 def kept_where(ok: Tensor, parts: Parts, before: Parts | None) -> Parts:

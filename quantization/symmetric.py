@@ -31,10 +31,17 @@ class Symmetric(Quantizer):
         return problem or (self.inner.refuses(slot) if self.inner else None)
 
     def encode(self, x: Tensor, before: Parts | None = None, uniform: Uniform | None = None) -> Parts:
-        upper = at_places(x.flatten(1), upper_places(x.shape[-1], x.device)[0])
-        if self.inner is None:
-            return {"upper": upper}
-        return stored(self.inner, "upper", upper, before, uniform)
+        return self._stored(at_places(x.flatten(1), upper_places(x.shape[-1], x.device)[0]), before, uniform)
+
+    def encode_hollow(self, x: Tensor, before: Parts | None = None, uniform: Uniform | None = None) -> Parts:
+        """As `encode` of x with zeros on its diagonal, without a copy of x."""
+        d = x.shape[-1]
+        there, back = upper_places(d, x.device)
+        upper = at_places(x.flatten(1), there).index_fill_(1, back[:: d + 1].long(), 0.0)
+        return self._stored(upper, before, uniform)
+
+    def _stored(self, upper: Tensor, before: Parts | None, uniform: Uniform | None) -> Parts:
+        return {"upper": upper} if self.inner is None else stored(self.inner.encode, "upper", upper, before, uniform)
 
     def decode(self, parts: Parts, slot: Slot, dtype: torch.dtype) -> Tensor:
         d = slot.shape[-1]
