@@ -36,6 +36,9 @@ def looked_up(table: Tensor, codes: Tensor, out: Tensor | None = None) -> Tensor
     if not looks(codes):
         return table.index_select(0, codes.reshape(-1).int()).reshape(codes.shape)
     result = table.new_empty(codes.shape) if out is None else out
-    for some, target in zip(*(torch.split(t.view(-1), CACHED) for t in (codes.contiguous(), result)), strict=True):
-        torch.index_select(table, 0, scratch("places", len(some), torch.int32).copy_(some), out=target)
+    source, target = codes.reshape(-1), result.view(-1)
+    for start in range(0, len(source), CACHED):
+        some = source[start : start + CACHED]
+        places = scratch("places", len(some), torch.int32).copy_(some)
+        torch.index_select(table, 0, places, out=target[start : start + CACHED])
     return result

@@ -98,7 +98,9 @@ class Blockwise(Format, ABC):
             some, factor = flat[start : start + height], factors[start : start + height]
             z = by_block(torch.mul, some, factor, size, scratch("z", some.numel(), some.dtype).view(some.shape))
             made = self.codes(self._bounded(z), None, None if codes is None else codes[start : start + height])
-            if codes is None:
+            if codes is None and len(made) == len(flat):
+                codes = made
+            elif codes is None:
                 codes = made.new_empty(len(flat), made.shape[-1])
                 codes[: len(made)] = made
         assert codes is not None
@@ -117,7 +119,8 @@ class Blockwise(Format, ABC):
         rows, height = codes[..., 0].numel() * n // width, max(1, CACHED // width)
         codes, s = codes.reshape(rows, codes.shape[-1] * width // n), s.reshape(rows, count(width, self.block_size))
         result = s.new_empty(rows, width)
-        for some, scale, target in zip(*(torch.split(t, height) for t in (codes, s, result)), strict=True):
+        for start in range(0, rows, height):
+            some, scale, target = (t[start : start + height] for t in (codes, s, result))
             by_block(torch.mul, self.values(some, width, dtype, target), scale, self.block_size, target)
         return result.reshape(len(parts["codes"]), *slot.shape)
 
