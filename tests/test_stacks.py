@@ -12,6 +12,7 @@ from eigengraft import Optimizer, load_recipe, shipped_recipes
 from eigengraft.distributed import stacks
 
 from .trajectories import normal
+from .workers.memory import Watch
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=40).map(sorted), st.integers(1, 50), st.booleans())
@@ -115,6 +116,35 @@ def test_what_a_stage_spans_stays_in_one_stack(monkeypatch: pytest.MonkeyPatch) 
     update = -parameter.detach()
     torch.testing.assert_close(update.norm(), parameter.grad.norm())
     torch.testing.assert_close(update, parameter.grad.sign() * parameter.grad.norm() / 32)
+
+
+@pytest.mark.parametrize("recipe", ["adamw", "shampoo", "soap", "muon", "adamw_8bit", "soap_int8", "soap_4bit"])
+def test_a_step_makes_nothing_larger_than_a_stack(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the number of blocks; three steps before fill caches, the fourth to seventh refresh all blocks."""
+    bound = 2 * 64 * 64 * 4
+    monkeypatch.setattr(stacks, "BYTES_ON_CPU", bound)
+    declaration = load_recipe(recipe).declaration()
+    held = [nn.Parameter(normal(64, 64, seed=i).float()) for i in range(24)]
+    optimizer = Optimizer(
+        held, {**_often(declaration), "routes": [], "storage": _small(declaration.get("storage", {}))}
+    )
+    for step in range(7):
+        for i, parameter in enumerate(held):
+            parameter.grad = normal(64, 64, seed=100 * step + i).float()
+        if step < 3:
+            optimizer.step()
+            continue
+        with Watch() as watch:
+            optimizer.step()
+        assert 0 < watch.largest <= bound
+
+
+def _often(node: Any) -> Any:
+    """Refreshes at every second step."""
+    if isinstance(node, dict):
+        cadence = {"steps": 2} if node.get("kind") == "every" else {}
+        return {key: _often(value) for key, value in node.items()} | cadence
+    return [_often(value) for value in node] if isinstance(node, (list, tuple)) else node
 
 
 def units(optimizer: Optimizer) -> int:
