@@ -1,6 +1,6 @@
 """The exchange of one set of parameters: gradients travel to owners, updates to whoever holds a part.
 
-Legend: a family is all blocks of one shape, dtype, device and update, on any rank; its owned blocks are a stack here.
+Legend: a family is blocks of one shape, dtype, device and update, on any rank; those that are owned here are a stack.
 Families travel in buckets, in the same order on every rank, whether or not a rank owns anything of them.
 """
 

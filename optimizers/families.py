@@ -1,4 +1,4 @@
-"""Families: all blocks of one shape, dtype, device and update, on any rank, and where in an interval each is due."""
+"""Families: blocks of one shape, dtype, device and update, on any rank; when each is due, in what parts they come."""
 
 from __future__ import annotations
 
