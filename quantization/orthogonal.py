@@ -9,8 +9,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.numerics import transposed
-from eigengraft.orthonormal import rectified
+from eigengraft.numerics import looks, per_block, transposed
+from eigengraft.orthonormal import rectified, safe_factor
 from eigengraft.slots import Parts, Slot, Uniform
 
 from .structure import Structure, inside, stored
@@ -20,7 +20,8 @@ class Orthogonal(Structure):
     """V = D(Q(V^T))^T, then `rectify` times  V <- 3/2 V - 1/2 V V^T V  (Bjorck)
 
     V `[N, d, r]`, r <= d. Its transpose is what is coded: a block of the inner format is a piece of one column of V.
-    One step takes the symmetric half of the rounding error away and leaves the half that is a rotation.
+    One step takes the symmetric half of the rounding error away and leaves the half that is a rotation. A V that would
+    come back with singular values above sqrt 3, from which the steps do not converge, is stored scaled down.
     """
 
     kind: Literal["orthogonal"] = "orthogonal"
@@ -35,11 +36,20 @@ class Orthogonal(Structure):
         return f"orthonormal columns (role basis) are required, got a {slot.role} of shape {slot.shape}"
 
     def encode(self, x: Tensor, before: Parts | None = None, uniform: Uniform | None = None) -> Parts:
-        return stored(self.inner.encode, "vectors", transposed(x), before, uniform)
+        rows = transposed(x)
+        parts = stored(self.inner.encode, "vectors", rows, before, uniform)
+        if self.rectify == 0:
+            return parts
+        factor = safe_factor(self._decoded(parts, Slot(tuple(x.shape[1:]), role="basis"), x.dtype))
+        if looks(factor) and bool((factor == 1).all()):
+            return parts
+        return stored(self.inner.encode, "vectors", rows * per_block(factor, rows), before, uniform)
 
     def decode(self, parts: Parts, slot: Slot, dtype: torch.dtype) -> Tensor:
-        rows = self.inner.decode(inside("vectors", parts), _transposed(slot), dtype)
-        return rectified(rows.mT, self.rectify)
+        return rectified(self._decoded(parts, slot, dtype), self.rectify, safe=True)
+
+    def _decoded(self, parts: Parts, slot: Slot, dtype: torch.dtype) -> Tensor:
+        return self.inner.decode(inside("vectors", parts), _transposed(slot), dtype).mT
 
 
 def _transposed(slot: Slot) -> Slot:

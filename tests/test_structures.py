@@ -206,6 +206,24 @@ def test_singular_values_beyond_the_root_of_three_converge_too(largest: float, c
         assert float((rectified(v, 24)[0] - left @ right.T).abs().max()) < 1e-10
 
 
+@pytest.mark.parametrize("largest", [1.0, 1.9, 40.0, 1e30])
+@pytest.mark.parametrize("inner", [Int4(block_size=4, min_elements=1), Int8(min_elements=1)], ids=["int4", "int8"])
+def test_what_is_stored_converges(largest: float, inner: Quantizer) -> None:
+    """Who reads does not look any more: a V too large for the steps is stored smaller; 1e-3: float32 in 16 steps."""
+    values = torch.ones(12, dtype=torch.float64).index_fill(0, torch.tensor([1]), largest)
+    v = ((rotation(12, 1) * values) @ rotation(12, 2).T).float()[None]
+    slot = Slot((12, 12), role="basis")
+    once, often = Orthogonal(inner=inner, rectify=1), Orthogonal(inner=inner, rectify=16)
+    for quantizer in (once, often):
+        back = quantizer.decode(quantizer.encode(v), slot, torch.float32)
+        assert float(torch.linalg.matrix_norm(back, ord=2)) <= 1 + 1e-5  # rounding
+    if largest < 1e3:  # smaller ones are lost beside a value of 1e30
+        assert float((back.mT @ back - torch.eye(12)).abs().max()) < 1e-3
+    both = torch.cat((v, rotation(12, 3).float()[None]))
+    apart = once.decode(once.encode(both[1:]), slot, torch.float32)
+    assert torch.equal(once.decode(once.encode(both), slot, torch.float32)[1:], apart)
+
+
 def test_the_guard_costs_little_and_takes_every_size() -> None:
     """1.9 among ones: the bound is 3.6 for 3.61, the ones become sqrt(2 / 3.6) = .74 and after the step .91."""
     left, right = rotation(12, 1), rotation(12, 2)
