@@ -23,7 +23,11 @@ and larger kernels.
 
 def most_blocks(numbers: int, dtype: torch.dtype, device: torch.device) -> int:
     """How many blocks a stack holds at most; numbers: those of the largest tensor of a block, itself or a slot."""
-    size = BYTES_ON_CPU if device.type == "cpu" else BYTES_ELSEWHERE
+    return fitting(BYTES_ON_CPU if device.type == "cpu" else BYTES_ELSEWHERE, numbers, dtype)
+
+
+def fitting(size: int, numbers: int, dtype: torch.dtype) -> int:
+    """How many blocks of so many numbers `size` bytes hold, but at least one."""
     return max(1, size // max(numbers * dtype.itemsize, 1))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from eigengraft.distributed.blocks import Piece
 from eigengraft.distributed.exchange import Exchange, Family, Member
-from eigengraft.distributed.stacks import Stack
+from eigengraft.distributed.stacks import Stack, fitting
 from eigengraft.numerics import compute_dtype
 from eigengraft.quantization import Quantizer
 
@@ -37,14 +37,20 @@ def build(
     """
     if division is not None:
         return _divided_units(parameters, names, paths, recipe, division)
-    updates, found = recipe.updates(), families(parameters, paths, recipe, None)
+    found = families(parameters, paths, recipe, None)
+    units = _units(found, recipe)
+    _require_slots(recipe.storage, found, recipe)
+    return _seeded(units, names), None
+
+
+def _units(found: Mapping[Key, Pieces], recipe: Recipe) -> list[Unit]:
+    """The units of families whose blocks are all here."""
     units = []
     for key, pieces, phases in phased(found, recipe):
         for some, own in parts(key, pieces, phases, recipe, stack_length(key, recipe)):
-            units.append(Unit(key[0], updates[key[0]], Stack(*key[1:], tuple(some)), recipe.storage))
+            units.append(Unit(key[0], recipe.updates()[key[0]], Stack(*key[1:], tuple(some)), recipe.storage))
             units[-1].phases = own
-    _require_slots(recipe.storage, found, recipe)
-    return _seeded(units, names), None
+    return units
 
 
 def _divided_units(
@@ -79,7 +85,7 @@ def divided(
     bucket or than one stack on every rank."""
     ranks = division.peers.size
     for key, pieces, phases in phased(families(parameters, paths, recipe, division), recipe):
-        fits = max(1, limit(recipe, ranks) // max(math.prod(key[1]) * key[2].itemsize, 1))
+        fits = fitting(limit(recipe, ranks), math.prod(key[1]), key[2])
         for some, own in parts(key, pieces, phases, recipe, min(fits, ranks * stack_length(key, recipe))):
             yield _shared(key, singly(some), division, parameters, recipe), own
 
@@ -126,11 +132,7 @@ def _at_home(
         if division.shares[id(parameter)].owners is None and part.numel():
             piece = Piece(shape, (0,) * len(shape), (1,) * len(shape), shape, (0,))
             found.setdefault((path, shape, compute_dtype(part.dtype), part.device), []).append((position, piece))
-    units = []
-    for key, pieces in found.items():
-        for some, _ in parts(key, pieces, np.zeros(len(pieces)), recipe, stack_length(key, recipe)):
-            units.append(Unit(key[0], recipe.updates()[key[0]], Stack(*key[1:], tuple(some)), recipe.storage))
-    return units
+    return _units(found, recipe)
 
 
 def _require_slots(storage: Mapping[str, Quantizer], keys: Iterable[tuple[Any, ...]], recipe: Recipe) -> None:

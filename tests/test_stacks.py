@@ -11,6 +11,8 @@ from torch import nn
 from eigengraft import Optimizer, load_recipe, shipped_recipes
 from eigengraft.distributed import stacks
 
+from .laws.quantizers import small
+from .test_kernels import at_once
 from .trajectories import normal
 from .workers.memory import Watch
 
@@ -53,14 +55,12 @@ def parameters() -> list[nn.Parameter]:
 def declared(recipe: str) -> dict[str, Any]:
     """Everything in blocks of 16, coded slots whatever their size."""
     found = load_recipe(recipe).declaration()
-    return {**found, "routes": [], "blocking": {"size": 16}, "storage": _small(found.get("storage", {}))}
+    return {**found, "routes": [], "blocking": {"size": 16}, "storage": stored(found)}
 
 
-def _small(node: Any) -> Any:
-    if isinstance(node, dict):
-        least = {"min_elements": 1} if node.get("kind") in ("int4", "int8", "int16", "book8", "uint8") else {}
-        return {key: _small(value) for key, value in node.items()} | least
-    return node
+def stored(declaration: dict[str, Any]) -> dict[str, Any]:
+    """Its storage, for slots of any size."""
+    return {key: small(quantizer) for key, quantizer in declaration.get("storage", {}).items()}
 
 
 def trained(recipe: str, steps: int, start: dict[str, Any] | None = None) -> tuple[Optimizer, list[torch.Tensor]]:
@@ -120,15 +120,13 @@ def test_what_a_stage_spans_stays_in_one_stack(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("recipe", ["adamw", "shampoo", "soap", "muon", "adamw_8bit", "soap_int8", "soap_4bit"])
 def test_a_step_makes_nothing_larger_than_a_stack(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the number of blocks; three steps before fill caches, the fourth to seventh refresh all blocks."""
+    """Whatever the number of blocks; steps up to the third fill caches, the tenth or eleventh refreshes all blocks."""
     bound = 2 * 64 * 64 * 4
     monkeypatch.setattr(stacks, "BYTES_ON_CPU", bound)
     declaration = load_recipe(recipe).declaration()
     held = [nn.Parameter(normal(64, 64, seed=i).float()) for i in range(24)]
-    optimizer = Optimizer(
-        held, {**_often(declaration), "routes": [], "storage": _small(declaration.get("storage", {}))}
-    )
-    for step in range(7):
+    optimizer = Optimizer(held, {**at_once(declaration), "routes": [], "storage": stored(declaration)})
+    for step in range(11):
         for i, parameter in enumerate(held):
             parameter.grad = normal(64, 64, seed=100 * step + i).float()
         if step < 3:
@@ -137,14 +135,6 @@ def test_a_step_makes_nothing_larger_than_a_stack(recipe: str, monkeypatch: pyte
         with Watch() as watch:
             optimizer.step()
         assert 0 < watch.largest <= bound
-
-
-def _often(node: Any) -> Any:
-    """Refreshes at every second step."""
-    if isinstance(node, dict):
-        cadence = {"steps": 2} if node.get("kind") == "every" else {}
-        return {key: _often(value) for key, value in node.items()} | cadence
-    return [_often(value) for value in node] if isinstance(node, (list, tuple)) else node
 
 
 def units(optimizer: Optimizer) -> int:
