@@ -1,7 +1,7 @@
 """Regions: what a block and a rank's part of its parameter have in common, as views of both.
 
 Blocks are cut from a parameter in its merged shape, parts in its own. A run of entries along a merged axis is a box in
-the axes that were merged only in pieces: at most 2k - 1 of them for k axes.
+the axes that were merged only in grids: at most 2k - 1 of them for k axes.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .blocks import Piece
+from eigengraft.blocking import BlockGrid
+
 from .layouts import Box
 
 
 @dataclass(frozen=True)
 class Region:
-    """Entries of one block. box: them, in the axes of the parameter; piece: a box around them that is contiguous along
+    """Entries of one block. box: them, in the axes of the parameter; grid: a box around them that is contiguous along
     each merged axis, and begins `offsets` from the start of the block; groups: how many axes each merged axis has."""
 
     box: Box
-    piece: Box
+    grid: Box
     offsets: tuple[int, ...]
     groups: tuple[int, ...]
 
@@ -34,17 +35,17 @@ class Region:
 
     def of_block(self, block: Tensor) -> Tensor:
         """The entries as a view of the block, of the same shape."""
-        lengths = self.piece.shape
+        lengths = self.grid.shape
         end = len(lengths)
         for axis in reversed(range(len(self.groups))):
             own = lengths[end - self.groups[axis] : end]
             end -= self.groups[axis]
             block = block.narrow(axis, self.offsets[axis], math.prod(own))
             block = torch.unflatten(block, axis, own) if own else block.squeeze(axis)
-        return block[self.box.within(self.piece)]
+        return block[self.box.within(self.grid)]
 
 
-def regions(shape: tuple[int, ...], block: Piece, held: Box) -> Iterator[Region]:
+def regions(shape: tuple[int, ...], block: BlockGrid, held: Box) -> Iterator[Region]:
     """The regions of a single block of a parameter of that shape in what a rank holds of it, in a fixed order."""
     groups = grouping(shape, block.merged)
     runs, first = [], 0
@@ -52,11 +53,11 @@ def regions(shape: tuple[int, ...], block: Piece, held: Box) -> Iterator[Region]
         runs.append(list(_boxes(start, start + length, shape[first : first + group])))
         first += group
     for parts in itertools.product(*runs):
-        piece = Box(sum((a for _, a, _ in parts), ()), sum((b for _, _, b in parts), ()))
-        box = piece.common(held)
+        grid = Box(sum((a for _, a, _ in parts), ()), sum((b for _, _, b in parts), ()))
+        box = grid.common(held)
         if box is not None:
             offsets = tuple(at - start for (at, _, _), start in zip(parts, block.start, strict=True))
-            yield Region(box, piece, offsets, groups)
+            yield Region(box, grid, offsets, groups)
 
 
 def grouping(shape: tuple[int, ...], merged: tuple[int, ...]) -> tuple[int, ...]:

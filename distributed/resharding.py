@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from .peers import Peers, as_bytes
+from .rank_group import RankGroup, as_bytes
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class Entry:
 
 
 def spread(
-    peers: Peers, entries: Sequence[Entry], owned: Mapping[int, Tensor], mesh: DeviceMesh, device: torch.device
+    rank_group: RankGroup, entries: Sequence[Entry], owned: Mapping[int, Tensor], mesh: DeviceMesh, device: torch.device
 ) -> list[Tensor]:
     """What owners have -> every entry as it stands in a checkpoint. owned: this rank's, by index of the entry."""
-    ranks, me = peers.size, peers.rank
+    ranks, me = rank_group.size, rank_group.rank
     messages: list[list[Tensor]] = [[] for _ in range(ranks)]
     expected = [0] * ranks
     for index, entry in enumerate(entries):
@@ -55,7 +55,7 @@ def spread(
             for rank in range(ranks):
                 value = owned[index]
                 messages[rank].append(as_bytes(value[slice(*entry.rows(rank, ranks))] if entry.shape else value))
-    data = _swapped(peers, messages, expected, device, "state on its way to a checkpoint")
+    data = _swapped(rank_group, messages, expected, device, "state on its way to a checkpoint")
     at = [sum(expected[:rank]) for rank in range(ranks)]
     found = []
     for entry in entries:
@@ -65,10 +65,10 @@ def spread(
 
 
 def collect(
-    peers: Peers, entries: Sequence[Entry], shared: Sequence[Tensor], device: torch.device
+    rank_group: RankGroup, entries: Sequence[Entry], shared: Sequence[Tensor], device: torch.device
 ) -> dict[int, Tensor]:
     """And back: the entries that this rank owns, whole, by index. shared: plain tensors or DTensors cut as above."""
-    ranks, me = peers.size, peers.rank
+    ranks, me = rank_group.size, rank_group.rank
     messages: list[list[Tensor]] = [[] for _ in range(ranks)]
     expected = [0] * ranks
     for entry, value in zip(entries, shared, strict=True):
@@ -78,7 +78,7 @@ def collect(
             if entry.owner == me:
                 for rank in range(ranks):
                     expected[rank] += math.prod(entry.share(rank, ranks)) * entry.dtype.itemsize
-    data = _swapped(peers, messages, expected, device, "state on its way from a checkpoint")
+    data = _swapped(rank_group, messages, expected, device, "state on its way from a checkpoint")
     at = [sum(expected[:rank]) for rank in range(ranks)]
     found = {}
     for index, (entry, value) in enumerate(zip(entries, shared, strict=True)):
@@ -93,12 +93,12 @@ def collect(
 
 
 def _swapped(
-    peers: Peers, messages: Sequence[Sequence[Tensor]], expected: list[int], device: torch.device, what: str
+    rank_group: RankGroup, messages: Sequence[Sequence[Tensor]], expected: list[int], device: torch.device, what: str
 ) -> Tensor:
     sizes = [sum(part.numel() for part in own) for own in messages]
     flat = [part.to(device) for own in messages for part in own]
     sent = torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8, device=device)
-    return peers.swap(sent, sizes, expected, what).wait()
+    return rank_group.all_to_all(sent, sizes, expected, what).wait()
 
 
 def _taken(data: Tensor, at: list[int], rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -1,11 +1,11 @@
 """Recipes, and the optimizers they become."""
 
+from .apply.weight_decay import WeightDecay as WeightDecay
 from .composer import compose as compose
-from .conversion import convert_storage as convert_storage
-from .loading import load_recipe as load_recipe
-from .loading import shipped_recipes as shipped_recipes
+from .convert_storage import convert_storage as convert_storage
 from .optimizer import Optimizer as Optimizer
-from .recipe import Recipe as Recipe
-from .recipe import Route as Route
-from .reporting import Assignment as Assignment
-from .weight_decay import WeightDecay as WeightDecay
+from .recipe.loading import load_recipe as load_recipe
+from .recipe.loading import shipped_recipes as shipped_recipes
+from .recipe.recipe import Recipe as Recipe
+from .recipe.recipe import Route as Route
+from .reporting import RoutedParameter as RoutedParameter

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .loading import Source
 from .optimizer import Optimizer
-from .routing import examine_model
+from .recipe.loading import Source
+from .recipe.routing import describe_model
 
 
 def compose(
@@ -28,4 +28,4 @@ def compose(
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not named:
         raise ValueError("compose: a model with trainable parameters is required, got none")
-    return Optimizer(named, recipe, lr, weight_decay, facts=examine_model(model))
+    return Optimizer(named, recipe, lr, weight_decay, facts=describe_model(model))

@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checkpoint
-from .cohort import Cohort
-from .division import Divisions
-from .groups import check_keys, check_values, inherit, make_cohorts, number, require_matches
-from .iterates.mode import Mode, require_training, switch
-from .loading import Source, load_recipe
-from .moment import Hyper
-from .recipe import Recipe
-from .reporting import Assignment, SlotSize, assignments, describe, slot_bytes, slot_sizes
-from .routing import Facts, examine
-from .sharing import closing_hook, fill, gathered, give_state, visible_state
-from .unit import Unit
+from .apply.mode import Mode, require_training, switch
+from .checkpoint import strict_load as checkpoint
+from .checkpoint.sharded_state import closing_hook, fill, gathered, give_state, visible_state
+from .engine.param_set import ParamSet
+from .engine.stack_state import StackState
+from .engine.step_inputs import Hyper
+from .param_groups import check_keys, check_values, inherit, make_param_sets, number, require_matches
+from .recipe.loading import Source, load_recipe
+from .recipe.recipe import Recipe
+from .recipe.routing import ParamInfo, describe_parameter
+from .reporting import RoutedParameter, SlotSize, describe, routing_table, slot_bytes, slot_sizes
+from .sharding.assignment import Assignments
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -39,14 +39,14 @@ class Optimizer(torch.optim.Optimizer):
         lr: float | Tensor | None = None,
         weight_decay: float | None = None,
         *,
-        facts: Mapping[int, Facts] | None = None,
+        facts: Mapping[int, ParamInfo] | None = None,
     ) -> None:
         self.recipe: Recipe = load_recipe(recipe)
         self._known = dict(facts or {})
-        self._facts: list[list[Facts]] = []
-        self._cohorts: list[list[Cohort]] = []
-        self._divisions = Divisions(self.recipe)
-        self._loaded: list[tuple[list[Cohort], Mapping[Tensor, Mapping[str, Tensor]]]] = []
+        self._facts: list[list[ParamInfo]] = []
+        self._param_sets: list[list[ParamSet]] = []
+        self._assignments = Assignments(self.recipe)
+        self._loaded: list[tuple[list[ParamSet], Mapping[Tensor, Mapping[str, Tensor]]]] = []
         defaults = {
             "lr": self.recipe.lr if lr is None else lr,
             "weight_decay": self.recipe.weight_decay.rate if weight_decay is None else weight_decay,
@@ -71,8 +71,8 @@ class Optimizer(torch.optim.Optimizer):
         try:
             self._complete_group(index)
         except Exception:
-            del self.param_groups[index:], self._facts[index:], self._cohorts[index:]
-            self._divisions.forget(index)
+            del self.param_groups[index:], self._facts[index:], self._param_sets[index:]
+            self._assignments.forget(index)
             raise
 
     def _complete_group(self, index: int) -> None:
@@ -83,35 +83,38 @@ class Optimizer(torch.optim.Optimizer):
         group["iterate"] = self.param_groups[0]["iterate"] if index else "train"
         names = group.get("param_names") or [None] * len(group["params"])
         known = self._known
-        self._facts.append([known.get(id(p)) or examine(n, p) for n, p in zip(names, group["params"], strict=True)])
-        self._cohorts.append([])
-        self._divisions.add(group["params"], self._facts[-1], self.labels(index))
-        self._divisions.agree(index, group)
+        self._facts.append(
+            [known.get(id(p)) or describe_parameter(n, p) for n, p in zip(names, group["params"], strict=True)]
+        )
+        self._param_sets.append([])
+        self._assignments.add(group["params"], self._facts[-1], self.labels(index))
+        self._assignments.agree(index, group)
         self._install(index, self._build(index, {id(p) for p in group["params"] if p.requires_grad}), {})
 
-    def _build(self, index: int, wanted: set[int]) -> list[Cohort]:
-        """Fresh cohorts for those parameters of a group whose id is wanted, one for each device and set of ranks.
+    def _build(self, index: int, wanted: set[int]) -> list[ParamSet]:
+        """Fresh parameter sets for those parameters of a group whose id is wanted, one for each device and set of
+        ranks.
 
         They depend on nothing but that set, so that a copy or a resumed run has the same ones.
         """
         rows = zip(self.param_groups[index]["params"], self._facts[index], self.labels(index), strict=True)
-        return make_cohorts([row for row in rows if id(row[0]) in wanted], self.recipe, self._divisions, index)
+        return make_param_sets([row for row in rows if id(row[0]) in wanted], self.recipe, self._assignments, index)
 
-    def _install(self, index: int, cohorts: list[Cohort], values: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
-        """Makes cohorts the group's, and fills their state from `values` where a parameter is in there."""
-        for cohort in cohorts:
-            cohort.iterates.hold(self.param_groups[index]["iterate"])
-            self.show(cohort)
-            for parameter in cohort.parameters:
+    def _install(self, index: int, param_sets: list[ParamSet], values: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
+        """Makes parameter sets the group's, and fills their state from `values` where a parameter is in there."""
+        for param_set in param_sets:
+            param_set.iterates.hold(self.param_groups[index]["iterate"])
+            self.show(param_set)
+            for parameter in param_set.parameters:
                 fill(self.state[parameter], values.get(parameter, {}))
-        inherit(cohorts, self._cohorts[index])
-        self._cohorts[index] = cohorts
+        inherit(param_sets, self._param_sets[index])
+        self._param_sets[index] = param_sets
 
-    def show(self, cohort: Cohort) -> None:
-        """Puts the state of a cohort where torch looks for it."""
-        self.state.update(zip(cohort.parameters, visible_state(cohort), strict=True))
+    def show(self, param_set: ParamSet) -> None:
+        """Puts the state of a parameter set where torch looks for it."""
+        self.state.update(zip(param_set.parameters, visible_state(param_set), strict=True))
 
-    def facts(self, index: int) -> list[Facts]:
+    def facts(self, index: int) -> list[ParamInfo]:
         """What routes were told about the parameters of a group."""
         return self._facts[index]
 
@@ -150,10 +153,10 @@ class Optimizer(torch.optim.Optimizer):
         for index, group in enumerate(self.param_groups):
             self._thaw(index)
             hyper = Hyper(number(group, "lr"), float(group["peak_lr"]), float(number(group, "weight_decay")))
-            ready += [(cohort, cohort.prepare(hyper)) for cohort in self._cohorts[index]]
-        for cohort, now in ready:
+            ready += [(param_set, param_set.prepare(hyper)) for param_set in self._param_sets[index]]
+        for param_set, now in ready:
             if now is not None:
-                cohort.step(now)
+                param_set.step(now)
         return loss
 
     def _thaw(self, index: int) -> None:
@@ -165,33 +168,33 @@ class Optimizer(torch.optim.Optimizer):
             self._install(index, self._build(index, wanted), owned)
 
     def _settle(self) -> None:
-        for cohort in self._all():
-            cohort.settle()
+        for param_set in self._all():
+            param_set.settle()
 
-    def divided(self) -> list[list[Cohort]]:
-        """The cohorts of each group, one for each device and set of ranks."""
-        return self._cohorts
+    def divided(self) -> list[list[ParamSet]]:
+        """The parameter sets of each group, one for each device and set of ranks."""
+        return self._param_sets
 
-    def _all(self) -> list[Cohort]:
-        return [cohort for cohorts in self._cohorts for cohort in cohorts]
+    def _all(self) -> list[ParamSet]:
+        return [param_set for param_sets in self._param_sets for param_set in param_sets]
 
     @property
     def skipped(self) -> Counter[str]:
         """How often each parameter was left alone because its gradient was not finite, by name."""
         self._settle()
-        return sum((cohort.skipped for cohort in self._all()), Counter())
+        return sum((param_set.skipped for param_set in self._all()), Counter())
 
-    def assignments(self) -> list[Assignment]:
+    def routing_table(self) -> list[RoutedParameter]:
         """Where each parameter went and why, in the order of the groups."""
-        return assignments(self)
+        return routing_table(self)
 
     def slot_sizes(self) -> list[SlotSize]:
         """What each slot was declared to take, in bytes, and what it takes in its storage."""
         return slot_sizes(self)
 
-    def units(self) -> list[Unit]:
+    def stack_states(self) -> list[StackState]:
         """The stacks with their state."""
-        return [unit for cohort in self._all() for unit in cohort.units]
+        return [stack_state for param_set in self._all() for stack_state in param_set.stack_states]
 
     def state_bytes(self) -> int:
         """Bytes of all state tensors."""
@@ -224,7 +227,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._settle()
-        skipped = [[cohort.skipped for cohort in cohorts] for cohorts in self._cohorts]
+        skipped = [[param_set.skipped for param_set in param_sets] for param_sets in self._param_sets]
         return {**super().__getstate__(), "recipe": self.recipe, "_facts": self._facts, "_skipped": skipped}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -232,18 +235,18 @@ class Optimizer(torch.optim.Optimizer):
             views, loaded = self.state, self._loaded
             super().__setstate__(state)
             self.state, self._loaded = views, []
-            for index, (cohorts, values) in enumerate(loaded):
+            for index, (param_sets, values) in enumerate(loaded):
                 self.param_groups[index].setdefault("iterate", "train")
                 self.param_groups[index]["recipe"] = self.recipe.to_json()
-                self._install(index, cohorts, values)
+                self._install(index, param_sets, values)
             return
         skipped, saved = state.pop("_skipped"), state.pop("state")
         self._known, self._loaded = {}, []
         super().__setstate__({**state, "state": defaultdict(dict)})
-        self._cohorts = [[] for _ in self.param_groups]
-        self._divisions = Divisions(self.recipe)
+        self._param_sets = [[] for _ in self.param_groups]
+        self._assignments = Assignments(self.recipe)
         for index, group in enumerate(self.param_groups):
-            self._divisions.add(group["params"], self._facts[index], self.labels(index))
+            self._assignments.add(group["params"], self._facts[index], self.labels(index))
             self._install(index, self._build(index, {id(p) for p in group["params"] if p in saved}), saved)
-            for cohort, counts in zip(self._cohorts[index], skipped[index], strict=True):
-                cohort.skipped.update(counts)
+            for param_set, counts in zip(self._param_sets[index], skipped[index], strict=True):
+                param_set.skipped.update(counts)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Assignment:
+class RoutedParameter:
     """Where one parameter went and why. route: "" is the recipe's own update; state_bytes: of all its slots."""
 
     name: str
@@ -43,13 +43,13 @@ class SlotSize:
 def slot_sizes(optimizer: Optimizer) -> list[SlotSize]:
     """What each slot was declared to take and takes, in the order of the chains; iterates and counts last."""
     found: dict[tuple[str, str, str], list[int]] = {}
-    for unit in optimizer.units():
-        for key, slot in unit.slots():
-            coded = unit.coded.get(key)
+    for stack_state in optimizer.stack_states():
+        for key, slot in stack_state.slots():
+            coded = stack_state.coded.get(key)
             kind = str(getattr(coded.codec, "kind", "")) if coded is not None else ""
-            dtype = slot.dtype or unit.stack.dtype
-            declared = len(unit.stack.owners) * math.prod(slot.shape) * dtype.itemsize
-            stored = sum(tensor.numel() * tensor.element_size() for tensor in unit.stored(key))
+            dtype = slot.dtype or stack_state.stack.dtype
+            declared = len(stack_state.stack.param_ids) * math.prod(slot.shape) * dtype.itemsize
+            stored = sum(tensor.numel() * tensor.element_size() for tensor in stack_state.stored(key))
             sizes = found.setdefault((key, slot.role, kind), [0, 0])
             sizes[0], sizes[1] = sizes[0] + declared, sizes[1] + stored
     for state in optimizer.state.values():
@@ -61,7 +61,7 @@ def slot_sizes(optimizer: Optimizer) -> list[SlotSize]:
     return [SlotSize(*names, *sizes) for names, sizes in found.items()]
 
 
-def assignments(optimizer: Optimizer) -> list[Assignment]:
+def routing_table(optimizer: Optimizer) -> list[RoutedParameter]:
     """Where each parameter went and why, in the order of the groups."""
     rows = []
     for index, group in enumerate(optimizer.param_groups):
@@ -69,12 +69,12 @@ def assignments(optimizer: Optimizer) -> list[Assignment]:
             group["params"], optimizer.facts(index), optimizer.labels(index), strict=True
         ):
             route, reason = optimizer.recipe.route(fact)
-            pieces = optimizer.recipe.updates()[route].blocking.pieces(fact.shape)
-            blocks = tuple(piece.tile for piece in pieces for _ in piece.keys)
+            grids = optimizer.recipe.updates()[route].blocking.grids(fact.shape)
+            blocks = tuple(grid.tile for grid in grids for _ in grid.keys)
             if not parameter.requires_grad and parameter not in optimizer.state:
                 reason += "; frozen, no state"
             size = slot_bytes(optimizer.state.get(parameter, {}))
-            rows.append(Assignment(label, fact.shape, route, reason, blocks, size))
+            rows.append(RoutedParameter(label, fact.shape, route, reason, blocks, size))
     return rows
 
 

@@ -10,14 +10,14 @@ from typing import Annotated, Any, ClassVar, final
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 from torch import Tensor
 
-from eigengraft.clock import Clock
 from eigengraft.component import FAMILY_MARK, Component
 from eigengraft.slots import Slot, State
+from eigengraft.step_context import StepContext
 
 from .cadence import Cadence
 
 
-class Preconditioner(Component, ABC, family="preconditioner"):
+class Stage(Component, ABC, family="stage"):
     """A map from gradient to direction.
 
     All tensors carry the leading stack axis `[N, *block]`. `gradient` is the gradient of the blocks in the current
@@ -33,7 +33,7 @@ class Preconditioner(Component, ABC, family="preconditioner"):
         description="what the stage is called in paths; default: its kind. Needed where a kind repeats in a chain",
     )
     requires: ClassVar[frozenset[str]] = frozenset()
-    """Signals the optimizer must provide on the clock: `lr`, `parameter_rms`."""
+    """Signals the optimizer must provide on the context: `lr`, `parameter_rms`."""
 
     @property
     def label(self) -> str:
@@ -48,7 +48,7 @@ class Preconditioner(Component, ABC, family="preconditioner"):
         """The chains inside this stage, by the name of their field."""
         return {}
 
-    def part_block(self, part: str, block: tuple[int, ...]) -> tuple[int, ...]:
+    def inner_block(self, part: str, block: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of a block as the chain called `part` inside this stage sees it."""
         return block
 
@@ -57,11 +57,11 @@ class Preconditioner(Component, ABC, family="preconditioner"):
         return None
 
     @final
-    def due(self, clock: Clock) -> Iterator[tuple[int, int, bool]]:
+    def due(self, context: StepContext) -> Iterator[tuple[int, int, bool]]:
         """(start, stop, first) spans of the stack whose refresh is due now."""
         cadence = self.cadence()
         if cadence is not None:
-            yield from cadence.due(clock, 0 if self.lagged() else 1)
+            yield from cadence.due(context, 0 if self.lagged() else 1)
 
     def lagged(self) -> bool:
         """Whether statistics and refresh follow the use of the current gradient (as published SOAP) or precede it."""
@@ -95,53 +95,53 @@ class Preconditioner(Component, ABC, family="preconditioner"):
         """
         return False
 
-    def lesson(self, gradient: Tensor, direction: Tensor) -> Tensor:
+    def observed(self, gradient: Tensor, direction: Tensor) -> Tensor:
         """What `observe` is given as the gradient: the gradient, unless a stage learns from the direction."""
         return gradient
 
-    def observe(self, state: State, gradient: Tensor, clock: Clock) -> None:
+    def observe(self, state: State, gradient: Tensor, context: StepContext) -> None:
         """Every step, cheap: update the statistics that `refresh` reads."""
 
-    def refresh(self, state: State, clock: Clock) -> None:
+    def refresh(self, state: State, context: StepContext) -> None:
         """Rare, expensive: recompute roots or bases, on any contiguous slice of the stack."""
 
     @abstractmethod
-    def apply(self, state: State, gradient: Tensor, direction: Tensor, clock: Clock) -> Tensor:
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         """Every step: map the direction `[N, *block]`; update the moments that live in the current frame."""
 
     @final
-    def run(self, state: State, gradient: Tensor, direction: Tensor, clock: Clock) -> Tensor:
+    def run(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         """One step of this stage, its verbs in the order of its timing."""
-        lesson = self.lesson(gradient, direction)
+        observed = self.observed(gradient, direction)
         if self.lagged():
-            direction = self.apply(state, gradient, direction, clock)
-            self.learn(state, lesson, clock)
+            direction = self.apply(state, gradient, direction, context)
+            self.learn(state, observed, context)
             return direction
-        self.learn(state, lesson, clock)
-        return self.apply(state, gradient, direction, clock)
+        self.learn(state, observed, context)
+        return self.apply(state, gradient, direction, context)
 
     @final
-    def prime(self, state: State, gradient: Tensor, clock: Clock) -> None:
+    def prime(self, state: State, gradient: Tensor, context: StepContext) -> None:
         """The first gradient of a lagged stage: it is observed and the first refresh is made, nothing moves."""
         if self.lagged():
-            self.learn(state, self.lesson(gradient, gradient), clock)
+            self.learn(state, self.observed(gradient, gradient), context)
         for part, stages in self.chains().items():
             for stage in stages:
-                inside = state.scope(part, self.part_block(part, state.block)).scope(stage.label)
-                stage.prime(inside, gradient, clock)
+                inside = state.scope(part, self.inner_block(part, state.block)).scope(stage.label)
+                stage.prime(inside, gradient, context)
 
-    def learn(self, state: State, gradient: Tensor, clock: Clock) -> None:
+    def learn(self, state: State, gradient: Tensor, context: StepContext) -> None:
         """Observe, then refresh what is due."""
-        self.observe(state, gradient, clock)
-        for start, stop, first in self.due(clock):
-            self.refresh(state.part(start, stop), clock.part(start, stop, first))
+        self.observe(state, gradient, context)
+        for start, stop, first in self.due(context):
+            self.refresh(state.slice_rows(start, stop), context.slice_rows(start, stop, first))
 
 
 def _as_stages(value: Any) -> Any:
     return value if isinstance(value, (list, tuple)) else (value,)
 
 
-def _distinct(stages: tuple[Preconditioner, ...]) -> tuple[Preconditioner, ...]:
+def _distinct(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
     labels = [stage.label for stage in stages]
     twice = sorted({label for label in labels if labels.count(label) > 1})
     if twice:
@@ -149,9 +149,9 @@ def _distinct(stages: tuple[Preconditioner, ...]) -> tuple[Preconditioner, ...]:
     return stages
 
 
-_STAGE = {FAMILY_MARK: "preconditioner"}
+_STAGE = {FAMILY_MARK: "stage"}
 Stages = Annotated[
-    tuple[Preconditioner, ...],
+    tuple[Stage, ...],
     BeforeValidator(_as_stages),
     AfterValidator(_distinct),
     Field(strict=False),
@@ -161,15 +161,15 @@ Stages = Annotated[
 
 
 def run_chain(
-    stages: tuple[Preconditioner, ...], state: State, gradient: Tensor, direction: Tensor, clock: Clock
+    stages: tuple[Stage, ...], state: State, gradient: Tensor, direction: Tensor, context: StepContext
 ) -> Tensor:
     """Runs the stages in order, each on the direction that the one before returned."""
     for stage in stages:
-        direction = stage.run(state.scope(stage.label), gradient, direction, clock)
+        direction = stage.run(state.scope(stage.label), gradient, direction, context)
     return direction
 
 
-def walk(stages: tuple[Preconditioner, ...], path: str = "") -> Iterator[tuple[str, Preconditioner]]:
+def walk(stages: tuple[Stage, ...], path: str = "") -> Iterator[tuple[str, Stage]]:
     """Every stage of a chain and of the chains inside it, with its dotted path."""
     for stage in stages:
         here = f"{path}.{stage.label}" if path else stage.label
@@ -178,13 +178,11 @@ def walk(stages: tuple[Preconditioner, ...], path: str = "") -> Iterator[tuple[s
             yield from walk(inside, f"{here}.{part}")
 
 
-def chain_slots(
-    stages: tuple[Preconditioner, ...], block: tuple[int, ...], path: str = ""
-) -> Iterator[tuple[str, str, Slot]]:
+def chain_slots(stages: tuple[Stage, ...], block: tuple[int, ...], path: str = "") -> Iterator[tuple[str, str, Slot]]:
     """(stage path, slot name, slot) of all state that a chain needs for one block."""
     for stage in stages:
         here = f"{path}.{stage.label}" if path else stage.label
         for name, slot in stage.slots(block).items():
             yield here, name, slot
         for part, inside in stage.chains().items():
-            yield from chain_slots(inside, stage.part_block(part, block), f"{here}.{part}")
+            yield from chain_slots(inside, stage.inner_block(part, block), f"{here}.{part}")

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
-from eigengraft.clock import Clock
 from eigengraft.component import Component
 from eigengraft.noise import uniform
+from eigengraft.step_context import StepContext
 
 DRAWS = 1 << 32
 """First of the streams of random numbers that decide on refreshes, far from those that stages use."""
@@ -28,7 +28,7 @@ class Cadence(Component, ABC, family="cadence"):
         return 1.0
 
     @abstractmethod
-    def due(self, clock: Clock, earliest: int) -> Iterator[tuple[int, int, bool]]:
+    def due(self, context: StepContext, earliest: int) -> Iterator[tuple[int, int, bool]]:
         """(start, stop, first) spans of due blocks; `first` where it is their first refresh.
 
         earliest: the step of the first refresh where the cadence itself does not say: 0, the priming, if lagged.
@@ -56,10 +56,10 @@ class Every(Cadence):
     def interval(self) -> float:
         return float(self.steps)
 
-    def due(self, clock: Clock, earliest: int) -> Iterator[tuple[int, int, bool]]:
+    def due(self, context: StepContext, earliest: int) -> Iterator[tuple[int, int, bool]]:
         start = self.start if self.start is not None else earliest
-        steps = clock.steps
-        shift = np.floor(clock.phases * self.steps).astype(np.int64) if self.stagger == "cost" else 0
+        steps = context.steps
+        shift = np.floor(context.phases * self.steps).astype(np.int64) if self.stagger == "cost" else 0
         again = (steps > start) & ((steps - shift - self.offset) % self.steps == 0)
         yield from spans(np.where(steps == start, 2, again.astype(np.int64)))
 
@@ -67,8 +67,8 @@ class Every(Cadence):
 class Probability(Cadence):
     """Due at t = start and then at every later step with a fixed probability, as the codes of PSGD update its factors.
 
-    u(s, t) < probability  with u in [0, 1) a hash of the block's seed s on the clock and its step t: the same draws on
-    every rank, in every layout of the stacks and after a restart. With `shared` all blocks of the same step are due
+    u(s, t) < probability  with u in [0, 1) a hash of the block's seed s on the context and its step t: the same draws
+    on every rank, in every layout of the stacks and after a restart. With `shared` all blocks of the same step are due
     together, as in those codes; without it a stack falls into many short spans.
     """
 
@@ -84,10 +84,10 @@ class Probability(Cadence):
     def interval(self) -> float:
         return 1 / self.probability
 
-    def due(self, clock: Clock, earliest: int) -> Iterator[tuple[int, int, bool]]:
+    def due(self, context: StepContext, earliest: int) -> Iterator[tuple[int, int, bool]]:
         start = self.start if self.start is not None else earliest
-        steps = clock.steps
-        seeds = np.zeros_like(steps) if self.shared or not len(clock.seeds) else clock.seeds
+        steps = context.steps
+        seeds = np.zeros_like(steps) if self.shared or not len(context.seeds) else context.seeds
         stream = DRAWS + self.seed
         drawn = uniform(torch.from_numpy(seeds), torch.from_numpy(steps), (), torch.float64, stream).numpy()
         again = (steps > start) & (drawn < self.probability)

@@ -7,26 +7,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from .bases import Bases as Bases
-from .bases import BasisRow as BasisRow
-from .bench import Bench as Bench
-from .bench import Row as Row
-from .bench import load_bench as load_bench
-from .bench import write_rows as write_rows
-from .facts import Finding as Finding
-from .facts import find_facts as find_facts
-from .graftings import GraftingRow as GraftingRow
-from .graftings import Graftings as Graftings
-from .quantizer_rows import QuantizerRow as QuantizerRow
-from .quantizers import Quantizers as Quantizers
-from .roots import RootRow as RootRow
-from .roots import Roots as Roots
-from .spectral import PolarRow as PolarRow
-from .spectral import Spectral as Spectral
-from .statistics import StatisticRow as StatisticRow
-from .statistics import Statistics as Statistics
-from .storage import StorageBench as StorageBench
-from .storage import StorageRow as StorageRow
+from .bases.bench import Bases as Bases
+from .bases.bench import BasisRow as BasisRow
+from .claims.registry import Finding as Finding
+from .claims.registry import find_facts as find_facts
+from .common.bench import Bench as Bench
+from .common.bench import Row as Row
+from .common.bench import load_bench as load_bench
+from .common.bench import write_rows as write_rows
+from .grafting.bench import GraftingRow as GraftingRow
+from .grafting.bench import Graftings as Graftings
+from .polar.bench import PolarRow as PolarRow
+from .polar.bench import Spectral as Spectral
+from .quantizers.bench import Quantizers as Quantizers
+from .quantizers.rows import QuantizerRow as QuantizerRow
+from .roots.bench import RootRow as RootRow
+from .roots.bench import Roots as Roots
+from .statistics.bench import StatisticRow as StatisticRow
+from .statistics.bench import Statistics as Statistics
+from .storage.bench import StorageBench as StorageBench
+from .storage.bench import StorageRow as StorageRow
 
 
 def bench_roots(*, quick: bool = False, **fields: Any) -> list[RootRow]:

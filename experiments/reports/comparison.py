@@ -10,7 +10,7 @@ from typing import Any
 
 from .figures import Curve
 from .records import Metric, Records, Run
-from .statistics import Paired, Summary, paired, reaches, summarize
+from .seed_statistics import Paired, Summary, paired, reaches, summarize
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ from matplotlib.figure import Figure
 
 from . import figures
 from .comparison import Panel, compare
-from .contrast import contrast
+from .formatting import number, paired, plus_minus, ratio, reach, sentences
+from .recipe_diff import contrast
 from .records import Records, Run, Status, learning_rate, read_records
-from .statistics import Paired
+from .seed_statistics import Paired
 from .sweep import sweeps
 from .table import write_table
-from .wording import number, paired, plus_minus, ratio, reach, sentences
 
 _AXES = (("steps", "training steps"), ("seconds", "training seconds"))
 

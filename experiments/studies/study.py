@@ -12,8 +12,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from eigengraft.component import Component, RecipeError, checked
-from eigengraft.optimizers.files import read_yaml
-from eigengraft.optimizers.overrides import apply_overrides
+from eigengraft.optimizers.recipe.overrides import apply_overrides
+from eigengraft.optimizers.recipe.yaml_files import read_yaml
 
 from ..training.loading import read_experiment
 from ..training.paths import located

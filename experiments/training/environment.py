@@ -15,7 +15,7 @@ import torch
 
 import eigengraft
 from eigengraft.component import RecipeError
-from eigengraft.optimizers.overrides import differences
+from eigengraft.optimizers.recipe.overrides import differences
 
 from ..tasks import Fingerprint
 from .rundir import RunDirectory

@@ -11,11 +11,11 @@ from pydantic_core.core_schema import ValidationInfo
 
 import eigengraft
 from eigengraft.component import Component, checked
-from eigengraft.optimizers.files import parse_yaml
+from eigengraft.optimizers.recipe.yaml_files import parse_yaml
 
 from ..tasks import Task
 from .imports import import_component, is_file
-from .parallel import Alone, Parallel
+from .parallel.modes import Alone, Parallel
 from .schedule import Constant, Schedule
 
 

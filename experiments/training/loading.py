@@ -15,8 +15,8 @@ from typing import Any
 
 import eigengraft
 from eigengraft.component import Component, RecipeError, checked
-from eigengraft.optimizers.files import parse_yaml, read_yaml
-from eigengraft.optimizers.overrides import apply_overrides
+from eigengraft.optimizers.recipe.overrides import apply_overrides
+from eigengraft.optimizers.recipe.yaml_files import parse_yaml, read_yaml
 
 from .experiment import Experiment, resolved
 from .paths import located

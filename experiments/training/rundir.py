@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from eigengraft.component import RecipeError
-from eigengraft.optimizers.overrides import differences
+from eigengraft.optimizers.recipe.overrides import differences
 
 PARTIAL = ".partial"
 

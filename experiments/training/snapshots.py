@@ -18,7 +18,7 @@ from torch import nn
 
 from eigengraft.component import RecipeError
 
-from .ranks import Ranks
+from .parallel.ranks import Ranks
 from .rundir import PARTIAL, RunDirectory
 
 _KEPT = 2

@@ -11,9 +11,9 @@ import torch
 
 from . import snapshots
 from .experiment import Experiment
-from .joining import joined, watched
 from .outcome import Result, Tick
-from .ranks import Ranks
+from .parallel.process_group import joined, watched
+from .parallel.ranks import Ranks
 from .rundir import RunDirectory
 from .trainer import Trainer
 

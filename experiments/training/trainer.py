@@ -19,10 +19,10 @@ from ..tasks import Metrics
 from . import snapshots
 from .environment import environment, require_data
 from .experiment import Experiment
-from .joining import local_device
 from .outcome import Result, Tick, Window
-from .parallel import drop_gathered
-from .ranks import Ranks
+from .parallel.modes import drop_gathered
+from .parallel.process_group import local_device
+from .parallel.ranks import Ranks
 from .rundir import RunDirectory
 
 

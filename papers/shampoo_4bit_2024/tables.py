@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from eigengraft.optimizers.recipe import Recipe
+from eigengraft.optimizers.recipe.recipe import Recipe
 from eigengraft.preconditioners.roots import CoupledNewton, PowerIteration
 from eigengraft.quantization import Quantizer
 from eigengraft.slots import Slot

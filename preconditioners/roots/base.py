@@ -51,14 +51,14 @@ class RootSolver(Component, ABC, family="root_solver"):
         """Why this solver cannot take that exponent, or None."""
         return None
 
-    def treated(self, values: Tensor) -> Tensor:
+    def ridged(self, values: Tensor) -> Tensor:
         """Eigenvalues `[N, d]` in any order as this solver would raise them to -e: with its ridge; 0: left out."""
         return values
 
     def diagonal_root(self, a: Tensor, exponent: Fraction) -> Root:
         """The same for diagonal matrices, kept as their diagonals: a `[N, d]`, value `[N, d]`, elementwise."""
         ok = a.isfinite().all(-1)
-        values = self.treated(torch.where(ok[:, None], a, 1.0))
+        values = self.ridged(torch.where(ok[:, None], a, 1.0))
         power = torch.where(values > 0, to_power(values, -float(exponent)), 0.0)
         ok = ok & power.isfinite().all(-1)
         nothing = torch.zeros_like(ok)

@@ -11,12 +11,12 @@ import torch
 from pydantic import BeforeValidator, Field
 from torch import Tensor
 
-from eigengraft.clock import Clock
 from eigengraft.component import Component
 from eigengraft.numerics import per_block, tiny, to_power
 from eigengraft.slots import Slot, State
+from eigengraft.step_context import StepContext
 
-from ..polar import NewtonSchulz
+from ..polar.solvers import NewtonSchulz
 
 
 class Power(NamedTuple):
@@ -135,22 +135,22 @@ class Statistic(Component, ABC, family="statistic"):
             if self.full(block, axis):
                 slot = Slot((d, d), fill="identity" if self.initial else 0.0, scale=self.initial, role="statistic")
             else:
-                slot = Slot((d,), fill=self.initial, role="statistic", basis="square", axes=(axis,))
+                slot = Slot((d,), fill=self.initial, role="statistic", frame="square", axes=(axis,))
             slots[f"factor.{axis}"] = slot
         return slots
 
-    def lesson(self, gradient: Tensor, direction: Tensor) -> Tensor:
+    def observed(self, gradient: Tensor, direction: Tensor) -> Tensor:
         """What is observed of the two."""
         if self.source != "orthogonalized":
             return gradient if self.source == "gradient" else direction
         matrix = direction.reshape(direction.shape[0], direction.shape[1] if direction.ndim > 1 else 1, -1)
         return NewtonSchulz().polar(matrix).reshape(direction.shape)
 
-    def observe(self, state: State, x: Tensor, clock: Clock, axes: tuple[int, ...], powers: Powers) -> None:
+    def observe(self, state: State, x: Tensor, context: StepContext, axes: tuple[int, ...], powers: Powers) -> None:
         """Accumulates what one `x` `[N, *block]` says about some axes, all read before any is changed."""
         now = None
         if self.interval > 1:
-            due = (clock.steps <= 1) | ((clock.steps - 1) % self.interval == 0)
+            due = (context.steps <= 1) | ((context.steps - 1) % self.interval == 0)
             if not due.any():
                 return
             now = None if due.all() else torch.from_numpy(due).to(device=x.device, dtype=x.dtype)
@@ -172,14 +172,14 @@ class Statistic(Component, ABC, family="statistic"):
             return factor.baddbmm_(y, z.mT, beta=decay, alpha=weight * scale)
         return factor.baddbmm_(y * per_block(scale, y), z.mT, beta=decay, alpha=weight)
 
-    def estimate(self, state: State, axis: int, clock: Clock, behind: int = 0) -> Tensor:
+    def estimate(self, state: State, axis: int, context: StepContext, behind: int = 0) -> Tensor:
         """The factor `[N, d, d]` of one axis as a solver should see it, `[N, d]` if diagonal; fresh or a view.
 
         behind: how many updates ago the factor was last accumulated.
         """
         factor = state[f"factor.{axis}"]
         if self.beta < 1 and self.bias_correction and self.damped:
-            factor = factor / clock.correction(self.beta, factor, lambda step: self._observations(step - behind))
+            factor = factor / context.correction(self.beta, factor, lambda step: self._observations(step - behind))
         if self.trace_scaling:
             trace = (factor.diagonal(dim1=-2, dim2=-1) if factor.ndim == 3 else factor).sum(-1)
             power = to_power(trace.clamp_min(tiny(trace.dtype)), -self.trace_scaling)

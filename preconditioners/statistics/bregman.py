@@ -9,11 +9,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.numerics import block_norm, looks, per_block, tiny, to_power
+from eigengraft.numerics import block_norm, may_branch_on_values, per_block, tiny, to_power
 from eigengraft.slots import State
 
-from ..kronecker import mode_product, unfold
-from ..rational import Rational0
+from ..algebra.exponents import Rational0
+from ..algebra.mode_product import mode_product, unfold
 from .base import Powers, Statistic
 
 
@@ -89,6 +89,6 @@ def _whitened(x: Tensor, matrix: Tensor | None, axis: int, known: Tensor) -> Ten
     if matrix is None:
         return x
     whitened = mode_product(x, matrix, axis)
-    if looks(x) and bool(known.all()):
+    if may_branch_on_values(x) and bool(known.all()):
         return whitened
     return torch.where(per_block(known, x), whitened, x)

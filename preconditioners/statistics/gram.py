@@ -9,7 +9,7 @@ from torch import Tensor
 
 from eigengraft.slots import State
 
-from ..kronecker import unfold
+from ..algebra.mode_product import unfold
 from .base import Powers, Statistic
 
 

@@ -1,18 +1,18 @@
 """Optimizers composed from interchangeable parts: declare a recipe, get a `torch.optim.Optimizer`."""
 
-from eigengraft.optimizers import Assignment as Assignment
 from eigengraft.optimizers import Optimizer as Optimizer
 from eigengraft.optimizers import Recipe as Recipe
 from eigengraft.optimizers import Route as Route
+from eigengraft.optimizers import RoutedParameter as RoutedParameter
 from eigengraft.optimizers import compose as compose
 from eigengraft.optimizers import load_recipe as load_recipe
 from eigengraft.optimizers import shipped_recipes as shipped_recipes
-from eigengraft.preconditioners import Preconditioner as Preconditioner
+from eigengraft.preconditioners import Stage as Stage
 
-from .clock import Clock as Clock
 from .component import Component as Component
 from .component import RecipeError as RecipeError
 from .slots import Slot as Slot
 from .slots import State as State
+from .step_context import StepContext as StepContext
 
 __version__ = "0.1.0"

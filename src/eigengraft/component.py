@@ -1,6 +1,6 @@
 """The parts a recipe is made of: frozen, validated models in open families.
 
-A *family* is an abstract component (`class Preconditioner(Component, family="preconditioner")`); a *member* is a final
+A *family* is an abstract component (`class Stage(Component, family="stage")`); a *member* is a final
 component that names itself inside its family by `kind`. Defining the class registers it, wherever it is defined. A
 field annotated with a family accepts an instance, a mapping with `kind`, or the bare kind of a member that has no
 required field.

@@ -16,7 +16,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def looks(x: Tensor) -> bool:
+def may_branch_on_values(x: Tensor) -> bool:
     """Whether asking for values of x costs nothing and is allowed: a device is waited for, a traced graph breaks."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
@@ -38,7 +38,7 @@ def block_norm(x: Tensor) -> Tensor:
         return flat.new_zeros(flat.shape[0])
     norm: Tensor = torch.linalg.vector_norm(flat, dim=1)
     unsafe = ~((norm > flat.new_tensor(torch.finfo(x.dtype).tiny).sqrt()) & norm.isfinite())
-    if looks(x) and not bool(unsafe.any()):
+    if may_branch_on_values(x) and not bool(unsafe.any()):
         return norm
     peak = torch.linalg.vector_norm(flat, ord=float("inf"), dim=1)
     scaled = torch.linalg.vector_norm(flat / peak.clamp_min(tiny(x.dtype))[:, None], dim=1) * peak
@@ -65,7 +65,7 @@ def transposed(a: Tensor) -> Tensor:
 
     On a CPU large matrices are copied one by one: torch copies a matrix in tiles, a batch of them along long strides.
     """
-    if not looks(a) or min(a.shape[1:]) < _TILED:
+    if not may_branch_on_values(a) or min(a.shape[1:]) < _TILED:
         return a.mT.contiguous()
     out = a.new_empty(a.shape[0], a.shape[2], a.shape[1])
     for target, source in zip(out.unbind(0), a.unbind(0), strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .numerics import looks, per_block
+from .numerics import may_branch_on_values, per_block
 
 _SAFE = 2.9
 """Bounds of |V|_2^2 below this are below 3 in any rounding."""
@@ -39,7 +39,9 @@ def _made_safe(v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     gram = torch.bmm(v.mT, v)
     off = gram.clone()
     off.diagonal(dim1=-2, dim2=-1).sub_(1.0)
-    if looks(v) and bool((1 + torch.linalg.matrix_norm(off) < _SAFE).all()):  # the looser bound is the cheaper
+    if may_branch_on_values(v) and bool(
+        (1 + torch.linalg.matrix_norm(off) < _SAFE).all()
+    ):  # the looser bound is the cheaper
         return v, gram, 1 / peak
     bound = 1 + torch.linalg.matrix_norm(torch.bmm(off, off)).sqrt()
     # From the bound on down to 2, not to 1: the bound is loose, and values near 1 should stay near 1.

@@ -29,7 +29,7 @@ class Slot:
 
     shape: per block. fill: initial value, or "identity" for a matrix (its first columns if it is tall), times scale.
     role: what it is for; storage is chosen by it.
-    basis: how it follows a change of basis R = Q_old^T Q_new of the frame it lives in: "vector" is rotated, "square" is
+    frame: how it follows a change of basis R = Q_old^T Q_new of the frame it lives in: "vector" is rotated, "square" is
     transported by the Hadamard square, v <- (R*R)^T v on each axis; "row" and "column" are squares without the last and
     without the last but one axis; "none" stays.
     axes: the axes of the block that a "vector" or "square" slot has, in order; default: all of them.
@@ -38,7 +38,7 @@ class Slot:
     shape: tuple[int, ...]
     fill: float | Literal["identity"] = 0.0
     role: Role = "second_moment"
-    basis: Frame = "none"
+    frame: Frame = "none"
     dtype: torch.dtype | None = None
     axes: tuple[int, ...] | None = None
     scale: float = 1.0
@@ -89,7 +89,7 @@ class Storage:
     seeds: Tensor | None = None
     steps: Tensor | None = None
 
-    def part(self, start: int, stop: int) -> Storage:
+    def slice_rows(self, start: int, stop: int) -> Storage:
         """For rows start to stop of those selected."""
         if self.seeds is None or self.steps is None:
             return self
@@ -181,7 +181,7 @@ class State:
         seen = self.block if block is None else block
         return type(self)(self.tensors, seen, path, self.rows, self.mask, self.storage)
 
-    def part(self, start: int, stop: int) -> Self:
+    def slice_rows(self, start: int, stop: int) -> Self:
         """The same slots for rows start to stop of those selected."""
         if self.rows is None:
             rows: slice | Tensor = slice(start, stop)
@@ -190,4 +190,4 @@ class State:
         else:
             rows = self.rows[start:stop]
         mask = None if self.mask is None else self.mask[start:stop]
-        return type(self)(self.tensors, self.block, self.path, rows, mask, self.storage.part(start, stop))
+        return type(self)(self.tensors, self.block, self.path, rows, mask, self.storage.slice_rows(start, stop))

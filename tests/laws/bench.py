@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eigengraft import Clock, Preconditioner, State
+from eigengraft import Stage, State, StepContext
 from eigengraft.component import checked
 from eigengraft.preconditioners import chain_slots, walk
 
@@ -34,7 +34,7 @@ class Bench:
 
     def __init__(self, row: Row, block: tuple[int, ...], blocks: int, dtype: torch.dtype = torch.float64) -> None:
         self.row, self.block, self.blocks, self.dtype = row, block, blocks, dtype
-        self.stage: Any = checked(Preconditioner, dict(row.make))  # type: ignore[type-abstract]
+        self.stage: Any = checked(Stage, dict(row.make))  # type: ignore[type-abstract]
         self.declared = {f"{path}/{name}": slot for path, name, slot in chain_slots((self.stage,), block)}
         cpu = torch.device("cpu")
         self.tensors = Recorder({key: slot.allocate(blocks, dtype, cpu) for key, slot in self.declared.items()})
@@ -51,19 +51,19 @@ class Bench:
         chosen = np.arange(self.blocks) if rows is None else rows.numpy()
         self.counts[chosen] += 1
         state = State(self.tensors, self.block, self.stage.label, rows, mask)
-        clock = self.clock(chosen)
-        if self.lagging and (clock.steps == 0).any():
-            assert (clock.steps == 0).all()
-            self.stage.prime(state, gradient, clock)
+        context = self.context(chosen)
+        if self.lagging and (context.steps == 0).any():
+            assert (context.steps == 0).all()
+            self.stage.prime(state, gradient, context)
             return torch.zeros_like(gradient)
-        result = self.stage.run(state, gradient, gradient if direction is None else direction, clock)
+        result = self.stage.run(state, gradient, gradient if direction is None else direction, context)
         assert isinstance(result, Tensor)
         return result
 
-    def clock(self, chosen: Any) -> Clock:
+    def context(self, chosen: Any) -> StepContext:
         signals = {"lr": 0.1, "parameter_rms": self.parameter_rms[chosen]}
         steps = self.counts[chosen] - int(self.lagging)
-        return Clock(steps, self.phases[chosen], chosen, seeds=self.seeds[chosen], signals=signals)
+        return StepContext(steps, self.phases[chosen], chosen, seeds=self.seeds[chosen], signals=signals)
 
     def run(self, gradients: Tensor) -> Tensor:
         """gradients `[T, N, *block]` -> the directions, of the same shape."""

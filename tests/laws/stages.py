@@ -3,7 +3,7 @@
 from .makes import COARSE, EVERY, MOMENTUM, RMS, SPREAD, basis, shampoo, unknown
 from .rows import Fault, Row
 
-PRECONDITIONERS = (
+STAGES = (
     Row({"kind": "identity"}, degree=1, rotates=True, faults=(unknown("identity"),)),
     Row({"kind": "sign"}, degree=0, faults=(unknown("sign"),)),
     Row(
@@ -109,10 +109,15 @@ PRECONDITIONERS = (
             Fault({"kind": "eigenbasis", "inner": ["rms", "rms"]}, "inner: .*give each 'rms' its own `name`"),
             Fault({"kind": "eigenbasis", "inner": "shampoo"}, r"inner\.shampoo: .*factors of its own"),
             Fault({"kind": "eigenbasis", "inner": "rms", "timing": "late"}, "timing: .*, got 'late'"),
-            Fault({"kind": "eigenbasis", "inner": "rms", "frame": "own"}, "frame: .*, got 'own'"),
+            Fault({"kind": "eigenbasis", "inner": "rms", "statistic_frame": "own"}, "statistic_frame: .*, got 'own'"),
             Fault(
-                {"kind": "eigenbasis", "inner": "rms", "frame": "basis", "solver": {"kind": "subspace", "rank": 2}},
-                "frame: .* all of its columns, got a solver that keeps fewer",
+                {
+                    "kind": "eigenbasis",
+                    "inner": "rms",
+                    "statistic_frame": "basis",
+                    "solver": {"kind": "subspace", "rank": 2},
+                },
+                "statistic_frame: .* all of its columns, got a solver that keeps fewer",
             ),
         ),
     ),
@@ -125,7 +130,7 @@ PRECONDITIONERS = (
     Row(basis(MOMENTUM, RMS, statistic={"kind": "gram", "vectors": False}, refresh=SPREAD), "no vectors", degree=0),
     Row({"kind": "eigenbasis", "inner": ["momentum", "rms"]}, "as it comes", singular=True),
     Row({"kind": "eigenbasis", "inner": ["momentum", "rms"], "timing": "current"}, "current at once", singular=True),
-    Row({"kind": "eigenbasis", "inner": ["momentum", "rms"], "frame": "basis"}, "turning", singular=True),
+    Row({"kind": "eigenbasis", "inner": ["momentum", "rms"], "statistic_frame": "basis"}, "turning", singular=True),
     Row(
         {"kind": "spectral"},
         degree=0,
@@ -140,9 +145,7 @@ PRECONDITIONERS = (
         faults=(
             unknown("graft"),
             Fault({"kind": "graft", "direction": "sign"}, "magnitude: required, got nothing"),
-            Fault(
-                {"kind": "graft", "direction": "sign", "magnitude": "sgd"}, "magnitude.*: unknown preconditioner kind"
-            ),
+            Fault({"kind": "graft", "direction": "sign", "magnitude": "sgd"}, "magnitude.*: unknown stage kind"),
             Fault({"kind": "graft", "direction": "sign", "magnitude": "rms", "start": 0}, "start: .*or equal to 1"),
         ),
     ),
@@ -163,8 +166,8 @@ PRECONDITIONERS = (
         degree=0,
         faults=(
             unknown("chain"),
-            Fault({"kind": "chain", "stages": 3}, "stages.*: a preconditioner is required"),
-            Fault({"kind": "chain", "stages": [{"beta": 1}]}, "stages.*: a preconditioner is required"),
+            Fault({"kind": "chain", "stages": 3}, "stages.*: a stage is required"),
+            Fault({"kind": "chain", "stages": [{"beta": 1}]}, "stages.*: a stage is required"),
         ),
     ),
     Row(

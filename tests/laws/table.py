@@ -1,16 +1,16 @@
 """The table of the law suite: every member of every family has a row here, and so enrols in the laws of its family."""
 
+from .averaging import AVERAGINGS, CONSTRAINTS
 from .basis_solvers import BASIS_SOLVERS
+from .components import CADENCES, POLAR_SOLVERS, STATISTICS, WEIGHT_DECAYS
 from .compositions import COMPOSITIONS
-from .direct import DIRECT
-from .iterates import AVERAGINGS, CONSTRAINTS
-from .parts import CADENCES, POLAR_SOLVERS, STATISTICS, WEIGHT_DECAYS
+from .learned import DIRECT
 from .quantizers import QUANTIZERS
 from .root_solvers import EIGENVALUE_BOUNDS, ROOT_SOLVERS
-from .stages import PRECONDITIONERS
+from .stages import STAGES
 
 TABLE = {
-    "preconditioner": (*PRECONDITIONERS, *COMPOSITIONS, *DIRECT),
+    "stage": (*STAGES, *COMPOSITIONS, *DIRECT),
     "root_solver": ROOT_SOLVERS,
     "eigenvalue_bound": EIGENVALUE_BOUNDS,
     "basis_solver": BASIS_SOLVERS,

@@ -1,0 +1,1 @@
+"""Bench of eigenbasis solvers on a drifting statistic."""

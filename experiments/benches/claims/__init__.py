@@ -1,0 +1,1 @@
+"""Published and measured claims as checks that can fail."""

@@ -1,0 +1,1 @@
+"""What all benches share: the family of benches, tables, figures, timing, declarations of what is compared."""

@@ -1,0 +1,49 @@
+"""A chain of stages with its state, without an optimizer and without parameters."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eigengraft.preconditioners import Stage, chain_slots, run_chain, walk
+from eigengraft.slots import State
+from eigengraft.step_context import StepContext
+
+Chain = tuple[Stage, ...]
+
+
+class Alone:
+    """A chain on N blocks of one shape; `step` runs it on one gradient `[N, *block]`."""
+
+    def __init__(self, stages: Chain, block: tuple[int, ...], blocks: int, like: Tensor) -> None:
+        self.stages, self.blocks = stages, blocks
+        self.lagging = any(stage.lagged() for _, stage in walk(stages))
+        tensors = {
+            f"{path}/{name}": slot.allocate(blocks, like.dtype, like.device)
+            for path, name, slot in chain_slots(stages, block)
+        }
+        self.state, self.steps = State(tensors, block), 0
+
+    def step(self, gradient: Tensor) -> Tensor:
+        """The chain's direction; zero for the first gradient of a lagged chain, which only builds its statistics."""
+        priming = self.lagging and self.steps == 0
+        self.steps += 1
+        context = self.context(gradient.device)
+        if priming:
+            for stage in self.stages:
+                stage.prime(self.state.scope(stage.label), gradient, context)
+            return torch.zeros_like(gradient)
+        return run_chain(self.stages, self.state, gradient, gradient, context)
+
+    def context(self, device: torch.device) -> StepContext:
+        """The context of the last step. Signals: lr 1, and the RMS of a parameter of unit size."""
+        rows = np.arange(self.blocks)
+        return StepContext(
+            np.full(self.blocks, self.steps - int(self.lagging)),
+            np.zeros(self.blocks),
+            rows,
+            device,
+            seeds=rows,
+            signals={"lr": 1.0, "parameter_rms": torch.ones(self.blocks, device=device)},
+        )

@@ -1,0 +1,1 @@
+"""Bench of polar solvers: singular values, distance from U V^T, time."""

@@ -1,0 +1,1 @@
+"""Test problems: spectra, drifting statistics, recorded factors, gradients of single layers."""

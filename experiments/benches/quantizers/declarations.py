@@ -1,0 +1,87 @@
+"""Which quantizers the bench compares, and the names they go by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from eigengraft.component import checked
+from eigengraft.quantization import Quantizer
+from eigengraft.slots import Role, Slot
+
+from ..common.declarations import Declaration, defaults, label, listed
+
+INT4: Declaration = {"kind": "int4"}
+NF4: Declaration = {"kind": "int4", "book": "nf4"}
+PREFERRED: tuple[Declaration, ...] = (
+    {"kind": "float32"},
+    {"kind": "bf16"},
+    {"kind": "int16"},
+    {"kind": "int8"},
+    {"kind": "fp8"},
+    {"kind": "book8"},
+    INT4,
+    NF4,
+    {"kind": "int4", "book": "dynamic"},
+    {"kind": "exact_diagonal", "inner": {"kind": "int16", "buckets": "column"}},
+    {"kind": "exact_diagonal", "inner": {"kind": "int8"}},
+    {"kind": "exact_diagonal", "inner": INT4},
+    {"kind": "symmetric", "inner": {"kind": "int16"}},
+    {"kind": "cholesky", "inner": {"kind": "int8"}},
+    {"kind": "cholesky", "inner": INT4},
+    {"kind": "eigen", "inner": INT4},
+    {"kind": "orthogonal", "inner": {"kind": "int8"}},
+    {"kind": "orthogonal", "inner": INT4, "rectify": 0},
+    {"kind": "orthogonal", "inner": INT4},
+    {"kind": "orthogonal", "inner": NF4},
+    {"kind": "orthogonal", "inner": {"kind": "int3"}},
+)
+
+
+def whole(declared: Any) -> Any:
+    """The declaration without a least size, which decides about slots and says nothing of a format."""
+    if isinstance(declared, str):
+        declared = {"kind": declared}
+    if not isinstance(declared, Mapping):
+        return declared
+    member = Quantizer.members.get(str(declared.get("kind")))
+    fields = member.model_fields if member is not None else {}
+    found: dict[str, Any] = {"min_elements": 1} if "min_elements" in fields else {}
+    inside = fields["inner"].default if "inner" in fields else None
+    if isinstance(inside, Quantizer):
+        found["inner"] = {name: value for name, value in inside.declaration().items() if name != "min_elements"}
+    found.update(declared)
+    return {name: whole(value) if name == "inner" and value else value for name, value in found.items()}
+
+
+def given(value: Any) -> Any:
+    """Declarations as `whole` makes them; instances stay as they are."""
+    return tuple(map(whole, listed(value)))
+
+
+def quantizer_label(quantizer: Quantizer) -> str:
+    """Its kind, the format inside and the fields that differ from those of a format without a least size."""
+    return label(quantizer, whole, always=("inner",)).replace(" inner=None", "").replace(" inner=", " ")
+
+
+def default_quantizers() -> tuple[Quantizer, ...]:
+    """What is registered of the preferred ones, and every other that needs no field and stores factors."""
+    return tuple(part for part in _made(defaults(Quantizer, filter(_known, PREFERRED))) if _stores_factors(part))
+
+
+def _known(declared: Declaration) -> bool:
+    inner = declared.get("inner")
+    return declared["kind"] in Quantizer.members and (inner is None or _known(inner))
+
+
+def _made(declared: Iterable[Declaration]) -> Iterable[Quantizer]:
+    return (checked(Quantizer, whole(item)) for item in declared)  # type: ignore[type-abstract]
+
+
+def _stores_factors(quantizer: Quantizer) -> bool:
+    return role_of(quantizer, 64, ("statistic", "basis")) is not None
+
+
+def role_of(quantizer: Quantizer, size: int, roles: Iterable[Role]) -> Role | None:
+    """The first of the roles in which it stores a matrix of that size."""
+    return next((role for role in roles if quantizer.refuses(Slot((size, size), role=role)) is None), None)

@@ -1,0 +1,122 @@
+"""What the bench of quantizers shows: a table, a figure and advice."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from statistics import median
+from typing import TYPE_CHECKING
+
+from ..common.bench import Line, Panel, Summary
+from ..common.tables import fastest, groups, milli, points, scientific, unique
+
+if TYPE_CHECKING:
+    from .rows import QuantizerRow
+
+COLUMNS = (
+    "quantizer", "size", "dtype", "stored", "bytes", "error", "angle", "largest", "not orthogonal",
+    "off diagonal", "least", "root: median", "worst", "at", "encode ms", "decode ms",
+)  # fmt: skip
+
+
+_WIDTHS = {"float32": 4, "float64": 8}
+
+
+def quantizer_summary(rows: Sequence[QuantizerRow]) -> Summary:
+    """One line for each quantizer, size and dtype: the worst over all spectra, median times."""
+    lines = []
+    for (part, size, dtype), some in groups(rows, lambda row: (row.part, row.size, row.dtype)):
+        bad = max(some, key=_fault)
+        lines.append(
+            (
+                part,
+                str(size),
+                dtype,
+                some[0].role,
+                f"{some[0].bytes:.3g}",
+                scientific(max(_or_infinite(row.error) for row in some)),
+                f"{max(_or_infinite(row.angle) for row in some):.2g}°",
+                scientific(max(_or_infinite(row.largest) for row in some)),
+                scientific(max(_or_infinite(row.orthogonality) for row in some)),
+                scientific(max(_or_infinite(row.off_diagonal) for row in some)),
+                scientific(-max(_or_infinite(-row.smallest) for row in some)),
+                scientific(median(map(_fault, some))),
+                scientific(_fault(bad)),
+                bad.spectrum,
+                _cost([row.encode_ms for row in some], [row.encode_speed for row in some]),
+                _cost([row.decode_ms for row in some], [row.decode_speed for row in some]),
+            )
+        )
+    title = (
+        "stored factors: the worst over spectra; encode/copy, decode/copy: bytes moved a second over those of a copy"
+    )
+    return Summary(title, COLUMNS, tuple(lines))
+
+
+def quantizer_panels(rows: Sequence[QuantizerRow], swept: Collection[str], threshold: float) -> tuple[Panel, Panel]:
+    """Error of the root against bytes, median and worst over spectra joined; against condition. At the largest size."""
+    first = rows[0] if rows else None
+    largest = max((row.size for row in rows), default=0)
+    rows = [row for row in rows if first and row.size == largest and row.dtype == first.dtype]
+    price, accuracy = [], []
+    for style, part in enumerate(unique(row.part for row in rows)):
+        own = [row for row in rows if row.part == part]
+        errors = [_fault(row) for row in own]
+        price.append(Line(part, style, [own[0].bytes] * 2, [median(errors), max(errors)]))
+        sweep = ((row.condition, _fault(row)) for row in own if row.spectrum in swept)
+        accuracy.append(points(part, style, sweep))
+    root = f"error of $A^{{-{first.exponent}}}$" if first else ""
+    where, level = f"d = {largest}, {first.dtype if first else ''}", (threshold, threshold)
+    return (
+        Panel(tuple(price), f"bytes for each entry ({where})", f"{root}, median and worst over spectra", level),
+        Panel(tuple(accuracy), f"condition number ({where})", root, level),
+    )
+
+
+def quantizer_advice(rows: Sequence[QuantizerRow], threshold: float) -> list[str]:
+    """For each size and dtype the fewest bytes whose root is right, and the fastest; on recorded factors and on all."""
+    lines = []
+    for (size, dtype, exponent), some in groups(rows, lambda row: (row.size, row.dtype, row.exponent)):
+        real = [row for row in some if row.spectrum == "recorded"]
+        problems = {"all spectra": some}
+        if real and len(real) < len(some):
+            problems = {"recorded factors": real, **problems}
+        for name, those in problems.items():
+            where = f"A^(-{exponent}), {size} x {size}, {dtype}, {name}"
+            parts = groups(those, lambda row: row.part)
+            errors = {part: max(map(_fault, own)) for part, own in parts}
+            times = {part: median(row.encode_ms + row.decode_ms for row in own) for part, own in parts}
+            sizes = {part: own[0].bytes for part, own in parts}
+            lines.append(fewest(where, sizes, errors, threshold))
+            saving = {part: ms for part, ms in times.items() if sizes[part] < _WIDTHS[dtype]}
+            if any(errors[part] <= threshold for part in saving):
+                lines.append(fastest(f"{where}, fastest that saves bytes", saving, errors, threshold, "root error"))
+    return lines
+
+
+def fewest(where: str, sizes: Mapping[str, float], errors: Mapping[str, float], threshold: float) -> str:
+    """One line of advice: the part with the fewest bytes whose error stays below the threshold, and the next one."""
+    good = sorted((sizes[part], errors[part], part) for part in sizes if errors[part] <= threshold)
+    if not good:
+        best = min(errors, key=lambda part: errors[part])
+        if not math.isfinite(errors[best]):
+            return f"{where}: none gives a usable result on every problem"
+        return f"{where}: none stays below the root error {threshold:g}; the best is {best} ({errors[best]:.2g})"
+    size, error, part = good[0]
+    line = f"{where}: {part}, {size:.3g} bytes an entry, worst root error {error:.2g}"
+    if len(good) > 1:
+        line += f"; then {good[1][2]}, {good[1][0]:.3g} bytes, {good[1][1]:.2g}"
+    return line
+
+
+def _cost(ms: Sequence[float], speeds: Sequence[float]) -> str:
+    return f"{milli(median(ms))} ({100 * median(speeds):.0f} %)"
+
+
+def _fault(row: QuantizerRow) -> float:
+    """The error of the root where all matrices came back, infinity elsewhere."""
+    return _or_infinite(row.root_error) if row.ok == 1 else math.inf
+
+
+def _or_infinite(value: float) -> float:
+    return value if math.isfinite(value) else math.inf

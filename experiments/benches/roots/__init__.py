@@ -1,0 +1,1 @@
+"""Bench of inverse-root solvers: error, residual, time."""

@@ -1,0 +1,174 @@
+"""One gradient 1e4 times too large in the training of a small language model, and how large the updates after it are.
+
+size(t) = max over the matrices W of the transformer blocks of  RMS((W_t - W_(t+1)) / lr_t),  without weight decay.
+ratio   = max of size over the spike's step and the `WINDOW` after it / max of size over the `WINDOW` steps before it.
+
+Largest is compared with largest, over windows of equal length. The same with the median before, which is stricter (it
+exceeds 1 without any spike), and with the last step before stand in the rows too. A gradient that outweighs all others
+makes every entry of Adam's update sqrt(1 - b), 0.224 for b = 0.95, in any fixed basis: what a spike costs above that
+comes from the changes of the basis. `eigengraft bench spike` makes rows and figure; those in `results/`
+are its own, of a CPU with one thread.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import eigengraft
+from eigengraft.optimizers.recipe.loading import load_recipe
+
+from ...tasks import Batch
+from ...training.experiment import Experiment
+from ...training.loading import load_experiment
+from ...training.train import surroundings
+
+SPIKE, FACTOR, WINDOW = 100, 1e4, 20
+"""The step of the spike (counted from 1), what the gradients are multiplied by, and the steps looked at either side."""
+BOUND = (1 - 0.95) ** 0.5
+LINES = ("exact", "permute", "none", "none, momentum outside", "published")
+LEARNING_RATES = (3e-3, 3.2e-2)
+"""The recipe's own, and the best of the demo's grid on this kind of task."""
+SEEDS = (0, 1, 2)
+TASK: Mapping[str, Any] = {"kind": "byte_lm", "max_bytes": 2**20}
+SMALL: Mapping[str, Any] = {**TASK, "layers": 1, "width": 32, "heads": 2, "context": 32, "batch_size": 16}
+HERE = Path(__file__).with_name("results")
+
+
+@dataclass(frozen=True)
+class SpikeRow:
+    """One run. sizes: size(t) of the steps `spike - 2 WINDOW .. spike + WINDOW`. losses: the mean training loss of the
+    five last steps before the spike and of the run's."""
+
+    line: str
+    lr: float
+    seed: int
+    spike: int
+    factor: float
+    ratio: float
+    ratio_to_median: float
+    ratio_to_last: float
+    before: float
+    largest: float
+    largest_after: int
+    loss_before: float
+    loss_end: float
+    sizes: list[float]
+
+
+def recipe_of(line: str) -> eigengraft.Recipe:
+    """The recipe behind a line: `published`, or the shipped `soap` with the transport that the line begins with."""
+    if line == "published":
+        return load_recipe("reference/soap")
+    transport, _, more = line.partition(", ")
+    recipe = load_recipe("soap", [f"update.eigenbasis.transport={transport}"])
+    if not more:
+        return recipe
+    declared = recipe.declaration()
+    (basis,) = declared["update"]
+    momentum, rms = basis["inner"]
+    return load_recipe({**declared, "update": [momentum, {**basis, "inner": [rms]}]})
+
+
+def spike_run(
+    line: str, lr: float, seed: int, *, task: Mapping[str, Any] = TASK, spike: int = SPIKE, factor: float = FACTOR
+) -> SpikeRow:
+    """Train with one spike; depends on the arguments alone."""
+    steps = spike + WINDOW
+    experiment = load_experiment(
+        {"task": task, "recipe": recipe_of(line), "lr": lr, "weight_decay": 0.0, "steps": steps, "seed": seed}
+    )
+    with surroundings(experiment):
+        sizes, losses = _train(experiment, spike, factor)
+    before, after = sizes[spike - 1 - WINDOW : spike - 1], sizes[spike - 1 :]
+    return SpikeRow(
+        line=line,
+        lr=lr,
+        seed=seed,
+        spike=spike,
+        factor=factor,
+        ratio=max(after) / max(before),
+        ratio_to_median=max(after) / median(before),
+        ratio_to_last=max(after) / before[-1],
+        before=max(before),
+        largest=max(after),
+        largest_after=after.index(max(after)),
+        loss_before=fmean(losses[spike - 5 : spike]),
+        loss_end=fmean(losses[-5:]),
+        sizes=[float(f"{size:.4g}") for size in sizes[max(0, spike - 1 - 2 * WINDOW) :]],
+    )
+
+
+def _train(experiment: Experiment, spike: int, factor: float) -> tuple[list[float], list[float]]:
+    """size(t) and the training loss of every step."""
+    dataset, model = experiment.task.load(), experiment.task.new_model(experiment.seed)
+    lr = experiment.lr
+    assert lr is not None
+    optimizer = eigengraft.compose(experiment.recipe, model, lr=lr, weight_decay=experiment.weight_decay)
+    watched = [p for name, p in model.named_parameters() if name.startswith("blocks.") and p.ndim == 2]
+    sizes, losses = [], []
+    for step in range(1, experiment.steps + 1):
+        losses.append(_backward(experiment, model, dataset.batch(experiment.seed, step - 1)))
+        if step == spike:
+            torch._foreach_mul_([p.grad for p in model.parameters() if p.grad is not None], factor)
+        old = [p.detach().clone() for p in watched]
+        optimizer.step()
+        sizes.append(max(_rms(a - b.detach()) for a, b in zip(old, watched, strict=True)) / lr)
+    return sizes, losses
+
+
+def _backward(experiment: Experiment, model: nn.Module, batch: Batch) -> float:
+    model.zero_grad()
+    loss = experiment.task.loss(model(batch.inputs), batch.targets)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return float(loss.detach())
+
+
+def _rms(x: Tensor) -> float:
+    return float(x.double().square().mean().sqrt())
+
+
+def read_rows(path: Path = HERE / "spike.jsonl") -> list[SpikeRow]:
+    """Rows that were written before."""
+    return [SpikeRow(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def write_rows(rows: Iterable[SpikeRow], path: Path) -> None:
+    """One JSON object a line."""
+    path.write_text("".join(f"{json.dumps(asdict(row))}\n" for row in rows), encoding="utf-8")
+
+
+def ratios(rows: Sequence[SpikeRow]) -> list[tuple[str, str, str, str]]:
+    """For each learning rate and line the ratios of all seeds, to the largest and to the median before, as text."""
+    found = []
+    for lr, line in dict.fromkeys((row.lr, row.line) for row in rows):
+        here = [row for row in rows if (row.lr, row.line) == (lr, line)]
+        largest = " ".join(f"{row.ratio:.2f}" for row in here)
+        medians = " ".join(f"{row.ratio_to_median:.2f}" for row in here)
+        found.append((f"{lr:g}", line, largest, medians))
+    return found
+
+
+def grid(quick: bool = False) -> list[dict[str, Any]]:
+    """The arguments of all runs: 30, or with `quick` five short ones of a smaller model."""
+    if quick:
+        return [{"line": line, "lr": LEARNING_RATES[0], "seed": 0, "task": SMALL, "spike": 60} for line in LINES]
+    cells = product(LEARNING_RATES, LINES, SEEDS)
+    return [{"line": line, "lr": lr, "seed": seed} for lr, line, seed in cells]
+
+
+def write(rows: Sequence[SpikeRow], directory: Path) -> None:
+    """`spike.jsonl` and `spike.svg`."""
+    from .figure import draw_spike
+
+    directory.mkdir(parents=True, exist_ok=True)
+    write_rows(rows, directory / "spike.jsonl")
+    draw_spike(rows, directory / "spike.svg")

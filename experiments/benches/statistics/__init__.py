@@ -1,0 +1,1 @@
+"""Bench of statistics: the distance of their Kronecker product from the full second moment."""

@@ -1,0 +1,188 @@
+"""The command `eigengraft bench`: parts measured alone, and facts that can fail."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from rich.text import Text
+
+from eigengraft.component import RecipeError
+from eigengraft.optimizers.recipe.overrides import apply_overrides
+from eigengraft.optimizers.recipe.yaml_files import parse_yaml, read_yaml
+
+if TYPE_CHECKING:
+    from ..benches import Bench, Finding
+
+KINDS = "roots, bases, statistics, graftings, spectral, quantizers or storage"
+
+
+def bench(  # noqa: PLR0913  its arguments are the command's options
+    what: Annotated[str, typer.Argument(help=f"{KINDS}; facts; spike; or a YAML file with a bench")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="field=value of the bench: sizes=[32,64] dtypes=float64 ridge=1e-5; for facts: their names"
+        ),
+    ] = None,
+    solver: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PART", help="a part to measure: its kind, or YAML such as '{kind: eigh, eps: 1e-6}'"),
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N")] = None,
+    out: Annotated[Path | None, typer.Option(help="directory of rows and figure; default runs/bench-WHAT")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="a few seconds: smaller sizes, fewer problems")] = False,
+    check: Annotated[bool, typer.Option("--check", help="also check the facts about these parts")] = False,
+    imports: Annotated[
+        list[str] | None, typer.Option("--import", metavar="FILE.py", help="a file that defines parts; repeatable")
+    ] = None,
+) -> None:
+    """Measure parts alone, error against time, and say which one to take on this machine; writes rows and a figure.
+
+    `facts` checks published and measured claims instead, and ends with exit code 1 if one does not hold. `spike` trains
+    with one gradient 1e4 times too large and shows the updates after it, by how moments follow the basis; its options
+    are --out and --quick.
+    """
+    from ..training.imports import import_component
+
+    for source in imports or ():
+        import_component(source)
+    if what == "facts":
+        raise typer.Exit(0 if _facts(None, quick, overrides or ()) else 1)
+    if what == "spike":
+        if overrides or solver or device or check:
+            raise RecipeError("spike: only the options --out and --quick are taken")
+        _spike(out or Path("runs") / "bench-spike", quick)
+        return
+    chosen = _chosen(what, overrides or [], solver or [], device, quick)
+    kind = chosen.declaration()["kind"]
+    _measure(chosen, out or Path("runs") / f"bench-{kind}")
+    if check and not _facts(kind, quick, ()):
+        raise typer.Exit(1)
+
+
+def _chosen(what: str, overrides: list[str], solvers: list[str], device: str | None, quick: bool) -> Bench:
+    """The bench that the command line asks for."""
+    from ..benches import Bench, load_bench
+
+    given: dict[str, Any] = {}
+    if Path(what).suffix in (".yaml", ".yml"):
+        data = read_yaml(what)
+        if not isinstance(data, Mapping) or "kind" not in data:
+            raise RecipeError(f"{what}: a mapping with 'kind', one of {KINDS}, is required")
+        given = dict(data)
+    kind = str(given.pop("kind", what))
+    member = Bench.members.get(kind)
+    if member is None or not issubclass(member, Bench):
+        known = [*Bench.members, "spike", "facts"]
+        near = difflib.get_close_matches(kind, known, n=1, cutoff=0.5)
+        hint = f"; did you mean '{near[0]}'?" if near else ""
+        raise RecipeError(f"bench: one of {', '.join(known)} is required, got '{kind}'{hint}")
+    if solvers:
+        given[member.parts] = [parse_yaml(text, f"--solver '{text}'") for text in solvers]
+    if device is not None:
+        given["device"] = device
+    return load_bench(kind, apply_overrides(given, overrides, parse_yaml), quick)
+
+
+def _measure(chosen: Bench, directory: Path) -> None:
+    from ..benches import write_rows
+    from ..benches.common.figure import write_figure
+
+    _require_directory(directory)
+    device = chosen.target()  # before anything is written
+    directory.mkdir(parents=True, exist_ok=True)
+    cells = track(
+        chosen.cell_by_cell(), "measuring", total=chosen.cells(), console=Console(stderr=True), transient=True
+    )
+    rows = [row for cell in cells for row in cell]
+    if not rows:
+        raise RecipeError("bench: nothing to measure: no part takes any of these problems")
+    write_rows(rows, directory / "rows.jsonl")
+    write_figure(chosen.panels(rows), directory / "figure.svg")
+    where = _environment(device)
+    record = {"bench": chosen.declaration(), "environment": where}
+    (directory / "bench.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    summary = chosen.summary(rows)
+    _print(_table(summary.title, summary.columns, summary.lines))
+    name = where["device"] if device.type == "cuda" else where["cpu"]
+    typer.echo(f"on {chosen.device} ({name}, {chosen.threads} thread{'s' if chosen.threads > 1 else ''}):")
+    for line in chosen.advice(rows):
+        typer.echo(f"  {line}")
+    typer.echo(f"{len(rows)} rows: {directory / 'rows.jsonl'}; figure: {directory / 'figure.svg'}")
+
+
+def _require_directory(path: Path) -> None:
+    if path.exists() and not path.is_dir():
+        raise RecipeError(f"--out: a directory is required, got the file '{path}'")
+
+
+def _spike(directory: Path, quick: bool) -> None:
+    """Train, print the ratios, write rows and figure."""
+    from ..benches.spike import run as spike
+
+    _require_directory(directory)
+    cells = track(spike.grid(quick), "training", console=Console(stderr=True), transient=True)
+    rows = [spike.spike_run(**cell) for cell in cells]
+    spike.write(rows, directory)
+    columns = ("learning rate", "transport", "largest update after / before", "/ median before")
+    _print(_table("One gradient 1e4 times too large", columns, spike.ratios(rows)))
+    typer.echo(f"{len(rows)} rows: {directory / 'spike.jsonl'}; figure: {directory / 'spike.svg'}")
+
+
+def _environment(device: Any) -> dict[str, Any]:
+    from ..benches.problems.recorded import FILE
+    from ..tasks import Fingerprint
+    from ..training.environment import environment
+
+    content = FILE.read_bytes()
+    data = Fingerprint("synthetic matrices and recorded factors", len(content), hashlib.sha256(content).hexdigest())
+    return environment(data, device)
+
+
+def _facts(about: str | None, quick: bool, names: Iterable[str]) -> bool:
+    """Check facts, print what was measured and what was expected; whether all hold."""
+    from ..benches import find_facts
+
+    findings = list(find_facts(about, quick, list(names)))
+    if not findings:
+        raise RecipeError(f"--check: no fact is known about {about}; `eigengraft bench facts` checks all there are")
+    for finding in findings:
+        _print_finding(finding)
+    wrong = [finding.name for finding in findings if not finding.passed]
+    typer.echo(
+        f"{len(findings) - len(wrong)} of {len(findings)} facts hold" + (f"; not: {', '.join(wrong)}" * bool(wrong))
+    )
+    return not wrong
+
+
+def _print_finding(finding: Finding) -> None:
+    typer.echo(f"{finding.name}: {'holds' if finding.passed else 'DOES NOT HOLD'}")
+    typer.echo(f"  {finding.claim}\n  Source: {finding.source}")
+    lines = [(r.name, f"{r.value:.4g}", r.expected, "" if r.passed else "NOT AS EXPECTED") for r in finding.results]
+    _print(_table("", ("", "measured", "expected", ""), lines))
+
+
+def _table(title: str, columns: Iterable[str], lines: Iterable[tuple[str, ...]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title=title or None, title_justify="left", title_style="bold")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
+    for line in lines:
+        table.add_row(*map(Text, line))
+    return table
+
+
+def _print(table: Table) -> None:
+    console = Console()
+    if not console.is_terminal:  # a file has no width: one line for each row
+        console = Console(width=max(console.width, 200))
+    console.print(table)

@@ -1,0 +1,107 @@
+"""Models as names and shapes: of a task, from a file, or counted from the numbers of a Llama."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from eigengraft.component import RecipeError
+from eigengraft.optimizers.recipe.routing import ParamInfo, describe_model
+from eigengraft.optimizers.recipe.yaml_files import read_yaml
+
+from ..tasks import Task
+
+
+class Llama(NamedTuple):
+    """The numbers of a Llama: layers, widths of the model, its feed-forward layers and its keys, words."""
+
+    layers: int
+    width: int
+    hidden: int
+    keys: int
+    vocabulary: int
+
+    def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Every parameter by its name in the published checkpoints, a Linear's weight as [outputs, inputs]."""
+        d, f = self.width, self.hidden
+        yield "model.embed_tokens.weight", (self.vocabulary, d)
+        for layer in range(self.layers):
+            inside = f"model.layers.{layer}"
+            for name, rows in (("q", d), ("k", self.keys), ("v", self.keys), ("o", d)):
+                yield f"{inside}.self_attn.{name}_proj.weight", (rows, d)
+            for name, shape in (("gate", (f, d)), ("up", (f, d)), ("down", (d, f))):
+                yield f"{inside}.mlp.{name}_proj.weight", shape
+            for name in ("input", "post_attention"):
+                yield f"{inside}.{name}_layernorm.weight", (d,)
+        yield "model.norm.weight", (d,)
+        yield "lm_head.weight", (self.vocabulary, d)
+
+
+LLAMAS = {
+    "llama-8b": Llama(layers=32, width=4096, hidden=14336, keys=8 * 128, vocabulary=128256),
+    "llama-70b": Llama(layers=80, width=8192, hidden=28672, keys=8 * 128, vocabulary=128256),
+}
+"""Llama 3 (Grattafiori et al. 2024, table 3): 8 heads of keys and values of 128 each."""
+
+
+def parameters_of(model: str) -> Sequence[tuple[str, tuple[int, ...]] | ParamInfo]:
+    """The trainable parameters of what a user names: a file, a Llama or a task.
+
+    A task's come with the facts that routes see in its model.
+    """
+    if Path(model).suffix in (".txt", ".json", ".yaml", ".yml"):
+        return read_shapes(Path(model))
+    if model in LLAMAS:
+        return list(LLAMAS[model].shapes())
+    if model not in Task.members:
+        known = [*LLAMAS, *Task.members]
+        near = difflib.get_close_matches(model, known, n=1)
+        hint = f"; did you mean '{near[0]}'?" if near else ""
+        raise RecipeError(
+            f"model: {', '.join(known)}, or a .txt, .json or .yaml file of names and shapes is required, "
+            f"got '{model}'{hint}"
+        )
+    task = Task.members[model]()
+    assert isinstance(task, Task)
+    module = task.new_model(0)
+    facts = describe_model(module)
+    return [facts[id(parameter)] for parameter in module.parameters() if parameter.requires_grad]
+
+
+def read_shapes(path: Path) -> Sequence[tuple[str, tuple[int, ...]]]:
+    """Lines "name 8x4" (# begins a comment, a name alone is a scalar); in .json and .yaml {name: [8, 4]}, or a list of
+    [name, [8, 4]]."""
+    data = _read(path)
+    rows = list(data.items()) if isinstance(data, Mapping) else data
+    if not isinstance(rows, list) or not rows:
+        raise RecipeError(f"{path}: names and shapes are required, got {type(data).__name__}")
+    found: dict[str, tuple[int, ...]] = {}
+    for row in rows:
+        if not isinstance(row, (list, tuple)) or len(row) != 2 or not isinstance(row[0], str) or row[0] in found:
+            raise RecipeError(f"{path}: a name of its own and a shape are required, got {row!r}")
+        found[row[0]] = _shape(row[1], f"{path}: {row[0]}")
+    return list(found.items())
+
+
+def _read(path: Path) -> Any:
+    if path.suffix in (".yaml", ".yml"):
+        return read_yaml(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".json":
+            return json.loads(text)
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"{path}: a readable file of names and shapes is required ({error})") from None
+    lines = [line.partition("#")[0].split() for line in text.splitlines()]
+    return [(words[0], "x".join(words[1:])) for words in lines if words]
+
+
+def _shape(given: Any, where: str) -> tuple[int, ...]:
+    words = [word for word in given.split("x") if word] if isinstance(given, str) else given
+    if not isinstance(words, list) or not all(re.fullmatch(r"\d+", str(word)) for word in words):
+        raise RecipeError(f"{where}: a shape such as 8x4 is required, got {given!r}")
+    return tuple(map(int, words))

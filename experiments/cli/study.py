@@ -1,0 +1,75 @@
+"""The commands about studies: `eigengraft ablate`, `report` and `demo`."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+Workers = Annotated[int | None, typer.Option(min=1, help="processes; default one a processor core")]
+
+
+def ablate(
+    study: Annotated[str, typer.Argument(help="a study file (YAML), or the name of a shipped study")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="dotted.path=value on the study: base.steps=50 seeds=[0,1,2]")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="directory of the study; default runs/NAME")] = None,
+    workers: Workers = None,
+) -> None:
+    """Run every cell of a study with every seed; the same command again continues a study that was stopped."""
+    directory = _run(study, overrides or [], out, workers)
+    typer.echo(f"{directory}: all runs complete. For the report: eigengraft report {directory}")
+
+
+def report(
+    directory: Annotated[Path, typer.Argument(help="the directory of a study, finished or not, or of runs")],
+    figures: Annotated[Path | None, typer.Option(help="also write the figures there, as SVG and PNG")] = None,
+) -> None:
+    """Write DIRECTORY/report.html: curves, a table, what differs and where it ran, in one self-contained file."""
+    from ..reports.report import write_figures, write_report
+
+    typer.echo(write_report(directory))
+    for path in write_figures(directory, figures) if figures else []:
+        typer.echo(path)
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="directory of the study")] = Path("runs/demo"),
+    workers: Workers = None,
+) -> None:
+    """Compare AdamW, Shampoo, SOAP and Muon, each with its tuned learning rate, on two small tasks; write a report."""
+    from ..reports.report import write_report
+
+    directory = _run("demo", [], out, workers)
+    typer.echo(f"report: {write_report(directory).resolve()}")
+
+
+def _run(source: str, overrides: list[str], out: Path | None, workers: int | None) -> Path:
+    """Run what is left of a study with a progress bar; exit code 1 after naming the runs that failed."""
+    from ..studies.running import prepare, run_study
+    from ..studies.study import load_study
+    from .progress import Board
+
+    study = load_study(source, overrides)
+    directory = out or Path("runs") / study.name
+    prepared = prepare(study, directory)
+    console = Console(stderr=True)
+    failed: dict[str, str] = {}
+    with Board(console, len(prepared.runs), len(prepared.left)) as board, closing(run_study(prepared, workers)) as news:
+        for item in news:
+            board.hear(item)
+            if item.kind == "failed":
+                failed[item.run.directory] = item.value
+    if failed:
+        for run, reason in failed.items():
+            last = reason.strip().splitlines()[-1]
+            console.print(f"[red]failed[/red] {escape(run)}: {escape(last)}", highlight=False, soft_wrap=True)
+        where = escape(str(directory))
+        console.print(f"{len(failed)} of {len(prepared.runs)} runs failed; details in {where}/*/*.error.txt")
+        raise typer.Exit(1)
+    return directory

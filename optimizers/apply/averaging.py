@@ -1,0 +1,104 @@
+"""Averaging: which iterates are kept beside the parameter, and which of them is evaluated."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from eigengraft.component import Component
+from eigengraft.slots import Slot
+
+from .parameter_update import Move
+
+
+@dataclass(frozen=True)
+class Track:
+    """Some parameters at one moment; n of them.
+
+    parameters: what training sees. slots: n tensors by name. steps `[n]`: updates that each has had, one that is under
+    way included. lr: of that update. mask: n 0-d booleans, False where nothing may change; None: everything may.
+    """
+
+    parameters: Sequence[Tensor]
+    slots: Mapping[str, Sequence[Tensor]]
+    steps: NDArray[np.int64]
+    lr: float | Tensor = 0.0
+    mask: Sequence[Tensor] | None = None
+
+    def slice_rows(self, chosen: Sequence[int]) -> Track:
+        """The track of those parameters alone."""
+        slots = {name: [tensors[i] for i in chosen] for name, tensors in self.slots.items()}
+        mask = None if self.mask is None else [self.mask[i] for i in chosen]
+        return Track([self.parameters[i] for i in chosen], slots, self.steps[list(chosen)], self.lr, mask)
+
+
+class Averaging(Component, ABC, family="averaging"):
+    """Owns which iterate a parameter holds: one in training (gradients are taken there), one in evaluation.
+
+    Iterates are slots of role `iterate`, whole parameters in the dtype they are computed in. They begin at the
+    parameter as its first update finds it, so that weights loaded after construction count. Where a parameter has had
+    no update, the evaluated iterate is the parameter.
+    """
+
+    @abstractmethod
+    def slots(self, shape: tuple[int, ...], coarse: bool) -> Mapping[str, Slot]:
+        """The state of one parameter; coarse: it is stored with less precision than it is computed in."""
+
+    def begin(self, track: Track) -> None:
+        """Before the first update: set the iterates that begin at the parameter."""
+
+    def decaying(self, track: Track) -> Sequence[Tensor]:
+        """What weight decay acts on, in place of the parameters."""
+        return track.parameters
+
+    @abstractmethod
+    def step(self, track: Track, move: Move) -> None:
+        """One update: `move` the base iterate, and let the others follow."""
+
+    @abstractmethod
+    def evaluated(self, track: Track) -> Sequence[Tensor]:
+        """The iterate to evaluate, of parameters that have had an update; in any dtype."""
+
+
+def blend(
+    targets: Sequence[Tensor],
+    values: Sequence[Tensor],
+    weights: Sequence[float | Tensor],
+    mask: Sequence[Tensor] | None = None,
+) -> None:
+    """target <- target + weight (value - target), exactly the value for weight 1; masked targets stay."""
+    if not targets:
+        return
+    values = [value.to(target.dtype) for target, value in zip(targets, values, strict=True)]
+    weight = shared(weights)
+    if weight is not None and mask is None:
+        torch._foreach_lerp_(list(targets), values, weight)
+        return
+    for index, (target, value, own) in enumerate(zip(targets, values, weights, strict=True)):
+        mixed = torch.lerp(target, value, own.to(target.dtype) if isinstance(own, Tensor) else own)
+        target.copy_(mixed if mask is None else torch.where(mask[index], mixed, target))
+
+
+def accumulate(targets: Sequence[Tensor], values: Sequence[Tensor], weights: Sequence[float | Tensor]) -> None:
+    """target <- target + weight value."""
+    weight = shared(weights)
+    if weight is not None:
+        torch._foreach_add_(list(targets), list(values), alpha=weight)
+        return
+    for target, value, own in zip(targets, values, weights, strict=True):
+        if isinstance(own, Tensor):
+            target.add_(value * own.to(target.dtype))
+        else:
+            target.add_(value, alpha=own)
+
+
+def shared(weights: Sequence[float | Tensor]) -> float | None:
+    """The number that all weights are, if they are one number."""
+    first = weights[0]
+    return first if isinstance(first, float) and all(weight is first or weight == first for weight in weights) else None

@@ -1,0 +1,88 @@
+"""Averages of the iterates that never feed back: training goes on as without them, evaluation sees the average."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+from torch import Tensor
+
+from eigengraft.slots import Slot
+
+from .averaging import Averaging, Track, blend
+from .parameter_update import Move
+
+
+def pushes(steps: NDArray[np.int64], every: int, start: int | None) -> NDArray[np.int64]:
+    """How many iterates have been averaged after so many updates: one at `start` and at every nu-th after it."""
+    first = every if start is None else start
+    return np.where(steps >= first, (steps - first) // every + 1, 0)
+
+
+def pushed(track: Track, every: int, start: int | None) -> list[int]:
+    """Which parameters of a track the update under way adds to the average."""
+    fresh = pushes(track.steps, every, start) > pushes(track.steps - 1, every, start)
+    return [int(index) for index in np.flatnonzero(fresh)]
+
+
+class EMA(Averaging):
+    """Every nu updates  mean <- decay mean + (1 - decay) W;  evaluated: mean / (1 - decay^k) after k of them.
+
+    Ajroldi, Orvieto & Geiping 2025 (ICML), section 2; bias correction as in SPlus (Frans et al. 2025). Without it the
+    first average is the first iterate. Before `start` the parameter itself is evaluated. A horizon nu / (1 - decay) of
+    about 1% of all updates is a good choice.
+    """
+
+    kind: Literal["ema"] = "ema"
+    decay: float = Field(default=0.999, ge=0, lt=1, description="decay of the mean, per averaged iterate")
+    every: int = Field(default=1, ge=1, description="updates between averaged iterates, nu")
+    start: int | None = Field(default=None, ge=1, description="update of the first averaged iterate; default: nu")
+    bias_correction: bool = Field(default=True, description="start from zero and divide by the sum of the weights")
+
+    def slots(self, shape: tuple[int, ...], coarse: bool) -> Mapping[str, Slot]:
+        return {"mean": Slot(shape, role="iterate")}
+
+    def step(self, track: Track, move: Move) -> None:
+        move(track.parameters)
+        due = track.slice_rows(pushed(track, self.every, self.start))
+        first = (pushes(due.steps, self.every, self.start) == 1) & (not self.bias_correction)
+        blend(due.slots["mean"], due.parameters, [1.0 if one else 1 - self.decay for one in first], due.mask)
+
+    def evaluated(self, track: Track) -> Sequence[Tensor]:
+        counts = pushes(track.steps, self.every, self.start)
+        values = []
+        for parameter, mean, count in zip(track.parameters, track.slots["mean"], counts.tolist(), strict=True):
+            weight = 1 - self.decay**count if self.bias_correction else 1.0
+            values.append(mean / weight if count else parameter)
+        return values
+
+
+class LAWA(Averaging):
+    """Every nu updates W enters a circular queue of the last K; evaluated: the mean of the queue.
+
+    Latest weight averaging (Kaddour 2022; Ajroldi, Orvieto & Geiping 2025, section 2). Before `start` the parameter
+    itself is evaluated. A horizon nu K of about 1% of all updates is a good choice.
+    """
+
+    kind: Literal["lawa"] = "lawa"
+    window: int = Field(default=5, ge=1, description="iterates in the queue, K; each takes a parameter's memory")
+    every: int = Field(default=1, ge=1, description="updates between iterates of the queue, nu")
+    start: int | None = Field(default=None, ge=1, description="update of the first one; default: nu")
+
+    def slots(self, shape: tuple[int, ...], coarse: bool) -> Mapping[str, Slot]:
+        return {"queue": Slot((self.window, *shape), role="iterate")}
+
+    def step(self, track: Track, move: Move) -> None:
+        move(track.parameters)
+        due = track.slice_rows(pushed(track, self.every, self.start))
+        places = (pushes(due.steps, self.every, self.start) - 1) % self.window
+        targets = [queue[place] for queue, place in zip(due.slots["queue"], places.tolist(), strict=True)]
+        blend(targets, due.parameters, [1.0] * len(targets), due.mask)
+
+    def evaluated(self, track: Track) -> Sequence[Tensor]:
+        counts = np.minimum(pushes(track.steps, self.every, self.start), self.window).tolist()
+        rows = zip(track.parameters, track.slots["queue"], counts, strict=True)
+        return [queue[:count].mean(0) if count else parameter for parameter, queue, count in rows]

@@ -1,0 +1,138 @@
+"""Averages that feed back: gradients are taken between the base iterate z and its average x.
+
+    y = mu_y x + (1 - mu_y) z      the parameter in training: gradients are taken here
+    z <- z - lr U - lr alpha z     the step of the recipe without averaging
+    x <- (1 - c) x + c z           the parameter in evaluation
+
+Only z is stored: with D the step of z, the same sequences are  y <- y + c (z - y) + (1 - mu_y (1 - c)) D,  z <- z + D,
+and x = y + (1 / mu_y - 1) (y - z). A step D = 0 from z = y then changes nothing, bit for bit. Parameters stored with
+less precision than they are computed in also keep y.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from eigengraft.numerics import safe_ratio
+from eigengraft.slots import Slot
+
+from .averaging import Averaging, Track, accumulate, blend
+from .parameter_update import Move
+
+Decay = Literal["z", "y", "z_apart"]
+"""Where weight decay is taken. z: as part of the base step (the three sequences as above). y: z <- z - lr U - lr alpha
+y (Defazio et al. 2024, algorithm 1). z_apart: z decays first and y follows only the rest of the step, which is what
+Distributed Shampoo and GPA-AdamW do; y and x decay less than the three sequences say. The `placed` of a decay matters
+for z alone."""
+_DECAY = "where weight decay is taken: z, y, or z_apart (z decays, y and x do not follow it, as Distributed Shampoo)"
+
+
+class ScheduleFree(Averaging):
+    """Schedule-free learning: the module's sequences with mu_y = beta and c_t = w_t / (w_1 + ... + w_t).
+
+    w_t = lr_t^p t^r (Defazio et al. 2024, arXiv:2405.15682, equations 3-5 and section 3; arXiv:2512.17131 for r). With
+    beta = 1 gradients are taken at the average itself. While all weights are 0, as at lr 0, c = 0.
+    """
+
+    kind: Literal["schedule_free"] = "schedule_free"
+    beta: float = Field(default=0.9, gt=0, le=1, description="weight of x in y")
+    lr_power: float = Field(default=2.0, ge=0, le=32, description="power p of the learning rate in the weights")
+    step_power: float = Field(default=0.0, ge=0, le=32, description="power r of the update's number in the weights")
+    decay_at: Decay = Field(default="y", description=_DECAY)
+
+    def slots(self, shape: tuple[int, ...], coarse: bool) -> Mapping[str, Slot]:
+        return {**_slots(shape, coarse), "weight_sum": Slot((), role="iterate", dtype=torch.float64)}
+
+    def begin(self, track: Track) -> None:
+        _begin(track)
+
+    def decaying(self, track: Track) -> Sequence[Tensor]:
+        return _decaying(track, self.decay_at)
+
+    def step(self, track: Track, move: Move) -> None:
+        _advance(track, move, self.beta, self._shares(track), self.decay_at)
+
+    def evaluated(self, track: Track) -> Sequence[Tensor]:
+        return _average(track, self.beta)
+
+    def _shares(self, track: Track) -> Sequence[float | Tensor]:
+        """c of each parameter; adds its weight to the sum."""
+        sums = track.slots["weight_sum"]
+        before = torch.stack(list(sums))
+        same = (track.steps == track.steps[0]).all()
+        steps = float(track.steps[0]) if same else torch.from_numpy(track.steps).to(before)
+        weight = torch.ones_like(before) * steps**self.step_power * track.lr**self.lr_power
+        after = before + weight
+        if track.mask is not None:
+            after = torch.where(torch.stack(list(track.mask)), after, before)
+        torch._foreach_copy_(list(sums), list(after.unbind(0)))
+        shares = safe_ratio(weight, after)
+        return shares.tolist() if shares.device.type == "cpu" else shares.unbind(0)
+
+
+class PrimalAveraging(Averaging):
+    """Generalized primal averaging (GPA): the module's sequences with a constant c = 1 - mu_x.
+
+    Defazio et al. 2025, arXiv:2512.17131. With mu_x = 0 it is the base method; over plain gradient descent with mu_y =
+    1 it is heavy-ball momentum mu_x.
+    """
+
+    kind: Literal["primal_averaging"] = "primal_averaging"
+    mu_x: float = Field(default=0.9967, ge=0, lt=1, description="weight that the average x keeps in a step")
+    mu_y: float = Field(default=0.7, gt=0, le=1, description="weight of x in y")
+    decay_at: Decay = Field(default="z", description=_DECAY)
+
+    def slots(self, shape: tuple[int, ...], coarse: bool) -> Mapping[str, Slot]:
+        return _slots(shape, coarse)
+
+    def begin(self, track: Track) -> None:
+        _begin(track)
+
+    def decaying(self, track: Track) -> Sequence[Tensor]:
+        return _decaying(track, self.decay_at)
+
+    def step(self, track: Track, move: Move) -> None:
+        _advance(track, move, self.mu_y, [1 - self.mu_x] * len(track.parameters), self.decay_at)
+
+    def evaluated(self, track: Track) -> Sequence[Tensor]:
+        return _average(track, self.mu_y)
+
+
+def _slots(shape: tuple[int, ...], coarse: bool) -> dict[str, Slot]:
+    return {name: Slot(shape, role="iterate") for name in (("z", "y") if coarse else ("z",))}
+
+
+def _begin(track: Track) -> None:
+    for name in track.slots.keys() & {"z", "y"}:
+        torch._foreach_copy_(list(track.slots[name]), list(track.parameters))
+
+
+def _y(track: Track) -> Sequence[Tensor]:
+    return track.slots.get("y", track.parameters)
+
+
+def _decaying(track: Track, decay_at: Decay) -> Sequence[Tensor]:
+    return _y(track) if decay_at == "y" else track.slots["z"]
+
+
+def _advance(track: Track, move: Move, mu_y: float, shares: Sequence[float | Tensor], decay_at: Decay) -> None:
+    y, z = _y(track), track.slots["z"]
+    if decay_at == "z_apart":
+        move = move.decay(z)
+    elif decay_at == "y":
+        move = move.decayed_at(y)
+    old = torch._foreach_mul(list(z), 1.0)  # a copy, in one kernel
+    move(z)
+    blend(y, old, shares, track.mask)
+    accumulate(y, torch._foreach_sub(list(z), old), [1 - mu_y * (1 - share) for share in shares])
+    if y is not track.parameters:
+        torch._foreach_copy_(list(track.parameters), list(y))
+
+
+def _average(track: Track, mu_y: float) -> Sequence[Tensor]:
+    return torch._foreach_lerp(list(track.slots["z"]), list(_y(track)), 1 / mu_y)

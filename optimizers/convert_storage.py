@@ -1,0 +1,80 @@
+"""From one storage to another: explicit, because what is rounded once more is another trajectory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from eigengraft.distributed.distribution import Distribution
+from eigengraft.slots import State, Storage
+
+from .engine.stack_state import StackState
+from .optimizer import Optimizer
+from .recipe.loading import load_recipe
+from .recipe.overrides import differences
+from .recipe.recipe import Recipe
+
+
+@torch.no_grad()
+def convert_storage(state_dict: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """The state dict of a run with another `storage`, for `optimizer.load_state_dict`; nothing given is changed.
+
+    Every slot is decoded from the storage that it was saved in and encoded, to nearest, in the optimizer's. The recipes
+    must be the same but for `storage`, the parameters the same and trained on both sides, and the checkpoint must have
+    been taken in training mode. Raises ValueError otherwise.
+    """
+    groups = list(state_dict["param_groups"])
+    texts = {str(group.get("recipe")) for group in groups}
+    modes = {group.get("iterate", "train") for group in groups}
+    if len(texts) != 1 or modes != {"train"}:
+        raise ValueError("state_dict: one recipe for all groups, and iterates to train, are required for a conversion")
+    recipe = load_recipe(texts.pop())
+    _require_alike(recipe, optimizer.recipe)
+    source, target = _twin(optimizer, recipe), _twin(optimizer, optimizer.recipe)
+    source.load_state_dict(dict(state_dict))
+    pairs = list(zip(source.stack_states(), target.stack_states(), strict=False))
+    if len(source.stack_states()) != len(target.stack_states()) or any(
+        a.stack.grids != b.stack.grids for a, b in pairs
+    ):
+        raise ValueError("state_dict: the same parameters must be trained on both sides of a conversion")
+    for old, new in pairs:
+        _recode(old, new)
+    for parameter, state in source.state.items():
+        for key, value in state.items():
+            if not key[0].isdigit():  # steps and iterates belong to whole parameters
+                target.state[parameter][key].copy_(value)
+    converted = target.state_dict()
+    own = {"recipe": optimizer.recipe.to_json()}
+    return {**converted, "param_groups": [{**group, **own} for group in groups]}
+
+
+def _require_alike(saved: Recipe, wanted: Recipe) -> None:
+    plain = [
+        json.loads(recipe.replace(storage={}, name=None, about=None, distribution=Distribution()).to_json())
+        for recipe in (saved, wanted)
+    ]
+    changed = differences(*plain)
+    if changed:
+        raise ValueError("state_dict: another recipe than its storage alone (saved -> wanted):\n" + "\n".join(changed))
+
+
+def _twin(optimizer: Optimizer, recipe: Recipe) -> Optimizer:
+    """An optimizer of the same parameters with fresh state; it is never stepped."""
+    facts, groups = {}, []
+    for index, group in enumerate(optimizer.param_groups):
+        names = group.get("param_names")
+        params = list(zip(names, group["params"], strict=True)) if names else group["params"]
+        groups.append({"params": params, "lr": group["lr"], "weight_decay": group["weight_decay"]})
+        facts.update({id(p): fact for p, fact in zip(group["params"], optimizer.facts(index), strict=True)})
+    return Optimizer(groups, recipe.replace(distribution=Distribution(mode="local")), facts=facts)
+
+
+def _recode(old: StackState, new: StackState) -> None:
+    for key, _ in old.slots():
+        path, _, name = key.rpartition("/")
+        block = old.stack.block
+        there = State(new.tensors, block, path, storage=Storage(new.coded))
+        there[name] = State(old.tensors, block, path, storage=Storage(old.coded))[name]

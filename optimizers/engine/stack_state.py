@@ -1,0 +1,134 @@
+"""A stack: one stack, its state, and the update it gets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from eigengraft.preconditioners import chain_slots, run_chain
+from eigengraft.quantization import Quantizer, choose
+from eigengraft.slots import Coded, Slot, State, Storage
+from eigengraft.stacks import Stack
+from eigengraft.step_context import StepContext
+
+from ..recipe.recipe import Recipe, Route
+
+
+@dataclass
+class StackState:
+    """path: of the update in the recipe ("" or "routes.<name>"). tensors: state by "<stage path>/<slot>", `[N, ...]`.
+    coded: the slots that are stored as others, "<stage path>/<slot>/<part>".
+
+    phases: `[N]` in [0, 1), where in a refresh interval each block is due. seeds: `[N]`, see `StepContext`. block
+    group: which block group of the exchange the blocks belong to; None: they are found in the tensors of this rank.
+    """
+
+    path: str
+    rule: Recipe | Route
+    stack: Stack
+    storage: Mapping[str, Quantizer] = field(default_factory=dict)
+    coded: dict[str, Coded] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    phases: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    seeds: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    block_group: int | None = None
+
+    def __post_init__(self) -> None:
+        blocks = len(self.stack.param_ids)
+        for key, slot in self.slots():
+            self._allocate(key, slot, blocks)
+        self.phases = np.zeros(blocks)
+
+    def slots(self) -> Iterator[tuple[str, Slot]]:
+        """(key, slot) of all state that the stages declare."""
+        yield from slot_keys(self.rule, self.path, self.stack.block).items()
+
+    def stored(self, key: str) -> list[Tensor]:
+        """The tensors that a slot is kept in: itself, or its parts."""
+        coded = key in self.coded
+        return [tensor for own, tensor in self.tensors.items() if own == key or (coded and own.startswith(f"{key}/"))]
+
+    def _allocate(self, key: str, slot: Slot, blocks: int) -> None:
+        value = slot.allocate(blocks, self.stack.dtype, self.stack.device)
+        path, _, name = key.rpartition("/")
+        quantizer = choose(self.storage, path, name, slot)
+        if quantizer is None:
+            self.tensors[key] = value
+            return
+        parts = quantizer.encode(value)
+        self.coded[key] = Coded(slot, quantizer, tuple(parts), value.dtype)
+        self.tensors.update({f"{key}/{part}": stored for part, stored in parts.items()})
+        self.tensors[f"{key}/format"] = torch.full((blocks,), quantizer.format(), device=self.stack.device)
+
+    def _storage(self, context: StepContext) -> Storage:
+        seeds = torch.from_numpy(context.seeds).to(self.stack.device) if self.coded else None
+        return Storage(self.coded, seeds, context.step if self.coded else None)
+
+    def _path(self, part: str) -> str:
+        return f"{self.path}.{part}" if self.path else part
+
+    @cached_property
+    def signals(self) -> frozenset[str]:
+        """What the stages of this stack ask for."""
+        return frozenset(signal for _, stage in self.rule.stages() for signal in stage.requires)
+
+    @cached_property
+    def lagging(self) -> bool:
+        """Whether a block's first gradient only primes its statistics."""
+        return self.rule.lagging()
+
+    def context(
+        self, stack: Stack, rows: Tensor | None, counts: NDArray[np.int64], signals: Mapping[str, Any]
+    ) -> StepContext:
+        """The context of the selected rows; counts: gradients that each parameter has seen, this one included."""
+        phases = self.phases if rows is None else self.phases[rows.cpu().numpy()]
+        steps = counts[stack.param_ids] - int(self.lagging)
+        seeds = self.seeds if rows is None else self.seeds[rows.cpu().numpy()]
+        return StepContext(steps, phases, stack.param_ids, stack.device, seeds, signals)
+
+    def prime(self, gradient: Tensor, rows: Tensor | None, mask: Tensor | None, context: StepContext) -> None:
+        """The first gradient of blocks whose chain has a lagged stage: it is observed, nothing moves."""
+        state = State(self.tensors, self.stack.block, self._path("update"), rows, mask, self._storage(context))
+        for stage in self.rule.update:
+            stage.prime(state.scope(stage.label), gradient, context)
+
+    def direct(self, gradient: Tensor, rows: Tensor | None, mask: Tensor | None, context: StepContext) -> Tensor:
+        """The direction of the selected blocks, before weight decay."""
+        state = State(self.tensors, self.stack.block, self._path("update"), rows, mask, self._storage(context))
+        return run_chain(self.rule.update, state, gradient, gradient, context)
+
+    def finish(
+        self, gradient: Tensor, decayed: Tensor, rows: Tensor | None, mask: Tensor | None, context: StepContext
+    ) -> Tensor:
+        """The stages that follow weight decay, on the direction with the decay in it."""
+        state = State(self.tensors, self.stack.block, self._path("after_decay"), rows, mask, self._storage(context))
+        return run_chain(self.rule.after_decay, state, gradient, decayed, context)
+
+    def failing(self, context: StepContext, tolerated: int) -> list[int]:
+        """Rows whose root or basis failed more often in a row than tolerated; nothing is read but after a refresh."""
+        if not any(True for _, stage in self.rule.stages() for _ in stage.due(context)):
+            return []
+        counts = [tensor for path, tensor in self.tensors.items() if path.rpartition("/")[2].startswith("failures.")]
+        bad = [torch.nonzero(count > tolerated).flatten().tolist() for count in counts]
+        return sorted({row for rows in bad for row in rows})
+
+    def rows(self) -> Iterator[tuple[int, int, int]]:
+        """(row, parameter position, block key) of every block."""
+        for row, (owner, key) in enumerate(zip(self.stack.param_ids.tolist(), self.stack.keys, strict=True)):
+            yield row, owner, key
+
+
+def slot_keys(rule: Recipe | Route, path: str, block: tuple[int, ...]) -> dict[str, Slot]:
+    """The slots of a block under an update of a recipe, by "<stage path>/<slot>"."""
+    found = {}
+    for stages, part in ((rule.update, "update"), (rule.after_decay, "after_decay")):
+        for stage, name, slot in chain_slots(stages, block, f"{path}.{part}" if path else part):
+            found[f"{stage}/{name}"] = slot
+    return found

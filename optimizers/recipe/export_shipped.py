@@ -1,0 +1,19 @@
+"""Writes `shipped.json` from the YAML recipes: `python -m eigengraft.optimizers.recipe.export_shipped`."""
+
+from __future__ import annotations
+
+import json
+
+from .yaml_files import read_yaml, recipe_folder
+
+
+def collect() -> str:
+    """All YAML recipes as JSON text, what `shipped.json` must hold. A test keeps the two equal."""
+    folder = recipe_folder()
+    names = sorted(folder.rglob("*.yaml"))
+    data = {path.relative_to(folder).with_suffix("").as_posix(): read_yaml(path) for path in names}
+    return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
+
+
+if __name__ == "__main__":
+    (recipe_folder().parent / "shipped.json").write_text(collect(), encoding="utf-8")

@@ -1,0 +1,176 @@
+"""The whole declaration of an optimizer, as one frozen model. YAML and Python say the same."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Self, get_args
+
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+
+from eigengraft.blocking import Blocking
+from eigengraft.component import FAMILY_MARK, Component
+from eigengraft.distributed.distribution import Distribution
+from eigengraft.preconditioners import RMS, Momentum, Stages, walk
+from eigengraft.quantization import Quantizer
+from eigengraft.slots import Role
+
+from ..apply import Averaging, Constraints
+from ..apply.weight_decay import Decoupled, WeightDecay
+from .routing import Match, ParamInfo
+
+SCHEMA_VERSION = 1
+SIGNALS = frozenset({"lr", "parameter_rms"})
+"""The signals a stage may ask for in `requires`."""
+
+
+_STORAGE = {"type": "object", "additionalProperties": {FAMILY_MARK: "quantizer"}}
+
+
+class Failure(Component):
+    """What happens when numbers go wrong."""
+
+    nonfinite: Literal["skip", "raise", "ignore"] = Field(
+        default="skip",
+        description="a gradient with inf or nan: leave its parameter and state as they are and count it, "
+        "do so and raise, or do not look",
+    )
+    detect: Literal["auto", "host", "device"] = Field(
+        default="auto",
+        description="where gradients are looked at: on the host (one read per step) or by masks on the device "
+        "(counted one step later); auto: host for CPU parameters, else device",
+    )
+    roots: int = Field(
+        default=3, ge=0, description="refreshes of one root or basis that may fail in a row before an error is raised"
+    )
+
+
+class Update(Component):
+    """How one set of parameters is updated: the chain, what follows weight decay, and how parameters become blocks."""
+
+    update: Stages = Field(description="the stages that turn a gradient into a direction")
+    after_decay: Stages = Field(
+        default=(), description="stages applied to the direction after weight decay was added to it"
+    )
+    constraints: Constraints = Field(default=(), description="what every step of a parameter is held to, in order")
+    blocking: Blocking = Field(default=Blocking(), description="how parameters become blocks")
+
+    def stages(self, path: str = "") -> Iterator[tuple[str, Any]]:
+        """Every stage with its dotted path."""
+        prefix = f"{path}." if path else ""
+        yield from walk(self.update, f"{prefix}update")
+        yield from walk(self.after_decay, f"{prefix}after_decay")
+
+    def lagging(self) -> bool:
+        """Whether the first gradient only primes statistics."""
+        return any(stage.lagged() for _, stage in self.stages())
+
+    @model_validator(mode="after")
+    def _signals_exist(self) -> Self:
+        for path, stage in self.stages():
+            missing = sorted(stage.requires - SIGNALS)
+            if missing:
+                raise ValueError(
+                    f"{path}: requires the signal '{missing[0]}', which nobody provides ({sorted(SIGNALS)})"
+                )
+        return self
+
+
+class Route(Update):
+    """Parameters that match are updated by this instead of the recipe's own chain."""
+
+    name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", description="what the route is called in paths")
+    match: Match = Field(default=Match(), description="which parameters")
+    lr_ratio: float = Field(default=1.0, ge=0, description="multiplies the group's learning rate")
+    weight_decay: WeightDecay | None = Field(
+        default=None, description="decay of these parameters; default: the recipe's"
+    )
+    optional: bool = Field(default=False, description="whether it is fine that no parameter matches")
+
+
+def adam_route() -> Route:
+    """The default route: embeddings, output heads, norms, biases and tensors with fewer than two axes go to Adam."""
+    return Route(
+        name="adam",
+        match=Match(role=("embedding", "head", "norm", "bias", "scalar", "vector")),
+        update=(Momentum(beta=0.9), RMS(beta=0.95)),
+        optional=True,
+    )
+
+
+def _routes(value: Any) -> Any:
+    value = (value,) if isinstance(value, str) else value
+    if not isinstance(value, (list, tuple)):
+        raise ValueError("a list of routes is required, each a mapping or 'default'")
+    for route in value:
+        if isinstance(route, str) and route != "default":
+            raise ValueError(f"a route is a mapping or the word 'default', and '{route}' is neither")
+    return tuple(adam_route() if route == "default" else route for route in value)
+
+
+_RouteInput = Literal["default"] | tuple[Route | Literal["default"], ...]
+
+
+class Recipe(Update):
+    """The update of all parameters that no route takes, the routes, and what is common to both."""
+
+    name: str | None = Field(default=None, description="what reports call it")
+    about: str | None = Field(default=None, description="the paper and equations it follows")
+    lr: float = Field(default=1e-3, ge=0, description="learning rate where none is given, in units of the update")
+    weight_decay: WeightDecay = Field(default=Decoupled(), description="decay of the parameters")
+    routes: Annotated[tuple[Route, ...], BeforeValidator(_routes, json_schema_input_type=_RouteInput)] = Field(
+        default=("default",),  # type: ignore[arg-type]  # becomes adam_route() in validation
+        description="rules in order, the first match wins; the entry `default` stands for the Adam route",
+    )
+    averaging: Averaging | None = Field(
+        default=None, description="iterates kept beside the parameters, and which is evaluated; default: none"
+    )
+    storage: Annotated[dict[str, Quantizer], WithJsonSchema(_STORAGE)] = Field(
+        default={},
+        description="how slots are stored: by role (statistic, root, ...), by stage path or by stage path/slot",
+    )
+    failure: Failure = Field(default=Failure(), description="what happens when numbers go wrong")
+    distribution: Distribution = Field(
+        default=Distribution(), description="how the work is divided over ranks; it changes no result"
+    )
+
+    @model_validator(mode="after")
+    def _routes_differ(self) -> Self:
+        names = [route.name for route in self.routes]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"routes need distinct names, got '{twice[0]}' twice")
+        return self
+
+    @model_validator(mode="after")
+    def _storage_has_slots(self) -> Self:
+        stages = [path for where, rule in self.updates().items() for path, _ in rule.stages(where)]
+        for key in self.storage:
+            stage = key.partition("/")[0]
+            if key not in get_args(Role) and stage not in stages:
+                near = difflib.get_close_matches(stage, [*get_args(Role), *stages], n=1)
+                hint = f", did you mean '{near[0]}'?" if near else ""
+                raise ValueError(f"storage: a role, a stage path or a stage path/slot is required, got '{key}'{hint}")
+        return self
+
+    def route(self, facts: ParamInfo) -> tuple[str, str]:
+        """(path of the update, reason) for one parameter; the path is "" or "routes.<name>"."""
+        for route in self.routes:
+            reason = route.match.reason(facts)
+            if reason is not None:
+                return f"routes.{route.name}", reason
+        return "", f"{facts.why}, no route takes it"
+
+    def updates(self) -> dict[str, Recipe | Route]:
+        """The recipe's own update under "" and each route's under its path."""
+        return {"": self, **{f"routes.{route.name}": route for route in self.routes}}
+
+    def decays_in_gradient(self) -> bool:
+        """Whether some weight decay is added to gradients."""
+        rules = [self.weight_decay, *(route.weight_decay for route in self.routes)]
+        return any(rule is not None and rule.in_gradient for rule in rules)
+
+    def to_json(self) -> str:
+        """The resolved recipe as JSON text, with the schema version; `load_recipe` reads it back."""
+        return json.dumps({"schema": SCHEMA_VERSION, **self.model_dump(mode="json")})

@@ -1,0 +1,136 @@
+"""Which parameter goes to which update: roles, and rules that match them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, field_validator
+from torch import Tensor, nn
+
+from eigengraft.component import Component
+
+Role = Literal["embedding", "head", "norm", "bias", "scalar", "vector", "hidden"]
+_HEAD = re.compile(r"((^|\.)(lm_head|head|classifier|embed_out|logits)|^(model\.)?(output|output_projection))$")
+_EMBEDDING = re.compile(r"(^|\.|_)(emb|embed|embeds|embedding|embeddings|embed_tokens|tok_embeddings|wte|wpe)$")
+_NORM = re.compile(r"(^|\.|_)((layer|rms|batch|group|instance)?_?norm|bn|ln)(_?\d+|_[a-z])?$", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class ParamInfo:
+    """What rules may ask about a parameter. `why` says how the role was found."""
+
+    name: str | None
+    shape: tuple[int, ...]
+    numel: int
+    role: Role
+    why: str
+    modules: tuple[str, ...] = ()
+
+
+def describe_parameter(
+    name: str | None, parameter: Tensor, owners: Iterable[tuple[str, nn.Module]] = (), head: str = ""
+) -> ParamInfo:
+    """The facts of one parameter.
+
+    owners: the modules that hold it (several if tied); head: why it is an output head.
+    """
+    shape = tuple(parameter.shape)
+    kinds = [cls.__name__ for _, module in owners for cls in type(module).__mro__ if cls is not object]
+    holders = [path for path, _ in owners] or ([name.rpartition(".")[0]] if name else [])
+
+    def fact(role: Role, why: str) -> ParamInfo:
+        return ParamInfo(name, shape, parameter.numel(), role, why, tuple(dict.fromkeys(kinds)))
+
+    if "Embedding" in kinds or "EmbeddingBag" in kinds or any(map(_EMBEDDING.search, [*holders, name or ""])):
+        return fact("embedding", "embedding")
+    if any(kind.endswith(("Norm", "Norm1d", "Norm2d", "Norm3d")) for kind in kinds) or any(map(_NORM.search, holders)):
+        return fact("norm", "normalisation")
+    if name is not None and name.endswith("bias"):
+        return fact("bias", "bias")
+    if parameter.ndim < 2:
+        return fact("vector" if parameter.ndim else "scalar", f"{parameter.ndim}-d")
+    if head or any(map(_HEAD.search, holders)):
+        return fact("head", head or "output head by name")
+    return fact("hidden", f"{parameter.ndim}-d weight")
+
+
+def describe_model(model: nn.Module) -> dict[int, ParamInfo]:
+    """ParamInfo of every parameter of a model by `id`."""
+    owners: dict[int, list[tuple[str, nn.Module]]] = {}
+    for path, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append((path, module))
+    head = _unnamed_head(model)
+    facts = {}
+    for name, parameter in model.named_parameters():
+        why = "last Linear onto a vocabulary" if parameter is head else ""
+        facts[id(parameter)] = describe_parameter(name, parameter, owners[id(parameter)], why)
+    return facts
+
+
+def _unnamed_head(model: nn.Module) -> Tensor | None:
+    """The weight of the last Linear with as many outputs as an embedding has rows, where no head has a head's name.
+
+    Other Linears may have that many outputs by chance (a context of 64 and a width of 64): only the last one counts,
+    and none if a Linear placements its weight with an embedding.
+    """
+    tables = [m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+    linears = [(path, m) for path, m in model.named_modules() if isinstance(m, nn.Linear)]
+    tied = any(linear.weight is table.weight for _, linear in linears for table in tables)
+    if tied or any(_HEAD.search(path) for path, _ in linears):
+        return None
+    onto = [m.weight for _, m in linears if m.out_features in {table.num_embeddings for table in tables}]
+    return onto[-1] if onto else None
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+
+Strings = Annotated[tuple[str, ...], BeforeValidator(_as_tuple, json_schema_input_type=str | tuple[str, ...])]
+Roles = Annotated[tuple[Role, ...], BeforeValidator(_as_tuple, json_schema_input_type=Role | tuple[Role, ...])]
+Sizes = Annotated[tuple[int, ...], BeforeValidator(_as_tuple, json_schema_input_type=int | tuple[int, ...])]
+
+
+class Match(Component):
+    """Conditions on a parameter. Every condition given must hold; of the values in one condition, any."""
+
+    module: Strings = Field(
+        default=(), description="class names of the owning module or its bases, e.g. Linear, _ConvNd"
+    )
+    name: Strings = Field(default=(), description="regular expressions searched in the parameter's qualified name")
+    role: Roles = Field(default=(), description="roles, as `eigengraft show` prints them")
+    ndim: Sizes = Field(default=(), description="numbers of axes")
+    min_size: int | None = Field(default=None, ge=0, description="least number of elements")
+    max_size: int | None = Field(default=None, ge=0, description="largest number of elements")
+
+    @field_validator("name")
+    @classmethod
+    def _compiles(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"a regular expression is required ({error})") from None
+        return patterns
+
+    def reason(self, facts: ParamInfo) -> str | None:
+        """Why the parameter matches, in a few words, or None if it does not."""
+        modules = [kind for kind in self.module if kind in facts.modules]
+        names = [pattern for pattern in self.name if facts.name is not None and re.search(pattern, facts.name)]
+        wanted = (
+            (self.module, bool(modules), f"module {'/'.join(modules)}"),
+            (self.name, bool(names), f"name ~ {'/'.join(names)}"),
+            (self.role, facts.role in self.role, facts.why),
+            (self.ndim, len(facts.shape) in self.ndim, f"{len(facts.shape)}-d"),
+        )
+        if not all(holds for asked, holds, _ in wanted if asked):
+            return None
+        if facts.numel < (self.min_size or 0) or (self.max_size is not None and facts.numel > self.max_size):
+            return None
+        sized = self.min_size is not None or self.max_size is not None
+        reasons = [why for asked, _, why in wanted if asked] + [f"{facts.numel} elements"] * sized
+        return ", ".join(reasons) or "every parameter"

@@ -1,0 +1,1 @@
+"""Stages that hold other stages: chain, sum, split, graft."""

@@ -1,0 +1,58 @@
+"""Grafting: the direction of one chain with the magnitude of another (Agarwal et al. 2020, arXiv:2002.11803)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from eigengraft.numerics import block_norm, per_block, safe_ratio
+from eigengraft.slots import State
+from eigengraft.step_context import StepContext
+
+from ..base import Stage, Stages, run_chain
+
+
+class Graft(Stage):
+    """D ||M|| / ||D||  with D = direction(d), M = magnitude(d); both chains see the same gradient and the same d.
+
+    Before step `start` the result is M itself, while D's statistics already accumulate (Shi et al. 2023, section
+    3.5.2). Either then goes through `after`, which has a state of its own for each and sees both at every step: the two
+    momenta of Distributed Shampoo in JAX (Anil et al. 2020).
+    """
+
+    kind: Literal["graft"] = "graft"
+    direction: Stages = Field(description="the chain whose direction is taken")
+    magnitude: Stages = Field(description="the chain whose norm is taken")
+    start: int = Field(
+        default=1, ge=1, description="first update that takes the direction; before it the magnitude's is used"
+    )
+    per: Literal["block", "parameter"] = Field(default="block", description="what the norms are taken over")
+
+    after: Stages = Field(default=(), description="stages that follow, once for the grafted and once for the magnitude")
+
+    def chains(self) -> Mapping[str, Stages]:
+        own = {"direction": self.direction, "magnitude": self.magnitude}
+        return {**own, "after_direction": self.after, "after_magnitude": self.after} if self.after else own
+
+    def spans_parameter(self) -> bool:
+        return self.per == "parameter"
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        magnitude = run_chain(self.magnitude, state.scope("magnitude"), gradient, direction, context)
+        mapped = run_chain(self.direction, state.scope("direction"), gradient, direction, context)
+        norms = block_norm(magnitude), block_norm(mapped)
+        if self.per == "parameter":
+            norms = context.parameter_sum(norms[0].square()).sqrt(), context.parameter_sum(norms[1].square()).sqrt()
+        grafted = mapped * per_block(safe_ratio(*norms), mapped)
+        if self.after:
+            grafted = run_chain(self.after, state.scope("after_direction"), gradient, grafted, context)
+            magnitude = run_chain(self.after, state.scope("after_magnitude"), gradient, magnitude, context)
+        if context.steps.min() >= self.start:
+            return grafted
+        if context.steps.max() < self.start:
+            return magnitude
+        return torch.where(per_block(context.step >= self.start, mapped), grafted, magnitude)

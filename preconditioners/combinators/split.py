@@ -1,0 +1,107 @@
+"""Two chains, on the leading subspace of an axis and on the rest (COSMOS, Liu et al. 2025, arXiv:2502.17410)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from eigengraft.numerics import per_block, tiny
+from eigengraft.slots import Slot, State
+from eigengraft.step_context import StepContext
+
+from ..algebra.mode_product import mode_product, unfold
+from ..algebra.transport import require_frameless, transport
+from ..base import Stage, Stages, run_chain
+from ..roots.base import eigh
+from ..roots.bases.orthogonal_iteration import householder
+
+
+class Split(Stage):
+    """inside(d U) U^T + outside(d - d U U^T),  U `[n, r]` the leading eigenvectors of the running mean of G^T G
+
+    No n x n matrix is kept, only U and the r x r projection S of that mean (Algorithm 1 of the paper):
+    U' = qr(b U S + (1 - b) G^T G U),  T = U^T U',  S <- b T^T S T + (1 - b) (G U')^T (G U').
+    The first U is of G^T G itself. The axis is the last one, the first or the shorter one; blocks with one axis go to
+    `inside` as they are, with nothing left. Either chain sees its part of the gradient as the gradient.
+    """
+
+    kind: Literal["split"] = "split"
+    inside: Stages = Field(description="the chain on the coordinates in the subspace")
+    outside: Stages = Field(description="the chain on what is left")
+    rank: int = Field(default=64, ge=1, description="dimension r of the subspace, at most the length of the axis")
+    beta: float = Field(default=0.95, ge=0, lt=1, description="decay of the second moment that the subspace is of")
+    side: Literal["left", "right", "smaller"] = Field(default="right", description="which axis is split")
+    follow: Literal["exact", "none"] = Field(
+        default="none", description="whether the state of `inside` is transported when U changes"
+    )
+
+    @model_validator(mode="after")
+    def _inside_follows(self) -> Self:
+        require_frameless(self.inside, "inside")
+        return self
+
+    def chains(self) -> Mapping[str, Stages]:
+        return {"inside": self.inside, "outside": self.outside}
+
+    def _axis(self, block: tuple[int, ...]) -> int:
+        if self.side == "smaller":
+            return min(range(len(block)), key=lambda axis: block[axis])
+        return 0 if self.side == "left" else len(block) - 1
+
+    def inner_block(self, part: str, block: tuple[int, ...]) -> tuple[int, ...]:
+        if part == "outside" or len(block) < 2:
+            return block
+        axis = self._axis(block)
+        return (*block[:axis], min(self.rank, block[axis]), *block[axis + 1 :])
+
+    def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
+        if len(block) < 2:
+            return {}
+        d = block[self._axis(block)]
+        r = min(self.rank, d)
+        return {"basis": Slot((d, r), fill="identity", role="basis"), "core": Slot((r, r), role="statistic")}
+
+    def observe(self, state: State, gradient: Tensor, context: StepContext) -> None:
+        if len(state.block) < 2:
+            return
+        axis = self._axis(state.block)
+        x = unfold(gradient, axis)  # [N, d, rest]
+        size = torch.linalg.vector_norm(x, ord=float("inf"), dim=(1, 2), keepdim=True)
+        old, core = state["basis"].clone(), state["core"]
+        pull = core * self.beta / size.square().clamp_min(tiny(x.dtype))
+        unit = x / size.clamp_min(tiny(x.dtype))  # of size 1, so that squares of extreme gradients keep their digits
+        step = old @ pull + unit @ (unit.mT @ old) * (1 - self.beta)
+        new = householder(torch.where(step.isfinite().all(-1).all(-1)[:, None, None], step, old), old)
+        if context.steps.min() <= 1:
+            _, vectors, ok = eigh(unit @ unit.mT)
+            start = torch.from_numpy(context.steps <= 1).to(x.device) & ok & (size.flatten() > 0)
+            new = torch.where(per_block(start, new), vectors[..., -new.shape[-1] :].flip(-1), new)
+        turn = old.mT @ new
+        inside = x.mT @ new  # [N, rest, r]
+        state["core"] = turn.mT @ core @ turn * self.beta + inside.mT @ inside * (1 - self.beta)
+        state["basis"] = new
+        if self.follow == "exact":
+            inner = state.scope("inside", self.inner_block("inside", state.block))
+            transport(self.inside, inner, axis, turn, None)
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        inner = state.scope("inside", self.inner_block("inside", state.block))
+        (g_in, g_out), (d_in, d_out) = self._divided(state, gradient), self._divided(state, direction)
+        mapped = run_chain(self.inside, inner, g_in, d_in, context)
+        rest = run_chain(self.outside, state.scope("outside"), g_out, d_out, context)
+        if len(state.block) < 2:
+            return mapped + rest
+        return mode_product(mapped, state["basis"], self._axis(state.block)) + rest
+
+    def _divided(self, state: State, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(coordinates in the subspace, what is left); all and nothing for blocks with one axis."""
+        if len(state.block) < 2:
+            return x, torch.zeros_like(x)
+        u, axis = state["basis"], self._axis(state.block)
+        inside = mode_product(x, u.mT, axis)
+        whole = u.shape[-1] == u.shape[-2]  # then what is left is rounding, which `outside` might make large
+        return inside, torch.zeros_like(x) if whole else x - mode_product(inside, u, axis)

@@ -1,0 +1,91 @@
+"""Adafactor (Shazeer & Stern 2018, arXiv:1804.04235): a rank-one second moment, and the relative step size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from eigengraft.slots import Slot, State
+from eigengraft.step_context import StepContext
+
+from ..base import Stage
+
+
+class Adafactor(Stage):
+    """Divide by the root of a factored second moment.  [..., m, n]
+
+    r <- b r + (1 - b) mean_n(g^2);  c <- b c + (1 - b) mean_m(g^2);  v = r c^T / mean(r);  d / max(sqrt(v), eps)
+    b = 1 - t^-decay_power (no bias to correct), or a constant `beta` with correction by 1 - beta^t. Blocks with fewer
+    than two axes keep the full v. The update clipping of section 6 is the stage `clip_rms`, the relative step
+    `relative_step`.
+    """
+
+    kind: Literal["adafactor"] = "adafactor"
+    beta: float | None = Field(
+        default=None, ge=0, lt=1, description="constant decay per step; default: 1 - t^-decay_power"
+    )
+    decay_power: float = Field(default=0.8, gt=0, le=1, description="the decay is 1 - t^-decay_power")
+    eps: float = Field(default=1e-15, gt=0, description="floor of the root, in units of the gradient")
+
+    def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
+        if len(block) < 2:
+            return {"v": Slot(block, role="second_moment", frame="square")}
+        return {
+            "row": Slot(block[:-1], role="second_moment", frame="row"),
+            "column": Slot((*block[:-2], block[-1]), role="second_moment", frame="column"),
+        }
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        square = gradient.square()
+        if gradient.ndim < 3:
+            return direction / self._floored(self._track(state, "v", square, context))
+        row = self._track(state, "row", square.mean(-1), context)  # [N, ..., m]
+        column = self._track(state, "column", square.mean(-2), context)  # [N, ..., n]
+        mean = row.mean(-1, keepdim=True).clamp_min_(self._floor(row))
+        # v below the rounding of the gradient's norm is noise: low-rank gradients leave nothing else in a basis' corner
+        rounding = mean.unsqueeze(-1) * (4 * gradient[0].numel() * torch.finfo(row.dtype).eps ** 2)
+        v = (row / mean).unsqueeze(-1) * column.unsqueeze(-2)
+        return direction / self._floored(torch.maximum(v, rounding))
+
+    def _track(self, state: State, name: str, square: Tensor, context: StepContext) -> Tensor:
+        v = state[name]
+        if self.beta is not None:
+            v.lerp_(square, 1 - self.beta)
+            state[name] = v
+            return v / context.correction(self.beta, v)
+        v.add_((square - v) * context.per_block(lambda step: step**-self.decay_power, v))
+        state[name] = v
+        return v
+
+    def _floor(self, like: Tensor) -> float:
+        return max(self.eps**2, torch.finfo(like.dtype).tiny)
+
+    def _floored(self, v: Tensor) -> Tensor:
+        return v.clamp_min(self._floor(v)).sqrt_()
+
+
+class RelativeStep(Stage):
+    """d * max(floor, RMS(parameter)) * min(1, 1 / (lr sqrt(t)))  (section 8: relative step size; lr is its upper
+    bound).
+
+    The optimizer multiplies by lr, so the step is max(floor, RMS) * min(lr, 1 / sqrt(t)), as in torch.optim.Adafactor.
+    """
+
+    kind: Literal["relative_step"] = "relative_step"
+    floor: float = Field(default=1e-3, gt=0, description="the least parameter RMS assumed, in units of the parameter")
+    decay: bool = Field(default=True, description="bound the step by 1 / sqrt(t) as well as by lr")
+    requires: ClassVar[frozenset[str]] = frozenset({"lr", "parameter_rms"})
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        rms = torch.as_tensor(context.signal("parameter_rms"), dtype=direction.dtype, device=direction.device)
+        scale = rms.clamp_min(self.floor).reshape(-1, *[1] * (direction.ndim - 1))
+        if self.decay:
+            lr = torch.as_tensor(context.signal("lr"), dtype=torch.float64)
+            scale = scale * context.per_block(
+                lambda step: (1 / (lr.to(step.device) * step.sqrt())).clamp_max(1.0), scale
+            )
+        return direction * scale

@@ -1,0 +1,112 @@
+"""Diagonal preconditioners: identity, sign, and division by the root of an accumulated square."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from eigengraft.slots import Slot, State
+from eigengraft.step_context import StepContext
+
+from ..algebra.exponents import Exponents, exponent_of
+from ..base import Stage
+
+
+class Identity(Stage):
+    """d (stochastic gradient descent; as a magnitude, the SGD grafting)."""
+
+    kind: Literal["identity"] = "identity"
+
+    def entrywise(self) -> bool:
+        return True
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        return direction
+
+
+class Sign(Stage):
+    """sign(d), 0 where d is 0: steepest descent in the maximum norm (signSGD, Bernstein et al. 2018)."""
+
+    kind: Literal["sign"] = "sign"
+
+    def entrywise(self) -> bool:
+        return True
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        return direction.sign()
+
+
+class RMS(Stage):
+    """Divide by a power of accumulated squares.  v <- b v + w x^2;  d / ((v / c)^e + eps),  e = 1/2
+
+    Running mean (b < 1): w = 1 - b; c = 1 - b^t with bias correction (Adam, Kingma & Ba 2015), c = 1 without (RMSprop).
+    Sum (b = 1) and `damped: false`: w = 1, c = 1 (AdaGrad, Duchi et al. 2011). With `eps_on: raw` the division is by
+    (v^e + eps) / c^e, as in the codes that fold the correction into the step size.
+    x is the gradient, or the direction (NorMuon and AdaMuon: of the orthogonalized momentum). With `per: row` or
+    `column` v holds the mean of x^2 over the last axis, or over the last but one.
+    """
+
+    kind: Literal["rms"] = "rms"
+    beta: float = Field(default=0.999, ge=0, le=1, description="decay of the second moment, per step; 1 = sum")
+    eps: float = Field(default=1e-8, gt=0, description="added to the power, in units of the gradient for e = 1/2")
+    bias_correction: bool = Field(default=True, description="divide v by 1 - beta^t; a sum (beta = 1) has no bias")
+    eps_on: Literal["corrected", "raw"] = Field(default="corrected", description="which power eps is added to")
+    damped: bool = Field(
+        default=True, description="whether squares enter with weight 1 - beta; false: with weight 1, uncorrected"
+    )
+    source: Literal["gradient", "direction"] = Field(default="gradient", description="what is squared")
+    per: Literal["entry", "row", "column"] = Field(
+        default="entry", description="one v for each entry, row or column; blocks with one axis keep entries"
+    )
+    exponent: Exponents = Field(default=None, description="power e, or one for each order of block; default 1/2")
+
+    @model_validator(mode="after")
+    def _one_exponent(self) -> Self:
+        if isinstance(self.exponent, dict) and any(
+            len({*parts}) > 1 or not parts[0] for parts in self.exponent.values()
+        ):
+            raise ValueError("exponent: one number > 0 for each order is required, got one for each axis")
+        return self
+
+    def entrywise(self) -> bool:
+        return self.per == "entry"
+
+    def _per(self, block: tuple[int, ...]) -> str:
+        return self.per if len(block) > 1 else "entry"
+
+    def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
+        per = self._per(block)
+        if per == "row":
+            return {"v": Slot(block[:-1], role="second_moment", frame="row")}
+        if per == "column":
+            return {"v": Slot((*block[:-2], block[-1]), role="second_moment", frame="column")}
+        return {"v": Slot(block, role="second_moment", frame="square")}
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        v = self._accumulate(state, gradient if self.source == "gradient" else direction)
+        exponent = exponent_of(self.exponent, len(state.block), 0, Fraction(1, 2))
+        denominator = v.sqrt() if exponent == Fraction(1, 2) else v.pow(float(exponent))
+        if self._per(state.block) != "entry":
+            denominator = denominator.unsqueeze(-1 if self.per == "row" else -2).expand_as(direction).clone()
+        if not self.bias_correction or self.beta == 1 or not self.damped:
+            return torch.div(direction, denominator.add_(self.eps), out=denominator)
+        root = context.correction(self.beta, direction, exponent=float(exponent))
+        if self.eps_on == "raw":
+            return torch.div(direction, denominator.add_(self.eps), out=denominator).mul_(root)
+        return torch.div(direction, denominator.div_(root).add_(self.eps), out=denominator)
+
+    def _accumulate(self, state: State, x: Tensor) -> Tensor:
+        v = state["v"]
+        weight = 1 - self.beta if self.beta < 1 and self.damped else 1.0
+        per = self._per(state.block)
+        if per == "entry":
+            v.mul_(self.beta).addcmul_(x, x, value=weight)
+        else:
+            v.mul_(self.beta).add_(x.square().mean(-1 if per == "row" else -2), alpha=weight)
+        state["v"] = v
+        return v

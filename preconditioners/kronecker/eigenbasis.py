@@ -1,0 +1,168 @@
+"""A chain run in the eigenbasis of the statistics: SOAP and its relatives (Vyas et al. 2024, arXiv:2409.11321)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import ClassVar, Literal, NamedTuple, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from eigengraft.numerics import identity_like, may_branch_on_values, per_block, symmetrized, tiny, to_power
+from eigengraft.orthonormal import rectified
+from eigengraft.slots import State
+from eigengraft.step_context import StepContext
+
+from ..algebra.mode_product import rotate
+from ..algebra.transport import Transport, require_frameless, settled, transport
+from ..base import Stages, run_chain
+from ..roots import BasisSolver, PowerQR
+from ..statistics import Bregman, Power, mean_eigenvalue, seen
+from .base import Factored
+
+LONG = 1 << 30
+"""Longer than any axis."""
+
+
+class Inside(NamedTuple):
+    """What a step has found so far: x `[N, *block]`, the bases of its axes, and x in them."""
+
+    x: Tensor
+    bases: dict[int, Tensor]
+    rotated: Tensor
+
+
+class Eigenbasis(Factored):
+    """Q inner(Q^T g, Q^T d)  with Q = Q_1 x ... x Q_k, the eigenvectors of the axis statistics.
+
+    SOAP is `inner: [momentum, rms]`.
+    timing: `current` observes and refreshes before the gradient is used. In the basis of one gradient alone that
+    gradient is diagonal, and the inner chain normalises rounding off the diagonal: let `refresh.start` be 2 or more.
+    `lagged` does so after it, as published: the first gradient only builds the basis.
+    transport: what inner state does when Q changes by R = Q_old^T Q_new. exact: vectors are rotated, squares
+    transported by (R*R)^T; permute: vectors are rotated, squares only follow the reordering of columns, as published;
+    none: everything stays where it is.
+    statistic_frame: what is accumulated of axis i. fixed: A_i; basis: B_i = Q_i^T A_i Q_i, from gradients that are in
+    the basis already. A refresh asks the solver for the eigenvectors P of B_i; Q_i <- Q_i P, rectified by one Bjorck
+    step, and R is P. In exact arithmetic both are the same. But B_i is nearly diagonal, and R is orthogonal however
+    coarsely Q_i is stored: rounding a basis then turns the frame a little and spoils nothing that is known in it.
+    """
+
+    kind: Literal["eigenbasis"] = "eigenbasis"
+    inner: Stages = Field(description="the chain that runs in the basis")
+    solver: BasisSolver = Field(default=PowerQR(), description="how the basis is computed")
+    matrix: ClassVar[Literal["root", "basis"]] = "basis"
+    timing: Literal["current", "lagged"] = Field(
+        default="current", description="learn the current gradient before or after it is used"
+    )
+    transport: Transport = Field(default="exact", description="how inner state follows the basis")
+    statistic_frame: Literal["fixed", "basis"] = Field(
+        default="fixed", description="where the statistics live: as the gradient comes, or in the basis made of them"
+    )
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Self:
+        if self.statistic.entries == "diagonal" or self.statistic.oversize == "diagonal":
+            raise ValueError("statistic: a basis is made of full factors, got diagonal ones")
+        if self.statistic.coupled and self.columns(LONG) < LONG:
+            raise ValueError("statistic: reads powers of whole factors, of which a subspace holds only a part")
+        if self.statistic_frame == "basis" and self.columns(LONG) < LONG:
+            raise ValueError(
+                "statistic_frame: statistics in the basis need all of its columns, got a solver that keeps fewer"
+            )
+        require_frameless(self.inner, "inner")
+        return self
+
+    def columns(self, d: int) -> int:
+        return self.solver.columns(d)
+
+    def inner_block(self, part: str, block: tuple[int, ...]) -> tuple[int, ...]:
+        axes = self.axes(block)
+        return tuple(self.columns(d) if axis in axes else d for axis, d in enumerate(block))
+
+    def chains(self) -> Mapping[str, Stages]:
+        return {"inner": self.inner}
+
+    def lagged(self) -> bool:
+        return self.timing == "lagged"
+
+    def renewed(self, state: State, part: State, start: int, stop: int) -> None:
+        if self.statistic_frame == "fixed":
+            return
+        inside, bases = state.kept["inside"], self.matrices(part)
+        for axis, q in bases.items():
+            inside.bases[axis][start:stop] = q
+        if bases:
+            inside.rotated[start:stop] = rotate(inside.x[start:stop], _inward(bases))
+
+    def _observe(
+        self, state: State, gradient: Tensor, context: StepContext, axes: tuple[int, ...], fresh: tuple[int, ...]
+    ) -> None:
+        x = gradient if self.statistic_frame == "fixed" else self._rotated(state, gradient).rotated
+        super()._observe(state, x, context, axes, fresh)
+
+    def _rotated(self, state: State, x: Tensor) -> Inside:
+        """x in the bases that hold now; where statistics live there, each basis is read and x rotated once a step."""
+        known: Inside | None = state.kept.get("inside")
+        if known is None or known.x is not x:
+            bases = self.matrices(state) if known is None else known.bases
+            known = Inside(x, bases, rotate(x, _inward(bases)))
+            if self.statistic_frame == "basis":
+                state.kept["inside"] = known
+        return known
+
+    def renew(self, state: State, axis: int, context: StepContext) -> None:
+        if self.statistic_frame == "basis":
+            self._turn(state, axis, context)
+            return
+        old = state[f"basis.{axis}"].clone()
+        new, order, ok = self.solver.basis(self.statistic.estimate(state, axis, context), old, context.first)
+        new = self.accept(state, axis, new, ok)
+        if may_branch_on_values(new) and torch.equal(new, old):
+            return  # a solver that found nothing to do
+        transport(self.inner, self._inside(state), axis, torch.bmm(old.mT, new), settled(order, ok), self.transport)
+
+    def _turn(self, state: State, axis: int, context: StepContext) -> None:
+        """The refresh in the frame of the basis: all that lives there follows P."""
+        state.kept.pop("inside", None)
+        q, factor = state[f"basis.{axis}"], state[f"factor.{axis}"]
+        eye = identity_like(q)
+        p, order, ok = self.solver.basis(self.statistic.estimate(state, axis, context), eye, context.first)
+        p = torch.where(per_block(ok, p), p, eye)
+        self.accept(state, axis, rectified(torch.bmm(q, p), 1), ok)
+        if may_branch_on_values(p) and torch.equal(p, eye):
+            return
+        state[f"factor.{axis}"] = symmetrized(torch.bmm(p.mT, torch.bmm(factor, p)))
+        transport(self.inner, self._inside(state), axis, p, settled(order, ok), self.transport)
+
+    def power(self, state: State, axis: int, exponent: Fraction, estimate: Tensor) -> Power:
+        unit = mean_eigenvalue(estimate)
+        if self.statistic_frame == "basis":
+            values = estimate.diagonal(dim1=-2, dim2=-1) / unit[:, None]
+        else:
+            q = state[f"basis.{axis}"]
+            values = (q * torch.bmm(estimate / per_block(unit, estimate), q)).sum(-2)  # [N, d]: diag(Q^T A Q) / unit
+        floor = self.statistic.floor if isinstance(self.statistic, Bregman) else 0.0
+        values = values.clamp_min(max(floor, tiny(values.dtype)))
+        trace = to_power(values, float(exponent + 1)).sum(-1)
+        if exponent == 0:
+            return Power(None, None, unit, trace, seen(estimate))
+        half = to_power(values, float(exponent) / 2)
+        if self.statistic_frame == "fixed":
+            half = half.unsqueeze(-1) * q.mT
+        return Power(half, half, unit, trace, seen(estimate))
+
+    def _inside(self, state: State) -> State:
+        return state.scope("inner", self.inner_block("inner", state.block))
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        _, bases, rotated = self._rotated(state, gradient)
+        inside = rotated if direction is gradient else rotate(direction, _inward(bases))
+        return rotate(run_chain(self.inner, self._inside(state), rotated, inside, context), bases)
+
+
+def _inward(bases: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """Q^T of every axis."""
+    return {axis: q.mT for axis, q in bases.items()}

@@ -1,0 +1,121 @@
+"""Shampoo from eigenvectors and eigenvalues alone (4-bit Shampoo, Wang et al. 2024, arXiv:2405.18144, Algorithm 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from eigengraft.numerics import per_block, tiny, to_power
+from eigengraft.slots import Slot, State
+from eigengraft.step_context import StepContext
+
+from ..algebra.exponents import Exponents, exponent_of
+from ..algebra.factors import gram
+from ..algebra.mode_product import rotate
+from ..cadence import Cadence, Every
+from ..learned.base import Direct, telling
+from ..roots import BasisSolver, PowerQR
+from .eigenbasis import LONG
+
+
+class Eigenfactors(Direct):
+    """d x_1 R_1 ... x_k R_k  with R = V Diag(l + eps max l)^(-e) V^T for each axis, e = 1 / (2k) by default
+
+    At a refresh, with M = G G^T of the gradient's unfolding G along the axis:
+    A = b V Diag(l) V^T + (1 - b) M;  P = qr(A V);  l <- diag(P^T A P), V <- P
+
+    V `[N, d, d]` starts as the identity and l `[N, d]` as `initial`. `power_qr` sorts the columns of V before the step,
+    which the paper does not; measured, neither is closer to Shampoo. Neither a statistic nor a root is kept: of A only
+    the part that is diagonal in P lives on, and R is applied by its factors. At 4 bits this is half the memory of the
+    paper's Algorithms 1 to 3, which keep V and l for A and a root beside them, for one more product with V per axis and
+    step. Of a constant M the angle between two columns and their limits falls by b + (1 - b) r at a refresh, r < 1 the
+    ratio of their eigenvalues: no faster than the mean itself forgets. With an exact `solver` and no storage it is
+    Shampoo that observes and takes roots at the same updates. Where l is 0, because nothing was observed yet, R is the
+    identity. A matrix that its solver rejects changes neither V nor l and is counted in `failures.<i>`, in a row.
+    """
+
+    kind: Literal["eigenfactors"] = "eigenfactors"
+    beta: float = Field(default=0.95, ge=0, lt=1, description="decay b of the factors, per refresh")
+    exponent: Exponents = Field(
+        default=None,
+        description="e of each axis, or by order of the block as {2: 1/2, 1: 0}, 0: no factor; default 1 / (2 * order)",
+    )
+    eps: float = Field(default=1e-6, ge=0, description="ridge of a root, relative to the largest eigenvalue")
+    initial: float = Field(default=1e-6, ge=0, description="l starts as this, in squared units of the gradient")
+    solver: BasisSolver = Field(default=PowerQR(bootstrap=False), description="how P is computed from A and V")
+    every: Cadence = Field(default=Every(), alias="refresh", description="when the factors learn the gradient")
+    oversize: Literal["none", "diagonal"] = Field(
+        default="none", description="what axes longer than max_size have: nothing, or the diagonal of the factor"
+    )
+
+    @model_validator(mode="after")
+    def _basis_is_whole(self) -> Self:
+        if self.solver.columns(LONG) < LONG:
+            raise ValueError("solver: a basis of all eigenvectors is required, got one of a subspace")
+        return self
+
+    def full(self, block: tuple[int, ...], axis: int) -> bool:
+        return super().full(block, axis) and self._exponent(block, axis) > 0
+
+    def axes(self, block: tuple[int, ...]) -> tuple[int, ...]:
+        """Which axes of a block have a factor, whole or diagonal."""
+        able = (axis for axis in range(len(block)) if self._exponent(block, axis))
+        return tuple(axis for axis in able if self.full(block, axis) or self.oversize == "diagonal")
+
+    def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
+        slots = {}
+        for axis in self.axes(block):
+            d = block[axis]
+            if self.full(block, axis):
+                slots[f"basis.{axis}"] = Slot((d, d), fill="identity", role="basis")
+                slots[f"values.{axis}"] = Slot((d,), fill=self.initial, role="statistic")
+                slots[f"failures.{axis}"] = Slot((), role="count", dtype=torch.int32)
+            else:
+                slots[f"values.{axis}"] = Slot((d,), fill=self.initial, role="statistic", frame="square", axes=(axis,))
+        return slots
+
+    def fit(self, state: State, gradient: Tensor, context: StepContext) -> None:
+        live = telling(gradient)
+        for axis in self.axes(state.block):
+            full, old = self.full(state.block, axis), state[f"values.{axis}"]
+            m = gram(gradient, axis, full)
+            if full:
+                values, ok = self._turned(state, axis, m, live, context.first)
+            else:
+                values = self.beta * old + (1 - self.beta) * m
+                ok = live & values.isfinite().all(-1)
+            state[f"values.{axis}"] = torch.where(per_block(ok, old), values, old)
+
+    def _turned(self, state: State, axis: int, m: Tensor, live: Tensor, first: bool) -> tuple[Tensor, Tensor]:
+        """Takes over the next basis; its eigenvalues `[N, d]`, and where both hold `[N]`."""
+        v, failures = state[f"basis.{axis}"], state[f"failures.{axis}"]
+        kept = v * state[f"values.{axis}"].unsqueeze(-2)
+        a = torch.baddbmm(m, kept, v.mT, beta=1 - self.beta, alpha=self.beta)
+        p, _, ok = self.solver.basis(a, v, first)
+        values = (p * torch.bmm(a, p)).sum(-2).clamp_min(0.0)
+        ok = ok & values.isfinite().all(-1)
+        state[f"failures.{axis}"] = torch.where(ok, torch.zeros_like(failures), failures + 1)
+        state[f"basis.{axis}"] = torch.where(per_block(ok & live, v), p, v)
+        return values, ok & live
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        axes = self.axes(state.block)
+        bases = {axis: state[f"basis.{axis}"] for axis in axes if self.full(state.block, axis)}
+        inside = rotate(direction, {axis: v.mT for axis, v in bases.items()})
+        return rotate(rotate(inside, {axis: self._power(state, axis) for axis in axes}), bases)
+
+    def _power(self, state: State, axis: int) -> Tensor:
+        """(l + eps max l)^(-e) `[N, d]`."""
+        values = state[f"values.{axis}"]
+        peak = values.amax(-1, keepdim=True)
+        ridged = (values + self.eps * peak).clamp_min(tiny(values.dtype))
+        return torch.where(peak > 0, to_power(ridged, -float(self._exponent(state.block, axis))), 1.0)
+
+    def _exponent(self, block: tuple[int, ...], axis: int) -> Fraction:
+        order = len(block)
+        return exponent_of(self.exponent, order, axis, Fraction(1, 2 * order))

@@ -1,0 +1,104 @@
+"""Shampoo: a Kronecker product of inverse roots (Gupta, Koren & Singer 2018, arXiv:1802.09568)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import ClassVar, Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from eigengraft.numerics import identity_like, per_block, to_power
+from eigengraft.slots import Slot, State
+from eigengraft.step_context import StepContext
+
+from ..algebra.exponents import Exponents, exponent_of
+from ..algebra.mode_product import rotate
+from ..roots import Eigh, RootSolver
+from ..statistics import Bregman, Power, mean_eigenvalue, seen
+from .base import Factored
+
+
+class Shampoo(Factored):
+    """d x_1 A_1^(-e) x_2 ... x_k A_k^(-e)  with A_i the statistic of axis i and e = 1 / (2k) by default.
+
+    Order k is the number of axes of the block. Axes without a factor, or with exponent 0, are left alone.
+    """
+
+    kind: Literal["shampoo"] = "shampoo"
+    exponent: Exponents = Field(
+        default=None,
+        description="e of each axis, or by order of the block as {2: 1/2, 1: 1/4} or {2: [1/2, 0]}; "
+        "default 1 / (2 * order)",
+    )
+    solver: RootSolver = Field(default=Eigh(), description="how roots are computed")
+    matrix: ClassVar[Literal["root", "basis"]] = "root"
+
+    @model_validator(mode="after")
+    def _exponents_fit(self) -> Self:
+        if self.exponent is not None:  # else it depends on the order of the blocks, and `slots` looks
+            for order in self.exponent if isinstance(self.exponent, dict) else (2,):
+                self._require_fit(order)
+        return self
+
+    def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
+        self._require_fit(len(block))
+        return super().slots(block)
+
+    def _require_fit(self, order: int) -> None:
+        for exponent in sorted({self._exponent(order, axis) for axis in range(order)} - {Fraction(0)}):
+            problem = self.solver.check(exponent)
+            if problem:
+                raise ValueError(problem)
+            if order > 1 and isinstance(self.statistic, Bregman) and self.statistic.entries == "full":
+                self._require_powers(self.statistic.q - 1, exponent)
+
+    def _require_powers(self, p: Fraction, exponent: Fraction) -> None:
+        if (p > 0 and p.denominator > 1) or (p < 0 and (-p / exponent).denominator > 1):
+            raise ValueError(
+                f"statistic: q = {p + 1} reads the power {p} of a factor A, which must be a whole power of A or of its "
+                f"root A^(-{exponent}); got neither, choose another q or exponent"
+            )
+
+    def _exponent(self, order: int, axis: int) -> Fraction:
+        return exponent_of(self.exponent, order, axis, Fraction(1, 2 * max(1, order)))
+
+    def axes(self, block: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(axis for axis in self.statistic.axes(block) if self._exponent(len(block), axis))
+
+    def renew(self, state: State, axis: int, context: StepContext) -> None:
+        estimate = self.statistic.estimate(state, axis, context)
+        solve = self.solver.root if estimate.ndim == 3 else self.solver.diagonal_root
+        found = solve(estimate, self._exponent(len(state.block), axis))
+        self.accept(state, axis, found.value, found.ok)
+
+    def power(self, state: State, axis: int, exponent: Fraction, estimate: Tensor) -> Power:
+        unit = mean_eigenvalue(estimate)
+        if estimate.ndim == 2:
+            return self._diagonal_power(exponent, estimate, unit)
+        root, own = state[f"root.{axis}"], self._exponent(len(state.block), axis)
+        scaled = estimate / per_block(unit, estimate)
+        if exponent == 0:
+            return Power(None, None, unit, scaled.diagonal(dim1=-2, dim2=-1).sum(-1), seen(estimate))
+        known = seen(estimate) & (root != identity_like(root)).flatten(1).any(-1)  # a root that was made of something
+        base = scaled if exponent > 0 else root * per_block(to_power(unit, float(own)), root)
+        times = int(exponent if exponent > 0 else -exponent / own)
+        left = torch.linalg.matrix_power(base, (times + 1) // 2)
+        right = torch.linalg.matrix_power(base, times // 2) if times > 1 else None
+        if exponent == -1:
+            trace = unit.new_full(unit.shape, estimate.shape[-1])
+        else:
+            trace = (scaled * (left if right is None else torch.bmm(left, right))).sum((-2, -1))
+        return Power(left, right, unit, trace, known)
+
+    def _diagonal_power(self, exponent: Fraction, estimate: Tensor, unit: Tensor) -> Power:
+        """Of the diagonal itself, with the solver's ridge: a root would be as old as its last refresh."""
+        values = self.solver.ridged(estimate) / per_block(unit, estimate)
+        half = torch.where(values > 0, to_power(values, float(exponent) / 2), 0.0)
+        trace = (values * half.square()).sum(-1) if exponent != -1 else unit.new_full(unit.shape, values.shape[-1])
+        return Power(half, half, unit, trace, seen(estimate))
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        return rotate(direction, self.matrices(state))

@@ -1,0 +1,71 @@
+"""What every stage has that learns a matrix for each axis by steps of its own: no statistic, no root."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from eigengraft.slots import Slot, State
+from eigengraft.step_context import StepContext
+
+from ..base import Stage
+from ..cadence import Cadence, Every
+
+
+class Direct(Stage):
+    """A factor for each axis that is itself the state: the current gradient moves it, and then it is used.
+
+    The step of a factor needs the gradient, so it is taken in `observe`, for the blocks that are due. A gradient that
+    is zero, or not finite, says nothing: it leaves the factors as they are.
+    """
+
+    every: Cadence = Field(default=Every(steps=1), alias="refresh", description="when the factors take a step")
+    source: Literal["gradient", "direction"] = Field(
+        default="gradient",
+        description="what the factors learn from: the gradient, or what the stages before made of it",
+    )
+    max_size: int | None = Field(
+        default=None, ge=1, description="axes longer than this have no full factor; default: no bound"
+    )
+
+    @abstractmethod
+    def fit(self, state: State, gradient: Tensor, context: StepContext) -> None:
+        """Moves the factors by one gradient `[N, *block]`."""
+
+    def full(self, block: tuple[int, ...], axis: int) -> bool:
+        """Whether the factor of an axis is a matrix."""
+        return self.max_size is None or block[axis] <= self.max_size
+
+    def cadence(self) -> Cadence:
+        return self.every
+
+    def refresh_cost(self, block: tuple[int, ...]) -> float:
+        return float(sum(d**3 if self.full(block, axis) else d for axis, d in enumerate(block)))
+
+    def observed(self, gradient: Tensor, direction: Tensor) -> Tensor:
+        return gradient if self.source == "gradient" else direction
+
+    def observe(self, state: State, gradient: Tensor, context: StepContext) -> None:
+        for start, stop, first in self.due(context):
+            self.fit(state.slice_rows(start, stop), gradient[start:stop], context.slice_rows(start, stop, first))
+
+
+def factor_slot(d: int, full: bool) -> Slot:
+    """The identity, as a matrix or as its diagonal."""
+    return Slot((d, d), fill="identity", role="root") if full else Slot((d,), fill=1.0, role="root")
+
+
+def telling(gradient: Tensor) -> Tensor:
+    """`[N]`: whether a gradient says anything, finite and not zero."""
+    peak = peak_of(gradient)
+    return (peak > 0) & peak.isfinite()
+
+
+def peak_of(x: Tensor) -> Tensor:
+    """The largest modulus in each block, `[N, *block] -> [N]`."""
+    peak: Tensor = torch.linalg.vector_norm(x.flatten(1), ord=float("inf"), dim=1)
+    return peak

@@ -1,0 +1,123 @@
+"""Jorge: Shampoo's inverse roots updated by a binomial series (Singh, Sating & Bhatele 2023, arXiv:2310.12298)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from eigengraft.numerics import block_norm, identity_like, per_block, symmetrized, tiny
+from eigengraft.slots import Slot, State
+from eigengraft.step_context import StepContext
+
+from ..algebra.exponents import Rational
+from ..algebra.factors import gram, transposed
+from ..algebra.mode_product import rotate
+from .base import Direct, peak_of, telling
+
+
+class Jorge(Direct):
+    """d x_1 R_1 x_2 ... x_k R_k  with R_i an approximation of A_i^(-e), e = 1 / (2k) by default, kept without A_i.
+
+    A <- b A + (1 - b) S, S = G G^T, is A^(-e) <- b^(-e) A^(-e) (I + (1 - b) / b A^(-1) S)^(-e) where A and S commute.
+    With (1 - b) / b = 1 / ||X||_F, so that the second term has norm 1, and the series to second order (section 3):
+
+    published: X = R^(1/e) S,  Y = X / ||X||_F;   R <- (1 + 1 / ||X||_F)^e R (I - e Y + e (e + 1) / 2 Y^2)
+    symmetric: X = R^(1/2e) S R^(1/2e);           R <- (1 + 1 / ||X||_F)^e h R h,  h = I - e/2 Y + e/2 (e/2 + 1) / 2 Y^2
+
+    For matrices e = 1/4, the bracket is I - Y / 4 + 5/32 Y^2 and the direction R_1 D R_2. Published, R loses its
+    symmetry, and drifts away from the root where the eigenbasis of S turns. The symmetric form is ours: the same series
+    (h^2 is the bracket to second order) in a congruence, which keeps R symmetric and positive definite. Two guards are
+    ours as well: the ridge `eps`, without which R grows without bound where no gradient ever points, and that A counts
+    as no smaller than the least number of its type. Grafting gives the magnitude.
+    """
+
+    kind: Literal["jorge"] = "jorge"
+    form: Literal["published", "symmetric"] = Field(default="published", description="how the series is arranged")
+    exponent: Rational | None = Field(
+        default=None,
+        description="e of each axis, one over a whole number, an even one if symmetric; default 1 / (2 * order)",
+    )
+    initial: float = Field(default=1e-6, gt=0, description="A starts as this times I, in squared units of the gradient")
+    eps: float = Field(
+        default=1e-6, ge=0, description="ridge of S, relative to its mean eigenvalue; 0: none, as published"
+    )
+
+    @model_validator(mode="after")
+    def _exponent_fits(self) -> Self:
+        e = self.exponent
+        if e is not None and (e.numerator != 1 or e.denominator > 64):
+            raise ValueError(f"exponent: jorge takes 1/p with a whole p <= 64, got {e}")
+        if e is not None and self.form == "symmetric" and e.denominator % 2:
+            raise ValueError(f"exponent: the symmetric form takes 1/p with an even p, got {e}")
+        return self
+
+    def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
+        start = self.initial ** -float(self._exponent(block))
+        return {
+            f"root.{axis}": Slot((d, d), fill="identity", scale=start, role="root")
+            for axis, d in enumerate(block)
+            if self.full(block, axis)
+        }
+
+    def fit(self, state: State, gradient: Tensor, context: StepContext) -> None:
+        e, live = self._exponent(state.block), telling(gradient)
+        step = _symmetric if self.form == "symmetric" else _published
+        peak = torch.where(live, peak_of(gradient), 1.0)
+        g = gradient / per_block(peak, gradient)
+        for axis, old in self._roots(state).items():
+            new, size = step(old, self._ridged(gram(g, axis, full=True)), e)
+            size = size + 2 * peak.log()
+            # (1 + 1 / ||X||)^e by logarithms: ||X|| itself may leave the range of numbers
+            growth = torch.nn.functional.softplus(-size) * float(e)
+            most = -float(e) * math.log(tiny(new.dtype)) - peak_of(new).log()
+            new = new * per_block(torch.minimum(growth, most).exp(), new)
+            state[f"root.{axis}"] = torch.where(per_block(live & size.isfinite(), new), new, old)
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        # the first axis is multiplied from the left, the others from the right, as in R_1 D R_2
+        return rotate(direction, {axis: r if axis == 0 else transposed(r) for axis, r in self._roots(state).items()})
+
+    def _ridged(self, s: Tensor) -> Tensor:
+        ridge = s.diagonal(dim1=-2, dim2=-1).mean(-1) * self.eps
+        return s + identity_like(s) * per_block(ridge, s)
+
+    def _roots(self, state: State) -> dict[int, Tensor]:
+        return {axis: state[f"root.{axis}"] for axis in range(len(state.block)) if self.full(state.block, axis)}
+
+    def _exponent(self, block: tuple[int, ...]) -> Fraction:
+        return self.exponent or Fraction(1, 2 * len(block))
+
+
+def _published(r: Tensor, s: Tensor, e: Fraction) -> tuple[Tensor, Tensor]:
+    """R (I - e Y + e (e + 1) / 2 Y^2) and log ||X||_F `[N]`."""
+    y, size = _product(r, s, e.denominator)
+    ry = torch.bmm(r, y)
+    return r - float(e) * ry + float(e * (e + 1) / 2) * torch.bmm(ry, y), size
+
+
+def _symmetric(r: Tensor, s: Tensor, e: Fraction) -> tuple[Tensor, Tensor]:
+    """h R h and log ||X||_F `[N]`."""
+    y, left = _product(r, s, e.denominator // 2)
+    y, right = _product(r, y.mT, e.denominator // 2)
+    y, half = symmetrized(y), e / 2
+    h = identity_like(r) - float(half) * y + float(half * (half + 1) / 2) * torch.bmm(y, y)
+    return symmetrized(torch.bmm(torch.bmm(h, r), h)), left + right
+
+
+def _product(r: Tensor, s: Tensor, power: int) -> tuple[Tensor, Tensor]:
+    """X = R^power S as Y = X / ||X||_F and log ||X||_F `[N]`; each factor is taken at unit norm."""
+    norm = block_norm(r)
+    unit, y = r / per_block(norm.clamp_min(tiny(r.dtype)), r), s
+    size = power * norm.log()
+    for _ in range(power):
+        y = torch.bmm(unit, y)
+        norm = block_norm(y)
+        y = y / per_block(norm.clamp_min(tiny(y.dtype)), y)
+        size = size + norm.log()
+    return y, size

@@ -1,0 +1,118 @@
+"""PSGD: a preconditioner learned by stochastic descent in a group of matrices (Li 2015, arXiv:1512.04202)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from eigengraft import noise
+from eigengraft.numerics import per_block, tiny, to_power
+from eigengraft.slots import Slot, State
+from eigengraft.step_context import StepContext
+
+from ..algebra.factors import balanced, scaled, spectral_norm, transposed
+from ..algebra.mode_product import rotate
+from .base import Direct, factor_slot, peak_of, telling
+from .psgd_steps import STEPS
+
+PROBE = 1
+"""The stream of noise that the probes come from."""
+
+
+class PSGD(Direct):
+    """P d  with P = Q^T Q, Q = Q_1 x ... x Q_k, whitening: P tends to E[g g^T]^(-1/2), the least point of the criterion
+
+    c(P) = E[h^T P h + v^T P^(-1) v]  with h = g + damping v, v ~ N(0, I)  (Li 2022, arXiv:2211.04422, section 2; Li
+    2024, arXiv:2402.11858). One step for each axis i, with T_i the descent direction of the form and l_i its size:
+
+    triangular: A = Q h, B = Q^(-T) v;  T_i = A_i A_i^T - B_i B_i^T,  l_i = ||A_i A_i^T + B_i B_i^T||_2;
+                Q_i <- Q_i - (m / L_i) triu(T_i) Q_i
+    quad:       A = P h;  T_i = A_i A_i^T - (n / d_i) I,  l_i = ||A_i A_i^T||_2 + n / d_i;
+                Q_i <- (I - m / (2 L_i) T_i) Q_i (I - m / (2 L_i) T_i), symmetric; matrix products only
+
+    A_i unfolding along axis i of length d_i, n entries in a block, m = lr_preconditioner, L_i <- max(b L_i + (1 - b)
+    l_i, l_i) with b = smoothing. Q starts as (mean g^4 + damping^4)^(-1/8) I of the first gradient. Q is not unique,
+    P is. After each step the Q_i are given equal largest entries. The probe v belongs to the block: a function of its
+    seed and step, not of a global generator.
+    """
+
+    kind: Literal["psgd"] = "psgd"
+    form: Literal["triangular", "quad"] = Field(default="triangular", description="how Q is parametrised and moved")
+    lr_preconditioner: float = Field(default=0.1, gt=0, le=1, description="step m, relative to the size of T")
+    smoothing: float = Field(
+        default=0.9, ge=0, lt=1, description="b, how slowly the bound L falls; 0: L = l, as in the papers"
+    )
+    damping: float = Field(
+        default=1e-9,
+        ge=0,
+        description="noise added to what is whitened, in units of the gradient: bounds P by 1 / damping",
+    )
+    initial_scale: float | None = Field(default=None, gt=0, description="Q starts as this times I; default: see above")
+    max_skew: float | None = Field(
+        default=None, gt=0, description="axes with d^2 > max_skew n have no full factor; default: no bound"
+    )
+
+    def full(self, block: tuple[int, ...], axis: int) -> bool:
+        size = torch.Size(block).numel()
+        return super().full(block, axis) and (self.max_skew is None or block[axis] ** 2 <= self.max_skew * size)
+
+    def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
+        slots = {}
+        for axis, d in enumerate(block):
+            slots[f"q.{axis}"] = factor_slot(d, self.full(block, axis))
+            slots[f"bound.{axis}"] = Slot((), role="statistic")
+        return slots
+
+    def fit(self, state: State, gradient: Tensor, context: StepContext) -> None:
+        axes, live = range(len(state.block)), telling(gradient)
+        probe = self._probe(gradient, context)
+        h = gradient if probe is None else torch.add(gradient, probe, alpha=self.damping)
+        old = {axis: state[f"q.{axis}"] for axis in axes}
+        bounds = {axis: state[f"bound.{axis}"] for axis in axes}
+        factors = self._started(old, gradient, fresh=bounds[0] == 0)
+        step = STEPS[self.form]
+        size, terms = step.terms(factors, h, probe)
+        moved = {}
+        for axis, (plus, minus) in terms.items():
+            bound = self._bound(bounds[axis], size * spectral_norm(plus + minus).sqrt())
+            rate = (size / bound.clamp_min(tiny(bound.dtype))).square() * self.lr_preconditioner
+            moved[axis] = step.move(factors[axis], scaled(plus - minus, rate))
+            state[f"bound.{axis}"] = torch.where(live, bound, bounds[axis])
+        for axis, factor in balanced(moved).items():
+            state[f"q.{axis}"] = torch.where(per_block(live, factor), factor, old[axis])
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        factors = {axis: state[f"q.{axis}"] for axis in range(len(state.block))}
+        # Q first and Q^T after it: P itself may leave the range of numbers where P d does not
+        return rotate(rotate(direction, factors), {axis: transposed(q) for axis, q in factors.items()})
+
+    def _probe(self, like: Tensor, context: StepContext) -> Tensor | None:
+        if not self.damping and not STEPS[self.form].probed:
+            return None
+        seeds = torch.from_numpy(context.seeds).to(like.device)
+        return noise.normal(seeds, context.step, tuple(like.shape[1:]), like.dtype, PROBE)
+
+    def _started(self, factors: dict[int, Tensor], gradient: Tensor, fresh: Tensor) -> dict[int, Tensor]:
+        """The factors, scaled where no gradient has moved them yet (their bounds are still 0)."""
+        scale = gradient.new_full(fresh.shape, self.initial_scale) if self.initial_scale else self._scale(gradient)
+        share = torch.where(fresh, to_power(scale, 1 / len(factors)), 1.0)
+        return {axis: scaled(factor, share) for axis, factor in factors.items()}
+
+    def _scale(self, gradient: Tensor) -> Tensor:
+        """(mean g^4 + damping^4)^(-1/8) of each block; the fourth powers are taken relative to the largest entry."""
+        peak = peak_of(gradient).clamp_min(self.damping)
+        peak = torch.where(peak > 0, peak, 1.0)
+        mean = (gradient / per_block(peak, gradient)).pow(4).flatten(1).mean(1)
+        # number / tensor is a product with the reciprocal, which for denormal numbers is infinite
+        damping = torch.full_like(peak, self.damping) / peak
+        fourth: Tensor = peak * to_power(mean + damping.pow(4), 0.25)
+        return to_power(fourth, -0.5)
+
+    def _bound(self, old: Tensor, size: Tensor) -> Tensor:
+        """Roots of L and l, which are in units of the gradient and may not be squared."""
+        kept = torch.hypot(old * self.smoothing**0.5, size * (1 - self.smoothing) ** 0.5)
+        return torch.maximum(kept, size)

@@ -1,0 +1,48 @@
+"""Newton-Schulz on the smaller Gram matrix (Gram-NS of the Dao AI Lab, 2026)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import torch
+from pydantic import BeforeValidator, Field
+from torch import Tensor
+
+from eigengraft.numerics import block_norm, identity_like, per_block
+
+from .solvers import PolarSolver, Triple, schedule
+
+
+class GramNewtonSchulz(PolarSolver):
+    """P = a I + b R + c R^2,  Q <- P Q,  R <- P R P  from  R = X X^T, Q = I;  X <- Q X after every `restart` steps
+
+    X `[m, n]`, m <= n, is G / ||G||_F, or its transpose. In exact arithmetic the result is that of `newton_schulz`, but
+    all products between restarts are m x m: cheaper for n > m. R loses the digits of small singular values, which are
+    squared in it; restarts make it anew. Step k uses the k-th triple (a, b, c), the last one repeats.
+    """
+
+    kind: Literal["gram_newton_schulz"] = "gram_newton_schulz"
+    steps: int = Field(default=5, ge=1, le=50, description="number of polynomial steps")
+    coefficients: Annotated[
+        tuple[Triple, ...], BeforeValidator(schedule, json_schema_input_type=Triple | tuple[Triple, ...])
+    ] = Field(default=((3.4445, -4.7750, 2.0315),), min_length=1, description="triples (a, b, c), or one triple")
+    restart: int = Field(default=2, ge=1, description="steps between two Gram matrices made of X itself")
+    eps: float = Field(default=1e-8, gt=0, description="the least norm divided by, in units of the direction")
+
+    def polar(self, x: Tensor) -> Tensor:
+        y = x / per_block(block_norm(x).clamp_min(self.eps), x)
+        tall = y.shape[1] > y.shape[2]
+        y = y.mT if tall else y
+        for start in range(0, self.steps, self.restart):
+            gram = torch.bmm(y, y.mT)
+            q: Tensor | None = None
+            last = min(start + self.restart, self.steps) - 1
+            for step in range(start, last + 1):
+                a, b, c = self.coefficients[min(step, len(self.coefficients) - 1)]
+                p = torch.baddbmm(gram, gram, gram, beta=b, alpha=c) + a * identity_like(gram)
+                q = p if q is None else torch.bmm(p, q)
+                if step < last:
+                    gram = torch.bmm(p, torch.bmm(gram, p))
+            assert q is not None
+            y = torch.bmm(q, y)
+        return y.mT if tall else y

@@ -1,0 +1,1 @@
+"""Solvers of eigenvector bases of stacks of symmetric matrices."""

@@ -1,0 +1,1 @@
+"""Formats: how the numbers of a slot are stored, whatever they mean."""

@@ -1,0 +1,141 @@
+"""Shorter floating-point formats. Legend: ulp(h) the distance from h to the next larger bfloat16 in size."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field, field_validator
+from torch import Tensor
+
+from eigengraft.numerics import may_branch_on_values
+from eigengraft.slots import Parts, Slot, Uniform
+
+from .base import Blockwise, Format
+from .chunks import looked_up
+
+_LARGEST = torch.finfo(torch.bfloat16).max
+
+
+class Float32(Format):
+    """The numbers in float32: nothing is lost of float32 parameters. What other formats are compared with."""
+
+    kind: Literal["float32"] = "float32"
+
+    def encode(self, x: Tensor, before: Parts | None = None, uniform: Uniform | None = None) -> Parts:
+        return {"values": x.to(torch.float32, copy=True)}
+
+    def decode(self, parts: Parts, slot: Slot, dtype: torch.dtype) -> Tensor:
+        return parts["values"].to(dtype, copy=True)
+
+
+class BFloat16(Format):
+    """8 significant bits and the range of float32. Finite numbers stay finite.
+
+    rounding stochastic: up with probability (low 16 bits) / 2^16, which is unbiased, so that changes below half an ulp
+    are not lost on average.
+    """
+
+    kind: Literal["bf16"] = "bf16"
+    rounding: Literal["nearest", "stochastic"] = Field(default="nearest", description="Of the last of the 8 bits.")
+
+    def encode(self, x: Tensor, before: Parts | None = None, uniform: Uniform | None = None) -> Parts:
+        if self.rounding == "stochastic" and uniform is not None:
+            return {"values": _stochastic(_within(x.float()), uniform)}
+        return {"values": _nearest(_within(x))}
+
+    def decode(self, parts: Parts, slot: Slot, dtype: torch.dtype) -> Tensor:
+        return parts["values"].to(dtype)
+
+
+class SplitFloat(Format):
+    """x = h + k/127 ulp(h)/2 with h in bfloat16 and k in int8: 3 bytes, a relative error of at most 2^-16.
+
+    The residual in units of half an ulp is FlashOptim's (2026).
+    """
+
+    kind: Literal["split_float"] = "split_float"
+
+    def encode(self, x: Tensor, before: Parts | None = None, uniform: Uniform | None = None) -> Parts:
+        high = _nearest(_within(x))
+        rest = (x - high.to(x.dtype)).div_(_half_ulp(high).to(x.dtype))
+        rest = (rest if _plain(x) else torch.where(rest.isfinite(), rest, 0.0)).mul_(127).round_().clamp_(-127, 127)
+        return {"values": high, "residuals": rest.to(torch.int8)}
+
+    def decode(self, parts: Parts, slot: Slot, dtype: torch.dtype) -> Tensor:
+        high = parts["values"]
+        rest = parts["residuals"].to(dtype).div_(127).mul_(_half_ulp(high).to(dtype))
+        return rest.add_(high.to(dtype))
+
+
+class FP8(Blockwise):
+    """8-bit floats with a scale for each block, max |x| stored as the largest number of the format.
+
+    e4m3: 4 significant bits, 448 to 2^-9; e5m2: 3 significant bits, 57344 to 2^-16.
+    """
+
+    kind: Literal["fp8"] = "fp8"
+    digits: Literal["e4m3", "e5m2"] = Field(default="e4m3", description="Bits of exponent and of mantissa.")
+
+    @field_validator("digits")
+    @classmethod
+    def _is_there(cls, digits: str) -> str:
+        if not hasattr(torch, _FP8[digits]):
+            raise ValueError(f"a PyTorch with {_FP8[digits]} is required")
+        return digits
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, _FP8[self.digits])
+        return dtype
+
+    @property
+    def span(self) -> float:
+        return torch.finfo(self._dtype).max
+
+    def codes(self, z: Tensor, uniform: Uniform | None, out: Tensor | None = None) -> Tensor:
+        z.clamp_(-self.span, self.span)  # the product may be rounded up to what the format cannot hold
+        if out is None:
+            return z.to(self._dtype).view(torch.uint8)
+        out.view(self._dtype).copy_(z)
+        return out
+
+    def values(self, codes: Tensor, n: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        every = torch.arange(256, device=codes.device).to(torch.uint8).view(self._dtype)
+        return looked_up(every.to(dtype).div_(torch.finfo(self._dtype).max), codes, out)
+
+
+_FP8 = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
+
+
+def _within(x: Tensor) -> Tensor:
+    """x with finite numbers brought into the range of bfloat16, where rounding would make them infinite."""
+    return x if _plain(x) else torch.where(x.isfinite(), x.clamp(-_LARGEST, _LARGEST), x)
+
+
+def _plain(x: Tensor) -> bool:
+    """Whether all x are known to be finite and in the range of bfloat16."""
+    return may_branch_on_values(x) and bool(x.amax() <= _LARGEST) and bool(x.amin() >= -_LARGEST)
+
+
+def _nearest(x: Tensor) -> Tensor:
+    """x in bfloat16, halves to even; traced: in integers, as a compiler takes the way there and back for nothing."""
+    if not torch.compiler.is_compiling():
+        return x.to(torch.bfloat16)
+    x = x.float()
+    bits = x.view(torch.int32)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+    return torch.where(x.isfinite(), bits.view(torch.float32), x).to(torch.bfloat16)
+
+
+def _stochastic(x: Tensor, uniform: Uniform) -> Tensor:
+    """x in bfloat16: a number below 2^16 is added to its bits before the lower half is cut off."""
+    added = uniform(x, "rounding").mul_(65536).int()
+    bits = (x.view(torch.int32) + added) & -65536
+    return torch.where(x.isfinite(), bits.view(torch.float32), x).to(torch.bfloat16)
+
+
+def _half_ulp(high: Tensor) -> Tensor:
+    """ulp(h) / 2 in float32: 2^-8 times the power of two below |h|; one size for all subnormal h."""
+    exponent = high.float().view(torch.int32) & 0x7F800000
+    return exponent.clamp_min(1 << 23).view(torch.float32) * 2.0**-8

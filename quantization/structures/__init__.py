@@ -1,0 +1,1 @@
+"""Structures: a matrix of a known kind turned into fewer numbers, which a format stores."""

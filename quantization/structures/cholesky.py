@@ -1,0 +1,73 @@
+"""A statistic kept as its coded Cholesky factor, with error feedback (Li et al. 2024, arXiv:2412.10663)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from eigengraft.numerics import identity_like, may_branch_on_values, per_block, symmetrized
+from eigengraft.slots import Parts, Slot, Uniform
+
+from .base import Structure, inside, kept_where, square_misfit, stored
+from .matrices import folded_shape, lower_triangular, strictly_lower, unit_size
+
+
+class Cholesky(Structure):
+    """C = chol(A + eps |A| I);  kept: diag(C) exact, Q(C + E) below it;  decoded: A = D D^T
+
+    E <- b E + (1 - b) (C + E - D(Q(C + E)))  is the error that was made so far, strictly lower as well and coded the
+    same way; b is `error_feedback`. A is semi-definite by construction. Each triangle is folded to a rectangle without
+    gaps, so that C and E together take the codes of one matrix and share no block. |A| is the largest entry of A
+    `[N, d, d]`. Of a zero matrix C and E are 0. A matrix that has no factor is tried again with a larger ridge, and
+    keeps what was stored before if that fails too.
+    """
+
+    kind: Literal["cholesky"] = "cholesky"
+    eps: float = Field(default=1e-6, gt=0, lt=1, description="ridge in units of the largest entry")
+    error_feedback: float | None = Field(
+        default=None, ge=0, lt=1, description="decay of the error carried on; 0 = all of the last one; default: none is"
+    )
+
+    def misfit(self, slot: Slot) -> str | None:
+        return square_misfit(slot, ("statistic", "root"), "positive semi-definite matrices", least=2)
+
+    def encode(self, x: Tensor, before: Parts | None = None, uniform: Uniform | None = None) -> Parts:
+        c, ok = self._factor(x)
+        below = strictly_lower(c)
+        parts = {"diagonal": c.diagonal(dim1=-2, dim2=-1).clone()}
+        if self.error_feedback is None:
+            parts.update(stored(self.inner.encode, "lower", below, before, uniform))
+            return kept_where(ok, parts, before)
+        error = torch.zeros_like(below) if before is None else self._below("error", before, x.shape[-1], x.dtype)
+        error = torch.where(per_block((parts["diagonal"] > 0).any(-1), error), error, 0.0)
+        wanted = below + error
+        parts.update(stored(self.inner.encode, "lower", wanted, before, uniform))
+        made = wanted - self._below("lower", parts, x.shape[-1], x.dtype)
+        parts.update(stored(self.inner.encode, "error", torch.lerp(made, error, self.error_feedback), before, uniform))
+        return kept_where(ok, parts, before)
+
+    def decode(self, parts: Parts, slot: Slot, dtype: torch.dtype) -> Tensor:
+        below = self._below("lower", parts, slot.shape[-1], dtype, slot)
+        c = lower_triangular(parts["diagonal"].to(dtype), below)
+        return symmetrized(torch.bmm(c, c.mT))
+
+    def _below(self, prefix: str, parts: Parts, d: int, dtype: torch.dtype, slot: Slot | None = None) -> Tensor:
+        slot = replace(slot or Slot((d, d), role="statistic"), shape=folded_shape(d))
+        return self.inner.decode(inside(prefix, parts), slot, dtype)
+
+    def _factor(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(C, ok `[N]`); C is 0 where it could not be found."""
+        finite = x.isfinite().flatten(1).all(-1)
+        a, size = unit_size(torch.where(per_block(finite, x), x, 0.0))
+        eye = identity_like(a)
+        c, info = torch.linalg.cholesky_ex(a + self.eps * eye)
+        if not may_branch_on_values(info) or bool((info > 0).any()):
+            ridge = max(100 * self.eps, 16 * x.shape[-1] * torch.finfo(x.dtype).eps)
+            again, info_again = torch.linalg.cholesky_ex(a + ridge * eye)
+            c, info = torch.where(per_block(info > 0, c), again, c), torch.where(info > 0, info_again, info)
+        ok = finite & (info == 0)
+        return torch.where(per_block(ok, c), c * per_block(size.sqrt(), c), 0.0), ok

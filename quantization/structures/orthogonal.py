@@ -1,0 +1,56 @@
+"""Orthonormal columns, coded and rectified (4-bit Shampoo, Wang et al. 2024, arXiv:2405.18144, section 3.3)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from eigengraft.numerics import may_branch_on_values, per_block, transposed
+from eigengraft.orthonormal import rectified, safe_factor
+from eigengraft.slots import Parts, Slot, Uniform
+
+from .base import Structure, inside, stored
+
+
+class Orthogonal(Structure):
+    """V = D(Q(V^T))^T, then `rectify` times  V <- 3/2 V - 1/2 V V^T V  (Bjorck)
+
+    V `[N, d, r]`, r <= d. Its transpose is what is coded: a block of the inner format is a piece of one column of V.
+    One step takes the symmetric half of the rounding error away and leaves the half that is a rotation. A V that would
+    come back with singular values above sqrt 3, from which the steps do not converge, is stored scaled down.
+    """
+
+    kind: Literal["orthogonal"] = "orthogonal"
+    rectify: int = Field(default=1, ge=0, le=16, description="Bjorck steps after decoding; 0 = none")
+
+    def refuses(self, slot: Slot) -> str | None:
+        return self.misfit(slot) or self.inner.refuses(_transposed(slot))
+
+    def misfit(self, slot: Slot) -> str | None:
+        if slot.role == "basis" and len(slot.shape) == 2 and slot.shape[0] >= slot.shape[1]:
+            return None
+        return f"orthonormal columns (role basis) are required, got a {slot.role} of shape {slot.shape}"
+
+    def encode(self, x: Tensor, before: Parts | None = None, uniform: Uniform | None = None) -> Parts:
+        rows = transposed(x)
+        parts = stored(self.inner.encode, "vectors", rows, before, uniform)
+        if self.rectify == 0:
+            return parts
+        factor = safe_factor(self._decoded(parts, Slot(tuple(x.shape[1:]), role="basis"), x.dtype))
+        if may_branch_on_values(factor) and bool((factor == 1).all()):
+            return parts
+        return stored(self.inner.encode, "vectors", rows * per_block(factor, rows), before, uniform)
+
+    def decode(self, parts: Parts, slot: Slot, dtype: torch.dtype) -> Tensor:
+        return rectified(self._decoded(parts, slot, dtype), self.rectify, safe=True)
+
+    def _decoded(self, parts: Parts, slot: Slot, dtype: torch.dtype) -> Tensor:
+        return self.inner.decode(inside("vectors", parts), _transposed(slot), dtype).mT
+
+
+def _transposed(slot: Slot) -> Slot:
+    return replace(slot, shape=(slot.shape[1], slot.shape[0]))

@@ -1,0 +1,55 @@
+"""One triangle of a symmetric matrix (as the packed factors of Distributed Shampoo, Shi et al. 2023)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from eigengraft.slots import Parts, Slot, Uniform
+
+from ..base import Quantizer
+from .base import inside, square_misfit, stored
+from .matrices import at_places, upper_places
+
+
+class Symmetric(Quantizer):
+    """The upper triangle `[N, d (d + 1) / 2]` of `[N, d, d]`, row by row: half the bytes.
+
+    The lower triangle is taken to be its mirror image; what it held is lost. Without an inner format nothing is
+    rounded. To one, the triangle is a single row, whose blocks go on from one row of the matrix to the next.
+    """
+
+    kind: Literal["symmetric"] = "symmetric"
+    inner: Quantizer | None = Field(default=None, description="how the triangle is stored; default: as it is")
+
+    def refuses(self, slot: Slot) -> str | None:
+        problem = square_misfit(slot, ("statistic", "root"), "symmetric matrices")
+        return problem or (self.inner.refuses(slot) if self.inner else None)
+
+    def encode(self, x: Tensor, before: Parts | None = None, uniform: Uniform | None = None) -> Parts:
+        return self._stored(at_places(x.flatten(1), upper_places(x.shape[-1], x.device)[0]), before, uniform)
+
+    def encode_hollow(self, x: Tensor, before: Parts | None = None, uniform: Uniform | None = None) -> Parts:
+        """As `encode` of x with zeros on its diagonal, without a copy of x."""
+        d = x.shape[-1]
+        there, back = upper_places(d, x.device)
+        upper = at_places(x.flatten(1), there).index_fill_(1, back[:: d + 1].long(), 0.0)
+        return self._stored(upper, before, uniform)
+
+    def _stored(self, upper: Tensor, before: Parts | None, uniform: Uniform | None) -> Parts:
+        return {"upper": upper} if self.inner is None else stored(self.inner.encode, "upper", upper, before, uniform)
+
+    def decode(self, parts: Parts, slot: Slot, dtype: torch.dtype) -> Tensor:
+        d = slot.shape[-1]
+        if self.inner is None:
+            upper = parts["upper"].to(dtype)
+        else:
+            upper = self.inner.decode(inside("upper", parts), replace(slot, shape=(d * (d + 1) // 2,)), dtype)
+        return at_places(upper, upper_places(d, upper.device)[1]).reshape(-1, *slot.shape)
+
+    def meaning(self) -> str:
+        return self.inner.meaning() if self.inner else ""

@@ -1,0 +1,103 @@
+"""Blocks: a parameter's shape after merging small axes and splitting long ones (Shi et al. 2023, section 3.3)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from eigengraft.component import Component
+
+
+class Blocking(Component):
+    """How a parameter becomes blocks. Default: one block, the parameter as it is."""
+
+    size: int | None = Field(
+        default=None, ge=1, description="longest axis of a block; longer ones are split; default: no splitting"
+    )
+    merge: int | None = Field(
+        default=None,
+        ge=1,
+        description="merge adjacent axes while their product is at most this; default: none",
+    )
+    merge_from: Literal["last", "first"] = Field(default="last", description="the axis that merging begins at")
+    keep_axes: int = Field(default=1, ge=1, description="stop merging when so many axes are left")
+
+    def merged(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape after merging; axes of length 1 vanish when merging is on, and a scalar is a vector of length 1."""
+        if self.merge is None or 0 in shape:
+            return shape or (1,)
+        axes = [d for d in shape if d != 1] or [1]
+        axes = axes if self.merge_from == "last" else axes[::-1]
+        out = [axes[-1]]
+        for done, d in enumerate(reversed(axes[:-1]), start=1):
+            left = len(out) + len(axes) - done
+            if left > self.keep_axes and out[-1] * d <= self.merge:
+                out[-1] *= d
+            else:
+                out.append(d)
+        return tuple(out[::-1] if self.merge_from == "last" else out)
+
+    def grids(self, shape: tuple[int, ...]) -> Iterator[BlockGrid]:
+        """The blocks of a parameter, grouped into boxes of equal blocks. Empty parameters have none."""
+        merged = self.merged(shape)
+        if 0 in merged:
+            return
+        size = [min(d, self.size or d) for d in merged]
+        grid = tuple(math.ceil(d / s) for d, s in zip(merged, size, strict=True))
+        parts = [_parts(d, s) for d, s in zip(merged, size, strict=True)]
+        for box in itertools.product(*parts):
+            first, count, start, tile = zip(*box, strict=True)
+            corner = np.ix_(*(np.arange(f, f + c) for f, c in zip(first, count, strict=True)))
+            keys = np.ravel_multi_index(np.broadcast_arrays(*corner), grid).ravel()
+            yield BlockGrid(merged, start, count, tile, tuple(int(k) for k in keys))
+
+
+def _parts(d: int, size: int) -> list[tuple[int, int, int, int]]:
+    """One axis as (first grid index, number of tiles, start, tile length): the full tiles and the shorter rest."""
+    full = d // size
+    parts = [(0, full, 0, size)] if full else []
+    return [*parts, (full, 1, full * size, d - full * size)] if d % size else parts
+
+
+@dataclass(frozen=True)
+class BlockGrid:
+    """A box of a parameter (seen in its merged shape) that is an even grid of equal blocks.
+
+    start: of the box; count: blocks along each axis; tile: the block; keys: row-major number of each block in the whole
+    parameter's grid.
+    """
+
+    merged: tuple[int, ...]
+    start: tuple[int, ...]
+    count: tuple[int, ...]
+    tile: tuple[int, ...]
+    keys: tuple[int, ...]
+
+    @property
+    def whole(self) -> bool:
+        """Whether the grid is the parameter itself, as one block."""
+        return self.tile == self.merged
+
+    def block(self, index: int) -> BlockGrid:
+        """One block of the box, as a box of its own."""
+        at = np.unravel_index(index, self.count)
+        start = tuple(s + int(i) * t for s, i, t in zip(self.start, at, self.tile, strict=True))
+        return BlockGrid(self.merged, start, (1,) * len(self.tile), self.tile, (self.keys[index],))
+
+    def cut(self, x: Tensor) -> Tensor:
+        """The box of x as a view `[*count, *tile]`; x has the merged shape."""
+        for axis, (start, count, tile) in enumerate(zip(self.start, self.count, self.tile, strict=True)):
+            if count * tile != x.shape[axis]:
+                x = x.narrow(axis, start, count * tile)
+        for axis in reversed(range(len(self.tile))):
+            x = torch.unflatten(x, axis, (self.count[axis], self.tile[axis]))
+        order = len(self.tile)
+        return x.permute(*range(0, 2 * order, 2), *range(1, 2 * order, 2))

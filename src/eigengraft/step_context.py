@@ -1,0 +1,90 @@
+"""Time as a stack sees it: the step of each block, exact bias corrections, and the signals a stage may ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .numerics import per_block
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """The context of one stack of N blocks at one step.
+
+    steps: `[N]`, how often each block has been updated, this step included: 1 at the first update, 0 while priming,
+    when stages with `timing: lagged` see their first gradient and nothing moves.
+    phases: `[N]` in [0, 1), where in a refresh interval each block is due.
+    param_ids: `[N]`, which parameter a block belongs to.
+    seeds: `[N]`, a number made of the parameter's name and the block's key, the same in every run and on every rank.
+    signals: what stages declared in `requires`.
+    first: set during the first refresh of a block.
+    """
+
+    steps: NDArray[np.int64]
+    phases: NDArray[np.float64]
+    param_ids: NDArray[np.int64]
+    device: torch.device = torch.device("cpu")
+    seeds: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    signals: Mapping[str, Tensor | float] = field(default_factory=dict)
+    first: bool = False
+
+    @cached_property
+    def uniform(self) -> int | None:
+        """The step, if all blocks agree on it."""
+        return int(self.steps[0]) if (self.steps == self.steps[0]).all() else None
+
+    @cached_property
+    def step(self) -> Tensor:
+        """The step of each block, int64 `[N]` on the stack's device."""
+        return torch.from_numpy(self.steps).to(self.device)
+
+    def per_block(self, function: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
+        """function(step), computed in float64, shaped and typed to multiply `like` `[N, *block]`.
+
+        Where all blocks agree the result is a 0-d float64 CPU tensor, which torch applies as an exact scalar.
+        """
+        if self.uniform is not None:
+            return function(torch.tensor(self.uniform, dtype=torch.float64))
+        values = function(torch.from_numpy(self.steps).double())
+        return per_block(values.to(device=like.device, dtype=like.dtype), like)
+
+    def correction(
+        self, beta: float, like: Tensor, count: Callable[[Tensor], Tensor] | None = None, exponent: float = 1.0
+    ) -> Tensor:
+        """(1 - beta^step)^exponent; 1 - beta^step is the sum of the weights of a running mean that started from zero
+        (Adam, section 3).
+
+        count: how many terms the mean has at a step, if not one for each.
+        """
+        return self.per_block(lambda step: (1 - beta ** (step if count is None else count(step))) ** exponent, like)
+
+    def signal(self, name: str) -> Tensor | float:
+        """A signal that the optimizer provides because a stage declared it in `requires`: a number or `[N]`."""
+        return self.signals[name]
+
+    def parameter_sum(self, values: Tensor) -> Tensor:
+        """Sums `values` `[N]` over the blocks of the same parameter; every block gets its parameter's sum."""
+        _, index = np.unique(self.param_ids, return_inverse=True)
+        param_id = torch.from_numpy(index.astype(np.int64)).to(values.device)
+        return values.new_zeros(int(index.max()) + 1).index_add_(0, param_id, values)[param_id]
+
+    def slice_rows(self, start: int, stop: int, first: bool) -> StepContext:
+        """The context of rows start to stop, during their refresh."""
+        signals = {k: v[start:stop] if isinstance(v, Tensor) and v.ndim else v for k, v in self.signals.items()}
+        cut = slice(start, stop)
+        return replace(
+            self,
+            steps=self.steps[cut],
+            phases=self.phases[cut],
+            param_ids=self.param_ids[cut],
+            seeds=self.seeds[cut],
+            signals=signals,
+            first=first,
+        )

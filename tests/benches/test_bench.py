@@ -1,0 +1,513 @@
+"""The benches of single parts: rows that are right where the answer is known, the command, and what it writes."""
+
+import json
+import math
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner, Result
+
+from eigengraft.component import RecipeError
+from eigengraft.experiments.benches import (
+    Bench,
+    bench_bases,
+    bench_graftings,
+    bench_roots,
+    bench_spectral,
+    bench_statistics,
+    load_bench,
+)
+from eigengraft.experiments.benches.common.declarations import defaults, label
+from eigengraft.experiments.benches.common.tables import fastest
+from eigengraft.experiments.benches.common.timing import angle, relative_error
+from eigengraft.experiments.benches.problems import dense_kronecker as kronecker
+from eigengraft.experiments.benches.problems.drift import drifting
+from eigengraft.experiments.benches.problems.record_factors import record
+from eigengraft.experiments.benches.problems.recorded import FILE, recorded_factors
+from eigengraft.experiments.benches.problems.spectra import Geometric, Recorded, Spectrum, Synthetic
+from eigengraft.experiments.benches.roots.bench import ridgeless
+from eigengraft.experiments.cli.main import app
+from eigengraft.preconditioners import Basis, BasisSolver, CoupledNewton, Eigh, Root, RootSolver
+
+from ..trajectories import normal, rotation
+
+FAST: dict[str, Any] = {"seconds": 1e-4}
+TINY = {
+    "roots": ["sizes=[4,6]", "spectra=power_law", "--solver", "eigh", "--solver", "coupled_newton"],
+    "bases": ["sizes=6", "refreshes=[1,3]", "--solver", "eigh", "--solver", "{kind: power_qr, steps: 2}"],
+    "statistics": ["width=4", "samples=[5,9]", "held_out=9", "steps=2", "--solver", "gram"],
+    "graftings": ["shapes=[4,4x8]", "--solver", "sign", "--solver", "[momentum, {kind: spectral, solver: svd}]"],
+    "spectral": ["shapes=4", "conditions=[1,10]", "--solver", "svd", "--solver", "newton_schulz"],
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "400")
+    monkeypatch.delenv("EIGENGRAFT_DEBUG", raising=False)
+
+
+@pytest.fixture
+def families() -> Iterator[None]:
+    """Parts defined in a test leave their families with it."""
+    touched = (RootSolver, BasisSolver, Spectrum)
+    before = [dict(family.members) for family in touched]
+    yield
+    for family, members in zip(touched, before, strict=True):
+        family.members.clear()
+        family.members.update(members)
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["bench", *arguments])
+
+
+def rows_of(path: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+class TestCommand:
+    @pytest.mark.parametrize("kind", TINY)
+    def test_rows_figure_table_and_advice(self, kind: str) -> None:
+        result = call(kind, *TINY[kind], "seconds=1e-4", "--quick", "--out", "out")
+        assert result.exit_code == 0, result.output
+        rows = rows_of("out/rows.jsonl")
+        assert rows and all({"part", "declaration", "device"} <= set(row) for row in rows)
+        assert f"{len(rows)} rows: out/rows.jsonl" in result.stdout
+        lines = result.stdout.splitlines()
+        for part in {row["part"] for row in rows}:
+            assert any(line.strip().startswith(part) for line in lines), f"no line of the table is about {part}"
+        advice = lines[next(i for i, line in enumerate(lines) if line.startswith("on cpu (")) + 1 : -1]
+        assert advice and all(line.startswith("  ") for line in advice)
+        assert any(row["part"] in line for row in rows for line in advice)
+        figure = ET.parse("out/figure.svg").getroot()
+        assert figure.tag.endswith("svg")
+        text = "".join(figure.itertext())
+        drawn = {row["part"] for row in rows if row["declaration"] is not None}
+        assert [part for part in drawn if part not in text] == [], "every part is named in the legend"
+        assert len([node for node in figure.iter() if node.tag.endswith("path")]) > 10
+
+    def test_the_declaration_written_makes_the_same_bench(self) -> None:
+        assert call("roots", *TINY["roots"], "seconds=1e-4", "--out", "out").exit_code == 0
+        written = json.loads(Path("out/bench.json").read_text())
+        declared = written["bench"]
+        again = load_bench(declared.pop("kind"), declared)
+        assert again.declaration() == {"kind": "roots", **declared}
+        assert again.declaration()["sizes"] == [4, 6]
+        assert written["environment"]["torch"] == torch.__version__
+
+    def test_a_bench_from_a_file_and_parts_from_an_import(self, families: None) -> None:
+        Path("mine.py").write_text(
+            "from typing import Literal\n"
+            "from eigengraft.experiments.benches.problems.spectra import Synthetic\n"
+            "import torch\n\n\n"
+            "class Flat(Synthetic):\n"
+            '    """1"""\n\n'
+            '    kind: Literal["flat"] = "flat"\n\n'
+            "    def eigenvalues(self, d):\n"
+            "        return torch.ones(d, dtype=torch.float64)\n"
+        )
+        Path("mine.yaml").write_text("kind: roots\nsizes: 5\nspectra: flat\nsolvers: eigh\nseconds: 1.0e-4\n")
+        result = call("mine.yaml", "--import", "mine.py", "dtypes=float64", "ridge=0")
+        assert result.exit_code == 0, result.output
+        (row,) = rows_of("runs/bench-roots/rows.jsonl")
+        assert (row["spectrum"], row["size"], row["dtype"]) == ("flat", 5, "float64")
+        assert row["condition"] == pytest.approx(1) and row["error"] < 1e-13
+
+    def test_facts_print_what_was_measured_and_what_was_expected(self) -> None:
+        result = call("facts", "double_ridge", "--quick")
+        assert result.exit_code == 0, result.output
+        assert "double_ridge: holds" in result.stdout and "Source: " in result.stdout
+        assert "0.8409" in result.stdout and "0.84 to 0.842" in result.stdout
+        assert "1 of 1 facts hold" in result.stdout
+
+    def test_a_fact_that_does_not_hold_ends_with_exit_code_1(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from eigengraft.experiments.benches.claims import registry as facts
+
+        def wrong(quick: bool) -> Iterator[facts.Measured]:
+            """Two is three. Source: nobody."""
+            yield facts.Measured("two", 2.0, 3.0, 3.0)
+
+        facts.known_facts()
+        monkeypatch.setitem(facts._FACTS, "wrong", facts.Fact("wrong", "bases", wrong))
+        for arguments in (["facts", "wrong"], ["bases", *TINY["bases"], "seconds=1e-4", "--check"]):
+            result = call(*arguments)
+            assert result.exit_code == 1, result.output
+            assert "DOES NOT HOLD" in result.stdout and "0 of 1 facts hold; not: wrong" in result.stdout
+
+
+WRONG = {
+    "unknown bench": (["rootz"], ["one of roots, ", "facts is required, got 'rootz'", "did you mean 'roots'"]),
+    "missing file": (["gone.yaml"], ["gone.yaml: an existing YAML file is required"]),
+    "file without kind": (["empty.yaml"], ["empty.yaml: a mapping with 'kind'"]),
+    "unknown solver": (["roots", "--solver", "eig"], ["unknown root_solver kind 'eig'", "did you mean 'eigh'"]),
+    "solver of another bench": (["spectral", "--solver", "eigh"], ["unknown polar_solver kind 'eigh'", "svd"]),
+    "unknown field of a solver": (["roots", "--solver", "{kind: eigh, epz: 1}"], ["eigh.epz", "did you mean 'eps'"]),
+    "broken YAML": (["roots", "--solver", "{kind: ["], ["--solver '{kind: ['", "line 1"]),
+    "equal solvers": (["roots", "--solver", "eigh", "--solver", "eigh"], ["'eigh' more than once"]),
+    "unknown field": (["roots", "sizs=3"], ["bench.sizs: unknown field", "did you mean 'sizes'"]),
+    "size out of range": (["roots", "sizes=0"], ["bench.sizes.0: ", "greater than or equal to 1, got 0"]),
+    "no size": (["bases", "sizes=[]"], ["bench.sizes: at least one is required"]),
+    "broken shape": (["graftings", "shapes=16xa"], ["bench.shapes: a shape such as 16x64", "got '16xa'"]),
+    "not an override": (["roots", "sizes"], ["override 'sizes'"]),
+    "exponent that nobody takes": (["roots", "--solver", "cans", "exponents=1/3"], ["bench.exponents: ", "1/3"]),
+    "no inverse": (["roots", "spectra=rank_deficient", "ridge=0"], ["bench.ridge: more than 0", "'rank_deficient'"]),
+    "no gradients to draw": (["bases", "spectra=recorded"], ["bench.spectra: ", "'recorded'"]),
+    "nothing to measure": (["roots", "spectra=recorded", "sizes=65", "--solver", "eigh"], ["nothing to measure"]),
+    "no such device": (["roots", "--device", "cuda:99"], ["a device of this machine is required, got 'cuda:99'"]),
+    "no such kind of device": (["roots", "--device", "gpu"], ["bench.device: ", "got 'gpu'"]),
+    "a file as directory": (["roots", "--out", "empty.yaml"], ["--out: a directory is required", "'empty.yaml'"]),
+    "unknown fact": (["facts", "nope"], ["facts: one of ", "double_ridge", "got 'nope'"]),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_input_gets_one_clear_message(case: str) -> None:
+    Path("empty.yaml").write_text("")
+    arguments, parts = WRONG[case]
+    result = call(*arguments)
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.output and "pydantic" not in result.output
+    assert [part for part in parts if part not in result.stderr] == [], result.stderr
+
+
+class TestRoots:
+    def test_rows_of_a_root_that_is_known(self, families: None) -> None:
+        """A = Q diag(1, 1/16, 1/16, 1/16) Q^T, whose fourth root is (1, 2, 2, 2): 2 X, -X and a refusal of it."""
+
+        class Changed(RootSolver):
+            """factor A^-e"""
+
+            kind: Literal["changed"] = "changed"
+            factor: float
+            refuse: bool = False
+
+            def root(self, a: Tensor, exponent: Fraction) -> Root:
+                values, q = torch.linalg.eigh(a)
+                x = (q * values.unsqueeze(1) ** -float(exponent)) @ q.mT * self.factor
+                yes, n = torch.full((len(a),), True), len(a)
+                return Root(x, yes if not self.refuse else ~yes, torch.full((n,), 7), torch.full((n,), 0.5), yes)
+
+        spectrum = {"kind": "one_large", "condition": 16.0}
+        given = [{"kind": "changed", "factor": 2.0}, {"kind": "changed", "factor": -1.0},
+                 {"kind": "changed", "factor": 1.0, "refuse": True}]  # fmt: skip
+        twice, negative, refused = bench_roots(
+            solvers=given, spectra=spectrum, sizes=4, dtypes="float64", ridge=0.0, count=3, **FAST
+        )
+        assert twice.condition == pytest.approx(16) and twice.spectrum == "one_large condition=16"
+        # float64 with condition 16: everything is exact to 1e-12
+        assert (twice.error, twice.residual) == pytest.approx((1.0, 2**4 - 1), abs=1e-12)
+        assert twice.angle == pytest.approx(0, abs=1e-6) and twice.definite == twice.ok == 1
+        assert (twice.iterations, twice.reported) == (7, 0.5)
+        assert (negative.error, negative.angle) == pytest.approx((2.0, 180.0), abs=1e-6)
+        assert negative.residual == pytest.approx(0, abs=1e-12) and negative.definite == 0 and negative.ok == 1
+        assert refused.ok == 0 and math.isnan(refused.error)
+        advice = load_bench("roots", {"sizes": 4}).advice([twice, negative, refused])
+        assert advice == ["A^(-1/4), 4 x 4, float64: none stays below the error 0.05; the most accurate is "
+                          "changed factor=2 (1)"]  # fmt: skip
+
+    def test_a_bare_kind_has_no_ridge_of_its_own_and_the_bench_adds_one_for_all(self) -> None:
+        assert ridgeless("coupled_newton")["eps"] == 0
+        rows = bench_roots(
+            solvers=["coupled_newton", CoupledNewton(), "eigh"], spectra="rank_deficient", sizes=8, ridge=1e-3,
+            dtypes="float64", **FAST,
+        )  # fmt: skip
+        assert [row.part for row in rows] == ["coupled_newton", "coupled_newton eps=1e-06", "eigh"]
+        assert all(row.condition == pytest.approx(1001) for row in rows)
+        # its own ridge of 1e-6 ||A||_F shifts eigenvalues of 1e-3 by about a thousandth, the root by a quarter of that
+        assert rows[0].error < 1e-6 < 1e-5 < rows[1].error < 1e-3 and rows[2].error < 1e-12
+
+    def test_time_is_that_of_one_matrix(self, families: None) -> None:
+        class Slow(RootSolver):
+            """A, after 4 ms"""
+
+            kind: Literal["slow"] = "slow"
+
+            def root(self, a: Tensor, exponent: Fraction) -> Root:
+                import time
+
+                time.sleep(0.004)
+                nothing = torch.zeros(len(a))
+                return Root(a, nothing == 0, nothing.int(), nothing, nothing == 0)
+
+        (row,) = bench_roots(solvers="slow", spectra="geometric", sizes=2, count=4, **FAST)
+        assert 1.0 <= row.milliseconds < 4.0  # 4 ms for 4 matrices; a loaded machine sleeps longer
+
+    def test_exponents_that_a_solver_does_not_take_have_no_row(self) -> None:
+        rows = bench_roots(solvers=["eigh", "cans"], exponents=["1/3", "1/2"], spectra="geometric", sizes=3, **FAST)
+        assert [(row.part, row.exponent) for row in rows] == [("eigh", "1/3"), ("eigh", "1/2"), ("cans", "1/2")]
+
+
+class TestSpectra:
+    @pytest.mark.parametrize("kind", sorted(set(Spectrum.members) - {"recorded"}))
+    def test_stacks_have_the_eigenvalues_declared_and_are_reproducible(self, kind: str) -> None:
+        spectrum = Spectrum.model_validate({"kind": kind})
+        assert isinstance(spectrum, Synthetic)
+        a = spectrum.stack(3, 9, 5)
+        assert a is not None and a.dtype == torch.float64
+        expected = spectrum.eigenvalues(9).sort().values
+        assert float(expected[-1]) == 1
+        torch.testing.assert_close(torch.linalg.eigvalsh(a), expected.expand(3, -1), rtol=0, atol=1e-14)
+        again, other = spectrum.stack(3, 9, 5), spectrum.stack(3, 9, 6)
+        assert torch.equal(a, again) and (kind == "clustered" or not torch.equal(a, other))  # type: ignore[arg-type]
+
+    def test_sizes_of_clusters_and_ranks(self) -> None:
+        clustered = Spectrum.model_validate({"kind": "clustered"})
+        deficient = Spectrum.model_validate({"kind": "rank_deficient", "share": 0.5})
+        assert isinstance(clustered, Synthetic) and isinstance(deficient, Synthetic)
+        assert clustered.eigenvalues(12).tolist() == [1.0] * 8 + [1e-3] * 4
+        assert int((deficient.eigenvalues(12) > 0).sum()) == 6
+
+    def test_recorded_factors_are_factors(self) -> None:
+        factors = recorded_factors()
+        assert FILE.stat().st_size < 300_000 and factors.shape[1:] == (64, 64) and len(factors) > 12
+        values = torch.linalg.eigvalsh(factors.double())
+        assert torch.equal(factors, factors.mT) and bool((values[:, -1] > 0).all())
+        # float32 entries: eigenvalues are exact to 64 machine epsilons of the largest
+        assert float((values[:, 0] / values[:, -1]).min()) > -64 * torch.finfo(torch.float32).eps
+        a = Recorded().stack(4, 16, 0)
+        assert a is not None and a.shape == (4, 16, 16) and Recorded().stack(4, 65, 0) is None
+        norms = torch.linalg.matrix_norm(a, ord=2)
+        torch.testing.assert_close(norms, torch.ones(4, dtype=torch.float64), rtol=1e-12, atol=0)
+
+    def test_recording_again_gives_the_same(self) -> None:
+        layer = "blocks.0.attention.query"
+        first, second = record((1, 2), (layer,)), record((1, 2), (layer,))
+        assert set(first) == {"made", *(f"000{k}/{layer}/factor.{axis}" for k in (1, 2) for axis in (0, 1))}
+        assert all(np.array_equal(first[name], second[name]) for name in first)
+        with np.load(FILE) as file:
+            assert "text sha256" in str(file["made"]) and f"0010/{layer}/factor.0" in file.files
+
+
+class TestBases:
+    def test_rows_of_a_basis_that_is_known(self, families: None) -> None:
+        class Standing(BasisSolver):
+            """The first columns of 2 I: neither orthonormal nor diagonal."""
+
+            kind: Literal["standing"] = "standing"
+
+            def columns(self, d: int) -> int:
+                return d - 1
+
+            def basis(self, a: Tensor, q: Tensor, first: bool) -> Basis:
+                assert q.shape == (len(a), a.shape[-1], a.shape[-1] - 1)
+                return Basis(2 * torch.eye(*q.shape[1:], dtype=a.dtype).expand_as(q), None, torch.ones(len(a)) > 0)
+
+        bench = load_bench("bases", {"solvers": ["standing", "eigh"], "sizes": 5, "spectra": "power_law",
+                                     "refreshes": [1, 3], "dtypes": "float64", "count": 2, **FAST})  # fmt: skip
+        rows = bench.run()
+        assert [(row.part, row.refresh) for row in rows] == [(p, k) for p in ("standing", "eigh") for k in (1, 3)]
+        spectrum = Spectrum.model_validate({"kind": "power_law"})
+        assert isinstance(spectrum, Synthetic)
+        last = drifting(bench, spectrum, 5)[2]  # type: ignore[arg-type]
+        inside = 4 * last[:, :4, :4]
+        off = inside - torch.diag_embed(inside.diagonal(dim1=-2, dim2=-1))
+        assert rows[1].offdiagonal == pytest.approx(float((off.norm(dim=(1, 2)) / inside.norm(dim=(1, 2))).max()))
+        assert rows[1].orthogonality == 3 and rows[1].columns == 4
+        assert rows[3].offdiagonal < 1e-13 and rows[3].eigenvalues < 1e-13 and rows[3].orthogonality < 1e-13
+        assert all("eigh" in line and "standing" not in line for line in bench.advice(rows))
+
+    def test_the_statistic_is_the_running_mean_of_gradients_with_that_covariance(self) -> None:
+        bench = load_bench("bases", {"drift": 0.0, "beta": 0.999, "every": 200, "refreshes": [8], "count": 1})
+        spectrum = Geometric(condition=10.0)
+        path = drifting(bench, spectrum, 6)  # type: ignore[arg-type]
+        assert len(path) == 8
+        # 1600 gradients of 6 columns, weighted: relative sampling noise sqrt(2 / (6 * 1000)) = 2 %, five times that
+        torch.testing.assert_close(
+            torch.linalg.eigvalsh(path[-1])[0].flip(0), spectrum.eigenvalues(6), rtol=0.1, atol=0
+        )
+
+    def test_a_turning_basis_makes_single_power_steps_lag_behind(self) -> None:
+        def off(drift: float) -> float:
+            rows = bench_bases(solvers="power_qr", sizes=16, spectra="power_law", refreshes=[20], drift=drift, **FAST)
+            return rows[0].offdiagonal
+
+        assert off(0.02) > 1.5 * off(0.0)
+
+
+class TestKronecker:
+    """The dense mathematics against products that are known."""
+
+    def test_an_exact_product_has_cosine_1_and_gain_1(self) -> None:
+        a, b = torch.tensor([4.0, 1.0, 0.25]).double(), torch.tensor([9.0, 1.0]).double()
+        u, v = rotation(3, 0), rotation(2, 1)
+        # gradients sqrt(6 a_i b_j) u_i v_j^T: their mean outer product is exactly (U a U^T) x (V b V^T)
+        g = torch.stack([torch.outer(u[:, i], v[:, j]) * (6 * a[i] * b[j]).sqrt() for i in range(3) for j in range(2)])
+        left, right = (u * a) @ u.T, (v * b) @ v.T
+        c = kronecker.second_moment(g)
+        torch.testing.assert_close(c, torch.kron(left, right), rtol=0, atol=1e-12)
+        assert kronecker.best_cosine(c, 3, 2) == pytest.approx(1) == kronecker.cosine_product(c, left, right)
+        assert kronecker.gain_error(g, left, right) < 1e-12
+        # a factor of 100 in S is a gain of 1/10 everywhere: one decade of error, and no spread
+        assert kronecker.gain_error(g, 100 * left, right) == pytest.approx(1)
+        assert kronecker.gain_spread(g, 100 * left, right) < 1e-12
+        for q in (2.0, 1.0, 0.5, 0.0):
+            torch.testing.assert_close(torch.kron(*kronecker.fixed_point(g, q)), c, rtol=0, atol=1e-9)
+
+    def test_the_von_neumann_fixed_point_is_shampoo_over_its_trace(self) -> None:
+        g = normal(50, 4, 5, seed=0)
+        left, right = kronecker.gram_factors(g)
+        expected = torch.kron(left, right) / left.trace()
+        torch.testing.assert_close(torch.kron(*kronecker.fixed_point(g, 1.0)), expected, rtol=0, atol=1e-12)
+
+    def test_the_frobenius_fixed_point_is_the_best_product(self) -> None:
+        g = normal(50, 4, 5, seed=1)
+        c = kronecker.second_moment(g)
+        product = torch.kron(*kronecker.fixed_point(g, 2.0, rounds=200))
+        # the alternation is a power iteration on the rearranged C, whose gap is not small: converged to rounding
+        assert kronecker.cosine(c, product) == pytest.approx(kronecker.best_cosine(c, 4, 5), abs=1e-9)
+
+    def test_the_kullback_leibler_fixed_point_is_stationary(self) -> None:
+        g = normal(60, 3, 4, seed=2)
+        left, right = kronecker.fixed_point(g, 0.0, rounds=200)
+        expected = torch.einsum("kij,jl,kml->im", g, torch.linalg.inv(right), g) / (60 * 4)
+        torch.testing.assert_close(left, expected, rtol=0, atol=1e-9)
+
+
+class TestStatistics:
+    def test_a_sum_of_gram_matrices_is_the_gram_matrix_of_all_gradients(self) -> None:
+        from eigengraft.experiments.benches.problems.gradients import LAYERS, layer_gradients
+
+        rows = bench_statistics(
+            statistics={"kind": "gram", "beta": 1.0},
+            width=4,
+            samples=12,
+            held_out=20,
+            seed=1,
+            steps=2,
+            dtype="float64",
+            **FAST,
+        )
+        g = layer_gradients(4, 32, 1, 2)
+        own = [row for row in rows if row.gain_error is not None]
+        assert [row.layer for row in own] == list(LAYERS) and len(rows) == 3 * len(LAYERS)
+        for layer, row in enumerate(own):
+            left, right = kronecker.gram_factors(g[:12, layer])
+            c = kronecker.second_moment(g[:12, layer])
+            # float64; the smallest eigenvalues are exact to about 1e-16 of the largest, those that count to 1e-6
+            assert row.cosine == pytest.approx(kronecker.cosine_product(c, left, right), abs=1e-12)
+            expected = kronecker.gain_error(g[12:, layer], left / left.trace(), right)
+            assert row.gain_error == pytest.approx(expected, abs=1e-6)
+
+    def test_gradients_have_unit_size_and_depend_on_the_seed_alone(self) -> None:
+        from eigengraft.experiments.benches.problems.gradients import layer_gradients
+
+        g = layer_gradients(4, 32, 1, 2)
+        layer_gradients.cache_clear()
+        assert torch.equal(g, layer_gradients(4, 32, 1, 2))
+        torch.testing.assert_close(g.square().sum((2, 3)).mean(0), torch.ones(g.shape[1], dtype=torch.float64))
+
+
+class TestGraftings:
+    def test_sizes_of_updates_that_are_known(self) -> None:
+        sign, polar, scaled = bench_graftings(
+            rules=["sign", {"kind": "spectral", "solver": "svd"}, ["sign", {"kind": "scale", "rule": "spectral"}]],
+            shapes=[8, 2], steps=3, **FAST,
+        )  # fmt: skip
+        assert (sign.m, sign.n) == (8, 2)
+        assert (sign.rms, sign.norm) == pytest.approx((1, 4))
+        # the polar factor of a full 8 x 2 matrix has two singular values of 1; float32
+        assert (polar.spectral, polar.norm, polar.rms) == pytest.approx((1, 2**0.5, (2 / 16) ** 0.5), rel=1e-5)
+        assert scaled.rms == pytest.approx(2) and scaled.part == "sign > scale rule=spectral"
+
+    def test_gradients_have_the_size_declared(self) -> None:
+        (row,) = bench_graftings(rules="identity", shapes=128, scale=0.01, steps=1, **FAST)
+        assert row.rms == pytest.approx(0.01, rel=0.15)  # half of it has rank 4: 1024 numbers in two blocks
+
+    def test_advice_names_the_rules_that_do_not_depend_on_the_shape(self) -> None:
+        bench = load_bench("graftings", {"rules": ["sign", {"kind": "spectral", "solver": "svd"}], "shapes": [4, 16]})
+        assert load_bench("graftings", {"shapes": [(4, 4), (16, 16)]}).declaration()["shapes"] == [[4, 4], [16, 16]]
+        bench = bench.replace(shapes=((4, 4), (16, 16)), steps=2, **FAST)
+        rms, spectral = bench.advice(bench.run())
+        assert rms.endswith(": sign") and spectral.endswith(": spectral solver=svd")
+
+
+class TestSpectral:
+    def test_bands_and_distances_that_are_known(self) -> None:
+        exact, steps = bench_spectral(
+            solvers=["svd", {"kind": "newton_schulz", "coefficients": [[1.5, -0.5, 0.0]], "steps": 3}],
+            shapes="6x9", conditions=10.0, dtypes="float64", **FAST,
+        )  # fmt: skip
+        assert (exact.low, exact.high) == pytest.approx((1, 1)) and exact.distance < 1e-12
+        s = np.geomspace(1, 0.1, 6)
+        s = s / np.sqrt((s**2).sum())
+        for _ in range(3):
+            s = 1.5 * s - 0.5 * s**3
+        assert (steps.low, steps.high) == pytest.approx((s.min(), s.max()))
+        assert steps.distance == pytest.approx(np.sqrt(((s - 1) ** 2).mean()))
+        assert steps.part == "newton_schulz cubic steps=3"
+
+
+class TestNames:
+    def test_defaults_leave_out_what_is_not_registered_and_add_what_is(self) -> None:
+        declared = defaults(RootSolver, [{"kind": "no_such_solver"}, {"kind": "eigh", "eps": 0.5}])
+        kinds = [item["kind"] for item in declared]
+        assert declared[0] == {"kind": "eigh", "eps": 0.5} and "no_such_solver" not in kinds
+        assert "coupled_newton" in kinds and kinds.count("eigh") == 1
+
+    @pytest.mark.parametrize("kind", sorted(set(Bench.members) - {"statistics"}))
+    def test_every_default_and_quick_declaration_is_valid_and_counts_its_cells(self, kind: str) -> None:
+        for quick in (False, True):
+            bench = load_bench(kind, {}, quick)
+            parts = getattr(bench, bench.parts)
+            assert len(parts) > 1 and bench.cells() % len(parts) == 0
+
+    def test_a_name_has_what_differs(self) -> None:
+        assert label(Eigh()) == "eigh"
+        assert label(Eigh(eps=1e-6, relative=True)) == "eigh eps=1e-06 relative=True"
+        assert label(Eigh(eps=0.0), ridgeless) == "eigh"
+
+    def test_cells_are_counted(self) -> None:
+        fields = {"solvers": ["eigh", "cans"], "sizes": [2, 65], "spectra": ["recorded", "geometric"]}
+        bench = load_bench("roots", {**fields, "exponents": ["1/2", "1/3"], "dtypes": ["float32", "float64"], **FAST})
+        cells = list(bench.measure())
+        assert len(cells) == bench.cells() == 32
+        assert sum(map(len, cells)) == 18  # eigh takes both exponents, cans one; recorded has no matrix of size 65
+
+    def test_quick_settings_give_way_to_what_is_given(self) -> None:
+        bench = load_bench("roots", {"sizes": 5}, quick=True).declaration()
+        assert bench["sizes"] == [5] and bench["count"] == 4 and len(bench["spectra"]) == 4
+
+    def test_unknown_benches_are_refused_in_python_too(self) -> None:
+        with pytest.raises(RecipeError, match="unknown bench kind 'rootz'; did you mean 'roots'"):
+            load_bench("rootz", {})
+
+
+class TestMeasures:
+    def test_errors_and_angles(self) -> None:
+        x = torch.eye(2, dtype=torch.float64).unsqueeze(0)
+        y = torch.tensor([[[0.0, 1.0], [-1.0, 0.0]]]).double()
+        assert float(angle(x, y)) == pytest.approx(90) and float(angle(3 * x, x)) < 1e-13
+        assert float(angle(x + 1e-9 * y, x)) == pytest.approx(math.degrees(1e-9), rel=1e-6)
+        assert float(relative_error(1.5 * x, x)) == pytest.approx(0.5)
+
+    def test_advice_takes_the_fastest_that_is_good_enough(self) -> None:
+        times, errors = {"a": 1.0, "b": 2.0, "c": 8.0}, {"a": 0.5, "b": 0.01, "c": 0.001}
+        line = fastest("here", times, errors, 0.05)
+        assert line == "here: b, 2 ms, worst error 0.01; then c, 4.0 times the time (1 of 3 above the error 0.05)"
+        assert fastest("here", times, errors, 1e-4).endswith("the most accurate is c (0.001)")
+        assert "none gives a usable result" in fastest("here", times, dict.fromkeys(times, math.inf), 0.05)
+
+    def test_what_is_no_number_becomes_null(self, families: None) -> None:
+        class Refusing(RootSolver):
+            """nothing"""
+
+            kind: Literal["refusing"] = "refusing"
+
+            def root(self, a: Tensor, exponent: Fraction) -> Root:
+                no = torch.zeros(len(a))
+                return Root(a, no > 0, no.int(), no, no > 0)
+
+        result = call("roots", "sizes=2", "spectra=geometric", "seconds=1e-4", "--solver", "refusing", "--out", "out")
+        assert result.exit_code == 0, result.output
+        (row,) = rows_of("out/rows.jsonl")
+        assert row["error"] is None and row["ok"] == 0
+        assert "none gives a usable result" in result.stdout

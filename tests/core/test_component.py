@@ -1,0 +1,268 @@
+"""The model every declaration is made of: frozen, strict, open families, errors that name the stage."""
+
+import copy
+import json
+import pickle
+from collections.abc import Iterator
+from typing import Literal
+
+import pytest
+import torch
+from pydantic import Field, ValidationError
+
+import eigengraft
+from eigengraft import RecipeError, Stage
+from eigengraft.component import Component, checked, families
+from eigengraft.optimizers.apply.weight_decay import WeightDecay
+from eigengraft.optimizers.recipe.schema import json_schema
+from eigengraft.preconditioners import RMS, Cadence, Chain, Eigenbasis, Every, Gram, Momentum, Shampoo
+
+
+@pytest.fixture
+def registry() -> Iterator[None]:
+    """Members defined in a test are gone after it."""
+    before = {family: dict(family.members) for family in families().values()}
+    yield
+    for family, members in before.items():
+        family.members.clear()
+        family.members.update(members)
+
+
+def members() -> list[type[Component]]:
+    return [member for family in families().values() for member in family.members.values()]
+
+
+def smallest(member: type[Component]) -> Component:
+    """An instance with only the required fields, all of which are chains today, or the paths of a sum."""
+    required = [name for name, field in member.model_fields.items() if field.is_required()]
+    path = {"name": "a", "stages": "sign"}
+    return member.model_validate({name: ({**path},) if name == "paths" else ("sign",) for name in required})
+
+
+def test_components_are_frozen() -> None:
+    stage = RMS()
+    with pytest.raises(ValidationError, match="frozen"):
+        stage.beta = 0.5  # type: ignore[misc]
+    assert stage == RMS()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"betta": 0.9}, r"betta: unknown field \(did you mean 'beta'\?\), got 0\.9"),
+        ({"beta": True}, "beta: .*valid number, got True"),
+        ({"beta": "0.9"}, "beta: .*valid number, got '0.9'"),
+        ({"beta": None}, "beta: .*valid number, got None"),
+        ({"beta": 1.5}, "beta: .*less than or equal to 1, got 1.5"),
+        ({"eps": float("inf")}, "eps: .*finite number, got inf"),
+        ({"eps": float("nan")}, "eps: .*finite number, got nan"),
+        ({"eps": 0}, "eps: .*greater than 0, got 0"),
+        ({"bias_correction": 1}, "bias_correction: .*boolean, got 1"),
+        ({"bias_correction": "no"}, "bias_correction: .*boolean, got 'no'"),
+        ({"name": "a.b"}, "name: .*match pattern.*, got 'a.b'"),
+        ({"name": 3}, "name: .*string, got 3"),
+    ],
+)
+def test_wrong_fields_are_refused(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        checked(RMS, fields)
+    with pytest.raises(ValidationError):
+        RMS(**fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [True, "10", 2.5, 10.0])
+def test_whole_numbers_are_whole_numbers(value: object) -> None:
+    with pytest.raises(RecipeError, match=r"^steps: .*integer"):
+        checked(Every, {"steps": value})
+
+
+def test_a_whole_number_is_a_number() -> None:
+    assert RMS(beta=1).beta == 1.0
+
+
+def test_a_family_takes_an_instance_a_mapping_or_a_bare_kind() -> None:
+    expected = Shampoo(every=Every(steps=10))
+    for refresh in (Every(steps=10), {"kind": "every", "steps": 10}, {"kind": "every"}, "every"):
+        assert checked(Shampoo, {"refresh": refresh}) == expected
+    assert checked(Stage, {"kind": "rms"}) == checked(Stage, "rms") == RMS()  # type: ignore[type-abstract]
+
+
+def test_a_chain_takes_a_list_a_tuple_or_one_stage() -> None:
+    expected = Eigenbasis(inner=(RMS(),))
+    for inner in ("rms", ["rms"], ("rms",), {"kind": "rms"}, [{"kind": "rms"}], RMS(), [RMS()]):
+        assert checked(Eigenbasis, {"inner": inner}) == expected
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (
+            {"inner": "rmss"},
+            r"^inner.rmss: unknown stage kind 'rmss'; did you mean 'rms'\? \(the kinds are .*",
+        ),
+        ({"inner": "zzzzzz"}, r"^inner.zzzzzz: unknown stage kind 'zzzzzz' \(the kinds are .*momentum.*"),
+        ({"inner": ["momentum", {"kind": "rms", "beta": 2}]}, r"^inner.rms.beta: .*, got 2$"),
+        ({"inner": {"kind": "rms", "name": "second", "beta": 2}}, r"^inner.second.beta: .*, got 2$"),
+        ({"inner": {"kind": "chain", "stages": ["sign", {"kind": "rms", "eps": 0}]}}, r"^inner.chain.stages.rms.eps: "),
+        ({"inner": "chain"}, r"^inner.chain.stages: required, got nothing$"),
+        (
+            {"inner": {"beta": 0.5}},
+            r"^inner.*: a stage is required: .* mapping with 'kind'.*got \{'beta': 0.5\}",
+        ),
+        ({"inner": "rms", "refresh": {"kind": "evry"}}, r"^refresh: unknown cadence kind 'evry'; did you mean 'every'"),
+        ({"inner": "rms", "refresh": {"kind": "every", "steps": 0}}, r"^refresh.steps: .*, got 0$"),
+        ({"inner": "rms", "refresh": 10}, r"^refresh: a cadence is required: .*, got 10$"),
+        ({"inner": "rms", "refresh": RMS()}, r"^refresh: a cadence is required: .*, got RMS\("),
+        ({"inner": ["rms", "rms"]}, r"^inner: .*distinct names: give each 'rms' its own `name`"),
+        ({"inner": "shampoo"}, r"inner.shampoo: .*move it outside"),
+        ({}, r"^inner: required, got nothing$"),
+    ],
+)
+def test_errors_name_the_stage_and_the_remedy(data: dict[str, object], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        checked(Eigenbasis, data)
+
+
+def test_every_fault_gets_a_line_and_a_prefix() -> None:
+    with pytest.raises(RecipeError) as caught:
+        checked(Eigenbasis, {"inner": {"kind": "rms", "beta": 2, "epss": 1}, "timing": "later"}, "update.eigenbasis")
+    lines = str(caught.value).splitlines()
+    assert [line.partition(":")[0] for line in lines] == [
+        "update.eigenbasis.inner.rms.beta",
+        "update.eigenbasis.inner.rms.epss",
+        "update.eigenbasis.timing",
+    ]
+
+
+def test_replace_validates() -> None:
+    stage = Eigenbasis(inner=(RMS(),))
+    assert stage.replace(timing="lagged") == Eigenbasis(inner=(RMS(),), timing="lagged")
+    assert stage.replace(inner=["momentum", "rms"]).inner == (Momentum(), RMS())
+    assert stage.timing == "current"
+    for wrong in ({"timing": "later"}, {"inner": "rmss"}, {"timming": "lagged"}):
+        with pytest.raises(ValueError, match=r"timing|rmss|timming"):
+            stage.replace(**wrong)
+
+
+def test_replace_takes_the_name_that_the_recipe_uses() -> None:
+    assert Shampoo().replace(refresh=Every(steps=3)) == Shampoo(every=Every(steps=3))
+
+
+@pytest.mark.parametrize("member", members(), ids=lambda m: f"{m.family_name}.{m.__name__}")
+def test_members_are_values(member: type[Component]) -> None:
+    one, two = smallest(member), smallest(member)
+    family = families()[str(member.family_name)]
+    assert one == two and hash(one) == hash(two) and one.replace() == one
+    assert pickle.loads(pickle.dumps(one)) == copy.deepcopy(one) == one
+    assert checked(family, one.model_dump()) == one
+    assert checked(family, json.loads(one.model_dump_json())) == one
+
+
+def test_a_dump_holds_the_fields_of_the_member_not_of_the_family() -> None:
+    dump = Eigenbasis(inner=(RMS(beta=0.5),), statistic=Gram(beta=0.25)).model_dump()
+    assert dump["inner"][0]["beta"] == 0.5 and dump["statistic"]["beta"] == 0.25 and "refresh" in dump
+
+
+def test_every_field_is_described() -> None:
+    bare = [
+        f"{member.__name__}.{name}"
+        for member in (*members(), eigengraft.Recipe, eigengraft.Route)
+        for name, field in member.model_fields.items()
+        if not field.description and name != "kind"
+    ]
+    assert bare == []
+
+
+def test_an_outsider_registers_by_being_defined(registry: None) -> None:
+    class Halve(Stage):
+        kind: Literal["test_halve"] = "test_halve"
+        factor: float | None = Field(0.5, gt=0, description="multiplies the direction; None: one")
+
+        def apply(
+            self,
+            state: eigengraft.State,
+            gradient: torch.Tensor,
+            direction: torch.Tensor,
+            context: eigengraft.StepContext,
+        ) -> torch.Tensor:
+            return direction * (self.factor or 1.0)
+
+    assert checked(Chain, {"stages": "test_halve"}).stages == (Halve(),)
+    with pytest.raises(RecipeError, match=r"^stages.test_halves: .*did you mean 'test_halve'"):
+        checked(Chain, {"stages": "test_halves"})
+    with pytest.raises(RecipeError, match=r"^stages.test_halve.factor: .*greater than 0, got -1"):
+        checked(Chain, {"stages": {"kind": "test_halve", "factor": -1}})
+    definitions = json_schema(eigengraft.Recipe)["$defs"]
+    assert definitions["stage.test_halve"]["properties"]["factor"]["anyOf"][0]["exclusiveMinimum"] == 0
+    assert {"$ref": "#/$defs/stage.test_halve"} in definitions["stage"]["anyOf"]
+    recipe = eigengraft.load_recipe([Halve(factor=None)])
+    assert eigengraft.load_recipe(recipe.to_json()) == recipe
+
+
+def test_a_family_of_an_outsider(registry: None) -> None:
+    class Taste(Component, family="test_taste"):
+        """Abstract."""
+
+    class Sweet(Taste):
+        kind: Literal["sweet"] = "sweet"
+
+    class Cake(Component):
+        taste: Taste = Sweet()
+
+    assert checked(Cake, {"taste": "sweet"}) == Cake()
+    with pytest.raises(RecipeError, match=r"^taste: unknown test_taste kind 'sweat'; did you mean 'sweet'"):
+        checked(Cake, {"taste": "sweat"})
+
+
+def test_members_are_final(registry: None) -> None:
+    with pytest.raises(TypeError, match="final, wrap RMS or add a field"):
+
+        class MyRMS(RMS):
+            kind: Literal["test_rms"] = "test_rms"  # type: ignore[assignment]
+
+    assert "test_rms" not in Stage.members
+
+
+def test_a_kind_has_one_owner(registry: None) -> None:
+    with pytest.raises(TypeError, match=r"kind 'every' of family 'cadence' already belongs to .*Every"):
+
+        class Other(Cadence):
+            kind: Literal["every"] = "every"
+
+    assert Cadence.members["every"] is Every
+
+
+def test_the_same_kind_in_two_families_is_fine() -> None:
+    assert families()["root_solver"].members["eigh"] is not families()["basis_solver"].members["eigh"]
+
+
+def test_a_kind_needs_its_own_name_as_default(registry: None) -> None:
+    with pytest.raises(TypeError, match="kind: Literal"):
+
+        class Nameless(WeightDecay):
+            kind: Literal["test_nameless"]
+
+
+def use_a_member_without_a_kind() -> None:
+    class Forgotten(Stage):
+        def apply(
+            self,
+            state: eigengraft.State,
+            gradient: torch.Tensor,
+            direction: torch.Tensor,
+            context: eigengraft.StepContext,
+        ) -> torch.Tensor:
+            return direction
+
+    eigengraft.Optimizer([torch.nn.Parameter(torch.ones(2, 2))], [Forgotten()])
+
+
+def test_a_member_without_a_kind_is_told_so(registry: None) -> None:
+    with pytest.raises((TypeError, ValueError), match="kind"):
+        use_a_member_without_a_kind()
+
+
+def test_a_family_itself_cannot_be_made() -> None:
+    for family in families().values():
+        with pytest.raises((TypeError, ValidationError)):
+            family()

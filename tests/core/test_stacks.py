@@ -1,0 +1,140 @@
+"""Stacks hold a bounded number of blocks: how they are cut, and that nothing but time and memory depends on it."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from eigengraft import Optimizer, load_recipe, shipped_recipes, stacks
+
+from ..distributed.workers.memory import Watch
+from ..laws.quantizers import small
+from ..optimizers.test_kernels import at_once
+from ..trajectories import normal
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=40).map(sorted), st.integers(1, 50), st.booleans())
+def test_ranges_cover_all_blocks_evenly(owners: list[int], most: int, whole: bool) -> None:
+    ranges = stacks.cut(owners, most, whole)
+    assert [block for start, stop in ranges for block in range(start, stop)] == list(range(len(owners)))
+    if whole:
+        held = [set(owners[start:stop]) for start, stop in ranges]
+        assert sum(map(len, held)) == len(set(owners)), "a parameter is in two stacks"
+    else:
+        lengths = [stop - start for start, stop in ranges]
+        assert max(lengths) <= most
+        assert max(lengths) - min(lengths) <= 1
+        assert len(ranges) == -(-len(owners) // most), "more stacks than needed"
+
+
+def test_the_bound_is_in_bytes_and_a_block_may_exceed_it() -> None:
+    cpu, device = torch.device("cpu"), torch.device("cuda")
+    assert stacks.most_blocks(1024 * 256, torch.float32, cpu) == 4
+    assert stacks.most_blocks(1024 * 256, torch.float64, cpu) == 2
+    assert stacks.most_blocks(1024 * 256, torch.float32, device) == 256
+    assert stacks.most_blocks(50257 * 1024, torch.float32, cpu) == 1
+
+
+def test_the_bound_counts_factors_that_are_larger_than_the_block() -> None:
+    """A block 1024 x 64 has a factor of 4 MiB, one in a stack; for Adam 16 blocks are that large."""
+    held = [nn.Parameter(torch.zeros(1024, 64)) for _ in range(20)]
+    for recipe, expected in (("soap", 20), ("adamw", 2)):
+        assert units(Optimizer(held, {**load_recipe(recipe).declaration(), "routes": []})) == expected
+
+
+def parameters() -> list[nn.Parameter]:
+    """Three parameters of one block, and one of six."""
+    shapes = ((16, 16), (16, 16), (16, 16), (48, 32))
+    return [nn.Parameter(normal(*shape, seed=i)) for i, shape in enumerate(shapes)]
+
+
+def declared(recipe: str) -> dict[str, Any]:
+    """Everything in blocks of 16, coded slots whatever their size."""
+    found = load_recipe(recipe).declaration()
+    return {**found, "routes": [], "blocking": {"size": 16}, "storage": stored(found)}
+
+
+def stored(declaration: dict[str, Any]) -> dict[str, Any]:
+    """Its storage, for slots of any size."""
+    return {key: small(quantizer) for key, quantizer in declaration.get("storage", {}).items()}
+
+
+def trained(recipe: str, steps: int, start: dict[str, Any] | None = None) -> tuple[Optimizer, list[torch.Tensor]]:
+    held = parameters()
+    optimizer = Optimizer(held, declared(recipe), lr=0.01)
+    if start is not None:
+        optimizer.load_state_dict(start)
+    for step in range(steps):
+        for i, parameter in enumerate(held):
+            parameter.grad = normal(*parameter.shape, seed=1000 + 10 * step + i)
+        if step == 3:
+            held[1].grad = None
+        optimizer.step()
+    return optimizer, [parameter.detach() for parameter in held]
+
+
+@pytest.mark.parametrize("recipe", shipped_recipes())
+def test_cut_stacks_make_the_same_steps(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """float64, in which a batch of products may be rounded otherwise than one of them."""
+    whole, expected = trained(recipe, 12)
+    monkeypatch.setattr(stacks, "BYTES_ON_CPU", 2 * 16 * 16 * 8)
+    cut, found = trained(recipe, 12)
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-11)
+    assert units(cut) > units(whole)
+    theirs, ours = (optimizer.state_dict()["state"] for optimizer in (whole, cut))
+    assert {key: sorted(value) for key, value in ours.items()} == {key: sorted(value) for key, value in theirs.items()}
+
+
+def test_a_checkpoint_does_not_know_how_stacks_were_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, _ = trained("soap_int8", 7)
+    saved = whole.state_dict()
+    _, expected = trained("soap_int8", 5, saved)
+    monkeypatch.setattr(stacks, "BYTES_ON_CPU", 16 * 16 * 8)
+    cut, found = trained("soap_int8", 5, saved)
+    assert units(cut) > units(whole)
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-11)
+
+
+def test_what_a_stage_spans_stays_in_one_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grafting over whole parameters takes the norm of blocks that are together."""
+    recipe = {
+        "update": [
+            {"kind": "graft", "direction": {"kind": "sign"}, "magnitude": {"kind": "identity"}, "per": "parameter"}
+        ],
+        "blocking": {"size": 16},
+    }
+    monkeypatch.setattr(stacks, "BYTES_ON_CPU", 2 * 16 * 16 * 8)
+    parameter = nn.Parameter(torch.zeros(64, 16, dtype=torch.float64))
+    parameter.grad = normal(64, 16, seed=1)
+    Optimizer([parameter], recipe, lr=1.0).step()
+    update = -parameter.detach()
+    torch.testing.assert_close(update.norm(), parameter.grad.norm())
+    torch.testing.assert_close(update, parameter.grad.sign() * parameter.grad.norm() / 32)
+
+
+@pytest.mark.parametrize("recipe", ["adamw", "shampoo", "soap", "muon", "adamw_8bit", "soap_int8", "soap_4bit"])
+def test_a_step_makes_nothing_larger_than_a_stack(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the number of blocks; steps up to the third fill caches, the tenth or eleventh refreshes all blocks."""
+    bound = 2 * 64 * 64 * 4
+    monkeypatch.setattr(stacks, "BYTES_ON_CPU", bound)
+    declaration = load_recipe(recipe).declaration()
+    held = [nn.Parameter(normal(64, 64, seed=i).float()) for i in range(24)]
+    optimizer = Optimizer(held, {**at_once(declaration), "routes": [], "storage": stored(declaration)})
+    for step in range(11):
+        for i, parameter in enumerate(held):
+            parameter.grad = normal(64, 64, seed=100 * step + i).float()
+        if step < 3:
+            optimizer.step()
+            continue
+        with Watch() as watch:
+            optimizer.step()
+        assert 0 < watch.largest <= bound
+
+
+def units(optimizer: Optimizer) -> int:
+    return sum(len(param_set.stack_states) for param_sets in optimizer._param_sets for param_set in param_sets)

@@ -1,0 +1,188 @@
+"""The same trajectory on one process and on many, whatever holds the parameters. Real processes, gloo.
+
+Results are equal bit for bit, with two exceptions in the last place: the norms of whole parameters that Adafactor takes
+are summed in another order, and the sums of averaging are fused where all weights of a call are one number, which
+depends on what lies together. Ranks among themselves are equal without exception.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from .ranks import Outcome, Run, launch_once
+
+pytestmark = pytest.mark.xdist_group("distributed")
+
+SMALL = ["blocking.size=8", "blocking.merge=8"]
+SOAP = [*SMALL, "update.eigenbasis.refresh.steps=5", "distribution.bucket=700"]
+CODED = [
+    f"storage.{slot}.min_elements=1"
+    for slot in ("statistic.inner.inner", "basis.inner", "first_moment", "second_moment")
+]
+SHAMPOO = ["update.graft.direction.shampoo.refresh.steps=4"]
+CASES: dict[str, dict[str, Any]] = {
+    "adamw": {"recipe": "adamw"},
+    "soap": {"recipe": "soap", "overrides": SOAP},
+    "muon": {"recipe": "muon"},
+    "psgd": {"recipe": "psgd_kron"},
+    "quantized": {"recipe": "soap_int8", "overrides": [*SOAP, *CODED]},
+    "turning": {"recipe": "soap_4bit", "overrides": [*SOAP, *CODED]},
+    "l2": {"recipe": "soap", "overrides": [*SOAP, "weight_decay.kind=l2", "weight_decay.rate=0.1"]},
+    "after_decay": {"recipe": "splus"},
+    "averaged": {"recipe": "schedule_free_adamw"},
+    "bfloat16": {"recipe": "soap", "overrides": SOAP, "dtype": "bfloat16"},
+    "few": {"recipe": "soap", "overrides": SOAP[2:], "only": "out.weight"},
+    "shampoo": {"recipe": "shampoo", "overrides": [*SMALL, *SHAMPOO]},
+    "per_parameter": {
+        "recipe": "shampoo",
+        "overrides": ["blocking.size=6", "blocking.merge=6", "update.graft.per=parameter", *SHAMPOO],
+        "sizes": [12, 18],
+    },
+    "adafactor": {"recipe": "adafactor"},
+}
+CASES |= {
+    f"{name} with gaps": {**CASES[name], "gaps": True} for name in ("soap", "turning", "shampoo", "adamw", "averaged")
+}
+PLAIN = {"recipe": "sgd", "overrides": [*SMALL, "update.momentum.beta=0"]}
+BF16 = ["distribution.dtype=bf16", "distribution.bucket=700"]
+ROUGH = {"rounded": {**PLAIN, "overrides": [*PLAIN["overrides"], *BF16]}}
+TRAINED = ("ddp2", "ddp3", "fsdp2", "fsdp3", "hsdp4")
+GAPS = [name for name in CASES if name.endswith("gaps")]
+CLOSE = ("adafactor", "averaged with gaps")
+PLACES = {
+    "plain1": ["adamw", "soap"],
+    "fsdp1": ["adamw", "soap"],
+    "plain2": [name for name in CASES if name not in GAPS],
+    "fsdp2": [name for name in CASES if name not in GAPS],
+    "plain3": GAPS,
+    "fsdp3": ["soap", "per_parameter", *GAPS],
+    "plain4": ["few", "soap"],
+    "fsdp4": ["few", "soap"],
+    "hsdp4": ["few", "after_decay", "per_parameter", "adamw with gaps", "soap with gaps"],
+    "mixed4": ["few", "muon", "per_parameter", "shampoo with gaps", "averaged with gaps"],
+    "strided4": ["adamw", "soap with gaps"],
+    "strided6": ["adamw", "soap"],  # three uneven parts of two uneven halves
+}
+PAIRS = [pytest.param(place, case, id=f"{place}-{case}") for place, cases in PLACES.items() for case in cases]
+SAME = 1e-6
+"""Of the largest entry of a parameter: eight units in the last place of float32."""
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
+    alone = {name: {**case, "place": "plain"} for name, case in CASES.items()}
+    alone["plain"] = {**PLAIN, "place": "plain", "always": True}
+    runs = [Run("one", "trajectories:run", 0, alone)]
+    for place, names in PLACES.items():
+        rough = ROUGH if place in ("plain2", "fsdp2") else {}
+        job = {name: {**(CASES | ROUGH)[name], "place": place[:-1]} for name in (*names, *rough)}
+        runs.append(Run(place, "trajectories:run", int(place[-1]), job))
+    for place in ("plain1", *TRAINED):
+        runs.append(Run(f"{place} trained", "training:run", int(place[-1]), {"place": place[:-1], "overrides": []}))
+    runs.append(Run("rounded trained", "training:run", 2, {"place": "fsdp", "overrides": BF16}))
+    runs += [Run(f"{place} copied", "copies:run", 2, place) for place in ("plain", "fsdp")]
+    return launch_once(runs, tmp_path_factory, "trajectories", limit=400)
+
+
+def results(outcomes: Mapping[str, list[Outcome]], place: str, case: str) -> list[dict[str, Any]]:
+    return [outcome.result[case] for outcome in outcomes[place]]
+
+
+def paths(result: Mapping[str, Any]) -> dict[str, Tensor]:
+    """All parameters that were looked at, each by a name of its own."""
+    looks = [*result["evaluated"], result["parameters"]]
+    return {f"{name} at look {i}": value for i, look in enumerate(looks) for name, value in look.items()}
+
+
+def distance(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
+    """max |ours - theirs| / max |theirs| of the worst parameter."""
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[name] - other).abs().max() / other.abs().max()) for name, other in theirs.items())
+
+
+@pytest.mark.parametrize(("place", "case"), PAIRS)
+def test_many_ranks_do_what_one_process_does(outcomes: dict[str, list[Outcome]], place: str, case: str) -> None:
+    (one,), ranks = results(outcomes, "one", case), results(outcomes, place, case)
+    for rank in ranks:
+        assert rank["steps"] == one["steps"] and rank["skipped"] == one["skipped"]
+        if case in CLOSE:
+            assert distance(paths(rank), paths(one)) < SAME
+        else:
+            assert all(torch.equal(value, paths(one)[name]) for name, value in paths(rank).items())
+
+
+@pytest.mark.parametrize(
+    ("place", "case"), [*PAIRS, *((place, case) for place in ("plain2", "fsdp2") for case in ROUGH)]
+)
+def test_all_ranks_have_the_same_parameters(outcomes: dict[str, list[Outcome]], place: str, case: str) -> None:
+    first, *others = results(outcomes, place, case)
+    for other in others:
+        assert all(torch.equal(value, paths(first)[name]) for name, value in paths(other).items())
+
+
+def test_the_trajectories_go_somewhere(outcomes: dict[str, list[Outcome]]) -> None:
+    for name, case in CASES.items():
+        (one,) = results(outcomes, "one", name)
+        trained = {n for n, count in one["steps"].items() if count}
+        assert {n.startswith("out.weight") for n in trained} == ({True} if "only" in case else {True, False})
+        moved = {n for n, p in one["parameters"].items() if not torch.equal(p, one["start"][n])}
+        assert moved == trained, name
+        if case.get("gaps"):
+            assert one["skipped"] == {"down.weight": 1} and len(set(one["steps"].values())) > 2
+    assert results(outcomes, "one", "quantized")[0]["bytes"] < results(outcomes, "one", "soap")[0]["bytes"] / 2
+    assert any(name.startswith("frozen") for name in results(outcomes, "one", "soap with gaps")[0]["steps"])
+
+
+@pytest.mark.parametrize("place", ["plain4", "fsdp4", "hsdp4", "mixed4"])
+def test_ranks_without_blocks_take_part(outcomes: dict[str, list[Outcome]], place: str) -> None:
+    assert sorted(rank["blocks"] for rank in results(outcomes, place, "few")) == [0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("place", ["plain2", "plain4"])
+def test_every_block_is_computed_once(outcomes: dict[str, list[Outcome]], place: str) -> None:
+    (one,), ranks = results(outcomes, "one", "soap"), results(outcomes, place, "soap")
+    assert sum(rank["blocks"] for rank in ranks) == one["blocks"]
+    assert min(rank["blocks"] for rank in ranks) > 0
+
+
+@pytest.mark.parametrize(("place", "roundings"), [("plain2", 1), ("fsdp2", 2)])
+def test_messages_may_be_rounded(outcomes: dict[str, list[Outcome]], place: str, roundings: int) -> None:
+    """bf16 keeps 8 bits: what travels is off by up to 2^-9 of every entry, updates of replicated parameters once, and
+    both gradients and updates of sharded ones. Plain gradient descent adds these errors up along the way."""
+    (one,), (rough, *_) = results(outcomes, "one", "plain"), results(outcomes, place, "rounded")
+    for name, value in rough["parameters"].items():
+        stops = torch.stack([one["start"][name], *(look[name] for look in one["evaluated"])]).double()
+        way = stops.diff(dim=0).abs().sum(0)
+        # float32 itself rounds each of the 30 steps by up to 2^-24 of the parameter
+        slack = 30 * 2**-23 * stops.abs().amax(0)
+        error = (value.double() - stops[-1]).abs()
+        assert bool((error <= roundings * 2**-9 * way + slack).all())
+        assert bool((way == 0).all()) or bool((error > slack).any())
+
+
+def test_training_goes_on_with_rounded_messages(outcomes: dict[str, list[Outcome]]) -> None:
+    exact, rough = outcomes["fsdp2 trained"][0].result, outcomes["rounded trained"][0].result
+    assert rough != exact
+    # two roundings change a step by 2^-8 of itself, and six steps take about a tenth off the loss
+    assert rough == pytest.approx(exact, rel=0.1 * 2**-8)
+
+
+@pytest.mark.parametrize("place", TRAINED)
+def test_training_has_the_losses_of_one_process(outcomes: dict[str, list[Outcome]], place: str) -> None:
+    one = outcomes["plain1 trained"][0].result
+    assert one[-1] < one[0] - 0.1
+    for outcome in outcomes[f"{place} trained"]:
+        # sums of gradients in another order, float32: a few 1e-7, which assignments by small moments enlarge
+        assert outcome.result == pytest.approx(one, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("place", ["plain", "fsdp"])
+def test_a_copy_goes_on_as_the_original(outcomes: dict[str, list[Outcome]], place: str, kind: str) -> None:
+    for outcome in outcomes[f"{place} copied"]:
+        original, twin, steps = outcome.result[kind]
+        assert steps == 4 and len(original) == len(twin)
+        assert all(torch.equal(p, q) for p, q in zip(original, twin, strict=True))

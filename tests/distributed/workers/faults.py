@@ -1,0 +1,243 @@
+"""Things that go wrong on one rank of several; each fault is a function of the place where parameters are."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import eigengraft
+from eigengraft import Optimizer, load_recipe
+from eigengraft.distributed.comm_step import CommStep
+
+from .models import lay_out, model
+from .trajectories import give, values
+
+BAD = 1
+"""The rank on which something goes wrong."""
+RECIPE = ["blocking.size=8", "blocking.merge=8", "update.eigenbasis.refresh.steps=2"]
+Result = dict[str, Any]
+
+
+def run(job: dict[str, Any]) -> Result | None:
+    """job: fault, place, and what else the fault takes."""
+    job = dict(job)
+    return FAULTS[job.pop("fault")](**job)
+
+
+def start(place: str, overrides: Sequence[str] = (), steps: int = 2) -> tuple[nn.Module, Optimizer]:
+    """A model and its optimizer after two good steps."""
+    module = lay_out(model(), place)
+    optimizer = eigengraft.compose(load_recipe("soap", [*RECIPE, *overrides]), module)
+    for step in range(steps):
+        advance(module, optimizer, step)
+    return module, optimizer
+
+
+def advance(module: nn.Module, optimizer: Optimizer, step: int) -> None:
+    """A good step."""
+    give(module, step, gaps=False)
+    optimizer.step()
+
+
+def bad() -> bool:
+    """Whether this is the rank on which something goes wrong."""
+    return dist.get_rank() == BAD
+
+
+def survive(module: nn.Module, optimizer: Optimizer) -> Result:
+    """What is said when a step fails, what it changed, and whether the next ones go well."""
+    before, said = values(module), ""
+    try:
+        optimizer.step()
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    after = values(module)
+    changed = [name for name, value in after.items() if not torch.equal(value, before[name])]
+    for step in (5, 6):
+        advance(module, optimizer, step)
+    return {"said": said, "changed": changed, "skipped": dict(optimizer.skipped), "parameters": values(module)}
+
+
+def raises_in_backward(place: str) -> None:
+    """One rank fails outside of the optimizer, and ends."""
+    module, optimizer = start(place)
+
+    def fail(gradient: Tensor) -> Tensor:
+        if bad():
+            raise RuntimeError("no such luck")
+        return gradient
+
+    module.scale.register_hook(fail)  # type: ignore[union-attr,operator]
+    optimizer.zero_grad()
+    parts = [p.to_local() if hasattr(p, "to_local") else p for p in module.parameters() if p.requires_grad]
+    torch.stack([part.square().sum() for part in parts]).sum().backward()
+    optimizer.step()
+
+
+def killed_in_step(place: str) -> None:
+    """One rank is killed in the middle of a step, between gradients and updates."""
+    module, optimizer = start(place)
+    if bad():
+        CommStep.close = lambda self: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,method-assign]
+    advance(module, optimizer, 2)
+
+
+def raises_in_step(place: str) -> None:
+    """One rank runs out of memory while it computes its updates."""
+    module, optimizer = start(place)
+    if bad():
+        CommStep.deliver = _fail  # type: ignore[method-assign]
+    advance(module, optimizer, 2)
+
+
+def _fail(*_: Any, **__: Any) -> Any:
+    raise torch.OutOfMemoryError("no memory left")
+
+
+def nan(place: str, policy: str) -> Result:
+    """One rank's part of one gradient has a number that is not finite."""
+    module, optimizer = start(place, [f"failure.nonfinite={policy}"])
+    give(module, 2, gaps=False)
+    gradient = module.down.weight.grad  # type: ignore[union-attr]
+    part = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    if bad():
+        part[0, 0] = float("nan")
+    return survive(module, optimizer)
+
+
+def one_sided(place: str) -> Result:
+    """One rank has no gradient where the others have one."""
+    module, optimizer = start(place)
+    give(module, 2, gaps=False)
+    if bad():
+        module.up.weight.grad = None  # type: ignore[union-attr,assignment]
+    return survive(module, optimizer)
+
+
+def sparse(place: str) -> Result:
+    """A gradient is not dense, on one rank."""
+    module, optimizer = start(place)
+    give(module, 2, gaps=False)
+    if bad():
+        module.up.weight.grad = module.up.weight.grad.to_sparse()  # type: ignore[union-attr,operator,assignment]
+    return survive(module, optimizer)
+
+
+def other_recipe(place: str) -> None:
+    """One rank has another hyper-parameter."""
+    start(place, ["update.eigenbasis.statistic.beta=0.9"] if bad() else [])
+
+
+def other_shapes(place: str) -> None:
+    """One rank has another model."""
+    module = lay_out(model(10, 14 if bad() else 13), place)
+    eigengraft.compose("soap", module)
+
+
+def other_order(place: str) -> None:
+    """One rank names its parameters in another order."""
+    module = lay_out(model(), place)
+    found = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+    Optimizer(found[::-1] if bad() else found, "soap")
+
+
+def fewer(place: str) -> None:
+    """One rank has left a parameter out."""
+    module = lay_out(model(), place)
+    found = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+    Optimizer(found[1:] if bad() else found, "soap")
+
+
+def other_frozen(place: str) -> None:
+    """One rank has frozen a parameter that the others train."""
+    module = lay_out(model(), place)
+    module.up.requires_grad_(not bad())  # type: ignore[union-attr]
+    optimizer = Optimizer(module.named_parameters(), "soap")
+    advance(module, optimizer, 0)
+
+
+def other_lr(place: str) -> None:
+    """One rank has another learning rate, which is not part of a recipe."""
+    module = lay_out(model(), place)
+    eigengraft.compose("soap", module, lr=0.1 if bad() else 0.2)
+
+
+def alone(place: str) -> None:
+    """One rank does not take part, and ends."""
+    module = lay_out(model(), place)
+    optimizer = eigengraft.compose(load_recipe("soap", ["distribution.mode=local"] if bad() else []), module)
+    advance(module, optimizer, 0)
+
+
+def stalls(place: str, folder: str, timeout: float) -> float:
+    """One rank never comes to the step. Returns how long the others waited for it."""
+    module, optimizer = start(place, [f"distribution.timeout={timeout}"])
+    note = Path(folder) / f"waited-{place}"
+    if bad():
+        deadline = time.monotonic() + 60
+        while not note.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return 0.0
+    begin = time.monotonic()
+    try:
+        advance(module, optimizer, 2)
+    finally:
+        note.write_text(str(time.monotonic() - begin))
+    return time.monotonic() - begin
+
+
+def roots(place: str) -> Result:
+    """Eigendecompositions fail on one rank."""
+    recipe = {
+        "update": {"kind": "shampoo", "solver": "eigh", "refresh": {"kind": "every", "steps": 1, "stagger": "none"}},
+        "failure": {"roots": 1},
+        "routes": [],
+        "blocking": {"size": 8},
+    }
+    module = lay_out(model(), place)
+    optimizer = eigengraft.compose(load_recipe(recipe), module, lr=1e-3)
+    advance(module, optimizer, 0)
+    said, count = "", 0
+    with patch.object(torch.linalg, "eigh", _broken if bad() else torch.linalg.eigh):
+        for count in range(1, 6):
+            try:
+                advance(module, optimizer, count)
+            except ArithmeticError as error:
+                said = str(error)
+                break
+    return {"said": said, "count": count}
+
+
+def _broken(*_: Any, **__: Any) -> Any:
+    raise torch.linalg.LinAlgError("did not converge")
+
+
+FAULTS: dict[str, Callable[..., Any]] = {
+    function.__name__: function
+    for function in (
+        raises_in_backward,
+        killed_in_step,
+        raises_in_step,
+        nan,
+        one_sided,
+        sparse,
+        other_recipe,
+        other_shapes,
+        other_order,
+        fewer,
+        other_frozen,
+        other_lr,
+        alone,
+        stalls,
+        roots,
+    )
+}

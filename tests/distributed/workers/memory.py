@@ -1,0 +1,76 @@
+"""What an optimizer keeps on a rank, and the largest tensor that a step of it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import eigengraft
+from eigengraft import load_recipe
+
+from .models import lay_out, model
+from .trajectories import give
+
+
+class Watch(TorchDispatchMode):
+    """largest: bytes of the largest memory that an operation has allocated for what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        known = {_address(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        made = [x for x in tree_leaves(out) if isinstance(x, Tensor) and _address(x) not in known]
+        self.largest = max([self.largest, *(x.untyped_storage().nbytes() for x in made)])
+        return out
+
+
+def _address(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    """By the name of a case (recipe, overrides, place): (bytes of state, bytes of state of each block here)."""
+    return {name: keep(**case) for name, case in job.items()}
+
+
+def keep(recipe: str, overrides: Sequence[str], place: str) -> tuple[int, list[int]]:
+    """What is there after two steps."""
+    module = lay_out(model(48, 96), place)
+    optimizer = eigengraft.compose(load_recipe(recipe, list(overrides)), module)
+    for step in range(2):
+        give(module, step, gaps=False)
+        optimizer.step()
+    blocks = [
+        sum(x[0].nbytes for x in unit.tensors.values())
+        for unit in optimizer.stack_states()
+        if len(unit.stack.param_ids)
+    ]
+    return optimizer.state_bytes(), blocks
+
+
+def allocate(job: dict[str, Any]) -> dict[str, int]:
+    """By case: bytes of the largest tensor that four steps make for one parameter [128, 96], float32."""
+    return {name: watch(**case) for name, case in job.items()}
+
+
+def watch(recipe: str, overrides: Sequence[str], place: str) -> int:
+    """One case; the steps include refreshes."""
+    torch.manual_seed(0)
+    module = lay_out(nn.Sequential(nn.Linear(96, 128, bias=False), nn.LayerNorm(128)), place)
+    optimizer = eigengraft.compose(load_recipe(recipe, list(overrides)), module)
+    watched = Watch()
+    for step in range(4):
+        give(module, step, gaps=False)
+        with watched:
+            optimizer.step()
+    return watched.largest

@@ -1,0 +1,370 @@
+"""The command line: what a user gets for a right and for a wrong input."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from ruamel.yaml import YAML
+from typer.testing import CliRunner, Result
+
+import eigengraft
+from eigengraft.experiments import load_experiment
+from eigengraft.experiments.cli.main import app
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = sorted((ROOT / "experiments" / "examples").glob("*.yaml"))
+EXPERIMENT = """
+task: {kind: digits, width: 8, batch_size: 16}
+recipe: soap
+lr: 0.01
+steps: 6
+checkpoint_every: 2
+"""
+SHARPEN = '''
+"""A stage and a task that the package does not know."""
+from typing import Literal
+
+from pydantic import Field
+from torch import nn
+
+import eigengraft
+from eigengraft.experiments.tasks import Digits, Task
+
+
+class Sharpen(eigengraft.Stage):
+    """d |d|^(p - 1)"""
+
+    kind: Literal["sharpen"] = "sharpen"
+    power: float = Field(1.5, gt=0, description="p")
+
+    def apply(self, state, gradient, direction, context):
+        return direction.sign() * direction.abs() ** self.power
+
+
+class Line(Task):
+    """Digits with a linear model."""
+
+    kind: Literal["line"] = "line"
+    images: int = Field(16, ge=1, description="per step")
+
+    def load(self):
+        return Digits(batch_size=self.images).load()
+
+    def build(self):
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+'''
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An own working directory with one experiment, and lines wide enough that no message is broken."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "400")
+    monkeypatch.delenv("EIGENGRAFT_DEBUG", raising=False)
+    (tmp_path / "exp.yaml").write_text(EXPERIMENT)
+    return tmp_path
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def succeeds(*arguments: str) -> str:
+    result = call(*arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def yaml(text: str) -> object:
+    return YAML(typ="safe", pure=True).load(text)
+
+
+def write(name: str, text: str) -> str:
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    Path(name).write_text(text)
+    return name
+
+
+class TestTrain:
+    def test_a_file_is_trained_in_a_directory_named_after_it(self) -> None:
+        output = succeeds("train", "exp.yaml")
+        result = json.loads(Path("runs/exp/result.json").read_text())
+        assert result["steps"] == 6
+        assert f"validation loss {result['val_loss']:.4f}" in output
+        assert output.splitlines()[-1] == str(Path("runs/exp"))
+
+    def test_overrides_reach_the_experiment_the_task_the_schedule_and_the_recipe(self) -> None:
+        succeeds(
+            "train", "exp.yaml", "steps=3", "task.width=5", "schedule.warmup_steps=2", "lr=1e-3", "weight_decay=0.2",
+            "update.eigenbasis.refresh.steps=1", "recipe.update.eigenbasis.inner.rms.beta=0.5",
+            "weight_decay.kind=l2", "--out", "elsewhere",
+        )  # fmt: skip
+        config = json.loads(Path("elsewhere/config.json").read_text())
+        assert (config["steps"], config["lr"], config["weight_decay"]) == (3, 0.001, 0.2)
+        assert config["task"]["width"] == 5
+        assert config["schedule"] == {"kind": "constant", "warmup_steps": 2}
+        (stage,) = config["recipe"]["update"]
+        assert stage["refresh"]["steps"] == 1
+        assert stage["inner"][1]["beta"] == 0.5
+        assert config["recipe"]["weight_decay"]["kind"] == "l2"
+
+    def test_another_recipe_takes_the_overrides_that_follow(self) -> None:
+        experiment = load_experiment("exp.yaml", ["update.momentum.beta=0.5", "recipe=muon"])
+        assert experiment.recipe == eigengraft.load_recipe("muon", ["update.momentum.beta=0.5"])
+
+    def test_a_kind_changes_with_its_fields(self) -> None:
+        experiment = load_experiment("exp.yaml", ["schedule={kind: linear, warmup_steps: 1}", "schedule.kind=cosine"])
+        assert experiment.schedule.model_dump() == {"kind": "cosine", "warmup_steps": 0, "final": 0.1}
+
+    def test_python_mapping_and_file_say_the_same(self) -> None:
+        data = yaml(EXPERIMENT)
+        assert isinstance(data, dict)
+        from_mapping = load_experiment({"name": "exp", **data})
+        assert from_mapping == load_experiment("exp.yaml") == load_experiment(from_mapping)
+
+    def test_overrides_in_the_file_change_the_recipe_and_are_applied_once(self) -> None:
+        write("other.yaml", EXPERIMENT + "name: exp\noverrides: [update.eigenbasis.refresh.steps=3]\n")
+        experiment = load_experiment("other.yaml")
+        assert experiment == load_experiment("exp.yaml", ["update.eigenbasis.refresh.steps=3"])
+        assert load_experiment(experiment.model_dump(mode="json")) == experiment
+
+    def test_paths_in_a_file_are_relative_to_it(self) -> None:
+        write("there/mine.yaml", "update: [momentum]\nlr: 0.125\n")
+        write("there/text", "abc" * 3000)
+        task = "task: {kind: byte_lm, path: text, context: 8}"
+        experiment = load_experiment(write("there/exp.yaml", f"{task}\nrecipe: mine.yaml\n"))
+        assert experiment.recipe.lr == 0.125
+        assert experiment.task.load().fingerprint.size == 9000
+
+    def test_the_same_command_again_continues_or_shows_the_result(self) -> None:
+        first = succeeds("train", "exp.yaml")
+        assert succeeds("train", "exp.yaml") == first
+
+    def test_a_diverged_run_is_told_without_a_traceback(self) -> None:
+        output = succeeds("train", "exp.yaml", "recipe=sgd", "lr=1e30", "steps=40")
+        assert "diverged at step" in output and "smaller lr" in output
+
+    @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+    def test_the_examples_load(self, example: Path) -> None:
+        assert load_experiment(example).name == example.stem
+
+
+class TestImports:
+    def test_a_file_named_on_the_command_line(self) -> None:
+        write("sharpen.py", SHARPEN)
+        succeeds("train", "exp.yaml", "--import", "sharpen.py", "recipe=[{kind: sharpen, power: 2}]", "task=line")
+        config = json.loads(Path("runs/exp/config.json").read_text())
+        assert config["recipe"]["update"][0]["power"] == 2
+        assert config["task"] == {"kind": "line", "images": 16}
+
+    def test_a_file_named_in_the_experiment_relative_to_it(self) -> None:
+        write("there/parts/sharpen.py", SHARPEN)
+        recipe = "recipe: {update: [momentum, sharpen]}\nimports: [parts/sharpen.py]\n"
+        write("there/exp.yaml", f"task: {{kind: digits, width: 8}}\n{recipe}steps: 2\n")
+        finish(process("train", "there/exp.yaml"))
+        # what a run has recorded is enough to run it again in a process that knows nothing, in another directory
+        Path("else/where").mkdir(parents=True)
+        finish(process("train", "../../runs/exp/config.json", "--out", "again", cwd="else/where"))
+        assert Path("else/where/again/result.json").exists()
+
+    def test_show_and_schema_know_the_import(self) -> None:
+        write("sharpen.py", SHARPEN.replace('"sharpen"', '"sharpen_too"').replace('"line"', '"line_too"'))
+        write("mine.yaml", "update: [sharpen_too]\n")
+        assert "kind: sharpen_too" in succeeds("show", "mine.yaml", "--import", "sharpen.py")
+        schema = json.loads(succeeds("schema", "recipe", "--import", "sharpen.py"))
+        assert "power" in json.dumps(schema)
+
+
+class TestShow:
+    def test_a_recipe_is_printed_whole_and_the_output_is_a_recipe_file(self) -> None:
+        output = succeeds("show", "soap", "update.eigenbasis.refresh.steps=7")
+        expected = eigengraft.load_recipe("soap", ["update.eigenbasis.refresh.steps=7"])
+        assert eigengraft.load_recipe(yaml(output)) == expected  # type: ignore[arg-type]
+        assert eigengraft.load_recipe(write("mine.yaml", output)) == expected
+
+    def test_every_parameter_has_its_row(self) -> None:
+        output = succeeds("show", "soap", "task.width=8", "task.model=cnn", "--task", "digits")
+        table = [line for line in output.splitlines() if line.startswith("#")]
+        model = load_experiment("exp.yaml", ["task.width=8", "task.model=cnn"]).task.new_model(0)
+        optimizer = eigengraft.compose("soap", model)
+        for row in optimizer.routing_table():
+            (line,) = (line for line in table if f" {row.name} " in line)
+            assert (row.route or "recipe") in line and row.reason in line and f"{row.state_bytes:,}" in line
+        (total,) = (line for line in table if f"{len(optimizer.routing_table())} parameters" in line)
+        assert f"{optimizer.state_bytes():,}" in total
+        counts = sum(row.stored for row in optimizer.slot_sizes() if row.role == "count")
+        assert f"{optimizer.state_bytes() - counts:,}" in table[-1] and " all " in table[-1]
+
+    def test_an_experiment_is_printed_whole_and_the_output_is_an_experiment_file(self) -> None:
+        output = succeeds("show", "exp.yaml", "steps=9")
+        assert load_experiment(write("copy.yaml", output)) == load_experiment("exp.yaml", ["steps=9"])
+
+    @pytest.mark.parametrize("name", eigengraft.shipped_recipes())
+    def test_every_shipped_recipe_can_be_shown(self, name: str) -> None:
+        output = succeeds("show", name, "--task", "digits")
+        assert "state bytes" in output and "declared bytes" in output
+
+
+class TestSchema:
+    @pytest.mark.parametrize("kind", ["recipe", "experiment", "study"])
+    def test_the_schema_is_json_with_all_fields(self, kind: str) -> None:
+        schema = json.loads(succeeds("schema", kind))
+        wanted = {"recipe": "update", "experiment": "task", "study": "axes"}
+        assert wanted[kind] in schema["properties"]
+        assert schema["additionalProperties"] is False
+
+    def test_an_experiment_may_name_its_recipe(self) -> None:
+        recipe = json.loads(succeeds("schema", "experiment"))["properties"]["recipe"]
+        assert {"type": "string"} in recipe["anyOf"] and {"$ref": "#/$defs/Recipe"} in recipe["anyOf"]
+
+
+def test_version() -> None:
+    assert succeeds("--version").strip() == f"eigengraft {eigengraft.__version__}"
+
+
+WRONG = {
+    "no such file": (["train", "nowhere.yaml"], ["existing experiment file is required", "nowhere.yaml"]),
+    "a directory": (["train", "."], ["existing experiment file is required", "'.'"]),
+    "malformed YAML": (["train", "broken.yaml"], ["broken.yaml, line 4, column"]),
+    "empty file": (["train", "empty.yaml"], ["empty.yaml: a mapping with at least 'task' and 'recipe' is required"]),
+    "a list": (["train", "list.yaml"], ["a mapping with at least", "got a list"]),
+    "no task": (["train", "part.yaml"], ["part.yaml does not describe an experiment", "task: required, got nothing"]),
+    "unknown key": (["train", "key.yaml"], ["key.yaml", "stepz: unknown field", "did you mean 'steps'?"]),
+    "unknown key in the task": (["train", "exp.yaml", "task.widht=3"], ["task.widht", "did you mean 'width'?"]),
+    "unknown override": (["train", "exp.yaml", "stpes=3"], ["stpes: unknown field", "did you mean 'steps'?"]),
+    "unknown override of the recipe": (
+        ["train", "exp.yaml", "update.eigenbasis.refresh.stesp=1"],
+        ["update.eigenbasis.refresh.stesp", "did you mean 'steps'?"],
+    ),
+    "unknown stage": (["train", "exp.yaml", "update.eigenbases.transport=none"], ["did you mean 'eigenbasis'?"]),
+    "override without value": (["train", "exp.yaml", "steps"], ["override 'steps': dotted.path=value is required"]),
+    "override with an empty part": (["train", "exp.yaml", "task..width=3"], ["dotted.path=value is required"]),
+    "override with broken YAML": (["train", "exp.yaml", "task={kind: digits"], ["override 'task={kind: digits'"]),
+    "value of the wrong type": (["train", "exp.yaml", "steps=many"], ["steps: ", "integer", "got 'many'"]),
+    "value out of range": (["train", "exp.yaml", "lr=-1"], ["lr: ", "greater than or equal to 0", "got -1"]),
+    "value of the recipe out of range": (
+        ["train", "exp.yaml", "update.eigenbasis.inner.rms.beta=2"],
+        ["update.eigenbasis.inner.rms.beta: ", "got 2"],
+    ),
+    "no steps after the warm-up": (
+        ["train", "exp.yaml", "schedule.warmup_steps=6"],
+        ["steps: more than the schedule's 6 warmup_steps are required, got 6"],
+    ),
+    "unknown task": (
+        ["train", "exp.yaml", "task=digit"],
+        ["task: unknown task kind 'digit'", "did you mean 'digits'?"],
+    ),
+    "unknown recipe": (["train", "exp.yaml", "recipe=saop"], ["'saop'", "did you mean 'soap'", "shampoo"]),
+    "fault in a recipe given in the file": (["train", "own.yaml"], ["recipe.update.rms.beta: ", "got 3"]),
+    "missing recipe file": (["train", "lost.yaml"], ["lost/mine.yaml: an existing YAML file is required"]),
+    "missing text": (["train", "exp.yaml", "task={kind: byte_lm, path: gone}"], ["task.path", "gone'"]),
+    "missing import": (["train", "exp.yaml", "--import", "gone.py"], ["imports: an existing Python file", "gone.py"]),
+    "broken import": (["train", "exp.yaml", "--import", "bad.py"], ["bad.py'", "invalid syntax", "line 2"]),
+    "failing import": (["train", "exp.yaml", "--import", "fails.py"], ["fails.py'", "ZeroDivisionError", "line 2"]),
+    "unknown module": (["train", "exp.yaml", "--import", "no_such_module"], ["'no_such_module'", "No module named"]),
+    "another run's directory": (
+        ["train", "exp.yaml", "steps=7", "--out", "taken"],
+        ["taken holds a run of another experiment", "steps: 6 -> 7", "Choose another directory"],
+    ),
+    "a directory in use": (["train", "exp.yaml", "--out", "full"], ["full: an empty or new directory is required"]),
+    "a file as directory": (["train", "exp.yaml", "--out", "exp.yaml"], ["exp.yaml: an empty or new directory"]),
+    "broken checkpoint": (["train", "exp.yaml", "--out", "damaged"], ["checkpoint.pt", "remove damaged"]),
+    "show an unknown recipe": (["show", "saop"], ["'saop'", "did you mean 'soap'"]),
+    "show on an unknown task": (["show", "soap", "--task", "word_lm"], ["unknown task kind 'word_lm'", "byte_lm"]),
+    "unknown schema": (["schema", "recipes"], ["recipes", "recipe", "experiment", "study"]),
+    "unknown command": (["trian", "exp.yaml"], ["trian", "train"]),
+    "unknown option": (["train", "exp.yaml", "--lr", "3"], ["--lr"]),
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A complete run of the experiment."""
+    directory = tmp_path_factory.mktemp("trained")
+    write(str(directory / "exp.yaml"), EXPERIMENT)
+    eigengraft.experiments.train(load_experiment(directory / "exp.yaml"), directory / "run")
+    return directory / "run"
+
+
+def prepare(run: Path) -> None:
+    """Everything that the wrong commands name."""
+    for name, text in {
+        "broken.yaml": "task: digits\nrecipe: soap\nschedule: {kind: cosine\nsteps: 3\n",
+        "empty.yaml": "",
+        "list.yaml": "- task\n",
+        "part.yaml": "recipe: soap\n",
+        "key.yaml": EXPERIMENT + "stepz: 3\n",
+        "own.yaml": "task: digits\nrecipe: {update: [{kind: rms, beta: 3}]}\n",
+        "lost.yaml": "task: digits\nrecipe: lost/mine.yaml\n",
+        "bad.py": "x = 1\ndef (\n",
+        "fails.py": "x = 1\ny = x / 0\n",
+        "full/thesis.tex": "",
+    }.items():
+        write(name, text)
+    for name in ("taken", "damaged"):
+        Path(name).mkdir()
+        for file in ("config.json", "env.json", "result.json", "checkpoint.pt", "metrics.jsonl"):
+            (Path(name) / file).write_bytes((run / file).read_bytes())
+    Path("damaged/result.json").unlink()
+    Path("damaged/checkpoint.pt").write_bytes(b"?")
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_input_gets_one_clear_message(case: str, trained: Path) -> None:
+    prepare(trained)
+    arguments, parts = WRONG[case]
+    result = call(*arguments)
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.output and "pydantic" not in result.output
+    assert result.stdout == ""
+    assert [part for part in parts if part not in result.stderr] == [], result.stderr
+
+
+def process(*arguments: str, cwd: str = ".") -> "subprocess.Popen[str]":
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONSAFEPATH": "1"}
+    command = [sys.executable, "-m", "eigengraft.experiments.cli.main", *arguments]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=cwd, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def finish(child: "subprocess.Popen[str]") -> None:
+    output = child.communicate()
+    assert child.returncode == 0, output
+
+
+def test_a_real_process_reports_an_error_in_a_box() -> None:
+    child = process("train", "nowhere.yaml")
+    output, errors = child.communicate()
+    assert (child.returncode, output) == (2, "")
+    assert errors.startswith("╭") and "nowhere.yaml" in errors and "Traceback" not in errors
+
+
+def test_debug_lets_the_error_itself_through() -> None:
+    result = call("--debug", "train", "nowhere.yaml")
+    assert isinstance(result.exception, eigengraft.RecipeError)
+
+
+def test_an_interrupt_says_how_to_continue_and_the_command_does_continue() -> None:
+    child = process("train", "exp.yaml", "steps=100000", "checkpoint_every=10", "--out", "run")
+    while not Path("run/checkpoint.pt").exists():
+        assert child.poll() is None, child.communicate()
+        time.sleep(0.01)
+    child.send_signal(signal.SIGINT)
+    output, errors = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert "same command again to continue what is in run." in errors and "Traceback" not in errors
+    assert not Path("run/result.json").exists() and output == ""
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONSAFEPATH": "1"}
+    command = f"{shlex.quote(sys.executable)} -m eigengraft.experiments.cli schema study | head -c 20"
+    done = subprocess.run(command, shell=True, env=environment, capture_output=True, text=True)
+    assert len(done.stdout) == 20
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,86 @@
+"""The process pool: order, results, and jobs that raise, die or are left."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from eigengraft.experiments.studies.pool import run_pool
+
+JOBS = """
+import os, signal, time
+
+def work(job, report):
+    if job == "raise":
+        raise ValueError("no such luck")
+    if job == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if job == "wait":
+        report(os.getpid())
+        time.sleep(600)
+    report(job)
+    return job * 2
+"""
+
+
+@pytest.fixture
+def work(tmp_path, monkeypatch):
+    """A function that a spawned process can import."""
+    (tmp_path / "pool_jobs.py").write_text(JOBS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import pool_jobs
+
+    yield pool_jobs.work
+    del sys.modules["pool_jobs"]
+
+
+def test_failures_cost_only_their_own_job(work):
+    jobs = [1, "raise", 2, "die", 3, 4]
+    events = list(run_pool(work, jobs, workers=2))
+    ends = {event.job: event for event in events if event.kind in ("done", "failed")}
+    assert {job: event.value for job, event in ends.items() if event.kind == "done"} == {0: 2, 2: 4, 4: 6, 5: 8}
+    assert "ValueError: no such luck" in ends[1].value
+    assert ends[3].value == "its process ended with signal SIGKILL"
+    assert [event.job for event in events if event.kind == "started"] == [0, 1, 2, 3, 4, 5]
+    assert {event.job: event.value for event in events if event.kind == "progress"} == {0: 1, 2: 2, 4: 3, 5: 4}
+
+
+def test_leaving_stops_the_processes(work):
+    events = run_pool(work, ["wait", 1], workers=1)
+    pid = next(event.value for event in events if event.kind == "progress")
+    events.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_no_jobs():
+    assert list(run_pool(print, [], workers=2)) == []
+
+
+def test_workers_end_with_a_killed_parent(work, tmp_path):
+    import signal
+    import subprocess
+
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "from pool_jobs import work\nfrom eigengraft.experiments.studies.pool import run_pool\n"
+        "if __name__ == '__main__':\n"
+        "    for event in run_pool(work, ['wait'], workers=1):\n"
+        "        print(event.value, flush=True)\n"
+    )
+    paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2] / "src")])
+    parent = subprocess.Popen(
+        [sys.executable, str(script)], env={**os.environ, "PYTHONPATH": paths}, stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == "None\n"  # started
+    pid = int(parent.stdout.readline())
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    for _ in range(100):
+        if not Path(f"/proc/{pid}").exists():
+            return
+        time.sleep(0.05)
+    pytest.fail("the worker outlived its parent")

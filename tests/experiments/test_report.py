@@ -1,0 +1,293 @@
+"""Reports about synthetic run directories: numbers, what is partial, what is foreign, what is dangerous."""
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from eigengraft.experiments.reports.comparison import compare
+from eigengraft.experiments.reports.recipe_diff import contrast
+from eigengraft.experiments.reports.records import read_records
+from eigengraft.experiments.reports.report import write_figures, write_report
+from eigengraft.experiments.reports.sweep import sweeps
+
+ADAM = {"name": "adamw", "update": [{"kind": "momentum", "beta": 0.9}, {"kind": "rms", "eps": 1e-8}]}
+SOAP = {
+    "name": "soap",
+    "update": [{"kind": "eigenbasis", "inner": [{"kind": "momentum", "beta": 0.95}], "refresh": {"steps": 10}}],
+}
+
+
+def write_run(path, recipe, values, seed=0, task="bytes", ended=True):
+    """A run with an evaluation every 10 steps, 0.1 s apart; None is a loss that is not finite."""
+    path.mkdir(parents=True)
+    config = {"task": {"kind": task}, "recipe": recipe, "lr": 0.01, "steps": 10 * len(values), "seed": seed}
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "env.json").write_text(json.dumps({"python": "3.11.2", "data": {"sha256": "abc"}, "git": None}))
+    rows = [
+        {"step": 10 * i, "loss": 1.0, "val_loss": v, "val_accuracy": None, "lr": 0.01, "seconds": i / 10, "step_ms": 10}
+        for i, v in enumerate(values, start=1)
+    ]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if ended:
+        result = {"val_loss": values[-1], "val_accuracy": None, "steps": 10 * len(values), "step_ms": 10.0}
+        result |= {"optimizer_ms": 2.0, "state_bytes_per_parameter": 8.0, "seconds": len(values) / 10}
+        (path / "result.json").write_text(json.dumps(result))
+
+
+def write_study(directory, runs, **fields):
+    """`runs`: (method, seed, arguments of write_run or None for a run that never started)."""
+    listed = []
+    for method, seed, arguments in runs:
+        place = f"method={method}/seed-{seed}".replace("<", "").replace(">", "").replace("script/", "")
+        listed.append({"directory": place, "labels": {"method": method}, "seed": seed})
+        if arguments is not None:
+            write_run(directory / place, seed=seed, **arguments)
+    manifest = {"name": "trial", "description": "", "metric": "val_loss", "compare": "method", "baseline": "adamw"}
+    directory.mkdir(exist_ok=True)
+    (directory / "study.json").write_text(json.dumps({**manifest, **fields, "runs": listed}))
+
+
+@pytest.fixture
+def study(tmp_path):
+    write_study(
+        tmp_path,
+        [
+            ("adamw", 0, {"recipe": ADAM, "values": [4.0, 3.0, 2.0]}),
+            ("adamw", 1, {"recipe": ADAM, "values": [4.0, 3.0, 2.5]}),
+            ("soap", 0, {"recipe": SOAP, "values": [3.0, 1.0, 0.8]}),
+            ("soap", 1, {"recipe": SOAP, "values": [3.0, 2.0, 1.0]}),
+        ],
+    )
+    return tmp_path
+
+
+class Page(HTMLParser):
+    """Collects attributes, text and whether every element is closed."""
+
+    VOID = frozenset({"meta", "br", "wbr", "link", "img", "input", "hr"})
+
+    def __init__(self, text):
+        super().__init__()
+        self.attributes, self.open, self.text, self.tags = [], [], "", set()
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.add(tag)
+        self.attributes += attributes
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.add(tag)
+        self.attributes += attributes
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def test_comparison_by_hand(study):
+    (panel,) = compare(read_records(study))
+    adamw, soap = panel.rows
+    assert (adamw.label, soap.label, panel.best.label) == ("adamw", "soap", "soap")
+    assert adamw.final.mean == pytest.approx(2.25)
+    assert adamw.final.spread == pytest.approx(0.5 / 2**0.5)
+    # seed 0: 0.8 - 2 = -1.2; seed 1: 1 - 2.5 = -1.5; mean -1.35, spread 0.3 / sqrt(2), t = -1.35 * 2 / 0.3
+    assert (soap.difference.mean, soap.difference.t) == (pytest.approx(-1.35), pytest.approx(-9.0))
+    # seed 0 falls from 3 to 1 between steps 10 and 20 and passes 2 at 15; seed 1 passes 2.5 at 15 as well
+    assert soap.reached(0) == {0: pytest.approx(15), 1: pytest.approx(15)}
+    assert soap.reached(1) == {0: pytest.approx(0.15), 1: pytest.approx(0.15)}
+    assert adamw.reached(0) == {0: 30, 1: 30}
+    curve = soap.curve(0)
+    assert (curve.x, curve.mean) == ([10, 20, 30], pytest.approx([3.0, 1.5, 0.9]))
+    assert (curve.low, curve.high) == ([3.0, 1.0, 0.8], [3.0, 2.0, 1.0])
+
+
+def test_page_says_the_numbers(study):
+    page = Page(write_report(study).read_text(encoding="utf-8"))
+    text = " ".join(page.text.split())
+    assert "Lowest final validation loss: soap, 0.900 ± 0.141. adamw: 2.250 ± 0.354." in text
+    # t = -9 with one degree of freedom: p = 1 - 2/pi atan(9) = 0.0704
+    assert "With 2 seeds this difference is not significant (p = 0.07)." in text
+    assert "soap is at adamw's final value after 15 of 30 steps." in text
+    assert "t = \u22129.0" in text
+    assert "With 2 seeds a test needs |t| above 12.7" in text
+    assert "4 complete" in text and "not complete" not in text
+    assert "recipe.update.eigenbasis.refresh" in text and "steps 10" in text
+    assert "momentum → rms" in text
+
+
+def test_page_is_self_contained_and_well_formed(study):
+    text = write_report(study).read_text(encoding="utf-8")
+    page = Page(text)
+    assert page.open == []
+    assert "svg" in page.tags
+    assert not page.tags & {"script", "link", "img", "iframe", "object", "image"}
+    links = [value for name, value in page.attributes if name in ("src", "href", "xlink:href", "srcset", "action")]
+    assert all(link.startswith("#") for link in links)
+    assert "http" not in text and "@import" not in text
+    assert set(re.findall(r"url\((.)", text)) <= {"#"}
+    ids = [value for name, value in page.attributes if name == "id"]
+    assert len(ids) == len(set(ids))
+    assert {link[1:] for link in links} <= set(ids)
+
+
+def test_everything_foreign_is_escaped(tmp_path):
+    evil = "<script>alert('&')</script>"
+    recipe = {**ADAM, "name": evil}
+    write_study(tmp_path, [(evil, 0, {"recipe": recipe, "values": [2.0]})], name=evil, description=evil, baseline=evil)
+    run = next(tmp_path.glob("method=*/seed-0"))
+    (run / "result.json").unlink()
+    run.with_name("seed-0.error.txt").write_text(f"Traceback\nValueError: {evil}")
+    (run / "env.json").write_text(json.dumps({evil: evil}))
+    text = write_report(tmp_path).read_text(encoding="utf-8")
+    assert "script" not in Page(text).tags
+    assert Page(text).text.count(evil) >= 7
+
+
+def test_partial_study(study):
+    write_study(study / "more", [("soap", 0, None)])
+    unfinished = study / "method=soap" / "seed-1"
+    (unfinished / "result.json").unlink()
+    with (unfinished / "metrics.jsonl").open("a") as stream:
+        stream.write('{"step": 40, "val_l')
+    (panel,) = compare(read_records(study))
+    adamw, soap = panel.rows
+    assert (len(soap.finals), len(soap.runs), soap.difference.n) == (1, 2, 1)
+    assert panel.best is adamw
+    text = Page(write_report(study).read_text(encoding="utf-8")).text
+    assert "This study is not complete" in text
+    assert "method=soap/seed-1: unfinished, last at step 30" in text
+    (empty,) = compare(read_records(study / "more"))
+    assert empty.best is None and empty.baseline is None
+    assert "1 missing" in Page(write_report(study / "more").read_text(encoding="utf-8")).text
+
+
+def test_diverged_runs_are_shown_as_such(tmp_path):
+    write_study(
+        tmp_path,
+        [
+            ("adamw", 0, {"recipe": ADAM, "values": [4.0, 3.0]}),
+            ("soap", 0, {"recipe": SOAP, "values": [5.0, None]}),
+        ],
+    )
+    (panel,) = compare(read_records(tmp_path))
+    soap = panel.rows[1]
+    assert (soap.diverged, soap.difference, panel.best.label) == (1, None, "adamw")
+    assert soap.reached(0) == {0: None}
+    text = " ".join(Page(write_report(tmp_path).read_text(encoding="utf-8")).text.split())
+    assert "1 of 1 diverged" in text and "never" in text
+
+
+def test_a_larger_accuracy_is_better(tmp_path):
+    write_study(
+        tmp_path,
+        [("adamw", 0, {"recipe": ADAM, "values": [2.0]}), ("soap", 0, {"recipe": SOAP, "values": [2.0]})],
+        metric="val_accuracy",
+    )
+    for method, values in (("adamw", (0.4, 0.6)), ("soap", (0.5, 0.9))):
+        run = tmp_path / f"method={method}" / "seed-0"
+        rows = [{"step": 10 * i, "seconds": i, "val_accuracy": v} for i, v in enumerate(values)]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (run / "result.json").write_text(json.dumps({"val_accuracy": values[-1]}))
+    (panel,) = compare(read_records(tmp_path))
+    assert panel.best.label == "soap"
+    assert panel.rows[1].reached(0) == {0: pytest.approx(2.5)}  # 0.5 to 0.9 passes 0.6 after a quarter
+    assert "Highest final validation accuracy: soap, 0.900." in write_report(tmp_path).read_text(encoding="utf-8")
+
+
+def test_runs_without_a_study(tmp_path):
+    write_run(tmp_path / "a" / "seed-0", ADAM, [3.0, 2.0])
+    write_run(tmp_path / "a" / "seed-1", ADAM, [3.0, 2.2], seed=1)
+    write_run(tmp_path / "b", SOAP, [3.0, 1.0])
+    (panel,) = compare(read_records(tmp_path))
+    assert [(row.label, row.final.n, row.final.mean) for row in panel.rows] == [("a", 2, 2.1), ("b", 1, 1.0)]
+    assert write_report(tmp_path).exists()
+    assert [row.label for row in compare(read_records(tmp_path / "b"))[0].rows] == ["b"]
+
+
+def test_nothing_to_report(tmp_path):
+    with pytest.raises(ValueError, match="a directory with a study or with runs is required, got"):
+        write_report(tmp_path / "nothing")
+
+
+def test_numbers_compared_become_curves(tmp_path):
+    listed = []
+    for lr, finals in (("0.01", (2.0, 3.0)), ("0.1", (1.0, None)), ("0.001", (4.0, 6.0))):
+        for seed, final in enumerate(finals):
+            write_run(tmp_path / f"{lr}-{seed}", ADAM, [final], seed=seed)
+            labels = {"task": "t", "method": "adam", "lr": lr}
+            listed.append({"directory": f"{lr}-{seed}", "labels": labels, "seed": seed})
+    manifest = {"name": "n", "description": "", "metric": "val_loss", "compare": "lr", "baseline": "0.01"}
+    (tmp_path / "study.json").write_text(json.dumps({**manifest, "runs": listed}))
+    records = read_records(tmp_path)
+    (title, (curve,)) = next(iter(sweeps(records, compare(records)).items()))
+    assert (title, curve.label, curve.x) == ("t", "adam", [0.001, 0.01, 0.1])
+    assert curve.mean[:2] == [5.0, 2.5] and math.isnan(curve.mean[2])
+    assert (curve.low[0], curve.high[0]) == (4.0, 6.0)
+    assert "Final validation loss against lr: t." in write_report(tmp_path).read_text(encoding="utf-8")
+
+
+def test_names_compared_have_no_curve_over_them(study):
+    records = read_records(study)
+    assert sweeps(records, compare(records)) == {}
+
+
+def test_only_fields_that_distinguish_are_told():
+    def config(recipe, lr, task="a"):
+        return {"name": "n", "seed": 3, "lr": lr, "task": {"kind": task}, "recipe": recipe}
+
+    again = {**SOAP, "update": [{**SOAP["update"][0], "refresh": {"steps": 1}}]}
+    rows = contrast({"a": {"x": config(SOAP, 0.1), "y": config(again, 0.1)}})
+    assert [(row.path, row.values) for row in rows] == [("recipe.update.eigenbasis.refresh.steps", ("10", "1"))]
+    rows = contrast(
+        {
+            "a": {"x": config(SOAP, 0.1), "y": config(SOAP, 0.2)},
+            "b": {"x": config(SOAP, 0.1, "b"), "y": config(SOAP, 0.4, "b")},
+        }
+    )
+    assert [(row.path, row.values) for row in rows] == [("lr", ("0.1", "0.2 (a), 0.4 (b)"))]
+    assert contrast({"a": {"x": config(ADAM, 0.1), "y": config(ADAM, 0.1)}}) == []
+
+
+def test_a_part_that_not_all_have_is_one_row():
+    rows = contrast({"a": {"x": {"recipe": ADAM}, "y": {"recipe": SOAP}, "z": {"recipe": {**SOAP, "blocking": None}}}})
+    assert {row.path: row.values for row in rows} == {
+        "recipe.update": ("momentum \u2192 rms", "eigenbasis", "eigenbasis"),
+        "recipe.update.momentum": ("beta 0.9", "", ""),
+        "recipe.update.rms": ("eps 1e-08", "", ""),
+        "recipe.update.eigenbasis.inner": ("", "momentum", "momentum"),
+        "recipe.update.eigenbasis.inner.momentum": ("", "beta 0.95", "beta 0.95"),
+        "recipe.update.eigenbasis.refresh": ("", "steps 10", "steps 10"),
+    }
+
+
+def test_the_learning_rate_is_the_one_in_force():
+    rows = contrast({"a": {"x": {"lr": None, "recipe": {"lr": 0.3}}, "y": {"lr": 0.1, "recipe": {"lr": 0.3}}}})
+    assert [(row.path, row.values) for row in rows] == [("lr", ("0.3", "0.1"))]
+
+
+def test_runs_as_a_table(study):
+    write_report(study)
+    lines = (study / "runs.csv").read_text(encoding="utf-8").splitlines()
+    assert lines[0].startswith("method,seed,status,val_loss,val_accuracy,steps,seconds,")
+    assert lines[1:] == [
+        "adamw,0,complete,2,,30,0.3,10,2,8",
+        "adamw,1,complete,2.5,,30,0.3,10,2,8",
+        "soap,0,complete,0.8,,30,0.3,10,2,8",
+        "soap,1,complete,1,,30,0.3,10,2,8",
+    ]
+
+
+def test_figures_as_files(study, tmp_path):
+    paths = write_figures(study, tmp_path / "figures")
+    assert sorted(path.name for path in paths) == [
+        f"trial-{axis}.{suffix}" for axis in ("seconds", "steps") for suffix in ("png", "svg")
+    ]
+    svg = (tmp_path / "figures" / "trial-steps.svg").read_text(encoding="utf-8")
+    assert "var(--" not in svg and "soap" in svg

@@ -1,0 +1,63 @@
+"""Statistics over seeds against numbers worked out by hand."""
+
+import math
+
+import pytest
+
+from eigengraft.experiments.reports.seed_statistics import paired, reaches, summarize
+
+
+def test_mean_and_sample_standard_deviation():
+    summary = summarize([1.0, 3.0, 8.0])  # mean 4, squares 9 + 1 + 16 = 26, over 2: 13
+    assert summary is not None
+    assert (summary.n, summary.mean) == (3, 4.0)
+    assert summary.spread == pytest.approx(math.sqrt(13), rel=1e-15)
+
+
+def test_one_value_has_no_spread_and_none_no_summary():
+    summary = summarize([2.5])
+    assert summary is not None and (summary.mean, summary.spread) == (2.5, None)
+    assert summarize([]) is None
+
+
+def test_a_diverged_seed_makes_the_mean_infinite_and_the_spread_unknown():
+    summary = summarize([1.0, math.inf])
+    assert summary is not None and (summary.mean, summary.spread) == (math.inf, None)
+
+
+def test_paired_two_seeds():
+    # d = -1, -3: mean -2, spread sqrt(2), t = -2; with one degree of freedom p = 1 - 2/pi atan(|t|)
+    result = paired({0: 4.0, 1: 5.0, 9: 0.0}, {1: 8.0, 0: 5.0, 7: 1.0})
+    assert result is not None and (result.n, result.mean) == (2, -2.0)
+    assert result.t == pytest.approx(-2.0)
+    assert result.p == pytest.approx(1 - 2 / math.pi * math.atan(2.0), rel=1e-12)
+    assert result.needed == pytest.approx(math.tan(0.95 * math.pi / 2), rel=1e-9)
+
+
+def test_paired_three_seeds():
+    # d = 1, 2, 3: mean 2, spread 1, t = 2 sqrt(3); with two degrees of freedom p = 1 - t / sqrt(t^2 + 2)
+    result = paired({0: 2.0, 1: 4.0, 2: 6.0}, {0: 1.0, 1: 2.0, 2: 3.0})
+    assert result is not None
+    assert result.t == pytest.approx(2 * math.sqrt(3))
+    assert result.p == pytest.approx(1 - math.sqrt(12) / math.sqrt(14), rel=1e-12)
+
+
+@pytest.mark.parametrize("values", [{0: 2.0}, {0: 2.0, 1: 3.0}], ids=["one pair", "no spread"])
+def test_paired_without_a_test(values):
+    result = paired(values, {0: 1.0, 1: 2.0})
+    assert result is not None and (result.mean, result.t, result.p) == (1.0, None, None)
+
+
+def test_paired_without_common_seeds():
+    assert paired({0: 1.0}, {1: 1.0}) is None
+
+
+def test_reaches_interpolates_between_evaluations():
+    assert reaches([0, 10, 20], [4.0, 3.0, 1.0], 2.0) == pytest.approx(15.0)
+    assert reaches([0, 10, 20], [4.0, 3.0, 1.0], 3.0) == 10
+    assert reaches([0, 10], [4.0, 3.0], 2.9) is None
+    assert reaches([5, 10], [4.0, 3.0], 4.5) == 5
+
+
+def test_reaches_takes_the_first_crossing_and_skips_what_is_not_finite():
+    assert reaches([0, 10, 20, 30], [4.0, math.nan, 2.0, 5.0], 3.0) == pytest.approx(10.0)

@@ -1,0 +1,273 @@
+"""Studies: expansion and its errors, running, failing runs, and continuing after a kill."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from eigengraft import RecipeError
+from eigengraft.experiments.reports.records import read_records
+from eigengraft.experiments.studies.plan import plan, refuse_changed
+from eigengraft.experiments.studies.running import prepare, run_study
+from eigengraft.experiments.studies.study import Study, load_study, shipped_studies
+from eigengraft.experiments.training.train import train
+
+TINY = {
+    "task": {"kind": "digits", "layers": 1, "width": 8, "batch_size": 8},
+    "recipe": "adamw",
+    "steps": 6,
+    "eval_every": 3,
+    "log_every": 1,
+    "checkpoint_every": 2,
+}
+AXES = {
+    "task": {"small": {"task.width": 4}, "large": {"task.width": 8, "steps": 9}},
+    "method": {"adam": {}, "soap": {"recipe": "soap", "update.eigenbasis.refresh.steps": 2}},
+}
+
+
+def study(**fields):
+    return load_study({"name": "tiny", "base": TINY, "axes": AXES, **fields})
+
+
+def complete(directory):
+    return {path.parent.relative_to(directory).as_posix() for path in directory.rglob("result.json")}
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "eigengraft.experiments.cli.main", *map(str, arguments)]
+
+
+def surroundings():
+    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+
+
+def test_expansion():
+    settings = [
+        {"when": {"task": "large", "method": "soap"}, "set": {"lr": 0.5}},
+        {"when": {"method": ["adam", "soap"]}, "set": {"weight_decay": 0.25}},
+    ]
+    runs = plan(study(settings=settings, seeds=[3, 5]))
+    assert [run.directory for run in runs] == [
+        f"task={task},method={method}/seed-{seed}"
+        for task in ("small", "large")
+        for method in ("adam", "soap")
+        for seed in (3, 5)
+    ]
+    last = runs[-1].experiment
+    assert (last.seed, last.steps, last.task.width, last.lr, last.weight_decay) == (5, 9, 8, 0.5, 0.25)
+    assert (last.recipe.name, last.recipe.model_dump()["update"][0]["refresh"]["steps"]) == ("soap", 2)
+    assert (runs[0].experiment.steps, runs[0].experiment.task.width, runs[0].experiment.lr) == (6, 4, None)
+
+
+def test_an_axis_may_be_a_path_with_values():
+    runs = plan(study(axes={"lr": [1e-3, 0.1], "task.layers": [1, 2]}))
+    assert [run.directory.partition("/")[0] for run in runs][1] == "lr=0.001,task.layers=2"
+    assert [(run.experiment.lr, run.experiment.task.layers) for run in runs] == [
+        (1e-3, 1),
+        (1e-3, 2),
+        (0.1, 1),
+        (0.1, 2),
+    ]
+
+
+def test_labels_of_settings_and_baseline_may_be_values():
+    some = study(
+        axes={"lr": [0.001, 0.1], "method": AXES["method"]},
+        settings=[{"when": {"lr": 0.1}, "set": {"steps": 7}}],
+        baseline={"lr": 0.1},
+    )
+    assert [run.experiment.steps for run in plan(some)] == [6, 6, 7, 7]
+    assert some.compared == ("lr", "0.1")
+    assert study().compared == ("method", "adam")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"axes": {}}, "axes: .*at least 1"),
+        ({"axes": {"lr": []}}, "axes: .*lr: a list of values or a mapping label .* is required"),
+        ({"axes": {"lr": [1, 1]}}, "lr: distinct values are required, got 1, 1"),
+        (
+            {"axes": {"task.path": ["/a b"]}},
+            "a label of letters, .* is required, got '/a b'; give the axis as",
+        ),
+        ({"axes": {"a": {"x": {"lr": 1.0}}, "b": {"y": {"lr": 2.0}}}}, "'lr' is on 'a' and 'b'"),
+        ({"baseline": {"methd": "adam"}}, "baseline: unknown 'methd'; did you mean 'method'"),
+        ({"baseline": {"method": "adamw"}}, "baseline.method: unknown 'adamw'; did you mean 'adam'"),
+        ({"settings": [{"when": {"task": "smal"}, "set": {"lr": 1.0}}]}, "settings.when.task: unknown 'smal'"),
+        ({"settings": [{"when": {"task": "small"}}]}, "set: required, got nothing"),
+        ({"seeds": [1, 1]}, "seeds: .*distinct seeds are required"),
+        ({"seeds": []}, "seeds: .*at least 1"),
+        ({"metric": "loss"}, "metric: .*val_loss"),
+        ({"sedes": [1]}, "sedes: unknown field"),
+    ],
+)
+def test_wrong_studies(fields, message):
+    with pytest.raises(RecipeError, match=message):
+        study(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"axes": {"stepps": [1, 2]}}, "stepps=1: .*did you mean 'steps'"),
+        ({"axes": {"steps": [5, 0]}}, "^steps=0: steps: .*greater than or equal to 1, got 0"),
+        ({"axes": {"m": {"a": {"recipe": "sopa"}}}}, "m=a: .*sopa"),
+        ({"axes": {"m": {"a": {"recipe": "adamw", "update.eigenbasis.refresh.steps": 1}}}}, "m=a: .*eigenbasis"),
+    ],
+)
+def test_wrong_cells_are_all_named_before_any_run(fields, message):
+    with pytest.raises(RecipeError, match=message):
+        plan(study(**fields))
+
+
+def test_every_wrong_cell_is_named():
+    with pytest.raises(RecipeError) as error:
+        plan(study(axes={"lr": [-1.0, 1.0, -2.0]}))
+    assert [line.partition(":")[0] for line in str(error.value).splitlines()] == ["lr=-1.0", "lr=-2.0"]
+
+
+def test_files(tmp_path):
+    (tmp_path / "base.yaml").write_text("task: {kind: digits, width: 4}\nrecipe: adamw\nsteps: 3\n")
+    (tmp_path / "trial.yaml").write_text("base: base.yaml\naxes: {lr: [0.1, 0.2]}\n")
+    loaded = load_study(tmp_path / "trial.yaml", ["base.steps=4", "seeds=[1, 2]"])
+    assert (loaded.name, loaded.seeds) == ("trial", (1, 2))
+    assert {run.experiment.steps for run in plan(loaded)} == {4}
+    with pytest.raises(RecipeError, match=r"a shipped study \(.*demo.*\) is required, got 'none.yaml'"):
+        load_study("none.yaml")
+    (tmp_path / "bad.yaml").write_text("base: base.yaml\naxes: 3\n")
+    with pytest.raises(RecipeError, match=r"bad.yaml does not describe a study:\naxes: "):
+        load_study(tmp_path / "bad.yaml")
+
+
+def test_python_and_data_say_the_same():
+    some = study(settings=[{"when": {"task": "small"}, "set": {"lr": 1.0}}])
+    assert load_study(some) == some
+    assert Study(**some.model_dump()) == some
+    assert load_study(json.loads(some.model_dump_json())) == some
+
+
+def test_run_keep_and_refuse(tmp_path):
+    prepared = prepare(study(), tmp_path)
+    assert len(prepared.left) == 4
+    assert prepared.left[0].directory.startswith("task=large")
+    news = list(run_study(prepared, workers=2))
+    assert sorted(item.run.directory for item in news if item.kind == "done") == sorted(complete(tmp_path))
+    assert len(complete(tmp_path)) == 4
+    assert news[-1].fraction == pytest.approx(1)
+    assert [run.status(read_records(tmp_path).metric) for run in read_records(tmp_path).runs] == ["complete"] * 4
+
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("result.json")}
+    assert prepare(study(), tmp_path).left == ()
+    more = prepare(study(seeds=[0, 1]), tmp_path)
+    assert {run.seed for run in more.left} == {1}
+    assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("result.json")}
+
+    changed = study(settings=[{"when": {"task": "small", "method": "adam"}, "set": {"lr": 0.5}}])
+    with pytest.raises(RecipeError, match=r"(?s)changed since.*task=small,method=adam/seed-0 .*lr: .*0.5"):
+        prepare(changed, tmp_path)
+    refuse_changed(plan(study()), tmp_path)
+
+
+BROKEN = """
+from typing import Literal
+from eigengraft.experiments.tasks.digits import Digits, Images
+
+class Breaking(Images):
+    def batch(self, seed, step):
+        if step == 3:
+            raise RuntimeError("[bold]no more data")
+        return super().batch(seed, step)
+
+from eigengraft.experiments.tasks import Task
+
+class BreakingDigits(Task):
+    kind: Literal["breaking_digits"] = "breaking_digits"
+    def load(self): return Breaking(8)
+    def build(self): return Digits(layers=1, width=4).build()
+"""
+
+
+def test_a_failing_run_does_not_stop_the_others(tmp_path):
+    (tmp_path / "broken.py").write_text(BROKEN)
+    (tmp_path / "trial.yaml").write_text(
+        "base: {imports: [broken.py], task: digits, recipe: adamw, steps: 5}\n"
+        "axes: {task: {good: {task.width: 4}, bad: {task: {kind: breaking_digits}}}}\n"
+    )
+    out = tmp_path / "out"
+    done = subprocess.run(
+        command("ablate", tmp_path / "trial.yaml", "--out", out, "--workers", 1),
+        env=surroundings(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "RuntimeError: [bold]no more data" in done.stderr
+    assert "1 of 2 runs failed" in done.stderr and "Traceback" not in done.stderr
+    assert complete(out) == {"task=good/seed-0"}
+    assert "no more data" in (out / "task=bad" / "seed-0.error.txt").read_text()
+    report = subprocess.run(command("report", out), env=surroundings(), capture_output=True, text=True, check=True)
+    assert report.stdout == f"{out / 'report.html'}\n"
+    assert "[bold]no more data" in (out / "report.html").read_text()
+
+
+def wait_for(condition):
+    for _ in range(1200):
+        if condition():
+            return
+        time.sleep(0.05)
+    pytest.fail("waited a minute in vain")
+
+
+@pytest.fixture
+def started(tmp_path):
+    """A study in a process of its own: a short run that has ended and a long one with a checkpoint."""
+    axes = {"method": {"short": {"steps": 5}, "long": {"recipe": "soap", "steps": 600, "checkpoint_every": 20}}}
+    (tmp_path / "trial.yaml").write_text(json.dumps({"base": TINY, "axes": axes}))
+    arguments = command("ablate", tmp_path / "trial.yaml", "--out", tmp_path / "out", "--workers", 2)
+    process = subprocess.Popen(arguments, env=surroundings(), stderr=subprocess.PIPE, text=True)
+    short, long = (tmp_path / "out" / f"method={method}" / "seed-0" for method in ("short", "long"))
+    wait_for(lambda: (long / "checkpoint.pt").exists() and (short / "result.json").exists())
+    assert not (long / "result.json").exists()
+    yield process, short, long
+    process.kill()
+    process.wait()
+
+
+def losses(run):
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(row["step"], row["loss"], row["val_loss"]) for row in rows]
+
+
+def test_a_killed_study_continues_with_the_same_trajectory(started, tmp_path):
+    process, short, long = started
+    process.kill()
+    process.communicate()
+    assert not (long / "result.json").exists()
+    stamp = (short / "result.json").stat().st_mtime_ns
+    subprocess.run(process.args, env=surroundings(), capture_output=True, check=True)
+    assert (short / "result.json").stat().st_mtime_ns == stamp
+    straight = tmp_path / "straight"
+    train(plan(load_study(tmp_path / "trial.yaml"))[1].experiment, straight)
+    assert len(losses(long)) == 600
+    assert losses(long) == losses(straight)
+
+
+def test_an_interrupted_study_ends_cleanly(started):
+    process, _, long = started
+    process.send_signal(signal.SIGINT)
+    _, message = process.communicate()
+    assert process.returncode == 130
+    assert "interrupted" in message and "Traceback" not in message
+    assert not (long / "result.json").exists()
+
+
+@pytest.mark.parametrize("name", sorted(shipped_studies()))
+def test_shipped_studies_expand(name):
+    assert plan(load_study(name))

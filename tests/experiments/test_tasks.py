@@ -1,0 +1,224 @@
+"""Tasks: what is read, which batch belongs to which step, and what the metrics mean."""
+
+import hashlib
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from eigengraft import RecipeError
+from eigengraft.component import checked
+from eigengraft.experiments.tasks import Batch, ByteLM, Digits, Task
+from eigengraft.experiments.tasks.byte_lm import standard_library_files
+from eigengraft.experiments.tasks.digits import read_digits
+from eigengraft.experiments.training.schedule import Constant, Cosine, Linear, Schedule
+
+SMALL = ByteLM(layers=1, width=16, heads=2, context=16, batch_size=4, eval_sequences=8, max_bytes=65536)
+TASKS = [SMALL, Digits(), Digits(model="cnn", width=4)]
+CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: f"{task.kind}-{getattr(task, 'model', 'gpt')}")
+class TestEveryTask:
+    def test_batches_are_a_pure_function_of_seed_and_step(self, task: Task) -> None:
+        first, second = task.load(), task.load()
+        for step in (7, 0, 500):
+            torch.testing.assert_close(first.batch(3, step), second.batch(3, step), rtol=0, atol=0)
+        assert not torch.equal(first.batch(3, 7).inputs, first.batch(4, 7).inputs)
+        assert not torch.equal(first.batch(3, 7).inputs, first.batch(3, 8).inputs)
+
+    def test_initial_weights_depend_on_the_seed_alone_and_the_global_generator_is_left_alone(self, task: Task) -> None:
+        before = torch.get_rng_state()
+        first = task.new_model(1).state_dict()
+        torch.testing.assert_close(torch.get_rng_state(), before)
+        torch.rand(5)
+        torch.testing.assert_close(first, task.new_model(1).state_dict(), rtol=0, atol=0)
+        assert any(not torch.equal(first[name], value) for name, value in task.new_model(2).state_dict().items())
+
+    def test_metrics_are_means_over_all_validation_targets(self, task: Task) -> None:
+        data, model = task.load(), task.new_model(0)
+        batches = list(data.evaluation())
+        with torch.no_grad():
+            logits = torch.cat([model(batch.inputs).flatten(0, -2).double() for batch in batches])
+        targets = torch.cat([batch.targets.flatten() for batch in batches])
+        losses = logits.logsumexp(-1) - logits.gather(-1, targets[:, None])[:, 0]
+        metrics = task.evaluate(model, data, CPU)
+        assert metrics.val_loss == pytest.approx(losses.mean().item(), rel=1e-5)
+        if task.reports_accuracy:
+            assert metrics.val_accuracy == (logits.argmax(-1) == targets).double().mean().item()
+        else:
+            assert metrics.val_accuracy is None
+
+    def test_evaluation_repeats_and_leaves_the_model_training(self, task: Task) -> None:
+        data, model = task.load(), task.new_model(0)
+        assert task.evaluate(model, data, CPU) == task.evaluate(model, data, CPU)
+        assert model.training
+
+
+def test_targets_are_the_bytes_that_follow_the_inputs(tmp_path: Path) -> None:
+    text = bytes(range(256)) * 40
+    (tmp_path / "text").write_bytes(text)
+    data = ByteLM(path=str(tmp_path / "text"), context=32).load()
+    for inputs, targets in [data.batch(0, 0), *data.evaluation()]:
+        assert inputs.shape[1] == 32
+        torch.testing.assert_close(targets, (inputs + 1) % 256)
+        torch.testing.assert_close(inputs[:, 1:], targets[:, :-1])
+
+
+def test_training_never_sees_the_last_part_of_the_text_and_validation_sees_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(b"t" * 9500 + b"v" * 500)
+    data = ByteLM(path=str(tmp_path / "text"), context=8).load()
+    trained = {value for step in range(50) for part in data.batch(0, step) for value in part.flatten().tolist()}
+    validated = {value for batch in data.evaluation() for part in batch for value in part.flatten().tolist()}
+    assert (trained, validated) == ({ord("t")}, {ord("v")})
+
+
+def test_the_fingerprint_is_the_hash_of_the_bytes_read(tmp_path: Path) -> None:
+    text = np.random.default_rng(0).bytes(9000)
+    (tmp_path / "text").write_bytes(text)
+    whole = ByteLM(path=str(tmp_path / "text")).load().fingerprint
+    assert (whole.size, whole.sha256) == (9000, hashlib.sha256(text).hexdigest())
+    capped = ByteLM(path=str(tmp_path / "text"), max_bytes=5000).load().fingerprint
+    assert (capped.size, capped.sha256) == (5000, hashlib.sha256(text[:5000]).hexdigest())
+
+
+def test_the_standard_library_is_read_alike_in_another_process() -> None:
+    code = """
+from eigengraft.experiments.tasks import ByteLM
+print(ByteLM(max_bytes=65536, context=16).load().fingerprint.sha256)
+"""
+    environment = {"PYTHONPATH": str(ROOT / "src"), "PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "1"}
+    other = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert other.stdout.strip() == SMALL.load().fingerprint.sha256
+
+
+def test_the_standard_library_files_are_sources_of_the_library_proper() -> None:
+    files = standard_library_files()
+    assert len(files) == len(set(files)) > 300
+    assert {"argparse.py", "dataclasses.py"} <= {file.name for file in files}
+    assert not {"test", "site-packages", "dist-packages"} & {part for file in files for part in file.parts[-3:-1]}
+    assert all(file.suffix == ".py" for file in files)
+
+
+def test_a_text_too_short_for_the_context_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(b"x" * 1000)
+    with pytest.raises(ValueError, match=r"more than 1280 bytes .* got 1000 bytes; lower task.context"):
+        ByteLM(path=str(tmp_path / "text")).load()
+    with pytest.raises(ValueError, match=r"task\.path: an existing text file is required, got '.*nowhere'"):
+        ByteLM(path="nowhere").load()
+
+
+def test_gpt_is_causal_and_starts_near_the_uniform_distribution() -> None:
+    model, (inputs, targets) = SMALL.new_model(0), SMALL.load().batch(0, 0)
+    changed = inputs.clone()
+    changed[:, 9] = (changed[:, 9] + 1) % 256
+    before, after = model(inputs), model(changed)
+    torch.testing.assert_close(before[:, :9], after[:, :9])
+    assert not torch.allclose(before[:, 9:], after[:, 9:])
+    assert SMALL.loss(before, targets).item() == pytest.approx(math.log(256), abs=0.05)
+
+
+def test_gpt_has_the_parameters_of_its_definition() -> None:
+    # two embeddings and a head, per block four d x d and two d x 4d matrices, and gain and bias of every norm
+    task = ByteLM(layers=3, width=32, heads=4, context=16)
+    d = 32
+    expected = (256 + 16 + 256) * d + 3 * (4 * d * d + 8 * d * d) + (2 * 3 + 1) * 2 * d
+    assert sum(p.numel() for p in task.new_model(0).parameters()) == expected
+
+
+def test_digits_are_split_once_and_an_epoch_shows_every_image_once() -> None:
+    task = Digits(batch_size=64)
+    data, (images, digits, _) = task.load(), read_digits()
+    assert images.shape == (1797, 1, 8, 8)
+    assert 0 <= images.min() < images.max() == 1
+    (validation,) = data.evaluation()
+    per_epoch = (1797 - len(validation.targets)) // 64
+    assert len(validation.targets) == 1797 // 5
+    epoch = [data.batch(5, step) for step in range(per_epoch)]
+    known = {image.numpy().tobytes() for image in images}  # no two digits are drawn alike
+    assert len(known) == 1797
+    seen = [image.numpy().tobytes() for batch in epoch for image in batch.inputs]
+    held_out = {image.numpy().tobytes() for image in validation.inputs}
+    assert len(set(seen)) == len(seen) == per_epoch * 64
+    assert not held_out & set(seen)
+    other = [image.numpy().tobytes() for image in data.batch(5, per_epoch).inputs]
+    assert other != seen[:64]
+    assert set(digits.tolist()) == set(range(10))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"width": 30, "heads": 4}, "heads: .*divisor of width 30 is required, got 4"),
+        ({"context": 1}, "context: .*greater than or equal to 2, got 1"),
+        ({"layers": 2.5}, "layers: .*integer.*got 2.5"),
+    ],
+)
+def test_wrong_fields_are_refused_with_their_path(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        checked(ByteLM, fields)
+
+
+def test_a_task_may_come_from_outside() -> None:
+    class Parity(Task):
+        """Two bits and their sum modulo 2."""
+
+        kind: Literal["parity"] = "parity"
+
+        def load(self) -> "Bits":  # type: ignore[override]
+            return Bits()
+
+        def build(self) -> nn.Module:
+            return nn.Linear(2, 2)
+
+    class Bits:
+        def evaluation(self) -> list[Batch]:
+            return [Batch(torch.tensor([[0.0, 1.0], [1.0, 1.0]]), torch.tensor([1, 0]))]
+
+    task = checked(Task, "parity")  # type: ignore[type-abstract]
+    assert isinstance(task, Parity)
+    assert math.isfinite(task.evaluate(task.new_model(0), task.load(), CPU).val_loss)  # type: ignore[arg-type]
+
+
+def rates(schedule: Schedule, steps: int) -> list[float]:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
+    scheduler = schedule.scheduler(optimizer, steps)
+    found = []
+    for _ in range(steps):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+def test_schedules_follow_their_formulas() -> None:
+    assert rates(Constant(), 3) == [2.0] * 3
+    assert rates(Constant(warmup_steps=4), 6) == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
+    assert rates(Linear(), 4) == [2.0, 1.5, 1.0, 0.5]
+    assert rates(Linear(warmup_steps=2, final=0.5), 6) == [1.0, 2.0, 2.0, 1.75, 1.5, 1.25]
+
+
+def test_cosine_equals_torch() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
+    reference = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20, eta_min=0.2)
+    expected = []
+    for _ in range(20):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        reference.step()
+    assert rates(Cosine(final=0.1), 20) == pytest.approx(expected, rel=1e-12)
+    assert rates(Cosine(final=0.1, warmup_steps=5), 25)[5:] == pytest.approx(expected, rel=1e-12)
+
+
+def test_loss_is_the_mean_over_every_position() -> None:
+    logits = torch.zeros(2, 3, 4)
+    logits[0, 0, 1] = math.log(3)  # p = 3 / 6 there, 1 / 4 elsewhere
+    targets: Tensor = torch.ones(2, 3, dtype=torch.long)
+    assert SMALL.loss(logits, targets).item() == pytest.approx((math.log(2) + 5 * math.log(4)) / 6)

@@ -1,0 +1,413 @@
+"""Training on several processes: the losses of one, and no lost rank that changes them."""
+
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from eigengraft import RecipeError
+from eigengraft.experiments import Experiment, load_experiment, train
+from eigengraft.experiments.tasks import Batch
+from eigengraft.experiments.training.parallel.ranks import Ranks
+
+from ..distributed.ranks import Outcome, Run, launch
+
+pytestmark = pytest.mark.xdist_group("train_parallel")  # launches of ranks are shared by the tests of this file
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKER = "train_parallel:run"
+KINDS = ["ddp", "fsdp2"]
+Launched = dict[str, list[Outcome]]
+TRAJECTORY = ("step", "loss", "val_loss", "lr")
+
+TASK = '''
+"""A byte-level language model in float64, where `FAULT=rank:step:what` makes a rank fail at a step, as it is asked."""
+
+import os
+import signal
+from typing import Literal
+
+from eigengraft.experiments.tasks import Batch, ByteLM, Dataset, Task
+
+
+class Exact(Task):
+    kind: Literal["exact"] = "exact"
+    text: str
+    batch_size: int = 6
+
+    def model(self):
+        sizes = dict(layers=1, width=12, heads=2, context=12, batch_size=self.batch_size, eval_sequences=16)
+        return ByteLM(path=self.text, max_bytes=8192, **sizes)
+
+    def load(self):
+        return Faulty(self.model().load())
+
+    def build(self):
+        return self.model().build().double()
+
+
+class Faulty(Dataset):
+    def __init__(self, inner):
+        self.inner, self.fingerprint = inner, inner.fingerprint
+
+    def batch(self, seed, step):
+        rank, _, rest = os.environ.get("FAULT", "").partition(":")
+        at, _, what = rest.partition(":")
+        if (os.environ.get("RANK"), str(step)) == (rank, at):
+            if what == "raise":
+                raise ValueError(f"the data of step {step} are gone")
+            os.kill(os.getpid(), getattr(signal, what))
+        return self.inner.batch(seed, step)
+
+    def evaluation(self):
+        return self.inner.evaluation()
+'''
+
+
+def rows(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def trajectory(directory: Path) -> list[list[Any]]:
+    return [[row[key] for key in TRAJECTORY] for row in rows(directory)]
+
+
+def apart(directory: Path, other: Path) -> float:
+    """The largest relative difference of two trajectories with the same rows."""
+    both = zip(trajectory(directory), trajectory(other), strict=True)
+    pairs = [pair for a, b in both for pair in zip(a, b, strict=True)]
+    assert all((a is None) == (b is None) for a, b in pairs)
+    return max(abs(a - b) / abs(b) for a, b in pairs if a is not None)
+
+
+def free_port() -> int:
+    with socket.socket() as stream:
+        stream.bind(("127.0.0.1", 0))
+        port: int = stream.getsockname()[1]
+    return port
+
+
+def torchrun(arguments: list[str], fault: str = "") -> tuple[int, str]:
+    """`eigengraft train` under torchrun on two ranks: exit code and all that was said, as one line without boxes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--master-port", str(free_port())]
+    command += ["--nproc-per-node", "2", "-m", "eigengraft.experiments.cli.main", "train", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
+    environment |= {"FAULT": fault, "COLUMNS": "2000"}
+    output: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+    with subprocess.Popen(command, env=environment, **output) as process:
+        try:
+            said, _ = process.communicate(timeout=120)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, " ".join(said.replace("│", " ").split())
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a text, a task and an experiment."""
+    home = tmp_path_factory.mktemp("parallel")
+    (home / "text.txt").write_bytes(Path(__file__).read_bytes()[:8192])
+    (home / "exact.py").write_text(TASK)
+    (home / "exact.yaml").write_text(json.dumps(declared(home)))  # JSON is YAML
+    return home
+
+
+def declared(home: Path, **changes: Any) -> dict[str, Any]:
+    """Rows of a batch do not divide by the number of ranks, and the gradient is clipped."""
+    return {
+        "name": "exact",
+        "imports": [str(home / "exact.py")],
+        "task": {"kind": "exact", "text": str(home / "text.txt"), "batch_size": 7},
+        "recipe": "soap",
+        "lr": 0.01,
+        "schedule": {"kind": "cosine", "warmup_steps": 3},
+        "steps": 14,
+        "log_every": 1,
+        "eval_every": 5,
+        "checkpoint_every": 3,
+        "grad_clip": 0.5,
+        **changes,
+    }
+
+
+SINGLE = {"layers": 1, "width": 16, "heads": 2, "context": 16, "batch_size": 8, "eval_sequences": 16}
+
+
+def variants(home: Path) -> dict[str, dict[str, Any]]:
+    """What is trained in one process and in several."""
+    ema = {"update": ["momentum", "rms"], "averaging": {"kind": "ema", "decay": 0.9}}
+    single = {"kind": "byte_lm", "path": str(home / "text.txt"), "max_bytes": 8192, **SINGLE}
+    return {
+        "soap": declared(home),
+        "shampoo": declared(home, recipe="shampoo"),
+        "averaged": declared(home, recipe=ema),
+        "free": declared(home, recipe="schedule_free_adamw", grad_clip=None),
+        "single": declared(home, task=single),
+    }
+
+
+@pytest.fixture(scope="module")
+def alone(home: Path) -> dict[str, Path]:
+    """Runs of one process."""
+    found = {}
+    for name, experiment in variants(home).items():
+        found[name] = home / "alone" / name
+        train(load_experiment(experiment), found[name])
+    return found
+
+
+FAULTS = {"killed": "1:7:SIGKILL", "first": "0:7:SIGKILL", "told": "1:7:SIGTERM", "failed": "1:7:raise"}
+"""In step 8 (of 14) of rank 0 or 1; the last checkpoint is that of step 6."""
+
+
+@pytest.fixture(scope="module")
+def launched(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Launched:
+    """What ranks said: two of each fault, then two that train all variants, then four; runs are in `home/<launch>`."""
+    own = variants(home)
+    soap = own["soap"]
+    grid = {**soap, "parallel": {"kind": "hsdp", "replicas": 2}}
+    two: dict[str, Any] = {
+        f"{name}-{kind}": {"experiment": {**one, "parallel": kind}} for name, one in own.items() for kind in KINDS
+    }
+    two["resumed"] = {"experiment": {**soap, "parallel": "fsdp2"}, "of": str(home / "killed" / "run")}
+    two["other"] = {"experiment": {**soap, "parallel": "ddp", "seed": 1}, "directory": str(home / "two" / "soap-ddp")}
+    two["disagreed"] = {"experiment": {**soap, "parallel": "ddp"}, "own": [["seed=1"], ["seed=2"]]}
+    two["diverged"] = {"experiment": {**soap, "parallel": "ddp", "recipe": "sgd", "lr": 1e200}}
+    four: dict[str, Any] = {
+        "hsdp": {"experiment": {**own["shampoo"], "parallel": grid["parallel"]}},
+        "ddp": {"experiment": {**own["shampoo"], "parallel": "ddp"}},
+        "resumed": {"experiment": grid, "of": str(home / "killed" / "run")},
+        "odd": {"experiment": {**soap, "parallel": {"kind": "hsdp", "replicas": 3}}},
+        "few": {"experiment": {**grid, "task": {**soap["task"], "batch_size": 3}}},
+    }
+    runs = [
+        Run(name, WORKER, 2, {"cases": placed(home / name, {"run": two["soap-fsdp2"]}), "fault": fault}, fails=True)
+        for name, fault in FAULTS.items()
+    ]
+    runs += [Run("two", WORKER, 2, {"cases": placed(home / "two", two)})]
+    runs += [Run("four", WORKER, 4, {"cases": placed(home / "four", four)})]
+    return launch(runs, tmp_path_factory.mktemp("launches"))
+
+
+def placed(folder: Path, cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {name: {"directory": str(folder / name), **case} for name, case in cases.items()}
+
+
+EXACT = 1e-9
+"""Relative, float64: rows are summed in another order (1e-16), and 14 steps of an optimizer that divides by roots make
+that larger. One row with a wrong weight would change the loss by more than 1e-3."""
+TURNED = 1e-3
+"""Relative, of SOAP in float64 and float32: the first statistics have fewer directions than axes. Within the rest any
+basis is as right as another, rounding decides which it is, and Adam in it takes another path from there on."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["shampoo", "averaged", "free"])
+def test_two_ranks_have_the_losses_of_one(
+    home: Path, launched: Launched, alone: dict[str, Path], name: str, kind: str
+) -> None:
+    assert apart(home / "two" / f"{name}-{kind}", alone[name]) < EXACT
+
+
+@pytest.mark.parametrize("name", ["hsdp", "ddp"])
+def test_four_ranks_have_the_losses_of_one(home: Path, launched: Launched, alone: dict[str, Path], name: str) -> None:
+    assert apart(home / "four" / name, alone["shampoo"]) < EXACT
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("name", "rounding"), [("soap", 1e-15), ("single", 5e-7)])
+def test_soap_has_them_up_to_the_choice_of_its_first_basis(
+    home: Path, launched: Launched, alone: dict[str, Path], name: str, rounding: float, kind: str
+) -> None:
+    directory = home / "two" / f"{name}-{kind}"
+    # until the first basis, at step 2, it is Adam; some roundings
+    for found, expected in zip(rows(directory)[:2], rows(alone[name])[:2], strict=True):
+        assert found["loss"] == pytest.approx(expected["loss"], rel=rounding)
+    assert apart(directory, alone[name]) < TURNED
+
+
+def test_the_first_rank_alone_writes_and_tells(home: Path, launched: Launched) -> None:
+    first, second = (outcome.result for outcome in launched["two"])
+    assert first["heard"] > 0 and second["heard"] == 0
+    assert first["outcome"] == second["outcome"]
+    directory = home / "two" / "soap-fsdp2"
+    names = {"config.json", "env.json", "metrics.jsonl", "result.json", "lock", "checkpoint-12", "checkpoint-14"}
+    assert {path.name for path in directory.iterdir()} == names
+    assert json.loads((directory / "env.json").read_text())["ranks"] == 2
+    assert len(rows(directory)) == 14
+
+
+def test_each_rank_holds_its_part_of_the_state(launched: Launched, alone: dict[str, Path]) -> None:
+    whole = json.loads((alone["shampoo"] / "result.json").read_text())["state_bytes"]
+    for ranks, case, size in (("two", "shampoo-ddp", 2), ("two", "shampoo-fsdp2", 2), ("four", "ddp", 4)):
+        largest = launched[ranks][0].result["outcome"][case][1]
+        assert whole / size <= largest < 1.5 * whole / size
+
+
+def test_a_diverging_run_ends_on_every_rank(home: Path, launched: Launched) -> None:
+    assert [said.result["outcome"]["diverged"][0] for said in launched["two"]] == [None, None]
+    result = json.loads((home / "two" / "diverged" / "result.json").read_text())
+    assert result["diverged"] and 1 < result["steps"] < 14
+
+
+@pytest.mark.parametrize(
+    ("launch", "case", "words"),
+    [
+        ("two", "other", "holds a run of another experiment; what is there -> what was asked for:\nseed: 0 -> 1"),
+        ("two", "disagreed", "ranks: the same experiment and the same data are required on each"),
+        ("four", "odd", "parallel.replicas: a divisor of the 4 ranks is required, got 3"),
+        ("four", "few", "task.batch_size: a row for each of 4 ranks is required, got 3"),
+    ],
+)
+def test_what_cannot_be_every_rank_says(launched: Launched, launch: str, case: str, words: str) -> None:
+    for said in launched[launch]:
+        assert said.result["outcome"][case].startswith("RecipeError") and words in said.result["outcome"][case]
+
+
+LOST = r"another rank has stopped or does not answer \(.+\)\."
+TOLD = r"told to stop \(SIGTERM\), as when another rank has failed\."
+ADVICE = " Give the same command again to continue from step 6, with any number of ranks[.]"
+
+
+@pytest.mark.parametrize(
+    ("fault", "victim", "words"),
+    [
+        ("killed", 1, None),
+        ("first", 0, None),
+        ("told", 1, f"DistributedError: rank 1 of 2: {TOLD}{ADVICE}"),
+        ("failed", 1, "ValueError: the data of step 7 are gone"),
+    ],
+)
+def test_when_a_rank_is_lost_every_other_says_so(
+    home: Path, launched: Launched, fault: str, victim: int, words: str | None
+) -> None:
+    lost, left = launched[fault][victim], launched[fault][1 - victim]
+    expected = f"DistributedError: rank {1 - victim} of 2: {LOST}{ADVICE}"
+    assert re.fullmatch(expected, left.result["outcome"]["run"])
+    if words is None:
+        assert lost.code == -signal.SIGKILL
+    else:
+        assert re.fullmatch(words, lost.result["outcome"]["run"])
+    names = {path.name for path in (home / fault / "run").iterdir()}
+    assert names == {"config.json", "env.json", "metrics.jsonl", "lock", "checkpoint-3", "checkpoint-6"}
+
+
+def test_torchrun_ends_a_run_with_a_killed_rank_and_continues_it(home: Path, launched: Launched) -> None:
+    directory = home / "torchrun"
+    arguments = [str(home / "exact.yaml"), "parallel=fsdp2", "--out", str(directory)]
+    code, said = torchrun(arguments, FAULTS["killed"])
+    assert code != 0
+    # the rank that is left notices it by itself, or torchrun is faster
+    assert re.search(f"rank 0 of 2: ({LOST}|{TOLD}){ADVICE}", said), said
+    assert "Signal 9 (SIGKILL)" in said  # torchrun's own summary
+    (directory / ".checkpoint-9.partial").mkdir()  # a kill while it was written
+    (directory / ".checkpoint-9.partial" / "__0_0.distcp").write_bytes(b"?")
+    code, said = torchrun(arguments)
+    assert code == 0, said
+    assert said.count("validation loss") == 1
+    assert trajectory(directory) == trajectory(home / "two" / "soap-fsdp2")
+    assert not list(directory.glob(".*"))
+
+
+def test_a_killed_run_continues_bit_for_bit_on_two_ranks(home: Path, launched: Launched) -> None:
+    assert trajectory(home / "two" / "resumed") == trajectory(home / "two" / "soap-fsdp2")
+
+
+def test_a_killed_run_continues_on_four_ranks_that_divide_it_otherwise(home: Path, launched: Launched) -> None:
+    assert trajectory(home / "four" / "resumed")[:6] == trajectory(home / "two" / "soap-fsdp2")[:6]
+    assert apart(home / "four" / "resumed", home / "two" / "soap-fsdp2") < EXACT
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torchrun starts a single process."""
+    for key, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}.items():
+        monkeypatch.setenv(key, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+
+
+def soap(home: Path, kind: str) -> Experiment:
+    return load_experiment({**variants(home)["soap"], "parallel": kind})
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("kind", [*KINDS, "hsdp"])
+def test_a_killed_run_continues_on_one_rank(home: Path, tmp_path: Path, launched: Launched, kind: str) -> None:
+    shutil.copytree(home / "killed" / "run", tmp_path / "run")
+    train(soap(home, kind), tmp_path / "run")
+    assert apart(tmp_path / "run", home / "two" / "soap-fsdp2") < EXACT
+
+
+BROKEN = r"checkpoint-6: a readable checkpoint is required; remove .*checkpoint-6 to continue from the one before: .+"
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_broken_checkpoint_is_named_and_the_one_before_it_serves(
+    home: Path, tmp_path: Path, launched: Launched
+) -> None:
+    directory = tmp_path / "run"
+    shutil.copytree(home / "killed" / "run", directory)
+    (directory / "checkpoint-6" / "__0_0.distcp").write_bytes(b"?")
+    with pytest.raises(RecipeError, match=BROKEN):
+        train(soap(home, "ddp"), directory)
+    shutil.rmtree(directory / "checkpoint-6")
+    train(soap(home, "ddp"), directory)
+    assert apart(directory, home / "two" / "soap-fsdp2") < EXACT
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_run_of_one_process_and_one_of_ranks_do_not_continue_each_other(
+    home: Path, tmp_path: Path, launched: Launched, alone: dict[str, Path]
+) -> None:
+    shutil.copytree(home / "killed" / "run", tmp_path / "ranks")
+    with pytest.raises(RecipeError, match="continue it with one of them"):
+        train(soap(home, "none"), tmp_path / "ranks")
+    shutil.copytree(alone["soap"], tmp_path / "alone")
+    (tmp_path / "alone" / "result.json").unlink()
+    with pytest.raises(RecipeError, match="of a single process; continue it with parallel=none"):
+        train(soap(home, "ddp"), tmp_path / "alone")
+    assert rows(tmp_path / "alone") == rows(alone["soap"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "processes", "words"),
+    [("ddp", 0, "ranks are required for ddp, got a single process"), ("none", 2, "for the 2 processes")],
+)
+def test_parallel_and_the_way_of_starting_must_fit(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, processes: int, words: str
+) -> None:
+    if processes:
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", str(processes))
+    with pytest.raises(RecipeError, match=words):
+        train(soap(home, kind), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 7])
+def test_weighted_means_of_the_parts_are_the_mean_of_the_batch(size: int) -> None:
+    values = torch.arange(21, dtype=torch.float64).square().reshape(7, 3)
+    batch = Batch(torch.arange(7), values)
+    parts = [Ranks(rank, size).part(batch) for rank in range(size)]
+    assert torch.equal(torch.cat([part.inputs for part, _ in parts]), batch.inputs)
+    mean = sum(weight * part.targets.mean().item() for part, weight in parts) / size
+    assert math.isclose(mean, values.mean().item(), rel_tol=1e-14)  # some roundings of 1e-16
+
+
+def test_overrides_reach_into_parallel(home: Path) -> None:
+    experiment = load_experiment(declared(home), ["parallel.kind=hsdp", "parallel.replicas=2"])
+    assert experiment.parallel.model_dump() == {"kind": "hsdp", "replicas": 2, "timeout": 600}
+    with pytest.raises(RecipeError, match="unknown parallel kind 'fsdp'; did you mean 'fsdp2'"):
+        load_experiment(declared(home), ["parallel=fsdp"])

@@ -1,0 +1,349 @@
+"""Resuming is bit-exact, loading is strict, and reading state changes nothing."""
+
+import copy
+import io
+import re
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+
+import eigengraft
+from eigengraft import Optimizer, load_recipe
+
+SHIPPED = eigengraft.shipped_recipes()
+SHAPES = ((6, 4), (6, 4), (4, 4), (5,), (), (0,), (3, 2, 2))
+STAGE = r"\d+/(routes\.\w+\.)?(update|after_decay)(\.[A-Za-z_]\w*)+"
+KEY = re.compile(rf"({STAGE}|averaging|(routes\.\w+\.)?constraints\.\w+)/[a-z_]+(\.\d+)?")
+
+
+def parameters(dtype: torch.dtype, shapes: Iterable[tuple[int, ...]] = SHAPES) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in shapes]
+
+
+def drive(optimizer: torch.optim.Optimizer, params: Iterable[Tensor], steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        optimizer.step()
+
+
+def through_a_file(data: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(data, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+def snapshot(optimizer: Optimizer) -> dict[str, Any]:
+    return copy.deepcopy({**optimizer.state_dict(), "params": [p for g in optimizer.param_groups for p in g["params"]]})
+
+
+def same(one: Any, two: Any) -> bool:
+    if isinstance(one, Tensor):
+        return isinstance(two, Tensor) and one.dtype == two.dtype and torch.equal(one, two)
+    if isinstance(one, dict):
+        return one.keys() == two.keys() and all(same(one[k], two[k]) for k in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(two) and all(map(same, one, two))
+    return bool(one == two)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("recipe", SHIPPED)
+def test_resume_is_bit_exact(recipe: str, dtype: torch.dtype) -> None:
+    params = parameters(dtype)
+    optimizer = Optimizer(params, recipe)
+    drive(optimizer, params, range(13))  # between refreshes, which are every 10 steps
+    weights, state = through_a_file([[p.detach() for p in params], optimizer.state_dict()])
+    again = [nn.Parameter(w) for w in weights]
+    resumed = Optimizer(again, recipe, lr=0.5, weight_decay=0.5)
+    resumed.load_state_dict(state)
+    assert same(snapshot(resumed), snapshot(optimizer))
+    drive(optimizer, params, range(13, 24))
+    drive(resumed, again, range(13, 24))
+    assert same(snapshot(resumed), snapshot(optimizer))
+
+
+def test_resume_with_a_schedule_groups_and_missing_gradients() -> None:
+    def build() -> tuple[list[Tensor], Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+        params = parameters(torch.float32)
+        groups = [{"params": params[:3], "lr": 0.05}, {"params": params[3:], "weight_decay": 0.0}]
+        optimizer = Optimizer(groups, load_recipe("soap", ["weight_decay.kind=corrected", "weight_decay.rate=0.1"]))
+        return params, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
+
+    def go(params: list[Tensor], optimizer: Optimizer, schedule: Any, steps: range) -> None:
+        for step in steps:
+            drive(optimizer, [p for i, p in enumerate(params) if (step + i) % 3], range(step, step + 1))
+            schedule.step()
+            optimizer.zero_grad()
+
+    run, resumed = build(), build()
+    go(*run, range(12))
+    saved = through_a_file([[p.detach() for p in run[0]], run[1].state_dict(), run[2].state_dict()])
+    for p, w in zip(resumed[0], saved[0], strict=True):
+        p.data.copy_(w)
+    resumed[1].load_state_dict(saved[1])
+    resumed[2].load_state_dict(saved[2])
+    for optimizer_run in (run, resumed):
+        go(*optimizer_run, range(12, 25))
+    assert same(snapshot(run[1]), snapshot(resumed[1]))
+
+
+@pytest.mark.parametrize("frozen_again", [True, False])
+def test_resume_after_a_thaw(frozen_again: bool) -> None:
+    def build(frozen: bool) -> tuple[list[Tensor], Optimizer]:
+        params = parameters(torch.float32)
+        params[1].requires_grad_(not frozen)
+        optimizer = Optimizer(params, "soap")
+        params[1].requires_grad_(True)
+        return params, optimizer
+
+    params, optimizer = build(True)
+    drive(optimizer, [p for i, p in enumerate(params) if i != 1], range(4))
+    drive(optimizer, params, range(4, 7))
+    again, resumed = build(frozen_again)
+    for p, q in zip(again, params, strict=True):
+        p.data.copy_(q.data)
+    resumed.load_state_dict(through_a_file(optimizer.state_dict()))
+    twin_params, twin = copy.deepcopy((params, optimizer))
+    for o, ps in ((optimizer, params), (resumed, again), (twin, twin_params)):
+        drive(o, ps, range(7, 30))
+    assert same(snapshot(optimizer), snapshot(resumed))
+    assert same(snapshot(optimizer), snapshot(twin))
+
+
+def test_a_loaded_state_is_a_copy() -> None:
+    params, other = parameters(torch.float32), parameters(torch.float32)
+    one, two = Optimizer(params, "soap"), Optimizer(other, "soap")
+    drive(one, params, range(3))
+    two.load_state_dict(one.state_dict())
+    before = snapshot(two)
+    drive(one, params, range(3, 6))
+    assert same(snapshot(two), before)
+    one.load_state_dict(one.state_dict())
+    drive(one, params, range(6, 8))
+
+
+def test_state_is_plain_tensors_under_flat_keys() -> None:
+    net = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 70), nn.LayerNorm(70))
+    for recipe in SHIPPED:
+        whole = recipe == "reference/distributed_shampoo_jax"  # norms over whole parameters need equal blocks
+        split = load_recipe(recipe, ["blocking.size=32", *["update.graft.per=block"] * whole])
+        optimizer = eigengraft.compose(split, net)
+        for state in optimizer.state_dict()["state"].values():
+            assert {type(value) for value in state.values()} == {Tensor}
+            assert all(KEY.fullmatch(key) for key in state if key != "step"), sorted(state)
+            assert state["step"].dtype == torch.int64 and state["step"].shape == ()
+    keys = Optimizer([net[1].weight], load_recipe("soap", ["blocking.size=32"])).state_dict()["state"][0]
+    assert {int(key.partition("/")[0]) for key in keys if key != "step"} == {0, 1, 2}
+    assert {key.partition("/")[2] for key in keys} >= {"update.eigenbasis/basis.0", "update.eigenbasis.inner.rms/v"}
+
+
+def test_state_of_bfloat16_parameters_stays_float32_through_loading() -> None:
+    params = parameters(torch.bfloat16, [(3, 2)])
+    optimizer = Optimizer(params, "soap")
+    optimizer.load_state_dict(through_a_file(optimizer.state_dict()))
+    floats = [t.dtype for t in optimizer.state[params[0]].values() if t.is_floating_point()]
+    assert floats and set(floats) == {torch.float32}
+
+
+# strict
+
+
+def edit(*path: Any, to: Any = None, drop: bool = False, rename: Any = None) -> Callable[[dict[str, Any]], Any]:
+    """An edit of a nested dict or list at `path`."""
+
+    def change(data: dict[str, Any]) -> Any:
+        node: Any = data
+        for part in path[:-1]:
+            node = node[part]
+        if drop:
+            del node[path[-1]]
+        elif rename is not None:
+            node[rename] = node.pop(path[-1])
+        else:
+            node[path[-1]] = to
+        return data
+
+    return change
+
+
+V = "0/update.rms/v"
+WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "missing slot": (edit("state", 0, V, drop=True), f"w: missing '{V}'"),
+    "extra slot": (edit("state", 0, "0/update.rms/w", to=torch.ones(1)), "w: unexpected '0/update.rms/w'"),
+    "renamed slot": (edit("state", 0, V, rename="0/update.rms_2/v"), f"w: missing '{V}'"),
+    "missing step": (edit("state", 0, "step", drop=True), "w: missing 'step'"),
+    "missing parameter": (edit("state", 1, drop=True), "b: missing 'step'"),
+    "extra parameter": (edit("state", 7, to={"step": torch.tensor(0)}), "(?s)state_dict: .*7"),
+    "shape": (edit("state", 0, V, to=torch.ones(2, 3)), rf"w: '{V}' of torch.float32 \(3, 2\) .*, got .*\(2, 3\)"),
+    "dtype": (edit("state", 0, V, to=torch.ones(3, 2).double()), rf"w: '{V}' of torch.float32 .*, got torch.float64"),
+    "not a tensor": (edit("state", 0, V, to=1.0), rf"w: '{V}' .*, got float"),
+    "group sizes": (edit("param_groups", 0, "params", to=[0]), r"group.* sizes \[2\] are required, got \[1\]"),
+    "no recipe": (edit("param_groups", 0, "recipe", drop=True), "group 0 has no recipe"),
+    "broken recipe": (edit("param_groups", 0, "recipe", to="{"), "state_dict: .*recipe"),
+    "no lr": (edit("param_groups", 0, "lr", drop=True), "state_dict: .*lr"),
+    "no peak": (edit("param_groups", 0, "peak_lr", drop=True), "state_dict: .*peak_lr"),
+    "nan lr": (edit("param_groups", 0, "lr", to=float("nan")), "lr: a finite number"),
+    "negative decay": (edit("param_groups", 0, "weight_decay", to=-1.0), "weight_decay: a finite number"),
+    "other names": (edit("param_groups", 0, "param_names", to=["b", "w"]), "state_dict: .*w.*b"),
+    "no groups": (edit("param_groups", drop=True), "state_dict: .*param_groups"),
+    "no state": (edit("state", drop=True), "state_dict: .*state"),
+    "torch": (lambda _: torch.optim.AdamW(parameters(torch.float32, [(3, 2), (2,)])).state_dict(), "has no recipe"),
+    "list": (lambda _: [], "state_dict: .*list"),
+}
+
+
+def named(recipe: Any = "adamw", shapes: Iterable[tuple[int, ...]] = ((3, 2), (2,))) -> Optimizer:
+    return Optimizer(list(zip("wb", parameters(torch.float32, shapes), strict=True)), recipe)
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_state_dict_is_refused_and_changes_nothing(case: str) -> None:
+    optimizer = named()
+    params = optimizer.param_groups[0]["params"]
+    drive(optimizer, params, range(3))
+    change, message = WRONG[case]
+    saved = change(copy.deepcopy(optimizer.state_dict()))
+    drive(optimizer, params, range(3, 5))
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(saved)
+    assert same(snapshot(optimizer), before)
+    twin_params, twin = copy.deepcopy((params, optimizer))
+    drive(optimizer, params, range(5, 7))
+    drive(twin, twin_params, range(5, 7))
+    assert same(snapshot(optimizer), snapshot(twin))
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "message"),
+    [
+        ("adamw", ["update.rms.beta=0.9"], "update.rms.beta: 0.999 -> 0.9"),
+        ("adamw", ["blocking.size=2"], "blocking.size: absent -> 2"),
+        ("adamw", ["weight_decay.kind=cautious"], "weight_decay.kind: decoupled -> cautious"),
+        ("soap", ["update.eigenbasis.refresh.steps=3"], "update.eigenbasis.refresh.steps: 10 -> 3"),
+        ("soap", ["routes=[]"], "routes.adam"),
+        ("soap", ["routes.adam.lr_ratio=0.5"], "routes.adam.lr_ratio: 1.0 -> 0.5"),
+        ("soap", ["update.eigenbasis.inner.rms.name=second"], "update.eigenbasis.inner"),
+        ("soap", ['update=["sign"]'], "update"),
+    ],
+)
+def test_another_recipe_is_named_by_its_difference(saved: str, here: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=rf"another recipe (.|\n)*{re.escape(message)}"):
+        named(load_recipe(saved, here)).load_state_dict(named(saved).state_dict())
+
+
+def test_another_order_of_stages_is_another_recipe() -> None:
+    one, two = named({"update": ["momentum", "rms"]}), named({"update": ["rms", "momentum"]})
+    with pytest.raises(ValueError, match="another recipe"):
+        two.load_state_dict(one.state_dict())
+
+
+def test_what_a_recipe_is_called_does_not_matter() -> None:
+    one, two = named(), named(load_recipe("adamw").replace(name="mine", about="the same"))
+    drive(one, one.param_groups[0]["params"], range(2))
+    two.load_state_dict(one.state_dict())
+    assert same(two.state_dict()["state"], one.state_dict()["state"])
+
+
+def test_another_shape_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"w: .*\(3, 2\) is required, got torch.float32 \(2, 3\)"):
+        named().load_state_dict(named(shapes=[(2, 3), (2,)]).state_dict())
+
+
+def test_a_refused_load_of_a_frozen_parameter_changes_nothing() -> None:
+    saved = named().state_dict()
+    del saved["state"][1][V]
+    optimizer = named()
+    frozen = Optimizer([("w", nn.Parameter(torch.ones(3, 2))), ("b", nn.Parameter(torch.ones(2), requires_grad=False))])
+    drive(optimizer, optimizer.param_groups[0]["params"], range(2))
+    before = snapshot(frozen)
+    with pytest.raises(ValueError, match=f"b: missing '{V}'"):
+        frozen.load_state_dict(saved)
+    assert same(snapshot(frozen), before)
+
+
+# torch.distributed.checkpoint, in one process
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.body, self.norm = nn.Embedding(6, 4), nn.Linear(4, 3), nn.LayerNorm(3)
+
+
+def make(recipe: str) -> tuple[Net, Optimizer]:
+    torch.manual_seed(0)
+    net = Net()
+    return net, eigengraft.compose(recipe, net)
+
+
+def continues_alike(*runs: tuple[Net, Optimizer]) -> bool:
+    for net, optimizer in runs:
+        drive(optimizer, net.parameters(), range(50, 62))
+    return all(same(snapshot(runs[0][1]), snapshot(optimizer)) for _, optimizer in runs[1:])
+
+
+# both at once is beyond torch 2.13, for its own AdamW too: KeyError 'param_groups.0.params.0'
+@pytest.mark.parametrize(("flat", "full"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("recipe", ["soap", "shampoo", "reference/soap", "adafactor"])
+def test_the_state_dict_api_round_trips(recipe: str, flat: bool, full: bool) -> None:
+    options = StateDictOptions(flatten_optimizer_state_dict=flat, full_state_dict=full)
+    run, resumed = make(recipe), make(recipe)
+    drive(run[1], run[0].parameters(), range(13))
+    saved = copy.deepcopy(get_optimizer_state_dict(*run, options=options))
+    resumed[0].load_state_dict(run[0].state_dict())
+    set_optimizer_state_dict(*resumed, saved, options=options)
+    assert continues_alike(run, resumed)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("recipe", ["soap", "reference/soap"])
+def test_a_distributed_checkpoint_on_disk_round_trips(recipe: str, flat: bool, tmp_path: Path) -> None:
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    run, resumed = make(recipe), make(recipe)
+    drive(run[1], run[0].parameters(), range(13))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, about its file reader
+        saved = {"net": run[0].state_dict(), "optimizer": get_optimizer_state_dict(*run, options=options)}
+        dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
+        target = {"net": resumed[0].state_dict(), "optimizer": get_optimizer_state_dict(*resumed, options=options)}
+        dcp.load(target, checkpoint_id=tmp_path, no_dist=True)
+    resumed[0].load_state_dict(target["net"])
+    set_optimizer_state_dict(*resumed, target["optimizer"], options=options)
+    assert continues_alike(run, resumed)
+
+
+@pytest.mark.parametrize("detect", ["host", "device"])
+@pytest.mark.parametrize("trained", [0, 13])
+@pytest.mark.parametrize("recipe", SHIPPED)
+def test_reading_state_changes_nothing(recipe: str, trained: int, detect: str) -> None:
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = eigengraft.compose(load_recipe(recipe, [f"failure.detect={detect}", "weight_decay.rate=0.1"]), net)
+    drive(optimizer, net.parameters(), range(trained))
+    before = snapshot(optimizer)
+    optimizer.state_dict()
+    get_optimizer_state_dict(net, optimizer)
+    optimizer.routing_table(), optimizer.state_bytes(), repr(optimizer)
+    lr = [group["lr"] for group in optimizer.param_groups]
+    for zero in (0.0, torch.tensor(0.0)):  # what libraries do that know no other way to see the state
+        for group in optimizer.param_groups:
+            group["lr"] = zero
+        for p in net.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        optimizer.zero_grad()
+    for group, value in zip(optimizer.param_groups, lr, strict=True):
+        group["lr"] = value
+    assert same(snapshot(optimizer), before)

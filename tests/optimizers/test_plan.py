@@ -1,0 +1,407 @@
+"""Plans: what they say of every rank is what an optimizer does there, and what arithmetic says it must.
+
+Optimizers run here on the ranks of a pretended process group, one after the other: what collectives are given is
+counted, and zeros arrive.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from typer.testing import CliRunner
+
+import eigengraft
+from eigengraft.blocking import Blocking
+from eigengraft.component import RecipeError
+from eigengraft.distributed.distribution import Distribution
+from eigengraft.distributed.layouts import Layout
+from eigengraft.distributed.ownership import Loads, assign
+from eigengraft.distributed.rank_group import RankGroup, Work
+from eigengraft.experiments.cli.main import app
+from eigengraft.experiments.cli.model_shapes import LLAMAS, parameters_of, read_shapes
+from eigengraft.optimizers.planning.measure import measured_work
+from eigengraft.optimizers.planning.plan import Plan, known, plan
+from eigengraft.optimizers.planning.traffic import holding
+from eigengraft.optimizers.recipe.loading import load_recipe
+from eigengraft.optimizers.recipe.routing import describe_model
+from eigengraft.optimizers.sharding.cost_model import block_cost
+
+SOAP = {
+    "update": [
+        {
+            "kind": "eigenbasis",
+            "inner": [{"kind": "momentum"}, {"kind": "rms"}],
+            "refresh": {"kind": "every", "steps": 5},
+        }
+    ],
+    "blocking": {"size": 8, "merge": 8, "keep_axes": 2},
+}
+GRAFT = {"kind": "graft", "direction": {"kind": "shampoo"}, "magnitude": {"kind": "rms"}, "per": "parameter"}
+RECIPES: dict[str, Any] = {
+    "soap": SOAP,
+    "in many messages, rounded": {**SOAP, "distribution": {"dtype": "bf16", "bucket": 256}},
+    "quantized": {**SOAP, "storage": {"basis": {"kind": "int8", "min_elements": 1}}},
+    "averaged": {**SOAP, "averaging": {"kind": "ema"}},
+    "by parameter": {"update": [{"kind": "momentum"}, GRAFT], "weight_decay": {"kind": "l2", "rate": 0.1}},
+    "adamw": "adamw",
+    "muon": "muon",
+    "adafactor": "adafactor",
+    "splus": "splus",
+}
+RANKS = 4
+
+
+class Odd(nn.Module):
+    """Axes that 4 ranks do not divide, one shorter than them, a convolution, vectors, a tied head, a frozen weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(37, 10)
+        self.conv = nn.Conv1d(10, 7, 3)
+        self.norm = nn.LayerNorm(7)
+        self.up = nn.Linear(7, 13)
+        self.down = nn.Linear(13, 3)
+        self.frozen = nn.Linear(3, 10)
+        self.head = nn.Linear(10, 37, bias=False)
+        self.head.weight = self.embedding.weight
+        self.frozen.requires_grad_(False)
+
+
+class Counted:
+    """What one rank gives to collectives, as a plan counts it: (sent, received, messages, buffers)."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.counts: dict[str, list[int]] = {}
+
+        def swapped(rank_group: RankGroup, sent: Tensor, sending: list[int], receiving: list[int], what: str) -> Any:
+            out, into = ([n * sent.element_size() for n in numbers] for numbers in (sending, receiving))
+            me, others = rank_group.rank, [r for r in range(rank_group.size) if r != rank_group.rank]
+            peered = sum(out[r] > 0 for r in others)
+            self.add(what, sum(out) - out[me], sum(into) - into[me], peered, sum(out) + sum(into))
+            return Work(None, sent.new_zeros(sum(receiving)), lambda wait: None)
+
+        def gathered(rank_group: RankGroup, mine: Tensor, what: str) -> Any:
+            each, others = mine.nbytes, rank_group.size - 1
+            self.add(what, others * each, others * each, others if each else 0, (1 + rank_group.size) * each)
+            return Work(None, mine.new_zeros(rank_group.size, mine.numel()), lambda wait: None)
+
+        def totalled(rank_group: RankGroup, values: Tensor, what: str) -> Tensor:
+            self.add("agreement", 0, 0, 1, values.nbytes)
+            return values
+
+        monkeypatch.setattr(RankGroup, "all_to_all", swapped)
+        monkeypatch.setattr(RankGroup, "all_gather", gathered)
+        monkeypatch.setattr(RankGroup, "all_reduce", totalled)
+        monkeypatch.setattr(RankGroup, "all_gather_object", lambda rank_group, mine, what: [mine] * rank_group.size)
+
+    def add(self, what: str, *numbers: int) -> None:
+        kind = {"parameters": "gradients"}.get(what.split()[0], what.split()[0])
+        self.counts[kind] = [a + b for a, b in zip(self.counts.get(kind, [0] * 4), numbers, strict=True)]
+
+
+def spread(model: nn.Module, parallel: str) -> None:
+    if parallel == "fsdp2":
+        fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
+    if parallel == "hsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("copies", "parts")))
+
+
+@pytest.fixture(params=range(RANKS))
+def rank(request: pytest.FixtureRequest) -> Iterator[int]:
+    dist.init_process_group("fake", rank=request.param, world_size=RANKS, store=FakeStore())
+    yield request.param
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2", "hsdp"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_plan_is_what_the_optimizer_does(
+    rank: int, parallel: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The blocks that each rank owns, its bytes of state, and the bytes and messages of a step, exactly."""
+    model = Odd()
+    facts = describe_model(model)
+    told = [facts[id(parameter)] for parameter in model.parameters() if parameter.requires_grad]
+    paper = plan(RECIPES[name], told, (2, 2) if parallel == "hsdp" else (RANKS,), parallel)
+    spread(model, parallel)
+    counted = Counted(monkeypatch)
+    optimizer = eigengraft.compose(RECIPES[name], model)
+    names = [str(fact.name) for fact in told]
+    owned = {
+        (names[position], key)
+        for unit in optimizer.stack_states()
+        if unit.block_group is not None
+        for _, position, key in unit.rows()
+    }
+    assert owned == {
+        (name, key)
+        for name, share in paper.placements.items()
+        for key, owner in (share.owners or {}).items()
+        if owner == rank
+    }
+    assert len(owned) == paper.blocks[rank]
+    assert optimizer.state_bytes() == paper.state[rank]
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+    optimizer.step()
+    for kind in ("gradients", "updates"):
+        traffic = paper.traffic[kind]
+        found = [int(numbers[rank]) for numbers in (traffic.sent, traffic.received, traffic.messages, traffic.buffers)]
+        assert counted.counts.get(kind, [0] * 4) == found, kind
+    agreement = paper.traffic["agreement"]
+    assert counted.counts["agreement"][2:] == [agreement.messages[rank], agreement.buffers[rank]]
+
+
+def one_block(mesh: tuple[int, ...], parallel: Any, dtype: torch.dtype = torch.float32) -> Plan:
+    """8 x 8 entries, which rank 0 owns."""
+    return plan({"update": SOAP["update"]}, [("hidden.weight", (8, 8))], mesh, parallel, dtype)
+
+
+def test_bytes_of_one_block() -> None:
+    """Of 64 entries rank 0 owns all; each of 2 ranks holds 32, of 2 x 2 too, under DDP 64."""
+    cut = one_block((2,), "fsdp2").traffic
+    assert cut["gradients"].sent.tolist() == [0, 128] and cut["gradients"].received.tolist() == [128, 0]
+    assert cut["updates"].sent.tolist() == [128, 0] and cut["updates"].messages.tolist() == [1, 0]
+    half = one_block((2,), "fsdp2", torch.bfloat16).traffic
+    assert half["gradients"].sent.tolist() == [0, 64] and half["updates"].sent.tolist() == [128, 0]
+    copied = one_block((2, 2), "hsdp").traffic
+    assert copied["gradients"].sent.tolist() == [0, 128, 0, 0]  # owners take from their own copy
+    assert copied["updates"].sent.tolist() == [384, 0, 0, 0] and copied["updates"].messages[0] == 3
+    assert copied["updates"].received.tolist() == [0, 128, 128, 128]
+    whole = one_block((4,), "ddp").traffic
+    assert not whole["gradients"].sent.any() and whole["updates"].received.tolist() == [3 * 256] * 4
+    alone = one_block((1,), "ddp").traffic
+    assert not any(traffic.sent.any() or traffic.messages.any() for traffic in alone.values())
+
+
+def test_entrywise_updates_stay_where_the_parts_lie() -> None:
+    paper = plan("soap", [("embedding.weight", (37, 10))], (4,), "fsdp2")
+    assert paper.placements["embedding.weight"].owners is None and not paper.blocks.any()
+    assert not paper.traffic["gradients"].sent.any() and not paper.traffic["updates"].sent.any()
+    assert paper.state.tolist() == [2 * 4 * 100 + 8] * 3 + [2 * 4 * 70 + 8]  # two moments; 10, 10, 10 and 7 rows
+
+
+@given(
+    shape=st.lists(st.integers(1, 7), min_size=1, max_size=4).map(tuple),
+    size=st.integers(1, 9),
+    merge=st.integers(1, 30) | st.none(),
+    cuts=st.lists(st.integers(-1, 3), min_size=2, max_size=2),
+)
+@settings(max_examples=60, deadline=None)
+def test_what_ranks_hold_of_a_block(shape: tuple[int, ...], size: int, merge: int | None, cuts: list[int]) -> None:
+    """Counted entry by entry: each is marked with its position, cut into blocks, and looked for in every box."""
+    placements = tuple(Shard(axis) if 0 <= axis < len(shape) else Replicate() for axis in cuts)
+    layout = Layout.of(shape, (2, 3), placements)
+    marks = torch.arange(math.prod(shape))
+    for grid in Blocking(size=size, merge=merge).grids(shape):
+        for index in range(len(grid.keys)):
+            block = grid.block(index)
+            inside = set(block.cut(marks.view(grid.merged)).flatten().tolist())
+            held = [marks.view(shape)[tuple(map(slice, box.start, box.stop))] for box in layout.boxes]
+            expected = [len(inside & set(own.flatten().tolist())) for own in held]
+            assert holding(layout, block).tolist() == expected
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 24), st.integers(1, 24)), min_size=1, max_size=7), ranks=st.integers(2, 3)
+)
+@settings(max_examples=25, deadline=None)
+def test_the_bound_is_below_the_best_division(sizes: list[tuple[int, int]], ranks: int) -> None:
+    """The best of all ways to give at most 7 blocks to at most 3 ranks."""
+    recipe = eigengraft.load_recipe({"update": SOAP["update"], "routes": []})
+    shapes = [(f"hidden.{i}", shape) for i, shape in enumerate(sizes)]
+    paper = plan(recipe, shapes, (ranks,), "ddp")
+    work = [block_cost(recipe, "", shape, torch.float32, {}).work for shape in sizes]
+    best = min(
+        max(math.fsum(w for w, own in zip(work, owners, strict=True) if own == r) for r in range(ranks))
+        for owners in itertools.product(range(ranks), repeat=len(work))
+    )
+    # sums of at most 7 numbers, in different orders: 7 roundings
+    assert paper.bound <= best * (1 + 1e-15) ** 7 and best <= paper.work.max() * (1 + 1e-15) ** 7
+    assert paper.work.sum() == pytest.approx(math.fsum(work), rel=1e-14)
+
+
+@given(
+    items=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), min_size=1, max_size=60),
+    carried=st.lists(st.integers(0, 20), min_size=1, max_size=6),
+)
+@settings(max_examples=200, deadline=None)
+def test_no_owner_works_much_more_than_the_mean(items: list[tuple[int, int]], carried: list[int]) -> None:
+    """At most the mean and the largest item together, or 1.08 times the larger of both, or what it carried before."""
+    work, state = [float(w) for w, _ in items], [float(s) for _, s in items]
+    loads = Loads(len(carried), [float(w) for w in carried], [1.0] * len(carried))
+    owners = assign(work, state, loads)
+    for rank, before in enumerate(carried):
+        assert loads.work[rank] == before + sum(w for w, own in zip(work, owners, strict=True) if own == rank)
+        assert loads.state[rank] == 1 + sum(s for s, own in zip(state, owners, strict=True) if own == rank)
+    mean, largest = sum(loads.work) / len(carried), max(work)
+    # integers below 2^53 add exactly; the mean and the limit are rounded once or twice
+    assert max(loads.work) <= max(mean + largest, 1.08 * max(mean, largest), *carried) * (1 + 1e-15)
+
+
+def test_memory_is_even_where_work_is() -> None:
+    """Many small items of two kinds, one of nothing but work, one of nothing but bytes: both are divided evenly."""
+    loads = Loads(7)
+    assign([1.0] * 700 + [0.0] * 700, [0.0] * 700 + [1.0] * 700, loads)
+    assert max(loads.work) <= 108 and max(loads.state) <= 108
+
+
+@pytest.mark.parametrize("recipe", ["soap", "shampoo", "muon"])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_large_embedding_leaves_the_work_even(recipe: str, ranks: int) -> None:
+    """GPT-2's table has nearly half of Muon's bytes and none of its work."""
+    shapes = [("wte.weight", (50257, 768))]
+    for layer in range(12):
+        blocks = {
+            "attn.c_attn": (2304, 768),
+            "attn.c_proj": (768, 768),
+            "mlp.c_fc": (3072, 768),
+            "mlp.c_proj": (768, 3072),
+        }
+        shapes += [(f"h.{layer}.{name}.weight", shape) for name, shape in blocks.items()]
+    paper = plan(recipe, shapes, (ranks,), "ddp")
+    assert paper.least_imbalance < 1.1 and paper.imbalance < 1.1
+
+
+def test_llama_70b_on_1024_ranks() -> None:
+    shapes = dict(LLAMAS["llama-70b"].shapes())
+    assert sum(map(math.prod, shapes.values())) == 70_553_706_496  # as published
+    assert sum(math.prod(shape) for _, shape in LLAMAS["llama-8b"].shapes()) == 8_030_261_248
+    paper = plan("soap", shapes.items(), (1024,), "fsdp2", torch.bfloat16)
+    tiles = sum(math.prod(-(-n // 1024) for n in shape) for name, shape in shapes.items() if "_proj" in name)
+    assert paper.blocks.sum() == tiles and paper.blocks.max() == -(-tiles // 1024)
+    assert paper.least_imbalance <= paper.imbalance < 1.1 and paper.state_imbalance < 1.1
+    there, back = paper.traffic["gradients"], paper.traffic["updates"]
+    assert there.sent.sum() == there.received.sum() and back.sent.sum() == back.received.sum()
+    hidden = 2**20 * tiles  # every block is full; bfloat16 goes there, float32 comes back
+    assert 0.99 * 2 * hidden < there.sent.sum() < 2 * hidden and back.sent.sum() == 2 * there.sent.sum()
+    assert paper.state.sum() - 1024 * 8 * len(shapes) == (
+        tiles * (6 * 4 * 2**20 + 8) + 2 * 4 * (70_553_706_496 - hidden)
+    )  # two factors, two bases, two moments and two counts of failures; two moments of the rest
+
+
+def test_more_ranks_change_no_sum() -> None:
+    papers = [plan(SOAP, parameters_of("byte_lm"), (ranks,), "fsdp2") for ranks in (1, 2, 3, 8)]
+    parameters = len(papers[0].placements)
+    state = [int(paper.state.sum()) - 8 * parameters * len(paper.state) for paper in papers]
+    assert len(set(state)) == 1
+    assert [paper.work.sum() for paper in papers] == pytest.approx([papers[0].work.sum()] * 4, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "shapes", "mesh", "parallel", "message"),
+    [
+        ("soap", [], (2,), "ddp", "at least one parameter"),
+        ("soap", [("a", (2, -1))], (2,), "ddp", "a: a shape without negative"),
+        ("soap", [("a", (2,)), ("b", (2,)), ("b", (3,))], (2,), "ddp", "got 'b' twice"),
+        ("soap", [("a", ())], (2,), "fsdp2", "a: an axis to cut is required"),
+        ("soap", [("a", (2, 2))], (2, 2), "fsdp2", "mesh: 1 axes are required"),
+        ("soap", [("a", (2, 2))], (4,), "hsdp", "mesh: 2 axes are required"),
+        ("soap", [("a", (2, 2))], (0,), "ddp", "each of at least one rank"),
+        (
+            {**SOAP, "constraints": [{"kind": "hyperball"}]},
+            [("a", (2, 2))],
+            (2,),
+            "fsdp2",
+            "a: recipe.constraints: whole",
+        ),
+        ({**SOAP, "distribution": {"mode": "local"}}, [("a", (2, 2))], (2,), "ddp", "distribution.mode: 'local'"),
+        ({**SOAP, "distribution": {"mode": "sharded"}}, [("a", (2, 2))], (2,), "ddp", "'sharded' does not"),
+        ({**SOAP, "distribution": {"mode": "replicated"}}, [("a", (2, 2))], (2,), "fsdp2", "'replicated' does not"),
+    ],
+)
+def test_what_cannot_be_planned(recipe: Any, shapes: Any, mesh: Any, parallel: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan(recipe, shapes, mesh, parallel)
+
+
+@pytest.fixture
+def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The command with those arguments, in an own directory, on lines wide enough that no message is broken."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "400")
+    return lambda *arguments: CliRunner().invoke(app, ["plan", *arguments])
+
+
+def test_shapes_in_files(tmp_path: Path) -> None:
+    expected = [("a.weight", (8, 4)), ("b", (3,)), ("c", ())]
+    (tmp_path / "s.txt").write_text("# of a model\na.weight 8x4\nb 3  # a vector\n\nc\n")
+    (tmp_path / "s.json").write_text(json.dumps([["a.weight", [8, 4]], ["b", [3]], ["c", []]]))
+    (tmp_path / "s.yaml").write_text("a.weight: [8, 4]\nb: '3'\nc: []\n")
+    for name in ("s.txt", "s.json", "s.yaml"):
+        assert read_shapes(tmp_path / name) == expected, name
+    for text in ("a 8xb\n", "a 8x-4\n", "a 2\na 2\n", "# nothing\n"):
+        (tmp_path / "bad.txt").write_text(text)
+        with pytest.raises(RecipeError, match=r"bad\.txt"):
+            read_shapes(tmp_path / "bad.txt")
+
+
+def test_the_command_prints_every_rank(call: Any, tmp_path: Path) -> None:
+    (tmp_path / "s.txt").write_text("hidden.weight 8x8\n")
+    result = call("s.txt", "blocking={}", "--world", "2")
+    assert result.exit_code == 0, result.output
+    rows = [line.split() for line in result.output.splitlines() if line.split()[:1] in (["0"], ["1"])]
+    assert [row[:2] for row in rows] == [["0", "1"], ["1", "0"]]
+    assert "128 B" in result.output and "imbalance (largest / mean) of work 2.000, at best 2.000" in result.output
+    many = call("digits", "--mesh", "5x8", "--dtype", "bfloat16")
+    assert many.exit_code == 0 and "hsdp" in many.output
+    assert all(word in many.output for word in ("least", "median", "largest"))
+
+
+def test_the_command_writes_how_it_grows(call: Any) -> None:
+    result = call("digits", "--worlds", "2,4,16", "--parallel", "ddp")
+    assert result.exit_code == 0, result.output
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in result.output.splitlines() if "|" in line]
+    assert table[0][0] == "ranks" and set(table[1][0]) == {"-"} and [row[0] for row in table[2:]] == ["2", "4", "16"]
+    assert len({len(row) for row in table}) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["llama-7b"], "llama-70b, .* is required, got 'llama-7b'; did you mean 'llama-70b'"),
+        (["digits", "--mesh", "2y4"], "--mesh: numbers such as 2x4"),
+        (["digits", "--mesh", "2x4", "--world", "4"], "--world: the 8 ranks of the mesh"),
+        (["digits", "--worlds", "8,12", "--parallel", "hsdp"], "a multiple of the 8 ranks"),
+        (["digits", "--recipe", "soup"], "did you mean 'soap'"),
+        (["nothing.txt"], r"nothing\.txt: a readable file"),
+    ],
+)
+def test_the_command_refuses(call: Any, arguments: list[str], message: str) -> None:
+    result = call(*arguments)
+    assert result.exit_code == 2
+    assert re.search(message, result.output), result.output
+
+
+def test_measured_work_is_of_every_block_shape_and_decides_on_owners() -> None:
+    shapes = [("a.weight", (24, 16)), ("b.weight", (16, 16)), ("c.bias", (16,)), ("huge.weight", (1 << 13, 1 << 12))]
+    recipe = load_recipe("soap", ["blocking.size=16", "blocking.merge=null"])
+    work = measured_work(recipe, known(shapes[:3]))
+    assert set(work) == {"16x16", "8x16", "16"} and min(work.values()) > 0
+    whole = load_recipe("soap", ["blocking.size=null", "blocking.merge=null"])
+    assert measured_work(whole, known(shapes[3:])) == {}
+
+    def loads(times: Mapping[str, float]) -> list[float]:
+        timed = recipe.replace(distribution=Distribution(work=dict(times)))
+        return sorted(plan(timed, shapes[:2], (2,), "ddp").work.tolist())
+
+    # blocks: 16x16, 8x16 of a and 16x16 of b; one rank has the expensive one, the other what is left
+    assert loads({"16x16": 1.0, "8x16": 5.0}) == [2.0, 5.0]
+    assert loads({"16x16": 3.0, "8x16": 1.0}) == [3.0, 4.0]

@@ -1,0 +1,391 @@
+"""Recipes: shipped files, the three ways to say the same, overrides, the schema."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import nn
+
+import eigengraft
+from eigengraft import Recipe, RecipeError, Route, Stage, load_recipe
+from eigengraft.optimizers.apply.weight_decay import Decoupled
+from eigengraft.optimizers.recipe.export_shipped import collect
+from eigengraft.optimizers.recipe.overrides import apply_overrides, differences
+from eigengraft.optimizers.recipe.recipe import adam_route
+from eigengraft.optimizers.recipe.schema import json_schema
+from eigengraft.optimizers.recipe.yaml_files import parse_yaml, read_yaml, recipe_folder
+from eigengraft.preconditioners import RMS, Chain, Eigenbasis, Every, Gram, Momentum, PowerQR
+
+SHIPPED = eigengraft.shipped_recipes()
+SOAP = """
+name: mine
+lr: 3e-3
+update:
+  - kind: eigenbasis
+    statistic: {kind: gram, beta: 0.9}
+    solver: power_qr
+    inner: [momentum, {kind: rms, beta: 0.95}]
+    refresh: {kind: every, steps: 5}
+weight_decay: {kind: decoupled, rate: 0.01}
+routes:
+  - default
+  - {name: slow, match: {name: '^slow', ndim: 2}, update: sign, lr_ratio: 0.1, optional: true}
+"""
+# the grammar block of the design, with its dots filled in
+GRAMMAR = {
+    "adam": "[{kind: momentum, beta: 0.9}, {kind: rms, beta: 0.999}]",
+    "soap": "[{kind: eigenbasis, statistic: {kind: gram, beta: 0.95}, solver: {kind: power_qr}, "
+    "inner: [{kind: momentum, beta: 0.95}, {kind: rms, beta: 0.95}], refresh: {kind: every, steps: 10}}]",
+    "factorized": "[{kind: eigenbasis, inner: [{kind: momentum}, {kind: adafactor}]}]",
+    "shampoo": "[{kind: momentum}, {kind: graft, direction: {kind: shampoo, solver: {kind: coupled_newton}}, "
+    "magnitude: {kind: rms}}]",
+    "grafted soap": "[{kind: graft, direction: {kind: eigenbasis, inner: [{kind: momentum}, {kind: rms}]}, "
+    "magnitude: [{kind: momentum}, {kind: rms}]}]",
+    "muon": "[{kind: momentum, nesterov: true}, {kind: spectral, solver: {kind: newton_schulz}}, "
+    "{kind: scale, rule: match_rms}]",
+}
+
+
+@pytest.fixture
+def outsider() -> Iterator[str]:
+    """A method in one file of a user's: its kind, gone after the test."""
+
+    class Clipped(Stage):
+        """min(max(d, -bound), bound)"""
+
+        kind: Literal["test_clipped"] = "test_clipped"
+        bound: float = 1.0
+
+        def apply(
+            self,
+            state: eigengraft.State,
+            gradient: torch.Tensor,
+            direction: torch.Tensor,
+            context: eigengraft.StepContext,
+        ) -> torch.Tensor:
+            return direction.clamp(-self.bound, self.bound)
+
+    yield "test_clipped"
+    del Stage.members["test_clipped"]
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 12), nn.LayerNorm(12), nn.Tanh(), nn.Linear(12, 3))
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    """Losses on one fixed batch."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(64, 6, generator=generator)
+    y = torch.stack([x[:, 0] * x[:, 1], x[:, 2:4].sum(1), x[:, 4].sin()], 1)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = (net(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_the_shipped_json_is_the_yaml() -> None:
+    assert (recipe_folder().parent / "shipped.json").read_text(encoding="utf-8") == collect()
+
+
+def test_what_is_shipped() -> None:
+    assert {"sgd", "adam", "adamw", "adafactor", "shampoo", "soap", "soap_factorized", "muon"} <= set(SHIPPED)
+    assert sum(name.startswith("reference/") for name in SHIPPED) >= 3
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_recipe_is_short_says_its_source_and_trains(name: str) -> None:
+    text = (recipe_folder() / f"{name}.yaml").read_text()
+    recipe = load_recipe(name)
+    assert len(text.splitlines()) <= 25 and recipe.name == name
+    assert recipe.about and (re.search(r"(19|20)\d\d", recipe.about) or name.startswith("reference/"))
+    net = model()
+    losses = train(net, eigengraft.compose(recipe, net), 30)
+    assert losses[-1] < 0.95 * losses[0]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_recipe_survives_every_way_out_and_in(name: str, tmp_path: Path) -> None:
+    recipe = load_recipe(name)
+    assert load_recipe(recipe) is recipe
+    assert load_recipe(recipe.model_dump()) == recipe
+    assert load_recipe(json.loads(recipe.model_dump_json())) == recipe
+    assert load_recipe(recipe.to_json()) == recipe and hash(load_recipe(recipe.to_json())) == hash(recipe)
+    assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
+    path = tmp_path / "again.yaml"
+    path.write_text(recipe.model_dump_json())  # JSON is YAML
+    assert load_recipe(path) == recipe
+    written = json.loads(json.dumps(parse_yaml((recipe_folder() / f"{name}.yaml").read_text())))
+    assert {**_raw(name), **written} == _raw(name)
+
+
+def _raw(name: str) -> dict[str, Any]:
+    raw: dict[str, Any] = json.loads((recipe_folder().parent / "shipped.json").read_text())[name]
+    return raw
+
+
+def test_python_mapping_and_yaml_say_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(SOAP)
+    stage = Eigenbasis(
+        statistic=Gram(beta=0.9), solver=PowerQR(), inner=(Momentum(), RMS(beta=0.95)), every=Every(steps=5)
+    )
+    slow = Route(name="slow", match={"name": "^slow", "ndim": 2}, update="sign", lr_ratio=0.1, optional=True)
+    python = Recipe(name="mine", lr=3e-3, update=stage, weight_decay=Decoupled(rate=0.01), routes=(adam_route(), slow))
+    assert load_recipe(path) == load_recipe(str(path)) == load_recipe(parse_yaml(SOAP)) == python
+    assert load_recipe([stage]).update == python.update
+
+
+def test_a_file_is_named_after_itself(tmp_path: Path) -> None:
+    path = tmp_path / "quick.yaml"
+    path.write_text("update: sign")
+    assert load_recipe(path).name == "quick"
+
+
+@pytest.mark.parametrize("name", GRAMMAR)
+def test_the_grammar_of_the_design(name: str) -> None:
+    net = model()
+    optimizer = eigengraft.compose({"update": parse_yaml(GRAMMAR[name])}, net)
+    losses = train(net, optimizer, 3)
+    assert losses[-1] < losses[0]
+
+
+def test_a_stage_from_a_user_file_works_from_yaml(outsider: str, tmp_path: Path) -> None:
+    path = tmp_path / "clipped.yaml"
+    path.write_text(f"update: [{{kind: {outsider}, bound: 0.25}}]\nroutes: []\nlr: 1")
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = eigengraft.Optimizer([weight], path)
+    weight.grad = torch.tensor([0.125, -3.0])
+    optimizer.step()
+    assert weight.tolist() == [-0.125, 0.25]
+    assert violations(json_schema(Recipe), read_yaml(path)) == []
+
+
+# overrides
+
+
+@pytest.mark.parametrize(
+    ("override", "change"),
+    [
+        ("update.eigenbasis.refresh.steps=1", ["update.eigenbasis.refresh.steps: 10 -> 1"]),
+        ("update.eigenbasis.inner.rms.beta = 0.9", ["update.eigenbasis.inner.rms.beta: 0.95 -> 0.9"]),
+        ("lr=1e-3", ["lr: 0.003 -> 0.001"]),
+        ("lr=.5", ["lr: 0.003 -> 0.5"]),
+        ("blocking.size=null", ["blocking.size: 1024 -> absent"]),
+        ("failure.nonfinite=raise", ["failure.nonfinite: skip -> raise"]),
+        ("routes.adam.lr_ratio=0.5", ["routes.adam.lr_ratio: 1.0 -> 0.5"]),
+        ("routes.adam.update.rms.beta=0.5", ["routes.adam.update.rms.beta: 0.95 -> 0.5"]),
+        ("update.eigenbasis.inner.rms.name=second", None),
+    ],
+)
+def test_overrides_address_stages_by_name(override: str, change: list[str] | None) -> None:
+    before, after = load_recipe("soap"), load_recipe("soap", [override])
+    found = differences(before.model_dump(), after.model_dump())
+    assert found == change if change is not None else any("inner.second" in line for line in found)
+    assert before == load_recipe("soap")
+
+
+def test_overrides_apply_in_order() -> None:
+    changes = ["update.eigenbasis.solver.kind=eigh", "update.eigenbasis.solver.order=ascending", "lr=1", "lr=2"]
+    recipe = load_recipe("soap", changes)
+    solver = recipe.update[0].solver.model_dump()  # type: ignore[attr-defined]
+    assert recipe.lr == 2 and (solver["kind"], solver["order"]) == ("eigh", "ascending")
+
+
+def test_switching_a_kind_drops_the_fields_of_the_old_one_but_not_the_name() -> None:
+    data = {"update": [{"kind": "rms", "name": "second", "beta": 0.5}], "solver": {"kind": "a", "x": 1}, "bare": "rms"}
+    changed = apply_overrides(data, ["update.second.kind=sign", "solver.kind=b", "bare.kind=sign", "bare.y=1"])
+    assert changed == {
+        "update": [{"kind": "sign", "name": "second"}],
+        "solver": {"kind": "b"},
+        "bare": {"kind": "sign", "y": 1},
+    }
+    assert data["update"] == [{"kind": "rms", "name": "second", "beta": 0.5}]
+    assert load_recipe("soap", ["update.eigenbasis.kind=shampoo"]).update[0].label == "shampoo"
+
+
+def test_a_single_stage_is_addressed_as_if_in_a_list() -> None:
+    recipe = load_recipe({"update": {"kind": "graft", "direction": "sign", "magnitude": "rms"}})
+    assert load_recipe(recipe, ["update.graft.magnitude.rms.beta=0.5"]).update[0].magnitude[0].beta == 0.5  # type: ignore[attr-defined]
+    changed = apply_overrides({"update": {"kind": "rms"}}, ["update.rms.beta=0.5"])
+    assert changed == {"update": {"kind": "rms", "beta": 0.5}}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "update.eigenbas.refresh.steps=1",
+            r"^update.eigenbas.refresh.steps: there is no 'eigenbas' in 'update', did you",
+        ),
+        (
+            "update.eigenbasis.inner.1.beta=0",
+            r"there is no '1' in 'update.eigenbasis.inner' \(there are: momentum, rms\)",
+        ),
+        ("update.eigenbasis.refresh.step=1", r"^update.eigenbasis.refresh.step: unknown field .*'steps'.*, got 1"),
+        ("update.eigenbasis.refresh.steps=0", r"^update.eigenbasis.refresh.steps: .*, got 0"),
+        ("update.eigenbasis.solver.kind=eig", r"^update.eigenbasis.solver: unknown .* 'eig'; did you mean 'eigh'"),
+        ("lr=fast", r"^lr: .*number, got 'fast'"),
+        ("lr.x=1", r"^lr.x: 'lr' is the value 0.003 and has no fields"),
+        ("about.x=1", r"^about.x: 'about' is the value .* and has no fields"),
+        ("lrr=1", r"^lrr: unknown field .*'lr'.*, got 1"),
+        ("lr", r"^override 'lr': the form path.to.field=value is required"),
+        ("=1", r"^override '=1': the form path.to.field=value is required"),
+        ("rms.beta=1", r"^rms.beta: there is no 'rms' in 'the top level'"),
+    ],
+)
+def test_wrong_overrides(override: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        load_recipe("soap", [override])
+
+
+def test_an_ambiguous_path_is_an_error() -> None:
+    twice = {"update": [{"kind": "rms", "beta": 0.5}, {"kind": "rms", "beta": 0.9}]}
+    with pytest.raises(RecipeError, match="rms"):
+        apply_overrides(twice, ["update.rms.beta=0.1"])
+    with pytest.raises(RecipeError, match="give each 'rms' its own `name`"):
+        load_recipe(twice)
+    named = Chain(stages=(RMS(beta=0.5), RMS(name="second")))
+    changed = load_recipe([named], ["update.chain.stages.second.beta=0.25"]).update[0]
+    assert [stage.beta for stage in changed.stages] == [0.5, 0.25]  # type: ignore[attr-defined]
+
+
+def test_the_order_of_stages_is_a_difference() -> None:
+    one, two = load_recipe({"update": ["momentum", "rms"]}), load_recipe({"update": ["rms", "momentum"]})
+    assert one != two and differences(one.model_dump(), two.model_dump())
+
+
+# the schema
+
+
+def violations(schema: dict[str, Any], data: Any, node: Any = None, path: str = "") -> list[str]:
+    """What JSON schema 2020-12 says about `data`, for the keywords that our schemas use."""
+    node = schema if node is None else node
+    if "$ref" in node:
+        target = schema
+        for part in node["$ref"].removeprefix("#/").split("/"):
+            target = target[part]
+        return violations(schema, data, target, path)
+    faults = [f"{path}: {key}" for key, holds in KEYWORDS.items() if key in node and not holds(node[key], data)]
+    if "anyOf" in node and all(violations(schema, data, option, path) for option in node["anyOf"]):
+        faults.append(f"{path}: anyOf")
+    if isinstance(data, dict):
+        properties = node.get("properties", {})
+        extra = sorted(data.keys() - properties.keys()) if node.get("additionalProperties") is False else []
+        faults += [f"{path}.{key}: additionalProperties" for key in extra]
+        for key in data.keys() & properties.keys():
+            faults += violations(schema, data[key], properties[key], f"{path}.{key}")
+    if isinstance(data, list):
+        prefix = node.get("prefixItems", [])
+        for index, item in enumerate(data):
+            rule = prefix[index] if index < len(prefix) else node.get("items")
+            faults += violations(schema, item, rule, f"{path}.{index}") if rule is not None else []
+    return faults
+
+
+def number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+TYPES = {
+    "object": lambda x: isinstance(x, dict),
+    "array": lambda x: isinstance(x, list),
+    "string": lambda x: isinstance(x, str),
+    "boolean": lambda x: isinstance(x, bool),
+    "null": lambda x: x is None,
+    "number": number,
+    "integer": lambda x: number(x) and x == int(x),
+}
+KEYWORDS: dict[str, Any] = {
+    "type": lambda rule, x: TYPES[rule](x),
+    "const": lambda rule, x: x == rule,
+    "enum": lambda rule, x: x in rule,
+    "minimum": lambda rule, x: not number(x) or x >= rule,
+    "maximum": lambda rule, x: not number(x) or x <= rule,
+    "exclusiveMinimum": lambda rule, x: not number(x) or x > rule,
+    "exclusiveMaximum": lambda rule, x: not number(x) or x < rule,
+    "minItems": lambda rule, x: not isinstance(x, list) or len(x) >= rule,
+    "maxItems": lambda rule, x: not isinstance(x, list) or len(x) <= rule,
+    "pattern": lambda rule, x: not isinstance(x, str) or re.search(rule, x) is not None,
+    "required": lambda rule, x: not isinstance(x, dict) or x.keys() >= set(rule),
+}
+CHECKED = {*KEYWORDS, "$ref", "anyOf", "properties", "additionalProperties", "items", "prefixItems"}
+NOTES = {"$schema", "$defs", "title", "description", "default"}
+
+
+def keywords(node: Any) -> set[str]:
+    if isinstance(node, list):
+        return set().union(*map(keywords, node))
+    if not isinstance(node, dict):
+        return set()
+    inner = [
+        keywords(list(v.values()) if k in ("properties", "$defs") else v) for k, v in node.items() if k != "default"
+    ]
+    return set(node).union(*inner)
+
+
+def test_the_schema_says_nothing_that_the_tests_cannot_read() -> None:
+    assert keywords(json_schema(Recipe)) <= CHECKED | NOTES
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_recipes_follow_the_schema(name: str) -> None:
+    assert violations(json_schema(Recipe), read_yaml(recipe_folder() / f"{name}.yaml")) == []
+    assert violations(json_schema(Recipe), json.loads(load_recipe(name).model_dump_json())) == []
+
+
+RIGHT = [
+    SOAP,
+    *(f"update: {chain}" for chain in GRAMMAR.values()),
+    "update: {kind: shampoo, exponent: 1/4}",
+    "update: {kind: shampoo, exponent: 0.25}",
+    "{update: rms, routes: default}",
+    "{update: rms, routes: []}",
+    "{update: rms, routes: [{name: a, update: sign, match: {role: norm, name: [x, y], ndim: 1, module: Linear}}]}",
+    "update: {kind: spectral, solver: {kind: newton_schulz, coefficients: [[3, -3, 1], [2, -1.5, 0.5]]}}",
+]
+WRONG = [
+    "update: rmss",
+    "update: {kind: rms, betta: 0.9}",
+    "update: {kind: rms, beta: 2}",
+    "update: {kind: rms, beta: '0.9'}",
+    "update: {beta: 0.9}",
+    "update: eigenbasis",
+    "update: {kind: eigenbasis, inner: rms, refresh: {kind: every, steps: 0}}",
+    "update: {kind: shampoo, exponent: quarter}",
+    "{update: rms, lr: -1}",
+    "{update: rms, weight_decay: {kind: l3}}",
+    "{update: rms, routes: [{update: rms}]}",
+    "{update: rms, routes: defalt}",
+    "{update: rms, learning_rate: 1}",
+    "lr: 1",
+]
+
+
+@pytest.mark.parametrize("text", RIGHT)
+def test_the_schema_accepts_what_the_loader_accepts(text: str) -> None:
+    load_recipe(parse_yaml(text))
+    assert violations(json_schema(Recipe), parse_yaml(text)) == []
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_the_schema_refuses_what_the_loader_refuses(text: str) -> None:
+    with pytest.raises(RecipeError):
+        load_recipe(parse_yaml(text))
+    assert violations(json_schema(Recipe), parse_yaml(text)) != []
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_declaration_reads_back_and_leaves_out_what_is_not_set(name: str) -> None:
+    recipe = load_recipe(name)
+    declared = recipe.declaration()
+    assert load_recipe(declared) == recipe
+    assert "null" not in json.dumps(declared) and next(iter(declared["update"][0])) == "kind"

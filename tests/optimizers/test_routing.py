@@ -1,0 +1,239 @@
+"""Which parameter goes where, and why."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import eigengraft
+from eigengraft import Optimizer, compose
+
+
+class Block(nn.Module):
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(d), nn.LayerNorm(d)
+        self.attn = nn.MultiheadAttention(d, 2, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(d, 3 * d), nn.GELU(), nn.Linear(3 * d, d))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.ln_1(x)
+        x = x + self.attn(h, h, h, need_weights=False)[0]
+        out: Tensor = x + self.mlp(self.ln_2(x))
+        return out
+
+
+class GPT(nn.Module):
+    """A small transformer with every special kind of parameter; position: what the positional table is called."""
+
+    def __init__(self, tied: bool = True, position: str = "pos_emb", vocabulary: int = 11, d: int = 8) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(vocabulary, d)
+        self.position = position
+        self.register_parameter(position, nn.Parameter(torch.randn(1, 5, d)))
+        self.blocks = nn.ModuleList([Block(d)])
+        self.ln_f = nn.LayerNorm(d)
+        self.out = nn.Linear(d, vocabulary, bias=False)
+        if tied:
+            self.out.weight = self.wte.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.wte(tokens) + getattr(self, self.position)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.out(self.ln_f(x))
+        return logits
+
+
+class CNN(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.PReLU(), nn.Conv2d(4, 8, 3))
+        self.norm = nn.GroupNorm(2, 8)
+        self.hidden = nn.Linear(8, 16)
+        self.classifier = nn.Linear(16, 10)
+
+
+def routes(optimizer: Optimizer) -> dict[str, tuple[str, str]]:
+    return {row.name: (row.route, row.reason) for row in optimizer.routing_table()}
+
+
+def taken(optimizer: Optimizer, route: str = "") -> set[str]:
+    return {name for name, (where, _) in routes(optimizer).items() if where == route}
+
+
+MATRICES = {
+    "blocks.0.attn.in_proj_weight",
+    "blocks.0.attn.out_proj.weight",
+    "blocks.0.mlp.0.weight",
+    "blocks.0.mlp.2.weight",
+}
+
+
+@pytest.mark.parametrize("recipe", ["soap", "shampoo", "muon", "soap_factorized"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_only_hidden_matrices_of_a_transformer_are_preconditioned(tied: bool, recipe: str) -> None:
+    net = GPT(tied)
+    optimizer = compose(recipe, net)
+    assert taken(optimizer) == MATRICES
+    assert taken(optimizer, "routes.adam") == {n for n, _ in net.named_parameters()} - MATRICES
+
+
+@pytest.mark.parametrize(
+    "name", ["pos_emb", "pos_embed", "pos_embedding", "position_embeddings", "positional_embedding"]
+)
+def test_a_positional_parameter_is_an_embedding(name: str) -> None:
+    for optimizer in (compose("soap", GPT(position=name)), Optimizer(GPT(position=name).named_parameters(), "soap")):
+        assert routes(optimizer)[name] == ("routes.adam", "embedding")
+
+
+def test_reasons_say_how_it_was_seen() -> None:
+    found = {name: reason for name, (_, reason) in routes(compose("soap", GPT(tied=False))).items()}
+    assert found["wte.weight"] == "embedding"
+    assert "Linear onto" in found["out.weight"] and "vocabulary" in found["out.weight"]
+    assert found["ln_f.weight"] == found["blocks.0.ln_1.bias"] == "normalisation"
+    assert found["blocks.0.attn.in_proj_bias"] == found["blocks.0.mlp.0.bias"] == "bias"
+    assert found["blocks.0.mlp.0.weight"] == "2-d weight, no route takes it"
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_hidden_layer_as_wide_as_the_vocabulary_is_no_head(tied: bool) -> None:
+    assert taken(compose("soap", GPT(tied, vocabulary=24))) == MATRICES
+
+
+def test_a_convolutional_network() -> None:
+    optimizer = compose("soap", CNN())
+    assert taken(optimizer) == {"features.0.weight", "features.3.weight", "hidden.weight"}
+    assert routes(optimizer)["classifier.weight"] == ("routes.adam", "output head by name")
+    assert routes(optimizer)["features.2.weight"] == ("routes.adam", "1-d")
+
+
+def test_names_alone_find_most_roles() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed_tokens, self.lm_head = nn.Embedding(9, 4), nn.Linear(4, 9)
+            self.input_layernorm, self.q_norm, self.up_proj = nn.LayerNorm(4), nn.LayerNorm(4), nn.Linear(4, 8)
+
+    optimizer = Optimizer(Named().named_parameters(), "soap")
+    assert taken(optimizer) == {"up_proj.weight"}
+    assert routes(optimizer)["lm_head.weight"][1] == "output head by name"
+
+
+@pytest.mark.parametrize("name", ["normal_projection", "lnet", "bnb_linear", "overhead", "headed", "reembedder"])
+def test_names_that_only_look_special(name: str) -> None:
+    optimizer = Optimizer([(f"{name}.weight", nn.Parameter(torch.ones(3, 2)))], "soap")
+    assert routes(optimizer)[f"{name}.weight"][0] == ""
+
+
+def test_without_names_shapes_decide() -> None:
+    optimizer = Optimizer([nn.Parameter(torch.ones(s)) for s in ((3, 2), (3,), (), (2, 2, 2))], "soap")
+    assert [row.route for row in optimizer.routing_table()] == ["", "routes.adam", "routes.adam", ""]
+
+
+def rule(called: str, **match: Any) -> dict[str, Any]:
+    return {"name": called, "match": match, "update": "sign"}
+
+
+@pytest.mark.parametrize(
+    ("match", "expected", "reason"),
+    [
+        (
+            {"module": "Conv2d"},
+            {"features.0.weight", "features.0.bias", "features.3.weight", "features.3.bias"},
+            "module Conv2d",
+        ),
+        ({"module": ["_ConvNd"], "ndim": 4}, {"features.0.weight", "features.3.weight"}, "module _ConvNd, 4-d"),
+        ({"name": r"^hidden\."}, {"hidden.weight", "hidden.bias"}, r"name ~ ^hidden\."),
+        ({"name": ["^hid", "fier.w"], "ndim": 2}, {"hidden.weight", "classifier.weight"}, None),
+        ({"ndim": [2, 4], "min_size": 130}, {"features.3.weight", "classifier.weight"}, None),
+        ({"ndim": 2, "max_size": 130}, {"hidden.weight"}, "2-d, 128 elements"),
+        ({"role": "head"}, {"classifier.weight"}, "output head by name"),
+        (
+            {"role": ["head", "norm"], "ndim": 1},
+            {"norm.weight", "norm.bias", "features.1.weight", "features.1.bias"},
+            None,
+        ),
+        ({}, {name for name, _ in CNN().named_parameters()}, "every parameter"),
+    ],
+)
+def test_every_condition_must_hold_and_any_of_its_values(
+    match: dict[str, Any], expected: set[str], reason: str | None
+) -> None:
+    optimizer = compose({"update": "rms", "routes": [rule("r", **match)]}, CNN())
+    assert taken(optimizer, "routes.r") == expected
+    if reason is not None:
+        assert {why for where, why in routes(optimizer).values() if where} == {reason}
+
+
+def test_the_first_match_wins_and_everything_is_owned_once() -> None:
+    rules = [rule("conv", module="Conv2d"), rule("flat", ndim=1), rule("rest", ndim=[1, 2, 4])]
+    optimizer = compose({"update": "rms", "routes": rules}, CNN())
+    sets = [taken(optimizer, f"routes.{r['name']}") for r in rules]
+    assert (
+        "features.0.bias" in sets[0] and "hidden.bias" in sets[1] and sets[2] == {"hidden.weight", "classifier.weight"}
+    )
+    assert sum(map(len, sets)) == len(optimizer.routing_table()) == len(list(CNN().parameters()))
+    for p, row in zip(optimizer.param_groups[0]["params"], optimizer.routing_table(), strict=True):
+        own = [key for key in optimizer.state[p] if key != "step"]
+        assert all(f"/{row.route}.update." in key for key in own)
+
+
+def test_a_route_does_to_its_parameters_what_a_recipe_would() -> None:
+    def pair() -> list[tuple[str, nn.Parameter]]:
+        generator = torch.Generator().manual_seed(0)
+        return [(n, nn.Parameter(torch.randn(3, 2, generator=generator))) for n in ("one", "two")]
+
+    both, alone = pair(), pair()
+    recipe = {"update": ["momentum", "rms"], "routes": [rule("r", name="two")]}
+    optimizer = Optimizer(both, recipe, lr=0.25)
+    separate = [
+        Optimizer([alone[0]], {"update": ["momentum", "rms"]}, 0.25),
+        Optimizer([alone[1]], {"update": "sign"}, 0.25),
+    ]
+    for _ in range(4):
+        for (_, p), (_, q) in zip(both, alone, strict=True):
+            p.grad = torch.randn(3, 2)
+            q.grad = p.grad.clone()
+        for o in (optimizer, *separate):
+            o.step()
+    assert all(torch.equal(p, q) for (_, p), (_, q) in zip(both, alone, strict=True))
+
+
+def test_a_rule_that_matches_nothing_is_an_error_unless_it_is_optional() -> None:
+    recipe = {"update": "rms", "routes": [rule("all"), rule("late", ndim=2)]}
+    with pytest.raises(ValueError, match=r"^routes.late: .* got none .*first.*optional: true"):
+        compose(recipe, CNN())
+    with pytest.raises(ValueError, match=r"^routes.named: .*named_parameters"):
+        Optimizer(CNN().parameters(), {"update": "rms", "routes": [rule("named", name="hidden")]})
+    compose({"update": "rms", "routes": [rule("all"), {**rule("late", ndim=2), "optional": True}]}, CNN())
+
+
+def test_a_rule_for_frozen_parameters_matches() -> None:
+    net = CNN()
+    net.features.requires_grad_(False)
+    recipe = {"update": "rms", "routes": [rule("conv", name="features")]}
+    assert len(taken(Optimizer(net.named_parameters(), recipe), "routes.conv")) == 7
+
+
+def test_compose_takes_only_what_trains() -> None:
+    net = CNN()
+    net.features.requires_grad_(False)
+    assert not any(row.name.startswith("features") for row in compose("soap", net).routing_table())
+    with pytest.raises(ValueError, match="trainable parameters is required, got none"):
+        compose("soap", net.requires_grad_(False))
+
+
+def test_the_walk_through_a_model_trains_it() -> None:
+    net = GPT()
+    optimizer = eigengraft.compose("soap", net, lr=0.01)
+    tokens = torch.randint(0, 11, (4, 5), generator=torch.Generator().manual_seed(0))
+    losses = []
+    for _ in range(8):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(net(tokens).flatten(0, 1), tokens.roll(-1, 1).flatten())
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]

@@ -1,0 +1,59 @@
+"""Every quantizer traced by `torch.compile`: one graph, and the same bits as without.
+
+Backend "eager" runs the traced operations as they are, so that no C++ compiler is needed. What is traced differs from
+what runs otherwise: there are no pieces that fit the cache, no look-ups by halves of a float, no looking at values.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from eigengraft import noise
+from eigengraft.quantization import Quantizer
+from eigengraft.slots import Slot
+
+from ..laws.quantizers import QUANTIZERS, WITH_NOISE_INSIDE, example, small
+from ..laws.rows import Row
+
+
+@pytest.fixture(autouse=True)
+def _nothing_traced_before() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def both_ways(quantizer: Quantizer, slot: Slot) -> Any:
+    """Stores one stack, then another in its place, with random numbers; returns what is kept and what comes back."""
+
+    def stored(x: Tensor, y: Tensor, seeds: Tensor, steps: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        def uniform(like: Tensor, purpose: str) -> Tensor:
+            return noise.uniform(seeds, steps, tuple(like.shape[1:]), like.dtype, stream=len(purpose))
+
+        first = quantizer.encode(x, None, uniform)
+        second = quantizer.encode(y, first, uniform)
+        return dict(second), quantizer.decode(first, slot, x.dtype), quantizer.decode(second, slot, x.dtype)
+
+    return stored
+
+
+# tables of places are cached; traced, they are computed
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
+@pytest.mark.parametrize("row", [*QUANTIZERS, *WITH_NOISE_INSIDE], ids=str)
+def test_traced_code_gives_the_same_bits(row: Row) -> None:
+    quantizer = small(row.make)
+    slot, x = example(quantizer, 3, 11)
+    y = x.flip(-1, -2) * 2
+    x[1], y[2] = 0.0, 0.0
+    given = (x, y, torch.arange(3), torch.full((3,), 7))
+    stored = both_ways(quantizer, slot)
+    traced = torch.compile(stored, backend="eager", fullgraph=True)(*given)
+    parts, *back = stored(*given)
+    assert traced[0].keys() == parts.keys()
+    assert all(
+        traced[0][name].dtype == part.dtype and torch.equal(traced[0][name], part) for name, part in parts.items()
+    )
+    assert all(torch.equal(one, two) for one, two in zip(traced[1:], back, strict=True))
