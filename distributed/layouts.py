@@ -8,8 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+
+def local(x: Tensor) -> Tensor:
+    """The tensor that this rank holds of a DTensor, as a view; any other tensor as it is."""
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
 @dataclass(frozen=True)

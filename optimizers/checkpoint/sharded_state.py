@@ -13,12 +13,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from eigengraft.blocking import BlockGrid
+from eigengraft.distributed.layouts import local
 from eigengraft.distributed.resharding import Entry, collect, spread
 from eigengraft.numerics import compute_dtype
 from eigengraft.stacks import Stack
 
-from ..engine.stack_state import StackState, slot_keys
-from ..sharding.assignment import local
+from ..engine.stack_state import StackState
+from ..recipe.slot_keys import slot_keys
 from ..sharding.rank_sync import RankSync
 
 if TYPE_CHECKING:

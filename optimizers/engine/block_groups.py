@@ -15,8 +15,8 @@ from eigengraft.numerics import compute_dtype
 from eigengraft.stacks import cut, most_blocks
 
 from ..recipe.recipe import Recipe, Route
+from ..recipe.slot_keys import slot_keys
 from ..sharding.assignment import Assignment
-from .stack_state import slot_keys
 
 Key = tuple[str, tuple[int, ...], torch.dtype, torch.device]
 """Of a block group: the path of its update, the shape of a block, the dtype to compute in, the device."""

@@ -14,14 +14,16 @@ from torch import Tensor
 
 from eigengraft.blocking import BlockGrid
 from eigengraft.distributed.comm_plan import BlockGroup, CommPlan, PlacedBlock
+from eigengraft.distributed.layouts import local
 from eigengraft.numerics import compute_dtype
 from eigengraft.quantization import Quantizer
 from eigengraft.stacks import Stack, fitting
 
 from ..recipe.recipe import Recipe
-from ..sharding.assignment import Assignment, local
+from ..recipe.slot_keys import slot_keys
+from ..sharding.assignment import Assignment
 from .block_groups import Grids, Key, block_groups, parts, phased, singly, stack_length
-from .stack_state import StackState, slot_keys
+from .stack_state import StackState
 
 
 def build(

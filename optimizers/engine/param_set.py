@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eigengraft.distributed.comm_step import CommStep
+from eigengraft.distributed.layouts import local
 from eigengraft.numerics import compute_dtype
 from eigengraft.stacks import Stack
 from eigengraft.step_context import StepContext
@@ -22,7 +23,7 @@ from ..apply.weight_decay import WeightDecay
 from ..apply.write import StepScale, write
 from ..recipe.recipe import Recipe, Route
 from ..recipe.routing import ParamInfo
-from ..sharding.assignment import Assignment, local
+from ..sharding.assignment import Assignment
 from ..sharding.rank_sync import RankSync, failed_roots
 from .build import build
 from .finite_check import Screen
@@ -165,12 +166,12 @@ class ParamSet:
         if priming:
             stack_state.prime(gradient, rows, mask, context)
         else:
-            direction = stack_state.direct(gradient, rows, mask, context)
+            direction = stack_state.direction(gradient, rows, mask, context)
             if stack_state.rule.after_decay:
                 term = self._pace(stack_state.path, hyper).decay_term(
                     self._gather(stack_state, stack, rows, now, PARAMETERS), direction
                 )
-                direction = stack_state.finish(gradient, direction + term, rows, mask, context)
+                direction = stack_state.after_decay(gradient, direction + term, rows, mask, context)
             if now.comm_step is not None and stack_state.block_group is not None:
                 now.comm_step.deliver(stack_state.block_group, rows, direction)
             else:
@@ -218,13 +219,13 @@ class ParamSet:
         rule = self.updates[path]
         if isinstance(rule, Route) and rule.weight_decay is not None:
             return rule.weight_decay, rule.weight_decay.rate
-        return self.recipe.weight_decay, hyper.rate
+        return self.recipe.weight_decay, hyper.weight_decay
 
     def _pace(self, path: str, hyper: Hyper) -> StepScale:
         rule = self.updates[path]
         decay, rate = self._decay(path, hyper)
         ratio = rule.lr_ratio if isinstance(rule, Route) else 1.0
-        return StepScale(hyper.lr * ratio, decay.alpha(rate, hyper.lr * ratio, hyper.peak * ratio), decay)
+        return StepScale(hyper.lr * ratio, decay.alpha(rate, hyper.lr * ratio, hyper.peak_lr * ratio), decay)
 
     def _signals(self, stack_state: StackState, stack: Stack, now: Step) -> dict[str, Any]:
         hyper = now.hyper

@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eigengraft.preconditioners import chain_slots, run_chain
+from eigengraft.preconditioners import run_chain
 from eigengraft.quantization import Quantizer, choose
 from eigengraft.slots import Coded, Slot, State, Storage
 from eigengraft.stacks import Stack
 from eigengraft.step_context import StepContext
 
 from ..recipe.recipe import Recipe, Route
+from ..recipe.slot_keys import slot_keys
 
 
 @dataclass
@@ -67,13 +68,6 @@ class StackState:
         self.tensors.update({f"{key}/{part}": stored for part, stored in parts.items()})
         self.tensors[f"{key}/format"] = torch.full((blocks,), quantizer.format(), device=self.stack.device)
 
-    def _storage(self, context: StepContext) -> Storage:
-        seeds = torch.from_numpy(context.seeds).to(self.stack.device) if self.coded else None
-        return Storage(self.coded, seeds, context.step if self.coded else None)
-
-    def _path(self, part: str) -> str:
-        return f"{self.path}.{part}" if self.path else part
-
     @cached_property
     def signals(self) -> frozenset[str]:
         """What the stages of this stack ask for."""
@@ -93,22 +87,31 @@ class StackState:
         seeds = self.seeds if rows is None else self.seeds[rows.cpu().numpy()]
         return StepContext(steps, phases, stack.param_ids, stack.device, seeds, signals)
 
+    def state(
+        self, chain: Literal["update", "after_decay"], rows: Tensor | None, mask: Tensor | None, context: StepContext
+    ) -> State:
+        """The state that a chain reads and writes in one call, for the selected rows (None: all)."""
+        seeds, steps = None, None
+        if self.coded:
+            seeds, steps = torch.from_numpy(context.seeds).to(self.stack.device), context.step
+        path = f"{self.path}.{chain}" if self.path else chain
+        return State(self.tensors, self.stack.block, path, rows, mask, Storage(self.coded, seeds, steps))
+
     def prime(self, gradient: Tensor, rows: Tensor | None, mask: Tensor | None, context: StepContext) -> None:
-        """The first gradient of blocks whose chain has a lagged stage: it is observed, nothing moves."""
-        state = State(self.tensors, self.stack.block, self._path("update"), rows, mask, self._storage(context))
+        """Shows the first gradient of blocks to a chain with a lagged stage: it is observed, nothing moves."""
+        state = self.state("update", rows, mask, context)
         for stage in self.rule.update:
             stage.prime(state.scope(stage.label), gradient, context)
 
-    def direct(self, gradient: Tensor, rows: Tensor | None, mask: Tensor | None, context: StepContext) -> Tensor:
+    def direction(self, gradient: Tensor, rows: Tensor | None, mask: Tensor | None, context: StepContext) -> Tensor:
         """The direction of the selected blocks, before weight decay."""
-        state = State(self.tensors, self.stack.block, self._path("update"), rows, mask, self._storage(context))
-        return run_chain(self.rule.update, state, gradient, gradient, context)
+        return run_chain(self.rule.update, self.state("update", rows, mask, context), gradient, gradient, context)
 
-    def finish(
+    def after_decay(
         self, gradient: Tensor, decayed: Tensor, rows: Tensor | None, mask: Tensor | None, context: StepContext
     ) -> Tensor:
-        """The stages that follow weight decay, on the direction with the decay in it."""
-        state = State(self.tensors, self.stack.block, self._path("after_decay"), rows, mask, self._storage(context))
+        """The direction after the stages that follow weight decay. decayed: the direction with the decay added."""
+        state = self.state("after_decay", rows, mask, context)
         return run_chain(self.rule.after_decay, state, gradient, decayed, context)
 
     def failing(self, context: StepContext, tolerated: int) -> list[int]:
@@ -123,12 +126,3 @@ class StackState:
         """(row, parameter position, block key) of every block."""
         for row, (owner, key) in enumerate(zip(self.stack.param_ids.tolist(), self.stack.keys, strict=True)):
             yield row, owner, key
-
-
-def slot_keys(rule: Recipe | Route, path: str, block: tuple[int, ...]) -> dict[str, Slot]:
-    """The slots of a block under an update of a recipe, by "<stage path>/<slot>"."""
-    found = {}
-    for stages, part in ((rule.update, "update"), (rule.after_decay, "after_decay")):
-        for stage, name, slot in chain_slots(stages, block, f"{path}.{part}" if path else part):
-            found[f"{stage}/{name}"] = slot
-    return found

@@ -21,8 +21,8 @@ class Hyper:
     """What a param group says at this step: learning rate, its initial value, weight decay rate."""
 
     lr: float | Tensor
-    peak: float
-    rate: float
+    peak_lr: float
+    weight_decay: float
 
 
 @dataclass

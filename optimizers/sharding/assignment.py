@@ -19,9 +19,9 @@ from eigengraft.distributed.rank_group import RankGroup, mesh_group
 from eigengraft.numerics import compute_dtype
 from eigengraft.quantization import choose
 
-from ..engine.stack_state import slot_keys
 from ..recipe.recipe import Recipe, Route
 from ..recipe.routing import ParamInfo
+from ..recipe.slot_keys import slot_keys
 from .cost_model import block_cost
 
 REPLICATED = "replicated"
@@ -44,11 +44,6 @@ class Assignment:
     rank_group: RankGroup
     placements: dict[int, ParamPlacement] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)
-
-
-def local(x: Tensor) -> Tensor:
-    """What this rank holds of a tensor, as a view."""
-    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def place(parameter: Tensor, distribution: Distribution) -> Any:

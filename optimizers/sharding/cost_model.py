@@ -6,16 +6,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import torch
 
 from eigengraft.quantization import Quantizer, choose
 
-from ..engine.stack_state import slot_keys
-
-if TYPE_CHECKING:
-    from ..recipe.recipe import Recipe, Route
+from ..recipe.recipe import Recipe, Route
+from ..recipe.slot_keys import slot_keys
 
 FACTORIZATION = 20.0
 """Operations of a decomposition in units of d^3: eigh takes 10 to 28, a power step with QR 5 (measured on CPUs)."""
