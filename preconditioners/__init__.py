@@ -16,11 +16,13 @@ from .combinators.split import Split as Split
 from .elementwise.adafactor import Adafactor as Adafactor
 from .elementwise.adafactor import RelativeStep as RelativeStep
 from .elementwise.cautious import Cautious as Cautious
+from .elementwise.clip_rms import ClipRMS as ClipRMS
+from .elementwise.heavy_ball import HeavyBall as HeavyBall
+from .elementwise.identity_and_sign import Identity as Identity
+from .elementwise.identity_and_sign import Sign as Sign
 from .elementwise.momentum import Momentum as Momentum
+from .elementwise.normalize import Normalize as Normalize
 from .elementwise.rms import RMS as RMS
-from .elementwise.rms import Identity as Identity
-from .elementwise.rms import Sign as Sign
-from .elementwise.scale import ClipRMS as ClipRMS
 from .elementwise.scale import Scale as Scale
 from .elementwise.standardize import Standardize as Standardize
 from .kronecker.eigenbasis import Eigenbasis as Eigenbasis

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from eigengraft.slots import Slot, State
@@ -30,6 +30,12 @@ class Adafactor(Stage):
     )
     decay_power: float = Field(default=0.8, gt=0, le=1, description="the decay is 1 - t^-decay_power")
     eps: float = Field(default=1e-15, gt=0, description="floor of the root, in units of the gradient")
+
+    @model_validator(mode="after")
+    def _one_decay(self) -> Self:
+        if self.beta is not None and self.decay_power != type(self).model_fields["decay_power"].default:
+            raise ValueError(f"decay_power: no constant `beta` is required, got beta {self.beta}")
+        return self
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
         if len(block) < 2:

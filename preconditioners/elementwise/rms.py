@@ -1,4 +1,4 @@
-"""Diagonal preconditioners: identity, sign, and division by the root of an accumulated square."""
+"""Division by the root of accumulated squares: Adam's second moment, RMSprop, AdaGrad."""
 
 from __future__ import annotations
 
@@ -15,30 +15,6 @@ from eigengraft.step_context import StepContext
 
 from ..algebra.exponents import Exponents, exponent_of
 from ..base import Stage
-
-
-class Identity(Stage):
-    """d (stochastic gradient descent; as a magnitude, the SGD grafting)."""
-
-    kind: Literal["identity"] = "identity"
-
-    def entrywise(self) -> bool:
-        return True
-
-    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
-        return direction
-
-
-class Sign(Stage):
-    """sign(d), 0 where d is 0: steepest descent in the maximum norm (signSGD, Bernstein et al. 2018)."""
-
-    kind: Literal["sign"] = "sign"
-
-    def entrywise(self) -> bool:
-        return True
-
-    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
-        return direction.sign()
 
 
 class RMS(Stage):
@@ -73,6 +49,18 @@ class RMS(Stage):
             raise ValueError("exponent: one number > 0 for each order is required, got one for each axis")
         return self
 
+    @model_validator(mode="after")
+    def _options_matter(self) -> Self:
+        if self.beta == 1 and not self.damped:
+            raise ValueError("damped: true is required with beta 1, whose squares enter with weight 1, got false")
+        summed = "beta 1" if self.beta == 1 else "damped false" if not self.damped else None
+        if summed and not self.bias_correction:
+            raise ValueError(f"bias_correction: true is required with {summed}, which has no bias, got false")
+        uncorrected = summed or (None if self.bias_correction else "bias_correction false")
+        if uncorrected and self.eps_on == "raw":
+            raise ValueError(f"eps_on: 'corrected' is required with {uncorrected}, which corrects nothing, got 'raw'")
+        return self
+
     def entrywise(self) -> bool:
         return self.per == "entry"
 
@@ -93,12 +81,15 @@ class RMS(Stage):
         denominator = v.sqrt() if exponent == Fraction(1, 2) else v.pow(float(exponent))
         if self._per(state.block) != "entry":
             denominator = denominator.unsqueeze(-1 if self.per == "row" else -2).expand_as(direction).clone()
-        if not self.bias_correction or self.beta == 1 or not self.damped:
+        if not self._corrected():
             return torch.div(direction, denominator.add_(self.eps), out=denominator)
         root = context.correction(self.beta, direction, exponent=float(exponent))
         if self.eps_on == "raw":
             return torch.div(direction, denominator.add_(self.eps), out=denominator).mul_(root)
         return torch.div(direction, denominator.div_(root).add_(self.eps), out=denominator)
+
+    def _corrected(self) -> bool:
+        return self.bias_correction and self.beta < 1 and self.damped
 
     def _accumulate(self, state: State, x: Tensor) -> Tensor:
         v = state["v"]

@@ -1,4 +1,4 @@
-"""Magnitudes that are fixed rules of the shape, and clipping."""
+"""Step sizes that are rules of the shape of a block."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Literal
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.numerics import block_norm, per_block, safe_ratio
 from eigengraft.slots import State
 from eigengraft.step_context import StepContext
 
@@ -18,36 +17,26 @@ from ..base import Stage
 class Scale(Stage):
     """factor * rule(m, n) * d, for blocks seen as m x n matrices (first axis x the rest; a vector is m x 1).
 
-    constant: 1.  match_rms: sqrt(max(m, n)), with factor 0.2 the update RMS of Adam (Liu et al. 2025, Moonlight).
-    aspect: sqrt(max(1, m / n)) (Jordan et al. 2024, Muon).  spectral: sqrt(m / n) (Yang et al. 2023).
-    inverse_mean: 2 / (m + n) (Frans et al. 2025, SPlus).  dimensions: sqrt(m / n) / (sqrt(m) + sqrt(n)) (OKLS).
-    unit_rms: sqrt(mn) / ||d||, an update RMS of 1.  unit_norm: 1 / ||d||.  norm_preserving: ||gradient|| / ||d||.
+    constant:      1
+    match_rms:     sqrt(max(m, n)), with factor 0.2 the update RMS of Adam (Liu et al. 2025, Moonlight)
+    aspect:        sqrt(max(1, m / n)) (Jordan et al. 2024, Muon)
+    spectral:      sqrt(m / n) (Yang et al. 2023)
+    inverse_mean:  2 / (m + n) (Frans et al. 2025, SPlus)
+    dimensions:    sqrt(m / n) / (sqrt(m) + sqrt(n)) (OKLS)
+
+    Factors that depend on the norm of d are the stage `normalize`.
     """
 
     kind: Literal["scale"] = "scale"
-    rule: Literal[
-        "constant",
-        "match_rms",
-        "aspect",
-        "spectral",
-        "inverse_mean",
-        "dimensions",
-        "unit_rms",
-        "unit_norm",
-        "norm_preserving",
-    ] = Field(default="constant", description="how the factor depends on shape or norm")
+    rule: Literal["constant", "match_rms", "aspect", "spectral", "inverse_mean", "dimensions"] = Field(
+        default="constant", description="how the factor depends on the shape"
+    )
     factor: float | None = Field(
         default=None, gt=0, description="multiplies the rule; default 0.2 for match_rms, 1 for the others"
     )
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         factor = self.factor if self.factor is not None else (0.2 if self.rule == "match_rms" else 1.0)
-        if self.rule in ("unit_rms", "unit_norm", "norm_preserving"):
-            target = block_norm(gradient)
-            if self.rule != "norm_preserving":
-                size = math.sqrt(direction[0].numel()) if self.rule == "unit_rms" else 1.0
-                target = target.new_full(target.shape, size)
-            return direction * per_block(safe_ratio(target, block_norm(direction)).mul_(factor), direction)
         return direction * (factor * self._rule(direction.shape[1:]))
 
     def _rule(self, block: tuple[int, ...]) -> float:
@@ -63,14 +52,3 @@ class Scale(Stage):
             "dimensions": math.sqrt(m / n) / (math.sqrt(m) + math.sqrt(n)),
         }
         return rules.get(self.rule, 1.0)
-
-
-class ClipRMS(Stage):
-    """d / max(1, RMS(d) / threshold), per block (Shazeer & Stern 2018, section 6: update clipping)."""
-
-    kind: Literal["clip_rms"] = "clip_rms"
-    threshold: float = Field(default=1.0, gt=0, description="the largest update RMS that passes unchanged")
-
-    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
-        rms = block_norm(direction) / math.sqrt(max(1, direction[0].numel()))
-        return direction / per_block((rms / self.threshold).clamp_min_(1.0), direction)

@@ -46,7 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
 CASES |= {
     f"{name} with gaps": {**CASES[name], "gaps": True} for name in ("soap", "turning", "shampoo", "adamw", "averaged")
 }
-PLAIN = {"recipe": "sgd", "overrides": [*SMALL, "update.momentum.beta=0"]}
+PLAIN = {"recipe": "sgd", "overrides": [*SMALL, "update.heavy_ball.beta=0"]}
 BF16 = ["distribution.dtype=bf16", "distribution.bucket=700"]
 ROUGH = {"rounded": {**PLAIN, "overrides": [*PLAIN["overrides"], *BF16]}}
 TRAINED = ("ddp2", "ddp3", "fsdp2", "fsdp3", "hsdp4")

@@ -19,7 +19,7 @@ MODES = (
     Row({**RMS, "exponent": "1/4"}, "fourth root", degree=0.5),
     Row({**RMS, "damped": False, "exponent": {2: "1/4"}}, "undamped", degree=lambda order: 0.5 if order == 2 else 0),
     Row({**MOMENTUM, "beta3": 0.5}, "filtered", degree=1, rotates=True),
-    Row({"kind": "scale", "rule": "unit_norm"}, "unit_norm", degree=0, rotates=True),
+    Row({"kind": "normalize", "rule": "unit_norm"}, "unit_norm", degree=0, rotates=True),
     Row({"kind": "scale", "rule": "inverse_mean"}, "inverse_mean", degree=1, rotates=True),
     Row({"kind": "scale", "rule": "dimensions"}, "dimensions", degree=1, rotates=True),
     Row(

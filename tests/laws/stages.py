@@ -3,6 +3,8 @@
 from .makes import COARSE, EVERY, MOMENTUM, RMS, SPREAD, basis, shampoo, unknown
 from .rows import Fault, Row
 
+HEAVY_BALL = {"kind": "heavy_ball", "beta": 0.9, "dampening": 0.3}
+
 STAGES = (
     Row({"kind": "identity"}, degree=1, rotates=True, faults=(unknown("identity"),)),
     Row({"kind": "sign"}, degree=0, faults=(unknown("sign"),)),
@@ -16,16 +18,35 @@ STAGES = (
             Fault({"kind": "momentum", "beta": -0.1}, r"beta: .*greater than or equal to 0, got -0\.1"),
             Fault({"kind": "momentum", "beta": float("nan")}, "beta: .*, got nan"),
             Fault({"kind": "momentum", "beta": "0.9"}, "beta: .*valid number, got '0.9'"),
-            Fault({"kind": "momentum", "form": "sma"}, "form: .*'ema' or 'heavy_ball', got 'sma'"),
+            Fault(
+                {"kind": "momentum", "beta3": 0.5, "nesterov": True},
+                "nesterov: false is required with beta3, .*got true",
+            ),
+            Fault({"kind": "momentum", "dampening": 0.1}, "dampening: unknown field"),
             Fault({"kind": "momentum", "name": "a.b"}, "name: .*match pattern"),
         ),
     ),
     Row({**MOMENTUM, "nesterov": True}, "nesterov", degree=1, rotates=True),
     Row({**MOMENTUM, "bias_correction": False}, "uncorrected", degree=1, rotates=True),
-    Row({**MOMENTUM, "form": "heavy_ball", "dampening": 0.3, "nesterov": True}, "heavy ball", degree=1, rotates=True),
     Row(
-        {**MOMENTUM, "form": "heavy_ball", "dampening": 0.3, "undamped_start": True}, "undamped", degree=1, rotates=True
+        {**HEAVY_BALL, "nesterov": True},
+        degree=1,
+        rotates=True,
+        faults=(
+            unknown("heavy_ball"),
+            Fault({"kind": "heavy_ball", "beta": 1.0}, r"beta: .*less than 1, got 1\.0"),
+            Fault({"kind": "heavy_ball", "dampening": 1.0}, r"dampening: .*less than 1, got 1\.0"),
+            Fault({"kind": "heavy_ball", "bias_correction": False}, "bias_correction: unknown field"),
+            Fault({"kind": "heavy_ball", "undamped_start": True}, "undamped_start: a dampening above 0 is required"),
+            Fault(
+                {"kind": "heavy_ball", "nesterov": True, "undamped_nesterov": True},
+                "undamped_nesterov: a dampening above 0 is required",
+            ),
+            Fault({**HEAVY_BALL, "undamped_nesterov": True}, "undamped_nesterov: `nesterov: true` is required"),
+        ),
     ),
+    Row({**HEAVY_BALL, "undamped_start": True}, "undamped", degree=1, rotates=True),
+    Row({**HEAVY_BALL, "nesterov": True, "undamped_nesterov": True}, "undamped look-ahead", degree=1, rotates=True),
     Row(
         RMS,
         degree=0,
@@ -33,6 +54,14 @@ STAGES = (
             unknown("rms"),
             Fault({"kind": "rms", "beta": 1.1}, r"beta: .*less than or equal to 1, got 1\.1"),
             Fault({"kind": "rms", "eps": 0.0}, r"eps: .*greater than 0, got 0\.0"),
+            Fault(
+                {"kind": "rms", "beta": 1.0, "bias_correction": False}, "bias_correction: true .* beta 1, .*got false"
+            ),
+            Fault({"kind": "rms", "damped": False, "bias_correction": False}, "bias_correction: true .* damped false"),
+            Fault({"kind": "rms", "beta": 1.0, "eps_on": "raw"}, "eps_on: 'corrected' .* beta 1, .*got 'raw'"),
+            Fault({"kind": "rms", "damped": False, "eps_on": "raw"}, "eps_on: 'corrected' .* damped false"),
+            Fault({"kind": "rms", "bias_correction": False, "eps_on": "raw"}, "eps_on: .* bias_correction false"),
+            Fault({"kind": "rms", "beta": 1.0, "damped": False}, "damped: true is required with beta 1"),
         ),
     ),
     Row({**RMS, "bias_correction": False}, "uncorrected", degree=0),
@@ -46,6 +75,9 @@ STAGES = (
             unknown("adafactor"),
             Fault({"kind": "adafactor", "decay_power": 0.0}, r"decay_power: .*greater than 0, got 0\.0"),
             Fault({"kind": "adafactor", "beta": 1.0}, r"beta: .*less than 1, got 1\.0"),
+            Fault(
+                {"kind": "adafactor", "beta": 0.9, "decay_power": 0.5}, "decay_power: no constant `beta`.*got beta 0.9"
+            ),
         ),
     ),
     Row({"kind": "adafactor", "beta": 0.9}, "constant decay", degree=0),
@@ -68,14 +100,24 @@ STAGES = (
         faults=(
             unknown("scale"),
             Fault({"kind": "scale", "rule": "mup"}, "rule: .*, got 'mup'"),
+            Fault({"kind": "scale", "rule": "unit_rms"}, "rule: .*, got 'unit_rms'"),
             Fault({"kind": "scale", "factor": 0.0}, "factor: .*greater than 0"),
         ),
     ),
     Row({"kind": "scale", "rule": "match_rms"}, "match_rms", degree=1, rotates=True),
     Row({"kind": "scale", "rule": "aspect"}, "aspect", degree=1, rotates=True),
     Row({"kind": "scale", "rule": "spectral", "factor": 3.0}, "spectral", degree=1, rotates=True),
-    Row({"kind": "scale", "rule": "unit_rms"}, "unit_rms", degree=0, rotates=True),
-    Row({"kind": "scale", "rule": "norm_preserving"}, "norm_preserving", degree=1, rotates=True),
+    Row(
+        {"kind": "normalize", "factor": 0.2},
+        degree=0,
+        rotates=True,
+        faults=(
+            unknown("normalize"),
+            Fault({"kind": "normalize", "rule": "aspect"}, "rule: .*, got 'aspect'"),
+            Fault({"kind": "normalize", "factor": 0.0}, "factor: .*greater than 0"),
+        ),
+    ),
+    Row({"kind": "normalize", "rule": "norm_preserving"}, "norm_preserving", degree=1, rotates=True),
     Row(
         shampoo(),
         degree=0,

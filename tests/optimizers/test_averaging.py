@@ -149,7 +149,7 @@ def test_decay_goes_through_the_stages_after_it(decay_at: str) -> None:
             yield 0.7 * x + 0.3 * z, x
 
     gpa = {"kind": "primal_averaging", "mu_x": 0.8, "mu_y": 0.7, "decay_at": decay_at}
-    after = [{"kind": "momentum", "form": "heavy_ball", "beta": 0.9}, {"kind": "scale", "factor": 0.1}]
+    after = [{"kind": "heavy_ball", "beta": 0.9}, {"kind": "scale", "factor": 0.1}]
     assert agree(follow(recipe(gpa, after_decay=after), decay=RATE), theirs())
 
 

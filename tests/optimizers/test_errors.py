@@ -50,8 +50,8 @@ RECIPES: dict[str, tuple[Any, str]] = {
     "truth for a number": ({"update": {"kind": "rms", "beta": True}}, r"^update\.rms\.beta: .*number, got True$"),
     "infinity": ({"update": {"kind": "rms", "eps": float("inf")}}, r"^update\.rms\.eps: .*finite number, got inf$"),
     "a choice": (
-        {"update": {"kind": "momentum", "form": "emma"}},
-        r"^update\.momentum\.form: .*'ema' or 'heavy_ball', got 'emma'$",
+        {"update": {"kind": "rms", "source": "grad"}},
+        r"^update\.rms\.source: .*'gradient' or 'direction', got 'grad'$",
     ),
     "twice the same": ({"update": ["rms", "rms"]}, r"^update: .*give each 'rms' its own `name`"),
     "a dotted name": ({"update": {"kind": "rms", "name": "a.b"}}, r"^update\..*name: .*pattern.*, got 'a\.b'$"),

@@ -200,7 +200,7 @@ def test_zero_gradients_from_the_start_move_nothing(recipe: str, detect: str) ->
         {"kind": "eigenbasis", "inner": "rms"},
         {"kind": "eigenbasis", "inner": "adafactor", "timing": "lagged"},
         {"kind": "graft", "direction": "shampoo", "magnitude": "rms"},
-        [{"kind": "scale", "rule": "unit_rms"}],
+        [{"kind": "normalize", "rule": "unit_rms"}],
     ],
     ids=str,
 )

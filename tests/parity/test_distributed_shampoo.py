@@ -108,7 +108,7 @@ def magnitude(graft: dict[str, Any]) -> dict[str, Any]:
     if kind == "sgd":
         return {"kind": "identity"}
     beta = 1.0 if kind == "adagrad" else graft["beta2"]
-    more = {"bias_correction": False} if kind == "rmsprop" else {}
+    more = {"bias_correction": False} if kind == "rmsprop" and not graft.get("drop") else {}
     return {"kind": "rms", "beta": beta, "eps": graft["eps"], "damped": not graft.get("drop"), **more}
 
 
@@ -130,7 +130,7 @@ def declared(case: Case, o: Options) -> dict[str, Any]:
     decay, rate = o.weight_decay
     last = []
     if o.momentum:
-        last = [{"kind": "momentum", "form": "heavy_ball", "beta": o.momentum["mu"]}]
+        last = [{"kind": "heavy_ball", "beta": o.momentum["mu"]}]
         last[0] |= {key: value for key, value in o.momentum.items() if key != "mu"}
     return {
         "update": [*chain, stage],

@@ -109,7 +109,7 @@ class Relabelled(BasisSolver):
     [
         [{"kind": "momentum", "beta": 0.9}, {"kind": "rms", "beta": 0.9}],
         [{"kind": "momentum", "beta": 0.9, "nesterov": True}, {"kind": "adafactor", "beta": 0.9}],
-        [{"kind": "rms", "beta": 0.9}, {"kind": "momentum", "form": "heavy_ball"}],
+        [{"kind": "rms", "beta": 0.9}, {"kind": "heavy_ball"}],
         ["sign"],
     ],
     ids=["momentum rms", "momentum adafactor", "rms momentum", "sign"],
@@ -150,7 +150,7 @@ EQUIVARIANT = {
         {"kind": "momentum", "nesterov": True}, {"kind": "spectral", "solver": "svd"}, {"kind": "scale"}
     ),
     "muon, newton-schulz": plain({"kind": "momentum"}, "spectral", {"kind": "scale", "rule": "match_rms"}),
-    "unit rms": plain({"kind": "momentum"}, {"kind": "scale", "rule": "unit_rms"}, "clip_rms"),
+    "unit rms": plain({"kind": "momentum"}, {"kind": "normalize", "rule": "unit_rms"}, "clip_rms"),
 }
 
 

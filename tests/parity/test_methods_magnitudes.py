@@ -69,7 +69,7 @@ MAGNITUDES: dict[str, tuple[object, Definition]] = {
     "adagrad": ({"kind": "rms", "beta": 1.0, "eps": 1e-10}, adagrad),
     "rmsprop": (RMS, rmsprop),
     "rmsprop, normalized": (
-        [{"kind": "scale", "rule": "unit_norm"}, {**RMS, "source": "direction"}],
+        [{"kind": "normalize", "rule": "unit_norm"}, {**RMS, "source": "direction"}],
         rmsprop_normalized,
     ),
     "adam": ([{"kind": "momentum", "beta": 0.9}, {"kind": "rms", "beta": 0.99}], adam),
@@ -181,7 +181,7 @@ def test_rules_of_the_norm(factor: float, shape: tuple[int, ...]) -> None:
     (g,), *_ = gradients = random_gradients([shape], 1)
     size = math.sqrt(g.numel())
     for rule, norm in {"unit_rms": size, "unit_norm": 1.0, "norm_preserving": float(g.norm())}.items():
-        (u,) = steps_of(["sign", {"kind": "scale", "rule": rule, "factor": factor}], gradients)
+        (u,) = steps_of(["sign", {"kind": "normalize", "rule": rule, "factor": factor}], gradients)
         assert torch.allclose(u, g.sign() * (factor * norm / size), rtol=1e-14, atol=0)
 
 

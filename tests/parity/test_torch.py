@@ -39,10 +39,11 @@ class Pair:
 
 
 M = "update.momentum"
+H = "update.heavy_ball"
 ADAGRAD = {"update": [{"kind": "rms", "beta": 1.0, "eps": 1e-10}], "weight_decay": "l2", "routes": []}
 RMSPROP_STAGE = {"kind": "rms", "beta": 0.99, "bias_correction": False}
 RMSPROP = {"update": [RMSPROP_STAGE], "weight_decay": "l2", "routes": []}
-RMSPROP_MOMENTUM = {**RMSPROP, "update": [RMSPROP_STAGE, {"kind": "momentum", "form": "heavy_ball", "beta": 0.8}]}
+RMSPROP_MOMENTUM = {**RMSPROP, "update": [RMSPROP_STAGE, {"kind": "heavy_ball", "beta": 0.8}]}
 EPS = (1e-15, 1e-3)
 """Floors of torch.optim.Adafactor that bite nowhere here: its default is the subject of a test of its own."""
 
@@ -53,23 +54,25 @@ PAIRS = {
     ),
     "sgd, momentum": Pair(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "sgd"),
     "sgd, momentum, dampening": Pair(
-        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.4), "sgd", (f"{M}.dampening=0.4",)
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.4),
+        "sgd",
+        (f"{H}.dampening=0.4", f"{H}.undamped_start=true"),
     ),
     "sgd, nesterov": Pair(
         lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.8, nesterov=True),
         "sgd",
-        (f"{M}.beta=0.8", f"{M}.nesterov=true"),
+        (f"{H}.beta=0.8", f"{H}.nesterov=true"),
     ),
     "sgd, nesterov, decay": Pair(
         lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
         "sgd",
-        (f"{M}.nesterov=true",),
+        (f"{H}.nesterov=true",),
         weight_decay=0.1,
     ),
     "sgd, momentum, dampening, decay": Pair(
         lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5, weight_decay=0.05),
         "sgd",
-        (f"{M}.dampening=0.5",),
+        (f"{H}.dampening=0.5", f"{H}.undamped_start=true"),
         weight_decay=0.05,
     ),
     "adam": Pair(lambda p: torch.optim.Adam(p, lr=0.1), "adam"),

@@ -1,0 +1,36 @@
+"""Directions as they come, and their signs."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from eigengraft.slots import State
+from eigengraft.step_context import StepContext
+
+from ..base import Stage
+
+
+class Identity(Stage):
+    """d (stochastic gradient descent; as a magnitude, the SGD grafting)."""
+
+    kind: Literal["identity"] = "identity"
+
+    def entrywise(self) -> bool:
+        return True
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        return direction
+
+
+class Sign(Stage):
+    """sign(d), 0 where d is 0: steepest descent in the maximum norm (signSGD, Bernstein et al. 2018)."""
+
+    kind: Literal["sign"] = "sign"
+
+    def entrywise(self) -> bool:
+        return True
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        return direction.sign()
