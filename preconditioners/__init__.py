@@ -30,8 +30,8 @@ from .kronecker.eigenfactors import Eigenfactors as Eigenfactors
 from .kronecker.shampoo import Shampoo as Shampoo
 from .learned import PSGD as PSGD
 from .learned import SIRF as SIRF
-from .learned import Direct as Direct
 from .learned import Jorge as Jorge
+from .learned import LearnedFactors as LearnedFactors
 from .polar.gram_newton_schulz import GramNewtonSchulz as GramNewtonSchulz
 from .polar.solvers import SVD as SVD
 from .polar.solvers import NewtonSchulz as NewtonSchulz

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eigengraft.component import FAMILY_MARK, Component
 from eigengraft.slots import Slot, State
-from eigengraft.step_context import StepContext
+from eigengraft.step_context import Rotation, StepContext
 
 from .cadence import Cadence
 
@@ -95,15 +95,32 @@ class Stage(Component, ABC, family="stage"):
         """
         return False
 
+    def sweeps(self, block: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """The axes of a block in groups that are observed and refreshed one after another (Gauss-Seidel).
+
+        Default: a single sweep, which is of all axes. With several `context.axes` are those of the present one.
+        """
+        return (tuple(range(len(block))),)
+
+    def rotation(self, state: State, gradient: Tensor) -> Rotation | None:
+        """The gradient in a basis of the stage's own, for a stage that observes there; default: None.
+
+        It is made once a step, handed to the verbs as `context.rotation`, and made again for rows that were refreshed.
+        """
+        return None
+
     def observed(self, gradient: Tensor, direction: Tensor) -> Tensor:
-        """What `observe` is given as the gradient: the gradient, unless a stage learns from the direction."""
+        """The tensor that `observe` and `refresh` see as the gradient; override to learn from the direction."""
         return gradient
 
     def observe(self, state: State, gradient: Tensor, context: StepContext) -> None:
-        """Every step, cheap: update the statistics that `refresh` reads."""
+        """Every step, cheap: update the statistics that `refresh` reads. Default: nothing."""
 
-    def refresh(self, state: State, context: StepContext) -> None:
-        """Rare, expensive: recompute roots or bases, on any contiguous slice of the stack."""
+    def refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:
+        """Rare, expensive: recompute roots, bases or learned factors, on any contiguous slice of the stack.
+
+        gradient `[n, *block]`: of the rows that are refreshed. Default: nothing.
+        """
 
     @abstractmethod
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
@@ -113,28 +130,44 @@ class Stage(Component, ABC, family="stage"):
     def run(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         """One step of this stage, its verbs in the order of its timing."""
         observed = self.observed(gradient, direction)
+        context = context.with_rotation(self.rotation(state, observed))
         if self.lagged():
             direction = self.apply(state, gradient, direction, context)
-            self.learn(state, observed, context)
+            self._observe_and_refresh(state, observed, context)
             return direction
-        self.learn(state, observed, context)
+        self._observe_and_refresh(state, observed, context)
         return self.apply(state, gradient, direction, context)
 
     @final
     def prime(self, state: State, gradient: Tensor, context: StepContext) -> None:
         """The first gradient of a lagged stage: it is observed and the first refresh is made, nothing moves."""
         if self.lagged():
-            self.learn(state, self.observed(gradient, gradient), context)
+            observed = self.observed(gradient, gradient)
+            self._observe_and_refresh(state, observed, context.with_rotation(self.rotation(state, observed)))
         for part, stages in self.chains().items():
             for stage in stages:
                 inside = state.scope(part, self.inner_block(part, state.block)).scope(stage.label)
                 stage.prime(inside, gradient, context)
 
-    def learn(self, state: State, gradient: Tensor, context: StepContext) -> None:
-        """Observe, then refresh what is due."""
-        self.observe(state, gradient, context)
-        for start, stop, first in self.due(context):
-            self.refresh(state.slice_rows(start, stop), context.slice_rows(start, stop, first))
+    @final
+    def _observe_and_refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:
+        """Each sweep in turn: observe, then refresh the rows that are due."""
+        spans, sweeps = list(self.due(context)), self.sweeps(state.block)
+        for k, axes in enumerate(sweeps):
+            now = context.sweep(axes, sum(sweeps[:k], ())) if len(sweeps) > 1 else context
+            self.observe(state, gradient, now)
+            for start, stop, first in spans:
+                rows = now.slice_rows(start, stop, first)
+                self._refresh_rows(state.slice_rows(start, stop), gradient[start:stop], rows)
+
+    @final
+    def _refresh_rows(self, state: State, gradient: Tensor, context: StepContext) -> None:
+        """Refresh rows of the stack; what is known of their gradient in the old basis is brought to the new one."""
+        self.refresh(state, gradient, context)
+        if context.rotation is not None:
+            turned = self.rotation(state, context.rotation.x)
+            assert turned is not None
+            context.rotation.overwrite(turned)
 
 
 def _as_stages(value: Any) -> Any:

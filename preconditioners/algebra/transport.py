@@ -56,8 +56,8 @@ def require_frameless(stages: tuple[Stage, ...], path: str) -> None:
             )
 
 
-def settled(order: Tensor | None, ok: Tensor) -> Tensor | None:
-    """The order of the columns where the solver succeeded, and the old one elsewhere."""
+def order_or_identity(order: Tensor | None, ok: Tensor) -> Tensor | None:
+    """The order of the columns `[N, r]` where the solver succeeded, the identity elsewhere; None stays None."""
     if order is None:
         return None
     return torch.where(ok[:, None], order, torch.arange(order.shape[-1], device=order.device))

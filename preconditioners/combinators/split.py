@@ -16,6 +16,7 @@ from eigengraft.step_context import StepContext
 from ..algebra.mode_product import mode_product, unfold
 from ..algebra.transport import require_frameless, transport
 from ..base import Stage, Stages, run_chain
+from ..cadence import Cadence, Every
 from ..roots.base import eigh
 from ..roots.bases.orthogonal_iteration import householder
 
@@ -65,7 +66,10 @@ class Split(Stage):
         r = min(self.rank, d)
         return {"basis": Slot((d, r), fill="identity", role="basis"), "core": Slot((r, r), role="statistic")}
 
-    def observe(self, state: State, gradient: Tensor, context: StepContext) -> None:
+    def cadence(self) -> Cadence:
+        return Every(steps=1)
+
+    def refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:
         if len(state.block) < 2:
             return
         axis = self._axis(state.block)
@@ -76,10 +80,9 @@ class Split(Stage):
         unit = x / size.clamp_min(tiny(x.dtype))  # of size 1, so that squares of extreme gradients keep their digits
         step = old @ pull + unit @ (unit.mT @ old) * (1 - self.beta)
         new = householder(torch.where(step.isfinite().all(-1).all(-1)[:, None, None], step, old), old)
-        if context.steps.min() <= 1:
+        if context.first:
             _, vectors, ok = eigh(unit @ unit.mT)
-            start = torch.from_numpy(context.steps <= 1).to(x.device) & ok & (size.flatten() > 0)
-            new = torch.where(per_block(start, new), vectors[..., -new.shape[-1] :].flip(-1), new)
+            new = torch.where(per_block(ok & (size.flatten() > 0), new), vectors[..., -new.shape[-1] :].flip(-1), new)
         turn = old.mT @ new
         inside = x.mT @ new  # [N, rest, r]
         state["core"] = turn.mT @ core @ turn * self.beta + inside.mT @ inside * (1 - self.beta)

@@ -41,8 +41,8 @@ class Factored(Stage):
         return d
 
     @abstractmethod
-    def renew(self, state: State, axis: int, context: StepContext) -> None:
-        """Recomputes the matrix of one axis."""
+    def refresh_axis(self, state: State, axis: int, context: StepContext) -> None:
+        """Recompute the matrix of one axis from its statistic, and `commit` it."""
 
     @abstractmethod
     def power(self, state: State, axis: int, exponent: Fraction, estimate: Tensor) -> Power:
@@ -69,45 +69,28 @@ class Factored(Stage):
     def observed(self, gradient: Tensor, direction: Tensor) -> Tensor:
         return self.statistic.observed(gradient, direction)
 
+    def sweeps(self, block: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        axes = self.axes(block)
+        return tuple((axis,) for axis in axes) if self.statistic.sequential else (axes,)
+
     def observe(self, state: State, gradient: Tensor, context: StepContext) -> None:
-        self._observe(state, gradient, context, self.axes(state.block), ())
-
-    def _observe(
-        self, state: State, gradient: Tensor, context: StepContext, axes: tuple[int, ...], fresh: tuple[int, ...]
-    ) -> None:
-        """fresh: the axes that have already accumulated this gradient."""
-
         def powers(axis: int, exponent: Fraction) -> Power:
-            estimate = self.statistic.estimate(state, axis, context, behind=0 if axis in fresh else 1)
-            return self.power(state, axis, exponent, estimate)
+            behind = 0 if axis in context.observed_axes else 1
+            return self.power(state, axis, exponent, self.statistic.estimate(state, axis, context, behind))
 
-        self.statistic.observe(state, gradient, context, axes, powers)
+        x = gradient if context.rotation is None else context.rotation.rotated
+        self.statistic.observe(state, x, context, context.in_sweep(self.axes(state.block)), powers)
 
-    def refresh(self, state: State, context: StepContext) -> None:
-        for axis in self.axes(state.block):
-            self.renew(state, axis, context)
-
-    def learn(self, state: State, gradient: Tensor, context: StepContext) -> None:
-        spans, axes = list(self.due(context)), self.axes(state.block)
-        fresh: tuple[int, ...] = ()
-        for some in [(axis,) for axis in axes] if self.statistic.sequential else [axes]:
-            self._observe(state, gradient, context, some, fresh)
-            for start, stop, first in spans:
-                part, now = state.slice_rows(start, stop), context.slice_rows(start, stop, first)
-                for axis in some:
-                    self.renew(part, axis, now)
-                self.renewed(state, part, start, stop)
-            fresh += some
-
-    def renewed(self, state: State, part: State, start: int, stop: int) -> None:
-        """Matrices of the rows start to stop, which are `part`, have been renewed in the midst of a step."""
+    def refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:
+        for axis in context.in_sweep(self.axes(state.block)):
+            self.refresh_axis(state, axis, context)
 
     def matrices(self, state: State) -> dict[int, Tensor]:
         """The matrix of every axis that has one."""
         return {axis: state[f"{self.matrix}.{axis}"] for axis in self.axes(state.block)}
 
-    def accept(self, state: State, axis: int, value: Tensor, ok: Tensor) -> Tensor:
-        """Takes `value` over where ok `[N]`, counts failures elsewhere, returns what holds now, as it is stored."""
+    def commit(self, state: State, axis: int, value: Tensor, ok: Tensor) -> Tensor:
+        """Write `value` where ok `[N]` and count failures elsewhere; returns the matrix that holds now, as stored."""
         name = f"{self.matrix}.{axis}"
         state[name] = torch.where(per_block(ok, value), value, state[name])
         failures = state[f"failures.{axis}"]

@@ -4,34 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import ClassVar, Literal, NamedTuple, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from eigengraft.numerics import identity_like, may_branch_on_values, per_block, symmetrized, tiny, to_power
+from eigengraft.numerics import identity_like, may_branch_on_values, per_block, tiny, to_power
 from eigengraft.orthonormal import rectified
 from eigengraft.slots import State
-from eigengraft.step_context import StepContext
+from eigengraft.step_context import Rotation, StepContext
 
 from ..algebra.mode_product import rotate
-from ..algebra.transport import Transport, require_frameless, settled, transport
+from ..algebra.transport import Transport, order_or_identity, require_frameless, transport
 from ..base import Stages, run_chain
 from ..roots import BasisSolver, PowerQR
-from ..statistics import Bregman, Power, mean_eigenvalue, seen
+from ..statistics import Power, has_data, mean_eigenvalue
 from .base import Factored
-
-LONG = 1 << 30
-"""Longer than any axis."""
-
-
-class Inside(NamedTuple):
-    """What a step has found so far: x `[N, *block]`, the bases of its axes, and x in them."""
-
-    x: Tensor
-    bases: dict[int, Tensor]
-    rotated: Tensor
 
 
 class Eigenbasis(Factored):
@@ -66,9 +55,9 @@ class Eigenbasis(Factored):
     def _parts_fit(self) -> Self:
         if self.statistic.entries == "diagonal" or self.statistic.oversize == "diagonal":
             raise ValueError("statistic: a basis is made of full factors, got diagonal ones")
-        if self.statistic.coupled and self.columns(LONG) < LONG:
+        if self.statistic.needs_power is not None and not self.solver.keeps_all_columns:
             raise ValueError("statistic: reads powers of whole factors, of which a subspace holds only a part")
-        if self.statistic_frame == "basis" and self.columns(LONG) < LONG:
+        if self.statistic_frame == "basis" and not self.solver.keeps_all_columns:
             raise ValueError(
                 "statistic_frame: statistics in the basis need all of its columns, got a solver that keeps fewer"
             )
@@ -88,54 +77,37 @@ class Eigenbasis(Factored):
     def lagged(self) -> bool:
         return self.timing == "lagged"
 
-    def renewed(self, state: State, part: State, start: int, stop: int) -> None:
-        if self.statistic_frame == "fixed":
-            return
-        inside, bases = state.kept["inside"], self.matrices(part)
-        for axis, q in bases.items():
-            inside.bases[axis][start:stop] = q
-        if bases:
-            inside.rotated[start:stop] = rotate(inside.x[start:stop], _inward(bases))
+    def rotation(self, state: State, gradient: Tensor) -> Rotation | None:
+        return None if self.statistic_frame == "fixed" else self._rotated(state, gradient)
 
-    def _observe(
-        self, state: State, gradient: Tensor, context: StepContext, axes: tuple[int, ...], fresh: tuple[int, ...]
-    ) -> None:
-        x = gradient if self.statistic_frame == "fixed" else self._rotated(state, gradient).rotated
-        super()._observe(state, x, context, axes, fresh)
+    def _rotated(self, state: State, x: Tensor) -> Rotation:
+        bases = self.matrices(state)
+        return Rotation(x, bases, rotate(x, _inward(bases)))
 
-    def _rotated(self, state: State, x: Tensor) -> Inside:
-        """x in the bases that hold now; where statistics live there, each basis is read and x rotated once a step."""
-        known: Inside | None = state.kept.get("inside")
-        if known is None or known.x is not x:
-            bases = self.matrices(state) if known is None else known.bases
-            known = Inside(x, bases, rotate(x, _inward(bases)))
-            if self.statistic_frame == "basis":
-                state.kept["inside"] = known
-        return known
-
-    def renew(self, state: State, axis: int, context: StepContext) -> None:
+    def refresh_axis(self, state: State, axis: int, context: StepContext) -> None:
         if self.statistic_frame == "basis":
             self._turn(state, axis, context)
             return
         old = state[f"basis.{axis}"].clone()
         new, order, ok = self.solver.basis(self.statistic.estimate(state, axis, context), old, context.first)
-        new = self.accept(state, axis, new, ok)
+        new = self.commit(state, axis, new, ok)
         if may_branch_on_values(new) and torch.equal(new, old):
             return  # a solver that found nothing to do
-        transport(self.inner, self._inside(state), axis, torch.bmm(old.mT, new), settled(order, ok), self.transport)
+        transport(
+            self.inner, self._inside(state), axis, torch.bmm(old.mT, new), order_or_identity(order, ok), self.transport
+        )
 
     def _turn(self, state: State, axis: int, context: StepContext) -> None:
         """The refresh in the frame of the basis: all that lives there follows P."""
-        state.kept.pop("inside", None)
-        q, factor = state[f"basis.{axis}"], state[f"factor.{axis}"]
+        q = state[f"basis.{axis}"]
         eye = identity_like(q)
         p, order, ok = self.solver.basis(self.statistic.estimate(state, axis, context), eye, context.first)
         p = torch.where(per_block(ok, p), p, eye)
-        self.accept(state, axis, rectified(torch.bmm(q, p), 1), ok)
+        self.commit(state, axis, rectified(torch.bmm(q, p), 1), ok)
         if may_branch_on_values(p) and torch.equal(p, eye):
             return
-        state[f"factor.{axis}"] = symmetrized(torch.bmm(p.mT, torch.bmm(factor, p)))
-        transport(self.inner, self._inside(state), axis, p, settled(order, ok), self.transport)
+        self.statistic.rotate(state, axis, p)
+        transport(self.inner, self._inside(state), axis, p, order_or_identity(order, ok), self.transport)
 
     def power(self, state: State, axis: int, exponent: Fraction, estimate: Tensor) -> Power:
         unit = mean_eigenvalue(estimate)
@@ -144,23 +116,22 @@ class Eigenbasis(Factored):
         else:
             q = state[f"basis.{axis}"]
             values = (q * torch.bmm(estimate / per_block(unit, estimate), q)).sum(-2)  # [N, d]: diag(Q^T A Q) / unit
-        floor = self.statistic.floor if isinstance(self.statistic, Bregman) else 0.0
-        values = values.clamp_min(max(floor, tiny(values.dtype)))
+        values = values.clamp_min(max(self.statistic.eigenvalue_floor, tiny(values.dtype)))
         trace = to_power(values, float(exponent + 1)).sum(-1)
         if exponent == 0:
-            return Power(None, None, unit, trace, seen(estimate))
+            return Power(None, None, unit, trace, has_data(estimate))
         half = to_power(values, float(exponent) / 2)
         if self.statistic_frame == "fixed":
             half = half.unsqueeze(-1) * q.mT
-        return Power(half, half, unit, trace, seen(estimate))
+        return Power(half, half, unit, trace, has_data(estimate))
 
     def _inside(self, state: State) -> State:
         return state.scope("inner", self.inner_block("inner", state.block))
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
-        _, bases, rotated = self._rotated(state, gradient)
-        inside = rotated if direction is gradient else rotate(direction, _inward(bases))
-        return rotate(run_chain(self.inner, self._inside(state), rotated, inside, context), bases)
+        known = context.rotation or self._rotated(state, gradient)
+        g, d = (known.rotated if x is known.x else rotate(x, _inward(known.bases)) for x in (gradient, direction))
+        return rotate(run_chain(self.inner, self._inside(state), g, d, context), known.bases)
 
 
 def _inward(bases: Mapping[int, Tensor]) -> dict[int, Tensor]:

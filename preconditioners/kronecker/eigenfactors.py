@@ -18,12 +18,11 @@ from ..algebra.exponents import Exponents, exponent_of
 from ..algebra.factors import gram
 from ..algebra.mode_product import rotate
 from ..cadence import Cadence, Every
-from ..learned.base import Direct, telling
+from ..learned.base import LearnedFactors, is_informative
 from ..roots import BasisSolver, PowerQR
-from .eigenbasis import LONG
 
 
-class Eigenfactors(Direct):
+class Eigenfactors(LearnedFactors):
     """d x_1 R_1 ... x_k R_k  with R = V Diag(l + eps max l)^(-e) V^T for each axis, e = 1 / (2k) by default
 
     At a refresh, with M = G G^T of the gradient's unfolding G along the axis:
@@ -55,7 +54,7 @@ class Eigenfactors(Direct):
 
     @model_validator(mode="after")
     def _basis_is_whole(self) -> Self:
-        if self.solver.columns(LONG) < LONG:
+        if not self.solver.keeps_all_columns:
             raise ValueError("solver: a basis of all eigenvectors is required, got one of a subspace")
         return self
 
@@ -79,8 +78,8 @@ class Eigenfactors(Direct):
                 slots[f"values.{axis}"] = Slot((d,), fill=self.initial, role="statistic", frame="square", axes=(axis,))
         return slots
 
-    def fit(self, state: State, gradient: Tensor, context: StepContext) -> None:
-        live = telling(gradient)
+    def refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:
+        live = is_informative(gradient)
         for axis in self.axes(state.block):
             full, old = self.full(state.block, axis), state[f"values.{axis}"]
             m = gram(gradient, axis, full)

@@ -17,7 +17,7 @@ from eigengraft.step_context import StepContext
 from ..algebra.exponents import Exponents, exponent_of
 from ..algebra.mode_product import rotate
 from ..roots import Eigh, RootSolver
-from ..statistics import Bregman, Power, mean_eigenvalue, seen
+from ..statistics import Power, has_data, mean_eigenvalue
 from .base import Factored
 
 
@@ -52,10 +52,11 @@ class Shampoo(Factored):
             problem = self.solver.check(exponent)
             if problem:
                 raise ValueError(problem)
-            if order > 1 and isinstance(self.statistic, Bregman) and self.statistic.entries == "full":
-                self._require_powers(self.statistic.q - 1, exponent)
+            power = self.statistic.needs_power
+            if order > 1 and power is not None and self.statistic.entries == "full":
+                self._require_power(power, exponent)
 
-    def _require_powers(self, p: Fraction, exponent: Fraction) -> None:
+    def _require_power(self, p: Fraction, exponent: Fraction) -> None:
         if (p > 0 and p.denominator > 1) or (p < 0 and (-p / exponent).denominator > 1):
             raise ValueError(
                 f"statistic: q = {p + 1} reads the power {p} of a factor A, which must be a whole power of A or of its "
@@ -68,11 +69,11 @@ class Shampoo(Factored):
     def axes(self, block: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(axis for axis in self.statistic.axes(block) if self._exponent(len(block), axis))
 
-    def renew(self, state: State, axis: int, context: StepContext) -> None:
+    def refresh_axis(self, state: State, axis: int, context: StepContext) -> None:
         estimate = self.statistic.estimate(state, axis, context)
         solve = self.solver.root if estimate.ndim == 3 else self.solver.diagonal_root
         found = solve(estimate, self._exponent(len(state.block), axis))
-        self.accept(state, axis, found.value, found.ok)
+        self.commit(state, axis, found.value, found.ok)
 
     def power(self, state: State, axis: int, exponent: Fraction, estimate: Tensor) -> Power:
         unit = mean_eigenvalue(estimate)
@@ -81,8 +82,10 @@ class Shampoo(Factored):
         root, own = state[f"root.{axis}"], self._exponent(len(state.block), axis)
         scaled = estimate / per_block(unit, estimate)
         if exponent == 0:
-            return Power(None, None, unit, scaled.diagonal(dim1=-2, dim2=-1).sum(-1), seen(estimate))
-        known = seen(estimate) & (root != identity_like(root)).flatten(1).any(-1)  # a root that was made of something
+            return Power(None, None, unit, scaled.diagonal(dim1=-2, dim2=-1).sum(-1), has_data(estimate))
+        known = has_data(estimate) & (root != identity_like(root)).flatten(1).any(
+            -1
+        )  # a root that was made of something
         base = scaled if exponent > 0 else root * per_block(to_power(unit, float(own)), root)
         times = int(exponent if exponent > 0 else -exponent / own)
         left = torch.linalg.matrix_power(base, (times + 1) // 2)
@@ -98,7 +101,7 @@ class Shampoo(Factored):
         values = self.solver.ridged(estimate) / per_block(unit, estimate)
         half = torch.where(values > 0, to_power(values, float(exponent) / 2), 0.0)
         trace = (values * half.square()).sum(-1) if exponent != -1 else unit.new_full(unit.shape, values.shape[-1])
-        return Power(half, half, unit, trace, seen(estimate))
+        return Power(half, half, unit, trace, has_data(estimate))
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         return rotate(direction, self.matrices(state))

@@ -1,6 +1,6 @@
 """Factors that are learned directly, without a statistic and a root of it."""
 
-from .base import Direct as Direct
+from .base import LearnedFactors as LearnedFactors
 from .jorge import Jorge as Jorge
 from .psgd import PSGD as PSGD
 from .sirf import SIRF as SIRF

@@ -16,11 +16,10 @@ from ..base import Stage
 from ..cadence import Cadence, Every
 
 
-class Direct(Stage):
-    """A factor for each axis that is itself the state: the current gradient moves it, and then it is used.
+class LearnedFactors(Stage):
+    """A factor for each axis that is itself the state: a refresh moves it by the current gradient, then it is used.
 
-    The step of a factor needs the gradient, so it is taken in `observe`, for the blocks that are due. A gradient that
-    is zero, or not finite, says nothing: it leaves the factors as they are.
+    A gradient that is zero, or not finite, says nothing: it leaves the factors as they are.
     """
 
     every: Cadence = Field(default=Every(steps=1), alias="refresh", description="when the factors take a step")
@@ -33,8 +32,8 @@ class Direct(Stage):
     )
 
     @abstractmethod
-    def fit(self, state: State, gradient: Tensor, context: StepContext) -> None:
-        """Moves the factors by one gradient `[N, *block]`."""
+    def refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:
+        """Move the factors by one gradient `[N, *block]`."""
 
     def full(self, block: tuple[int, ...], axis: int) -> bool:
         """Whether the factor of an axis is a matrix."""
@@ -49,17 +48,13 @@ class Direct(Stage):
     def observed(self, gradient: Tensor, direction: Tensor) -> Tensor:
         return gradient if self.source == "gradient" else direction
 
-    def observe(self, state: State, gradient: Tensor, context: StepContext) -> None:
-        for start, stop, first in self.due(context):
-            self.fit(state.slice_rows(start, stop), gradient[start:stop], context.slice_rows(start, stop, first))
-
 
 def factor_slot(d: int, full: bool) -> Slot:
     """The identity, as a matrix or as its diagonal."""
     return Slot((d, d), fill="identity", role="root") if full else Slot((d,), fill=1.0, role="root")
 
 
-def telling(gradient: Tensor) -> Tensor:
+def is_informative(gradient: Tensor) -> Tensor:
     """`[N]`: whether a gradient says anything, finite and not zero."""
     peak = peak_of(gradient)
     return (peak > 0) & peak.isfinite()

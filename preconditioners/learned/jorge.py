@@ -18,10 +18,10 @@ from eigengraft.step_context import StepContext
 from ..algebra.exponents import Rational
 from ..algebra.factors import gram, transposed
 from ..algebra.mode_product import rotate
-from .base import Direct, peak_of, telling
+from .base import LearnedFactors, is_informative, peak_of
 
 
-class Jorge(Direct):
+class Jorge(LearnedFactors):
     """d x_1 R_1 x_2 ... x_k R_k  with R_i an approximation of A_i^(-e), e = 1 / (2k) by default, kept without A_i.
 
     A <- b A + (1 - b) S, S = G G^T, is A^(-e) <- b^(-e) A^(-e) (I + (1 - b) / b A^(-1) S)^(-e) where A and S commute.
@@ -65,8 +65,8 @@ class Jorge(Direct):
             if self.full(block, axis)
         }
 
-    def fit(self, state: State, gradient: Tensor, context: StepContext) -> None:
-        e, live = self._exponent(state.block), telling(gradient)
+    def refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:
+        e, live = self._exponent(state.block), is_informative(gradient)
         step = _symmetric if self.form == "symmetric" else _published
         peak = torch.where(live, peak_of(gradient), 1.0)
         g = gradient / per_block(peak, gradient)

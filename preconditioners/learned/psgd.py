@@ -16,14 +16,14 @@ from eigengraft.step_context import StepContext
 
 from ..algebra.factors import balanced, scaled, spectral_norm, transposed
 from ..algebra.mode_product import rotate
-from .base import Direct, factor_slot, peak_of, telling
+from .base import LearnedFactors, factor_slot, is_informative, peak_of
 from .psgd_steps import STEPS
 
 PROBE = 1
 """The stream of noise that the probes come from."""
 
 
-class PSGD(Direct):
+class PSGD(LearnedFactors):
     """P d  with P = Q^T Q, Q = Q_1 x ... x Q_k, whitening: P tends to E[g g^T]^(-1/2), the least point of the criterion
 
     c(P) = E[h^T P h + v^T P^(-1) v]  with h = g + damping v, v ~ N(0, I)  (Li 2022, arXiv:2211.04422, section 2; Li
@@ -67,8 +67,8 @@ class PSGD(Direct):
             slots[f"bound.{axis}"] = Slot((), role="statistic")
         return slots
 
-    def fit(self, state: State, gradient: Tensor, context: StepContext) -> None:
-        axes, live = range(len(state.block)), telling(gradient)
+    def refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:
+        axes, live = range(len(state.block)), is_informative(gradient)
         probe = self._probe(gradient, context)
         h = gradient if probe is None else torch.add(gradient, probe, alpha=self.damping)
         old = {axis: state[f"q.{axis}"] for axis in axes}

@@ -16,10 +16,10 @@ from eigengraft.step_context import StepContext
 
 from ..algebra.factors import gram, scaled, transposed
 from ..algebra.mode_product import rotate
-from .base import Direct, factor_slot, peak_of, telling
+from .base import LearnedFactors, factor_slot, is_informative, peak_of
 
 
-class SIRF(Direct):
+class SIRF(LearnedFactors):
     """P d  with P = K_1 K_1^T x ... x K_k K_k^T, kept as the K_i: P tends to (E[B g g^T] + damping I)^(-1), no root.
 
     For each axis i of length d_i, with n entries in a block and H = sqrt(B) g x_1 K_1^T ... x_k K_k^T:
@@ -49,8 +49,8 @@ class SIRF(Direct):
                 slots[f"m.{axis}"] = Slot((d, d) if full else (d,), role="first_moment")
         return slots
 
-    def fit(self, state: State, gradient: Tensor, context: StepContext) -> None:
-        live = telling(gradient)
+    def refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:
+        live = is_informative(gradient)
         factors = {axis: state[f"k.{axis}"] for axis in range(len(state.block))}
         traces = {axis: k.square().flatten(1).sum(1) / k.shape[-1] for axis, k in factors.items()}
         h = rotate(gradient * math.sqrt(self.batch_size), {axis: transposed(k) for axis, k in factors.items()})

@@ -65,12 +65,20 @@ class RootSolver(Component, ABC, family="root_solver"):
         return Root(power, ok, nothing.int(), nothing.to(a.dtype), ok & (power > 0).all(-1))
 
 
+_LONGER_THAN_ANY_AXIS = 1 << 30
+
+
 class BasisSolver(Component, ABC, family="basis_solver"):
     """Orthonormal Q that (nearly) diagonalises a symmetric A as Q^T A Q."""
 
     def columns(self, d: int) -> int:
         """How many eigenvectors of a `[d, d]` matrix are kept: d, or fewer where the basis spans a subspace."""
         return d
+
+    @property
+    def keeps_all_columns(self) -> bool:
+        """Whether a basis has all eigenvectors, of a matrix of any size."""
+        return self.columns(_LONGER_THAN_ANY_AXIS) == _LONGER_THAN_ANY_AXIS
 
     @abstractmethod
     def basis(self, a: Tensor, q: Tensor, first: bool) -> Basis:

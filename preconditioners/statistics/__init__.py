@@ -3,7 +3,7 @@
 from .base import Power as Power
 from .base import Powers as Powers
 from .base import Statistic as Statistic
+from .base import has_data as has_data
 from .base import mean_eigenvalue as mean_eigenvalue
-from .base import seen as seen
 from .bregman import Bregman as Bregman
 from .gram import Gram as Gram

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field
 from torch import Tensor
 
 from eigengraft.component import Component
-from eigengraft.numerics import per_block, tiny, to_power
+from eigengraft.numerics import per_block, symmetrized, tiny, to_power
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
@@ -34,7 +34,7 @@ class Power(NamedTuple):
 
 
 Powers = Callable[[int, Fraction], Power]
-"""(axis, p) -> A_axis^p as the stage that owns the statistic knows it now; for statistics that are `coupled`."""
+"""(axis, p) -> A_axis^p as the stage that owns the statistic knows it now; for statistics with a `needs_power`."""
 
 
 def _axes_by_order(value: Any) -> Any:
@@ -93,9 +93,14 @@ class Statistic(Component, ABC, family="statistic"):
     vectors: bool = Field(default=True, description="whether blocks with one axis have a factor")
 
     @property
-    def coupled(self) -> bool:
-        """Whether the contribution to one axis reads the factors of the others."""
-        return False
+    def needs_power(self) -> Fraction | None:
+        """The power of the other axes' factors that a contribution reads; None: it reads no other factor."""
+        return None
+
+    @property
+    def eigenvalue_floor(self) -> float:
+        """The least eigenvalue that is read of another axis in an eigenbasis, relative to their mean."""
+        return 0.0
 
     @property
     def sequential(self) -> bool:
@@ -138,6 +143,15 @@ class Statistic(Component, ABC, family="statistic"):
                 slot = Slot((d,), fill=self.initial, role="statistic", frame="square", axes=(axis,))
             slots[f"factor.{axis}"] = slot
         return slots
+
+    def has(self, state: State, axis: int) -> bool:
+        """Whether an axis has a factor in that state."""
+        return f"factor.{axis}" in state
+
+    def rotate(self, state: State, axis: int, rotation: Tensor) -> None:
+        """A <- R^T A R: brings the factor of one axis, a matrix, to the basis that R `[N, d, d]` turns into."""
+        factor = state[f"factor.{axis}"]
+        state[f"factor.{axis}"] = symmetrized(torch.bmm(rotation.mT, torch.bmm(factor, rotation)))
 
     def observed(self, gradient: Tensor, direction: Tensor) -> Tensor:
         """What is observed of the two."""
@@ -197,6 +211,6 @@ def mean_eigenvalue(factor: Tensor) -> Tensor:
     return torch.where(mean > tiny(factor.dtype), mean, 1.0)
 
 
-def seen(factor: Tensor) -> Tensor:
+def has_data(factor: Tensor) -> Tensor:
     """`[N]`, whether anything has been observed: a factor that is still zero says nothing."""
     return factor.flatten(1).any(-1)

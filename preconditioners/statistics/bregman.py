@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import Literal
 
 import torch
@@ -50,8 +51,12 @@ class Bregman(Statistic):
     )
 
     @property
-    def coupled(self) -> bool:
-        return True
+    def needs_power(self) -> Fraction:
+        return self.q - 1
+
+    @property
+    def eigenvalue_floor(self) -> float:
+        return self.floor
 
     @property
     def sequential(self) -> bool:
@@ -64,7 +69,7 @@ class Bregman(Statistic):
                 continue
             d = state.block[other]
             trace: Tensor | float = d
-            if f"factor.{other}" in state:
+            if self.has(state, other):
                 power = powers(other, self.q - 1)
                 known = power.known
                 unit = torch.where(known, power.unit, self._unknown(state, x))
@@ -80,7 +85,7 @@ class Bregman(Statistic):
         """r `[N]`, what a factor that has seen nothing counts as."""
         if self.first == "identity":
             return x.new_ones(x.shape[0])
-        factors = sum(f"factor.{axis}" in state for axis in range(len(state.block)))
+        factors = sum(self.has(state, axis) for axis in range(len(state.block)))
         rms = to_power(block_norm(x) / math.sqrt(x[0].numel()), 2 / factors)
         return torch.where(rms > tiny(x.dtype), rms, 1.0)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, Self
+from typing import Literal, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -115,8 +115,7 @@ _STORAGE_STREAM = 1 << 33
 class State:
     """The slots of one stage for the selected rows of a stack.
 
-    `scope` gives the state of a stage inside it, `part` a slice of rows. kept: what the stage hands from one of its
-    verbs to the next in the same step; it is never stored.
+    `scope` gives the state of a stage inside it, `slice_rows` a slice of rows.
     """
 
     def __init__(
@@ -131,7 +130,6 @@ class State:
         self.tensors, self.block, self.path, self.rows, self.mask = tensors, block, path, rows, mask
         self.storage = storage or Storage({})
         self._loaded: dict[str, Tensor] = {}
-        self.kept: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         """The slot `[n, *shape]`, safe to work on in place; nothing is kept before it is assigned back."""

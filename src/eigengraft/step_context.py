@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Self
 
 import numpy as np
 import torch
@@ -12,6 +13,32 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .numerics import per_block
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """A gradient in the basis that its statistics live in: made once a step, shared by the verbs of a stage.
+
+    x: `[N, *block]`, the gradient that was rotated.
+    bases: axis -> Q `[N, d, d]`, as they were read.
+    rotated: `[N, *block]`, Q^T applied to every axis of x that has a basis.
+    """
+
+    x: Tensor
+    bases: Mapping[int, Tensor]
+    rotated: Tensor
+
+    def slice_rows(self, start: int, stop: int) -> Rotation:
+        """Rows start to stop; views."""
+        bases = {axis: q[start:stop] for axis, q in self.bases.items()}
+        return Rotation(self.x[start:stop], bases, self.rotated[start:stop])
+
+    def overwrite(self, other: Rotation) -> None:
+        """Takes over the bases of `other`, which is of the same x, and what it rotated."""
+        for axis, q in self.bases.items():
+            q.copy_(other.bases[axis])
+        if self.bases:  # without any `rotated` is the gradient itself
+            self.rotated.copy_(other.rotated)
 
 
 @dataclass(frozen=True)
@@ -25,6 +52,9 @@ class StepContext:
     seeds: `[N]`, a number made of the parameter's name and the block's key, the same in every run and on every rank.
     signals: what stages declared in `requires`.
     first: set during the first refresh of a block.
+    axes: the axes of a block that the present sweep observes and refreshes; None: all of them.
+    observed_axes: the axes that earlier sweeps of this step observed and refreshed.
+    rotation: the gradient in the stage's own basis, for a stage whose `rotation` makes one.
     """
 
     steps: NDArray[np.int64]
@@ -34,6 +64,9 @@ class StepContext:
     seeds: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     signals: Mapping[str, Tensor | float] = field(default_factory=dict)
     first: bool = False
+    axes: tuple[int, ...] | None = None
+    observed_axes: tuple[int, ...] = ()
+    rotation: Rotation | None = None
 
     @cached_property
     def uniform(self) -> int | None:
@@ -75,6 +108,24 @@ class StepContext:
         param_id = torch.from_numpy(index.astype(np.int64)).to(values.device)
         return values.new_zeros(int(index.max()) + 1).index_add_(0, param_id, values)[param_id]
 
+    def in_sweep(self, axes: tuple[int, ...]) -> tuple[int, ...]:
+        """Those of `axes` that the present sweep observes and refreshes."""
+        return axes if self.axes is None else tuple(axis for axis in axes if axis in self.axes)
+
+    def sweep(self, axes: tuple[int, ...], observed: tuple[int, ...]) -> Self:
+        """The context of a sweep over `axes`, after sweeps over the `observed` ones."""
+        return self._changed(axes=axes, observed_axes=observed)
+
+    def with_rotation(self, rotation: Rotation | None) -> Self:
+        """The context of a stage that shares `rotation` between its verbs; None: it shares none."""
+        return self if rotation is self.rotation else self._changed(rotation=rotation)
+
+    def _changed(self, **fields: object) -> Self:
+        """The same rows with other fields; what has been computed of the steps is computed once."""
+        changed = object.__new__(type(self))
+        changed.__dict__.update(self.__dict__, **fields)
+        return changed
+
     def slice_rows(self, start: int, stop: int, first: bool) -> StepContext:
         """The context of rows start to stop, during their refresh."""
         signals = {k: v[start:stop] if isinstance(v, Tensor) and v.ndim else v for k, v in self.signals.items()}
@@ -87,4 +138,5 @@ class StepContext:
             seeds=self.seeds[cut],
             signals=signals,
             first=first,
+            rotation=self.rotation and self.rotation.slice_rows(start, stop),
         )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from eigengraft import Optimizer, State, StepContext
 from eigengraft.component import checked, families
-from eigengraft.preconditioners.statistics import Power, mean_eigenvalue, seen
+from eigengraft.preconditioners.statistics import Power, has_data, mean_eigenvalue
 
 from ..trajectories import normal, rotation
 from .rows import Row
@@ -219,7 +219,7 @@ def gathered(row: Row, given: Tensor) -> tuple[Any, State, StepContext]:
 def exact_power(statistic: Any, state: State, context: StepContext, axis: int, exponent: Fraction) -> Power:
     """The power of what has been accumulated, eigenvalues at least 1e-3 of their mean."""
     a = statistic.estimate(state, axis, context, behind=1)
-    unit, known = mean_eigenvalue(a), seen(a)
+    unit, known = mean_eigenvalue(a), has_data(a)
     diagonal = a if a.ndim == 3 else torch.diag_embed(a)
     values, q = torch.linalg.eigh(diagonal / unit[:, None, None])
     values = values.clamp_min(1e-3)

@@ -43,7 +43,7 @@ def gathered(stage: Shampoo | Eigenbasis, gradients: list[Tensor]) -> tuple[Stat
     for t, gradient in enumerate(gradients, start=1):
         context = StepContext(np.array([t]), np.zeros(1), np.zeros(1, dtype=np.int64))
         stage.observe(state, gradient, context)
-    stage.refresh(state, context.slice_rows(0, 1, first=True))
+    stage.refresh(state, gradients[-1], context.slice_rows(0, 1, first=True))
     return state, context
 
 
@@ -266,8 +266,9 @@ def test_a_basis_that_stays_moves_no_state() -> None:
     inside = state.scope("inner").scope("rms")
     inside["v"] = normal(1, 6, 5, seed=99).square()
     before, basis = inside["v"].clone(), state["basis.0"].clone()
-    soap.observe(state, normal(1, 6, 5, seed=50), context)
-    soap.refresh(state, context)
+    gradient = normal(1, 6, 5, seed=50)
+    soap.observe(state, gradient, context)
+    soap.refresh(state, gradient, context)
     assert torch.equal(inside["v"], before) and torch.equal(state["basis.0"], basis)
 
 

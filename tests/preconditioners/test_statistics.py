@@ -303,8 +303,9 @@ def test_diagonal_factors_follow_a_basis() -> None:
         stage.step(normal(4, 5, seed=t))
     before = {axis: stage.tensors[f"eigenbasis.inner.shampoo/factor.{axis}"].clone() for axis in (0, 1)}
     stage.t += 1
-    stage.stage.observe(stage.state, normal(1, 4, 5, seed=9), stage.context())
-    stage.stage.refresh(stage.state, stage.context().slice_rows(0, 1, first=True))
+    gradient = normal(1, 4, 5, seed=9)
+    stage.stage.observe(stage.state, gradient, stage.context())
+    stage.stage.refresh(stage.state, gradient, stage.context().slice_rows(0, 1, first=True))
     for axis in (0, 1):
         turn = stage.tensors[f"eigenbasis/basis.{axis}"][0]  # from the identity
         moved = stage.tensors[f"eigenbasis.inner.shampoo/factor.{axis}"][0]
