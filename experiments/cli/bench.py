@@ -1,4 +1,4 @@
-"""The command `eigengraft bench`: parts measured alone, and facts that can fail."""
+"""The command `eigengraft bench`: components measured alone, and claims that can fail."""
 
 from __future__ import annotations
 
@@ -23,54 +23,55 @@ from eigengraft.optimizers.recipe.yaml_files import parse_yaml, read_yaml
 if TYPE_CHECKING:
     from ..benches import Bench, Finding
 
-KINDS = "roots, bases, statistics, graftings, spectral, quantizers or storage"
+KINDS = "roots, bases, statistics, grafting, polar, quantizers or storage"
 
 
-def bench(  # noqa: PLR0913  its arguments are the command's options
-    what: Annotated[str, typer.Argument(help=f"{KINDS}; facts; spike; or a YAML file with a bench")],
+def bench_command(  # noqa: PLR0913  its arguments are the command's options
+    what: Annotated[str, typer.Argument(help=f"{KINDS}; claims; spike; or a YAML file with a bench")],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            help="field=value of the bench: sizes=[32,64] dtypes=float64 ridge=1e-5; for facts: their names"
+            help="field=value of the bench: sizes=[32,64] dtypes=float64 ridge=1e-5; for claims: their names"
         ),
     ] = None,
-    solver: Annotated[
+    candidates: Annotated[
         list[str] | None,
-        typer.Option(metavar="PART", help="a part to measure: its kind, or YAML such as '{kind: eigh, eps: 1e-6}'"),
+        typer.Option("--candidate", help="what to measure: a kind or YAML like '{kind: eigh, eps: 1e-6}'; repeatable"),
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N")] = None,
-    out: Annotated[Path | None, typer.Option(help="directory of rows and figure; default runs/bench-WHAT")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="a few seconds: smaller sizes, fewer problems")] = False,
-    check: Annotated[bool, typer.Option("--check", help="also check the facts about these parts")] = False,
+    out: Annotated[Path | None, typer.Option(help="directory for rows and figure; default runs/bench-WHAT")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="smaller sizes and fewer problems: a few seconds")] = False,
+    check: Annotated[bool, typer.Option("--check", help="also check the claims about these components")] = False,
     imports: Annotated[
-        list[str] | None, typer.Option("--import", metavar="FILE.py", help="a file that defines parts; repeatable")
+        list[str] | None,
+        typer.Option("--import", metavar="FILE.py", help="a file or module that defines components; repeatable"),
     ] = None,
 ) -> None:
-    """Measure parts alone, error against time, and say which one to take on this machine; writes rows and a figure.
+    """Measure components alone, error against time, and recommend one for this machine; write rows and a figure.
 
-    `facts` checks published and measured claims instead, and ends with exit code 1 if one does not hold. `spike` trains
-    with one gradient 1e4 times too large and shows the updates after it, by how moments follow the basis; its options
-    are --out and --quick.
+    `claims` checks published and measured claims instead, with exit code 1 if one does not hold. `spike` trains with
+    one gradient 1e4 times too large and compares how large the updates after it are, by transport of the moments; its
+    options are --out and --quick.
     """
     from ..training.imports import import_component
 
     for source in imports or ():
         import_component(source)
-    if what == "facts":
-        raise typer.Exit(0 if _facts(None, quick, overrides or ()) else 1)
+    if what == "claims":
+        raise typer.Exit(0 if _check_claims(None, quick, overrides or ()) else 1)
     if what == "spike":
-        if overrides or solver or device or check:
+        if overrides or candidates or device or check:
             raise RecipeError("spike: only the options --out and --quick are taken")
         _spike(out or Path("runs") / "bench-spike", quick)
         return
-    chosen = _chosen(what, overrides or [], solver or [], device, quick)
+    chosen = _chosen(what, overrides or [], candidates or [], device, quick)
     kind = chosen.declaration()["kind"]
     _measure(chosen, out or Path("runs") / f"bench-{kind}")
-    if check and not _facts(kind, quick, ()):
+    if check and not _check_claims(kind, quick, ()):
         raise typer.Exit(1)
 
 
-def _chosen(what: str, overrides: list[str], solvers: list[str], device: str | None, quick: bool) -> Bench:
+def _chosen(what: str, overrides: list[str], candidates: list[str], device: str | None, quick: bool) -> Bench:
     """The bench that the command line asks for."""
     from ..benches import Bench, load_bench
 
@@ -83,12 +84,12 @@ def _chosen(what: str, overrides: list[str], solvers: list[str], device: str | N
     kind = str(given.pop("kind", what))
     member = Bench.members.get(kind)
     if member is None or not issubclass(member, Bench):
-        known = [*Bench.members, "spike", "facts"]
+        known = [*Bench.members, "spike", "claims"]
         near = difflib.get_close_matches(kind, known, n=1, cutoff=0.5)
         hint = f"; did you mean '{near[0]}'?" if near else ""
         raise RecipeError(f"bench: one of {', '.join(known)} is required, got '{kind}'{hint}")
-    if solvers:
-        given[member.parts] = [parse_yaml(text, f"--solver '{text}'") for text in solvers]
+    if candidates:
+        given[member.candidate_field] = [parse_yaml(text, f"--candidate '{text}'") for text in candidates]
     if device is not None:
         given["device"] = device
     return load_bench(kind, apply_overrides(given, overrides, parse_yaml), quick)
@@ -99,14 +100,14 @@ def _measure(chosen: Bench, directory: Path) -> None:
     from ..benches.common.figure import write_figure
 
     _require_directory(directory)
-    device = chosen.target()  # before anything is written
+    device = chosen.target_device()  # before anything is written
     directory.mkdir(parents=True, exist_ok=True)
     cells = track(
         chosen.cell_by_cell(), "measuring", total=chosen.cells(), console=Console(stderr=True), transient=True
     )
     rows = [row for cell in cells for row in cell]
     if not rows:
-        raise RecipeError("bench: nothing to measure: no part takes any of these problems")
+        raise RecipeError("bench: a candidate that takes one of these problems is required; nothing to measure")
     write_rows(rows, directory / "rows.jsonl")
     write_figure(chosen.panels(rows), directory / "figure.svg")
     where = _environment(device)
@@ -131,11 +132,11 @@ def _spike(directory: Path, quick: bool) -> None:
     from ..benches.spike import run as spike
 
     _require_directory(directory)
-    cells = track(spike.grid(quick), "training", console=Console(stderr=True), transient=True)
+    cells = track(spike.spike_grid(quick), "training", console=Console(stderr=True), transient=True)
     rows = [spike.spike_run(**cell) for cell in cells]
-    spike.write(rows, directory)
+    spike.write_results(rows, directory)
     columns = ("learning rate", "transport", "largest update after / before", "/ median before")
-    _print(_table("One gradient 1e4 times too large", columns, spike.ratios(rows)))
+    _print(_table("One gradient 1e4 times too large", columns, spike.ratio_lines(rows)))
     typer.echo(f"{len(rows)} rows: {directory / 'spike.jsonl'}; figure: {directory / 'spike.svg'}")
 
 
@@ -149,25 +150,27 @@ def _environment(device: Any) -> dict[str, Any]:
     return environment(data, device)
 
 
-def _facts(about: str | None, quick: bool, names: Iterable[str]) -> bool:
-    """Check facts, print what was measured and what was expected; whether all hold."""
-    from ..benches import find_facts
+def _check_claims(kind: str | None, quick: bool, names: Iterable[str]) -> bool:
+    """Verify claims and print what was measured and what was expected; return whether all hold."""
+    from ..benches import find_claims
 
-    findings = list(find_facts(about, quick, list(names)))
+    findings = list(find_claims(kind, quick, list(names)))
     if not findings:
-        raise RecipeError(f"--check: no fact is known about {about}; `eigengraft bench facts` checks all there are")
+        raise RecipeError(
+            f"--check: a bench with claims is required, got '{kind}'; 'eigengraft bench claims' checks all claims"
+        )
     for finding in findings:
         _print_finding(finding)
     wrong = [finding.name for finding in findings if not finding.passed]
     typer.echo(
-        f"{len(findings) - len(wrong)} of {len(findings)} facts hold" + (f"; not: {', '.join(wrong)}" * bool(wrong))
+        f"{len(findings) - len(wrong)} of {len(findings)} claims hold" + (f"; not: {', '.join(wrong)}" * bool(wrong))
     )
     return not wrong
 
 
 def _print_finding(finding: Finding) -> None:
     typer.echo(f"{finding.name}: {'holds' if finding.passed else 'DOES NOT HOLD'}")
-    typer.echo(f"  {finding.claim}\n  Source: {finding.source}")
+    typer.echo(f"  {finding.statement}\n  Source: {finding.source}")
     lines = [(r.name, f"{r.value:.4g}", r.expected, "" if r.passed else "NOT AS EXPECTED") for r in finding.results]
     _print(_table("", ("", "measured", "expected", ""), lines))
 

@@ -136,7 +136,7 @@ def schema_command(
 app.command("ablate")(cli_study.ablate)
 app.command("report")(cli_study.report)
 app.command("demo")(cli_study.demo)
-app.command("bench")(cli_bench.bench)
+app.command("bench")(cli_bench.bench_command)
 app.command("plan")(cli_plan.plan)
 
 

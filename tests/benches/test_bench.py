@@ -1,4 +1,4 @@
-"""The benches of single parts: rows that are right where the answer is known, the command, and what it writes."""
+"""The benches of single components: rows that are right where the answer is known, the command, and what it writes."""
 
 import json
 import math
@@ -18,9 +18,9 @@ from eigengraft.component import RecipeError
 from eigengraft.experiments.benches import (
     Bench,
     bench_bases,
-    bench_graftings,
+    bench_grafting,
+    bench_polar,
     bench_roots,
-    bench_spectral,
     bench_statistics,
     load_bench,
 )
@@ -28,7 +28,7 @@ from eigengraft.experiments.benches.common.declarations import defaults, label
 from eigengraft.experiments.benches.common.tables import fastest
 from eigengraft.experiments.benches.common.timing import angle, relative_error
 from eigengraft.experiments.benches.problems import dense_kronecker as kronecker
-from eigengraft.experiments.benches.problems.drift import drifting
+from eigengraft.experiments.benches.problems.drift import drifting_statistic
 from eigengraft.experiments.benches.problems.record_factors import record
 from eigengraft.experiments.benches.problems.recorded import FILE, recorded_factors
 from eigengraft.experiments.benches.problems.spectra import Geometric, Recorded, Spectrum, Synthetic
@@ -40,11 +40,11 @@ from ..trajectories import normal, rotation
 
 FAST: dict[str, Any] = {"seconds": 1e-4}
 TINY = {
-    "roots": ["sizes=[4,6]", "spectra=power_law", "--solver", "eigh", "--solver", "coupled_newton"],
-    "bases": ["sizes=6", "refreshes=[1,3]", "--solver", "eigh", "--solver", "{kind: power_qr, steps: 2}"],
-    "statistics": ["width=4", "samples=[5,9]", "held_out=9", "steps=2", "--solver", "gram"],
-    "graftings": ["shapes=[4,4x8]", "--solver", "sign", "--solver", "[momentum, {kind: spectral, solver: svd}]"],
-    "spectral": ["shapes=4", "conditions=[1,10]", "--solver", "svd", "--solver", "newton_schulz"],
+    "roots": ["sizes=[4,6]", "spectra=power_law", "--candidate", "eigh", "--candidate", "coupled_newton"],
+    "bases": ["sizes=6", "refreshes=[1,3]", "--candidate", "eigh", "--candidate", "{kind: power_qr, steps: 2}"],
+    "statistics": ["width=4", "samples=[5,9]", "held_out=9", "steps=2", "--candidate", "gram"],
+    "grafting": ["shapes=[4,4x8]", "--candidate", "sign", "--candidate", "[momentum, {kind: spectral, solver: svd}]"],
+    "polar": ["shapes=4", "conditions=[1,10]", "--candidate", "svd", "--candidate", "newton_schulz"],
 }  # fmt: skip
 
 
@@ -80,19 +80,19 @@ class TestCommand:
         result = call(kind, *TINY[kind], "seconds=1e-4", "--quick", "--out", "out")
         assert result.exit_code == 0, result.output
         rows = rows_of("out/rows.jsonl")
-        assert rows and all({"part", "declaration", "device"} <= set(row) for row in rows)
+        assert rows and all({"candidate", "declaration", "device"} <= set(row) for row in rows)
         assert f"{len(rows)} rows: out/rows.jsonl" in result.stdout
         lines = result.stdout.splitlines()
-        for part in {row["part"] for row in rows}:
-            assert any(line.strip().startswith(part) for line in lines), f"no line of the table is about {part}"
+        for name in {row["candidate"] for row in rows}:
+            assert any(line.strip().startswith(name) for line in lines), f"no line of the table is about {name}"
         advice = lines[next(i for i, line in enumerate(lines) if line.startswith("on cpu (")) + 1 : -1]
         assert advice and all(line.startswith("  ") for line in advice)
-        assert any(row["part"] in line for row in rows for line in advice)
+        assert any(row["candidate"] in line for row in rows for line in advice)
         figure = ET.parse("out/figure.svg").getroot()
         assert figure.tag.endswith("svg")
         text = "".join(figure.itertext())
-        drawn = {row["part"] for row in rows if row["declaration"] is not None}
-        assert [part for part in drawn if part not in text] == [], "every part is named in the legend"
+        drawn = {row["candidate"] for row in rows if row["declaration"] is not None}
+        assert [name for name in drawn if name not in text] == [], "every candidate is named in the legend"
         assert len([node for node in figure.iter() if node.tag.endswith("path")]) > 10
 
     def test_the_declaration_written_makes_the_same_bench(self) -> None:
@@ -104,7 +104,7 @@ class TestCommand:
         assert again.declaration()["sizes"] == [4, 6]
         assert written["environment"]["torch"] == torch.__version__
 
-    def test_a_bench_from_a_file_and_parts_from_an_import(self, families: None) -> None:
+    def test_a_bench_from_a_file_and_components_from_an_import(self, families: None) -> None:
         Path("mine.py").write_text(
             "from typing import Literal\n"
             "from eigengraft.experiments.benches.problems.spectra import Synthetic\n"
@@ -122,50 +122,50 @@ class TestCommand:
         assert (row["spectrum"], row["size"], row["dtype"]) == ("flat", 5, "float64")
         assert row["condition"] == pytest.approx(1) and row["error"] < 1e-13
 
-    def test_facts_print_what_was_measured_and_what_was_expected(self) -> None:
-        result = call("facts", "double_ridge", "--quick")
+    def test_claims_print_what_was_measured_and_what_was_expected(self) -> None:
+        result = call("claims", "double_ridge", "--quick")
         assert result.exit_code == 0, result.output
         assert "double_ridge: holds" in result.stdout and "Source: " in result.stdout
         assert "0.8409" in result.stdout and "0.84 to 0.842" in result.stdout
-        assert "1 of 1 facts hold" in result.stdout
+        assert "1 of 1 claims hold" in result.stdout
 
-    def test_a_fact_that_does_not_hold_ends_with_exit_code_1(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from eigengraft.experiments.benches.claims import registry as facts
+    def test_a_claim_that_does_not_hold_ends_with_exit_code_1(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from eigengraft.experiments.benches.claims import registry
 
-        def wrong(quick: bool) -> Iterator[facts.Measured]:
+        def wrong(quick: bool) -> Iterator[registry.Measured]:
             """Two is three. Source: nobody."""
-            yield facts.Measured("two", 2.0, 3.0, 3.0)
+            yield registry.Measured("two", 2.0, 3.0, 3.0)
 
-        facts.known_facts()
-        monkeypatch.setitem(facts._FACTS, "wrong", facts.Fact("wrong", "bases", wrong))
-        for arguments in (["facts", "wrong"], ["bases", *TINY["bases"], "seconds=1e-4", "--check"]):
+        registry.known_claims()
+        monkeypatch.setitem(registry._CLAIMS, "wrong", registry.Claim("wrong", "bases", wrong))
+        for arguments in (["claims", "wrong"], ["bases", *TINY["bases"], "seconds=1e-4", "--check"]):
             result = call(*arguments)
             assert result.exit_code == 1, result.output
-            assert "DOES NOT HOLD" in result.stdout and "0 of 1 facts hold; not: wrong" in result.stdout
+            assert "DOES NOT HOLD" in result.stdout and "0 of 1 claims hold; not: wrong" in result.stdout
 
 
 WRONG = {
-    "unknown bench": (["rootz"], ["one of roots, ", "facts is required, got 'rootz'", "did you mean 'roots'"]),
+    "unknown bench": (["rootz"], ["one of bases, ", "claims is required, got 'rootz'", "did you mean 'roots'"]),
     "missing file": (["gone.yaml"], ["gone.yaml: an existing YAML file is required"]),
     "file without kind": (["empty.yaml"], ["empty.yaml: a mapping with 'kind'"]),
-    "unknown solver": (["roots", "--solver", "eig"], ["unknown root_solver kind 'eig'", "did you mean 'eigh'"]),
-    "solver of another bench": (["spectral", "--solver", "eigh"], ["unknown polar_solver kind 'eigh'", "svd"]),
-    "unknown field of a solver": (["roots", "--solver", "{kind: eigh, epz: 1}"], ["eigh.epz", "did you mean 'eps'"]),
-    "broken YAML": (["roots", "--solver", "{kind: ["], ["--solver '{kind: ['", "line 1"]),
-    "equal solvers": (["roots", "--solver", "eigh", "--solver", "eigh"], ["'eigh' more than once"]),
+    "unknown solver": (["roots", "--candidate", "eig"], ["unknown root_solver kind 'eig'", "did you mean 'eigh'"]),
+    "solver of another bench": (["polar", "--candidate", "eigh"], ["unknown polar_solver kind 'eigh'", "svd"]),
+    "unknown field of a solver": (["roots", "--candidate", "{kind: eigh, epz: 1}"], ["eigh.epz", "did you mean 'eps'"]),
+    "broken YAML": (["roots", "--candidate", "{kind: ["], ["--candidate '{kind: ['", "line 1"]),
+    "equal solvers": (["roots", "--candidate", "eigh", "--candidate", "eigh"], ["'eigh' more than once"]),
     "unknown field": (["roots", "sizs=3"], ["bench.sizs: unknown field", "did you mean 'sizes'"]),
     "size out of range": (["roots", "sizes=0"], ["bench.sizes.0: ", "greater than or equal to 1, got 0"]),
     "no size": (["bases", "sizes=[]"], ["bench.sizes: at least one is required"]),
-    "broken shape": (["graftings", "shapes=16xa"], ["bench.shapes: a shape such as 16x64", "got '16xa'"]),
+    "broken shape": (["grafting", "shapes=16xa"], ["bench.shapes: a shape such as 16x64", "got '16xa'"]),
     "not an override": (["roots", "sizes"], ["override 'sizes'"]),
-    "exponent that nobody takes": (["roots", "--solver", "cans", "exponents=1/3"], ["bench.exponents: ", "1/3"]),
+    "exponent that nobody takes": (["roots", "--candidate", "cans", "exponents=1/3"], ["bench.exponents: ", "1/3"]),
     "no inverse": (["roots", "spectra=rank_deficient", "ridge=0"], ["bench.ridge: more than 0", "'rank_deficient'"]),
     "no gradients to draw": (["bases", "spectra=recorded"], ["bench.spectra: ", "'recorded'"]),
-    "nothing to measure": (["roots", "spectra=recorded", "sizes=65", "--solver", "eigh"], ["nothing to measure"]),
+    "nothing to measure": (["roots", "spectra=recorded", "sizes=65", "--candidate", "eigh"], ["nothing to measure"]),
     "no such device": (["roots", "--device", "cuda:99"], ["a device of this machine is required, got 'cuda:99'"]),
     "no such kind of device": (["roots", "--device", "gpu"], ["bench.device: ", "got 'gpu'"]),
     "a file as directory": (["roots", "--out", "empty.yaml"], ["--out: a directory is required", "'empty.yaml'"]),
-    "unknown fact": (["facts", "nope"], ["facts: one of ", "double_ridge", "got 'nope'"]),
+    "unknown claim": (["claims", "nope"], ["claims: one of ", "double_ridge", "got 'nope'"]),
 }
 
 
@@ -176,7 +176,7 @@ def test_a_wrong_input_gets_one_clear_message(case: str) -> None:
     result = call(*arguments)
     assert result.exit_code == 2, result.output
     assert "Traceback" not in result.output and "pydantic" not in result.output
-    assert [part for part in parts if part not in result.stderr] == [], result.stderr
+    assert [name for name in parts if name not in result.stderr] == [], result.stderr
 
 
 class TestRoots:
@@ -220,7 +220,7 @@ class TestRoots:
             solvers=["coupled_newton", CoupledNewton(), "eigh"], spectra="rank_deficient", sizes=8, ridge=1e-3,
             dtypes="float64", **FAST,
         )  # fmt: skip
-        assert [row.part for row in rows] == ["coupled_newton", "coupled_newton eps=1e-06", "eigh"]
+        assert [row.candidate for row in rows] == ["coupled_newton", "coupled_newton eps=1e-06", "eigh"]
         assert all(row.condition == pytest.approx(1001) for row in rows)
         # its own ridge of 1e-6 ||A||_F shifts eigenvalues of 1e-3 by about a thousandth, the root by a quarter of that
         assert rows[0].error < 1e-6 < 1e-5 < rows[1].error < 1e-3 and rows[2].error < 1e-12
@@ -243,7 +243,7 @@ class TestRoots:
 
     def test_exponents_that_a_solver_does_not_take_have_no_row(self) -> None:
         rows = bench_roots(solvers=["eigh", "cans"], exponents=["1/3", "1/2"], spectra="geometric", sizes=3, **FAST)
-        assert [(row.part, row.exponent) for row in rows] == [("eigh", "1/3"), ("eigh", "1/2"), ("cans", "1/2")]
+        assert [(row.candidate, row.exponent) for row in rows] == [("eigh", "1/3"), ("eigh", "1/2"), ("cans", "1/2")]
 
 
 class TestSpectra:
@@ -304,13 +304,13 @@ class TestBases:
         bench = load_bench("bases", {"solvers": ["standing", "eigh"], "sizes": 5, "spectra": "power_law",
                                      "refreshes": [1, 3], "dtypes": "float64", "count": 2, **FAST})  # fmt: skip
         rows = bench.run()
-        assert [(row.part, row.refresh) for row in rows] == [(p, k) for p in ("standing", "eigh") for k in (1, 3)]
+        assert [(row.candidate, row.refresh) for row in rows] == [(p, k) for p in ("standing", "eigh") for k in (1, 3)]
         spectrum = Spectrum.model_validate({"kind": "power_law"})
         assert isinstance(spectrum, Synthetic)
-        last = drifting(bench, spectrum, 5)[2]  # type: ignore[arg-type]
-        inside = 4 * last[:, :4, :4]
-        off = inside - torch.diag_embed(inside.diagonal(dim1=-2, dim2=-1))
-        assert rows[1].offdiagonal == pytest.approx(float((off.norm(dim=(1, 2)) / inside.norm(dim=(1, 2))).max()))
+        last = drifting_statistic(bench, spectrum, 5)[2]  # type: ignore[arg-type]
+        rotated = 4 * last[:, :4, :4]
+        off = rotated - torch.diag_embed(rotated.diagonal(dim1=-2, dim2=-1))
+        assert rows[1].offdiagonal == pytest.approx(float((off.norm(dim=(1, 2)) / rotated.norm(dim=(1, 2))).max()))
         assert rows[1].orthogonality == 3 and rows[1].columns == 4
         assert rows[3].offdiagonal < 1e-13 and rows[3].eigenvalues < 1e-13 and rows[3].orthogonality < 1e-13
         assert all("eigh" in line and "standing" not in line for line in bench.advice(rows))
@@ -318,7 +318,7 @@ class TestBases:
     def test_the_statistic_is_the_running_mean_of_gradients_with_that_covariance(self) -> None:
         bench = load_bench("bases", {"drift": 0.0, "beta": 0.999, "every": 200, "refreshes": [8], "count": 1})
         spectrum = Geometric(condition=10.0)
-        path = drifting(bench, spectrum, 6)  # type: ignore[arg-type]
+        path = drifting_statistic(bench, spectrum, 6)  # type: ignore[arg-type]
         assert len(path) == 8
         # 1600 gradients of 6 columns, weighted: relative sampling noise sqrt(2 / (6 * 1000)) = 2 %, five times that
         torch.testing.assert_close(
@@ -406,33 +406,33 @@ class TestStatistics:
         torch.testing.assert_close(g.square().sum((2, 3)).mean(0), torch.ones(g.shape[1], dtype=torch.float64))
 
 
-class TestGraftings:
+class TestGrafting:
     def test_sizes_of_updates_that_are_known(self) -> None:
-        sign, polar, scaled = bench_graftings(
-            rules=["sign", {"kind": "spectral", "solver": "svd"}, ["sign", {"kind": "scale", "rule": "spectral"}]],
+        sign, polar, scaled = bench_grafting(
+            chains=["sign", {"kind": "spectral", "solver": "svd"}, ["sign", {"kind": "scale", "rule": "spectral"}]],
             shapes=[8, 2], steps=3, **FAST,
         )  # fmt: skip
         assert (sign.m, sign.n) == (8, 2)
         assert (sign.rms, sign.norm) == pytest.approx((1, 4))
         # the polar factor of a full 8 x 2 matrix has two singular values of 1; float32
         assert (polar.spectral, polar.norm, polar.rms) == pytest.approx((1, 2**0.5, (2 / 16) ** 0.5), rel=1e-5)
-        assert scaled.rms == pytest.approx(2) and scaled.part == "sign > scale rule=spectral"
+        assert scaled.rms == pytest.approx(2) and scaled.candidate == "sign > scale rule=spectral"
 
     def test_gradients_have_the_size_declared(self) -> None:
-        (row,) = bench_graftings(rules="identity", shapes=128, scale=0.01, steps=1, **FAST)
+        (row,) = bench_grafting(chains="identity", shapes=128, scale=0.01, steps=1, **FAST)
         assert row.rms == pytest.approx(0.01, rel=0.15)  # half of it has rank 4: 1024 numbers in two blocks
 
-    def test_advice_names_the_rules_that_do_not_depend_on_the_shape(self) -> None:
-        bench = load_bench("graftings", {"rules": ["sign", {"kind": "spectral", "solver": "svd"}], "shapes": [4, 16]})
-        assert load_bench("graftings", {"shapes": [(4, 4), (16, 16)]}).declaration()["shapes"] == [[4, 4], [16, 16]]
+    def test_advice_names_the_chains_that_do_not_depend_on_the_shape(self) -> None:
+        bench = load_bench("grafting", {"chains": ["sign", {"kind": "spectral", "solver": "svd"}], "shapes": [4, 16]})
+        assert load_bench("grafting", {"shapes": [(4, 4), (16, 16)]}).declaration()["shapes"] == [[4, 4], [16, 16]]
         bench = bench.replace(shapes=((4, 4), (16, 16)), steps=2, **FAST)
         rms, spectral = bench.advice(bench.run())
         assert rms.endswith(": sign") and spectral.endswith(": spectral solver=svd")
 
 
-class TestSpectral:
+class TestPolar:
     def test_bands_and_distances_that_are_known(self) -> None:
-        exact, steps = bench_spectral(
+        exact, steps = bench_polar(
             solvers=["svd", {"kind": "newton_schulz", "coefficients": [[1.5, -0.5, 0.0]], "steps": 3}],
             shapes="6x9", conditions=10.0, dtypes="float64", **FAST,
         )  # fmt: skip
@@ -443,7 +443,7 @@ class TestSpectral:
             s = 1.5 * s - 0.5 * s**3
         assert (steps.low, steps.high) == pytest.approx((s.min(), s.max()))
         assert steps.distance == pytest.approx(np.sqrt(((s - 1) ** 2).mean()))
-        assert steps.part == "newton_schulz cubic steps=3"
+        assert steps.candidate == "newton_schulz cubic steps=3"
 
 
 class TestNames:
@@ -457,8 +457,8 @@ class TestNames:
     def test_every_default_and_quick_declaration_is_valid_and_counts_its_cells(self, kind: str) -> None:
         for quick in (False, True):
             bench = load_bench(kind, {}, quick)
-            parts = getattr(bench, bench.parts)
-            assert len(parts) > 1 and bench.cells() % len(parts) == 0
+            candidates = getattr(bench, bench.candidate_field)
+            assert len(candidates) > 1 and bench.cells() % len(candidates) == 0
 
     def test_a_name_has_what_differs(self) -> None:
         assert label(Eigh()) == "eigh"
@@ -506,7 +506,9 @@ class TestMeasures:
                 no = torch.zeros(len(a))
                 return Root(a, no > 0, no.int(), no, no > 0)
 
-        result = call("roots", "sizes=2", "spectra=geometric", "seconds=1e-4", "--solver", "refusing", "--out", "out")
+        result = call(
+            "roots", "sizes=2", "spectra=geometric", "seconds=1e-4", "--candidate", "refusing", "--out", "out"
+        )
         assert result.exit_code == 0, result.output
         (row,) = rows_of("out/rows.jsonl")
         assert row["error"] is None and row["ok"] == 0

@@ -18,8 +18,12 @@ from typer.testing import CliRunner, Result
 from eigengraft.component import RecipeError
 from eigengraft.experiments.benches import QuantizerRow, bench_quantizers, load_bench
 from eigengraft.experiments.benches.problems.spectra import Spectrum
-from eigengraft.experiments.benches.quantizers.declarations import default_quantizers, quantizer_label, whole
-from eigengraft.experiments.benches.quantizers.rows import Kept
+from eigengraft.experiments.benches.quantizers.declarations import (
+    default_quantizers,
+    quantizer_label,
+    without_least_size,
+)
+from eigengraft.experiments.benches.quantizers.measure import StoredStack
 from eigengraft.experiments.benches.quantizers.view import fewest, quantizer_summary
 from eigengraft.experiments.cli.main import app
 from eigengraft.quantization import Int4, Quantizer
@@ -102,7 +106,13 @@ class TestRows:
         a, b = np.array(DIAGONAL), np.array([1.0, 0.5, 0.3, -0.1])
         f, g = (a + 0.01) ** -0.25, (b.clip(min=0) + 0.01) ** -0.25
         cosine = a @ b / np.linalg.norm(a) / np.linalg.norm(b)
-        assert (row.part, row.spectrum, row.size, row.role, row.exponent) == ("tenths", "known", 4, "statistic", "1/4")
+        assert (row.candidate, row.spectrum, row.size, row.role, row.exponent) == (
+            "tenths",
+            "known",
+            4,
+            "statistic",
+            "1/4",
+        )
         # float64 and eigenvalues of diagonal matrices: exact to rounding
         assert row.condition == pytest.approx(25, rel=1e-12) and row.bytes == row.ok == 1
         assert row.error == pytest.approx(np.linalg.norm(b - a) / np.linalg.norm(a), rel=1e-12)
@@ -272,8 +282,8 @@ class TestProblems:
 
     def test_bytes_that_move(self) -> None:
         x = torch.ones(3, 8, 16)
-        kept = Kept(Quantizer.model_validate({"kind": "int8", "min_elements": 1}), x, "statistic", 0)
-        moved = replace(kept, parts=kept.write()).share_of_copy()
+        stored = StoredStack(Quantizer.model_validate({"kind": "int8", "min_elements": 1}), x, "statistic", 0)
+        moved = replace(stored, codes=stored.encode()).traffic_over_copy()
         assert moved == (4 * 16 + 16 + 4) / (8 * 16)  # of a row: float32, codes and a scale; a copy: float32 twice
 
     def test_what_does_not_come_back_is_said_and_not_measured(self) -> None:
@@ -313,25 +323,27 @@ class TestProblems:
 
 class TestParts:
     def test_a_format_has_no_least_size_unless_it_is_declared(self) -> None:
-        assert whole("int4") == {"kind": "int4", "min_elements": 1}
-        nested = whole({"kind": "orthogonal", "inner": "int8", "rectify": 2})
+        assert without_least_size("int4") == {"kind": "int4", "min_elements": 1}
+        nested = without_least_size({"kind": "orthogonal", "inner": "int8", "rectify": 2})
         assert nested == {"kind": "orthogonal", "inner": {"kind": "int8", "min_elements": 1}, "rectify": 2}
-        inside = whole("orthogonal")["inner"]  # the format it has by default
-        assert inside == {**Int4().declaration(), "min_elements": 1}
-        assert whole({"kind": "int4", "min_elements": 9})["min_elements"] == 9
+        inner = without_least_size("orthogonal")["inner"]  # the format it has by default
+        assert inner == {**Int4().declaration(), "min_elements": 1}
+        assert without_least_size({"kind": "int4", "min_elements": 9})["min_elements"] == 9
         rows = bench_quantizers(quantizers=["int4", Int4(min_elements=64)], spectra="power_law", sizes=[4, 8], **FAST)
-        assert [(row.part, row.size) for row in rows] == [
+        assert [(row.candidate, row.size) for row in rows] == [
             ("int4", 4), ("int4", 8), ("int4 min_elements=64", 8)
         ]  # fmt: skip
 
-    def test_names_have_what_is_inside(self) -> None:
+    def test_names_contain_inner_formats(self) -> None:
         named: dict[str, Any] = {
             "orthogonal (int4 book=nf4) rectify=0": {"inner": {"kind": "int4", "book": "nf4"}, "rectify": 0},
             "orthogonal int4": {},
             "orthogonal int8": {"inner": "int8"},
         }
         for name, fields in named.items():
-            assert quantizer_label(Quantizer.model_validate(whole({"kind": "orthogonal", **fields}))) == name
+            assert (
+                quantizer_label(Quantizer.model_validate(without_least_size({"kind": "orthogonal", **fields}))) == name
+            )
         assert quantizer_label(Quantizer.model_validate({"kind": "symmetric"})) == "symmetric"
 
     def test_defaults_follow_the_registry(self) -> None:
@@ -380,9 +392,9 @@ class TestAdvice:
     def test_fewest_bytes_below_the_threshold(self) -> None:
         sizes, errors = {"a": 0.5, "b": 1.0, "c": 1.0, "d": 4.0}, {"a": 0.9, "b": 0.05, "c": 0.01, "d": 0.0}
         line = fewest("here", sizes, errors, 0.1)
-        assert line == "here: c, 1 bytes an entry, worst root error 0.01; then b, 1 bytes, 0.05"
+        assert line == "here: c, 1 bytes per entry, worst root error 0.01; then b, 1 bytes, 0.05"
         only = fewest("here", sizes, {**errors, "d": 0.001}, 0.005)
-        assert only == "here: d, 4 bytes an entry, worst root error 0.001"
+        assert only == "here: d, 4 bytes per entry, worst root error 0.001"
         assert fewest("here", sizes, errors, -1).endswith("none stays below the root error -1; the best is d (0)")
 
     def test_recorded_factors_are_advised_on_apart_and_float32_saves_nothing(self) -> None:
@@ -418,23 +430,23 @@ class TestCommand:
         result = call("--quick", "seconds=1e-4", "writings=2", "count=1", "--out", "out")
         assert result.exit_code == 0, result.output
         rows = [json.loads(line) for line in Path("out/rows.jsonl").read_text().splitlines()]
-        parts = {row["part"] for row in rows}
-        assert {"int4", "int8", "bf16", "orthogonal int4", "cholesky int4", "eigen int4"} <= parts
+        names = {row["candidate"] for row in rows}
+        assert {"int4", "int8", "bf16", "orthogonal int4", "cholesky int4", "eigen int4"} <= names
         assert {row["spectrum"] for row in rows} >= {"clustered", "recorded", "geometric condition=100"}
-        assert f"{len(rows)} rows: out/rows.jsonl" in result.stdout and len(rows) == 5 * len(parts)
+        assert f"{len(rows)} rows: out/rows.jsonl" in result.stdout and len(rows) == 5 * len(names)
         assert all(row["ok"] == 1 and row["bytes"] > 0 and row["root_error"] is not None for row in rows)
         lines = result.stdout.splitlines()
-        assert [p for p in parts if not any(line.strip().startswith(f"{p} ") for line in lines)] == []
+        assert [name for name in names if not any(line.strip().startswith(f"{name} ") for line in lines)] == []
         advice = lines[next(i for i, line in enumerate(lines) if line.startswith("on cpu (")) + 1 : -1]
         assert len(advice) == 4 and all(line.startswith("  A^(-1/4), 64 x 64, float32, ") for line in advice)
         text = "".join(ET.parse("out/figure.svg").getroot().itertext())
-        assert [part for part in parts if part not in text] == []
+        assert [name for name in names if name not in text] == []
         declared = json.loads(Path("out/bench.json").read_text())["bench"]
         kind = declared.pop("kind")
         assert load_bench(kind, declared).declaration() == {"kind": kind, **declared}
 
     def test_chosen_quantizers_and_what_is_refused(self) -> None:
-        result = call("--solver", "{kind: orthogonal, inner: int8}", "sizes=4", "spectra=power_law", "seconds=1e-4")
+        result = call("--candidate", "{kind: orthogonal, inner: int8}", "sizes=4", "spectra=power_law", "seconds=1e-4")
         assert result.exit_code == 0, result.output
         wrong = {
             "uint8": ["bench.roles: uint8: a second moment is required", "got a statistic"],
@@ -443,7 +455,7 @@ class TestCommand:
             "{kind: orthogonal, inner: {kind: int8, min_elements: 17}}": ["orthonormal columns", "17 elements"],
         }
         for given, parts in wrong.items():
-            result = call("--solver", given, "sizes=4")
+            result = call("--candidate", given, "sizes=4")
             assert result.exit_code == 2 and "Traceback" not in result.output, result.output
             assert [part for part in parts if part not in result.stderr] == [], result.stderr
         with pytest.raises(RecipeError, match="'int4' more than once"):

@@ -39,7 +39,7 @@ def test_rows_of_a_recipe_whose_bytes_are_known() -> None:
     a step for each of 5 matrices and the number of the format."""
     (row,) = rows_of({"recipe": "adam.yaml", "steps": 3})
     numbers = 16 * (8 + 3 * 16 + 16 + 4 * 16 + 16 * 4)
-    assert row.part == "adam.yaml" and row.steps == len(row.stored_ms) == len(row.plain_ms) == 3
+    assert row.candidate == "adam.yaml" and row.steps == len(row.stored_ms) == len(row.plain_ms) == 3
     extra = 5 * 16 / (8 * numbers)
     assert (4 + 1 + 4 / 16) / 8 - extra <= row.bytes <= (4 + 1 + 4 / 16) / 8 + extra
     assert min(row.stored_ms) > 0 and min(row.plain_ms) > 0
@@ -85,11 +85,11 @@ def test_the_command() -> None:
     fields = [f"{name}={value}" for name, value in TINY.items()]
     case = "{recipe: shampoo_4bit, overrides: [update.graft.direction.shampoo.refresh.steps=2], steps: 3}"
     result = CliRunner().invoke(
-        app, ["bench", "storage", *fields, "--solver", case, "--solver", "adam.yaml", "--out", "o"]
+        app, ["bench", "storage", *fields, "--candidate", case, "--candidate", "adam.yaml", "--out", "o"]
     )
     assert result.exit_code == 0, result.output
     rows = [json.loads(line) for line in Path("o/rows.jsonl").read_text().splitlines()]
-    assert [(row["part"], row["steps"]) for row in rows] == [("shampoo_4bit steps=2", 3), ("adam.yaml", 10)]
+    assert [(row["candidate"], row["steps"]) for row in rows] == [("shampoo_4bit steps=2", 3), ("adam.yaml", 10)]
     assert "shampoo_4bit steps=2: " in result.stdout and Path("o/figure.svg").exists()
 
 

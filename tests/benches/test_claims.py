@@ -1,32 +1,32 @@
-"""Published and measured claims about the parts, checked; `eigengraft bench facts` prints the same."""
+"""Published and measured claims about components, checked; `eigengraft bench claims` prints the same."""
 
 import pytest
 
-from eigengraft.experiments.benches.claims.registry import Measured, known_facts
+from eigengraft.experiments.benches.claims.registry import Measured, known_claims
 from eigengraft.experiments.benches.common.bench import Bench
 
-FACTS = known_facts()
+CLAIMS = known_claims()
 
 
-@pytest.mark.parametrize("name", FACTS)
-def test_the_fact_holds(name: str) -> None:
-    finding = FACTS[name].find(quick=True)
+@pytest.mark.parametrize("name", CLAIMS)
+def test_the_claim_holds(name: str) -> None:
+    finding = CLAIMS[name].verify(quick=True)
     assert finding.results
     wrong = [f"{r.name}: {r.value:.6g}, expected {r.expected}" for r in finding.results if not r.passed]
-    assert wrong == [], finding.claim
+    assert wrong == [], finding.statement
     assert finding.passed and set(finding.measured) == set(finding.expected)
 
 
-@pytest.mark.parametrize("name", FACTS)
-def test_the_fact_has_a_claim_and_a_source_and_belongs_to_a_bench(name: str) -> None:
-    text = " ".join((FACTS[name].check.__doc__ or "").split())
-    claim, _, source = text.partition("Source: ")
-    assert len(claim) > 40 and len(source) > 20
-    assert FACTS[name].about in Bench.members
+@pytest.mark.parametrize("name", CLAIMS)
+def test_the_claim_has_a_statement_and_a_source_and_belongs_to_a_bench(name: str) -> None:
+    text = " ".join((CLAIMS[name].check.__doc__ or "").split())
+    statement, _, source = text.partition("Source: ")
+    assert len(statement) > 40 and len(source) > 20
+    assert CLAIMS[name].bench in Bench.members
 
 
-def test_every_fact_of_the_list_is_there() -> None:
-    assert set(FACTS) >= {
+def test_every_claim_of_the_list_is_there() -> None:
+    assert set(CLAIMS) >= {
         "shampoo_is_adafactor_in_the_eigenbasis",
         "gram_form_of_newton_schulz",
         "newton_schulz_bands",

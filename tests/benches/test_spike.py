@@ -12,20 +12,12 @@ from typer.testing import CliRunner
 import eigengraft
 from eigengraft.experiments.benches.spike import run as spike
 from eigengraft.experiments.benches.spike.figure import draw_spike
-from eigengraft.experiments.benches.spike.run import (
-    BOUND,
-    LINES,
-    SMALL,
-    WINDOW,
-    SpikeRow,
-    read_rows,
-    recipe_of,
-    spike_run,
-)
+from eigengraft.experiments.benches.spike.rows import BOUND, LEARNING_RATES, LINES, WINDOW, SpikeRow, read_spike_rows
+from eigengraft.experiments.benches.spike.run import SMALL, recipe_for, spike_run
 from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.training.loading import load_experiment
 
-LR = spike.LEARNING_RATES[0]
+LR = LEARNING_RATES[0]
 
 
 def quick(line: str, **more: float) -> SpikeRow:
@@ -69,7 +61,7 @@ def test_without_a_spike_the_ratio_is_about_one() -> None:
 
 def test_a_row_says_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """size(t) of a sign update is 1 at every step, to the rounding of parameters near 0.1 moved by 3e-3."""
-    monkeypatch.setattr(spike, "recipe_of", lambda line: eigengraft.load_recipe([{"kind": "sign"}]))
+    monkeypatch.setattr(spike, "recipe_for", lambda line: eigengraft.load_recipe([{"kind": "sign"}]))
     row = spike_run("sign", LR, 0, task={**SMALL, "max_bytes": 2**16}, spike=WINDOW + 1)
     torch.testing.assert_close(torch.tensor(row.sizes), torch.ones(2 * WINDOW + 1), rtol=1e-3, atol=0)
     assert (row.ratio, row.before, row.largest) == pytest.approx((1, 1, 1), rel=1e-3)
@@ -78,9 +70,9 @@ def test_a_row_says_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_lines_differ_in_what_they_are_called_after() -> None:
     soap = eigengraft.load_recipe("soap")
-    assert recipe_of("exact") == soap and recipe_of("published") == eigengraft.load_recipe("reference/soap")
-    assert recipe_of("permute").update[0].transport == "permute"  # type: ignore[attr-defined]
-    momentum, basis = recipe_of("none, momentum outside").update
+    assert recipe_for("exact") == soap and recipe_for("published") == eigengraft.load_recipe("reference/soap")
+    assert recipe_for("permute").update[0].transport == "permute"  # type: ignore[attr-defined]
+    momentum, basis = recipe_for("none, momentum outside").update
     (inside,) = soap.update
     assert (momentum, *basis.inner) == inside.inner  # type: ignore[attr-defined]
     assert basis == inside.replace(inner=basis.inner, transport="none")  # type: ignore[attr-defined]
@@ -88,7 +80,7 @@ def test_the_lines_differ_in_what_they_are_called_after() -> None:
 
 def test_all_second_order_lines_give_the_watched_matrices_to_the_basis() -> None:
     for line in LINES:
-        experiment = load_experiment({"task": SMALL, "recipe": recipe_of(line)})
+        experiment = load_experiment({"task": SMALL, "recipe": recipe_for(line)})
         model = experiment.task.new_model(0)
         optimizer = eigengraft.compose(experiment.recipe, model)
         for name, p in model.named_parameters():
@@ -98,9 +90,9 @@ def test_all_second_order_lines_give_the_watched_matrices_to_the_basis() -> None
 
 def test_the_committed_rows_are_what_the_readme_says() -> None:
     """Of the recipe's own learning rate; all lines, seeds and learning rates are there."""
-    rows = read_rows()
+    rows = read_spike_rows()
     assert {(row.line, row.lr, row.seed) for row in rows} == {
-        (line, lr, seed) for line in LINES for lr in spike.LEARNING_RATES for seed in spike.SEEDS
+        (line, lr, seed) for line in LINES for lr in LEARNING_RATES for seed in spike.SEEDS
     }
     assert max(row.ratio for row in rows if (row.line, row.lr) == ("exact", LR)) <= 1.5
     assert min(row.ratio for row in rows if row.line not in ("exact", "none")) > 3
@@ -114,7 +106,7 @@ def test_the_committed_rows_are_what_the_readme_says() -> None:
 def test_the_figure_has_a_line_for_each_transport(tmp_path: Path) -> None:
     sizes = [0.2] * (3 * WINDOW + 1)
     row = SpikeRow("", LR, 0, 100, 1e4, 1, 1, 1, 0.2, 0.2, 0, 2, 2, sizes)
-    draw_spike([replace(row, line=line, lr=lr) for line in LINES for lr in spike.LEARNING_RATES], tmp_path / "a.svg")
+    draw_spike([replace(row, line=line, lr=lr) for line in LINES for lr in LEARNING_RATES], tmp_path / "a.svg")
     text = (tmp_path / "a.svg").read_text()
     ElementTree.fromstring(text)
     for word in ("exact", "permute", "none", "published", "0.003", "0.032", "steps after the spike"):
@@ -123,15 +115,15 @@ def test_the_figure_has_a_line_for_each_transport(tmp_path: Path) -> None:
 
 def test_the_command_prints_ratios_and_writes_rows_and_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(spike, "spike_run", lambda **cell: replace(read_rows()[0], line=cell["line"], ratio=7.25))
+    monkeypatch.setattr(spike, "spike_run", lambda **cell: replace(read_spike_rows()[0], line=cell["line"], ratio=7.25))
     result = CliRunner().invoke(app, ["bench", "spike", "--quick", "--out", str(tmp_path / "new")])
     assert result.exit_code == 0, result.output
     assert "7.25" in result.stdout and "none, momentum outside" in result.stdout
-    assert [row.line for row in read_rows(tmp_path / "new" / "spike.jsonl")] == list(LINES)
+    assert [row.line for row in read_spike_rows(tmp_path / "new" / "spike.jsonl")] == list(LINES)
     assert (tmp_path / "new" / "spike.svg").read_text().startswith("<?xml")
 
 
-@pytest.mark.parametrize("arguments", [["steps=3"], ["--check"], ["--solver", "eigh"], ["--out", __file__]])
+@pytest.mark.parametrize("arguments", [["steps=3"], ["--check"], ["--candidate", "eigh"], ["--out", __file__]])
 def test_the_command_refuses_what_it_does_not_take(arguments: list[str]) -> None:
     result = CliRunner().invoke(app, ["bench", "spike", *arguments])
     assert result.exit_code == 2 and "--out" in result.stderr and "Traceback" not in result.output

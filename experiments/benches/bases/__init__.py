@@ -1,1 +1,1 @@
-"""Bench of eigenbasis solvers on a drifting statistic."""
+"""The bench of eigenbasis solvers: orthogonality, off-diagonal ratio and time on a drifting statistic."""

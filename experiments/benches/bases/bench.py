@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -13,12 +12,14 @@ from torch import Tensor
 from eigengraft.component import checked
 from eigengraft.preconditioners import BasisSolver
 
-from ..common.bench import Bench, Panel, Row, Summary
-from ..common.declarations import Declaration, defaults, distinct, label, listed
+from ..common.bench import Bench
+from ..common.declarations import Declaration, defaults, label, listed, require_distinct
+from ..common.fields import DTYPES, Dtypes, Size, Sizes
+from ..common.results import FigurePanel, ResultTable
 from ..common.timing import milliseconds, worst
-from ..problems.drift import drifting
+from ..problems.drift import drifting_statistic
 from ..problems.spectra import Geometric, PowerLaw, Spectrum, Synthetic
-from ..roots.bench import DTYPES
+from .rows import BasisRow
 from .view import basis_advice, basis_panels, basis_summary
 
 PREFERRED: tuple[Declaration, ...] = (
@@ -32,30 +33,10 @@ def _default_solvers() -> tuple[BasisSolver, ...]:
     return tuple(checked(BasisSolver, dict(item)) for item in defaults(BasisSolver, PREFERRED))  # type: ignore[type-abstract]
 
 
-@dataclass(frozen=True)
-class BasisRow(Row):
-    """One solver on one stack after `refresh` refreshes; the worst of the stack.
-
-    orthogonality: max |Q^T Q - I|.  offdiagonal: ||offdiag(B)||_F / ||B||_F with B = Q^T A Q in float64.
-    eigenvalues: sum |diag(B) - lambda| / sum lambda over the largest lambda of A, as many as Q has columns.
-    """
-
-    spectrum: str
-    size: int
-    dtype: str
-    refresh: int
-    columns: int
-    orthogonality: float
-    offdiagonal: float
-    eigenvalues: float
-    ok: float
-    milliseconds: float
-
-
-class Bases(Bench):
+class BasisBench(Bench):
     """Solvers x spectra x sizes x dtypes on A_k = beta A_(k-1) + (1 - beta) G G^T / d, refreshed every few steps.
 
-    The columns of G have covariance U_t diag(lambda) U_t^T and U_t turns by `drift` radians a step, so that a warm
+    The columns of G have covariance U_t diag(lambda) U_t^T and U_t turns by `drift` radians per step, so that a warm
     start is as good as it is in training, and no better.
     """
 
@@ -64,29 +45,30 @@ class Bases(Bench):
         default_factory=_default_solvers, strict=False, description="declarations, or kinds"
     )
     spectra: Annotated[tuple[Spectrum, ...], BeforeValidator(listed)] = Field(
-        default=(Geometric(condition=1e4), PowerLaw()), strict=False, description="of the gradients"
+        default=(Geometric(condition=1e4), PowerLaw()), strict=False, description="covariances of the gradients"
     )
-    sizes: Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(listed)] = Field(
-        default=(16, 64, 128), strict=False, description="d of the matrices d x d"
-    )
-    dtypes: Annotated[tuple[Literal["float32", "float64"], ...], BeforeValidator(listed)] = Field(
-        default=("float32",), strict=False, description="of the matrices"
-    )
-    refreshes: Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(listed)] = Field(
-        default=(1, 2, 4, 8, 16, 32), strict=False, description="refreshes after which is measured"
+    sizes: Sizes = Field(default=(16, 64, 128), strict=False, description="d of the matrices d x d")
+    dtypes: Dtypes = Field(default=("float32",), strict=False, description="dtypes of the matrices")
+    refreshes: Annotated[tuple[Size, ...], BeforeValidator(listed)] = Field(
+        default=(1, 2, 4, 8, 16, 32), strict=False, description="numbers of refreshes after which bases are measured"
     )
     every: int = Field(default=10, ge=1, description="steps between refreshes")
     beta: float = Field(default=0.95, ge=0, lt=1, description="decay of the statistic, per step")
-    drift: float = Field(default=0.002, ge=0, description="how far the gradients' basis turns, radians a step")
+    drift: float = Field(default=0.002, ge=0, description="turn of the gradients' basis, in radians per step")
     count: int = Field(default=4, ge=1, description="matrices in a stack")
     threshold: float = Field(default=0.2, gt=0, description="largest off-diagonal ratio that the advice accepts")
-    parts: ClassVar[str] = "solvers"
-    small: ClassVar[dict[str, Any]] = {"sizes": [16, 32], "refreshes": [1, 2, 4, 8], "count": 2, "seconds": 0.005}
+    candidate_field: ClassVar[str] = "solvers"
+    quick_fields: ClassVar[dict[str, Any]] = {
+        "sizes": [16, 32],
+        "refreshes": [1, 2, 4, 8],
+        "count": 2,
+        "seconds": 0.005,
+    }
 
     @field_validator("solvers")
     @classmethod
     def _distinct(cls, solvers: tuple[BasisSolver, ...]) -> tuple[BasisSolver, ...]:
-        distinct(solvers, label)
+        require_distinct(solvers, label)
         return solvers
 
     @field_validator("spectra")
@@ -101,10 +83,10 @@ class Bases(Bench):
         return len(self.solvers) * len(self.spectra) * len(self.sizes) * len(self.dtypes)
 
     def measure(self) -> Iterator[list[BasisRow]]:
-        device = self.target()
+        device = self.target_device()
         synthetic = [spectrum for spectrum in self.spectra if isinstance(spectrum, Synthetic)]
         for size, spectrum in ((size, spectrum) for size in self.sizes for spectrum in synthetic):
-            path = drifting(self, spectrum, size)
+            path = drifting_statistic(self, spectrum, size)
             for dtype in self.dtypes:
                 given = [a.to(device, DTYPES[dtype]) for a in path]
                 for solver in self.solvers:
@@ -128,14 +110,14 @@ class Bases(Bench):
         self, solver: BasisSolver, spectrum: Synthetic, a: Tensor, q: Tensor, at: tuple[int, float, float]
     ) -> BasisRow:
         a, dtype, q = a.double(), str(a.dtype).removeprefix("torch."), q.double()
-        inside = q.mT @ a @ q
-        diagonal = inside.diagonal(dim1=-2, dim2=-1)
-        off = torch.linalg.matrix_norm(inside - torch.diag_embed(diagonal)) / torch.linalg.matrix_norm(inside)
+        rotated = q.mT @ a @ q
+        diagonal = rotated.diagonal(dim1=-2, dim2=-1)
+        off = torch.linalg.matrix_norm(rotated - torch.diag_embed(diagonal)) / torch.linalg.matrix_norm(rotated)
         largest = torch.linalg.eigvalsh(a).flip(-1)[:, : q.shape[-1]]
         distance = (diagonal.sort(-1, descending=True).values - largest).abs().sum(-1) / largest.sum(-1)
         identity = torch.eye(q.shape[-1], dtype=q.dtype, device=q.device)
         return BasisRow(
-            part=label(solver),
+            candidate=label(solver),
             declaration=solver.declaration(),
             device=self.device,
             spectrum=label(spectrum),
@@ -150,10 +132,10 @@ class Bases(Bench):
             milliseconds=at[2],
         )
 
-    def summary(self, rows: Sequence[BasisRow]) -> Summary:
+    def summary(self, rows: Sequence[BasisRow]) -> ResultTable:
         return basis_summary(rows)
 
-    def panels(self, rows: Sequence[BasisRow]) -> tuple[Panel, Panel]:
+    def panels(self, rows: Sequence[BasisRow]) -> tuple[FigurePanel, FigurePanel]:
         return basis_panels(rows, self.threshold)
 
     def advice(self, rows: Sequence[BasisRow]) -> list[str]:

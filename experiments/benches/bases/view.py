@@ -5,26 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from statistics import median
-from typing import TYPE_CHECKING
 
-from ..common.bench import Line, Panel, Summary
+from ..common.results import FigurePanel, Line, ResultTable
 from ..common.tables import fastest, groups, milli, points, scientific, unique
-
-if TYPE_CHECKING:
-    from .bench import BasisRow
+from .rows import BasisRow
 
 COLUMNS = ("solver", "size", "dtype", "columns", "orthogonality", "off-diagonal", "eigenvalues", "ok", "ms")
 
 
-def basis_summary(rows: Sequence[BasisRow]) -> Summary:
+def basis_summary(rows: Sequence[BasisRow]) -> ResultTable:
     """One line for each solver, size and dtype: the last refresh, over all spectra."""
     lines = []
     last = max((row.refresh for row in rows), default=0)
-    for (part, size, dtype), some in groups(rows, lambda row: (row.part, row.size, row.dtype)):
+    for (candidate, size, dtype), some in groups(rows, lambda row: (row.candidate, row.size, row.dtype)):
         settled = [row for row in some if row.refresh == last]
         lines.append(
             (
-                part,
+                candidate,
                 str(size),
                 dtype,
                 str(settled[0].columns),
@@ -35,29 +32,29 @@ def basis_summary(rows: Sequence[BasisRow]) -> Summary:
                 milli(median(row.milliseconds for row in settled)),
             )
         )
-    return Summary(f"eigenbases after {last} refreshes: the worst over spectra", COLUMNS, tuple(lines))
+    return ResultTable(f"eigenbases after {last} refreshes: the worst over spectra", COLUMNS, tuple(lines))
 
 
-def basis_panels(rows: Sequence[BasisRow], threshold: float) -> tuple[Panel, Panel]:
+def basis_panels(rows: Sequence[BasisRow], threshold: float) -> tuple[FigurePanel, FigurePanel]:
     """Off-diagonal ratio against time, a point for each size; its course over refreshes at the largest size."""
     first = rows[0] if rows else None
     rows = [row for row in rows if first and (row.dtype, row.spectrum) == (first.dtype, first.spectrum)]
     last, largest = max((row.refresh for row in rows), default=0), max((row.size for row in rows), default=0)
     cost, course = [], []
-    for style, part in enumerate(unique(row.part for row in rows)):
-        own = [row for row in rows if row.part == part]
+    for style, candidate in enumerate(unique(row.candidate for row in rows)):
+        own = [row for row in rows if row.candidate == candidate]
         settled = [row for row in own if row.refresh == last]
         cost.append(
-            Line(part, style, [row.milliseconds for row in settled], [_shown(row.offdiagonal) for row in settled])
+            Line(candidate, style, [row.milliseconds for row in settled], [_shown(row.offdiagonal) for row in settled])
         )
         pairs = ((float(row.refresh), _shown(row.offdiagonal)) for row in own if row.size == largest)
-        course.append(points(part, style, pairs))
+        course.append(points(candidate, style, pairs))
     sizes, ratio = ", ".join(map(str, unique(row.size for row in rows))), "off-diagonal ratio of $Q^T A Q$"
-    what = f"ms a matrix (d = {sizes}; {first.spectrum if first else ''})"
+    what = f"ms per matrix (d = {sizes}; {first.spectrum if first else ''})"
     level = (threshold, threshold)
     return (
-        Panel(tuple(cost), what, f"{ratio}, refresh {last}", level),
-        Panel(tuple(course), f"refreshes (d = {largest})", ratio, level),
+        FigurePanel(tuple(cost), what, f"{ratio}, refresh {last}", level),
+        FigurePanel(tuple(course), f"refreshes (d = {largest})", ratio, level),
     )
 
 
@@ -66,9 +63,13 @@ def basis_advice(rows: Sequence[BasisRow], threshold: float) -> list[str]:
     lines = []
     for (size, dtype), some in groups(rows, lambda row: (row.size, row.dtype)):
         late = [row for row in some if row.refresh > 1] or some
-        whole = [(part, own) for part, own in groups(late, lambda row: row.part) if own[0].columns == size]
-        errors = {part: max(row.offdiagonal if row.ok == 1 else math.inf for row in own) for part, own in whole}
-        times = {part: median(row.milliseconds for row in own) for part, own in whole}
+        whole = [
+            (candidate, own) for candidate, own in groups(late, lambda row: row.candidate) if own[0].columns == size
+        ]
+        errors = {
+            candidate: max(row.offdiagonal if row.ok == 1 else math.inf for row in own) for candidate, own in whole
+        }
+        times = {candidate: median(row.milliseconds for row in own) for candidate, own in whole}
         if errors:
             what = f"eigenbasis, {size} x {size}, {dtype}, refresh from the last one"
             lines.append(fastest(what, times, errors, threshold, "off-diagonal ratio"))

@@ -1,1 +1,1 @@
-"""Published and measured claims as checks that can fail."""
+"""Published and measured claims about components, as checks that can fail."""

@@ -1,4 +1,4 @@
-"""Checks of polar factors."""
+"""Claims about polar factors."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from eigengraft.preconditioners import NewtonSchulz, PolarSolver
 
 from ..polar.schedules import CUBIC, JORDAN, POLAR_EXPRESS, YOU
 from ..problems.spectra import orthogonal
-from . import published_iterations as plain
-from .registry import Measured, fact
+from . import published_iterations as published
+from .registry import Measured, claim
 
 
-@fact("spectral")
+@claim("polar")
 def gram_form_of_newton_schulz(quick: bool) -> Iterator[Measured]:
     """The iteration on the Gram matrix alone gives the same polar factor as Newton-Schulz, up to rounding.
 
@@ -25,8 +25,8 @@ def gram_form_of_newton_schulz(quick: bool) -> Iterator[Measured]:
     g = g / torch.linalg.matrix_norm(g)
     direct = NewtonSchulz().polar(g.unsqueeze(0))[0]
     for name, restart in (("with a restart", 2), ("without", -1)):
-        found = plain.gram_newton_schulz(g, JORDAN * 5, restart)
-        yield Measured(f"plain, {name}: relative difference, float64", _relative(found, direct), high=1e-10)
+        found = published.gram_newton_schulz(g, JORDAN * 5, restart)
+        yield Measured(f"published, {name}: relative difference, float64", _relative(found, direct), high=1e-10)
     if "gram_newton_schulz" in PolarSolver.members:
         for restart in (1, 2, 5):
             ours = PolarSolver.model_validate({"kind": "gram_newton_schulz", "restart": restart})
@@ -34,7 +34,7 @@ def gram_form_of_newton_schulz(quick: bool) -> Iterator[Measured]:
             yield Measured(f"ours, restart {restart}: the same", difference, high=1e-10)
 
 
-@fact("spectral")
+@claim("polar")
 def newton_schulz_bands(quick: bool) -> Iterator[Measured]:
     """Singular values from [0.01, 1] end up in a known band, which is not 1: steps are schedules, not iterations.
 
@@ -53,9 +53,9 @@ def newton_schulz_bands(quick: bool) -> Iterator[Measured]:
 
 
 def image(schedule: Sequence[Sequence[float]], steps: int, points: int) -> torch.Tensor:
-    """What singular values from 0.01 to 1 become.
+    """Images of singular values from 0.01 to 1 under a schedule.
 
-    Of diag(cos t, sin t), whose Frobenius norm is 1, so that the solver's own scaling leaves the values as they are.
+    The matrices are diag(cos t, sin t): their Frobenius norm is 1, so that the solver's scaling changes no value.
     """
     t = torch.logspace(-2, 0, points, dtype=torch.float64).clamp(0.01, 1).asin()
     values = torch.stack([t.cos(), t.sin()], dim=-1)

@@ -1,4 +1,4 @@
-"""Published iterations without any guard, as the comparison side of checks: matrices `[d, d]`, one at a time."""
+"""Published iterations without any guard, which checks compare with: matrices `[d, d]`, one at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def eye_like(a: Tensor) -> Tensor:
 
 
 def newton_schulz(x: Tensor, steps: Sequence[Sequence[float]]) -> Tensor:
-    """X <- a X + b (X X^T) X + c (X X^T)^2 X over the triples, from X as it is."""
+    """X <- a X + b (X X^T) X + c (X X^T)^2 X over the triples, X not scaled."""
     for a, b, c in steps:
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x
@@ -24,7 +24,7 @@ def newton_schulz(x: Tensor, steps: Sequence[Sequence[float]]) -> Tensor:
 
 
 def gram_newton_schulz(x: Tensor, steps: Sequence[Sequence[float]], restart: int) -> Tensor:
-    """The same on R = X X^T alone:  Z = b R + c R^2,  Q <- Q Z + a Q,  R <- (Z + a I) R (Z + a I)
+    """Newton-Schulz on R = X X^T alone:  Z = b R + c R^2,  Q <- Q Z + a Q,  R <- (Z + a I) R (Z + a I)
 
     X <- Q X at the end, and after step `restart`, where R is formed anew.
     """

@@ -12,7 +12,7 @@ from eigengraft.component import RecipeError
 
 @dataclass(frozen=True)
 class Measured:
-    """One number and the closed interval it should lie in."""
+    """One number and the closed interval that it is claimed to lie in."""
 
     name: str
     value: float
@@ -21,7 +21,7 @@ class Measured:
 
     @property
     def passed(self) -> bool:
-        """Whether it does; NaN does not."""
+        """Whether the number lies in the interval; NaN does not."""
         return self.low <= self.value <= self.high
 
     @property
@@ -36,10 +36,14 @@ class Measured:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found."""
+    """What the check of a claim measured.
+
+    statement: the claim in words.
+    source: who made the claim, where.
+    """
 
     name: str
-    claim: str
+    statement: str
     source: str
     results: tuple[Measured, ...]
 
@@ -50,7 +54,7 @@ class Finding:
 
     @property
     def expected(self) -> dict[str, str]:
-        """What every number should be."""
+        """The interval of every number, in words, by its name."""
         return {result.name: result.expected for result in self.results}
 
     @property
@@ -60,52 +64,51 @@ class Finding:
 
 
 Check = Callable[[bool], Iterable[Measured]]
-"""quick -> numbers. The docstring's first paragraph is the claim, the last line, `Source: ...`, where it is from."""
+"""quick -> numbers. The docstring states the claim and ends with `Source: ...`."""
 
 
 @dataclass(frozen=True)
-class Fact:
-    """A check with its claim; `about` is the kind of the bench that it belongs to."""
+class Claim:
+    """A published or measured claim with its check; `bench` is the kind of the bench that it belongs to."""
 
     name: str
-    about: str
+    bench: str
     check: Check
 
-    def find(self, quick: bool = True) -> Finding:
-        """Run the check."""
+    def verify(self, quick: bool = True) -> Finding:
+        """Run the check; `quick` takes smaller problems."""
         text = " ".join((self.check.__doc__ or "").split())
-        claim, _, source = text.partition("Source: ")
-        return Finding(self.name, claim.strip(), source.strip(), tuple(self.check(quick)))
+        statement, _, source = text.partition("Source: ")
+        return Finding(self.name, statement.strip(), source.strip(), tuple(self.check(quick)))
 
 
-_FACTS: dict[str, Fact] = {}
+_CLAIMS: dict[str, Claim] = {}
 
 
-def fact(about: str) -> Callable[[Check], Check]:
-    """Registers a check under the name of its function."""
+def claim(bench: str) -> Callable[[Check], Check]:
+    """Register a check of this bench under the name of its function."""
 
     def register(check: Check) -> Check:
         name = str(getattr(check, "__name__"))  # noqa: B009  a Callable need not have one, a function does
-        _FACTS[name] = Fact(name, about, check)
+        _CLAIMS[name] = Claim(name, bench, check)
         return check
 
     return register
 
 
-def known_facts(about: str | None = None) -> dict[str, Fact]:
-    """All facts by name, or those that belong to one bench."""
-    for module in ("polar", "roots", "statistics"):  # they register what they hold
+def known_claims(bench: str | None = None) -> dict[str, Claim]:
+    """All claims by name, or those that belong to one bench."""
+    for module in ("polar", "roots", "statistics"):  # importing a module registers its claims
         importlib.import_module(f".{module}", __package__)
+    return {name: found for name, found in _CLAIMS.items() if bench in (None, found.bench)}
 
-    return {name: found for name, found in _FACTS.items() if about in (None, found.about)}
 
-
-def find_facts(about: str | None = None, quick: bool = True, names: Iterable[str] = ()) -> Iterator[Finding]:
-    """Run the checks one by one: all, those of one bench, or those named."""
-    known = known_facts(about)
+def find_claims(bench: str | None = None, quick: bool = True, names: Iterable[str] = ()) -> Iterator[Finding]:
+    """Verify claims one by one: all, those of one bench, or those named."""
+    known = known_claims(bench)
     unknown = sorted(set(names) - set(known))
     if unknown:
-        raise RecipeError(f"facts: one of {', '.join(known)} is required, got '{unknown[0]}'")
+        raise RecipeError(f"claims: one of {', '.join(known)} is required, got '{unknown[0]}'")
     for name, found in known.items():
         if not names or name in names:
-            yield found.find(quick)
+            yield found.verify(quick)

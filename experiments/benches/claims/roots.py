@@ -1,4 +1,4 @@
-"""Checks of inverse roots."""
+"""Claims about inverse roots."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from eigengraft.preconditioners import RootSolver
 
 from ..common.timing import inverse_power, relative_error
 from ..problems.spectra import Geometric, orthogonal
-from . import published_iterations as plain
-from .registry import Measured, fact
+from . import published_iterations as published
+from .registry import Measured, claim
 
 QUARTER, HALF = Fraction(1, 4), Fraction(1, 2)
 OKLS = (
@@ -29,7 +29,7 @@ def solver(**fields: object) -> RootSolver:
     return RootSolver.model_validate(fields)
 
 
-@fact("roots")
+@claim("roots")
 def underestimated_eigenvalue(quick: bool) -> Iterator[Measured]:
     """An eigenvalue above the assumed largest one gives a CANS root with an eigenvalue of the wrong sign, while the
     residual of X A X looks converged: only the check of definiteness sees it.
@@ -38,9 +38,9 @@ def underestimated_eigenvalue(quick: bool) -> Iterator[Measured]:
     """
     a = _with(Geometric(condition=30.0).eigenvalues(128))[None]
     for name, size in (("0.97 of the largest", 0.97), ("1.01 of it", 1.01)):
-        x = plain.cans(a[0], size, OKLS)
+        x = published.cans(a[0], size, OKLS)
         wrong = float((torch.linalg.eigvalsh(x) < 0).sum())
-        residual = float((x @ a[0] @ x - plain.eye_like(x)).abs().max())
+        residual = float((x @ a[0] @ x - published.eye_like(x)).abs().max())
         error = float(relative_error(x[None], inverse_power(a, 0.5)))
         low, high = (2, 2) if size < 1 else (0, 0)
         yield Measured(f"size {name}: eigenvalues of the wrong sign", wrong, low, high)
@@ -54,7 +54,7 @@ def underestimated_eigenvalue(quick: bool) -> Iterator[Measured]:
         yield Measured(f"ours, {name}: accepted", float(found.ok[0]), accepted, accepted)
 
 
-@fact("roots")
+@claim("roots")
 def newton_past_convergence(quick: bool) -> Iterator[Measured]:
     """Where rounding has made an eigenvalue negative, the coupled Newton iteration comes near to a root and then leaves
     it for infinity: steps beyond the best one are harmful. On a definite matrix it stays where it has converged. Ours
@@ -64,10 +64,10 @@ def newton_past_convergence(quick: bool) -> Iterator[Measured]:
     """
     values = Geometric(condition=1e8).eigenvalues(64)
     definite = _with(Geometric(condition=1e6).eigenvalues(64)).float()
-    errors = [error for _, error in plain.coupled_newton(definite, 4, 40)]
+    errors = [error for _, error in published.coupled_newton(definite, 4, 40)]
     yield Measured("definite, condition 1e6: max |M - I| after 40 steps", errors[-1], high=1e-5)
     indefinite = _with(torch.cat([values[:-1], torch.tensor([-2e-8], dtype=torch.float64)])).float()
-    errors = [error for _, error in plain.coupled_newton(indefinite, 4, 40)]
+    errors = [error for _, error in published.coupled_newton(indefinite, 4, 40)]
     last = errors[-1] if math.isfinite(errors[-1]) else 1e300
     yield Measured("indefinite: least max |M - I|", min(errors), 0.01, 0.5)
     yield Measured("indefinite: the same after 40 steps, infinity as 1e300", last, low=10)
@@ -76,7 +76,7 @@ def newton_past_convergence(quick: bool) -> Iterator[Measured]:
         yield Measured(f"ours, ridge {ridge:g}: accepted", float(found.ok[0]), accepted, accepted)
 
 
-@fact("roots")
+@claim("roots")
 def denman_beavers_and_conditioning(quick: bool) -> Iterator[Measured]:
     """In float32 Denman and Beavers' iteration converges in 15 steps with a ridge of 2e-3 of the largest eigenvalue.
     With one of 2e-7 it has not after 20, and more steps do not make it clean.
@@ -91,7 +91,7 @@ def denman_beavers_and_conditioning(quick: bool) -> Iterator[Measured]:
         a = _deficient(ridge)
         exact = inverse_power(a[None], 0.5)
         for steps, (low, high) in bands.items():
-            x = plain.denman_beavers(a.float(), 2.0, steps)
+            x = published.denman_beavers(a.float(), 2.0, steps)
             error = float(relative_error(x[None], exact))
             yield Measured(f"ridge {ridge:g}, {steps} steps: relative error", error, low, high)
     found = solver(kind="newton_db", eps=0.0).root(_deficient(2e-3)[None].float(), HALF)
@@ -99,7 +99,7 @@ def denman_beavers_and_conditioning(quick: bool) -> Iterator[Measured]:
     yield Measured("ours, ridge 0.002: relative error", error, high=1e-4)
 
 
-@fact("roots")
+@claim("roots")
 def chebyshev_bias(quick: bool) -> Iterator[Measured]:
     """The Chebyshev series of x^(-1/4) fitted on [1e-10, 1] with 20 terms is off by more than a tenth even for a
     matrix of condition 9, and useless at 1e6; fitted on the spectrum it is exact enough.
@@ -108,10 +108,10 @@ def chebyshev_bias(quick: bool) -> Iterator[Measured]:
     """
     for condition, low, high in ((9.0, 0.1, 0.2), (1e6, 0.5, 0.95)):
         values = Geometric(condition=condition).eigenvalues(64)
-        found = plain.chebyshev(values, 0.25, 1e-10, 1 + 1e-10, 20)
+        found = published.chebyshev(values, 0.25, 1e-10, 1 + 1e-10, 20)
         yield Measured(f"on [1e-10, 1], condition {condition:g}: relative error", _spectral(found, values), low, high)
     values = Geometric(condition=9.0).eigenvalues(64)
-    found = plain.chebyshev(values, 0.25, 1 / 9, 1.0, 20)
+    found = published.chebyshev(values, 0.25, 1 / 9, 1.0, 20)
     yield Measured("on [1/9, 1], condition 9: relative error", _spectral(found, values), high=1e-6)
     a = Geometric(condition=9.0).stack(1, 64, 0)
     assert a is not None
@@ -120,7 +120,7 @@ def chebyshev_bias(quick: bool) -> Iterator[Measured]:
                    high=0.02)  # fmt: skip
 
 
-@fact("roots")
+@claim("roots")
 def double_ridge(quick: bool) -> Iterator[Measured]:
     """A ridge added to the matrix and again to its eigenvalues makes roots of small eigenvalues 2^(-1/4) = 0.841 of
     what one ridge gives. All solvers here add it once.
@@ -129,7 +129,7 @@ def double_ridge(quick: bool) -> Iterator[Measured]:
     """
     ridge, a = 1e-4, torch.zeros(1, 8, 8, dtype=torch.float64)
     a[0, 0, 0] = 1e-8
-    eye = plain.eye_like(a[0])
+    eye = published.eye_like(a[0])
     values, q = torch.linalg.eigh(a[0] + ridge * eye)
     twice = (q * (values - values.min().clamp_max(0) + ridge) ** -0.25) @ q.T
     yield Measured("added twice: root of 0 over ridge^(-1/4)", float(twice[1, 1] * ridge**0.25), 0.84, 0.842)

@@ -1,4 +1,4 @@
-"""Checks of statistics and of what is made of them."""
+"""Claims about statistics and the stages that use them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 
 from eigengraft.preconditioners import RMS, Adafactor, Eigenbasis, Eigh, EighBasis, Every, Gram, Shampoo, Stage
 
-from ..common.stage_runner import Alone
+from ..common.stage_runner import StageRunner
 from ..problems import dense_kronecker as kronecker
 from ..problems.gradients import LAYERS, layer_gradients
 from ..problems.spectra import orthogonal
-from . import published_iterations as plain
-from .registry import Measured, fact
+from . import published_iterations as published
+from .registry import Measured, claim
 
 
-@fact("statistics")
+@claim("statistics")
 def shampoo_is_adafactor_in_the_eigenbasis(quick: bool) -> Iterator[Measured]:
     """tr(L)^(1/2) L^(-1/2) G R^(-1/2), Shampoo with exponent 1/2, is Adafactor in the eigenbasis of L and R, exactly;
     with Adam's second moment instead, which is SOAP, it is not.
@@ -44,7 +44,7 @@ def shampoo_is_adafactor_in_the_eigenbasis(quick: bool) -> Iterator[Measured]:
     yield Measured("formula and eigenbasis > adam (SOAP): the same", _relative(directions["adam"], exact), 0.01, 1.0)
 
 
-@fact("statistics")
+@claim("statistics")
 def order_of_kronecker_approximations(quick: bool) -> Iterator[Measured]:
     """By the cosine with C = E[vec G vec G^T]: the best Kronecker product > L x R > L^(1/2) x R^(1/2) > either side
     alone > the diagonal, and L x R has at least 0.95 of the best.
@@ -68,7 +68,7 @@ def order_of_kronecker_approximations(quick: bool) -> Iterator[Measured]:
         yield Measured(f"least over layers: {name}", value, low=low)
 
 
-@fact("statistics")
+@claim("statistics")
 def order_of_gain_errors(quick: bool) -> Iterator[Measured]:
     """By the gain error on gradients that were not seen: Frobenius > von Neumann > square root > Kullback-Leibler,
     with many and with 40 gradients: the reverse of their order by angle.
@@ -97,7 +97,7 @@ def order_of_gain_errors(quick: bool) -> Iterator[Measured]:
             yield Measured(f"{count} gradients: cosine Frobenius - Kullback-Leibler", cosines[0] - cosines[3], low=0.01)
 
 
-@fact("statistics")
+@claim("statistics")
 def jorge_drifts_when_the_basis_turns(quick: bool) -> Iterator[Measured]:
     """Jorge keeps L^(-1/4) by a series that assumes L and G G^T commute: after 300 steps it is a few percent off in a
     fixed basis, and far off, and not symmetric, where the basis turns by 0.05 a step.
@@ -133,7 +133,7 @@ def _jorge(angle: float) -> tuple[float, float]:
     for gram in _turning(angle, 300):
         size = torch.linalg.matrix_norm(torch.linalg.matrix_power(root, 4) @ gram)
         mean = (size * mean + gram) / (1 + size)
-        root = plain.jorge(root, gram)
+        root = published.jorge(root, gram)
     asymmetry = float((root - root.T).norm() / (root + root.T).norm())
     return _relative(root, kronecker.power(mean, -0.25)), asymmetry
 
@@ -141,18 +141,18 @@ def _jorge(angle: float) -> tuple[float, float]:
 def _our_jorge() -> float:
     stage = Stage.model_validate({"kind": "jorge", "initial": 1.0, "eps": 0.0})
     root, grams = torch.eye(24, dtype=torch.float64), list(_turning(0.05, 10))
-    alone = Alone((stage,), (24, 24), 1, grams[0])
+    runner = StageRunner((stage,), (24, 24), 1, grams[0])
     for gram in grams:
-        alone.step(kronecker.power(gram, 0.5)[None])
-        root = plain.jorge(root, gram)
-    return _relative(alone.state.scope(stage.label)["root.0"][0], root)
+        runner.step(kronecker.power(gram, 0.5)[None])
+        root = published.jorge(root, gram)
+    return _relative(runner.state.scope(stage.label)["root.0"][0], root)
 
 
 def _last(stages: tuple[Stage, ...], gradients: Tensor) -> Tensor:
     """The direction at the last of the gradients `[T, 1, m, n]`."""
-    alone = Alone(stages, tuple(gradients.shape[2:]), 1, gradients)
+    runner = StageRunner(stages, tuple(gradients.shape[2:]), 1, gradients)
     for gradient in gradients:
-        direction = alone.step(gradient)
+        direction = runner.step(gradient)
     return direction[0]
 
 

@@ -1,1 +1,1 @@
-"""What all benches share: the family of benches, tables, figures, timing, declarations of what is compared."""
+"""What all benches share: the family of benches, rows, tables, figures, timing, declarations and fields."""

@@ -1,4 +1,4 @@
-"""What is compared: declarations of parts, defaults read from the families, and the names parts go by."""
+"""What is compared: declarations of candidates, defaults read from the families, and the names of candidates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from eigengraft.component import Component
 
-P = TypeVar("P")
+C = TypeVar("C")
 Declaration = Mapping[str, Any]
 
 
@@ -18,11 +18,11 @@ def defaults(family: type[Component], preferred: Iterable[Declaration]) -> tuple
     """The preferred declarations whose kind is registered, then every other member that needs no field."""
     chosen = [declared for declared in preferred if declared["kind"] in family.members]
     kinds = {declared["kind"] for declared in chosen}
-    others = [kind for kind in sorted(family.members) if kind not in kinds and _needs_nothing(family.members[kind])]
+    others = [kind for kind in sorted(family.members) if kind not in kinds and _needs_no_field(family.members[kind])]
     return (*chosen, *({"kind": kind} for kind in others))
 
 
-def _needs_nothing(member: type[BaseModel]) -> bool:
+def _needs_no_field(member: type[BaseModel]) -> bool:
     try:
         member()
     except ValidationError:
@@ -31,37 +31,37 @@ def _needs_nothing(member: type[BaseModel]) -> bool:
 
 
 def listed(value: Any) -> Any:
-    """A single declaration stands for a list of one; an empty list is refused."""
+    """The value as a list: a single declaration stands for a list of one; an empty list is refused."""
     if isinstance(value, (list, tuple)) and not value:
         raise PydanticCustomError("empty", "at least one is required")
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def distinct(parts: Iterable[P], name: Callable[[P], str]) -> None:
-    """Refuses parts that go by the same name, which figures and tables could not tell apart."""
-    names = [name(part) for part in parts]
+def require_distinct(candidates: Iterable[C], name: Callable[[C], str]) -> None:
+    """Refuse candidates with the same name, which figures and tables could not tell apart."""
+    names = [name(candidate) for candidate in candidates]
     twice = sorted({text for text in names if names.count(text) > 1})
     if twice:
         raise ValueError(f"different declarations are required, got '{twice[0]}' more than once")
 
 
 def kind_alone(kind: str) -> Declaration:
-    """What a part is taken for if it is named by its kind."""
+    """The declaration that a bare kind stands for."""
     return {"kind": kind}
 
 
-def label(part: Component, usual: Callable[[str], Declaration] = kind_alone, always: Collection[str] = ()) -> str:
-    """`kind field=value ...` with the fields that differ from those of `usual(kind)`, parts inside it likewise.
+def label(component: Component, usual: Callable[[str], Declaration] = kind_alone, always: Collection[str] = ()) -> str:
+    """`kind field=value ...` with the fields that differ from those of `usual(kind)`, nested components included.
 
-    always: fields that are shown in any case.
+    always: names of fields that are shown in any case.
     """
-    kind = str(getattr(part, "kind"))  # noqa: B009  every member has a kind, the family has none
+    kind = str(getattr(component, "kind"))  # noqa: B009  every member has a kind, the family has none
     try:
-        like = type(part).model_validate(dict(usual(kind)))
-    except ValidationError:  # it has fields without default: those always belong to its name
+        like = type(component).model_validate(dict(usual(kind)))
+    except ValidationError:  # the component has fields without default: those always belong to its name
         like = None
-    fields = type(part).model_fields
-    own = {name: getattr(part, name) for name in fields if name != "kind"}
+    fields = type(component).model_fields
+    own = {name: getattr(component, name) for name in fields if name != "kind"}
     same = {n: fields[n].get_default(call_default_factory=True) if like is None else getattr(like, n) for n in own}
     different = [f"{fields[n].alias or n}={_short(own[n], usual)}" for n in own if n in always or own[n] != same[n]]
     return " ".join([kind, *different])

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from ...reports.figures import LIGHT, MARKERS, plain, save
-from .bench import Line, Panel
+from .results import FigurePanel, Line
 
 _DASHES = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)))
 _INK, _RULE = "#3c3c3d", "#d8d8d9"
@@ -19,7 +19,7 @@ _LONGEST, _LETTERS = 56, 150
 """Of a label in the legend, and of a row of the legend."""
 
 
-def draw_panels(panels: Sequence[Panel]) -> Figure:
+def draw_panels(panels: Sequence[FigurePanel]) -> Figure:
     """The figure; the legend stands below both panels and names every part once."""
     names = list(dict.fromkeys(line.label for panel in panels for line in panel.lines))
     shown = [name if len(name) <= _LONGEST else name[: _LONGEST - 1] + "…" for name in names]
@@ -45,12 +45,12 @@ def draw_panels(panels: Sequence[Panel]) -> Figure:
     return figure
 
 
-def write_figure(panels: Sequence[Panel], path: Path) -> None:
+def write_figure(panels: Sequence[FigurePanel], path: Path) -> None:
     """Draw and save; the suffix (svg, png, pdf) decides the format."""
     save(draw_panels(panels), path)
 
 
-def _panel(axes: Axes, panel: Panel) -> None:
+def _panel(axes: Axes, panel: FigurePanel) -> None:
     drawn = [_line(axes, line) for line in panel.lines]
     if panel.band is not None:
         low, high = panel.band

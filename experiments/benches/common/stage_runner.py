@@ -10,13 +10,11 @@ from eigengraft.preconditioners import Stage, chain_slots, run_chain, walk
 from eigengraft.slots import State
 from eigengraft.step_context import StepContext
 
-Chain = tuple[Stage, ...]
 
-
-class Alone:
+class StageRunner:
     """A chain on N blocks of one shape; `step` runs it on one gradient `[N, *block]`."""
 
-    def __init__(self, stages: Chain, block: tuple[int, ...], blocks: int, like: Tensor) -> None:
+    def __init__(self, stages: tuple[Stage, ...], block: tuple[int, ...], blocks: int, like: Tensor) -> None:
         self.stages, self.blocks = stages, blocks
         self.lagging = any(stage.lagged() for _, stage in walk(stages))
         tensors = {
@@ -26,7 +24,7 @@ class Alone:
         self.state, self.steps = State(tensors, block), 0
 
     def step(self, gradient: Tensor) -> Tensor:
-        """The chain's direction; zero for the first gradient of a lagged chain, which only builds its statistics."""
+        """Compute the chain's direction; zero for the first gradient of a lagged chain, which only sees statistics."""
         priming = self.lagging and self.steps == 0
         self.steps += 1
         context = self.context(gradient.device)

@@ -1,4 +1,4 @@
-"""Shared by the tables, figures and advice of all benches."""
+"""Grouping, number formats and advice that the tables and figures of all benches share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from .bench import Line
+from .results import Line
 
 R = TypeVar("R")
 K = TypeVar("K", bound=Hashable)
@@ -34,15 +34,15 @@ def points(label: str, style: int, pairs: Iterable[tuple[float, float]]) -> Line
 def fastest(
     where: str, times: Mapping[str, float], errors: Mapping[str, float], threshold: float, what: str = "error"
 ) -> str:
-    """One line of advice: the fastest part whose error stays below the threshold, and the next one."""
-    good = sorted((times[part], part) for part in times if errors[part] <= threshold)
+    """One line of advice: the fastest candidate whose error stays below the threshold, and the next one."""
+    good = sorted((times[candidate], candidate) for candidate in times if errors[candidate] <= threshold)
     if not good:
-        best = min(errors, key=lambda part: errors[part])
+        best = min(errors, key=lambda candidate: errors[candidate])
         if not math.isfinite(errors[best]):
             return f"{where}: none gives a usable result on every problem"
         return f"{where}: none stays below the {what} {threshold:g}; the most accurate is {best} ({errors[best]:.2g})"
-    ms, part = good[0]
-    line = f"{where}: {part}, {milli(ms)} ms, worst {what} {errors[part]:.2g}"
+    ms, candidate = good[0]
+    line = f"{where}: {candidate}, {milli(ms)} ms, worst {what} {errors[candidate]:.2g}"
     if len(good) > 1:
         line += f"; then {good[1][1]}, {good[1][0] / ms:.1f} times the time"
     left_out = len(times) - len(good)

@@ -1,1 +1,1 @@
-"""Bench of magnitudes: the norm of the update of each chain over block shapes."""
+"""The bench of magnitudes: norm of the update of each chain over block shapes."""

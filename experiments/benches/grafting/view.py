@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
-from ..common.bench import Panel, Summary
+from ..common.results import FigurePanel, ResultTable
 from ..common.tables import groups, milli, points, unique
+from .rows import GraftingRow
 
-if TYPE_CHECKING:
-    from .bench import GraftingRow
-
-COLUMNS = ("rule", "RMS", "ratio", "spectral / sqrt(m/n)", "ratio", "norm", "at", "ms")
+COLUMNS = ("chain", "RMS", "ratio", "spectral / sqrt(m/n)", "ratio", "norm", "at", "ms")
 
 
-def grafting_summary(rows: Sequence[GraftingRow]) -> Summary:
-    """One line for each rule: the ranges over shapes, and norm and time at the largest."""
+def grafting_summary(rows: Sequence[GraftingRow]) -> ResultTable:
+    """One line for each chain: the ranges over shapes, and norm and time at the largest."""
     lines = []
-    for part, some in groups(rows, lambda row: row.part):
+    for candidate, some in groups(rows, lambda row: row.candidate):
         rms, relative = [row.rms for row in some], [_relative(row) for row in some]
         largest = max(some, key=lambda row: row.m * row.n)
         lines.append(
             (
-                part,
+                candidate,
                 f"{min(rms):.3g} - {max(rms):.3g}",
                 _ratio(rms),
                 f"{min(relative):.3g} - {max(relative):.3g}",
@@ -33,26 +30,26 @@ def grafting_summary(rows: Sequence[GraftingRow]) -> Summary:
                 milli(largest.milliseconds),
             )
         )
-    return Summary("size of updates over shapes", COLUMNS, tuple(lines))
+    return ResultTable("size of updates over shapes", COLUMNS, tuple(lines))
 
 
-def grafting_panels(rows: Sequence[GraftingRow]) -> tuple[Panel, Panel]:
+def grafting_panels(rows: Sequence[GraftingRow]) -> tuple[FigurePanel, FigurePanel]:
     """RMS of square blocks against their size; spectral norm against the aspect, the mean where shapes share it."""
     squares, spectral = [], []
-    for style, part in enumerate(unique(row.part for row in rows)):
-        own = [row for row in rows if row.part == part]
-        squares.append(points(part, style, ((float(row.n), row.rms) for row in own if row.m == row.n)))
+    for style, candidate in enumerate(unique(row.candidate for row in rows)):
+        own = [row for row in rows if row.candidate == candidate]
+        squares.append(points(candidate, style, ((float(row.n), row.rms) for row in own if row.m == row.n)))
         aspects = groups(own, lambda row: row.m / row.n)
         means = ((aspect, sum(map(_relative, some)) / len(some)) for aspect, some in aspects)
-        spectral.append(points(part, style, means))
+        spectral.append(points(candidate, style, means))
     return (
-        Panel(tuple(squares), "d of blocks d x d", "update RMS"),
-        Panel(tuple(spectral), "m / n", r"spectral norm of the update / $\sqrt{m/n}$"),
+        FigurePanel(tuple(squares), "d of blocks d x d", "update RMS"),
+        FigurePanel(tuple(spectral), "m / n", r"spectral norm of the update / $\sqrt{m/n}$"),
     )
 
 
 def grafting_advice(rows: Sequence[GraftingRow], threshold: float) -> list[str]:
-    """Which rules keep a learning rate's meaning when the shape changes."""
+    """Name the chains that keep a learning rate's meaning when the shape changes."""
     if len({(row.m, row.n) for row in rows}) < 2:
         return ["more than one shape is needed to compare"]
     measures: tuple[tuple[str, Callable[[GraftingRow], float]], ...] = (
@@ -61,8 +58,8 @@ def grafting_advice(rows: Sequence[GraftingRow], threshold: float) -> list[str]:
     )
     found = []
     for what, value in measures:
-        spans = [(part, list(map(value, some))) for part, some in groups(rows, lambda row: row.part)]
-        good = [part for part, values in spans if max(values) <= threshold * min(values)]
+        spans = [(candidate, list(map(value, some))) for candidate, some in groups(rows, lambda row: row.candidate)]
+        good = [candidate for candidate, values in spans if max(values) <= threshold * min(values)]
         found.append(f"equal {what} over these shapes, within {threshold:g}: {'; '.join(good) or 'none'}")
     return found
 

@@ -1,1 +1,1 @@
-"""Bench of polar solvers: singular values, distance from U V^T, time."""
+"""The bench of polar solvers: singular values, distance from U V^T and time; published schedules."""

@@ -1,11 +1,8 @@
-"""Polar factors: which band the singular values end up in, how far the result is from U V^T, and time."""
+"""Polar factors: band of the singular values of the result, its distance from U V^T, and time of each solver."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from statistics import median
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -16,14 +13,15 @@ from torch import Tensor
 from eigengraft.component import checked
 from eigengraft.preconditioners import PolarSolver
 
-from ..common.bench import Bench, Panel, Row, Summary
-from ..common.declarations import Declaration, defaults, distinct, label, listed
-from ..common.tables import fastest, groups, milli, points, scientific, unique
+from ..common.bench import Bench
+from ..common.declarations import Declaration, defaults, label, listed, require_distinct
+from ..common.fields import DTYPES, Dtypes, Shapes
+from ..common.results import FigurePanel, ResultTable
 from ..common.timing import milliseconds, relative_error, worst
-from ..grafting.bench import _shapes
 from ..problems.spectra import orthogonal
-from ..roots.bench import DTYPES
+from .rows import PolarRow
 from .schedules import CUBIC, POLAR_EXPRESS, YOU
+from .view import polar_advice, polar_panels, polar_summary
 
 PREFERRED: tuple[Declaration, ...] = (
     {"kind": "newton_schulz"},
@@ -51,58 +49,41 @@ def _default_solvers() -> tuple[PolarSolver, ...]:
     return tuple(checked(PolarSolver, dict(item)) for item in defaults(PolarSolver, PREFERRED))  # type: ignore[type-abstract]
 
 
-@dataclass(frozen=True)
-class PolarRow(Row):
-    """One solver on one stack G = U diag(s) V^T, s from `condition`^-1 to 1 in equal ratios; the worst of the stack.
-
-    low, high: the band of singular values of the result. distance: ||X - U V^T||_F / ||U V^T||_F.
-    """
-
-    m: int
-    n: int
-    condition: float
-    dtype: str
-    low: float
-    high: float
-    distance: float
-    milliseconds: float
-
-
-class Spectral(Bench):
+class PolarBench(Bench):
     """Polar solvers x shapes x condition numbers x dtypes."""
 
-    kind: Literal["spectral"] = "spectral"
+    kind: Literal["polar"] = "polar"
     solvers: Annotated[tuple[PolarSolver, ...], BeforeValidator(listed)] = Field(
         default_factory=_default_solvers, strict=False, description="declarations, or kinds"
     )
-    shapes: Annotated[
-        tuple[tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]], ...], BeforeValidator(_shapes)
-    ] = Field(default=((16, 16), (64, 64), (64, 256), (128, 128)), strict=False, description="m x n")
+    shapes: Shapes = Field(
+        default=((16, 16), (64, 64), (64, 256), (128, 128)), strict=False, description="shapes m x n of the matrices"
+    )
     conditions: Annotated[tuple[Annotated[float, Field(ge=1)], ...], BeforeValidator(listed)] = Field(
-        default=(1e0, 1e1, 1e2, 1e3, 1e4), strict=False, description="largest over smallest value"
+        default=(1e0, 1e1, 1e2, 1e3, 1e4),
+        strict=False,
+        description="condition numbers: largest over smallest singular value",
     )
-    dtypes: Annotated[tuple[Literal["float32", "float64"], ...], BeforeValidator(listed)] = Field(
-        default=("float32",), strict=False, description="of the matrices"
-    )
+    dtypes: Dtypes = Field(default=("float32",), strict=False, description="dtypes of the matrices")
     count: int = Field(default=4, ge=1, description="matrices in a stack")
     threshold: float = Field(default=0.3, gt=0, description="largest distance that the advice accepts")
-    advised: float = Field(default=1e2, ge=1, description="condition number up to which the advice looks")
-    parts: ClassVar[str] = "solvers"
-    small: ClassVar[dict[str, Any]] = {
+    advised: float = Field(default=1e2, ge=1, description="largest condition number that the advice considers")
+    candidate_field: ClassVar[str] = "solvers"
+    quick_fields: ClassVar[dict[str, Any]] = {
         "shapes": [(16, 16), (16, 64)], "conditions": [1e0, 1e2, 1e4], "count": 2, "seconds": 0.005
     }  # fmt: skip
 
     @field_validator("solvers")
     @classmethod
     def _distinct(cls, solvers: tuple[PolarSolver, ...]) -> tuple[PolarSolver, ...]:
-        distinct(solvers, polar_label)
+        require_distinct(solvers, polar_label)
         return solvers
 
     def cells(self) -> int:
         return len(self.solvers) * len(self.shapes) * len(self.conditions) * len(self.dtypes)
 
     def measure(self) -> Iterator[list[PolarRow]]:
-        device = self.target()
+        device = self.target_device()
         for shape, condition in ((shape, condition) for shape in self.shapes for condition in self.conditions):
             g, exact = self._matrices(shape, condition)
             for dtype in self.dtypes:
@@ -123,7 +104,7 @@ class Spectral(Bench):
         x = solver.polar(g).double()
         values = torch.linalg.svdvals(x)
         return PolarRow(
-            part=polar_label(solver),
+            candidate=polar_label(solver),
             declaration=solver.declaration(),
             device=self.device,
             m=g.shape[1],
@@ -136,54 +117,11 @@ class Spectral(Bench):
             milliseconds=milliseconds(lambda: solver.polar(g), self.threads, self.seconds) / self.count,
         )
 
-    def summary(self, rows: Sequence[PolarRow]) -> Summary:
-        lines = []
-        for (part, dtype, m, n), some in groups(rows, lambda r: (r.part, r.dtype, r.m, r.n)):
-            near = [row for row in some if row.condition <= self.advised] or some
-            lines.append(
-                (
-                    part,
-                    f"{m} x {n}",
-                    dtype,
-                    f"{min(row.low for row in near):.3f} - {max(row.high for row in near):.3f}",
-                    scientific(max(row.distance for row in near)),
-                    f"{min(row.low for row in some):.3f} - {max(row.high for row in some):.3f}",
-                    milli(median(row.milliseconds for row in some)),
-                )
-            )
-        near_title = f"band, condition <= {self.advised:g}"
-        columns = ("solver", "shape", "dtype", near_title, "distance", "band, all", "ms")
-        return Summary("polar factors: the worst over condition numbers", columns, tuple(lines))
+    def summary(self, rows: Sequence[PolarRow]) -> ResultTable:
+        return polar_summary(rows, self.advised)
 
-    def panels(self, rows: Sequence[PolarRow]) -> tuple[Panel, Panel]:
-        largest = max(((row.m, row.n) for row in rows), key=math.prod, default=(0, 0))
-        cost, accuracy = [], []
-        for style, part in enumerate(unique(row.part for row in rows)):
-            own = [row for row in rows if row.part == part and row.dtype == rows[0].dtype]
-            shapes = groups((row for row in own if row.condition <= self.advised), lambda row: (row.m, row.n))
-            pairs = ((median(r.milliseconds for r in some), max(r.distance for r in some)) for _, some in shapes)
-            cost.append(points(part, style, pairs))
-            sweep = ((row.condition, row.distance) for row in own if (row.m, row.n) == largest)
-            accuracy.append(points(part, style, sweep))
-        shapes_seen = ", ".join(f"{m}x{n}" for m, n in self.shapes)
-        level = (self.threshold, self.threshold)
-        return (
-            Panel(
-                tuple(cost), f"ms a matrix ({shapes_seen})", f"distance to polar, condition ≤ {self.advised:g}", level
-            ),
-            Panel(
-                tuple(accuracy),
-                f"condition number ({largest[0]} x {largest[1]})",
-                "distance to the polar factor",
-                level,
-            ),
-        )
+    def panels(self, rows: Sequence[PolarRow]) -> tuple[FigurePanel, FigurePanel]:
+        return polar_panels(rows, self.advised, self.threshold)
 
     def advice(self, rows: Sequence[PolarRow]) -> list[str]:
-        lines = []
-        near = [row for row in rows if row.condition <= self.advised] or list(rows)
-        for (m, n, dtype), some in groups(near, lambda r: (r.m, r.n, r.dtype)):
-            times = {part: median(row.milliseconds for row in own) for part, own in groups(some, lambda r: r.part)}
-            errors = {part: max(row.distance for row in own) for part, own in groups(some, lambda r: r.part)}
-            lines.append(fastest(f"polar factor, {m} x {n}, {dtype}", times, errors, self.threshold, "distance"))
-        return lines
+        return polar_advice(rows, self.advised, self.threshold)

@@ -1,1 +1,1 @@
-"""Test problems: spectra, drifting statistics, recorded factors, gradients of single layers."""
+"""Test problems of the benches: spectra, drifting statistics, recorded factors, gradients of single layers."""

@@ -6,13 +6,14 @@ Legend: K gradients G `[K, m, n]`; vec stacks rows, so that (L x R) vec X = vec(
 from __future__ import annotations
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 _FLOOR = 1e-12
 
 
 def second_moment(g: Tensor) -> Tensor:
-    """C, the mean over the gradients."""
+    """C = E[vec G vec G^T], the mean over the gradients."""
     flat = g.flatten(1)
     return flat.T @ flat / len(g)
 
@@ -57,7 +58,7 @@ def cosine_product(c: Tensor, left: Tensor, right: Tensor) -> float:
 
 def best_cosine(c: Tensor, m: int, n: int) -> float:
     """The largest cosine of C with any L x R: the largest singular value of C rearranged, over ||C|| (Van Loan)."""
-    rearranged = c.reshape(m, n, m, n).permute(0, 2, 1, 3).reshape(m * m, n * n)
+    rearranged = rearrange(c, "(m1 n1) (m2 n2) -> (m1 m2) (n1 n2)", m1=m, n1=n, m2=m, n2=n)
     return float(torch.linalg.matrix_norm(rearranged, ord=2) / c.norm())
 
 
@@ -79,6 +80,6 @@ def gain_error(held_out: Tensor, left: Tensor, right: Tensor) -> float:
 
 
 def gain_spread(held_out: Tensor, left: Tensor, right: Tensor) -> float:
-    """The same after the best common factor: what a learning rate cannot repair."""
+    """The median of |log10 gain - median|: the gain error left after the best common factor, a learning rate."""
     found = gains(held_out, left, right)
     return float((found - found.median()).abs().median())

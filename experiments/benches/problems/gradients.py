@@ -1,4 +1,4 @@
-"""Gradients of single layers of a small language model, for what needs a distribution of gradients."""
+"""Gradients of single layers of a small language model: samples of a realistic distribution."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ LAYERS = (
 def layer_gradients(width: int, samples: int, seed: int = 0, steps: int = 100) -> Tensor:
     """`[samples, layers, width, width]`, float64, at the weights after `steps` steps of AdamW, each of a new batch.
 
-    Every layer is scaled so that its gradients have the mean squared norm 1. Do not write into it.
+    Every layer is scaled so that its gradients have the mean squared norm 1.
+    The result is cached: do not write into it.
     """
     task = {"kind": "byte_lm", "width": width, "heads": 2, "context": 32, "batch_size": 8, "max_bytes": 2**20}
     experiment = load_experiment({"task": task, "recipe": "adamw", "lr": 5e-3, "seed": seed})

@@ -1,9 +1,10 @@
-"""Factor matrices from the training of a small language model, kept in `recorded.npz` beside this file.
+"""Record factor matrices from the training of a small language model into `recorded.npz` beside this file.
 
-Made by `python -m eigengraft.experiments.benches.recording [FILE]`: the byte-level task with its default model is
-trained with the shipped recipe `shampoo` (Gram statistics, beta 0.95), and after 10, 100 and 300 steps the factors of
-four layers that are at most 64 long are kept, corrected for bias, as the upper triangles in float32. Equal machines and
-equal texts give equal files; the file says which text and which torch made it.
+    python -m eigengraft.experiments.benches.problems.record_factors [FILE]
+
+The byte-level task with its default model is trained with the shipped recipe `shampoo` (Gram statistics, beta 0.95).
+After 10, 100 and 300 steps the factors of four layers that are at most 64 long are recorded, corrected for bias, as the
+upper triangles in float32. Equal machines and equal texts give equal files; the file names its text and its torch.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ EXPERIMENT = {"task": {"kind": "byte_lm", "max_bytes": 2**20}, "recipe": "shampo
 
 
 def record(steps: Iterable[int] = STEPS, layers: Iterable[str] = LAYERS) -> dict[str, NDArray[np.float32]]:
-    """Train for max(steps) steps; name -> upper triangle of a factor. `made` says from what."""
+    """Train for max(steps) steps; name -> upper triangle of a factor. The entry `made` names torch and the text."""
     experiment = load_experiment(EXPERIMENT)
     steps, layers = sorted(steps), tuple(layers)
     threads = torch.get_num_threads()
@@ -64,10 +65,10 @@ def _triangles(state: dict[str, Tensor], step: int) -> dict[str, NDArray[np.floa
     return found
 
 
-def save(recorded: dict[str, NDArray[np.float32]], path: Path = FILE) -> None:
-    """Write the recording; the file holds no time of day."""
+def save_recording(recorded: dict[str, NDArray[np.float32]], path: Path = FILE) -> None:
+    """Write the recording; the file holds no time, so that equal recordings give equal files."""
     np.savez_compressed(path, **recorded)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":
-    save(record(), Path(sys.argv[1]) if len(sys.argv) > 1 else FILE)
+    save_recording(record(), Path(sys.argv[1]) if len(sys.argv) > 1 else FILE)

@@ -1,4 +1,4 @@
-"""The factor matrices that `recording.py` has recorded."""
+"""The factor matrices that `record_factors.py` has recorded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FILE = Path(__file__).with_name("recorded.npz")
 
 @cache
 def recorded_factors(path: Path = FILE) -> Tensor:
-    """All recorded factors `[N, 64, 64]`, float32, those of early steps first. Do not write into it."""
+    """All recorded factors `[N, 64, 64]`, float32, those of early steps first. Cached: do not write into it."""
     with np.load(path) as file:
         triangles = torch.from_numpy(np.stack([file[name] for name in sorted(file.files) if name != "made"]))
     d = int((2 * triangles.shape[1]) ** 0.5)

@@ -11,9 +11,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.component import Component
+from eigengraft.component import Component, checked
 
-from ..common.declarations import label
+from ..common.declarations import Declaration, label
 from .recorded import recorded_factors
 
 
@@ -92,8 +92,8 @@ class Clustered(Synthetic):
     """
 
     kind: Literal["clustered"] = "clustered"
-    ratio: float = Field(default=1000.0, ge=1, description="of the two values")
-    share: float = Field(default=2 / 3, gt=0, lt=1, description="of eigenvalues in the upper cluster")
+    ratio: float = Field(default=1000.0, ge=1, description="upper over lower value")
+    share: float = Field(default=2 / 3, gt=0, lt=1, description="share of the eigenvalues in the upper cluster")
 
     def eigenvalues(self, d: int) -> Tensor:
         upper = max(1, round(self.share * d))
@@ -117,7 +117,7 @@ class RankDeficient(Synthetic):
 
 
 class Recorded(Spectrum):
-    """Factors of layers in training, recorded by `recording.py`; for smaller sizes their leading blocks."""
+    """Factors of layers in training, recorded by `record_factors.py`; for smaller sizes their leading blocks."""
 
     kind: Literal["recorded"] = "recorded"
     singular: ClassVar[bool] = True
@@ -140,9 +140,25 @@ def orthogonal(count: int, d: int, seed: int) -> Tensor:
     return signed
 
 
-def invertible(ridge: float, spectra: Iterable[Spectrum]) -> float:
-    """The ridge, if with it the matrices of all spectra have an inverse; else a ValueError that names one."""
+def require_invertible(ridge: float, spectra: Iterable[Spectrum]) -> float:
+    """Return the ridge if with it the matrices of all spectra have an inverse; else name one in a ValueError."""
     without = [label(spectrum) for spectrum in spectra if spectrum.singular]
     if ridge == 0 and without:
         raise ValueError(f"more than 0 is required, because matrices of '{without[0]}' have no inverse")
     return ridge
+
+
+SPECTRA: tuple[Declaration, ...] = (
+    *({"kind": "geometric", "condition": condition} for condition in (1e1, 1e2, 1e3, 1e4, 1e5, 1e6)),
+    {"kind": "one_large"},
+    {"kind": "one_small"},
+    {"kind": "power_law"},
+    {"kind": "clustered"},
+    {"kind": "rank_deficient"},
+    {"kind": "recorded"},
+)
+
+
+def default_spectra() -> tuple[Spectrum, ...]:
+    """The spectra of a bench that is not told which."""
+    return tuple(checked(Spectrum, dict(item)) for item in SPECTRA)  # type: ignore[type-abstract]

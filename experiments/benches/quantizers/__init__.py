@@ -1,1 +1,1 @@
-"""Bench of quantizers: what is lost of a factor and of its root, bytes, time."""
+"""The bench of quantizers: error of a stored factor and of its root, bytes and time."""

@@ -13,48 +13,46 @@ from eigengraft.preconditioners.algebra.exponents import Rational
 from eigengraft.quantization import Quantizer
 from eigengraft.slots import Role, Slot
 
-from ..common.bench import Bench, Panel, Summary
-from ..common.declarations import distinct, label, listed
+from ..common.bench import Bench
+from ..common.declarations import label, listed, require_distinct
+from ..common.fields import DTYPES, Dtypes, Sizes
+from ..common.results import FigurePanel, ResultTable
 from ..common.timing import milliseconds
-from ..problems.spectra import Geometric, Spectrum, invertible
-from ..roots.bench import DTYPES, default_spectra
-from .declarations import default_quantizers, given, quantizer_label, role_of
-from .rows import Kept, QuantizerRow, Task, decomposed, losses, write
+from ..problems.spectra import Geometric, Spectrum, default_spectra, require_invertible
+from .declarations import default_quantizers, parse_quantizers, quantizer_label, role_of
+from .measure import StorageProblem, StoredStack, decompose, losses, store_repeatedly
+from .rows import QuantizerRow
 from .view import quantizer_advice, quantizer_panels, quantizer_summary
 
 
-class Quantizers(Bench):
+class QuantizerBench(Bench):
     """Quantizers x spectra x sizes x dtypes, and the root (B + r I)^-e, r = ridge lambda_max, of what comes back.
 
     A quantizer stores the matrices in the first of `roles` that it takes: structures for orthonormal columns get the
-    eigenvectors. One that is declared without a least size has none. Each matrix is written `writings` times over what
-    was kept before, because `eigen` is meant for matrices that move slowly. Error feedback makes a single decoding, as
-    measured here, worse, and the mean over many better. Time does not depend on the spectrum, it is taken once.
+    eigenvectors. A quantizer declared without a least size has none. Each matrix is written `writings` times over the
+    codes stored before, because `eigen` is meant for matrices that move slowly. Error feedback makes a single decoding,
+    as measured here, worse, and the mean over many better. Time does not depend on the spectrum and is measured once.
     """
 
     kind: Literal["quantizers"] = "quantizers"
-    quantizers: Annotated[tuple[Quantizer, ...], BeforeValidator(given)] = Field(
+    quantizers: Annotated[tuple[Quantizer, ...], BeforeValidator(parse_quantizers)] = Field(
         default_factory=default_quantizers, strict=False, description="declarations, or kinds"
     )
     spectra: Annotated[tuple[Spectrum, ...], BeforeValidator(listed)] = Field(
         default_factory=default_spectra, strict=False, description="the matrices"
     )
-    sizes: Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(listed)] = Field(
-        default=(64, 128), strict=False, description="d of the matrices d x d"
-    )
-    dtypes: Annotated[tuple[Literal["float32", "float64"], ...], BeforeValidator(listed)] = Field(
-        default=("float32",), strict=False, description="of the matrices"
-    )
+    sizes: Sizes = Field(default=(64, 128), strict=False, description="d of the matrices d x d")
+    dtypes: Dtypes = Field(default=("float32",), strict=False, description="dtypes of the matrices")
     roles: Annotated[tuple[Literal["statistic", "basis", "root"], ...], BeforeValidator(listed)] = Field(
         default=("statistic", "basis"), strict=False, description="what may be stored: A, its eigenvectors, its root"
     )
-    exponent: Rational = Field(default=Fraction(1, 4), description="e of the root A^-e")
+    exponent: Rational = Field(default=Fraction(1, 4), description="exponent e of the root A^-e")
     ridge: float = Field(default=1e-4, ge=0, description="added to all eigenvalues, in units of the largest")
-    writings: int = Field(default=32, ge=1, description="of a matrix, each over the one before")
+    writings: int = Field(default=32, ge=1, description="times a matrix is written, each over the one before")
     count: int = Field(default=4, ge=1, description="matrices in a stack")
     threshold: float = Field(default=0.1, gt=0, description="largest root error that the advice accepts")
-    parts: ClassVar[str] = "quantizers"
-    small: ClassVar[dict[str, Any]] = {
+    candidate_field: ClassVar[str] = "quantizers"
+    quick_fields: ClassVar[dict[str, Any]] = {
         "sizes": [64],
         "spectra": [*({"kind": "geometric", "condition": c} for c in (1e2, 1e4, 1e6)), "clustered", "recorded"],
         "count": 2,
@@ -65,7 +63,7 @@ class Quantizers(Bench):
     @field_validator("quantizers")
     @classmethod
     def _distinct(cls, quantizers: tuple[Quantizer, ...]) -> tuple[Quantizer, ...]:
-        distinct(quantizers, quantizer_label)
+        require_distinct(quantizers, quantizer_label)
         return quantizers
 
     @field_validator("roles")
@@ -81,48 +79,50 @@ class Quantizers(Bench):
     @field_validator("ridge")
     @classmethod
     def _inverses_exist(cls, ridge: float, info: ValidationInfo) -> float:
-        return invertible(ridge, info.data.get("spectra", ()))
+        return require_invertible(ridge, info.data.get("spectra", ()))
 
     def cells(self) -> int:
         return len(self.quantizers) * len(self.spectra) * len(self.sizes) * len(self.dtypes)
 
     def measure(self) -> Iterator[list[QuantizerRow]]:
-        device = self.target()
+        device = self.target_device()
         for size, dtype in ((size, dtype) for size in self.sizes for dtype in self.dtypes):
             times: dict[Quantizer, dict[str, float]] = {}
             for spectrum in self.spectra:
-                problem = decomposed(spectrum, self.count, size, self.seed)
-                task = None if problem is None else Task(problem, self.exponent, self.ridge, device, DTYPES[dtype])
+                stack = decompose(spectrum, self.count, size, self.seed)
+                problem = None
+                if stack is not None:
+                    problem = StorageProblem(stack, self.exponent, self.ridge, device, DTYPES[dtype])
                 for quantizer in self.quantizers:
                     role = role_of(quantizer, size, self.roles)
-                    yield [] if task is None or role is None else [self._row(quantizer, task, role, times)]
+                    yield [] if problem is None or role is None else [self._row(quantizer, problem, role, times)]
 
     def _row(
-        self, quantizer: Quantizer, task: Task, role: Role, times: dict[Quantizer, dict[str, float]]
+        self, quantizer: Quantizer, problem: StorageProblem, role: Role, times: dict[Quantizer, dict[str, float]]
     ) -> QuantizerRow:
-        kept = write(quantizer, task, role, self.writings, self.seed)
+        stored = store_repeatedly(quantizer, problem, role, self.writings, self.seed)
         if quantizer not in times:
-            times[quantizer] = self._times(kept)
+            times[quantizer] = self._times(stored)
         return QuantizerRow(
-            part=quantizer_label(quantizer),
+            candidate=quantizer_label(quantizer),
             declaration=quantizer.declaration(),
             device=self.device,
-            spectrum=task.problem.name,
-            condition=task.problem.condition(),
-            size=kept.x.shape[-1],
-            dtype=str(task.dtype).removeprefix("torch."),
+            spectrum=problem.stack.name,
+            condition=problem.stack.condition(),
+            size=stored.x.shape[-1],
+            dtype=str(problem.dtype).removeprefix("torch."),
             role=role,
             exponent=str(self.exponent),
-            **losses(task, role, kept.read()),
-            bytes=kept.bytes(),
+            **losses(problem, role, stored.decode()),
+            bytes=stored.bytes_per_entry(),
             **times[quantizer],
         )
 
-    def _times(self, kept: Kept) -> dict[str, float]:
-        """The fields of a row that are times, a copy measured between the two."""
-        works = (kept.write, kept.x.clone, kept.read)
-        encode, copy, decode = (milliseconds(work, self.threads, self.seconds) / len(kept.x) for work in works)
-        speed = kept.share_of_copy() * copy
+    def _times(self, stored: StoredStack) -> dict[str, float]:
+        """The fields of a row that are times; a copy is measured between encoding and decoding."""
+        works = (stored.encode, stored.x.clone, stored.decode)
+        encode, copy, decode = (milliseconds(work, self.threads, self.seconds) / len(stored.x) for work in works)
+        speed = stored.traffic_over_copy() * copy
         return {
             "encode_ms": encode,
             "decode_ms": decode,
@@ -130,10 +130,10 @@ class Quantizers(Bench):
             "decode_speed": speed / decode,
         }
 
-    def summary(self, rows: Sequence[QuantizerRow]) -> Summary:
+    def summary(self, rows: Sequence[QuantizerRow]) -> ResultTable:
         return quantizer_summary(rows)
 
-    def panels(self, rows: Sequence[QuantizerRow]) -> tuple[Panel, Panel]:
+    def panels(self, rows: Sequence[QuantizerRow]) -> tuple[FigurePanel, FigurePanel]:
         swept = {label(spectrum) for spectrum in self.spectra if isinstance(spectrum, Geometric)}
         return quantizer_panels(rows, swept, self.threshold)
 

@@ -38,8 +38,8 @@ PREFERRED: tuple[Declaration, ...] = (
 )
 
 
-def whole(declared: Any) -> Any:
-    """The declaration without a least size, which decides about slots and says nothing of a format."""
+def without_least_size(declared: Any) -> Any:
+    """The declaration with `min_elements: 1`: a least size chooses slots and does not belong to a format."""
     if isinstance(declared, str):
         declared = {"kind": declared}
     if not isinstance(declared, Mapping):
@@ -47,26 +47,28 @@ def whole(declared: Any) -> Any:
     member = Quantizer.members.get(str(declared.get("kind")))
     fields = member.model_fields if member is not None else {}
     found: dict[str, Any] = {"min_elements": 1} if "min_elements" in fields else {}
-    inside = fields["inner"].default if "inner" in fields else None
-    if isinstance(inside, Quantizer):
-        found["inner"] = {name: value for name, value in inside.declaration().items() if name != "min_elements"}
+    inner = fields["inner"].default if "inner" in fields else None
+    if isinstance(inner, Quantizer):
+        found["inner"] = {name: value for name, value in inner.declaration().items() if name != "min_elements"}
     found.update(declared)
-    return {name: whole(value) if name == "inner" and value else value for name, value in found.items()}
+    return {name: without_least_size(value) if name == "inner" and value else value for name, value in found.items()}
 
 
-def given(value: Any) -> Any:
-    """Declarations as `whole` makes them; instances stay as they are."""
-    return tuple(map(whole, listed(value)))
+def parse_quantizers(value: Any) -> Any:
+    """Read declarations without a least size; instances stay as they are."""
+    return tuple(map(without_least_size, listed(value)))
 
 
 def quantizer_label(quantizer: Quantizer) -> str:
-    """Its kind, the format inside and the fields that differ from those of a format without a least size."""
-    return label(quantizer, whole, always=("inner",)).replace(" inner=None", "").replace(" inner=", " ")
+    """The quantizer's kind, its inner format and the fields that differ from those of a format without a least size."""
+    return label(quantizer, without_least_size, always=("inner",)).replace(" inner=None", "").replace(" inner=", " ")
 
 
 def default_quantizers() -> tuple[Quantizer, ...]:
-    """What is registered of the preferred ones, and every other that needs no field and stores factors."""
-    return tuple(part for part in _made(defaults(Quantizer, filter(_known, PREFERRED))) if _stores_factors(part))
+    """The preferred quantizers that are registered, and every other that needs no field and stores factors."""
+    return tuple(
+        quantizer for quantizer in _made(defaults(Quantizer, filter(_known, PREFERRED))) if _stores_factors(quantizer)
+    )
 
 
 def _known(declared: Declaration) -> bool:
@@ -75,7 +77,7 @@ def _known(declared: Declaration) -> bool:
 
 
 def _made(declared: Iterable[Declaration]) -> Iterable[Quantizer]:
-    return (checked(Quantizer, whole(item)) for item in declared)  # type: ignore[type-abstract]
+    return (checked(Quantizer, without_least_size(item)) for item in declared)  # type: ignore[type-abstract]
 
 
 def _stores_factors(quantizer: Quantizer) -> bool:
@@ -83,5 +85,5 @@ def _stores_factors(quantizer: Quantizer) -> bool:
 
 
 def role_of(quantizer: Quantizer, size: int, roles: Iterable[Role]) -> Role | None:
-    """The first of the roles in which it stores a matrix of that size."""
+    """The first of the roles in which the quantizer stores a matrix of this size, None where it stores none."""
     return next((role for role in roles if quantizer.refuses(Slot((size, size), role=role)) is None), None)

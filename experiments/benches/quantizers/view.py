@@ -5,13 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from statistics import median
-from typing import TYPE_CHECKING
 
-from ..common.bench import Line, Panel, Summary
+from ..common.results import FigurePanel, Line, ResultTable
 from ..common.tables import fastest, groups, milli, points, scientific, unique
-
-if TYPE_CHECKING:
-    from .rows import QuantizerRow
+from .rows import QuantizerRow
 
 COLUMNS = (
     "quantizer", "size", "dtype", "stored", "bytes", "error", "angle", "largest", "not orthogonal",
@@ -22,14 +19,14 @@ COLUMNS = (
 _WIDTHS = {"float32": 4, "float64": 8}
 
 
-def quantizer_summary(rows: Sequence[QuantizerRow]) -> Summary:
+def quantizer_summary(rows: Sequence[QuantizerRow]) -> ResultTable:
     """One line for each quantizer, size and dtype: the worst over all spectra, median times."""
     lines = []
-    for (part, size, dtype), some in groups(rows, lambda row: (row.part, row.size, row.dtype)):
+    for (candidate, size, dtype), some in groups(rows, lambda row: (row.candidate, row.size, row.dtype)):
         bad = max(some, key=_fault)
         lines.append(
             (
-                part,
+                candidate,
                 str(size),
                 dtype,
                 some[0].role,
@@ -47,29 +44,29 @@ def quantizer_summary(rows: Sequence[QuantizerRow]) -> Summary:
                 _cost([row.decode_ms for row in some], [row.decode_speed for row in some]),
             )
         )
-    title = (
-        "stored factors: the worst over spectra; encode/copy, decode/copy: bytes moved a second over those of a copy"
-    )
-    return Summary(title, COLUMNS, tuple(lines))
+    title = "stored factors: the worst over spectra; in brackets bytes moved per second, in percent of those of a copy"
+    return ResultTable(title, COLUMNS, tuple(lines))
 
 
-def quantizer_panels(rows: Sequence[QuantizerRow], swept: Collection[str], threshold: float) -> tuple[Panel, Panel]:
+def quantizer_panels(
+    rows: Sequence[QuantizerRow], swept: Collection[str], threshold: float
+) -> tuple[FigurePanel, FigurePanel]:
     """Error of the root against bytes, median and worst over spectra joined; against condition. At the largest size."""
     first = rows[0] if rows else None
     largest = max((row.size for row in rows), default=0)
     rows = [row for row in rows if first and row.size == largest and row.dtype == first.dtype]
     price, accuracy = [], []
-    for style, part in enumerate(unique(row.part for row in rows)):
-        own = [row for row in rows if row.part == part]
+    for style, candidate in enumerate(unique(row.candidate for row in rows)):
+        own = [row for row in rows if row.candidate == candidate]
         errors = [_fault(row) for row in own]
-        price.append(Line(part, style, [own[0].bytes] * 2, [median(errors), max(errors)]))
+        price.append(Line(candidate, style, [own[0].bytes] * 2, [median(errors), max(errors)]))
         sweep = ((row.condition, _fault(row)) for row in own if row.spectrum in swept)
-        accuracy.append(points(part, style, sweep))
+        accuracy.append(points(candidate, style, sweep))
     root = f"error of $A^{{-{first.exponent}}}$" if first else ""
     where, level = f"d = {largest}, {first.dtype if first else ''}", (threshold, threshold)
     return (
-        Panel(tuple(price), f"bytes for each entry ({where})", f"{root}, median and worst over spectra", level),
-        Panel(tuple(accuracy), f"condition number ({where})", root, level),
+        FigurePanel(tuple(price), f"bytes per entry ({where})", f"{root}, median and worst over spectra", level),
+        FigurePanel(tuple(accuracy), f"condition number ({where})", root, level),
     )
 
 
@@ -83,27 +80,29 @@ def quantizer_advice(rows: Sequence[QuantizerRow], threshold: float) -> list[str
             problems = {"recorded factors": real, **problems}
         for name, those in problems.items():
             where = f"A^(-{exponent}), {size} x {size}, {dtype}, {name}"
-            parts = groups(those, lambda row: row.part)
-            errors = {part: max(map(_fault, own)) for part, own in parts}
-            times = {part: median(row.encode_ms + row.decode_ms for row in own) for part, own in parts}
-            sizes = {part: own[0].bytes for part, own in parts}
+            by_candidate = groups(those, lambda row: row.candidate)
+            errors = {candidate: max(map(_fault, own)) for candidate, own in by_candidate}
+            times = {candidate: median(row.encode_ms + row.decode_ms for row in own) for candidate, own in by_candidate}
+            sizes = {candidate: own[0].bytes for candidate, own in by_candidate}
             lines.append(fewest(where, sizes, errors, threshold))
-            saving = {part: ms for part, ms in times.items() if sizes[part] < _WIDTHS[dtype]}
-            if any(errors[part] <= threshold for part in saving):
+            saving = {candidate: ms for candidate, ms in times.items() if sizes[candidate] < _WIDTHS[dtype]}
+            if any(errors[candidate] <= threshold for candidate in saving):
                 lines.append(fastest(f"{where}, fastest that saves bytes", saving, errors, threshold, "root error"))
     return lines
 
 
 def fewest(where: str, sizes: Mapping[str, float], errors: Mapping[str, float], threshold: float) -> str:
-    """One line of advice: the part with the fewest bytes whose error stays below the threshold, and the next one."""
-    good = sorted((sizes[part], errors[part], part) for part in sizes if errors[part] <= threshold)
+    """One line of advice: the candidate of fewest bytes whose error stays below the threshold, and the next one."""
+    good = sorted(
+        (sizes[candidate], errors[candidate], candidate) for candidate in sizes if errors[candidate] <= threshold
+    )
     if not good:
-        best = min(errors, key=lambda part: errors[part])
+        best = min(errors, key=lambda candidate: errors[candidate])
         if not math.isfinite(errors[best]):
             return f"{where}: none gives a usable result on every problem"
         return f"{where}: none stays below the root error {threshold:g}; the best is {best} ({errors[best]:.2g})"
-    size, error, part = good[0]
-    line = f"{where}: {part}, {size:.3g} bytes an entry, worst root error {error:.2g}"
+    size, error, candidate = good[0]
+    line = f"{where}: {candidate}, {size:.3g} bytes per entry, worst root error {error:.2g}"
     if len(good) > 1:
         line += f"; then {good[1][2]}, {good[1][0]:.3g} bytes, {good[1][1]:.2g}"
     return line

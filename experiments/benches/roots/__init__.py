@@ -1,1 +1,1 @@
-"""Bench of inverse-root solvers: error, residual, time."""
+"""The bench of inverse-root solvers: error, residual and time over spectra, sizes and dtypes."""

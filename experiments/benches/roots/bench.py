@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -16,27 +15,20 @@ from eigengraft.component import checked
 from eigengraft.preconditioners import RootSolver
 from eigengraft.preconditioners.algebra.exponents import Rational
 
-from ..common.bench import Bench, Panel, Row, Summary
-from ..common.declarations import Declaration, defaults, distinct, label, listed
+from ..common.bench import Bench
+from ..common.declarations import Declaration, defaults, label, listed, require_distinct
+from ..common.fields import DTYPES, Dtypes, Sizes
+from ..common.results import FigurePanel, ResultTable
 from ..common.timing import angle, inverse_power, milliseconds, relative_error, worst
-from ..problems.spectra import Geometric, Spectrum, invertible
+from ..problems.spectra import Geometric, Spectrum, default_spectra, require_invertible
+from .rows import RootRow
 from .view import root_advice, root_panels, root_summary
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
 PREFERRED: tuple[Declaration, ...] = ({"kind": "eigh"}, {"kind": "eigh", "precision": "float64"})
-SPECTRA: tuple[Declaration, ...] = (
-    *({"kind": "geometric", "condition": condition} for condition in (1e1, 1e2, 1e3, 1e4, 1e5, 1e6)),
-    {"kind": "one_large"},
-    {"kind": "one_small"},
-    {"kind": "power_law"},
-    {"kind": "clustered"},
-    {"kind": "rank_deficient"},
-    {"kind": "recorded"},
-)
 
 
 def ridgeless(kind: str) -> Declaration:
-    """The solver called `kind` without a ridge of its own where it can do without: the bench adds one for all."""
+    """The solver called `kind`, its own ridge 0 where its fields allow that: the bench adds one ridge for all."""
     member = RootSolver.members.get(kind)
     own: Declaration = {name: 0.0 for name in ("eps", "floor") if member is not None and name in member.model_fields}
     for fields in (own, dict[str, Any]()):
@@ -49,7 +41,7 @@ def ridgeless(kind: str) -> Declaration:
 
 
 def _solvers(value: Any) -> Any:
-    """A bare kind means the solver without a ridge of its own."""
+    """Read a bare kind as the solver without a ridge of its own."""
     return tuple(ridgeless(item) if isinstance(item, str) else item for item in listed(value))
 
 
@@ -58,39 +50,11 @@ def _default_solvers() -> tuple[RootSolver, ...]:
     return tuple(checked(RootSolver, item) for item in declared)  # type: ignore[type-abstract]
 
 
-def default_spectra() -> tuple[Spectrum, ...]:
-    return tuple(checked(Spectrum, dict(item)) for item in SPECTRA)  # type: ignore[type-abstract]
-
-
-@dataclass(frozen=True)
-class RootRow(Row):
-    """One solver on one stack. Errors are the worst of the stack, over the matrices the solver did not reject.
-
-    error: ||X - Y||_F / ||Y||_F with Y = (A + r I)^-e in float64. angle: between X and Y, degrees.
-    residual: ||X^p A^q - I||_F / sqrt(d) for e = q/p, in float64; reported: the solver's own measure.
-    ok, definite: the share of the stack not rejected, and the share whose root is positive definite.
-    """
-
-    spectrum: str
-    condition: float
-    size: int
-    dtype: str
-    exponent: str
-    error: float
-    angle: float
-    residual: float
-    reported: float
-    ok: float
-    definite: float
-    iterations: int
-    milliseconds: float
-
-
-class Roots(Bench):
+class RootBench(Bench):
     """(A + r I)^-e,  r = ridge lambda_max:  solvers x exponents x spectra x sizes x dtypes.
 
-    The ridge is part of the problem, so that all solvers have the same one: a solver named by its kind alone gets no
-    ridge of its own (`eps: 0`), one that is declared in full is taken as it is. Time is per matrix of the stack.
+    The ridge belongs to the problem, so that all solvers have the same one: a solver named by its kind alone gets no
+    ridge of its own (`eps: 0`); a solver declared in full is taken as it is. Time is per matrix of the stack.
     """
 
     kind: Literal["roots"] = "roots"
@@ -100,20 +64,16 @@ class Roots(Bench):
     spectra: Annotated[tuple[Spectrum, ...], BeforeValidator(listed)] = Field(
         default_factory=default_spectra, strict=False, description="the matrices"
     )
-    sizes: Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(listed)] = Field(
-        default=(16, 64, 128), strict=False, description="d of the matrices d x d"
-    )
-    dtypes: Annotated[tuple[Literal["float32", "float64"], ...], BeforeValidator(listed)] = Field(
-        default=("float32",), strict=False, description="of the matrices"
-    )
+    sizes: Sizes = Field(default=(16, 64, 128), strict=False, description="d of the matrices d x d")
+    dtypes: Dtypes = Field(default=("float32",), strict=False, description="dtypes of the matrices")
     exponents: Annotated[tuple[Rational, ...], BeforeValidator(listed)] = Field(
-        default=(Fraction(1, 4),), strict=False, description="e of the root A^-e"
+        default=(Fraction(1, 4),), strict=False, description="exponents e of the root A^-e"
     )
     ridge: float = Field(default=1e-6, ge=0, description="added to all eigenvalues, in units of the largest")
     count: int = Field(default=4, ge=1, description="matrices in a stack")
     threshold: float = Field(default=0.05, gt=0, description="largest error that the advice accepts")
-    parts: ClassVar[str] = "solvers"
-    small: ClassVar[dict[str, Any]] = {
+    candidate_field: ClassVar[str] = "solvers"
+    quick_fields: ClassVar[dict[str, Any]] = {
         "sizes": [16, 32],
         "spectra": [*({"kind": "geometric", "condition": c} for c in (1e2, 1e4, 1e6)), "recorded"],
         "count": 4,
@@ -123,12 +83,12 @@ class Roots(Bench):
     @field_validator("solvers")
     @classmethod
     def _distinct(cls, solvers: tuple[RootSolver, ...]) -> tuple[RootSolver, ...]:
-        distinct(solvers, lambda part: label(part, ridgeless))
+        require_distinct(solvers, lambda solver: label(solver, ridgeless))
         return solvers
 
     @field_validator("exponents")
     @classmethod
-    def _somebody_takes_each(cls, exponents: tuple[Fraction, ...], info: ValidationInfo) -> tuple[Fraction, ...]:
+    def _some_solver_takes_each(cls, exponents: tuple[Fraction, ...], info: ValidationInfo) -> tuple[Fraction, ...]:
         for exponent in exponents:
             refusals = [solver.check(exponent) for solver in info.data.get("solvers", ())]
             if refusals and all(refusals):
@@ -138,13 +98,13 @@ class Roots(Bench):
     @field_validator("ridge")
     @classmethod
     def _inverses_exist(cls, ridge: float, info: ValidationInfo) -> float:
-        return invertible(ridge, info.data.get("spectra", ()))
+        return require_invertible(ridge, info.data.get("spectra", ()))
 
     def cells(self) -> int:
         return len(self.solvers) * len(self.exponents) * len(self.spectra) * len(self.sizes) * len(self.dtypes)
 
     def measure(self) -> Iterator[list[RootRow]]:
-        device = self.target()
+        device = self.target_device()
         for size, dtype, spectrum in ((s, t, m) for s in self.sizes for t in self.dtypes for m in self.spectra):
             a = spectrum.stack(self.count, size, self.seed)
             given = None if a is None else (a + self.ridge * torch.eye(size, dtype=a.dtype)).to(device, DTYPES[dtype])
@@ -167,7 +127,7 @@ class Roots(Bench):
         rest = powers - torch.eye(a.shape[-1], dtype=x.dtype, device=x.device)
         definite = torch.linalg.eigvalsh((x + x.mT) / 2)[:, :1].amin(-1) > 0
         return RootRow(
-            part=label(solver, ridgeless),
+            candidate=label(solver, ridgeless),
             declaration=solver.declaration(),
             device=self.device,
             spectrum=label(spectrum),
@@ -185,10 +145,10 @@ class Roots(Bench):
             milliseconds=milliseconds(lambda: solver.root(a, exponent), self.threads, self.seconds) / len(a),
         )
 
-    def summary(self, rows: Sequence[RootRow]) -> Summary:
+    def summary(self, rows: Sequence[RootRow]) -> ResultTable:
         return root_summary(rows)
 
-    def panels(self, rows: Sequence[RootRow]) -> tuple[Panel, Panel]:
+    def panels(self, rows: Sequence[RootRow]) -> tuple[FigurePanel, FigurePanel]:
         swept = {label(spectrum) for spectrum in self.spectra if isinstance(spectrum, Geometric)}
         return root_panels(rows, swept, self.threshold)
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from statistics import median
-from typing import TYPE_CHECKING
 
-from ..common.bench import Line, Panel, Summary
+from ..common.results import FigurePanel, Line, ResultTable
 from ..common.tables import fastest, groups, milli, points, scientific, span, unique
-
-if TYPE_CHECKING:
-    from .bench import RootRow
+from .rows import RootRow
 
 COLUMNS = (
     "solver", "size", "dtype", "e", "error: median", "worst", "at", "angle", "residual", "ok", "definite", "iterations",
@@ -19,14 +16,14 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def root_summary(rows: Sequence[RootRow]) -> Summary:
+def root_summary(rows: Sequence[RootRow]) -> ResultTable:
     """One line for each solver, size, dtype and exponent, over all spectra."""
     lines = []
-    for (part, size, dtype, exponent), some in groups(rows, lambda r: (r.part, r.size, r.dtype, r.exponent)):
+    for (candidate, size, dtype, exponent), some in groups(rows, lambda r: (r.candidate, r.size, r.dtype, r.exponent)):
         bad = max(some, key=lambda row: _or(row.error, math.inf))
         lines.append(
             (
-                part,
+                candidate,
                 str(size),
                 dtype,
                 exponent,
@@ -41,33 +38,35 @@ def root_summary(rows: Sequence[RootRow]) -> Summary:
                 milli(median(row.milliseconds for row in some)),
             )
         )
-    return Summary("inverse roots: the worst and the median over spectra", COLUMNS, tuple(lines))
+    return ResultTable("inverse roots: the worst and the median over spectra", COLUMNS, tuple(lines))
 
 
-def root_panels(rows: Sequence[RootRow], swept: Collection[str], threshold: float) -> tuple[Panel, Panel]:
+def root_panels(rows: Sequence[RootRow], swept: Collection[str], threshold: float) -> tuple[FigurePanel, FigurePanel]:
     """Median error over spectra against time, a point for each size; error against condition at the largest size."""
     first = rows[0] if rows else None
     rows = [row for row in rows if first and (row.dtype, row.exponent) == (first.dtype, first.exponent)]
     largest = max((row.size for row in rows), default=0)
     cost, accuracy = [], []
-    for style, part in enumerate(unique(row.part for row in rows)):
-        own = [row for row in rows if row.part == part]
+    for style, candidate in enumerate(unique(row.candidate for row in rows)):
+        own = [row for row in rows if row.candidate == candidate]
         sizes = [some for _, some in groups(own, lambda row: row.size)]
         times = [median(row.milliseconds for row in some) for some in sizes]
         errors = [median(_or(row.error, math.inf) for row in some) for some in sizes]
-        cost.append(Line(part, style, times, errors))
+        cost.append(Line(candidate, style, times, errors))
         sweep = [row for row in own if row.spectrum in swept and row.size == largest]
-        accuracy.append(points(part, style, ((row.condition, row.error) for row in sweep)))
+        accuracy.append(points(candidate, style, ((row.condition, row.error) for row in sweep)))
     what = f"{first.dtype}, $A^{{-{first.exponent}}}$" if first else ""
     sizes_seen = ", ".join(map(str, sorted({row.size for row in rows})))
     return (
-        Panel(
+        FigurePanel(
             tuple(cost),
-            f"ms a matrix (d = {sizes_seen})",
+            f"ms per matrix (d = {sizes_seen})",
             f"median relative error, {what}",
             (threshold, threshold),
         ),
-        Panel(tuple(accuracy), f"condition number (d = {largest})", "worst relative error", (threshold, threshold)),
+        FigurePanel(
+            tuple(accuracy), f"condition number (d = {largest})", "worst relative error", (threshold, threshold)
+        ),
     )
 
 
@@ -75,8 +74,13 @@ def root_advice(rows: Sequence[RootRow], threshold: float) -> list[str]:
     """For each size, dtype and exponent the fastest solver that was right on every spectrum, and the runner-up."""
     lines = []
     for (size, dtype, exponent), some in groups(rows, lambda r: (r.size, r.dtype, r.exponent)):
-        worst = {part: max(_fault(row) for row in own) for part, own in groups(some, lambda row: row.part)}
-        times = {part: median(row.milliseconds for row in own) for part, own in groups(some, lambda row: row.part)}
+        worst = {
+            candidate: max(_fault(row) for row in own) for candidate, own in groups(some, lambda row: row.candidate)
+        }
+        times = {
+            candidate: median(row.milliseconds for row in own)
+            for candidate, own in groups(some, lambda row: row.candidate)
+        }
         where = f"A^(-{exponent}), {size} x {size}, {dtype}"
         lines.append(fastest(where, times, worst, threshold))
     return lines

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
 from ...reports.figures import LIGHT, MARKERS, plain, save
-from .run import BOUND, LEARNING_RATES, LINES, WINDOW, SpikeRow
+from .rows import BOUND, LEARNING_RATES, LINES, WINDOW, SpikeRow
 
 _INK, _RULE = "#3c3c3d", "#d8d8d9"
 _LABELS = {

@@ -3,18 +3,15 @@
 size(t) = max over the matrices W of the transformer blocks of  RMS((W_t - W_(t+1)) / lr_t),  without weight decay.
 ratio   = max of size over the spike's step and the `WINDOW` after it / max of size over the `WINDOW` steps before it.
 
-Largest is compared with largest, over windows of equal length. The same with the median before, which is stricter (it
-exceeds 1 without any spike), and with the last step before stand in the rows too. A gradient that outweighs all others
-makes every entry of Adam's update sqrt(1 - b), 0.224 for b = 0.95, in any fixed basis: what a spike costs above that
-comes from the changes of the basis. `eigengraft bench spike` makes rows and figure; those in `results/`
-are its own, of a CPU with one thread.
+The largest size is compared with the largest, over windows of equal length. Rows also hold the ratios to the median
+before, which is stricter (it exceeds 1 without any spike), and to the last step before. A gradient that outweighs all
+others makes every entry of Adam's update sqrt(1 - b), 0.224 for b = 0.95, in any fixed basis: larger updates come from
+changes of the basis. `eigengraft bench spike` makes rows and figure; `results/` holds those of a CPU with one thread.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from statistics import fmean, median
@@ -30,42 +27,17 @@ from ...tasks import Batch
 from ...training.experiment import Experiment
 from ...training.loading import load_experiment
 from ...training.train import surroundings
+from ..common.results import write_rows
+from .figure import draw_spike
+from .rows import FACTOR, LEARNING_RATES, LINES, SPIKE, WINDOW, SpikeRow
 
-SPIKE, FACTOR, WINDOW = 100, 1e4, 20
-"""The step of the spike (counted from 1), what the gradients are multiplied by, and the steps looked at either side."""
-BOUND = (1 - 0.95) ** 0.5
-LINES = ("exact", "permute", "none", "none, momentum outside", "published")
-LEARNING_RATES = (3e-3, 3.2e-2)
-"""The recipe's own, and the best of the demo's grid on this kind of task."""
 SEEDS = (0, 1, 2)
 TASK: Mapping[str, Any] = {"kind": "byte_lm", "max_bytes": 2**20}
 SMALL: Mapping[str, Any] = {**TASK, "layers": 1, "width": 32, "heads": 2, "context": 32, "batch_size": 16}
-HERE = Path(__file__).with_name("results")
 
 
-@dataclass(frozen=True)
-class SpikeRow:
-    """One run. sizes: size(t) of the steps `spike - 2 WINDOW .. spike + WINDOW`. losses: the mean training loss of the
-    five last steps before the spike and of the run's."""
-
-    line: str
-    lr: float
-    seed: int
-    spike: int
-    factor: float
-    ratio: float
-    ratio_to_median: float
-    ratio_to_last: float
-    before: float
-    largest: float
-    largest_after: int
-    loss_before: float
-    loss_end: float
-    sizes: list[float]
-
-
-def recipe_of(line: str) -> eigengraft.Recipe:
-    """The recipe behind a line: `published`, or the shipped `soap` with the transport that the line begins with."""
+def recipe_for(line: str) -> eigengraft.Recipe:
+    """The recipe of a line: `published`, or the shipped `soap` with the transport that the line begins with."""
     if line == "published":
         return load_recipe("reference/soap")
     transport, _, more = line.partition(", ")
@@ -81,10 +53,10 @@ def recipe_of(line: str) -> eigengraft.Recipe:
 def spike_run(
     line: str, lr: float, seed: int, *, task: Mapping[str, Any] = TASK, spike: int = SPIKE, factor: float = FACTOR
 ) -> SpikeRow:
-    """Train with one spike; depends on the arguments alone."""
+    """Train with one spike; the row depends on the arguments alone."""
     steps = spike + WINDOW
     experiment = load_experiment(
-        {"task": task, "recipe": recipe_of(line), "lr": lr, "weight_decay": 0.0, "steps": steps, "seed": seed}
+        {"task": task, "recipe": recipe_for(line), "lr": lr, "weight_decay": 0.0, "steps": steps, "seed": seed}
     )
     with surroundings(experiment):
         sizes, losses = _train(experiment, spike, factor)
@@ -136,18 +108,8 @@ def _rms(x: Tensor) -> float:
     return float(x.double().square().mean().sqrt())
 
 
-def read_rows(path: Path = HERE / "spike.jsonl") -> list[SpikeRow]:
-    """Rows that were written before."""
-    return [SpikeRow(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def write_rows(rows: Iterable[SpikeRow], path: Path) -> None:
-    """One JSON object a line."""
-    path.write_text("".join(f"{json.dumps(asdict(row))}\n" for row in rows), encoding="utf-8")
-
-
-def ratios(rows: Sequence[SpikeRow]) -> list[tuple[str, str, str, str]]:
-    """For each learning rate and line the ratios of all seeds, to the largest and to the median before, as text."""
+def ratio_lines(rows: Sequence[SpikeRow]) -> list[tuple[str, str, str, str]]:
+    """One line of a table per learning rate and line: ratios of all seeds, to the largest and to the median before."""
     found = []
     for lr, line in dict.fromkeys((row.lr, row.line) for row in rows):
         here = [row for row in rows if (row.lr, row.line) == (lr, line)]
@@ -157,18 +119,16 @@ def ratios(rows: Sequence[SpikeRow]) -> list[tuple[str, str, str, str]]:
     return found
 
 
-def grid(quick: bool = False) -> list[dict[str, Any]]:
-    """The arguments of all runs: 30, or with `quick` five short ones of a smaller model."""
+def spike_grid(quick: bool = False) -> list[dict[str, Any]]:
+    """The arguments of all runs: 30 runs, or with `quick` five short runs of a smaller model."""
     if quick:
         return [{"line": line, "lr": LEARNING_RATES[0], "seed": 0, "task": SMALL, "spike": 60} for line in LINES]
     cells = product(LEARNING_RATES, LINES, SEEDS)
     return [{"line": line, "lr": lr, "seed": seed} for lr, line, seed in cells]
 
 
-def write(rows: Sequence[SpikeRow], directory: Path) -> None:
-    """`spike.jsonl` and `spike.svg`."""
-    from .figure import draw_spike
-
+def write_results(rows: Sequence[SpikeRow], directory: Path) -> None:
+    """Write `spike.jsonl` and `spike.svg`."""
     directory.mkdir(parents=True, exist_ok=True)
     write_rows(rows, directory / "spike.jsonl")
     draw_spike(rows, directory / "spike.svg")

@@ -1,1 +1,1 @@
-"""Bench of statistics: the distance of their Kronecker product from the full second moment."""
+"""The bench of statistics: distance of their Kronecker product from the full second moment."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -14,14 +13,16 @@ from torch import Tensor
 from eigengraft.component import checked
 from eigengraft.preconditioners import Eigh, Every, Shampoo, Statistic
 
-from ..common.bench import Bench, Panel, Row, Summary
-from ..common.declarations import Declaration, defaults, distinct, label, listed
-from ..common.stage_runner import Alone
+from ..common.bench import Bench
+from ..common.declarations import Declaration, defaults, label, listed, require_distinct
+from ..common.fields import DTYPES, Sizes
+from ..common.results import FigurePanel, ResultTable
+from ..common.stage_runner import StageRunner
 from ..common.timing import milliseconds
 from ..problems import dense_kronecker as kronecker
 from ..problems.gradients import LAYERS, layer_gradients
-from ..roots.bench import DTYPES
-from .view import BEST, DIAGONAL, statistic_advice, statistic_panels, statistic_summary
+from .rows import BEST, DIAGONAL, StatisticRow
+from .view import statistic_advice, statistic_panels, statistic_summary
 
 LONG = 0.995
 """Decay of statistics named by their kind alone: the mean of some hundred gradients."""
@@ -35,7 +36,7 @@ def slow(kind: str) -> Declaration:
 
 
 def _statistics(value: Any) -> Any:
-    """A bare kind means the statistic with a long memory."""
+    """Read a bare kind as the statistic with a long memory."""
     return tuple(slow(item) if isinstance(item, str) else item for item in listed(value))
 
 
@@ -49,26 +50,7 @@ def statistic_label(statistic: Statistic) -> str:
     return label(statistic, slow, always=("q",))
 
 
-@dataclass(frozen=True)
-class StatisticRow(Row):
-    """One statistic of one layer after some gradients, as S = L x R with its own estimates.
-
-    cosine: of C, over all training gradients, with S; cosine_root: with the square root L^(1/2) x R^(1/2).
-    gain_error, gain_spread: on gradients it has not seen, see `kronecker`; S of uncoupled factors is scaled to the
-    trace of C. Rows without a statistic: the best of all Kronecker products and C's own diagonal, for the same
-    gradients.
-    """
-
-    layer: str
-    samples: int
-    cosine: float
-    cosine_root: float | None
-    gain_error: float | None
-    gain_spread: float | None
-    milliseconds: float | None
-
-
-class Statistics(Bench):
+class StatisticBench(Bench):
     """Statistics x layers x numbers of gradients, from a byte-level language model trained for a moment.
 
     The statistic runs as in a recipe, inside `shampoo` with exponent 1/2 and a refresh every `every` gradients from the
@@ -79,31 +61,31 @@ class Statistics(Bench):
     statistics: Annotated[tuple[Statistic, ...], BeforeValidator(_statistics)] = Field(
         default_factory=_default, strict=False, description="declarations, or kinds"
     )
-    width: int = Field(default=16, ge=4, le=48, multiple_of=2, description="of the layers; C has width^4 entries")
-    samples: Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(listed)] = Field(
-        default=(40, 160, 640), strict=False, description="gradients after which is measured"
+    width: int = Field(default=16, ge=4, le=48, multiple_of=2, description="width of the layers; C has width^4 entries")
+    samples: Sizes = Field(
+        default=(40, 160, 640), strict=False, description="numbers of gradients after which statistics are measured"
     )
     held_out: int = Field(default=640, ge=1, description="gradients that no statistic sees")
-    dtype: Literal["float32", "float64"] = Field(default="float32", description="of gradients and statistics")
-    steps: int = Field(default=100, ge=0, description="of training before the gradients are taken")
+    dtype: Literal["float32", "float64"] = Field(default="float32", description="dtype of gradients and statistics")
+    steps: int = Field(default=100, ge=0, description="training steps before the gradients are taken")
     every: int = Field(default=5, ge=1, description="gradients between refreshes")
     start: int = Field(
         default=20, ge=1, description="gradients before the first refresh: roots of fewer may be singular"
     )
-    parts: ClassVar[str] = "statistics"
-    small: ClassVar[dict[str, Any]] = {"width": 8, "samples": [20, 80], "held_out": 80, "seconds": 0.005}
+    candidate_field: ClassVar[str] = "statistics"
+    quick_fields: ClassVar[dict[str, Any]] = {"width": 8, "samples": [20, 80], "held_out": 80, "seconds": 0.005}
 
     @field_validator("statistics")
     @classmethod
     def _distinct(cls, statistics: tuple[Statistic, ...]) -> tuple[Statistic, ...]:
-        distinct(statistics, statistic_label)
+        require_distinct(statistics, statistic_label)
         return statistics
 
     def cells(self) -> int:
         return len(self.statistics) + 1
 
     def measure(self) -> Iterator[list[StatisticRow]]:
-        device = self.target()
+        device = self.target_device()
         gradients = layer_gradients(self.width, max(self.samples) + self.held_out, self.seed, self.steps)
         seen, unseen = gradients[: max(self.samples)], gradients[max(self.samples) :]
         moments = [kronecker.second_moment(seen[:, layer]) for layer in range(len(LAYERS))]
@@ -119,12 +101,12 @@ class Statistics(Bench):
             Every(steps=self.every, start=self.start, stagger="none"),
         )
         stage = Shampoo(statistic=statistic, exponent=Fraction(1, 2), solver=solver, every=cadence)
-        alone, rows = Alone((stage,), tuple(seen.shape[2:]), len(LAYERS), seen), []
+        runner, rows = StageRunner((stage,), tuple(seen.shape[2:]), len(LAYERS), seen), []
         for k, gradient in enumerate(seen, start=1):
-            alone.step(gradient)
+            runner.step(gradient)
             if k in self.samples:
-                factors = self._factors(alone, stage, statistic, torch.stack(list(moments)))
-                took = milliseconds(lambda g=gradient: self._pace(alone, g), self.threads, self.seconds)  # type: ignore[misc]
+                factors = self._factors(runner, stage, statistic, torch.stack(list(moments)))
+                took = milliseconds(lambda g=gradient: self._one_interval(runner, g), self.threads, self.seconds)  # type: ignore[misc]
                 took /= self.every * len(LAYERS)
                 rows += [
                     self._row(statistic, layer, k, [*f, unseen[:, layer], moments[layer]], took)
@@ -132,19 +114,21 @@ class Statistics(Bench):
                 ]
         return rows
 
-    def _pace(self, alone: Alone, gradient: Tensor) -> None:
-        """One interval between refreshes, on a copy of the state."""
-        saved, steps = {name: tensor.clone() for name, tensor in alone.state.tensors.items()}, alone.steps
+    def _one_interval(self, runner: StageRunner, gradient: Tensor) -> None:
+        """Run the steps of one interval between refreshes and restore the state."""
+        saved, steps = {name: tensor.clone() for name, tensor in runner.state.tensors.items()}, runner.steps
         for _ in range(self.every):
-            alone.step(gradient)
-        for name, tensor in alone.state.tensors.items():
+            runner.step(gradient)
+        for name, tensor in runner.state.tensors.items():
             tensor.copy_(saved[name])
-        alone.steps = steps
+        runner.steps = steps
 
-    def _factors(self, alone: Alone, stage: Shampoo, statistic: Statistic, moments: Tensor) -> tuple[Tensor, Tensor]:
+    def _factors(
+        self, runner: StageRunner, stage: Shampoo, statistic: Statistic, moments: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """L and R of all layers `[layers, d, d]`; the identity for an axis without a factor."""
-        state = alone.state.scope(stage.label)
-        context = alone.context(self.target())
+        state = runner.state.scope(stage.label)
+        context = runner.context(self.target_device())
         found = []
         for axis in range(2):
             if axis in stage.axes(state.block):
@@ -153,8 +137,8 @@ class Statistics(Bench):
             else:
                 found.append(torch.eye(self.width, dtype=torch.float64).expand(len(LAYERS), -1, -1))
         if not getattr(statistic, "coupled", False):
-            left, right, whole = (x.diagonal(dim1=-2, dim2=-1).sum(-1) for x in (*found, moments))
-            found[1] = found[1] * (whole / (left * right))[:, None, None]
+            left, right, total = (x.diagonal(dim1=-2, dim2=-1).sum(-1) for x in (*found, moments))
+            found[1] = found[1] * (total / (left * right))[:, None, None]
         return found[0], found[1]
 
     def _row(
@@ -162,7 +146,7 @@ class Statistics(Bench):
     ) -> StatisticRow:
         left, right, unseen, moment = matrices
         return StatisticRow(
-            part=statistic_label(statistic),
+            candidate=statistic_label(statistic),
             declaration=statistic.declaration(),
             device=self.device,
             layer=LAYERS[layer],
@@ -180,15 +164,15 @@ class Statistics(Bench):
             best = kronecker.best_cosine(c, self.width, self.width)
             diagonal = kronecker.cosine(c, c.diagonal().diag())
             rows += [
-                StatisticRow(part, None, self.device, layer, max(self.samples), value, None, None, None, None)
-                for part, value in ((BEST, best), (DIAGONAL, diagonal))
+                StatisticRow(candidate, None, self.device, layer, max(self.samples), value, None, None, None, None)
+                for candidate, value in ((BEST, best), (DIAGONAL, diagonal))
             ]
         return rows
 
-    def summary(self, rows: Sequence[StatisticRow]) -> Summary:
+    def summary(self, rows: Sequence[StatisticRow]) -> ResultTable:
         return statistic_summary(rows)
 
-    def panels(self, rows: Sequence[StatisticRow]) -> tuple[Panel, Panel]:
+    def panels(self, rows: Sequence[StatisticRow]) -> tuple[FigurePanel, FigurePanel]:
         return statistic_panels(rows)
 
     def advice(self, rows: Sequence[StatisticRow]) -> list[str]:

@@ -4,53 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import mean
-from typing import TYPE_CHECKING
 
-from ..common.bench import Line, Panel, Summary
+from ..common.results import FigurePanel, Line, ResultTable
 from ..common.tables import groups, milli, points, unique
+from .rows import BEST, StatisticRow
 
-if TYPE_CHECKING:
-    from .bench import StatisticRow
-
-BEST, DIAGONAL = "best Kronecker product", "diagonal (Adam)"
 COLUMNS = ("statistic", "cosine", "of its root", "gain error", "gain spread", "ms")
 
 
-def statistic_summary(rows: Sequence[StatisticRow]) -> Summary:
+def statistic_summary(rows: Sequence[StatisticRow]) -> ResultTable:
     """One line for each statistic: the mean of the layers, after all gradients."""
     most, lines = max((row.samples for row in rows), default=0), []
-    for part, some in groups((row for row in rows if row.samples == most), lambda row: row.part):
+    for candidate, some in groups((row for row in rows if row.samples == most), lambda row: row.candidate):
         values = [
             [getattr(row, name) for row in some if getattr(row, name) is not None]
             for name in ("cosine", "cosine_root", "gain_error", "gain_spread")
         ]
         took = [row.milliseconds for row in some if row.milliseconds is not None]
-        lines.append((part, *(f"{mean(v):.3f}" if v else "-" for v in values), milli(mean(took)) if took else "-"))
-    return Summary(f"statistics after {most} gradients: the mean over layers", COLUMNS, tuple(lines))
+        lines.append((candidate, *(f"{mean(v):.3f}" if v else "-" for v in values), milli(mean(took)) if took else "-"))
+    return ResultTable(f"statistics after {most} gradients: the mean over layers", COLUMNS, tuple(lines))
 
 
-def statistic_panels(rows: Sequence[StatisticRow]) -> tuple[Panel, Panel]:
+def statistic_panels(rows: Sequence[StatisticRow]) -> tuple[FigurePanel, FigurePanel]:
     """Gain error and angle against the number of gradients."""
     own = [row for row in rows if row.gain_error is not None]
     errors: list[Line] = []
     angles: list[Line] = []
-    for style, part in enumerate(unique(row.part for row in own)):
-        by_samples = groups((row for row in own if row.part == part), lambda row: row.samples)
-        errors.append(points(part, style, ((n, mean(r.gain_error or 0 for r in some)) for n, some in by_samples)))
-        angles.append(points(part, style, ((n, 1 - mean(r.cosine for r in some)) for n, some in by_samples)))
-    best = 1 - mean(row.cosine for row in rows if row.part == BEST)
+    for style, candidate in enumerate(unique(row.candidate for row in own)):
+        by_samples = groups((row for row in own if row.candidate == candidate), lambda row: row.samples)
+        errors.append(points(candidate, style, ((n, mean(r.gain_error or 0 for r in some)) for n, some in by_samples)))
+        angles.append(points(candidate, style, ((n, 1 - mean(r.cosine for r in some)) for n, some in by_samples)))
+    best = 1 - mean(row.cosine for row in rows if row.candidate == BEST)
     return (
-        Panel(tuple(errors), "gradients seen", "held-out gain error, decades"),
-        Panel(tuple(angles), "gradients seen", "1 - cosine with C (dashed: the best)", (best, best)),
+        FigurePanel(tuple(errors), "gradients seen", "held-out gain error, decades"),
+        FigurePanel(tuple(angles), "gradients seen", "1 - cosine with C (dashed: the best)", (best, best)),
     )
 
 
 def statistic_advice(rows: Sequence[StatisticRow]) -> list[str]:
-    """The best by each measure after all gradients; no time decides, observing is a small part of a step."""
+    """The best by each measure after all gradients; no time decides, observing is a small candidate of a step."""
     most = max((row.samples for row in rows), default=0)
-    last = groups((r for r in rows if r.samples == most and r.gain_error is not None), lambda row: row.part)
-    errors = {part: mean(row.gain_error or 0.0 for row in some) for part, some in last}
-    cosines = {part: mean(row.cosine for row in some) for part, some in last}
+    last = groups((r for r in rows if r.samples == most and r.gain_error is not None), lambda row: row.candidate)
+    errors = {candidate: mean(row.gain_error or 0.0 for row in some) for candidate, some in last}
+    cosines = {candidate: mean(row.cosine for row in some) for candidate, some in last}
     least, most_alike = min(errors, key=lambda p: errors[p]), max(cosines, key=lambda p: cosines[p])
     return [
         f"whitening of gradients not seen: {least}, off by {10 ** errors[least]:.2f} times in the median direction",

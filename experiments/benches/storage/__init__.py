@@ -1,1 +1,1 @@
-"""Bench of storage: the time of a step with coded slots against the same step without."""
+"""The bench of storage: time of a step with coded slots over the same step without."""

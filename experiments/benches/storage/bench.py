@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -15,80 +14,66 @@ from eigengraft.component import Component, RecipeError
 from eigengraft.optimizers import Optimizer, Recipe
 from eigengraft.optimizers.recipe.loading import load_recipe
 
-from ..common.bench import Bench, Panel, Row, Summary
-from ..common.declarations import distinct, listed
+from ..common.bench import Bench
+from ..common.declarations import listed, require_distinct
+from ..common.results import FigurePanel, ResultTable
+from .rows import StorageRow
 from .view import storage_advice, storage_panels, storage_summary
 
 
-class Case(Component):
-    """A recipe that stores something, and how many steps are at least one whole interval of its refreshes."""
+class StorageCase(Component):
+    """A recipe with `storage`, and a number of steps that covers at least one interval of its refreshes."""
 
     recipe: str = Field(description="shipped name or YAML file")
     overrides: tuple[str, ...] = Field(default=(), strict=False, description="dotted.path=value, in order")
-    steps: int = Field(default=10, ge=1, description="measured")
+    steps: int = Field(default=10, ge=1, description="steps measured")
 
     def label(self) -> str:
-        """The name, and what was overridden."""
+        """The recipe's name and the values of its overrides."""
         return " ".join((self.recipe, *(override.rpartition(".")[2] for override in self.overrides)))
 
     def pair(self) -> tuple[Recipe, Recipe]:
-        """The recipe for every parameter alike, as it is stored and with nothing coded."""
+        """The recipe without routes, as it is stored and with nothing coded."""
         declared = {**load_recipe(self.recipe, self.overrides).declaration(), "routes": []}
         if not declared.get("storage"):
             raise RecipeError(f"recipes: a recipe with `storage` is required, got '{self.recipe}'")
         return load_recipe(declared), load_recipe({**declared, "storage": {}})
 
 
-def given(value: Any) -> Any:
-    """A name stands for a case without overrides."""
+def parse_cases(value: Any) -> Any:
+    """Read a name as a case without overrides."""
     return [{"recipe": item} if isinstance(item, str) else item for item in listed(value)]
 
 
 DIRECTION = "update.graft.direction.shampoo"
 CASES = (
-    Case(recipe="soap_int8", steps=20),
-    Case(
+    StorageCase(recipe="soap_int8", steps=20),
+    StorageCase(
         recipe="shampoo_4bit",
         overrides=(f"{DIRECTION}.statistic.interval=100", f"{DIRECTION}.refresh.steps=500"),
         steps=500,
     ),
 )
-"""Each at the intervals of its paper."""
-
-
-@dataclass(frozen=True)
-class StorageRow(Row):
-    """One recipe. stored_ms, plain_ms: of each measured step.
-
-    ratio: the mean of stored_ms over that of plain_ms, refreshes included; ordinary: the median over the median.
-    bytes: state as it is stored over state with nothing coded.
-    """
-
-    steps: int
-    ratio: float
-    ordinary: float
-    bytes: float
-    stored_ms: list[float]
-    plain_ms: list[float]
+"""Default candidates, each at the intervals of its paper."""
 
 
 class StorageBench(Bench):
-    """Recipes x one set of matrices, as stored and plain by turns on the same gradients, `warm` steps not counted.
+    """Recipes x one set of matrices, as stored and plain in turn on the same gradients, `warm` steps not counted.
 
     The matrices of a language model: embedding [v, w] and, for each layer, [3 w, w], [w, w], [4 w, w], [w, 4 w].
     Gradients are independent normal numbers. `seconds` is not used.
     """
 
     kind: Literal["storage"] = "storage"
-    recipes: Annotated[tuple[Case, ...], BeforeValidator(given)] = Field(
+    recipes: Annotated[tuple[StorageCase, ...], BeforeValidator(parse_cases)] = Field(
         default=CASES, strict=False, description="cases, or names of recipes"
     )
-    layers: int = Field(default=4, ge=1, description="of the model")
-    width: int = Field(default=256, ge=1, description="w")
-    vocabulary: int = Field(default=4096, ge=1, description="v")
+    layers: int = Field(default=4, ge=1, description="transformer layers of the model")
+    width: int = Field(default=256, ge=1, description="width w of the model")
+    vocabulary: int = Field(default=4096, ge=1, description="vocabulary size v of the model")
     warm: int = Field(default=2, ge=0, description="first steps, in which roots and bases are made from nothing")
-    parts: ClassVar[str] = "recipes"
-    small: ClassVar[Mapping[str, Any]] = {
+    candidate_field: ClassVar[str] = "recipes"
+    quick_fields: ClassVar[Mapping[str, Any]] = {
         "recipes": [{"recipe": "soap_int8", "steps": 10}, {"recipe": "shampoo_4bit", "steps": 50}],
         "layers": 1,
         "width": 64,
@@ -97,8 +82,8 @@ class StorageBench(Bench):
 
     @field_validator("recipes")
     @classmethod
-    def _distinct(cls, recipes: tuple[Case, ...]) -> tuple[Case, ...]:
-        distinct(recipes, Case.label)
+    def _distinct(cls, recipes: tuple[StorageCase, ...]) -> tuple[StorageCase, ...]:
+        require_distinct(recipes, StorageCase.label)
         return recipes
 
     def cells(self) -> int:
@@ -109,12 +94,12 @@ class StorageBench(Bench):
             yield [self._row(case)]
 
     def shapes(self) -> list[tuple[int, int]]:
-        """Of all matrices."""
+        """Shapes of all matrices."""
         w = self.width
         return [(self.vocabulary, w), *self.layers * [(3 * w, w), (w, w), (4 * w, w), (w, 4 * w)]]
 
-    def _row(self, case: Case) -> StorageRow:
-        device, generator = self.target(), torch.Generator().manual_seed(self.seed)
+    def _row(self, case: StorageCase) -> StorageRow:
+        device, generator = self.target_device(), torch.Generator().manual_seed(self.seed)
         start = [0.02 * torch.randn(shape, generator=generator) for shape in self.shapes()]
         optimizers = [Optimizer([torch.nn.Parameter(x.to(device)) for x in start], r, lr=1e-3) for r in case.pair()]
         times: tuple[list[float], list[float]] = ([], [])
@@ -125,7 +110,7 @@ class StorageBench(Bench):
         stored, plain = (measured[self.warm :] for measured in times)
         sizes = [optimizer.state_bytes() for optimizer in optimizers]
         return StorageRow(
-            part=case.label(),
+            candidate=case.label(),
             declaration=case.declaration(),
             device=self.device,
             steps=case.steps,
@@ -136,10 +121,10 @@ class StorageBench(Bench):
             plain_ms=plain,
         )
 
-    def summary(self, rows: Sequence[StorageRow]) -> Summary:
+    def summary(self, rows: Sequence[StorageRow]) -> ResultTable:
         return storage_summary(rows)
 
-    def panels(self, rows: Sequence[StorageRow]) -> tuple[Panel, Panel]:
+    def panels(self, rows: Sequence[StorageRow]) -> tuple[FigurePanel, FigurePanel]:
         return storage_panels(rows)
 
     def advice(self, rows: Sequence[StorageRow]) -> list[str]:
@@ -147,7 +132,7 @@ class StorageBench(Bench):
 
 
 def _milliseconds(optimizer: Optimizer, gradients: Sequence[torch.Tensor]) -> float:
-    """Of one step."""
+    """Milliseconds of one step."""
     for parameter, gradient in zip(optimizer.param_groups[0]["params"], gradients, strict=True):
         parameter.grad = gradient.clone()
     if gradients[0].is_cuda:
