@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from eigengraft.numerics import per_block, tiny
+from eigengraft.numerics import apply_aligned, per_block, tiny
 
 from .mode_product import mode_product, unfold
 
@@ -32,10 +32,15 @@ def solved(x: Tensor, factor: Tensor, axis: int) -> Tensor:
     """x times_axis Q^(-T), for Q upper triangular or diagonal."""
     if factor.ndim == 2:
         return mode_product(x, 1 / factor, axis)
-    y = torch.linalg.solve_triangular(factor.mT, unfold(x, axis), upper=False)
+    y = apply_aligned(_solved, unfold(x, axis), factor)
     rest = [d for place, d in enumerate(x.shape) if place != axis + 1]
     out: Tensor = y.reshape(rest[0], x.shape[axis + 1], *rest[1:]).movedim(1, axis + 1)
     return out
+
+
+def _solved(x: Tensor, factor: Tensor) -> Tensor:
+    y: Tensor = torch.linalg.solve_triangular(factor.mT, x, upper=False)
+    return y
 
 
 def spectral_norm(a: Tensor) -> Tensor:

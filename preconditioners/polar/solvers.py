@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field
 from torch import Tensor
 
 from eigengraft.component import Component
-from eigengraft.numerics import block_norm, per_block
+from eigengraft.numerics import apply_aligned, block_norm, per_block
 
 
 class PolarSolver(Component, ABC, family="polar_solver"):
@@ -82,7 +82,12 @@ class SVD(PolarSolver):
         x = torch.where(x.isfinite(), x, 0.0)  # LAPACK refuses inf and nan; what is masked out must not stop the rest
         peak = torch.linalg.vector_norm(x, ord=float("inf"), dim=(1, 2), keepdim=True)
         peak = torch.where(peak > 0, peak, 1.0)
-        u, s, vh = torch.linalg.svd(x / peak, full_matrices=False)
+        u, s, vh = apply_aligned(_svd, x / peak)
         floor = s[:, :1] * (self.cutoff * max(x.shape[1:]) * torch.finfo(x.dtype).eps)
         factor = torch.bmm(u * (s > floor).to(x.dtype).unsqueeze(1), vh)
         return factor * (s.sum(-1)[:, None, None] * peak) if self.nuclear_norm else factor
+
+
+def _svd(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    u, s, vh = torch.linalg.svd(x, full_matrices=False)
+    return u, s, vh

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from eigengraft.component import Component
-from eigengraft.numerics import symmetrized, to_power
+from eigengraft.numerics import apply_aligned, symmetrized, to_power
 
 
 class Root(NamedTuple):
@@ -96,7 +96,7 @@ def eigh(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
     a = torch.where(ok[:, None, None], symmetrized(a), eye)
     try:
-        return *torch.linalg.eigh(a), ok
+        return *apply_aligned(torch.linalg.eigh, a), ok
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         return _one_by_one(a.double(), a.dtype, ok)
 

@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.numerics import identity_like, may_branch_on_values, per_block, symmetrized
+from eigengraft.numerics import apply_aligned, identity_like, may_branch_on_values, per_block, symmetrized
 from eigengraft.slots import Parts, Slot, Uniform
 
 from .base import Structure, inside, kept_where, square_misfit, stored
@@ -64,10 +64,10 @@ class Cholesky(Structure):
         finite = x.isfinite().flatten(1).all(-1)
         a, size = unit_size(torch.where(per_block(finite, x), x, 0.0))
         eye = identity_like(a)
-        c, info = torch.linalg.cholesky_ex(a + self.eps * eye)
+        c, info = apply_aligned(torch.linalg.cholesky_ex, a + self.eps * eye)
         if not may_branch_on_values(info) or bool((info > 0).any()):
             ridge = max(100 * self.eps, 16 * x.shape[-1] * torch.finfo(x.dtype).eps)
-            again, info_again = torch.linalg.cholesky_ex(a + ridge * eye)
+            again, info_again = apply_aligned(torch.linalg.cholesky_ex, a + ridge * eye)
             c, info = torch.where(per_block(info > 0, c), again, c), torch.where(info > 0, info_again, info)
         ok = finite & (info == 0)
         return torch.where(per_block(ok, c), c * per_block(size.sqrt(), c), 0.0), ok

@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.numerics import per_block, symmetrized, transposed
+from eigengraft.numerics import apply_aligned, per_block, symmetrized, transposed
 from eigengraft.orthonormal import rectified
 from eigengraft.slots import Parts, Slot, Uniform
 
@@ -37,7 +37,7 @@ class Eigen(Structure):
         a, size = unit_size(torch.where(per_block(ok, x), x, 0.0))
         p = v = self._basis(x, before)
         for _ in range(self.steps):
-            p = torch.linalg.qr(torch.bmm(a, p)).Q
+            p = apply_aligned(torch.linalg.qr, torch.bmm(a, p))[0]
         p = torch.where(per_block(size > 0, p), p, v)
         values = (p * torch.bmm(a, p)).sum(-2).clamp_min(0.0) * size[:, None]
         parts = {"values": values, **stored(self.inner.encode, "vectors", transposed(p), before, uniform)}

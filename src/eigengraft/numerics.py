@@ -6,6 +6,8 @@ Legend: N blocks of a stack; `like` is a tensor `[N, *block]` whose rank and dty
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,3 +88,36 @@ def symmetrized(a: Tensor) -> Tensor:
 def identity_like(a: Tensor) -> Tensor:
     """The identity, expanded to the stack `[N, d, d]` (a view: do not write into it)."""
     return torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand_as(a)
+
+
+_LINE = 64
+"""Bytes of a cache line: for a matrix that starts inside one LAPACK takes other instructions and rounds differently."""
+
+
+def apply_aligned(function: Callable[..., Any], *stacks: Tensor) -> Any:
+    """function(*stacks), for decompositions whose last bits depend on where in memory a matrix of a stack begins.
+
+    Each of `stacks` is `[N, *matrix]`, and so are the results. On a CPU, where matrices do not fill whole cache lines,
+    the function is called on a copy of each matrix by itself, so that no result depends on its place in the stack.
+    LAPACK takes one matrix at a time anyway. Results have the strides that they would have otherwise.
+
+    Products are not called through here, and some depend on the place in the last bits too (measured, MKL on AVX-512):
+    with one column, where a stack of one takes another kernel; with a few columns on an odd number of rows; in float64
+    where a matrix has an odd number of entries; in float32 with sides from 8 to 11.
+    """
+    sizes = {math.prod(stack.shape[1:]) * stack.element_size() % _LINE for stack in stacks}
+    if stacks[0].device.type != "cpu" or sizes == {0} or len(stacks[0]) == 0:
+        return function(*stacks)
+    found = [function(*(stack[row : row + 1].clone() for stack in stacks)) for row in range(len(stacks[0]))]
+    if len(found) == 1 or isinstance(found[0], Tensor):
+        return _joined(found)
+    return tuple(_joined(parts) for parts in zip(*found, strict=True))
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """Stacks of one matrix each as one stack; the columns of its matrices stay contiguous if they were."""
+    if len(parts) == 1:
+        return parts[0]
+    if parts[0].ndim == 3 and not parts[0].is_contiguous():
+        return torch.cat([part.mT for part in parts]).mT
+    return torch.cat(tuple(parts))

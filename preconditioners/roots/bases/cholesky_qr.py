@@ -8,6 +8,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from eigengraft.numerics import apply_aligned
+
 from ..base import Basis, BasisSolver, leading
 from .orthogonal_iteration import householder, in_place, ordered_step, same_signs, unit_sized
 
@@ -58,10 +60,15 @@ class CholeskyQR(BasisSolver):
         shift = 4 * x.shape[-1] * rounding
         for number in range(self.rounds):
             gram = torch.bmm(x.mT, x)
-            lower, _ = torch.linalg.cholesky_ex(gram if number else gram + shift * eye)
-            x = torch.linalg.solve_triangular(lower.mT, x, upper=True, left=False)
+            lower, _ = apply_aligned(torch.linalg.cholesky_ex, gram if number else gram + shift * eye)
+            x = apply_aligned(_divided, x, lower)
         error = (torch.bmm(x.mT, x) - eye).abs().amax((-2, -1))
         return x, error <= self.max_error * rounding  # False where a factorisation failed and left NaN
+
+
+def _divided(x: Tensor, lower: Tensor) -> Tensor:
+    quotient: Tensor = torch.linalg.solve_triangular(lower.mT, x, upper=True, left=False)
+    return quotient
 
 
 def _unit_columns(aq: Tensor, q: Tensor) -> Tensor:

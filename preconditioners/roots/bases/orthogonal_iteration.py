@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from eigengraft.numerics import block_norm, tiny
+from eigengraft.numerics import apply_aligned, block_norm, tiny
 
 Orthonormal = Callable[[Tensor, Tensor], Tensor]
 """(A Q, Q) -> the orthonormal factor of A Q, with the signs of Q."""
@@ -49,8 +49,13 @@ def householder(aq: Tensor, q: Tensor) -> Tensor:
     size = torch.linalg.vector_norm(aq, ord=float("inf"), dim=(-2, -1), keepdim=True)
     live = size > torch.finfo(aq.dtype).tiny
     x = torch.where(live, aq / size.where(live, 1.0), q)
+    return same_signs(apply_aligned(_orthonormal_factor, x), q)
+
+
+def _orthonormal_factor(x: Tensor) -> Tensor:
     # Householder vectors to Q directly: torch.linalg.qr would also form R
-    return same_signs(torch.linalg.householder_product(*torch.geqrf(x)), q)
+    q: Tensor = torch.linalg.householder_product(*torch.geqrf(x))
+    return q
 
 
 def same_signs(new: Tensor, q: Tensor) -> Tensor:

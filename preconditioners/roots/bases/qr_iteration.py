@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.numerics import identity_like, may_branch_on_values
+from eigengraft.numerics import apply_aligned, identity_like, may_branch_on_values
 
 from ..base import Basis, BasisSolver, eigh
 from .orthogonal_iteration import in_place, off_diagonal, same_signs, unit_sized
@@ -48,7 +48,7 @@ class QRIteration(BasisSolver):
             due = off_diagonal(b, self.tolerance)[:, None, None]
             if may_branch_on_values(b) and not bool(due.any()):
                 break
-            turn = same_signs(torch.linalg.qr(b).Q, identity_like(b))
+            turn = same_signs(apply_aligned(torch.linalg.qr, b)[0], identity_like(b))
             b = torch.where(due, turn.mT @ b @ turn, b)
             q = torch.where(due, torch.bmm(q, turn), q)
         order = b.diagonal(dim1=-2, dim2=-1).argsort(dim=-1, descending=descending, stable=True)

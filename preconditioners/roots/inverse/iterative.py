@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.numerics import identity_like, per_block, symmetrized, tiny
+from eigengraft.numerics import apply_aligned, identity_like, per_block, symmetrized, tiny
 
 from ..base import Root, RootSolver
 from .bounds import Bound, FrobeniusBound
@@ -89,7 +89,7 @@ class Iterative(RootSolver):
         root, residual, iterations, power = self.solve(c / per_block(peak, a), exponent, known)
         eye, usable = identity_like(a), root.isfinite().all(-1).all(-1)
         root = torch.where(per_block(usable, a), symmetrized(root), eye)
-        definite = torch.linalg.cholesky_ex(root).info == 0
+        definite = apply_aligned(torch.linalg.cholesky_ex, root)[1] == 0
         value = symmetrized(torch.linalg.matrix_power(root, power)) * per_block(total ** -float(exponent), a)
         usable = usable & value.isfinite().all(-1).all(-1)
         value = torch.where(per_block(usable, a), value, eye)

@@ -1,0 +1,82 @@
+"""Decompositions do not depend on where in a stack, and so where in memory, a matrix begins."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from eigengraft.numerics import apply_aligned
+
+from ..trajectories import rotation
+
+SIDES = (5, 17, 37, 53, 64, 90, 147)
+"""Matrices with and without rows, and starts, that fill whole cache lines."""
+
+
+def stack(d: int, n: int, dtype: torch.dtype, columns: int | None = None) -> Tensor:
+    """The same symmetric matrix of condition 1e4 n times, `[n, d, d]`, or so many of its columns."""
+    values, q = torch.logspace(0, -4, d, dtype=torch.float64), rotation(d, seed=d)
+    return ((q * values) @ q.T)[:, :columns].to(dtype).expand(n, -1, -1).contiguous()
+
+
+def divided(x: Tensor, factor: Tensor) -> Tensor:
+    return torch.linalg.solve_triangular(factor.triu() + torch.eye(factor.shape[-1], dtype=x.dtype), x, upper=True)
+
+
+DECOMPOSITIONS: dict[str, Callable[..., Any]] = {
+    "eigh": torch.linalg.eigh,
+    "qr": torch.linalg.qr,
+    "geqrf": torch.geqrf,
+    "householder": lambda a: torch.linalg.householder_product(*torch.geqrf(a)),
+    "cholesky": lambda a: torch.linalg.cholesky_ex(a + torch.eye(a.shape[-1], dtype=a.dtype)),
+    "svd": torch.linalg.svd,
+    "triangular": lambda a: divided(a, a),
+}
+
+
+def results(found: Any) -> tuple[Tensor, ...]:
+    return (found,) if isinstance(found, Tensor) else tuple(found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", DECOMPOSITIONS)
+def test_all_places_in_a_stack_give_the_same_bits(name: str, dtype: torch.dtype) -> None:
+    """Alone, in a stack of six, and in a slice of that stack; with the strides of the plain call."""
+    for d in SIDES:
+        a = stack(d, 6, dtype)
+        alone = results(apply_aligned(DECOMPOSITIONS[name], a[:1].clone()))
+        for part in (a, a[1:4], a[5:]):
+            found, plain = results(apply_aligned(DECOMPOSITIONS[name], part)), results(DECOMPOSITIONS[name](part))
+            for ours, one, theirs in zip(found, alone, plain, strict=True):
+                assert torch.equal(ours, one.expand_as(ours)), d
+                assert ours.stride() == theirs.stride() and ours.dtype == theirs.dtype
+
+
+def test_tall_matrices_and_pairs_of_stacks_give_the_same_bits() -> None:
+    """Householder vectors of d x 5 matrices, and triangular solves with a stack of other matrices."""
+    for d in SIDES:
+        tall = stack(d, 6, torch.float32, columns=5)
+        q = apply_aligned(DECOMPOSITIONS["householder"], tall)
+        assert torch.equal(q, q[:1].expand_as(q))
+        y = apply_aligned(divided, tall, stack(d, 6, torch.float32))
+        assert torch.equal(y, y[:1].expand_as(y))
+
+
+@pytest.mark.parametrize(("d", "calls"), [(16, [6]), (17, [1] * 6)])
+def test_aligned_stacks_are_decomposed_in_one_call(d: int, calls: list[int]) -> None:
+    """Matrices that fill cache lines are given as they are, without a copy."""
+    a, seen = stack(d, 6, torch.float32), []
+
+    def decompose(x: Tensor) -> Tensor:
+        seen.append(len(x))
+        assert len(x) == 1 or x is a
+        return x
+
+    assert torch.equal(apply_aligned(decompose, a), a) and seen == calls
+
+
+def test_empty_stacks_and_empty_matrices_are_given_as_they_are() -> None:
+    for shape in ((0, 5, 5), (3, 0, 0)):
+        assert apply_aligned(torch.clone, torch.empty(shape)).shape == shape
