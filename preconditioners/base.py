@@ -52,6 +52,10 @@ class Stage(Component, ABC, family="stage"):
         """The shape of a block as the chain called `part` inside this stage sees it."""
         return block
 
+    def inner_slot(self, part: str, slot: Slot) -> Slot:
+        """A slot of the chain called `part` as this stage wants it declared; the default changes nothing."""
+        return slot
+
     def cadence(self) -> Cadence | None:
         """When `refresh` is due; None: never."""
         return None
@@ -218,4 +222,5 @@ def chain_slots(stages: tuple[Stage, ...], block: tuple[int, ...], path: str = "
         for name, slot in stage.slots(block).items():
             yield here, name, slot
         for part, inside in stage.chains().items():
-            yield from chain_slots(inside, stage.inner_block(part, block), f"{here}.{part}")
+            for inner, name, slot in chain_slots(inside, stage.inner_block(part, block), f"{here}.{part}"):
+                yield inner, name, stage.inner_slot(part, slot)

@@ -27,6 +27,17 @@ class Quantizer(Component, ABC, family="quantizer"):
         """Why this slot cannot be stored so, or None."""
         return None
 
+    @property
+    def symmetric(self) -> bool:
+        """Whether every decoded matrix is symmetric."""
+        return False
+
+    def encode_hollow(self, x: Tensor, before: Parts | None = None, uniform: Uniform | None = None) -> Parts:
+        """`encode` of x `[N, d, d]` with zeros on its diagonal."""
+        rest = x.clone()
+        rest.diagonal(dim1=-2, dim2=-1).zero_()
+        return self.encode(rest, before, uniform)
+
     @abstractmethod
     def encode(self, x: Tensor, before: Parts | None = None, uniform: Uniform | None = None) -> Parts:
         """x `[N, *shape]` -> the parts kept, by name.
@@ -52,8 +63,8 @@ class Quantizer(Component, ABC, family="quantizer"):
 def choose(storage: Mapping[str, Quantizer], path: str, name: str, slot: Slot) -> Quantizer | None:
     """The quantizer of a slot: by "path/slot", else by its stage's path, else by its role if it can be stored so.
 
-    The second moments of a graft's magnitude are never taken by their role: they set the size of every update, and
-    quantizing them is what hurts (DALL-E mini's study).
+    Sensitive slots, the second moments of a graft's magnitude, are never taken by their role: they set the size of
+    every update, and quantizing them is what hurts (DALL-E mini's study).
     """
     for key in (f"{path}/{name}", path):
         if key in storage:
@@ -62,6 +73,6 @@ def choose(storage: Mapping[str, Quantizer], path: str, name: str, slot: Slot) -
                 raise ValueError(f"storage.{key}: {problem}")
             return None if problem else storage[key]
     by_role = storage.get(slot.role)
-    if by_role is None or (slot.role == "second_moment" and "magnitude" in path.split(".")):
+    if by_role is None or slot.sensitive:
         return None
     return by_role if by_role.refuses(slot) is None else None

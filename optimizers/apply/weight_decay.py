@@ -20,6 +20,11 @@ class WeightDecay(Component, ABC, family="weight_decay"):
     in_gradient: ClassVar[bool] = False
     """Whether rate * W is added to the gradient, before anything else sees it, instead."""
 
+    @property
+    def after(self) -> bool:
+        """Whether the decay acts on the parameter that the update has moved."""
+        return False
+
     @abstractmethod
     def alpha(self, rate: float, lr: float | Tensor, peak: float) -> float | Tensor:
         """alpha of the formula, for the current and the initial (peak) learning rate."""
@@ -46,6 +51,10 @@ class Decoupled(WeightDecay):
         default="before", description="whether W decays before or after the update"
     )
 
+    @property
+    def after(self) -> bool:
+        return self.placed == "after"
+
     def alpha(self, rate: float, lr: float | Tensor, peak: float) -> float | Tensor:
         return rate
 
@@ -68,7 +77,7 @@ class Independent(WeightDecay):
         return rate / peak if peak else 0.0
 
 
-class Cautious(WeightDecay):
+class CautiousDecay(WeightDecay):
     """alpha = rate on entries with U W > 0, 0 elsewhere (cautious weight decay, Chen et al. 2025)."""
 
     kind: Literal["cautious"] = "cautious"

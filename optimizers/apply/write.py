@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .weight_decay import Decoupled, WeightDecay
+from .weight_decay import WeightDecay
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class StepScale:
     @property
     def after(self) -> bool:
         """Whether the decay acts on the moved parameter."""
-        return isinstance(self.decay, Decoupled) and self.decay.placed == "after"
+        return self.decay.after
 
     @property
     def without_decay(self) -> StepScale:

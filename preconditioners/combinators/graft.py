@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -10,7 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from eigengraft.numerics import block_norm, per_block, safe_ratio
-from eigengraft.slots import State
+from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
 from ..base import Stage, Stages, run_chain
@@ -31,12 +32,15 @@ class Graft(Stage):
         default=1, ge=1, description="first update that takes the direction; before it the magnitude's is used"
     )
     per: Literal["block", "parameter"] = Field(default="block", description="what the norms are taken over")
-
     after: Stages = Field(default=(), description="stages that follow, once for the grafted and once for the magnitude")
 
     def chains(self) -> Mapping[str, Stages]:
         own = {"direction": self.direction, "magnitude": self.magnitude}
         return {**own, "after_direction": self.after, "after_magnitude": self.after} if self.after else own
+
+    def inner_slot(self, part: str, slot: Slot) -> Slot:
+        """Second moments of the magnitude set the size of every update."""
+        return replace(slot, sensitive=True) if part == "magnitude" and slot.role == "second_moment" else slot
 
     def spans_parameter(self) -> bool:
         return self.per == "parameter"

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import torch
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor
 
 from eigengraft.numerics import block_norm, identity_like, per_block
 
-from .solvers import PolarSolver, Triple, schedule
+from .solvers import PolarSolver, Triple, require_used, schedule
 
 
 class GramNewtonSchulz(PolarSolver):
@@ -28,6 +28,11 @@ class GramNewtonSchulz(PolarSolver):
     ] = Field(default=((3.4445, -4.7750, 2.0315),), min_length=1, description="triples (a, b, c), or one triple")
     restart: int = Field(default=2, ge=1, description="steps between two Gram matrices made of X itself")
     eps: float = Field(default=1e-8, gt=0, description="the least norm divided by, in units of the direction")
+
+    @model_validator(mode="after")
+    def _triples_are_used(self) -> Self:
+        require_used(self.coefficients, self.steps)
+        return self
 
     def polar(self, x: Tensor) -> Tensor:
         y = x / per_block(block_norm(x).clamp_min(self.eps), x)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import torch
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor
 
 from eigengraft.component import Component
@@ -35,6 +35,12 @@ def schedule(value: Any) -> Any:
     )
 
 
+def require_used(coefficients: tuple[Triple, ...], steps: int) -> None:
+    """Raises where a schedule holds more triples than there are steps, so that some would never be used."""
+    if len(coefficients) > steps:
+        raise ValueError(f"coefficients: at most {steps} triples (steps) are required, got {len(coefficients)}")
+
+
 class NewtonSchulz(PolarSolver):
     """X <- a X + b (X X^T) X + c (X X^T)^2 X  from X = G / max(||G||_F, eps), the product taken on the shorter side.
 
@@ -49,6 +55,11 @@ class NewtonSchulz(PolarSolver):
     ] = Field(default=((3.4445, -4.7750, 2.0315),), min_length=1, description="triples (a, b, c), or one triple")
     eps: float = Field(default=1e-8, gt=0, description="the least norm divided by, in units of the direction")
     precision: Literal["input", "bfloat16"] = Field(default="input", description="dtype of the products")
+
+    @model_validator(mode="after")
+    def _triples_are_used(self) -> Self:
+        require_used(self.coefficients, self.steps)
+        return self
 
     def polar(self, x: Tensor) -> Tensor:
         y = x / per_block(block_norm(x).clamp_min(self.eps), x)

@@ -54,9 +54,13 @@ class _Signed(_Linear, ABC):
     )
 
     @model_validator(mode="after")
-    def _columns_are_whole(self) -> Self:
+    def _columns_have_one_scale(self) -> Self:
         if self.buckets == "column" and self.scale == "double":
-            raise ValueError("scale float32 is required with buckets 'column', got 'double'")
+            raise ValueError("scale: 'float32' is required with buckets 'column', got 'double'")
+        if self.buckets == "column" and self.block_size != type(self).model_fields["block_size"].default:
+            raise ValueError(
+                f"block_size: `buckets: row` is required, got buckets 'column', block_size {self.block_size}"
+            )
         return self
 
     @property

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from eigengraft.numerics import symmetrized
 from eigengraft.slots import Parts, Slot, Uniform
 
 from .base import Structure, inside, square_misfit, stored
-from .symmetric import Symmetric
 
 
 class ExactDiagonal(Structure):
@@ -27,20 +26,27 @@ class ExactDiagonal(Structure):
         default=True, description="(A + A^T) / 2 after decoding; false: as Distributed Shampoo in JAX"
     )
 
+    @model_validator(mode="after")
+    def _symmetrize_matters(self) -> Self:
+        if self.inner.symmetric and not self.symmetrize:
+            kind = getattr(self.inner, "kind", "")
+            raise ValueError(f"symmetrize: true is required with the symmetric inner format '{kind}', got false")
+        return self
+
+    @property
+    def symmetric(self) -> bool:
+        return self.symmetrize
+
     def misfit(self, slot: Slot) -> str | None:
         return square_misfit(slot, ("statistic", "root"), "square matrices")
 
     def encode(self, x: Tensor, before: Parts | None = None, uniform: Uniform | None = None) -> Parts:
         diagonal = x.diagonal(dim1=-2, dim2=-1).clone()
-        if isinstance(self.inner, Symmetric):
-            return {"diagonal": diagonal, **stored(self.inner.encode_hollow, "offdiagonal", x, before, uniform)}
-        rest = x.clone()
-        rest.diagonal(dim1=-2, dim2=-1).zero_()
-        return {"diagonal": diagonal, **stored(self.inner.encode, "offdiagonal", rest, before, uniform)}
+        return {"diagonal": diagonal, **stored(self.inner.encode_hollow, "offdiagonal", x, before, uniform)}
 
     def decode(self, parts: Parts, slot: Slot, dtype: torch.dtype) -> Tensor:
         a = self.inner.decode(inside("offdiagonal", parts), slot, dtype)
-        if self.symmetrize and not isinstance(self.inner, Symmetric):
+        if self.symmetrize and not self.inner.symmetric:
             a = symmetrized(a)
         a.diagonal(dim1=-2, dim2=-1).copy_(parts["diagonal"])
         return a

@@ -30,11 +30,15 @@ class Symmetric(Quantizer):
         problem = square_misfit(slot, ("statistic", "root"), "symmetric matrices")
         return problem or (self.inner.refuses(slot) if self.inner else None)
 
+    @property
+    def symmetric(self) -> bool:
+        return True
+
     def encode(self, x: Tensor, before: Parts | None = None, uniform: Uniform | None = None) -> Parts:
         return self._stored(at_places(x.flatten(1), upper_places(x.shape[-1], x.device)[0]), before, uniform)
 
     def encode_hollow(self, x: Tensor, before: Parts | None = None, uniform: Uniform | None = None) -> Parts:
-        """As `encode` of x with zeros on its diagonal, without a copy of x."""
+        """`encode` of x with zeros on its diagonal, without a copy of x."""
         d = x.shape[-1]
         there, back = upper_places(d, x.device)
         upper = at_places(x.flatten(1), there).index_fill_(1, back[:: d + 1].long(), 0.0)

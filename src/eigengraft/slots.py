@@ -32,6 +32,7 @@ class Slot:
     frame: how it follows a change of basis R = Q_old^T Q_new of the frame it lives in: "vector" is rotated, "square" is
     transported by the Hadamard square, v <- (R*R)^T v on each axis; "row" and "column" are squares without the last and
     without the last but one axis; "none" stays.
+    sensitive: whether the size of every update depends on it, so that no storage takes it by its role.
     axes: the axes of the block that a "vector" or "square" slot has, in order; default: all of them.
     """
 
@@ -42,6 +43,7 @@ class Slot:
     dtype: torch.dtype | None = None
     axes: tuple[int, ...] | None = None
     scale: float = 1.0
+    sensitive: bool = False
 
     def allocate(self, blocks: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The slot of a fresh stack, `[blocks, *shape]`, in its own dtype or else `dtype`."""

@@ -10,6 +10,10 @@ POLAR_SOLVERS = (
             unknown("newton_schulz"),
             Fault({"kind": "newton_schulz", "coefficients": [1.0, 2.0]}, "coefficients"),
             Fault({"kind": "newton_schulz", "coefficients": []}, "coefficients"),
+            Fault(
+                {"kind": "newton_schulz", "steps": 1, "coefficients": [[2.0, -1.5, 0.5], [1.5, -0.5, 0.0]]},
+                r"coefficients: at most 1 triples \(steps\) are required, got 2",
+            ),
             Fault({"kind": "newton_schulz", "precision": "float16"}, "precision: .*, got 'float16'"),
         ),
     ),
@@ -19,6 +23,10 @@ POLAR_SOLVERS = (
         faults=(
             unknown("gram_newton_schulz"),
             Fault({"kind": "gram_newton_schulz", "restart": 0}, "restart: .*or equal to 1"),
+            Fault(
+                {"kind": "gram_newton_schulz", "steps": 1, "coefficients": [[2.0, -1.5, 0.5], [1.5, -0.5, 0.0]]},
+                "coefficients: at most 1 triples",
+            ),
         ),
     ),
     Row({"kind": "gram_newton_schulz", "steps": 6, "restart": 4}, "seldom restarted"),

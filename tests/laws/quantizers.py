@@ -43,7 +43,10 @@ QUANTIZERS = (
         faults=(
             unknown("int8"),
             too_small("int8"),
-            Fault({"kind": "int8", "buckets": "column", "scale": "double"}, "scale float32 .*'column', got 'double'"),
+            Fault(
+                {"kind": "int8", "buckets": "column", "scale": "double"}, "scale: 'float32' .*'column', got 'double'"
+            ),
+            Fault({"kind": "int8", "buckets": "column", "block_size": 64}, "block_size: `buckets: row` is required"),
         ),
     ),
     Row({"kind": "int8", "buckets": "column"}, "columns"),
@@ -67,6 +70,10 @@ QUANTIZERS = (
         faults=(
             unknown("exact_diagonal"),
             Fault({"kind": "exact_diagonal", "inner": {"kind": "int4", "bits": 4}}, "inner.bits: unknown field"),
+            Fault(
+                {"kind": "exact_diagonal", "inner": {"kind": "symmetric", "inner": SMALL}, "symmetrize": False},
+                "symmetrize: true is required with the symmetric inner format 'symmetric', got false",
+            ),
         ),
     ),
     Row({"kind": "exact_diagonal", "inner": {"kind": "symmetric", "inner": SMALL}}, "triangular"),
@@ -108,6 +115,8 @@ def small(fields: Any, size: int = 8) -> Quantizer:
     quantizer = checked(Quantizer, fields)
     known = type(quantizer).model_fields
     changes = {name: value for name, value in (("min_elements", 1), ("block_size", size)) if name in known}
+    if getattr(quantizer, "buckets", None) == "column":
+        del changes["block_size"]
     inner = getattr(quantizer, "inner", None)
     return quantizer.replace(**changes, **({} if inner is None else {"inner": small(inner, size)}))
 

@@ -50,6 +50,8 @@ ROOT_SOLVERS = (
             Fault({**NEWTON, "eps": 2.0}, "eps: .*less than or equal to 1"),
             Fault({**NEWTON, "retries": -1}, "retries: .*or equal to 0"),
             Fault({**NEWTON, "precision": "float8"}, "precision: .*, got 'float8'"),
+            Fault({**NEWTON, "relative": False, "relative_to": "trace"}, "relative_to: `relative: true` is required"),
+            Fault({**NEWTON, "retry_above": 0.05}, "retry_above: `retries` above 0 is required, got retries 0"),
             Fault({**NEWTON, "scaling": "spectral"}, "scaling: unknown eigenvalue_bound kind 'spectral'"),
         ),
     ),

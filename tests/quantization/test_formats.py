@@ -39,7 +39,7 @@ def make(fields: Any, **more: Any) -> Any:
 
 def small(fields: Any) -> Any:
     """With blocks of 16, if there are blocks."""
-    blockwise = issubclass(Quantizer.members[fields["kind"]], Blockwise)
+    blockwise = issubclass(Quantizer.members[fields["kind"]], Blockwise) and fields.get("buckets") != "column"
     return make(fields, **({"block_size": 16} if blockwise else {}))
 
 

@@ -107,6 +107,42 @@ def test_storage_by_path_goes_before_the_role() -> None:
     assert {"0/update.shampoo/factor.0", "0/update.shampoo/factor.1/upper", "0/update.shampoo/root.1"} <= keys
 
 
+CODED = {"second_moment": {"kind": "int8", "min_elements": 1}}
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        {"kind": "rms", "name": "magnitude"},
+        {"kind": "sum", "paths": [{"name": "magnitude", "stages": "rms"}]},
+        {"kind": "chain", "name": "magnitude", "stages": "rms"},
+        {"kind": "graft", "direction": "rms", "magnitude": "identity", "name": "magnitude"},
+    ],
+    ids=["stage", "path", "chain", "direction"],
+)
+def test_a_second_moment_is_coded_by_its_role_whatever_its_path(update: Any) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(8, 3))
+    optimizer = Optimizer([parameter], {"update": update, "routes": [], "storage": CODED})
+    assert any(key.endswith("/v/codes") for key in optimizer.state[parameter])
+
+
+@pytest.mark.parametrize("name", ["graft", "size"])
+@pytest.mark.parametrize("magnitude", ["rms", {"kind": "chain", "name": "first", "stages": ["momentum", "rms"]}])
+def test_the_magnitude_of_a_graft_is_coded_only_by_its_path(name: str, magnitude: Any) -> None:
+    """Not by the role, whatever the graft and the stages inside are called."""
+    graft = {"kind": "graft", "name": name, "direction": "sign", "magnitude": magnitude}
+    parameter = torch.nn.Parameter(torch.zeros(8, 3))
+
+    def keys(storage: Any) -> set[str]:
+        optimizer = Optimizer([parameter], {"update": graft, "routes": [], "storage": storage})
+        return {key for key in optimizer.state[parameter] if "/v" in key}
+
+    (plain,) = keys({})
+    assert keys(CODED) == {plain}
+    path = plain.removeprefix("0/").removesuffix("/v")
+    assert f"{plain}/codes" in keys({path: CODED["second_moment"]})
+
+
 @pytest.mark.parametrize(
     ("storage", "message"),
     [

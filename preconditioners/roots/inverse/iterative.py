@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from fractions import Fraction
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from eigengraft.numerics import apply_aligned, identity_like, per_block, symmetrized, tiny
@@ -49,6 +49,14 @@ class Iterative(RootSolver):
         default=None, gt=0, description="residual from which it is worth another attempt; default: `max_error`"
     )
     precision: Precision = Field(default="input", description="dtype that factors of products are rounded to")
+
+    @model_validator(mode="after")
+    def _options_matter(self) -> Self:
+        if not self.relative and self.relative_to not in (None, type(self).model_fields["relative_to"].default):
+            raise ValueError("relative_to: `relative: true` is required, got relative false")
+        if self.retry_above is not None and not self.retries:
+            raise ValueError("retry_above: `retries` above 0 is required, got retries 0")
+        return self
 
     @abstractmethod
     def solve(self, c: Tensor, exponent: Fraction, ridge: float) -> Solved:
