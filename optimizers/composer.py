@@ -28,4 +28,4 @@ def compose(
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not named:
         raise ValueError("compose: a model with trainable parameters is required, got none")
-    return Optimizer(named, recipe, lr, weight_decay, facts=describe_model(model))
+    return Optimizer(named, recipe, lr, weight_decay, infos=describe_model(model))

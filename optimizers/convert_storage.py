@@ -63,13 +63,13 @@ def _require_alike(saved: Recipe, wanted: Recipe) -> None:
 
 def _twin(optimizer: Optimizer, recipe: Recipe) -> Optimizer:
     """An optimizer of the same parameters with fresh state; it is never stepped."""
-    facts, groups = {}, []
+    infos, groups = {}, []
     for index, group in enumerate(optimizer.param_groups):
         names = group.get("param_names")
         params = list(zip(names, group["params"], strict=True)) if names else group["params"]
         groups.append({"params": params, "lr": group["lr"], "weight_decay": group["weight_decay"]})
-        facts.update({id(p): fact for p, fact in zip(group["params"], optimizer.facts(index), strict=True)})
-    return Optimizer(groups, recipe.replace(distribution=Distribution(mode="local")), facts=facts)
+        infos.update({id(p): info for p, info in zip(group["params"], optimizer.infos(index), strict=True)})
+    return Optimizer(groups, recipe.replace(distribution=Distribution(mode="local")), infos=infos)
 
 
 def _recode(old: StackState, new: StackState) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .apply.mode import Mode, require_training, switch
+from .apply.mode import Mode
 from .checkpoint import strict_load as checkpoint
-from .checkpoint.sharded_state import closing_hook, fill, gathered, give_state, visible_state
+from .checkpoint.sharded_state import closing_hook, fill, gathered, shard_hook, visible_state
 from .engine.param_set import ParamSet
 from .engine.stack_state import StackState
 from .engine.step_inputs import Hyper
@@ -39,11 +39,11 @@ class Optimizer(torch.optim.Optimizer):
         lr: float | Tensor | None = None,
         weight_decay: float | None = None,
         *,
-        facts: Mapping[int, ParamInfo] | None = None,
+        infos: Mapping[int, ParamInfo] | None = None,
     ) -> None:
         self.recipe: Recipe = load_recipe(recipe)
-        self._known = dict(facts or {})
-        self._facts: list[list[ParamInfo]] = []
+        self._known = dict(infos or {})
+        self._infos: list[list[ParamInfo]] = []
         self._param_sets: list[list[ParamSet]] = []
         self._assignments = Assignments(self.recipe)
         self._loaded: list[tuple[list[ParamSet], Mapping[Tensor, Mapping[str, Tensor]]]] = []
@@ -57,7 +57,7 @@ class Optimizer(torch.optim.Optimizer):
             )
         super().__init__(params, defaults)
         self._known = {}
-        require_matches(self.recipe, [fact for facts in self._facts for fact in facts])
+        require_matches(self.recipe, [info for infos in self._infos for info in infos])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group: `params`, optionally `lr` and `weight_decay`; `fused` and `foreach` are ignored.
@@ -71,7 +71,7 @@ class Optimizer(torch.optim.Optimizer):
         try:
             self._complete_group(index)
         except Exception:
-            del self.param_groups[index:], self._facts[index:], self._param_sets[index:]
+            del self.param_groups[index:], self._infos[index:], self._param_sets[index:]
             self._assignments.forget(index)
             raise
 
@@ -83,11 +83,11 @@ class Optimizer(torch.optim.Optimizer):
         group["iterate"] = self.param_groups[0]["iterate"] if index else "train"
         names = group.get("param_names") or [None] * len(group["params"])
         known = self._known
-        self._facts.append(
+        self._infos.append(
             [known.get(id(p)) or describe_parameter(n, p) for n, p in zip(names, group["params"], strict=True)]
         )
         self._param_sets.append([])
-        self._assignments.add(group["params"], self._facts[-1], self.labels(index))
+        self._assignments.add(group["params"], self._infos[-1], self.labels(index))
         self._assignments.agree(index, group)
         self._install(index, self._build(index, {id(p) for p in group["params"] if p.requires_grad}), {})
 
@@ -97,7 +97,7 @@ class Optimizer(torch.optim.Optimizer):
 
         They depend on nothing but that set, so that a copy or a resumed run has the same ones.
         """
-        rows = zip(self.param_groups[index]["params"], self._facts[index], self.labels(index), strict=True)
+        rows = zip(self.param_groups[index]["params"], self._infos[index], self.labels(index), strict=True)
         return make_param_sets([row for row in rows if id(row[0]) in wanted], self.recipe, self._assignments, index)
 
     def _install(self, index: int, param_sets: list[ParamSet], values: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
@@ -114,13 +114,13 @@ class Optimizer(torch.optim.Optimizer):
         """Puts the state of a parameter set where torch looks for it."""
         self.state.update(zip(param_set.parameters, visible_state(param_set), strict=True))
 
-    def facts(self, index: int) -> list[ParamInfo]:
-        """What routes were told about the parameters of a group."""
-        return self._facts[index]
+    def infos(self, index: int) -> list[ParamInfo]:
+        """Description of each parameter of a group, as routes see it."""
+        return self._infos[index]
 
     def labels(self, index: int) -> list[str]:
         """What errors and counts call the parameters of a group."""
-        return [fact.name or f"group {index} parameter {place}" for place, fact in enumerate(self._facts[index])]
+        return [info.name or f"group {index} parameter {place}" for place, info in enumerate(self._infos[index])]
 
     @property
     def iterate(self) -> Mode:
@@ -130,7 +130,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def train(self) -> None:
         """Makes the parameters hold the iterate that is trained again, bit for bit."""
-        switch(self, self._all(), "train")
+        self._swap("train")
 
     def eval(self) -> None:
         """Makes the parameters hold the iterate to evaluate, where the recipe has an `averaging`.
@@ -138,12 +138,26 @@ class Optimizer(torch.optim.Optimizer):
         Until `train()` the training iterate is in the state; what is written into the parameters meanwhile is lost.
         Under `fully_shard` call `model.reshard()` before `train()`: a forward leaves gathered parameters behind.
         """
-        switch(self, self._all(), "eval")
+        self._swap("eval")
+
+    def _swap(self, mode: Mode) -> None:
+        if self.recipe.averaging is None or self.iterate == mode:
+            return
+        self._settle()
+        for param_set in self._all():
+            param_set.swap_iterate(mode)
+            self.show(param_set)
+        for group in self.param_groups:
+            group["iterate"] = mode
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update. A closure is called once, with gradients enabled, before anything else; its value is returned."""
-        require_training(self.iterate)
+        if self.iterate != "train":
+            raise RuntimeError(
+                "Optimizer.step: the parameters must hold the training iterate, got the evaluated one; "
+                "call optimizer.train() first"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -211,13 +225,13 @@ class Optimizer(torch.optim.Optimizer):
         torch.distributed.checkpoint takes them, or `full_state_dict`.
         """
         self._settle()
-        with closing_hook(self.register_state_dict_post_hook(give_state, prepend=True)):
+        with closing_hook(self.register_state_dict_post_hook(shard_hook, prepend=True)):
             return super().state_dict()
 
     def full_state_dict(self) -> dict[str, Any]:
         """The state dict with the whole state as plain tensors on the CPU, for torch.save; all ranks call it."""
-        whole: dict[str, Any] = gathered(self.state_dict())
-        return whole
+        full: dict[str, Any] = gathered(self.state_dict())
+        return full
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Bit-exact, strict: another recipe, missing, extra or misshapen state is one ValueError, nothing changes."""
@@ -228,10 +242,10 @@ class Optimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         self._settle()
         skipped = [[param_set.skipped for param_set in param_sets] for param_sets in self._param_sets]
-        return {**super().__getstate__(), "recipe": self.recipe, "_facts": self._facts, "_skipped": skipped}
+        return {**super().__getstate__(), "recipe": self.recipe, "_infos": self._infos, "_skipped": skipped}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if "_facts" not in state:  # torch's load_state_dict; what take_state kept is installed
+        if "_infos" not in state:  # torch's load_state_dict; what take_state kept is installed
             views, loaded = self.state, self._loaded
             super().__setstate__(state)
             self.state, self._loaded = views, []
@@ -246,7 +260,7 @@ class Optimizer(torch.optim.Optimizer):
         self._param_sets = [[] for _ in self.param_groups]
         self._assignments = Assignments(self.recipe)
         for index, group in enumerate(self.param_groups):
-            self._assignments.add(group["params"], self._facts[index], self.labels(index))
+            self._assignments.add(group["params"], self._infos[index], self.labels(index))
             self._install(index, self._build(index, {id(p) for p in group["params"] if p in saved}), saved)
             for param_set, counts in zip(self._param_sets[index], skipped[index], strict=True):
                 param_set.skipped.update(counts)

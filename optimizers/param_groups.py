@@ -57,9 +57,9 @@ def number(group: Mapping[str, Any], key: str) -> float | Tensor:
     return float(value)
 
 
-def require_matches(recipe: Recipe, facts: Iterable[ParamInfo]) -> None:
+def require_matches(recipe: Recipe, infos: Iterable[ParamInfo]) -> None:
     """Raises ValueError for a route that must match a parameter and takes none."""
-    taken = {recipe.route(fact)[0] for fact in facts}
+    taken = {recipe.route(info)[0] for info in infos}
     for route in recipe.routes:
         if not route.optional and f"routes.{route.name}" not in taken:
             raise ValueError(

@@ -65,16 +65,16 @@ def routing_table(optimizer: Optimizer) -> list[RoutedParameter]:
     """Where each parameter went and why, in the order of the groups."""
     rows = []
     for index, group in enumerate(optimizer.param_groups):
-        for parameter, fact, label in zip(
-            group["params"], optimizer.facts(index), optimizer.labels(index), strict=True
+        for parameter, info, label in zip(
+            group["params"], optimizer.infos(index), optimizer.labels(index), strict=True
         ):
-            route, reason = optimizer.recipe.route(fact)
-            grids = optimizer.recipe.updates()[route].blocking.grids(fact.shape)
+            route, reason = optimizer.recipe.route(info)
+            grids = optimizer.recipe.updates()[route].blocking.grids(info.shape)
             blocks = tuple(grid.tile for grid in grids for _ in grid.keys)
             if not parameter.requires_grad and parameter not in optimizer.state:
                 reason += "; frozen, no state"
             size = slot_bytes(optimizer.state.get(parameter, {}))
-            rows.append(RoutedParameter(label, fact.shape, route, reason, blocks, size))
+            rows.append(RoutedParameter(label, info.shape, route, reason, blocks, size))
     return rows
 
 
@@ -85,7 +85,7 @@ def describe(optimizer: Optimizer) -> str:
         kind = getattr(optimizer.recipe.averaging, "kind")  # noqa: B009  every member has a kind, the family has none
         lines.append(f"  averaging: {kind}, the parameters hold the iterate to {optimizer.iterate}")
     for index, group in enumerate(optimizer.param_groups):
-        routes = Counter(optimizer.recipe.route(fact)[0] or "update" for fact in optimizer.facts(index))
+        routes = Counter(optimizer.recipe.route(info)[0] or "update" for info in optimizer.infos(index))
         where = ", ".join(f"{count} by {path}" for path, count in routes.items())
         rates = f"lr={float(group['lr']):g}, weight_decay={float(group['weight_decay']):g}"
         lines.append(f"  group {index}: {len(group['params'])} parameters ({where}), {rates}")

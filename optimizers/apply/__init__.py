@@ -1,14 +1,14 @@
-"""Which iterates are kept and evaluated, and the constraints they keep."""
+"""How a parameter takes its update: weight decay, constraints, averaging, the write. Imports the ground floor only."""
 
 from .averaging import Averaging as Averaging
-from .averaging import Track as Track
+from .averaging import IterateBatch as IterateBatch
 from .constraints import Constraint as Constraint
 from .constraints import Constraints as Constraints
 from .constraints import Hyperball as Hyperball
-from .iterate_store import Iterates as Iterates
+from .iterate_store import IterateStore as IterateStore
 from .means import EMA as EMA
 from .means import LAWA as LAWA
-from .parameter_update import Bound as Bound
-from .parameter_update import Move as Move
+from .parameter_update import BoundConstraint as BoundConstraint
+from .parameter_update import ParameterUpdate as ParameterUpdate
 from .primal_averaging import PrimalAveraging as PrimalAveraging
 from .primal_averaging import ScheduleFree as ScheduleFree

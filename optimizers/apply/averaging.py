@@ -14,15 +14,18 @@ from torch import Tensor
 from eigengraft.component import Component
 from eigengraft.slots import Slot
 
-from .parameter_update import Move
+from .parameter_update import ParameterUpdate
 
 
 @dataclass(frozen=True)
-class Track:
-    """Some parameters at one moment; n of them.
+class IterateBatch:
+    """n parameters that share an update and a dtype, with their iterates.
 
-    parameters: what training sees. slots: n tensors by name. steps `[n]`: updates that each has had, one that is under
-    way included. lr: of that update. mask: n 0-d booleans, False where nothing may change; None: everything may.
+    parameters: n tensors, what training sees.
+    slots: n tensors by slot name.
+    steps: `[n]`, updates that each parameter has had, the one under way included.
+    lr: learning rate of the update under way.
+    mask: n 0-d booleans, False where nothing may change; None: everything may change.
     """
 
     parameters: Sequence[Tensor]
@@ -31,39 +34,39 @@ class Track:
     lr: float | Tensor = 0.0
     mask: Sequence[Tensor] | None = None
 
-    def slice_rows(self, chosen: Sequence[int]) -> Track:
-        """The track of those parameters alone."""
+    def slice_rows(self, chosen: Sequence[int]) -> IterateBatch:
+        """The batch of the chosen parameters alone."""
         slots = {name: [tensors[i] for i in chosen] for name, tensors in self.slots.items()}
         mask = None if self.mask is None else [self.mask[i] for i in chosen]
-        return Track([self.parameters[i] for i in chosen], slots, self.steps[list(chosen)], self.lr, mask)
+        return IterateBatch([self.parameters[i] for i in chosen], slots, self.steps[list(chosen)], self.lr, mask)
 
 
 class Averaging(Component, ABC, family="averaging"):
-    """Owns which iterate a parameter holds: one in training (gradients are taken there), one in evaluation.
+    """Which iterate a parameter holds: one in training (gradients are taken there), one in evaluation.
 
-    Iterates are slots of role `iterate`, whole parameters in the dtype they are computed in. They begin at the
+    Iterates are slots of role `iterate`, of the parameter's shape, in the dtype they are computed in. They begin at the
     parameter as its first update finds it, so that weights loaded after construction count. Where a parameter has had
     no update, the evaluated iterate is the parameter.
     """
 
     @abstractmethod
-    def slots(self, shape: tuple[int, ...], coarse: bool) -> Mapping[str, Slot]:
-        """The state of one parameter; coarse: it is stored with less precision than it is computed in."""
+    def slots(self, shape: tuple[int, ...], low_precision: bool) -> Mapping[str, Slot]:
+        """The state of one parameter; low_precision: the parameter has less precision than its updates."""
 
-    def begin(self, track: Track) -> None:
-        """Before the first update: set the iterates that begin at the parameter."""
+    def begin(self, batch: IterateBatch) -> None:
+        """Set the iterates that begin at the parameter; called before its first update."""
 
-    def decaying(self, track: Track) -> Sequence[Tensor]:
-        """What weight decay acts on, in place of the parameters."""
-        return track.parameters
-
-    @abstractmethod
-    def step(self, track: Track, move: Move) -> None:
-        """One update: `move` the base iterate, and let the others follow."""
+    def decaying(self, batch: IterateBatch) -> Sequence[Tensor]:
+        """The tensors that weight decay acts on, one for each parameter. Default: the parameters."""
+        return batch.parameters
 
     @abstractmethod
-    def evaluated(self, track: Track) -> Sequence[Tensor]:
-        """The iterate to evaluate, of parameters that have had an update; in any dtype."""
+    def step(self, batch: IterateBatch, update: ParameterUpdate) -> None:
+        """Apply `update` to the base iterate and let the other iterates follow."""
+
+    @abstractmethod
+    def evaluated(self, batch: IterateBatch) -> Sequence[Tensor]:
+        """The iterate to evaluate of each parameter, in any dtype; every parameter has had an update."""
 
 
 def blend(
@@ -99,6 +102,6 @@ def accumulate(targets: Sequence[Tensor], values: Sequence[Tensor], weights: Seq
 
 
 def shared(weights: Sequence[float | Tensor]) -> float | None:
-    """The number that all weights are, if they are one number."""
+    """The one number that all weights are; None if they differ or are tensors."""
     first = weights[0]
     return first if isinstance(first, float) and all(weight is first or weight == first for weight in weights) else None

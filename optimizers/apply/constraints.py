@@ -1,4 +1,4 @@
-"""Constraints: what keeps a parameter where it should be, around every step of it."""
+"""Constraints: what keeps a parameter where it should be, before and after every write."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Slots = Mapping[str, Sequence[Tensor]]
 
 
 class Constraint(Component, ABC, family="constraint"):
-    """Sees n whole parameters W and their updates U, before the step and after it, in the dtype they are computed in.
+    """Changes n updates U before the write (`adjust`) and n parameters W after it (`retract`).
 
-    The step between the two is that of the recipe: W <- W - lr alpha W - lr U, decay included. With an averaging whose
-    base iterate is not the parameter, it is the base iterate that steps and is constrained.
+    The write between the two is W <- W - lr alpha W - lr U. W and U are whole parameters in the dtype they are computed
+    in. With an averaging whose base iterate is not the parameter, the base iterate is written and constrained.
     """
 
     name: str | None = Field(
@@ -41,16 +41,16 @@ class Constraint(Component, ABC, family="constraint"):
         return {}
 
     def begin(self, slots: Slots, parameters: Sequence[Tensor]) -> None:
-        """Before the first update: set what depends on where the parameters are."""
+        """Set the slots that depend on where the parameters are; called before the first update."""
 
-    def direct(self, slots: Slots, parameters: Sequence[Tensor], updates: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The updates to take; those given may not be written to."""
+    def adjust(self, slots: Slots, parameters: Sequence[Tensor], updates: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The updates to take; the given ones may not be written to."""
         return updates
 
     def retract(
         self, slots: Slots, parameters: Sequence[Tensor], updates: Sequence[Tensor], moved: Sequence[Tensor]
     ) -> Sequence[Tensor]:
-        """Where the parameters go, given where the step took them; nothing given may be written to."""
+        """The parameters after the step, `moved` being where the update took them; nothing given may be written to."""
         return moved
 
 
@@ -72,7 +72,7 @@ class Hyperball(Constraint):
     def begin(self, slots: Slots, parameters: Sequence[Tensor]) -> None:
         torch._foreach_copy_(list(slots["radius"]), list(norms(parameters).unbind(0)))
 
-    def direct(self, slots: Slots, parameters: Sequence[Tensor], updates: Sequence[Tensor]) -> Sequence[Tensor]:
+    def adjust(self, slots: Slots, parameters: Sequence[Tensor], updates: Sequence[Tensor]) -> Sequence[Tensor]:
         if not self.relative:
             return updates
         free = torch.stack(list(slots["radius"])) == 0

@@ -1,10 +1,9 @@
-"""The iterates of a parameter set: what is kept for each of its parameters beside the state of the stages."""
+"""Iterates and constraint slots of several parameters: the state that belongs to a parameter and not to a stage."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,27 +13,34 @@ from torch import Tensor
 from eigengraft.numerics import compute_dtype
 from eigengraft.slots import Slot
 
-from .averaging import Track
+from .averaging import Averaging, IterateBatch
 from .constraints import Constraint
 from .mode import Mode
-from .parameter_update import Bound, Move
-
-if TYPE_CHECKING:
-    from ..recipe.recipe import Recipe
+from .parameter_update import BoundConstraint, ParameterUpdate
 
 HELD = "averaging/train"
-"""State key of the training iterate, which is there while the parameter holds the evaluated one."""
+"""State key of the training iterate, present while the parameter holds the evaluated one."""
 
 
-class Iterates:
-    """Parameters by position. tensors: of each, by "averaging/<slot>" and "<path>constraints.<label>/<slot>".
+class IterateStore:
+    """Iterates and constraint slots of P parameters, addressed by position 0 .. P - 1.
 
-    paths: of the update of each. held: the training iterates, in evaluation mode.
+    averaging: the recipe's; None: no iterates.
+    constraints: those of every update, by the update's path in the recipe.
+    parameters: P tensors, what this rank holds of each parameter.
+    paths: P paths, the update of each parameter.
+    tensors: P dicts, by "averaging/<slot>" and "<path>.constraints.<label>/<slot>".
+    held: P training iterates while the parameters hold the evaluated ones; None in training.
     """
 
-    def __init__(self, recipe: Recipe, parameters: Sequence[Tensor], paths: Sequence[str]) -> None:
-        self.averaging, self.parameters, self.paths = recipe.averaging, parameters, paths
-        self.constraints = {path: update.constraints for path, update in recipe.updates().items()}
+    def __init__(
+        self,
+        averaging: Averaging | None,
+        constraints: Mapping[str, Sequence[Constraint]],
+        parameters: Sequence[Tensor],
+        paths: Sequence[str],
+    ) -> None:
+        self.averaging, self.constraints, self.parameters, self.paths = averaging, constraints, parameters, paths
         self.tensors = [
             {key: self._allocate(slot, parameter) for key, slot in self._slots(parameter, path)}
             for parameter, path in zip(parameters, paths, strict=True)
@@ -43,14 +49,14 @@ class Iterates:
         self.begin(range(len(parameters)))
 
     def __bool__(self) -> bool:
-        """Whether there is anything to keep."""
+        """Whether there are iterates or constraints."""
         return self.averaging is not None or any(self.constraints.values())
 
     def _slots(self, parameter: Tensor, path: str) -> Iterator[tuple[str, Slot]]:
         shape = tuple(parameter.shape)
         if self.averaging is not None:
-            coarse = compute_dtype(parameter.dtype) != parameter.dtype
-            for name, slot in self.averaging.slots(shape, coarse).items():
+            low_precision = compute_dtype(parameter.dtype) != parameter.dtype
+            for name, slot in self.averaging.slots(shape, low_precision).items():
                 yield f"averaging/{name}", slot
         for constraint in self.constraints[path]:
             for name, slot in constraint.slots(shape).items():
@@ -61,57 +67,64 @@ class Iterates:
 
     @torch.no_grad()
     def begin(self, positions: Sequence[int]) -> None:
-        """Sets what depends on where parameters are, before their first update."""
+        """Sets the slots that depend on where parameters are; called before their first update."""
         for path, own in self._alike(positions):
-            track = self._track(own, np.zeros(len(own), dtype=np.int64))
+            batch = self._batch(own, np.zeros(len(own), dtype=np.int64))
             if self.averaging is not None:
-                self.averaging.begin(track)
-            for bound in self._bounds(path, own):
-                bound.constraint.begin(bound.slots, track.parameters)
+                self.averaging.begin(batch)
+            for bound in self._bound(path, own):
+                bound.constraint.begin(bound.slots, batch.parameters)
 
-    def step(self, positions: Sequence[int], steps: NDArray[np.int64], move: Move, lr: float | Tensor) -> None:
-        """One step of some parameters; steps `[n]`: updates of each, this one included. lr: of the group."""
+    def step(
+        self, positions: Sequence[int], steps: NDArray[np.int64], update: ParameterUpdate, lr: float | Tensor
+    ) -> None:
+        """Applies an update to n parameters and their iterates.
+
+        positions, steps `[n]`: which parameters, and the updates each has had, this one included.
+        update: of the n parameters, without constraints, which are added here.
+        lr: the param group's learning rate.
+        """
         place = {position: index for index, position in enumerate(positions)}
         for path, own in self._alike(positions):
             chosen = [place[position] for position in own]
-            part = move.slice_rows(chosen, self._bounds(path, own))
+            chosen_update = update.slice_rows(chosen, self._bound(path, own))
             if self.averaging is None:
-                part([self.parameters[position] for position in own])
+                chosen_update([self.parameters[position] for position in own])
             else:
-                track = self._track(own, steps[chosen])
-                self.averaging.step(replace(track, lr=lr, mask=part.mask), part)
+                batch = self._batch(own, steps[chosen])
+                self.averaging.step(replace(batch, lr=lr, mask=chosen_update.mask), chosen_update)
 
     def _alike(self, positions: Sequence[int]) -> Iterator[tuple[str, list[int]]]:
-        """(path, positions) of parameters with the same update and dtype, and so with the same slots."""
+        """(path, positions) of parameters that share update and dtype, and so have the same slots."""
         groups: dict[tuple[str, torch.dtype], list[int]] = {}
         for position in positions:
             groups.setdefault((self.paths[position], self.parameters[position].dtype), []).append(position)
         for (path, _), own in groups.items():
             yield path, own
 
-    def _track(self, positions: Sequence[int], steps: NDArray[np.int64]) -> Track:
-        return Track([self.parameters[p] for p in positions], self._named(positions, "averaging"), steps)
+    def _batch(self, positions: Sequence[int], steps: NDArray[np.int64]) -> IterateBatch:
+        return IterateBatch([self.parameters[p] for p in positions], self._named(positions, "averaging"), steps)
 
-    def _bounds(self, path: str, positions: Sequence[int]) -> list[Bound]:
-        return [Bound(c, self._named(positions, _prefix(path, c))) for c in self.constraints[path]]
+    def _bound(self, path: str, positions: Sequence[int]) -> list[BoundConstraint]:
+        return [BoundConstraint(c, self._named(positions, _prefix(path, c))) for c in self.constraints[path]]
 
     def _named(self, positions: Sequence[int], prefix: str) -> Mapping[str, list[Tensor]]:
         keys = [key for key in self.tensors[positions[0]] if key.startswith(f"{prefix}/")]
         return {key.rpartition("/")[2]: [self.tensors[position][key] for position in positions] for key in keys}
 
     def decaying(self) -> Sequence[Tensor]:
-        """What weight decay acts on, by position."""
+        """The tensors that weight decay acts on, by position."""
         if self.averaging is None:
             return self.parameters
         found = list(self.parameters)
         for _, own in self._alike(range(len(found))):
-            tensors = self.averaging.decaying(self._track(own, np.zeros(len(own), dtype=np.int64)))
+            tensors = self.averaging.decaying(self._batch(own, np.zeros(len(own), dtype=np.int64)))
             for position, tensor in zip(own, tensors, strict=True):
                 found[position] = tensor
         return found
 
     def view(self, position: int, mode: Mode | None = None) -> dict[str, Tensor]:
-        """The state of a parameter; mode: of which its shape is asked for, default the present one."""
+        """The state of a parameter in a mode, right in keys and shapes; default: the present mode."""
         tensors = dict(self.tensors[position])
         if self.held is not None and mode != "train":
             tensors[HELD] = self.held[position]
@@ -120,22 +133,22 @@ class Iterates:
         return tensors
 
     def hold(self, mode: Mode) -> None:
-        """Keeps the training iterates if they are to be kept; the parameters stay as they are."""
+        """Sets the mode without changing parameters: in "eval" a copy of them is held as the training iterate."""
         if mode == "train":
             self.held = None
         elif self.held is None and self.averaging is not None:
             self.held = [parameter.detach().clone() for parameter in self.parameters]
 
     @torch.no_grad()
-    def switch(self, mode: Mode, steps: NDArray[np.int64]) -> None:
-        """Makes the parameters hold the iterate of a mode; steps `[P]`: updates of each, those without one stay."""
+    def swap(self, mode: Mode, steps: NDArray[np.int64]) -> None:
+        """Makes the parameters hold the iterate of a mode; steps `[P]`: updates of each, those with 0 stay."""
         if mode == "train" and self.held is not None:
             torch._foreach_copy_(list(self.parameters), self.held)
         self.hold(mode)
         if mode == "train" or self.averaging is None:
             return
         for _, own in self._alike(np.flatnonzero(steps > 0).tolist()):
-            values = self.averaging.evaluated(self._track(own, steps[own]))
+            values = self.averaging.evaluated(self._batch(own, steps[own]))
             torch._foreach_copy_([self.parameters[position] for position in own], list(values))
 
 

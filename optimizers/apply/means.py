@@ -12,19 +12,19 @@ from torch import Tensor
 
 from eigengraft.slots import Slot
 
-from .averaging import Averaging, Track, blend
-from .parameter_update import Move
+from .averaging import Averaging, IterateBatch, blend
+from .parameter_update import ParameterUpdate
 
 
 def pushes(steps: NDArray[np.int64], every: int, start: int | None) -> NDArray[np.int64]:
-    """How many iterates have been averaged after so many updates: one at `start` and at every nu-th after it."""
+    """Iterates that have been averaged after so many updates: one at `start` and one every nu updates after it."""
     first = every if start is None else start
     return np.where(steps >= first, (steps - first) // every + 1, 0)
 
 
-def pushed(track: Track, every: int, start: int | None) -> list[int]:
-    """Which parameters of a track the update under way adds to the average."""
-    fresh = pushes(track.steps, every, start) > pushes(track.steps - 1, every, start)
+def pushed(batch: IterateBatch, every: int, start: int | None) -> list[int]:
+    """Indices of the parameters whose iterate enters the average with the update under way."""
+    fresh = pushes(batch.steps, every, start) > pushes(batch.steps - 1, every, start)
     return [int(index) for index in np.flatnonzero(fresh)]
 
 
@@ -42,19 +42,19 @@ class EMA(Averaging):
     start: int | None = Field(default=None, ge=1, description="update of the first averaged iterate; default: nu")
     bias_correction: bool = Field(default=True, description="start from zero and divide by the sum of the weights")
 
-    def slots(self, shape: tuple[int, ...], coarse: bool) -> Mapping[str, Slot]:
+    def slots(self, shape: tuple[int, ...], low_precision: bool) -> Mapping[str, Slot]:
         return {"mean": Slot(shape, role="iterate")}
 
-    def step(self, track: Track, move: Move) -> None:
-        move(track.parameters)
-        due = track.slice_rows(pushed(track, self.every, self.start))
+    def step(self, batch: IterateBatch, update: ParameterUpdate) -> None:
+        update(batch.parameters)
+        due = batch.slice_rows(pushed(batch, self.every, self.start))
         first = (pushes(due.steps, self.every, self.start) == 1) & (not self.bias_correction)
         blend(due.slots["mean"], due.parameters, [1.0 if one else 1 - self.decay for one in first], due.mask)
 
-    def evaluated(self, track: Track) -> Sequence[Tensor]:
-        counts = pushes(track.steps, self.every, self.start)
+    def evaluated(self, batch: IterateBatch) -> Sequence[Tensor]:
+        counts = pushes(batch.steps, self.every, self.start)
         values = []
-        for parameter, mean, count in zip(track.parameters, track.slots["mean"], counts.tolist(), strict=True):
+        for parameter, mean, count in zip(batch.parameters, batch.slots["mean"], counts.tolist(), strict=True):
             weight = 1 - self.decay**count if self.bias_correction else 1.0
             values.append(mean / weight if count else parameter)
         return values
@@ -72,17 +72,17 @@ class LAWA(Averaging):
     every: int = Field(default=1, ge=1, description="updates between iterates of the queue, nu")
     start: int | None = Field(default=None, ge=1, description="update of the first one; default: nu")
 
-    def slots(self, shape: tuple[int, ...], coarse: bool) -> Mapping[str, Slot]:
+    def slots(self, shape: tuple[int, ...], low_precision: bool) -> Mapping[str, Slot]:
         return {"queue": Slot((self.window, *shape), role="iterate")}
 
-    def step(self, track: Track, move: Move) -> None:
-        move(track.parameters)
-        due = track.slice_rows(pushed(track, self.every, self.start))
+    def step(self, batch: IterateBatch, update: ParameterUpdate) -> None:
+        update(batch.parameters)
+        due = batch.slice_rows(pushed(batch, self.every, self.start))
         places = (pushes(due.steps, self.every, self.start) - 1) % self.window
         targets = [queue[place] for queue, place in zip(due.slots["queue"], places.tolist(), strict=True)]
         blend(targets, due.parameters, [1.0] * len(targets), due.mask)
 
-    def evaluated(self, track: Track) -> Sequence[Tensor]:
-        counts = np.minimum(pushes(track.steps, self.every, self.start), self.window).tolist()
-        rows = zip(track.parameters, track.slots["queue"], counts, strict=True)
+    def evaluated(self, batch: IterateBatch) -> Sequence[Tensor]:
+        counts = np.minimum(pushes(batch.steps, self.every, self.start), self.window).tolist()
+        rows = zip(batch.parameters, batch.slots["queue"], counts, strict=True)
         return [queue[:count].mean(0) if count else parameter for parameter, queue, count in rows]

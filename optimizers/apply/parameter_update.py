@@ -1,4 +1,4 @@
-"""One step as a thing to hand over: parameters take it, or iterates that stand for them."""
+"""One update of several tensors, as an object: applied to parameters, or to the iterates that stand for them."""
 
 from __future__ import annotations
 
@@ -13,43 +13,49 @@ from .write import StepScale, decayed, moved, write
 
 
 @dataclass(frozen=True)
-class Bound:
-    """A constraint and its slots, for the tensors of one move."""
+class BoundConstraint:
+    """A constraint and its slots, for the n tensors of one update."""
 
     constraint: Constraint
     slots: Slots
 
 
 @dataclass(frozen=True)
-class Move:
-    """One step of n tensors. updates: of their shapes. mask: 0-d booleans, where one is False nothing changes."""
+class ParameterUpdate:
+    """One update of n tensors:  W <- W - lr alpha W - lr U, constrained.
+
+    updates: n tensors U, of the shapes of W.
+    step_scale: lr and alpha.
+    mask: n 0-d booleans, False where nothing changes; None: everything may change.
+    constraints: applied in order before the write, and in order after it.
+    """
 
     updates: Sequence[Tensor]
     step_scale: StepScale
     mask: Sequence[Tensor] | None = None
-    bounds: Sequence[Bound] = ()
+    constraints: Sequence[BoundConstraint] = ()
 
     def __call__(self, tensors: Sequence[Tensor]) -> None:
-        """Moves the tensors in place: weight decay, update, constraints."""
-        if not self.bounds:
+        """Changes the tensors in place: weight decay, update, constraints."""
+        if not self.constraints:
             write(tensors, self.updates, self.step_scale, self.mask)
             return
         updates = self.updates
         before: Sequence[Tensor] = [tensor.to(u.dtype) for tensor, u in zip(tensors, updates, strict=True)]
-        for bound in self.bounds:
-            updates = bound.constraint.direct(bound.slots, before, updates)
+        for bound in self.constraints:
+            updates = bound.constraint.adjust(bound.slots, before, updates)
         after: Sequence[Tensor] = [moved(tensor, u, self.step_scale) for tensor, u in zip(before, updates, strict=True)]
-        for bound in self.bounds:
+        for bound in self.constraints:
             after = bound.constraint.retract(bound.slots, before, updates, after)
         self._set(tensors, after)
 
-    def slice_rows(self, chosen: Sequence[int], bounds: Sequence[Bound]) -> Move:
-        """The same step of some of the tensors, under constraints."""
+    def slice_rows(self, chosen: Sequence[int], constraints: Sequence[BoundConstraint]) -> ParameterUpdate:
+        """The update of the chosen tensors alone, under constraints."""
         mask = None if self.mask is None else [self.mask[index] for index in chosen]
-        return Move([self.updates[index] for index in chosen], self.step_scale, mask, bounds)
+        return ParameterUpdate([self.updates[index] for index in chosen], self.step_scale, mask, constraints)
 
-    def decayed_at(self, others: Sequence[Tensor]) -> Move:
-        """The same step with the weight decay of other tensors, in place of the moved ones' own."""
+    def decayed_at(self, others: Sequence[Tensor]) -> ParameterUpdate:
+        """This update with weight decay taken at other tensors:  U <- U + alpha W_other, and no decay of its own."""
         if not self._decays:
             return self
         updates: Sequence[Tensor]
@@ -60,13 +66,13 @@ class Move:
             updates = [update + self.step_scale.decay_term(other, update) for other, update in pairs]
         return replace(self, updates=updates, step_scale=self.step_scale.without_decay)
 
-    def decay(self, tensors: Sequence[Tensor]) -> Move:
-        """Takes the weight decay of the step now, and returns the rest of the step."""
+    def decay(self, tensors: Sequence[Tensor]) -> ParameterUpdate:
+        """Decays the tensors now, and returns the update without its decay."""
         if not self._decays:
             return self
-        kept = 1 - self.step_scale.lr * self.step_scale.alpha
-        if isinstance(kept, float) and self.mask is None and not self.step_scale.decay.cautious:
-            torch._foreach_mul_(list(tensors), kept)
+        shrink = 1 - self.step_scale.lr * self.step_scale.alpha
+        if isinstance(shrink, float) and self.mask is None and not self.step_scale.decay.cautious:
+            torch._foreach_mul_(list(tensors), shrink)
         else:
             self._set(
                 tensors, [decayed(tensor, u, self.step_scale) for tensor, u in zip(tensors, self.updates, strict=True)]

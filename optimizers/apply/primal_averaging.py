@@ -21,8 +21,8 @@ from torch import Tensor
 from eigengraft.numerics import safe_ratio
 from eigengraft.slots import Slot
 
-from .averaging import Averaging, Track, accumulate, blend
-from .parameter_update import Move
+from .averaging import Averaging, IterateBatch, accumulate, blend
+from .parameter_update import ParameterUpdate
 
 Decay = Literal["z", "y", "z_apart"]
 """Where weight decay is taken. z: as part of the base step (the three sequences as above). y: z <- z - lr U - lr alpha
@@ -45,34 +45,34 @@ class ScheduleFree(Averaging):
     step_power: float = Field(default=0.0, ge=0, le=32, description="power r of the update's number in the weights")
     decay_at: Decay = Field(default="y", description=_DECAY)
 
-    def slots(self, shape: tuple[int, ...], coarse: bool) -> Mapping[str, Slot]:
-        return {**_slots(shape, coarse), "weight_sum": Slot((), role="iterate", dtype=torch.float64)}
+    def slots(self, shape: tuple[int, ...], low_precision: bool) -> Mapping[str, Slot]:
+        return {**_slots(shape, low_precision), "weight_sum": Slot((), role="iterate", dtype=torch.float64)}
 
-    def begin(self, track: Track) -> None:
-        _begin(track)
+    def begin(self, batch: IterateBatch) -> None:
+        _begin(batch)
 
-    def decaying(self, track: Track) -> Sequence[Tensor]:
-        return _decaying(track, self.decay_at)
+    def decaying(self, batch: IterateBatch) -> Sequence[Tensor]:
+        return _decaying(batch, self.decay_at)
 
-    def step(self, track: Track, move: Move) -> None:
-        _advance(track, move, self.beta, self._shares(track), self.decay_at)
+    def step(self, batch: IterateBatch, update: ParameterUpdate) -> None:
+        _advance(batch, update, self.beta, self._mixing(batch), self.decay_at)
 
-    def evaluated(self, track: Track) -> Sequence[Tensor]:
-        return _average(track, self.beta)
+    def evaluated(self, batch: IterateBatch) -> Sequence[Tensor]:
+        return _average(batch, self.beta)
 
-    def _shares(self, track: Track) -> Sequence[float | Tensor]:
-        """c of each parameter; adds its weight to the sum."""
-        sums = track.slots["weight_sum"]
+    def _mixing(self, batch: IterateBatch) -> Sequence[float | Tensor]:
+        """The weight c of each parameter; adds w_t to its sum of weights."""
+        sums = batch.slots["weight_sum"]
         before = torch.stack(list(sums))
-        same = (track.steps == track.steps[0]).all()
-        steps = float(track.steps[0]) if same else torch.from_numpy(track.steps).to(before)
-        weight = torch.ones_like(before) * steps**self.step_power * track.lr**self.lr_power
+        same = (batch.steps == batch.steps[0]).all()
+        steps = float(batch.steps[0]) if same else torch.from_numpy(batch.steps).to(before)
+        weight = torch.ones_like(before) * steps**self.step_power * batch.lr**self.lr_power
         after = before + weight
-        if track.mask is not None:
-            after = torch.where(torch.stack(list(track.mask)), after, before)
+        if batch.mask is not None:
+            after = torch.where(torch.stack(list(batch.mask)), after, before)
         torch._foreach_copy_(list(sums), list(after.unbind(0)))
-        shares = safe_ratio(weight, after)
-        return shares.tolist() if shares.device.type == "cpu" else shares.unbind(0)
+        mixing = safe_ratio(weight, after)
+        return mixing.tolist() if mixing.device.type == "cpu" else mixing.unbind(0)
 
 
 class PrimalAveraging(Averaging):
@@ -87,52 +87,54 @@ class PrimalAveraging(Averaging):
     mu_y: float = Field(default=0.7, gt=0, le=1, description="weight of x in y")
     decay_at: Decay = Field(default="z", description=_DECAY)
 
-    def slots(self, shape: tuple[int, ...], coarse: bool) -> Mapping[str, Slot]:
-        return _slots(shape, coarse)
+    def slots(self, shape: tuple[int, ...], low_precision: bool) -> Mapping[str, Slot]:
+        return _slots(shape, low_precision)
 
-    def begin(self, track: Track) -> None:
-        _begin(track)
+    def begin(self, batch: IterateBatch) -> None:
+        _begin(batch)
 
-    def decaying(self, track: Track) -> Sequence[Tensor]:
-        return _decaying(track, self.decay_at)
+    def decaying(self, batch: IterateBatch) -> Sequence[Tensor]:
+        return _decaying(batch, self.decay_at)
 
-    def step(self, track: Track, move: Move) -> None:
-        _advance(track, move, self.mu_y, [1 - self.mu_x] * len(track.parameters), self.decay_at)
+    def step(self, batch: IterateBatch, update: ParameterUpdate) -> None:
+        _advance(batch, update, self.mu_y, [1 - self.mu_x] * len(batch.parameters), self.decay_at)
 
-    def evaluated(self, track: Track) -> Sequence[Tensor]:
-        return _average(track, self.mu_y)
-
-
-def _slots(shape: tuple[int, ...], coarse: bool) -> dict[str, Slot]:
-    return {name: Slot(shape, role="iterate") for name in (("z", "y") if coarse else ("z",))}
+    def evaluated(self, batch: IterateBatch) -> Sequence[Tensor]:
+        return _average(batch, self.mu_y)
 
 
-def _begin(track: Track) -> None:
-    for name in track.slots.keys() & {"z", "y"}:
-        torch._foreach_copy_(list(track.slots[name]), list(track.parameters))
+def _slots(shape: tuple[int, ...], low_precision: bool) -> dict[str, Slot]:
+    return {name: Slot(shape, role="iterate") for name in (("z", "y") if low_precision else ("z",))}
 
 
-def _y(track: Track) -> Sequence[Tensor]:
-    return track.slots.get("y", track.parameters)
+def _begin(batch: IterateBatch) -> None:
+    for name in batch.slots.keys() & {"z", "y"}:
+        torch._foreach_copy_(list(batch.slots[name]), list(batch.parameters))
 
 
-def _decaying(track: Track, decay_at: Decay) -> Sequence[Tensor]:
-    return _y(track) if decay_at == "y" else track.slots["z"]
+def _y(batch: IterateBatch) -> Sequence[Tensor]:
+    return batch.slots.get("y", batch.parameters)
 
 
-def _advance(track: Track, move: Move, mu_y: float, shares: Sequence[float | Tensor], decay_at: Decay) -> None:
-    y, z = _y(track), track.slots["z"]
+def _decaying(batch: IterateBatch, decay_at: Decay) -> Sequence[Tensor]:
+    return _y(batch) if decay_at == "y" else batch.slots["z"]
+
+
+def _advance(
+    batch: IterateBatch, update: ParameterUpdate, mu_y: float, mixing: Sequence[float | Tensor], decay_at: Decay
+) -> None:
+    y, z = _y(batch), batch.slots["z"]
     if decay_at == "z_apart":
-        move = move.decay(z)
+        update = update.decay(z)
     elif decay_at == "y":
-        move = move.decayed_at(y)
+        update = update.decayed_at(y)
     old = torch._foreach_mul(list(z), 1.0)  # a copy, in one kernel
-    move(z)
-    blend(y, old, shares, track.mask)
-    accumulate(y, torch._foreach_sub(list(z), old), [1 - mu_y * (1 - share) for share in shares])
-    if y is not track.parameters:
-        torch._foreach_copy_(list(track.parameters), list(y))
+    update(z)
+    blend(y, old, mixing, batch.mask)
+    accumulate(y, torch._foreach_sub(list(z), old), [1 - mu_y * (1 - c) for c in mixing])
+    if y is not batch.parameters:
+        torch._foreach_copy_(list(batch.parameters), list(y))
 
 
-def _average(track: Track, mu_y: float) -> Sequence[Tensor]:
-    return torch._foreach_lerp(list(track.slots["z"]), list(_y(track)), 1 / mu_y)
+def _average(batch: IterateBatch, mu_y: float) -> Sequence[Tensor]:
+    return torch._foreach_lerp(list(batch.slots["z"]), list(_y(batch)), 1 / mu_y)

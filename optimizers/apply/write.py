@@ -13,7 +13,7 @@ from .weight_decay import WeightDecay
 
 @dataclass(frozen=True)
 class StepScale:
-    """lr and alpha of this step (alpha as in `WeightDecay`), and the decay rule they belong to."""
+    """The numbers of one write: lr, alpha (as in `WeightDecay`), and the decay rule that alpha belongs to."""
 
     lr: float | Tensor
     alpha: float | Tensor
@@ -26,7 +26,7 @@ class StepScale:
 
     @property
     def without_decay(self) -> StepScale:
-        """The same step scale for a step whose decay was taken elsewhere."""
+        """This scale with alpha = 0, for a step whose decay was taken elsewhere."""
         return replace(self, alpha=0.0)
 
     def decay_term(self, parameter: Tensor, update: Tensor) -> Tensor:
@@ -38,32 +38,32 @@ class StepScale:
 def write(
     parameters: Sequence[Tensor], updates: Sequence[Tensor], step_scale: StepScale, mask: Sequence[Tensor] | None = None
 ) -> None:
-    """Moves the parameters by their updates (same shapes).
+    """Changes the parameters by their updates (n tensors of the same shapes).
 
-    mask: 0-d booleans; a parameter whose mask is False stays.
+    mask: n 0-d booleans; a parameter whose mask is False stays as it is.
     """
-    together: tuple[list[Tensor], list[Tensor]] = ([], [])
+    plain: tuple[list[Tensor], list[Tensor]] = ([], [])
     numbers = isinstance(step_scale.lr, float) and isinstance(step_scale.alpha, float)
     for index, (parameter, update) in enumerate(zip(parameters, updates, strict=True)):
         if numbers and mask is None and not step_scale.decay.cautious and parameter.dtype == update.dtype:
-            together[0].append(parameter)
-            together[1].append(update)
+            plain[0].append(parameter)
+            plain[1].append(update)
             continue
         value = moved(parameter.to(update.dtype), update, step_scale)
         if mask is not None:
             value = torch.where(mask[index], value, parameter)
         parameter.copy_(value)
-    if together[0]:
-        _write_together(*together, step_scale)
+    if plain[0]:
+        _write_foreach(*plain, step_scale)
 
 
-def _write_together(parameters: list[Tensor], updates: list[Tensor], step_scale: StepScale) -> None:
-    kept = 1 - float(step_scale.lr * step_scale.alpha)
-    if kept != 1 and not step_scale.after:
-        torch._foreach_mul_(parameters, kept)
+def _write_foreach(parameters: list[Tensor], updates: list[Tensor], step_scale: StepScale) -> None:
+    shrink = 1 - float(step_scale.lr * step_scale.alpha)
+    if shrink != 1 and not step_scale.after:
+        torch._foreach_mul_(parameters, shrink)
     torch._foreach_add_(parameters, updates, alpha=-float(step_scale.lr))
-    if kept != 1 and step_scale.after:
-        torch._foreach_mul_(parameters, kept)
+    if shrink != 1 and step_scale.after:
+        torch._foreach_mul_(parameters, shrink)
 
 
 def moved(parameter: Tensor, update: Tensor, step_scale: StepScale) -> Tensor:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..engine.param_set import ParamSet
 
 
-class Shares(dict[str, Any]):
+class ShardedStateDict(dict[str, Any]):
     """A state dict of which this rank has its part only. It can be read and given to torch.distributed.checkpoint, but
     not be pickled: a file of it would pass for the whole."""
 
@@ -38,8 +38,8 @@ class Shares(dict[str, Any]):
             "get_optimizer_state_dict"
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Shares:
-        return Shares({key: deepcopy(value, memo) for key, value in self.items()})
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedStateDict:
+        return ShardedStateDict({key: deepcopy(value, memo) for key, value in self.items()})
 
 
 def manifest(param_set: ParamSet, mode: Mode | None = None) -> list[dict[str, Entry]]:
@@ -73,7 +73,7 @@ def visible_state(param_set: ParamSet) -> list[dict[str, Tensor]]:
     ]
 
 
-def shared_state(param_set: ParamSet) -> list[dict[str, Tensor]]:
+def sharded_state(param_set: ParamSet) -> list[dict[str, Tensor]]:
     """The whole state of each parameter as it stands in a checkpoint, of which each rank has its part. All call it."""
     rank_sync = _rank_sync(param_set)
     entries = manifest(param_set)
@@ -97,7 +97,7 @@ def shared_state(param_set: ParamSet) -> list[dict[str, Tensor]]:
     return found
 
 
-def own_state(
+def local_state(
     param_set: ParamSet, values: Mapping[Tensor, Mapping[str, Tensor]], mode: Mode
 ) -> dict[Tensor, dict[str, Tensor]]:
     """And back: what this rank keeps of a whole state that fits, by parameter. All call it."""
@@ -118,7 +118,7 @@ def own_state(
     return found
 
 
-def give_state(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+def shard_hook(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any] | None:
     """State dict hook: puts the placements of what is divided over ranks in place of what this rank owns."""
     divided = False
     for group, param_sets, saved in zip(
@@ -128,9 +128,9 @@ def give_state(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any] | N
         for param_set in param_sets:
             if param_set.rank_sync is not None:
                 divided = True
-                states = zip(param_set.parameters, shared_state(param_set), strict=True)
+                states = zip(param_set.parameters, sharded_state(param_set), strict=True)
                 state_dict["state"].update({index[id(parameter)]: state for parameter, state in states})
-    return Shares(state_dict) if divided else None
+    return ShardedStateDict(state_dict) if divided else None
 
 
 def fill(state: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
@@ -159,10 +159,10 @@ def gathered(state_dict: Any) -> Any:
         return {key: gathered(value) for key, value in state_dict.items()}
     if isinstance(state_dict, (list, tuple)):
         return type(state_dict)(gathered(value) for value in state_dict)
-    return whole(state_dict).detach().cpu() if isinstance(state_dict, Tensor) else state_dict
+    return full_tensor(state_dict).detach().cpu() if isinstance(state_dict, Tensor) else state_dict
 
 
-def whole(x: Any) -> Any:
+def full_tensor(x: Any) -> Any:
     """A DTensor as a plain tensor; all its ranks call it. Anything else as it is."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 

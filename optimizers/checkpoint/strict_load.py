@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..apply.mode import Mode, saved_mode
+from ..apply.mode import MODES, Mode
 from ..param_groups import check_values
 from ..recipe.overrides import differences
 from ..recipe.recipe import SCHEMA_VERSION
-from .sharded_state import manifest, own_state, whole
+from .sharded_state import full_tensor, local_state, manifest
 
 if TYPE_CHECKING:
     from ..engine.param_set import ParamSet
@@ -54,9 +54,11 @@ def _own(param_sets: list[ParamSet], values: Mapping[Any, Any], mode: Mode) -> d
     kept = dict(values)
     for param_set in param_sets:
         if param_set.rank_sync is None:
-            kept.update({p: {key: whole(value) for key, value in values[p].items()} for p in param_set.parameters})
+            kept.update(
+                {p: {key: full_tensor(value) for key, value in values[p].items()} for p in param_set.parameters}
+            )
             continue
-        kept.update(own_state(param_set, values, mode))
+        kept.update(local_state(param_set, values, mode))
         faults = []
         for name, parameter, own in zip(param_set.names, param_set.parameters, param_set.views(mode), strict=True):
             faults += [f"{name}: {fault}" for fault in _faults(own, kept[parameter])]
@@ -91,6 +93,18 @@ def _compare_groups(groups: list[dict[str, Any]], saved: Any) -> None:
         check_values({**other, "params": []})
         _compare_names(group.get("param_names"), other.get("param_names"))
         _compare_recipes(group["recipe"], other["recipe"])
+
+
+def saved_mode(groups: Sequence[Mapping[str, Any]], averages: bool) -> Mode:
+    """The mode that saved groups agree on; ValueError if they do not, or if it is impossible without averaging."""
+    found = [group.get("iterate", "train") for group in groups]
+    for index, mode in enumerate(found):
+        if mode not in MODES or mode != found[0]:
+            wanted = "'train' or 'eval', the same in all groups,"
+            raise ValueError(f"state_dict: group {index}: 'iterate': {wanted} is required, got {mode!r}")
+        if mode == "eval" and not averages:
+            raise ValueError(f"state_dict: group {index}: 'iterate': 'train' is required without averaging, got 'eval'")
+    return "eval" if "eval" in found else "train"
 
 
 def _compare_names(own: list[str] | None, got: list[str] | None) -> None:

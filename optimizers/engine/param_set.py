@@ -17,7 +17,7 @@ from eigengraft.numerics import compute_dtype
 from eigengraft.stacks import Stack
 from eigengraft.step_context import StepContext
 
-from ..apply import Iterates, Move
+from ..apply import IterateStore, ParameterUpdate
 from ..apply.mode import Mode
 from ..apply.weight_decay import WeightDecay
 from ..apply.write import StepScale, write
@@ -57,7 +57,8 @@ class ParamSet:
         if assignment is not None and comm_plan is not None:
             self.rank_sync = RankSync(assignment, comm_plan, self.parameters, self.names, recipe.failure)
         self.screen = Screen(recipe.failure, self.names)
-        self.iterates = Iterates(recipe, self.parts, paths)
+        constraints = {path: update.constraints for path, update in self.updates.items()}
+        self.iterates = IterateStore(recipe.averaging, constraints, self.parts, paths)
         self._unmoved: NDArray[np.int64] = np.array([self.updates[path].lagging() for path in paths], dtype=np.int64)
 
     @property
@@ -76,9 +77,9 @@ class ParamSet:
         """`[P]`, updates that each parameter has had: gradients without one that only primed."""
         return self.counts - self._unmoved
 
-    def switch(self, mode: Mode) -> None:
+    def swap_iterate(self, mode: Mode) -> None:
         """Makes the parameters hold the iterate to train or the one to evaluate."""
-        self.iterates.switch(mode, self.moves)
+        self.iterates.swap(mode, self.moves)
 
     def views(self, mode: Mode | None = None) -> list[dict[str, Tensor]]:
         """The state of each parameter: `step`, "<block>/<stage path>/<slot>", views of the stacks, and iterates.
@@ -210,7 +211,7 @@ class ParamSet:
         if self.updates[path].after_decay:
             step_scale = step_scale.without_decay
         if self.iterates:
-            self.iterates.step(owners, self.moves[owners], Move(shaped, step_scale, masks), now.hyper.lr)
+            self.iterates.step(owners, self.moves[owners], ParameterUpdate(shaped, step_scale, masks), now.hyper.lr)
         else:
             write(parameters, shaped, step_scale, masks)
 

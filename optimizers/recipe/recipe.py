@@ -154,13 +154,13 @@ class Recipe(Update):
                 raise ValueError(f"storage: a role, a stage path or a stage path/slot is required, got '{key}'{hint}")
         return self
 
-    def route(self, facts: ParamInfo) -> tuple[str, str]:
+    def route(self, info: ParamInfo) -> tuple[str, str]:
         """(path of the update, reason) for one parameter; the path is "" or "routes.<name>"."""
         for route in self.routes:
-            reason = route.match.reason(facts)
+            reason = route.match.reason(info)
             if reason is not None:
                 return f"routes.{route.name}", reason
-        return "", f"{facts.why}, no route takes it"
+        return "", f"{info.why}, no route takes it"
 
     def updates(self) -> dict[str, Recipe | Route]:
         """The recipe's own update under "" and each route's under its path."""

@@ -31,51 +31,52 @@ class ParamInfo:
 
 
 def describe_parameter(
-    name: str | None, parameter: Tensor, owners: Iterable[tuple[str, nn.Module]] = (), head: str = ""
+    name: str | None, parameter: Tensor, holders: Iterable[tuple[str, nn.Module]] = (), head: str = ""
 ) -> ParamInfo:
-    """The facts of one parameter.
+    """Description of one parameter, with the role it plays.
 
-    owners: the modules that hold it (several if tied); head: why it is an output head.
+    holders: (path, module) of the modules that hold the parameter, several if it is tied.
+    head: why it is an output head; "" if it is none.
     """
     shape = tuple(parameter.shape)
-    kinds = [cls.__name__ for _, module in owners for cls in type(module).__mro__ if cls is not object]
-    holders = [path for path, _ in owners] or ([name.rpartition(".")[0]] if name else [])
+    kinds = [cls.__name__ for _, module in holders for cls in type(module).__mro__ if cls is not object]
+    paths = [path for path, _ in holders] or ([name.rpartition(".")[0]] if name else [])
 
-    def fact(role: Role, why: str) -> ParamInfo:
+    def info(role: Role, why: str) -> ParamInfo:
         return ParamInfo(name, shape, parameter.numel(), role, why, tuple(dict.fromkeys(kinds)))
 
-    if "Embedding" in kinds or "EmbeddingBag" in kinds or any(map(_EMBEDDING.search, [*holders, name or ""])):
-        return fact("embedding", "embedding")
-    if any(kind.endswith(("Norm", "Norm1d", "Norm2d", "Norm3d")) for kind in kinds) or any(map(_NORM.search, holders)):
-        return fact("norm", "normalisation")
+    if "Embedding" in kinds or "EmbeddingBag" in kinds or any(map(_EMBEDDING.search, [*paths, name or ""])):
+        return info("embedding", "embedding")
+    if any(kind.endswith(("Norm", "Norm1d", "Norm2d", "Norm3d")) for kind in kinds) or any(map(_NORM.search, paths)):
+        return info("norm", "normalisation")
     if name is not None and name.endswith("bias"):
-        return fact("bias", "bias")
+        return info("bias", "bias")
     if parameter.ndim < 2:
-        return fact("vector" if parameter.ndim else "scalar", f"{parameter.ndim}-d")
-    if head or any(map(_HEAD.search, holders)):
-        return fact("head", head or "output head by name")
-    return fact("hidden", f"{parameter.ndim}-d weight")
+        return info("vector" if parameter.ndim else "scalar", f"{parameter.ndim}-d")
+    if head or any(map(_HEAD.search, paths)):
+        return info("head", head or "output head by name")
+    return info("hidden", f"{parameter.ndim}-d weight")
 
 
 def describe_model(model: nn.Module) -> dict[int, ParamInfo]:
     """ParamInfo of every parameter of a model by `id`."""
-    owners: dict[int, list[tuple[str, nn.Module]]] = {}
+    holders: dict[int, list[tuple[str, nn.Module]]] = {}
     for path, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), []).append((path, module))
+            holders.setdefault(id(parameter), []).append((path, module))
     head = _unnamed_head(model)
-    facts = {}
+    infos = {}
     for name, parameter in model.named_parameters():
         why = "last Linear onto a vocabulary" if parameter is head else ""
-        facts[id(parameter)] = describe_parameter(name, parameter, owners[id(parameter)], why)
-    return facts
+        infos[id(parameter)] = describe_parameter(name, parameter, holders[id(parameter)], why)
+    return infos
 
 
 def _unnamed_head(model: nn.Module) -> Tensor | None:
     """The weight of the last Linear with as many outputs as an embedding has rows, where no head has a head's name.
 
     Other Linears may have that many outputs by chance (a context of 64 and a width of 64): only the last one counts,
-    and none if a Linear placements its weight with an embedding.
+    and none if a Linear shares its weight with an embedding.
     """
     tables = [m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
     linears = [(path, m) for path, m in model.named_modules() if isinstance(m, nn.Linear)]
@@ -117,20 +118,20 @@ class Match(Component):
                 raise ValueError(f"a regular expression is required ({error})") from None
         return patterns
 
-    def reason(self, facts: ParamInfo) -> str | None:
+    def reason(self, info: ParamInfo) -> str | None:
         """Why the parameter matches, in a few words, or None if it does not."""
-        modules = [kind for kind in self.module if kind in facts.modules]
-        names = [pattern for pattern in self.name if facts.name is not None and re.search(pattern, facts.name)]
+        modules = [kind for kind in self.module if kind in info.modules]
+        names = [pattern for pattern in self.name if info.name is not None and re.search(pattern, info.name)]
         wanted = (
             (self.module, bool(modules), f"module {'/'.join(modules)}"),
             (self.name, bool(names), f"name ~ {'/'.join(names)}"),
-            (self.role, facts.role in self.role, facts.why),
-            (self.ndim, len(facts.shape) in self.ndim, f"{len(facts.shape)}-d"),
+            (self.role, info.role in self.role, info.why),
+            (self.ndim, len(info.shape) in self.ndim, f"{len(info.shape)}-d"),
         )
         if not all(holds for asked, holds, _ in wanted if asked):
             return None
-        if facts.numel < (self.min_size or 0) or (self.max_size is not None and facts.numel > self.max_size):
+        if info.numel < (self.min_size or 0) or (self.max_size is not None and info.numel > self.max_size):
             return None
         sized = self.min_size is not None or self.max_size is not None
-        reasons = [why for asked, _, why in wanted if asked] + [f"{facts.numel} elements"] * sized
+        reasons = [why for asked, _, why in wanted if asked] + [f"{info.numel} elements"] * sized
         return ", ".join(reasons) or "every parameter"
