@@ -10,6 +10,7 @@ import torch
 
 from eigengraft.distributed.distribution import Distribution
 from eigengraft.slots import State, Storage
+from eigengraft.state_key import StateKey
 
 from .engine.stack_state import StackState
 from .optimizer import Optimizer
@@ -44,7 +45,7 @@ def convert_storage(state_dict: Mapping[str, Any], optimizer: Optimizer) -> dict
         _recode(old, new)
     for parameter, state in source.state.items():
         for key, value in state.items():
-            if not key[0].isdigit():  # steps and iterates belong to whole parameters
+            if StateKey.parse(key).block is None:  # steps and iterates, which belong to no block
                 target.state[parameter][key].copy_(value)
     converted = target.state_dict()
     own = {"recipe": optimizer.recipe.to_json()}
@@ -68,13 +69,12 @@ def _twin(optimizer: Optimizer, recipe: Recipe) -> Optimizer:
         names = group.get("param_names")
         params = list(zip(names, group["params"], strict=True)) if names else group["params"]
         groups.append({"params": params, "lr": group["lr"], "weight_decay": group["weight_decay"]})
-        infos.update({id(p): info for p, info in zip(group["params"], optimizer.infos(index), strict=True)})
+        infos.update({id(p): info for p, info in zip(group["params"], optimizer.param_sets.infos[index], strict=True)})
     return Optimizer(groups, recipe.replace(distribution=Distribution(mode="local")), infos=infos)
 
 
 def _recode(old: StackState, new: StackState) -> None:
     for key, _ in old.slots():
-        path, _, name = key.rpartition("/")
-        block = old.stack.block
-        there = State(new.tensors, block, path, storage=Storage(new.coded))
-        there[name] = State(old.tensors, block, path, storage=Storage(old.coded))[name]
+        slot, block = StateKey.parse(key), old.stack.block
+        there = State(new.tensors, block, slot.stage, storage=Storage(new.coded))
+        there[slot.slot] = State(old.tensors, block, slot.stage, storage=Storage(old.coded))[slot.slot]

@@ -1,22 +1,32 @@
-"""What an optimizer can say about itself."""
+"""Tables of what an optimizer does with each parameter and what its state takes."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .optimizer import Optimizer
+from eigengraft.state_key import StateKey
+
+from .apply.mode import Mode
+from .checkpoint.param_sets import ParamSets
+from .engine.stack_state import StackState
 
 
 @dataclass(frozen=True)
 class RoutedParameter:
-    """Where one parameter went and why. route: "" is the recipe's own update; state_bytes: of all its slots."""
+    """Where one parameter went, and why.
+
+    name, shape: the parameter's.
+    route: path of the route that took it; "" is the recipe's own update.
+    reason: why that route took it.
+    blocks: shapes of its blocks.
+    state_bytes: bytes of all its state.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -28,9 +38,13 @@ class RoutedParameter:
 
 @dataclass(frozen=True)
 class SlotSize:
-    """One slot over all parameters that have it. key: "<stage path>/<slot>", or "averaging/<slot>" and the like.
+    """Bytes of one slot over all parameters that have it.
 
-    storage: the kind of quantizer, "" for none. declared: bytes in the dtype it is computed in; stored: bytes kept.
+    key: "<stage path>/<slot>", or "averaging/<slot>" and the like.
+    role: of the slot.
+    storage: kind of the quantizer; "" for none.
+    declared: bytes in the dtype that the slot is computed in.
+    stored: bytes that it takes.
     """
 
     key: str
@@ -40,10 +54,13 @@ class SlotSize:
     stored: int
 
 
-def slot_sizes(optimizer: Optimizer) -> list[SlotSize]:
-    """What each slot was declared to take and takes, in the order of the chains; iterates and counts last."""
+def slot_sizes(stack_states: Iterable[StackState], states: Iterable[Mapping[str, Tensor]]) -> list[SlotSize]:
+    """Sizes of all slots, in the order of the chains; iterates and counts, which no stack has, come last.
+
+    states: of each parameter, by state key.
+    """
     found: dict[tuple[str, str, str], list[int]] = {}
-    for stack_state in optimizer.stack_states():
+    for stack_state in stack_states:
         for key, slot in stack_state.slots():
             coded = stack_state.coded.get(key)
             kind = str(getattr(coded.codec, "kind", "")) if coded is not None else ""
@@ -52,44 +69,44 @@ def slot_sizes(optimizer: Optimizer) -> list[SlotSize]:
             stored = sum(tensor.numel() * tensor.element_size() for tensor in stack_state.stored(key))
             sizes = found.setdefault((key, slot.role, kind), [0, 0])
             sizes[0], sizes[1] = sizes[0] + declared, sizes[1] + stored
-    for state in optimizer.state.values():
-        for key, tensor in state.items():
-            if not key[0].isdigit():  # of a whole parameter, not of its blocks
+    for state in states:
+        for text, tensor in state.items():
+            if StateKey.parse(text).block is None:
                 size = tensor.numel() * tensor.element_size()
-                sizes = found.setdefault((key, "count" if key == "step" else "iterate", ""), [0, 0])
+                sizes = found.setdefault((text, "count" if text == "step" else "iterate", ""), [0, 0])
                 sizes[0], sizes[1] = sizes[0] + size, sizes[1] + size
     return [SlotSize(*names, *sizes) for names, sizes in found.items()]
 
 
-def routing_table(optimizer: Optimizer) -> list[RoutedParameter]:
-    """Where each parameter went and why, in the order of the groups."""
+def routing_table(param_sets: ParamSets, state: Mapping[Tensor, Mapping[str, Tensor]]) -> list[RoutedParameter]:
+    """Where each parameter went and why, in the order of the groups; state: of each parameter, by state key."""
     rows = []
-    for index, group in enumerate(optimizer.param_groups):
-        for parameter, info, label in zip(
-            group["params"], optimizer.infos(index), optimizer.labels(index), strict=True
-        ):
-            route, reason = optimizer.recipe.route(info)
-            grids = optimizer.recipe.updates()[route].blocking.grids(info.shape)
+    for index, infos in enumerate(param_sets.infos):
+        labels, parameters = param_sets.labels(index), param_sets.parameters[index]
+        for parameter, info, label in zip(parameters, infos, labels, strict=True):
+            route, reason = param_sets.recipe.route(info)
+            grids = param_sets.recipe.updates()[route].blocking.grids(info.shape)
             blocks = tuple(grid.tile for grid in grids for _ in grid.keys)
-            if not parameter.requires_grad and parameter not in optimizer.state:
+            if not parameter.requires_grad and parameter not in state:
                 reason += "; frozen, no state"
-            size = slot_bytes(optimizer.state.get(parameter, {}))
+            size = slot_bytes(state.get(parameter, {}))
             rows.append(RoutedParameter(label, info.shape, route, reason, blocks, size))
     return rows
 
 
-def describe(optimizer: Optimizer) -> str:
+def describe(param_sets: ParamSets, groups: Sequence[Mapping[str, Any]], iterate: Mode, state_bytes: int) -> str:
     """A few lines: the recipe, each group with how many parameters went where, the bytes of state."""
-    lines = [f"Optimizer(recipe={optimizer.recipe.name or 'unnamed'}"]
-    if optimizer.recipe.averaging is not None:
-        kind = getattr(optimizer.recipe.averaging, "kind")  # noqa: B009  every member has a kind, the family has none
-        lines.append(f"  averaging: {kind}, the parameters hold the iterate to {optimizer.iterate}")
-    for index, group in enumerate(optimizer.param_groups):
-        routes = Counter(optimizer.recipe.route(info)[0] or "update" for info in optimizer.infos(index))
+    recipe = param_sets.recipe
+    lines = [f"Optimizer(recipe={recipe.name or 'unnamed'}"]
+    if recipe.averaging is not None:
+        kind = getattr(recipe.averaging, "kind")  # noqa: B009  every member has a kind, the family has none
+        lines.append(f"  averaging: {kind}, the parameters hold the iterate to {iterate}")
+    for index, group in enumerate(groups):
+        routes = Counter(recipe.route(info)[0] or "update" for info in param_sets.infos[index])
         where = ", ".join(f"{count} by {path}" for path, count in routes.items())
         rates = f"lr={float(group['lr']):g}, weight_decay={float(group['weight_decay']):g}"
         lines.append(f"  group {index}: {len(group['params'])} parameters ({where}), {rates}")
-    return "\n".join([*lines, f"  state: {optimizer.state_bytes()} bytes)"])
+    return "\n".join([*lines, f"  state: {state_bytes} bytes)"])
 
 
 def slot_bytes(state: Mapping[str, Tensor]) -> int:

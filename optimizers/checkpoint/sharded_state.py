@@ -4,9 +4,8 @@ rank."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,13 +17,11 @@ from eigengraft.distributed.resharding import Entry, collect, spread
 from eigengraft.numerics import compute_dtype
 from eigengraft.stacks import Stack
 
+from ..apply.mode import Mode
+from ..engine.param_set import ParamSet
 from ..engine.stack_state import StackState
 from ..recipe.slot_keys import slot_keys
 from ..sharding.rank_sync import RankSync
-
-if TYPE_CHECKING:
-    from ..apply.mode import Mode
-    from ..engine.param_set import ParamSet
 
 
 class ShardedStateDict(dict[str, Any]):
@@ -122,7 +119,7 @@ def shard_hook(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any] | N
     """State dict hook: puts the placements of what is divided over ranks in place of what this rank owns."""
     divided = False
     for group, param_sets, saved in zip(
-        optimizer.param_groups, optimizer.divided(), state_dict["param_groups"], strict=True
+        optimizer.param_groups, optimizer.param_sets.groups, state_dict["param_groups"], strict=True
     ):
         index = dict(zip(map(id, group["params"]), saved["params"], strict=True))
         for param_set in param_sets:
@@ -142,15 +139,6 @@ def fill(state: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
                 "optimizer that is divided over ranks is one rank's part, use torch.distributed.checkpoint"
             )
         state[key].copy_(value)
-
-
-@contextmanager
-def closing_hook(handle: Any) -> Iterator[None]:
-    """Removes a hook afterwards."""
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def gathered(state_dict: Any) -> Any:

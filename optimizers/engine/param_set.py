@@ -33,7 +33,6 @@ from .step_inputs import GRADIENTS, PARAMETERS, Hyper, Step
 
 class ParamSet:
     """Parameters by position; counts `[P]`: gradients that each has seen (what `step` in the state is a view of).
-
     parts: what this rank holds of each parameter, the parameter itself if it is alone. together: other ranks.
     """
 
@@ -47,8 +46,7 @@ class ParamSet:
     ) -> None:
         self.parameters, self.names, self.recipe = list(parameters), list(names), recipe
         self.parts = [local(parameter) for parameter in parameters]
-        self.routed = [recipe.route(fact) for fact in facts]
-        self.updates = recipe.updates()
+        self.routed, self.updates = [recipe.route(fact) for fact in facts], recipe.updates()
         self.steps = torch.zeros(len(parameters), dtype=torch.int64)
         self.counts: NDArray[np.int64] = self.steps.numpy()
         paths = [path for path, _ in self.routed]
@@ -57,8 +55,8 @@ class ParamSet:
         if assignment is not None and comm_plan is not None:
             self.rank_sync = RankSync(assignment, comm_plan, self.parameters, self.names, recipe.failure)
         self.screen = Screen(recipe.failure, self.names)
-        constraints = {path: update.constraints for path, update in self.updates.items()}
-        self.iterates = IterateStore(recipe.averaging, constraints, self.parts, paths)
+        bound = {p: u.constraints for p, u in self.updates.items()}
+        self.iterates = IterateStore(recipe.averaging, bound, self.parts, paths)
         self._unmoved: NDArray[np.int64] = np.array([self.updates[path].lagging() for path in paths], dtype=np.int64)
 
     @property

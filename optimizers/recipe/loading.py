@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from eigengraft.component import RecipeError, checked
 
-from .overrides import apply_overrides, json_value
+from .overrides import Overrides, assign_paths, json_value, override_pairs
 from .recipe import SCHEMA_VERSION, Recipe
 from .yaml_files import read_yaml, shipped
 
@@ -24,16 +24,16 @@ def shipped_recipes() -> tuple[str, ...]:
     return tuple(sorted(shipped()))
 
 
-def load_recipe(source: Source, overrides: Iterable[str] = (), parse: Callable[[str], Any] = json_value) -> Recipe:
-    """The recipe that `source` names, with every `dotted.path=value` applied in order.
+def load_recipe(source: Source, overrides: Overrides = (), parse: Callable[[str], Any] = json_value) -> Recipe:
+    """The recipe that `source` names, with every override applied in order.
+
+    overrides: a mapping {dotted path: value}, or strings "dotted.path=value" whose values `parse` reads.
 
     Raises RecipeError with a line for each fault: path, what was required, what was got.
     """
     recipe = source if isinstance(source, Recipe) else _checked(source)
-    overrides = list(overrides)
-    if not overrides:
-        return recipe
-    return checked(Recipe, apply_overrides(recipe.model_dump(mode="json"), overrides, parse))
+    changes = override_pairs(overrides, parse)
+    return checked(Recipe, assign_paths(recipe.model_dump(mode="json"), changes)) if changes else recipe
 
 
 def _checked(source: Any) -> Recipe:

@@ -12,8 +12,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from eigengraft.component import RecipeError, families, stage_name
+from eigengraft.component import Component, RecipeError, families, stage_name
 
+Overrides = Mapping[str, Any] | Iterable[str]
+"""Changes of a declaration: a mapping {dotted path: value}, or strings "dotted.path=value"; applied in order."""
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
@@ -26,19 +28,36 @@ def json_value(text: str) -> Any:
 
 
 def apply_overrides(
-    data: Mapping[str, Any], overrides: Iterable[str], parse: Callable[[str], Any] = json_value
+    data: Mapping[str, Any], overrides: Overrides, parse: Callable[[str], Any] = json_value
 ) -> dict[str, Any]:
-    """A copy of raw `data` with every `dotted.path=value` applied in order. Setting a `kind` drops the old kind's
-    fields.
+    """A copy of raw `data` with every override applied in order. Setting a `kind` drops the old kind's fields.
 
     Raises RecipeError naming the path, the part that is not there and the nearest one that is.
     """
-    result = copy.deepcopy(dict(data))
-    for override in overrides:
-        path, equals, text = override.partition("=")
+    return assign_paths(data, override_pairs(overrides, parse))
+
+
+def override_pairs(overrides: Overrides, parse: Callable[[str], Any] = json_value) -> list[tuple[str, Any]]:
+    """(dotted path, value) of every override; `parse` reads the values of strings."""
+    if isinstance(overrides, Mapping):
+        pairs = [(str(path).strip(), copy.deepcopy(value)) for path, value in overrides.items()]
+        if not all(path for path, _ in pairs):
+            raise RecipeError("overrides: the path of a field is required for every value, got ''")
+        return [(path, v.model_dump(mode="json") if isinstance(v, Component) else v) for path, v in pairs]
+    pairs = []
+    for override in [overrides] if isinstance(overrides, str) else overrides:
+        path, equals, text = str(override).partition("=")
         if not equals or not path.strip():
             raise RecipeError(f"override '{override}': the form path.to.field=value is required")
-        _assign(result, path.strip().split("."), parse(text.strip()), path.strip())
+        pairs.append((path.strip(), parse(text.strip())))
+    return pairs
+
+
+def assign_paths(data: Mapping[str, Any], pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """A copy of raw `data` with every (dotted path, value) assigned in order."""
+    result = copy.deepcopy(dict(data))
+    for path, value in pairs:
+        _assign(result, path.split("."), value, path)
     return result
 
 

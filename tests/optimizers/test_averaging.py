@@ -487,7 +487,7 @@ def test_a_learning_rate_on_the_device_is_never_read(row: Any, detect: str) -> N
     for lr in (0.05, torch.tensor(0.05, dtype=torch.float64)):
         params = parameters(torch.float64, [(4, 3), (4, 3), (5,)])
         declared = recipe(row.make, "rms", failure={"detect": detect}, constraints="hyperball")
-        (param_set,) = Optimizer(params, declared)._param_sets[0]
+        (param_set,) = Optimizer(params, declared).param_sets.groups[0]
         for t in range(5):
             for i, p in enumerate(params):
                 p.grad = normal(*p.shape, seed=100 * t + i) if (t + i) % 4 else None

@@ -1,0 +1,151 @@
+"""Loading of state dicts: strict, bit-exact, the same on all ranks, and without torch's casts of state."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from eigengraft.state_key import FORMAT, StateKey
+
+from ..apply.mode import Mode
+from ..engine.param_set import ParamSet
+from ..recipe.recipe import Recipe
+from .compare_groups import compare_groups, saved_mode
+from .param_sets import ParamSets, Values
+from .sharded_state import full_tensor, local_state, manifest
+
+
+class Loadable(Protocol):
+    """What a load reads and writes of an optimizer."""
+
+    recipe: Recipe
+    param_sets: ParamSets
+    param_groups: list[dict[str, Any]]
+    state: defaultdict[Tensor, Any]
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """A state dict that was checked against an optimizer and is not loaded yet.
+
+    mode: which iterate the saved parameters hold.
+    groups: for each param group, the parameter sets it will have and the values of their state.
+    state: the mapping that the optimizer showed before the load and shows after it.
+    rest: the state dict without its state, which torch loads.
+    """
+
+    mode: Mode
+    groups: list[tuple[list[ParamSet], Values]]
+    state: defaultdict[Tensor, Any]
+    rest: dict[str, Any]
+
+    @classmethod
+    def check(cls, optimizer: Loadable, state_dict: Any) -> Self:
+        """The plan to load a state dict; ValueError on all ranks, and nothing changed, if it does not fit on one."""
+        if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+            raise ValueError(
+                f"state_dict: a mapping with 'state' and 'param_groups' is required, got a {type(state_dict).__name__}"
+            )
+        saved = state_dict["param_groups"]
+        compare_groups(optimizer.param_groups, saved)
+        mode = saved_mode(saved, optimizer.recipe.averaging is not None)
+        known = {index for group in saved for index in group["params"]}
+        faults = [f"state for an unknown parameter {index!r}" for index in state_dict["state"] if index not in known]
+        groups = []
+        for index, (group, other) in enumerate(zip(optimizer.param_groups, saved, strict=True)):
+            pairs = zip(group["params"], other["params"], strict=True)
+            values = {parameter: state_dict["state"].get(key, {}) for parameter, key in pairs}
+            groups.append((_fitting(optimizer, index, values), values))
+            faults += [fault for param_set in groups[-1][0] for fault in _set_faults(param_set, values, mode)]
+        _refuse(faults, [param_set for param_sets, _ in groups for param_set in param_sets])
+        local = [(param_sets, _local_values(param_sets, values, mode)) for param_sets, values in groups]
+        return cls(mode, local, optimizer.state, {**state_dict, "state": {}})
+
+    def install(self, optimizer: Loadable) -> None:
+        """Puts the values into the optimizer, whose param groups torch has just replaced by the saved ones."""
+        optimizer.state = self.state
+        for index, (param_sets, values) in enumerate(self.groups):
+            optimizer.param_groups[index].setdefault("iterate", "train")
+            optimizer.param_groups[index]["recipe"] = optimizer.recipe.to_json()
+            optimizer.param_sets.install(index, param_sets, self.state, self.mode, values)
+
+
+@contextmanager
+def strict_loading(optimizer: Any) -> Iterator[None]:
+    """Makes torch's `load_state_dict` check the state dict last before it loads, and install the plan first after it.
+
+    Load hooks of the user see what they see in torch: earlier ones may change the state dict, later ones find the
+    loaded state.
+    """
+    with ExitStack() as hooks:
+
+        def check(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+            plan = LoadPlan.check(optimizer, state_dict)
+            hooks.callback(optimizer.register_load_state_dict_post_hook(plan.install, prepend=True).remove)
+            return plan.rest
+
+        hooks.callback(optimizer.register_load_state_dict_pre_hook(check).remove)
+        yield
+
+
+def _fitting(optimizer: Loadable, index: int, values: Mapping[Tensor, Any]) -> list[ParamSet]:
+    """The parameter sets of a group, or fresh ones if parameters that are frozen here were trained there."""
+    if not any(values[p] and p not in optimizer.state for p in values):
+        return optimizer.param_sets.groups[index]
+    return optimizer.param_sets.build(index, {id(p) for p in values if values[p] or p in optimizer.state})
+
+
+def _local_values(param_sets: list[ParamSet], values: Values, mode: Mode) -> Values:
+    """What this rank holds of the values of a group, which fit; the formats of coded slots are checked too."""
+    local = dict(values)
+    for param_set in param_sets:
+        if param_set.rank_sync is None:
+            local.update({p: {k: full_tensor(value) for k, value in values[p].items()} for p in param_set.parameters})
+            continue
+        local.update(local_state(param_set, values, mode))
+        faults = []
+        for name, parameter, own in zip(param_set.names, param_set.parameters, param_set.views(mode), strict=True):
+            faults += [f"{name}: {fault}" for fault in _faults(own, local[parameter])]
+        _refuse(faults, [param_set])
+    return local
+
+
+def _refuse(faults: list[str], param_sets: list[ParamSet]) -> None:
+    """Raises ValueError if there are faults, here or on another rank."""
+    more = f"\n... and {len(faults) - 8} more" if len(faults) > 8 else ""
+    message = "state_dict: it does not fit, nothing was loaded:\n" + "\n".join(faults[:8]) + more if faults else None
+    syncs = [param_set.rank_sync for param_set in param_sets if param_set.rank_sync is not None]
+    for rank_group in {id(sync.rank_group): sync.rank_group for sync in syncs}.values():
+        rank_group.raise_on_any(message, "agreement on a state dict")
+    if message is not None:
+        raise ValueError(message)
+
+
+def _set_faults(param_set: ParamSet, values: Mapping[Tensor, Any], mode: Mode) -> list[str]:
+    wanted: Sequence[Mapping[str, Any]] = param_set.views(mode)
+    if param_set.rank_sync is not None:
+        wanted = manifest(param_set, mode)
+    rows = zip(param_set.names, param_set.parameters, wanted, strict=True)
+    return [f"{name}: {fault}" for name, parameter, own in rows for fault in _faults(own, values[parameter])]
+
+
+def _faults(own: Mapping[str, Any], got: Any) -> list[str]:
+    """What distinguishes the keys, shapes, dtypes and formats of saved state from the optimizer's own."""
+    if not isinstance(got, Mapping):
+        return [f"a mapping of slots is required, got {type(got).__name__}"]
+    faults = [f"missing '{key}'" for key in own if key not in got]
+    faults += [f"unexpected '{key}'" for key in got if key not in own]
+    for text in own.keys() & got.keys():
+        mine, other, key = own[text], got[text], StateKey.parse(text)
+        if not isinstance(other, Tensor) or other.shape != mine.shape or other.dtype != mine.dtype:
+            kind = f"{other.dtype} {tuple(other.shape)}" if isinstance(other, Tensor) else type(other).__name__
+            faults.append(f"'{text}' of {mine.dtype} {tuple(mine.shape)} is required, got {kind}")
+        elif key.part == FORMAT and isinstance(mine, Tensor) and not torch.equal(mine.cpu(), other.cpu()):
+            faults.append(f"'{key._replace(part='')}' is stored in another format or with another code book")
+    return sorted(faults)

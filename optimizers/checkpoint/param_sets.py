@@ -1,0 +1,116 @@
+"""The parameter sets of every param group, and the state that torch sees of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..apply.mode import Mode
+from ..engine.param_set import ParamSet
+from ..param_groups import inherit, make_param_sets
+from ..recipe.recipe import Recipe
+from ..recipe.routing import ParamInfo
+from ..sharding.assignment import Assignments
+from .sharded_state import fill, visible_state
+
+Values = Mapping[Tensor, Mapping[str, Tensor]]
+"""State by parameter and state key."""
+
+
+class ParamSets:
+    """All parameter sets of an optimizer, by param group.
+
+    recipe: declares the updates.
+    infos: for each group, a description of each parameter.
+    parameters: for each group, its parameters.
+    groups: for each group, its parameter sets, one for each device and set of ranks.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.infos: list[list[ParamInfo]] = []
+        self.groups: list[list[ParamSet]] = []
+        self.parameters: list[Sequence[Tensor]] = []
+        self._assignments = Assignments(recipe)
+
+    def __iter__(self) -> Iterator[ParamSet]:
+        for param_sets in self.groups:
+            yield from param_sets
+
+    def declare(self, parameters: Sequence[Tensor], infos: list[ParamInfo]) -> None:
+        """Adds a group without state, and decides which rank owns which block."""
+        self.infos.append(infos)
+        self.groups.append([])
+        self.parameters.append(parameters)
+        self._assignments.add(parameters, infos, self.labels(len(self.infos) - 1))
+
+    def agree(self, index: int, group: Mapping[str, Any]) -> None:
+        """Raises ValueError on every rank if ranks were not given the same recipe and param group."""
+        self._assignments.agree(index, group)
+
+    def forget(self, index: int) -> None:
+        """Removes the groups from `index` on."""
+        del self.infos[index:], self.groups[index:], self.parameters[index:]
+        self._assignments.forget(index)
+
+    def labels(self, index: int) -> list[str]:
+        """What errors and counts call the parameters of a group."""
+        return [info.name or f"group {index} parameter {place}" for place, info in enumerate(self.infos[index])]
+
+    def build(self, index: int, wanted: set[int]) -> list[ParamSet]:
+        """Fresh parameter sets for the parameters of a group whose id is wanted.
+
+        The sets depend on `wanted` alone, so that a copy or a resumed run has equal ones.
+        """
+        rows = zip(self.parameters[index], self.infos[index], self.labels(index), strict=True)
+        return make_param_sets([row for row in rows if id(row[0]) in wanted], self.recipe, self._assignments, index)
+
+    def install(
+        self,
+        index: int,
+        param_sets: list[ParamSet],
+        state: MutableMapping[Tensor, Any],
+        mode: Mode,
+        values: Values | None = None,
+    ) -> None:
+        """Makes parameter sets the group's, shows their state in `state`, and copies `values` into it."""
+        for param_set in param_sets:
+            param_set.iterates.hold(mode)
+            show(param_set, state)
+            for parameter in param_set.parameters:
+                fill(state[parameter], (values or {}).get(parameter, {}))
+        inherit(param_sets, self.groups[index])
+        self.groups[index] = param_sets
+
+    def thaw(self, index: int, state: MutableMapping[Tensor, Any], mode: Mode) -> None:
+        """Gives state to parameters of a group that were frozen and now have a gradient."""
+        parameters = self.parameters[index]
+        if any(p.grad is not None and p not in state for p in parameters):
+            owned = {p: state[p] for p in parameters if p in state}
+            wanted = {id(p) for p in parameters if p in owned or p.grad is not None}
+            self.install(index, self.build(index, wanted), state, mode, owned)
+
+    def settle(self) -> None:
+        """Takes back the steps of parameters whose last gradient turned out, on the device, to be unusable."""
+        for param_set in self:
+            param_set.settle()
+
+    def swap_iterate(self, mode: Mode, state: MutableMapping[Tensor, Any]) -> None:
+        """Makes all parameters hold the iterate of a mode."""
+        self.settle()
+        for param_set in self:
+            param_set.swap_iterate(mode)
+            show(param_set, state)
+
+    def skipped(self) -> Counter[str]:
+        """How often the gradient of each parameter was not finite, by name."""
+        self.settle()
+        return sum((param_set.skipped for param_set in self), Counter())
+
+
+def show(param_set: ParamSet, state: MutableMapping[Tensor, Any]) -> None:
+    """Puts the state of a parameter set where torch looks for it."""
+    state.update(zip(param_set.parameters, visible_state(param_set), strict=True))

@@ -1,0 +1,42 @@
+"""Pickles and copies of an optimizer: its declaration and state, from which the parameter sets are built again."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any, TypeVar
+
+import torch
+
+from .param_sets import ParamSets
+
+T = TypeVar("T", bound=torch.optim.Optimizer)
+
+
+def snapshot(optimizer: Any) -> dict[str, Any]:
+    """What a pickle of an optimizer holds."""
+    param_sets: ParamSets = optimizer.param_sets
+    param_sets.settle()
+    return {
+        "defaults": optimizer.defaults,
+        "param_groups": optimizer.param_groups,
+        "state": optimizer.state,
+        "recipe": param_sets.recipe,
+        "infos": param_sets.infos,
+        "skipped": [[param_set.skipped for param_set in group] for group in param_sets.groups],
+    }
+
+
+def restored(cls: type[T], saved: dict[str, Any]) -> T:
+    """The optimizer of a snapshot."""
+    optimizer: Any = cls.__new__(cls)
+    state: defaultdict[Any, Any] = defaultdict(dict)
+    param_sets = ParamSets(saved["recipe"])
+    torch_state = {"defaults": saved["defaults"], "param_groups": saved["param_groups"], "state": state}
+    optimizer.__setstate__({**torch_state, "recipe": saved["recipe"], "param_sets": param_sets})
+    for index, group in enumerate(optimizer.param_groups):
+        param_sets.declare(group["params"], saved["infos"][index])
+        wanted = {id(p) for p in group["params"] if p in saved["state"]}
+        param_sets.install(index, param_sets.build(index, wanted), state, group["iterate"], saved["state"])
+        for param_set, counts in zip(param_sets.groups[index], saved["skipped"][index], strict=True):
+            param_set.skipped.update(counts)
+    return optimizer  # type: ignore[no-any-return]

@@ -1,0 +1,47 @@
+"""The keys under which a parameter's state is shown to torch and saved."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Self
+
+FORMAT = "format"
+"""Part of a coded slot that says how the other parts are coded."""
+
+
+class StateKey(NamedTuple):
+    """Address of one state tensor of a parameter, as text "<block>/<stage path>/<slot>/<part>".
+
+    block: number of the block in the parameter; None: the tensor belongs to the parameter, and the text has no block.
+    stage: dotted path of a stage or constraint, or "averaging"; "" for `step`, the count of gradients seen.
+    slot: name of the slot.
+    part: name of one of the tensors that a coded slot is stored in; "" for a slot that is stored as it is.
+
+    >>> StateKey.parse("0/update.shampoo/root.1/codes")
+    StateKey(block=0, stage='update.shampoo', slot='root.1', part='codes')
+    >>> str(StateKey(None, "averaging", "mean"))
+    'averaging/mean'
+    """
+
+    block: int | None
+    stage: str
+    slot: str
+    part: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The key that a text stands for; `str` is its inverse."""
+        first, slash, rest = text.partition("/")
+        block, path = (int(first), rest) if slash and first.isdecimal() else (None, text)
+        if "/" not in path:
+            return cls(block, "", path)
+        stage, slot, *part = path.split("/", 2)
+        return cls(block, stage, slot, *part)
+
+    def __str__(self) -> str:
+        block = None if self.block is None else str(self.block)
+        return "/".join(text for text in (block, self.stage, self.slot, self.part) if text)
+
+    @property
+    def name(self) -> str:
+        """The key without its block and part: "<stage path>/<slot>", which is one name for all parameters."""
+        return str(self._replace(block=None, part=""))
