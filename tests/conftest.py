@@ -14,6 +14,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from eigengraft.component import families
+
 settings.register_profile("fixed", derandomize=True, deadline=None, database=None, max_examples=50)
 settings.load_profile("fixed")
 
@@ -22,6 +24,16 @@ def pytest_configure() -> None:
     torch.set_num_threads(1)
     # a shell's background job ignores SIGINT, and so would the processes that tests start to interrupt them
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def registry() -> Iterator[None]:
+    """Members defined in a test are gone after it."""
+    before = {family: dict(family.members) for family in families().values()}
+    yield
+    for family, members in before.items():
+        family.members.clear()
+        family.members.update(members)
 
 
 @pytest.fixture(autouse=True)

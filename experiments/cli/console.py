@@ -99,7 +99,7 @@ def assignment_table(optimizer: eigengraft.Optimizer) -> Table:
 def storage_table(optimizer: eigengraft.Optimizer) -> Table:
     """What each slot takes, declared and stored, in bytes and for each parameter."""
     parameters = sum(math.prod(row.shape) for row in optimizer.routing_table())
-    rows = [row for row in optimizer.slot_sizes() if row.role != "count"]
+    rows = [row for row in optimizer.slot_sizes() if row.role not in ("count", "failures")]
     declared, stored = sum(row.declared for row in rows), sum(row.stored for row in rows)
     table = Table(box=box.SIMPLE_HEAD, show_footer=True)
     table.add_column("slot", footer="all", overflow="fold")

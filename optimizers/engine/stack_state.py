@@ -74,6 +74,11 @@ class StackState:
         return frozenset(signal for _, stage in self.rule.stages() for signal in stage.requires)
 
     @cached_property
+    def _failure_counts(self) -> tuple[str, ...]:
+        """The slots in which stages count failures of their roots and bases."""
+        return tuple(key for key, slot in self.slots() if slot.role == "failures")
+
+    @cached_property
     def lagging(self) -> bool:
         """Whether a block's first gradient only primes its statistics."""
         return self.rule.lagging()
@@ -116,10 +121,9 @@ class StackState:
 
     def failing(self, context: StepContext, tolerated: int) -> list[int]:
         """Rows whose root or basis failed more often in a row than tolerated; nothing is read but after a refresh."""
-        if not any(True for _, stage in self.rule.stages() for _ in stage.due(context)):
+        if not self._failure_counts or not any(True for _, stage in self.rule.stages() for _ in stage.due(context)):
             return []
-        counts = [tensor for path, tensor in self.tensors.items() if path.rpartition("/")[2].startswith("failures.")]
-        bad = [torch.nonzero(count > tolerated).flatten().tolist() for count in counts]
+        bad = [torch.nonzero(self.tensors[key] > tolerated).flatten().tolist() for key in self._failure_counts]
         return sorted({row for rows in bad for row in rows})
 
     def rows(self) -> Iterator[tuple[int, int, int]]:

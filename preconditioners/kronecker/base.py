@@ -60,7 +60,7 @@ class Factored(Stage):
             else:
                 slot = Slot((d,), fill=1.0, role=self.matrix, frame="square", axes=(axis,))
             slots[f"{self.matrix}.{axis}"] = slot
-            slots[f"failures.{axis}"] = Slot((), role="count", dtype=torch.int32)
+            slots[f"failures.{axis}"] = Slot((), role="failures", dtype=torch.int32)
         return slots
 
     def refresh_cost(self, block: tuple[int, ...]) -> float:

@@ -51,8 +51,21 @@ class Eigenbasis(Factored):
         default="fixed", description="where the statistics live: as the gradient comes, or in the basis made of them"
     )
 
+    floor: float = Field(
+        default=1e-3,
+        ge=0,
+        lt=1,
+        description="least eigenvalue that a statistic reads of another axis, relative to their mean",
+    )
+
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
+        if self.statistic.needs_power is None and self.floor != type(self).model_fields["floor"].default:
+            raise ValueError(f"floor: a statistic that reads the factors of other axes is required, got {self.floor}")
+        if self.statistic.needs_power is None and self.statistic.trace_scaling:
+            raise ValueError(
+                f"statistic: trace_scaling does not change a basis, 0 is required, got {self.statistic.trace_scaling}"
+            )
         if self.statistic.entries == "diagonal" or self.statistic.oversize == "diagonal":
             raise ValueError("statistic: a basis is made of full factors, got diagonal ones")
         if self.statistic.needs_power is not None and not self.solver.keeps_all_columns:
@@ -116,7 +129,7 @@ class Eigenbasis(Factored):
         else:
             q = state[f"basis.{axis}"]
             values = (q * torch.bmm(estimate / per_block(unit, estimate), q)).sum(-2)  # [N, d]: diag(Q^T A Q) / unit
-        values = values.clamp_min(max(self.statistic.eigenvalue_floor, tiny(values.dtype)))
+        values = values.clamp_min(max(self.floor, tiny(values.dtype)))
         trace = to_power(values, float(exponent + 1)).sum(-1)
         if exponent == 0:
             return Power(None, None, unit, trace, has_data(estimate))

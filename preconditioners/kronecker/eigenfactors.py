@@ -73,7 +73,7 @@ class Eigenfactors(LearnedFactors):
             if self.full(block, axis):
                 slots[f"basis.{axis}"] = Slot((d, d), fill="identity", role="basis")
                 slots[f"values.{axis}"] = Slot((d,), fill=self.initial, role="statistic")
-                slots[f"failures.{axis}"] = Slot((), role="count", dtype=torch.int32)
+                slots[f"failures.{axis}"] = Slot((), role="failures", dtype=torch.int32)
             else:
                 slots[f"values.{axis}"] = Slot((d,), fill=self.initial, role="statistic", frame="square", axes=(axis,))
         return slots

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, final
 
 import torch
+from einops import rearrange
 from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor
 
@@ -19,6 +20,12 @@ class PolarSolver(Component, ABC, family="polar_solver"):
     @abstractmethod
     def polar(self, x: Tensor) -> Tensor:
         """x `[N, m, n]` -> `[N, m, n]`; a zero matrix stays zero."""
+
+    @final
+    def of_blocks(self, x: Tensor) -> Tensor:
+        """Polar factors of blocks `[N, *block]` as matrices, first axis x the rest; a vector is one column."""
+        matrices = rearrange(x, "n rows ... -> n rows (...)") if x.ndim > 1 else x.reshape(-1, 1, 1)
+        return self.polar(matrices).reshape(x.shape)
 
 
 Triple = tuple[float, float, float]

@@ -30,5 +30,4 @@ class Spectral(Stage):
         return 30.0 * min(rows, columns) * rows * columns  # five iterations of three products, each with 2 operations
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
-        matrix = direction.reshape(direction.shape[0], direction.shape[1] if direction.ndim > 1 else 1, -1)
-        return self.solver.polar(matrix).reshape(direction.shape)
+        return self.solver.of_blocks(direction)

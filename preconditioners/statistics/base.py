@@ -5,10 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import torch
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor
 
 from eigengraft.component import Component
@@ -16,7 +16,7 @@ from eigengraft.numerics import per_block, symmetrized, tiny, to_power
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
-from ..polar.solvers import NewtonSchulz
+from ..polar.solvers import NewtonSchulz, PolarSolver
 
 
 class Power(NamedTuple):
@@ -76,6 +76,9 @@ class Statistic(Component, ABC, family="statistic"):
         description="what is observed: the gradient, what the stages before made of it (after `momentum`, the "
         "momentum), or the polar factor of that",
     )
+    polar: PolarSolver = Field(
+        default=NewtonSchulz(), description="how `source: orthogonalized` computes the polar factor"
+    )
     side: Side = Field(
         default="both",
         description="which axes have a factor: all, the first, the last, or the shortest; or a list of axes for each "
@@ -92,15 +95,21 @@ class Statistic(Component, ABC, family="statistic"):
     )
     vectors: bool = Field(default=True, description="whether blocks with one axis have a factor")
 
+    @model_validator(mode="after")
+    def _options_matter(self) -> Self:
+        if self.source != "orthogonalized" and self.polar != NewtonSchulz():
+            raise ValueError(f"polar: `source: orthogonalized` is required, got source '{self.source}'")
+        summed = "beta 1" if self.beta == 1 else "damped false" if not self.damped else None
+        if self.beta == 1 and not self.damped:
+            raise ValueError("damped: true is required with beta 1, whose contributions enter with weight 1, got false")
+        if summed and not self.bias_correction:
+            raise ValueError(f"bias_correction: true is required with {summed}, which has no bias, got false")
+        return self
+
     @property
     def needs_power(self) -> Fraction | None:
         """The power of the other axes' factors that a contribution reads; None: it reads no other factor."""
         return None
-
-    @property
-    def eigenvalue_floor(self) -> float:
-        """The least eigenvalue that is read of another axis in an eigenbasis, relative to their mean."""
-        return 0.0
 
     @property
     def sequential(self) -> bool:
@@ -157,8 +166,7 @@ class Statistic(Component, ABC, family="statistic"):
         """What is observed of the two."""
         if self.source != "orthogonalized":
             return gradient if self.source == "gradient" else direction
-        matrix = direction.reshape(direction.shape[0], direction.shape[1] if direction.ndim > 1 else 1, -1)
-        return NewtonSchulz().polar(matrix).reshape(direction.shape)
+        return self.polar.of_blocks(direction)
 
     def observe(self, state: State, x: Tensor, context: StepContext, axes: tuple[int, ...], powers: Powers) -> None:
         """Accumulates what one `x` `[N, *block]` says about some axes, all read before any is changed."""

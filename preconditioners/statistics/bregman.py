@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from typing import Literal
+from typing import Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from eigengraft.numerics import block_norm, may_branch_on_values, per_block, tiny, to_power
@@ -40,23 +40,22 @@ class Bregman(Statistic):
         default="jacobi", description="whether the axes read each other's old or newest factors"
     )
     normalize: Literal["trace", "dimension", "none"] = Field(
-        default="trace", description="divide by Tr(R^q), by the length of the other axes, or not (then first: identity)"
+        default="trace", description="divide by Tr(R^q), by the length of the other axes, or by nothing"
     )
     first: Literal["rms", "identity"] = Field(default="rms", description="what an unknown factor counts as")
-    floor: float = Field(
-        default=1e-3,
-        ge=0,
-        lt=1,
-        description="in an eigenbasis: least eigenvalue read from another axis, relative to their mean",
-    )
+
+    @model_validator(mode="after")
+    def _units_agree(self) -> Self:
+        if self.normalize == "none" and self.first != "identity":
+            raise ValueError(
+                f"first: 'identity' is required with normalize 'none', whose factors have their own units, "
+                f"got '{self.first}'"
+            )
+        return self
 
     @property
     def needs_power(self) -> Fraction:
         return self.q - 1
-
-    @property
-    def eigenvalue_floor(self) -> float:
-        return self.floor
 
     @property
     def sequential(self) -> bool:

@@ -26,7 +26,7 @@ class Format(Quantizer, ABC):
 
     def refuses(self, slot: Slot) -> str | None:
         floating = slot.dtype is None or slot.dtype.is_floating_point
-        if slot.role == "count" or not floating:
+        if slot.role in ("count", "failures") or not floating:
             return f"a slot of floating-point numbers is required, got a {slot.role} of dtype {slot.dtype}"
         if math.prod(slot.shape) < self.min_elements:
             return f"at least {self.min_elements} elements (min_elements) are required, got shape {slot.shape}"

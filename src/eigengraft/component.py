@@ -134,6 +134,10 @@ def _declared(value: Any, data: Any) -> Any:
 
 
 def _register(cls: type[Component]) -> None:
+    for base in cls.__mro__[1:]:
+        for name in vars(cls):
+            if getattr(vars(base).get(name), "__final__", False):
+                raise TypeError(f"{cls.__name__}: `{name}` of {base.__name__} is final, got an override")
     kind = cls.model_fields["kind"].default if "kind" in cls.model_fields else None
     if not isinstance(kind, str):
         raise TypeError(f"{cls.__name__}: `kind: Literal['name'] = 'name'` is required, got default {kind!r}")

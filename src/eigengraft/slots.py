@@ -19,7 +19,7 @@ from torch import Tensor
 from . import noise
 from .numerics import per_block
 
-Role = Literal["statistic", "root", "basis", "first_moment", "second_moment", "iterate", "count"]
+Role = Literal["statistic", "root", "basis", "first_moment", "second_moment", "iterate", "count", "failures"]
 Frame = Literal["vector", "square", "row", "column", "none"]
 
 
@@ -28,7 +28,8 @@ class Slot:
     """One named state tensor of a stage.
 
     shape: per block. fill: initial value, or "identity" for a matrix (its first columns if it is tall), times scale.
-    role: what it is for; storage is chosen by it.
+    role: what it is for; storage is chosen by it. "failures": how often in a row a block's root or basis could not be
+    computed, an int32 of shape (), which the optimizer reads after refreshes.
     frame: how it follows a change of basis R = Q_old^T Q_new of the frame it lives in: "vector" is rotated, "square" is
     transported by the Hadamard square, v <- (R*R)^T v on each axis; "row" and "column" are squares without the last and
     without the last but one axis; "none" stays.
@@ -139,6 +140,8 @@ class State:
         how = self.storage.coded.get(key)
         if how is not None:
             return how.codec.decode(self._parts(key, how), how.slot, how.dtype)
+        if key not in self.tensors:
+            raise self._undeclared(name)
         value = self._select(self.tensors[key])
         if self.mask is not None:
             value = value.clone()
@@ -152,8 +155,17 @@ class State:
             parts = how.codec.encode(value, self._parts(key, how), self.storage.uniform(key))
             for part, stored in parts.items():
                 self._write(self.tensors[f"{key}/{part}"], stored)
+        elif key not in self.tensors:
+            raise self._undeclared(name)
         elif self.mask is not None or isinstance(self.rows, Tensor) or value is not self._loaded.get(name):
             self._write(self.tensors[key], value)
+
+    def _undeclared(self, name: str) -> ValueError:
+        places = [key.rpartition("/") for key in (*self.tensors, *self.storage.coded)]
+        declared = dict.fromkeys(slot for path, _, slot in places if path == self.path)
+        return ValueError(
+            f"{self.path}: slot '{name}' is not declared in slots() (declared: {', '.join(declared) or 'none'})"
+        )
 
     def _parts(self, key: str, how: Coded) -> Parts:
         return {part: self._select(self.tensors[f"{key}/{part}"]) for part in how.parts}

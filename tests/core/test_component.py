@@ -3,7 +3,6 @@
 import copy
 import json
 import pickle
-from collections.abc import Iterator
 from typing import Literal
 
 import pytest
@@ -16,16 +15,6 @@ from eigengraft.component import Component, checked, families
 from eigengraft.optimizers.apply.weight_decay import WeightDecay
 from eigengraft.optimizers.recipe.schema import json_schema
 from eigengraft.preconditioners import RMS, Cadence, Chain, Eigenbasis, Every, Gram, Momentum, Shampoo
-
-
-@pytest.fixture
-def registry() -> Iterator[None]:
-    """Members defined in a test are gone after it."""
-    before = {family: dict(family.members) for family in families().values()}
-    yield
-    for family, members in before.items():
-        family.members.clear()
-        family.members.update(members)
 
 
 def members() -> list[type[Component]]:

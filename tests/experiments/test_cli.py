@@ -198,7 +198,7 @@ class TestShow:
             assert (row.route or "recipe") in line and row.reason in line and f"{row.state_bytes:,}" in line
         (total,) = (line for line in table if f"{len(optimizer.routing_table())} parameters" in line)
         assert f"{optimizer.state_bytes():,}" in total
-        counts = sum(row.stored for row in optimizer.slot_sizes() if row.role == "count")
+        counts = sum(row.stored for row in optimizer.slot_sizes() if row.role in ("count", "failures"))
         assert f"{optimizer.state_bytes() - counts:,}" in table[-1] and " all " in table[-1]
 
     def test_an_experiment_is_printed_whole_and_the_output_is_an_experiment_file(self) -> None:

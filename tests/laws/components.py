@@ -45,6 +45,12 @@ STATISTICS = (
             Fault({"kind": "gram", "side": {"two": [0]}}, "side: .*keys are orders"),
             Fault({"kind": "gram", "interval": 0}, "interval: .*or equal to 1"),
             Fault({"kind": "gram", "trace_scaling": 2.0}, "trace_scaling: .*less than or equal to 1"),
+            Fault({"kind": "gram", "polar": "svd"}, "polar: .* required, got source 'gradient'"),
+            Fault({"kind": "gram", "beta": 1.0, "damped": False}, "damped: true is required with beta 1, .*got false"),
+            Fault(
+                {"kind": "gram", "beta": 1.0, "bias_correction": False}, "bias_correction: true .* beta 1, .*got false"
+            ),
+            Fault({"kind": "gram", "damped": False, "bias_correction": False}, "bias_correction: true .* damped false"),
         ),
     ),
     Row({"kind": "gram", "beta": 0.9, "bias_correction": False}, "uncorrected", degree=2),
@@ -61,7 +67,7 @@ STATISTICS = (
             unknown("bregman"),
             Fault({"kind": "bregman", "q": -1}, "q: .*number >= 0"),
             Fault({"kind": "bregman", "order": "both"}, "order: .*'jacobi' or 'gauss_seidel'"),
-            Fault({"kind": "bregman", "floor": 1.0}, "floor: .*less than 1"),
+            Fault({"kind": "bregman", "normalize": "none"}, "first: 'identity' is required .*'none'.*, got 'rms'"),
         ),
     ),
     Row({"kind": "bregman", "beta": 0.9, "q": 2}, "frobenius", degree=lambda order: 2 / order),

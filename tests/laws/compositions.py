@@ -55,6 +55,12 @@ FACTORED = (
     Row({"kind": "shampoo", "statistic": {"kind": "bregman"}, "exponent": "1/2"}, "kl as it comes", singular=True),
     Row(basis(MOMENTUM, RMS, statistic=BREGMAN), "kl", degree=0),
     Row(basis(MOMENTUM, RMS, statistic={**BREGMAN, "q": 2, "order": "gauss_seidel"}, refresh=SPREAD), "frobenius"),
+    Row(
+        shampoo(statistic={"kind": "gram", "source": "orthogonalized", "polar": "svd"}),
+        "of the exact polar factor",
+        degree=1,
+        singular=True,
+    ),
     Row(basis(MOMENTUM, RMS, solver={"kind": "subspace", "rank": 3}), "in a subspace", degree=0),
     Row(
         basis(MOMENTUM, shampoo(statistic={**BREGMAN, "entries": "diagonal"}, exponent="1/2", refresh=EVERY)),

@@ -169,11 +169,10 @@ def test_bregman_factors_are_their_definition(
         "beta": BETA,
         "order": order,
         "normalize": normalize,
-        "floor": 0.0,
     }
     declared: dict[str, Any] = {"kind": "shampoo", "exponent": "1/2", "solver": {"kind": "eigh", "eps": 0.0}}
     if owner == "basis":
-        declared = {"kind": "eigenbasis", "inner": "identity", "solver": "eigh"}
+        declared = {"kind": "eigenbasis", "inner": "identity", "solver": "eigh", "floor": 0.0}
     entries = "diagonal" if owner == "diagonals" else "full"
     stage = Stepper({**declared, "refresh": EVERY, "statistic": {**statistic, "entries": entries}}, block)
     given = [normal(*block, seed=t) for t in range(6)]
