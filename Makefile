@@ -1,4 +1,4 @@
-# make demo | test | check | clean | help: each creates .venv when it is missing and brings it up to date.
+# make demo | test | check | docs | clean | help: each creates .venv when it is missing and brings it up to date.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,13 +10,14 @@ READY := $(VENV)/ready-$(shell pwd | cksum | cut -d ' ' -f 1)
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test check clean links
+.PHONY: help demo test check docs clean links
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo   compare AdamW, Shampoo, SOAP and Muon on two small tasks, and write a report (under 5 minutes)"
 	@echo "make test   run the tests            (make test ARGS='-k house' for some of them; -n 0 in one process)"
 	@echo "make check  lint, formatting, types"
+	@echo "make docs   build the documentation into site/, without a network"
 	@echo "make clean  remove the environment, caches and build folders; runs/ stays"
 
 demo: $(READY)
@@ -30,8 +31,12 @@ check: $(READY)
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
 
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "open site/index.html"
+
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} + -o -name '*.egg-info' -prune -exec rm -rf {} +
 
 # Some unpackers of zips turn symlinks into text files. The wheel does without them; an editable install needs the one

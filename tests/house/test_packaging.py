@@ -86,7 +86,9 @@ def members(wheel: Path) -> set[str]:
 @pytest.fixture(scope="session")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("packaging") / "check out"
-    left_out = shutil.ignore_patterns(".git", ".venv", "runs", "build", "dist", "*.egg-info", "__pycache__", ".*_cache")
+    left_out = shutil.ignore_patterns(
+        ".git", ".venv", "runs", "site", "build", "dist", "*.egg-info", "__pycache__", ".*_cache"
+    )
     shutil.copytree(ROOT, copy, symlinks=True, ignore=left_out)
     return copy
 

@@ -1,4 +1,4 @@
-"""What the README shows is run as it stands there."""
+"""The front page: short, complete, and what it shows is run as it stands there."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+from .pages import ROOT, blocks, files, links, script, text
 
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+README = "README.md"
 
 
 def run(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
@@ -23,31 +20,37 @@ def run(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
 
 
-def test_the_python_examples_run_one_after_another(tmp_path: Path) -> None:
-    code = [block for block in blocks("python") if not block.startswith("# belief.py")]
-    assert len(code) == 2 and code[0].count("\n") <= 14
-    (tmp_path / "example.py").write_text("\n".join(code) + "\nprint(optimizer)\n")
+def test_the_front_page_is_short() -> None:
+    assert len(text(README).splitlines()) <= 150
+    example = [line for line in blocks(README, "python")[0].splitlines() if line]
+    assert len(example) <= 8
+
+
+@pytest.mark.parametrize("word", ["pip install", "make demo", "make test", "make quick", "make docs", "recipe.svg"])
+def test_the_front_page_says(word: str) -> None:
+    assert word in text(README)
+
+
+def test_links_of_the_front_page_lead_somewhere() -> None:
+    assert [link for link in links(README) if not (ROOT / link).exists()] == []
+    guides = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs" / "guide").glob("*.md")}
+    assert guides <= set(links(README)), "every guide is linked from the front page"
+
+
+def test_the_python_example_runs(tmp_path: Path) -> None:
+    (tmp_path / "example.py").write_text(script(README) + "\nprint(optimizer)\n")
     done = run(["example.py"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert "Optimizer(recipe=" in done.stdout
 
 
-def test_the_yaml_example_is_an_experiment(tmp_path: Path) -> None:
-    (tmp_path / "experiment.yaml").write_text(blocks("yaml")[0])
-    done = run(["-m", "eigengraft.experiments.cli.main", "show", "experiment.yaml", "steps=40"], tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "graft" in done.stdout
-
-
-@pytest.mark.parametrize("inside", ["chain", "basis"])
-def test_the_new_preconditioner_trains_from_one_file_and_yaml(tmp_path: Path, inside: str) -> None:
-    (tmp_path / "belief.py").write_text(next(b for b in blocks("python") if b.startswith("# belief.py")))
-    text = next(block for block in blocks("yaml") if "belief.py" in block)
-    if inside == "basis":
-        stages = re.search(r"update: (\[.*\])", text)
-        assert stages is not None
-        text = text.replace(stages[1], f"[{{kind: eigenbasis, inner: {stages[1]}}}]")
-    (tmp_path / "experiment.yaml").write_text(text)
+@pytest.mark.parametrize("place", ["chain", "basis"])
+def test_the_new_stage_trains_from_one_file_and_yaml(tmp_path: Path, place: str) -> None:
+    (tmp_path / "belief.py").write_text(files(README)["belief.py"])
+    chain = "[{kind: momentum, beta: 0.9}, {kind: belief, beta: 0.99}]"
+    update = chain if place == "chain" else f"[{{kind: eigenbasis, inner: {chain}}}]"
+    experiment = f"imports: [belief.py]\ntask: {{kind: digits, model: mlp}}\nlr: 0.002\nrecipe: {{update: {update}}}\n"
+    (tmp_path / "experiment.yaml").write_text(experiment)
     quick = ["steps=30", "eval_every=15", "--out", "run"]
     done = run(["-m", "eigengraft.experiments.cli.main", "train", "experiment.yaml", *quick], tmp_path)
     assert done.returncode == 0, done.stderr
@@ -56,17 +59,14 @@ def test_the_new_preconditioner_trains_from_one_file_and_yaml(tmp_path: Path, in
     assert losses[-1] < 0.7 * losses[0]
 
 
-def test_every_shipped_recipe_is_listed() -> None:
+def test_the_picture_names_parts_and_recipes_that_exist() -> None:
     import eigengraft
+    from eigengraft.component import families
 
-    for name in eigengraft.shipped_recipes():
-        assert f"`{name}`" in README, name
-
-
-def test_the_fragment_with_iterates_and_storage_is_a_recipe() -> None:
-    from eigengraft import load_recipe
-    from eigengraft.optimizers.recipe.yaml_files import parse_yaml
-
-    fragment = next(block for block in blocks("yaml") if block.startswith("recipe:"))
-    recipe = load_recipe(parse_yaml(fragment)["recipe"])
-    assert recipe.averaging is not None and recipe.constraints and recipe.storage
+    drawing = (ROOT / "docs" / "assets" / "recipe.svg").read_text(encoding="utf-8")
+    recipes = re.findall(r'class="makes"[^>]*>in ([\w/]+)<', drawing)
+    assert len(recipes) >= 8 and set(recipes) <= set(eigengraft.shipped_recipes())
+    parts = re.findall(r'class="mono[^"]*"[^>]*>([^<]+)<', drawing)
+    kinds = {kind for family in families().values() for kind in family.members} | {"plain"}
+    words = {word for part in parts for word in re.findall(r"[a-z]\w+", part)}
+    assert words <= kinds, words - kinds

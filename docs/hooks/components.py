@@ -1,0 +1,110 @@
+"""Reference pages of the families and of the declarations that hold them, from docstrings and fields."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from functools import cache
+
+import eigengraft.experiments.benches
+import eigengraft.experiments.cli.main  # noqa: F401  the two define every family and member
+from eigengraft.blocking import Blocking
+from eigengraft.component import Component, families
+from eigengraft.distributed.distribution import Distribution
+from eigengraft.experiments.studies.study import Study
+from eigengraft.experiments.training.experiment import Experiment
+from eigengraft.optimizers import Recipe, Route
+from eigengraft.optimizers.recipe.recipe import Failure
+from eigengraft.optimizers.recipe.routing import Match
+from fields import Links, field_table
+from markup import docstring, first_sentence, inline, table
+from recipes import members_in, used_by
+
+DECLARATIONS: dict[str, tuple[str, tuple[type[Component], ...]]] = {
+    "recipe": ("Recipe", (Recipe, Route, Match, Blocking, Failure, Distribution)),
+    "experiment": ("Experiment and study", (Experiment, Study)),
+}
+PACKAGES = ("eigengraft", "eigengraft.preconditioners", "eigengraft.quantization", "eigengraft.optimizers.apply")
+
+
+def shipped_families() -> dict[str, type[Component]]:
+    """The families of the library by name, the stages first."""
+    found = {name: family for name, family in families().items() if family.__module__.startswith("eigengraft.")}
+    return dict(sorted(found.items(), key=lambda item: (item[0] != "stage", item[0])))
+
+
+def shipped_members(family: type[Component]) -> dict[str, type[Component]]:
+    """The members of a family that the library defines, by kind."""
+    return {k: m for k, m in sorted(family.members.items()) if m.__module__.startswith("eigengraft.")}
+
+
+def family_pages() -> dict[str, str]:
+    """A page for each family, by its name."""
+    return {name: family_page(name, family) for name, family in shipped_families().items()}
+
+
+def family_page(name: str, family: type[Component]) -> str:
+    """Title, contract and members of one family."""
+    members = shipped_members(family)
+    kinds = ", ".join(f"[`{kind}`](#{kind})" for kind in members)
+    parts = [f"# {name}", docstring(inspect.getdoc(family) or ""), f"**Kinds:** {kinds}", where(family)]
+    for kind, member in members.items():
+        parts += [f"## {kind} {{ #{kind} }}", docstring(inspect.getdoc(member) or ""), where(member)]
+        parts.append(field_table(member, _links(member)))
+        parts += [_component_section(inner) for inner in _inner(member)]
+        names = used_by().get((name, kind), [])
+        if names:
+            parts.append("In the recipes " + ", ".join(f"[`{n}`](recipes/{n}.md)" for n in names) + ".")
+    return "\n\n".join(parts) + "\n"
+
+
+def index_page() -> str:
+    """All families with their members."""
+    rows = []
+    for name, family in shipped_families().items():
+        kinds = ", ".join(f"[`{kind}`]({name}.md#{kind})" for kind in shipped_members(family))
+        rows.append([f"[{name}]({name}.md)", inline(first_sentence(inspect.getdoc(family) or "")), kinds])
+    about = "A family is an open set of parts that fit in the same place. A recipe names a member by its kind."
+    return f"# Families\n\n{about}\n\n{table(['family', 'what it is', 'kinds'], rows)}\n"
+
+
+def declaration_pages() -> dict[str, str]:
+    """A page for each declaration that is written in YAML, with the components that only it holds."""
+    pages = {}
+    for page, (title, classes) in DECLARATIONS.items():
+        held = dict.fromkeys(inner for cls in classes for inner in (cls, *_inner(cls)))
+        sections = [_component_section(cls, "##") for cls in held]
+        pages[page] = "\n\n".join([f"# {title}", *sections]) + "\n"
+    return pages
+
+
+def where(cls: type[Component]) -> str:
+    """The import line and the file of a class."""
+    module = next((name for name in PACKAGES if hasattr(importlib.import_module(name), cls.__name__)), cls.__module__)
+    path = cls.__module__.removeprefix("eigengraft.").replace(".", "/") + ".py"
+    room = path if "/" in path else f"src/eigengraft/{path}"
+    return f"`from {module} import {cls.__name__}`, defined in `{room}`."
+
+
+@cache
+def _declared() -> Links:
+    return {
+        c.__name__: f"{page}.md#{c.__name__.lower()}" for page, (_, classes) in DECLARATIONS.items() for c in classes
+    }
+
+
+def _links(cls: type[Component]) -> Links:
+    return _declared() | {inner.__name__: f"#{inner.__name__.lower()}" for inner in _inner(cls)}
+
+
+def _inner(cls: type[Component]) -> list[type[Component]]:
+    """Components without a family that are fields of this one and are described nowhere else."""
+    found = [c for c in members_in(cls) if not c.is_family() and c.family_name is None]
+    return [c for c in dict.fromkeys(found) if c.__name__ not in _declared()]
+
+
+def _component_section(cls: type[Component], level: str = "###") -> str:
+    head = f"{level} {cls.__name__} {{ #{cls.__name__.lower()} }}"
+    return "\n\n".join(
+        [head, docstring(inspect.getdoc(cls) or ""), where(cls), field_table(cls, _declared() | _links(cls))]
+    )

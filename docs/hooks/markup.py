@@ -1,0 +1,43 @@
+"""Plain text of docstrings and descriptions as Markdown that shows it as it is."""
+
+from __future__ import annotations
+
+import re
+from html import escape
+
+SPECIAL = str.maketrans({char: f"&#{ord(char)};" for char in "\\*_[]|^~$#"})
+
+
+def inline(text: str) -> str:
+    """One line of prose: `code` in backticks becomes code, everything else stays what it is."""
+    pieces = re.split(r"``?([^`]+)``?", " ".join(text.split()))
+    plain = [escape(piece, quote=False).translate(SPECIAL) for piece in pieces]
+    return "".join(f"<code>{piece}</code>" if index % 2 else piece for index, piece in enumerate(plain))
+
+
+def docstring(text: str) -> str:
+    """The first paragraph set off as the formula, later ones as prose, or as they stand where they are aligned."""
+    first, *rest = re.split(r"\n\s*\n", text.strip())
+    blocks = [f'<pre class="formula">{escape(first)}</pre>']
+    for paragraph in rest:
+        aligned = "<-" in paragraph or re.search(r"\S {2,}\S", paragraph) is not None
+        blocks.append(f'<pre class="formula">{escape(paragraph)}</pre>' if aligned else prose(paragraph))
+    return "\n".join(blocks)
+
+
+def prose(paragraph: str) -> str:
+    """A paragraph; lines that explain a field or a value, "transport: ...", begin anew."""
+    lines = re.split(r"\n(?=[a-z_]+(?:, [a-z_]+)*: )", paragraph)
+    return "<p>" + "<br>\n".join(map(inline, lines)) + "</p>"
+
+
+def first_sentence(text: str) -> str:
+    """The first line of a docstring, up to two spaces or a full stop."""
+    line = " ".join(re.split(r"\n\s*\n", text.strip())[0].split("\n"))
+    return re.split(r"(?<=[a-z)])\.(?:\s|$)", line)[0].rstrip(".")
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table of cells that are Markdown already."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)

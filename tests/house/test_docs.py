@@ -1,0 +1,223 @@
+"""The documentation: its examples run, its links and names exist, and it builds strictly without a network."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import eigengraft
+from eigengraft.component import families
+from eigengraft.experiments.cli.main import app
+from eigengraft.experiments.studies.study import Study, load_study
+from eigengraft.experiments.training.loading import load_experiment
+from eigengraft.optimizers.recipe.yaml_files import parse_yaml
+
+from .pages import PAGES, ROOT, blocks, files, script, text
+
+
+def pages_with(language: str) -> list[str]:
+    return [page for page in PAGES if blocks(page, language)]
+
+
+@pytest.mark.parametrize("page", [page for page in pages_with("python") if script(page)])
+def test_python_examples_run(page: str, tmp_path: Path) -> None:
+    for name, source in files(page).items():
+        (tmp_path / name).write_text(source)
+    (tmp_path / "example.py").write_text(script(page))
+    paths = os.pathsep.join([str(ROOT / "src"), str(tmp_path)])
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "example.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", pages_with("yaml"))
+def test_yaml_examples_load(page: str) -> None:
+    for block in blocks(page, "yaml"):
+        data = parse_yaml(block)
+        if "imports" not in data:  # components of the page's own: the page's test in test_new_stage.py
+            assert load(data) is not None
+
+
+def load(data: Mapping[str, Any]) -> object:
+    """A study, an experiment, a recipe, or a recipe under its key, by the fields that are there."""
+    if "axes" in data:
+        study: Study = load_study(data)
+        return study
+    if "task" in data:
+        return load_experiment(data)
+    recipe = eigengraft.load_recipe(data.get("recipe", data))
+    model = torch.nn.Sequential(torch.nn.Embedding(7, 128), torch.nn.Linear(128, 128))
+    return eigengraft.compose(recipe, model)
+
+
+@pytest.mark.parametrize("page", pages_with("sh"))
+def test_commands_exist(page: str) -> None:
+    known = {command.name for command in app.registered_commands}
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)) | {"quick"}
+    for line in "".join(blocks(page, "sh")).replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        if words[:1] == ["make"]:
+            assert words[1] in targets, line
+        if "eigengraft" in words:
+            command, *rest = words[words.index("eigengraft") + 1 :] or ["help"]
+            if "git" not in words:
+                assert command in known, line
+                check_arguments(command, rest)
+
+
+def check_arguments(command: str, rest: list[str]) -> None:
+    from eigengraft.experiments.benches import Bench
+
+    if command == "show":
+        eigengraft.load_recipe(rest[0], [word for word in rest[1:] if "=" in word])
+    if command == "bench":
+        assert rest[0] in {*Bench.members, "claims", "facts", "spike"}, rest
+
+
+TABLE_ROW = re.compile(r"^\| `(torch\.optim\..*?)` \| `(Optimizer\(.*?)` \|$", flags=re.MULTILINE)
+CALLS = [(page, *row) for page in ("README.md", "docs/from-torch.md") for row in TABLE_ROW.findall(text(page))]
+
+
+@pytest.mark.parametrize(("page", "theirs", "ours"), CALLS, ids=[row[1] for row in CALLS])
+def test_calls_of_torch_and_their_recipes_make_the_same_steps(page: str, theirs: str, ours: str) -> None:
+    names = {"torch": torch, "Optimizer": eigengraft.Optimizer, "load_recipe": eigengraft.load_recipe}
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(6, 4, generator=generator)
+    gradients = [torch.randn(6, 4, generator=generator) for _ in range(6)]
+    ends = []
+    for call in (theirs, ours):
+        weight = torch.nn.Parameter(start.clone())
+        optimizer = eval(call, names | {"p": [weight]})
+        for gradient in gradients:
+            weight.grad = gradient.clone()
+            optimizer.step()
+        ends.append(weight.detach() - start)
+    tolerance = 0.02 if "Muon" in theirs else 1e-5  # Muon iterates in bfloat16
+    assert (ends[0] - ends[1]).norm() <= tolerance * ends[0].norm()
+
+
+def test_the_tables_of_calls_are_found() -> None:
+    assert len(CALLS) >= 10
+
+
+def test_every_shipped_recipe_is_in_the_guide() -> None:
+    for name in eigengraft.shipped_recipes():
+        assert f"`{name}`" in text("docs/guide/recipes.md"), name
+
+
+def test_every_paper_is_in_the_index() -> None:
+    index = (ROOT / "papers" / "README.md").read_text(encoding="utf-8")
+    for folder in (path for path in (ROOT / "papers").iterdir() if path.is_dir()):
+        assert f"{folder.name}/README.md" in index
+
+
+def test_files_that_pages_name_exist() -> None:
+    """Paths in backticks that begin with a room of the house."""
+    rooms = "preconditioners|quantization|distributed|optimizers|experiments|src|tests|docs|papers"
+    for page in PAGES:
+        for path in re.findall(rf"`((?:{rooms})/[\w./-]*)`", text(page)):
+            assert (ROOT / path).exists(), f"{page}: {path}"
+
+
+@pytest.fixture(scope="session")
+def generated() -> dict[str, dict[str, str]]:
+    """Pages that the hooks make, by section."""
+    sys.path.insert(0, str(ROOT / "docs" / "hooks"))
+    try:
+        import components
+        import recipes
+    finally:
+        sys.path.pop(0)
+    return {"families": components.family_pages(), "recipes": recipes.recipe_pages()}
+
+
+def test_every_family_has_a_page_with_all_members_and_fields(generated: dict[str, dict[str, str]]) -> None:
+    ours = {name: family for name, family in families().items() if family.__module__.startswith("eigengraft.")}
+    assert len(ours) >= 14 and set(generated["families"]) == set(ours)
+    for name, family in ours.items():
+        for kind, member in family.members.items():
+            if member.__module__.startswith("eigengraft."):
+                _, _, section = generated["families"][name].partition(f"## {kind} {{ #{kind} }}")
+                fields = [field.alias or key for key, field in member.model_fields.items() if key != "kind"]
+                assert [key for key in fields if f"| `{key}` |" not in section] == [], (name, kind)
+
+
+def test_a_page_of_a_family_shows_formula_range_default_and_meaning(generated: dict[str, dict[str, str]]) -> None:
+    section = generated["families"]["stage"].partition("## rms {")[2].partition("\n## ")[0]
+    assert "v &lt;- b v" in section
+    assert re.search(r"\| `beta` \| number in &#91;0, 1&#93; \| `0.999` \| decay", section)
+
+
+def test_every_recipe_has_a_page_with_its_yaml(generated: dict[str, dict[str, str]]) -> None:
+    assert set(generated["recipes"]) == set(eigengraft.shipped_recipes())
+    assert "solver: {kind: power_qr}" in generated["recipes"]["soap"]
+
+
+class Resources(HTMLParser):
+    """What a page loads by itself: scripts, style sheets, icons, pictures."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.feed(page.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        source = given.get("src") if tag in ("script", "img", "iframe", "source") else None
+        if tag == "link" and given.get("rel") in ("stylesheet", "icon", "preconnect", "preload"):
+            source = given.get("href")
+        if source is not None and not source.startswith("data:"):
+            self.found.append(source)
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site as `make docs` builds it, where nothing can reach a network."""
+    folder = tmp_path_factory.mktemp("site")
+    nowhere = {f"{scheme}_proxy": "http://127.0.0.1:9" for scheme in ("http", "https", "HTTP", "HTTPS")}
+    paths = {"PYTHONPATH": str(ROOT / "src"), "PYTHONSAFEPATH": "1", "NO_MKDOCS_2_WARNING": "1"}
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | nowhere | paths, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("site")
+def test_the_site_builds_strictly_with_a_page_for_everything(site: Path) -> None:
+    for page in PAGES:
+        built = "index.html" if page == "README.md" else page.removeprefix("docs/").removesuffix(".md") + ".html"
+        assert (site / built).exists(), page
+    ours = [name for name, family in families().items() if family.__module__.startswith("eigengraft.")]
+    made = [f"reference/{name}" for name in ours] + [f"reference/recipes/{n}" for n in eigengraft.shipped_recipes()]
+    assert [page for page in made if not (site / f"{page}.html").exists()] == []
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("site")
+def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
+    """So that the site opens from a folder: every script, style sheet and picture lies beside the pages."""
+    for page in site.rglob("*.html"):
+        if page.name != "404.html":  # served by a server alone
+            for source in Resources(page).found:
+                assert "//" not in source, f"{page}: {source}"
+                assert (page.parent / source.partition("?")[0].partition("#")[0]).exists(), f"{page}: {source}"
+
+
+def test_the_search_for_resources_finds_them(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.write_text(
+        '<a href="https://x.y"><script src="https://x.y/z.js"></script><link rel="stylesheet" href="a.css">'
+    )
+    assert Resources(page).found == ["https://x.y/z.js", "a.css"]
