@@ -1,4 +1,4 @@
-"""Experiments: tasks on real data, training runs, studies, reports and the command line."""
+"""Experiments: tasks, training runs, studies, benches, reports and the command line, above the whole library."""
 
 from .training.experiment import Experiment as Experiment
 from .training.loading import load_experiment as load_experiment

@@ -1,1 +1,1 @@
-"""The command line: one file per group of commands, and what they print."""
+"""The command line: one file per group of commands, their tables and progress bars. Nothing imports it."""

@@ -143,11 +143,11 @@ def _spike(directory: Path, quick: bool) -> None:
 def _environment(device: Any) -> dict[str, Any]:
     from ..benches.problems.recorded import FILE
     from ..tasks import Fingerprint
-    from ..training.environment import environment
+    from ..training.environment import describe_environment
 
     content = FILE.read_bytes()
     data = Fingerprint("synthetic matrices and recorded factors", len(content), hashlib.sha256(content).hexdigest())
-    return environment(data, device)
+    return describe_environment(data, device)
 
 
 def _check_claims(kind: str | None, quick: bool, names: Iterable[str]) -> bool:

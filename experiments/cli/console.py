@@ -1,75 +1,45 @@
-"""What the command line prints: progress, results, tables and the box around a refusal."""
+"""What the command line prints: results, tables, YAML and the box around an error."""
 
 from __future__ import annotations
 
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from io import StringIO
 from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 from ruamel.yaml import YAML
 
 import eigengraft
 
-from ..training.outcome import Result, Tick
+from ..training.outcome import Result
 
 
-def refuse(title: str, message: str) -> None:
-    """A box on standard error; the message is shown as it is, brackets included."""
+def print_error(title: str, message: str) -> None:
+    """Print a box on standard error; the message is shown literally, brackets included."""
     Console(stderr=True).print(Panel(Text(message), title=title, title_align="left", border_style="red", expand=False))
 
 
-@contextmanager
-def training_bar(name: str) -> Iterator[Callable[[Tick], None]]:
-    """A progress bar on standard error with loss, step time and time left, as the callback of `train`."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[figures]}"),
-        TimeRemainingColumn(),
-    )
-    bar = Progress(*columns, console=Console(stderr=True))
-    task = bar.add_task(name, total=None, figures="")
-    validation = ""
-
-    def heard(tick: Tick) -> None:
-        nonlocal validation
-        validation = f"  val {tick.val_loss:.4f}" if tick.val_loss is not None else validation
-        figures = f"loss {tick.loss:.4f}{validation}  {tick.step_ms:.1f} ms"
-        bar.update(task, completed=tick.step, total=tick.steps, figures=figures)
-        bar.start()  # not before there is something to show: a refused experiment has no bar
-
-    try:
-        yield heard
-    finally:
-        bar.stop()
-
-
-def summary(result: Result) -> str:
-    """The result of a run in two lines."""
+def describe_result(result: Result) -> str:
+    """Describe the result of a run in two lines."""
     if result.diverged or result.val_loss is None:
         head = f"diverged at step {result.steps}: the loss is not finite; a smaller lr may help"
     else:
         accuracy = f", validation accuracy {result.val_accuracy:.4f}" if result.val_accuracy is not None else ""
         head = f"validation loss {result.val_loss:.4f}{accuracy} after {result.steps} steps"
     return (
-        f"{head}\n{result.seconds:.1f} s; {result.step_ms:.2f} ms a step, {result.optimizer_ms:.2f} in the optimizer; "
-        f"{result.state_bytes_per_parameter:.1f} state bytes for each of {result.parameters} parameters"
+        f"{head}\n{result.seconds:.1f} s; {result.step_ms:.2f} ms per step, {result.optimizer_ms:.2f} in the optimizer"
+        f"; {result.state_bytes_per_parameter:.1f} state bytes for each of {result.parameters:,} parameters"
     )
 
 
 def to_yaml(data: Any) -> str:
-    """`data` as YAML that reads back equal."""
+    """Write `data` as YAML that reads back equal."""
     stream = StringIO()
     yaml = YAML(typ="safe")
     yaml.default_flow_style = False
@@ -79,8 +49,8 @@ def to_yaml(data: Any) -> str:
     return stream.getvalue()
 
 
-def assignment_table(optimizer: eigengraft.Optimizer) -> Table:
-    """Which parameter went where and why, its blocks and its state."""
+def routing_table_of(optimizer: eigengraft.Optimizer) -> Table:
+    """A row per parameter: its route and the reason, its blocks and the bytes of its state."""
     rows = optimizer.routing_table()
     table = Table(box=box.SIMPLE_HEAD, show_footer=True)
     table.add_column("parameter", footer=f"{len(rows)} parameters", overflow="fold")
@@ -97,7 +67,7 @@ def assignment_table(optimizer: eigengraft.Optimizer) -> Table:
 
 
 def storage_table(optimizer: eigengraft.Optimizer) -> Table:
-    """What each slot takes, declared and stored, in bytes and for each parameter."""
+    """A row per slot: its bytes as declared and as stored, in all and per parameter."""
     parameters = sum(math.prod(row.shape) for row in optimizer.routing_table())
     rows = [row for row in optimizer.slot_sizes() if row.role not in ("count", "failures")]
     declared, stored = sum(row.declared for row in rows), sum(row.stored for row in rows)
@@ -107,7 +77,7 @@ def storage_table(optimizer: eigengraft.Optimizer) -> Table:
     table.add_column("storage")
     table.add_column("declared bytes", footer=f"{declared:,}", justify="right")
     table.add_column("stored bytes", footer=f"{stored:,}", justify="right")
-    table.add_column("a parameter", footer=f"{stored / parameters:.2f}", justify="right")
+    table.add_column("bytes per parameter", footer=f"{stored / parameters:.2f}", justify="right")
     for row in rows:
         each = f"{row.stored / parameters:.2f}"
         cells = (row.key, row.role, row.storage or "plain", f"{row.declared:,}", f"{row.stored:,}", each)
@@ -115,8 +85,8 @@ def storage_table(optimizer: eigengraft.Optimizer) -> Table:
     return table
 
 
-def write_table(table: Table) -> None:
-    """The table on standard output; as YAML comments when that is a file, so that the file can be used as it is."""
+def print_table(table: Table) -> None:
+    """Print the table on standard output; in a file or a pipe as YAML comments, so that the file is still a recipe."""
     if sys.stdout.isatty():
         Console().print(table)
         return

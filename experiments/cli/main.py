@@ -1,7 +1,7 @@
 """The command line: `eigengraft train | show | schema | ablate | report | demo | bench | plan`.
 
-Nothing here decides anything: commands load, call the library and print. A wrong input ends with one box on standard
-error and exit code 2, an interrupt with exit code 130.
+Commands load, call the library and print. A wrong input ends with one box on standard error and exit code 2, an
+interrupt with exit code 130.
 """
 
 from __future__ import annotations
@@ -22,30 +22,31 @@ from eigengraft.optimizers.recipe.yaml_files import read_yaml
 from ..training.experiment import Experiment
 from ..training.imports import import_component
 from ..training.loading import load_experiment
-from ..training.parallel.ranks import is_first
+from ..training.parallel.ranks import is_first_process
 from ..training.train import train
 from . import bench as cli_bench
 from . import plan as cli_plan
 from . import study as cli_study
-from .console import assignment_table, refuse, storage_table, summary, to_yaml, training_bar, write_table
+from .console import describe_result, print_error, print_table, routing_table_of, storage_table, to_yaml
+from .progress import training_progress
 
 
 class Commands(TyperGroup):
-    """Turns what users can repair into one message without a traceback."""
+    """Show an error that users can repair as one message without a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as interrupt:
-            where = f" what is in {interrupt}" if str(interrupt) else ""
-            refuse("interrupted", f"Give the same command again to continue{where}.")
+            where = f" the run in {interrupt}" if str(interrupt) else ""
+            print_error("interrupted", f"Give the same command again to continue{where}.")
             raise typer.Exit(130) from None
-        except BrokenPipeError:  # the reader of a pipe has left: not a fault, and nobody to tell
+        except BrokenPipeError:  # the reader of a pipe has closed it: not an error
             raise
         except (ValueError, OSError, ArithmeticError, DistributedError) as error:
             if ctx.params.get("debug"):
                 raise
-            refuse("error", str(error))
+            print_error("error", str(error))
             raise typer.Exit(2) from None
 
 
@@ -76,7 +77,7 @@ def options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version")
     ] = False,
 ) -> None:
-    """Optimizers assembled from interchangeable parts: train with them, compare them, look inside them."""
+    """Optimizers assembled from interchangeable components: train with them, compare them, inspect them."""
 
 
 @app.command("train")
@@ -86,26 +87,26 @@ def train_command(
     out: Annotated[Path | None, typer.Option(help="the run's directory; default runs/NAME")] = None,
     imports: Imports = None,
 ) -> None:
-    """Train once; the same command again continues a run that was stopped."""
+    """Train once; the same command again continues a stopped run."""
     loaded = load_experiment(experiment, overrides or (), imports or ())
     directory = out or Path("runs") / loaded.name
     try:
-        with training_bar(loaded.name) as progress:
+        with training_progress(loaded.name) as progress:
             result = train(loaded, directory, progress)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(directory) from None
-    if is_first():
-        typer.echo(f"{summary(result)}\n{directory}")
+    if is_first_process():
+        typer.echo(f"{describe_result(result)}\n{directory}")
 
 
 @app.command("show")
 def show_command(
     source: Annotated[str, typer.Argument(help="a shipped recipe's name, a recipe file or an experiment file")],
     overrides: Overrides = None,
-    task: Annotated[str, typer.Option(help="the task whose model a recipe is shown on")] = "byte_lm",
+    task: Annotated[str, typer.Option(help="task whose model the recipe is applied to")] = "byte_lm",
     imports: Imports = None,
 ) -> None:
-    """Print the resolved recipe or experiment, which parameter goes where and why, and what each slot takes."""
+    """Print the resolved recipe or experiment, the route of every parameter, and the bytes of every slot."""
     path = Path(source)
     if path.is_file() and "task" in (read_yaml(path) or ()):
         experiment = load_experiment(path, overrides or (), imports or ())
@@ -115,16 +116,16 @@ def show_command(
         typer.echo(to_yaml(experiment.recipe.declaration()))
     model = experiment.task.new_model(experiment.seed)
     optimizer = eigengraft.compose(experiment.recipe, model, lr=experiment.lr)
-    write_table(assignment_table(optimizer))
-    write_table(storage_table(optimizer))
+    print_table(routing_table_of(optimizer))
+    print_table(storage_table(optimizer))
 
 
 @app.command("schema")
 def schema_command(
-    of: Annotated[Literal["recipe", "experiment", "study"], typer.Argument()] = "recipe",
+    of: Annotated[Literal["recipe", "experiment", "study"], typer.Argument(help="what the schema is for")] = "recipe",
     imports: Imports = None,
 ) -> None:
-    """Print a JSON schema for editors, with all components that are known, your own imports included."""
+    """Print a JSON schema for editors with all registered components, including those of imported files."""
     from ..studies.study import Study
 
     for source in imports or ():
@@ -133,11 +134,11 @@ def schema_command(
     typer.echo(json.dumps(json_schema(kinds[of]), indent=2))
 
 
-app.command("ablate")(cli_study.ablate)
-app.command("report")(cli_study.report)
-app.command("demo")(cli_study.demo)
+app.command("ablate")(cli_study.ablate_command)
+app.command("report")(cli_study.report_command)
+app.command("demo")(cli_study.demo_command)
 app.command("bench")(cli_bench.bench_command)
-app.command("plan")(cli_plan.plan)
+app.command("plan")(cli_plan.plan_command)
 
 
 def main() -> None:

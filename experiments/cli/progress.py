@@ -1,21 +1,54 @@
-"""The progress display of a study: a bar for all of it, one for each run under way, a line left behind by each run."""
+"""Progress bars on standard error: of one training run, and of a study with its runs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from time import monotonic
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from ..studies.running import News
+from ..studies.running import StudyEvent
 from ..training.outcome import Result, Tick
 
 
-class Board:
-    """Context manager; `hear` every News of a study of `runs` runs of which `left` are still to be done."""
+@contextmanager
+def training_progress(name: str) -> Iterator[Callable[[Tick], None]]:
+    """Show a bar with loss, step time and time left; yields the callback for `train`."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[figures]}"),
+        TimeRemainingColumn(),
+    )
+    bar = Progress(*columns, console=Console(stderr=True))
+    task = bar.add_task(name, total=None, figures="")
+    validation = ""
+
+    def on_tick(tick: Tick) -> None:
+        nonlocal validation
+        validation = f"  val {tick.val_loss:.4f}" if tick.val_loss is not None else validation
+        figures = f"loss {tick.loss:.4f}{validation}  {tick.step_ms:.1f} ms"
+        bar.update(task, completed=tick.step, total=tick.steps, figures=figures)
+        bar.start()  # only now, so that a refused experiment has no bar
+
+    try:
+        yield on_tick
+    finally:
+        bar.stop()
+
+
+class StudyProgress:
+    """Show a bar for a study, one for each run in progress, and a line for each finished run; a context manager.
+
+    runs: number of runs of the study.
+    left: number of runs still to be done.
+    """
 
     def __init__(self, console: Console, runs: int, left: int) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=16), TextColumn("{task.fields[figures]}"))
@@ -23,8 +56,8 @@ class Board:
         self.runs, self.done = runs, runs - left
         self.began = monotonic()
         self.start_fraction: float | None = None
-        self.all = self.progress.add_task("study", total=1.0, figures="")
-        self.active: dict[str, TaskID] = {}
+        self.study_bar = self.progress.add_task("study", total=1.0, figures="")
+        self.run_bars: dict[str, TaskID] = {}
 
     def __enter__(self) -> Self:
         self.progress.start()
@@ -37,23 +70,24 @@ class Board:
     ) -> None:
         self.progress.stop()
 
-    def hear(self, news: News) -> None:
-        key = news.run.directory
-        if news.kind == "started":
-            self.active[key] = self.progress.add_task(
-                escape(news.run.title), total=news.run.experiment.steps, figures=""
+    def on_event(self, event: StudyEvent) -> None:
+        """Show one event of the study."""
+        key = event.run.directory
+        if event.kind == "started":
+            self.run_bars[key] = self.progress.add_task(
+                escape(event.run.title), total=event.run.experiment.steps, figures=""
             )
-        elif news.kind == "progress":
-            self.progress.update(self.active[key], completed=news.value.step, figures=_tick(news.value))
+        elif event.kind == "progress":
+            self.progress.update(self.run_bars[key], completed=event.value.step, figures=_describe_tick(event.value))
         else:
-            self.progress.remove_task(self.active.pop(key))
+            self.progress.remove_task(self.run_bars.pop(key))
             self.done += 1
-            text = _result(news.value) if news.kind == "done" else "[red]failed[/red]"
-            self.progress.console.print(f"{escape(news.run.title)}: {text}", highlight=False, soft_wrap=True)
-        self.progress.update(self.all, completed=news.fraction, figures=self._figures(news.fraction))
+            text = _describe_result(event.value) if event.kind == "done" else "[red]failed[/red]"
+            self.progress.console.print(f"{escape(event.run.title)}: {text}", highlight=False, soft_wrap=True)
+        self.progress.update(self.study_bar, completed=event.fraction, figures=self._figures(event.fraction))
 
     def _figures(self, fraction: float) -> str:
-        """Runs done and the time left, at the pace seen since the start."""
+        """Runs done, and the time left at the speed since the start."""
         self.start_fraction = fraction if self.start_fraction is None else self.start_fraction
         gained, spent = fraction - self.start_fraction, monotonic() - self.began
         text = f"{self.done} of {self.runs} runs"
@@ -63,11 +97,11 @@ class Board:
         return f"{text}, about {minutes}:{seconds:02d} left"
 
 
-def _tick(tick: Tick) -> str:
+def _describe_tick(tick: Tick) -> str:
     return f"step {tick.step}/{tick.steps}  loss {tick.loss:.3f}  {tick.step_ms:.1f} ms"
 
 
-def _result(result: Result) -> str:
+def _describe_result(result: Result) -> str:
     if result.val_loss is None:
         return f"[red]diverged[/red] at step {result.steps}"
     accuracy = f", accuracy {result.val_accuracy:.3f}" if result.val_accuracy is not None else ""

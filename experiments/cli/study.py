@@ -10,10 +10,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-Workers = Annotated[int | None, typer.Option(min=1, help="processes; default one a processor core")]
+Workers = Annotated[int | None, typer.Option(min=1, help="number of processes; default one per core")]
 
 
-def ablate(
+def ablate_command(
     study: Annotated[str, typer.Argument(help="a study file (YAML), or the name of a shipped study")],
     overrides: Annotated[
         list[str] | None, typer.Argument(help="dotted.path=value on the study: base.steps=50 seeds=[0,1,2]")
@@ -21,16 +21,16 @@ def ablate(
     out: Annotated[Path | None, typer.Option(help="directory of the study; default runs/NAME")] = None,
     workers: Workers = None,
 ) -> None:
-    """Run every cell of a study with every seed; the same command again continues a study that was stopped."""
+    """Run every cell of a study with every seed; the same command again continues a stopped study."""
     directory = _run(study, overrides or [], out, workers)
     typer.echo(f"{directory}: all runs complete. For the report: eigengraft report {directory}")
 
 
-def report(
+def report_command(
     directory: Annotated[Path, typer.Argument(help="the directory of a study, finished or not, or of runs")],
     figures: Annotated[Path | None, typer.Option(help="also write the figures there, as SVG and PNG")] = None,
 ) -> None:
-    """Write DIRECTORY/report.html: curves, a table, what differs and where it ran, in one self-contained file."""
+    """Write DIRECTORY/report.html: one self-contained page with curves, tables and differences of recipes."""
     from ..reports.report import write_figures, write_report
 
     typer.echo(write_report(directory))
@@ -38,7 +38,7 @@ def report(
         typer.echo(path)
 
 
-def demo(
+def demo_command(
     out: Annotated[Path, typer.Option(help="directory of the study")] = Path("runs/demo"),
     workers: Workers = None,
 ) -> None:
@@ -50,21 +50,24 @@ def demo(
 
 
 def _run(source: str, overrides: list[str], out: Path | None, workers: int | None) -> Path:
-    """Run what is left of a study with a progress bar; exit code 1 after naming the runs that failed."""
-    from ..studies.running import prepare, run_study
+    """Do the remaining runs of a study with a progress bar; name the runs that failed and exit with code 1."""
+    from ..studies.running import prepare_study, run_study
     from ..studies.study import load_study
-    from .progress import Board
+    from .progress import StudyProgress
 
     study = load_study(source, overrides)
     directory = out or Path("runs") / study.name
-    prepared = prepare(study, directory)
+    prepared = prepare_study(study, directory)
     console = Console(stderr=True)
     failed: dict[str, str] = {}
-    with Board(console, len(prepared.runs), len(prepared.left)) as board, closing(run_study(prepared, workers)) as news:
-        for item in news:
-            board.hear(item)
-            if item.kind == "failed":
-                failed[item.run.directory] = item.value
+    with (
+        StudyProgress(console, len(prepared.runs), len(prepared.left)) as progress,
+        closing(run_study(prepared, workers)) as events,
+    ):
+        for event in events:
+            progress.on_event(event)
+            if event.kind == "failed":
+                failed[event.run.directory] = event.value
     if failed:
         for run, reason in failed.items():
             last = reason.strip().splitlines()[-1]

@@ -1,1 +1,1 @@
-"""From run directories to one HTML page: records, statistics, figures."""
+"""Reports: read a directory of runs, compare them over seeds, and write an HTML page, figures and a CSV file."""

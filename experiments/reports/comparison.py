@@ -1,4 +1,4 @@
-"""Runs of a study, compared: panels of equal conditions, in each one row and one pair of curves a thing compared."""
+"""Runs of a study, compared: panels of equal conditions with one row and one pair of curves per label compared."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .seed_statistics import Paired, Summary, paired, reaches, summarize
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparisonRow:
     """All runs of one label in one panel; `baseline` is the row to compare with, None for the baseline itself."""
 
     label: str
     style: int
     runs: tuple[Run, ...]
     metric: Metric
-    baseline: Row | None
+    baseline: ComparisonRow | None
 
     @cached_property
     def finals(self) -> dict[int, float]:
@@ -73,25 +73,25 @@ class Row:
             return None
         points = [[(curve[axis][i], curve[2][i]) for curve in curves for i in [curve[0].index(s)]] for s in common]
 
-        def over(choose: Callable[[Sequence[float]], float], part: int) -> list[float]:
-            return [choose([pair[part] for pair in point]) for point in points]
+        def over(choose: Callable[[Sequence[float]], float], coordinate: int) -> list[float]:
+            return [choose([pair[coordinate] for pair in point]) for point in points]
 
         return Curve(self.label, self.style, over(_mean, 0), over(_mean, 1), over(min, 1), over(max, 1))
 
 
 @dataclass(frozen=True)
-class Panel:
+class ComparisonPanel:
     """Rows that differ only along the axis compared."""
 
     title: str
     labels: tuple[str, ...]
-    """On the axes that are not compared."""
-    rows: tuple[Row, ...]
+    """Labels on the axes that are not compared."""
+    rows: tuple[ComparisonRow, ...]
     metric: Metric
-    baseline: Row | None
+    baseline: ComparisonRow | None
 
     @cached_property
-    def best(self) -> Row | None:
+    def best(self) -> ComparisonRow | None:
         """The row with the best mean among those whose runs have all ended and none diverged."""
         means = [(self.metric.sign * row.final.mean, row) for row in self.rows if row.final and row.ended]
         return min(means, key=lambda pair: pair[0])[1] if means else None
@@ -103,7 +103,7 @@ class Panel:
 
     @property
     def reports_accuracy(self) -> bool:
-        """Whether there is an accuracy to tell beside another metric."""
+        """Whether there is an accuracy to show beside another metric."""
         return self.metric.key != "val_accuracy" and any(row.mean("val_accuracy") is not None for row in self.rows)
 
     @property
@@ -113,7 +113,7 @@ class Panel:
         return {label: config for label, config in found.items() if config}
 
 
-def compare(records: Records) -> list[Panel]:
+def compare(records: Records) -> list[ComparisonPanel]:
     """Group the runs: one panel for each combination of labels on the axes that are not compared."""
     groups: dict[tuple[str, ...], list[Run]] = {}
     for run in records.runs:
@@ -125,15 +125,19 @@ def compare(records: Records) -> list[Panel]:
     return [_panel(others, runs, styles, records) for others, runs in groups.items()]
 
 
-def _panel(others: tuple[str, ...], runs: Sequence[Run], styles: Mapping[str, int], records: Records) -> Panel:
+def _panel(
+    others: tuple[str, ...], runs: Sequence[Run], styles: Mapping[str, int], records: Records
+) -> ComparisonPanel:
     by_label: dict[str, list[Run]] = {}
     for run in runs:
         by_label.setdefault(run.labels[records.compare], []).append(run)
     chosen = by_label.get(records.baseline)
-    baseline = Row(records.baseline, 0, tuple(chosen), records.metric, None) if chosen else None
-    found = {label: Row(label, styles[label], tuple(r), records.metric, baseline) for label, r in by_label.items()}
+    baseline = ComparisonRow(records.baseline, 0, tuple(chosen), records.metric, None) if chosen else None
+    found = {
+        label: ComparisonRow(label, styles[label], tuple(r), records.metric, baseline) for label, r in by_label.items()
+    }
     rows = tuple(baseline if baseline and label == baseline.label else row for label, row in found.items())
-    return Panel(", ".join(others) or records.name, others, rows, records.metric, baseline)
+    return ComparisonPanel(", ".join(others) or records.name, others, rows, records.metric, baseline)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -1,4 +1,4 @@
-"""Curves as SVG: with real colours for files, with style-sheet variables for pages with a light and a dark side."""
+"""Curves as SVG: with fixed colours for files, with style-sheet variables for pages with a light and a dark mode."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TICKS, _FEWER_TICKS = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8), (1, 2, 5)
 
 @dataclass(frozen=True)
 class Curve:
-    """Mean of one thing over seeds with its smallest and largest seed; `style` picks colour and marker everywhere."""
+    """Mean over seeds with the smallest and the largest seed; `style` picks colour and marker in all figures."""
 
     label: str
     style: int
@@ -43,7 +43,7 @@ class Level:
     label: str
 
 
-def draw(
+def draw_curves(
     curves: Sequence[Curve], x_label: str, y_label: str, *, level: Level | None = None, log_x: bool = False
 ) -> Figure:
     """One figure; the vertical axis is logarithmic where all values are positive and span a wide range.
@@ -62,7 +62,7 @@ def draw(
     if log_x:
         axes.set_xscale("log")
         _log_ticks(axes.xaxis, _FEWER_TICKS)
-    plain(axes)
+    style_axes(axes)
     if curves:
         style = {"fontsize": 8.5, "labelcolor": _INK, "framealpha": 0, "handlelength": 2.2}
         axes.legend(loc="best" if log_x else "upper right", **style)
@@ -86,7 +86,7 @@ def _line(axes: Axes, curve: Curve) -> None:
 
 
 def _vertical(axes: Axes, curves: Sequence[Curve], *, falling: bool) -> None:
-    """Room for all values; for falling curves up to the worst first one, what rises above that leaves the picture."""
+    """Set the range: all values; for falling curves up to the worst first value, and what rises above is cut off."""
     finite = [y for curve in curves for y in [*curve.low, *curve.high] if math.isfinite(y)]
     if not finite:
         return
@@ -110,8 +110,8 @@ def _log_ticks(axis: Axis, digits: Sequence[float]) -> None:
     axis.set_minor_locator(NullLocator())
 
 
-def plain(axes: Axes) -> None:
-    """The look that all figures have: a light grid, no frame but the base line, small labels."""
+def style_axes(axes: Axes) -> None:
+    """Give the axes the style of all figures: a light grid, no frame but the base line, small labels."""
     axes.grid(True, color=_RULE, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.tick_params(which="both", length=0, labelsize=9, labelcolor=_INK)
@@ -122,14 +122,14 @@ def plain(axes: Axes) -> None:
     axes.spines["bottom"].set_color(_RULE)
 
 
-def save(figure: Figure, path: Path) -> None:
+def save_figure(figure: Figure, path: Path) -> None:
     """Write the figure on white paper; the suffix (svg, png, pdf) decides the format."""
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.stem}):
         metadata = {"Date": None} if path.suffix == ".svg" else None
         figure.savefig(path, facecolor="white", dpi=160, metadata=metadata)
 
 
-def inline(figure: Figure, name: str) -> str:
+def inline_svg(figure: Figure, name: str) -> str:
     """The figure as an SVG element for an HTML page: no outside names, text in the page's font, colours as variables.
 
     The page defines `--ink`, `--rule` and `--series-0` ... ; `name` keeps the ids of several figures apart.

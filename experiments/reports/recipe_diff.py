@@ -1,4 +1,4 @@
-"""Which fields of the resolved configurations distinguish the things compared."""
+"""The fields of the resolved configurations in which the labels compared differ."""
 
 from __future__ import annotations
 
@@ -10,37 +10,41 @@ from eigengraft.component import stage_name
 
 from .records import learning_rate
 
-# What runs are called, what seeds them and what recipes say about themselves does not tell methods apart.
+# Names, seeds and descriptions do not distinguish methods.
 _IGNORED = {"name", "about", "seed", "overrides", "imports"}
 
 Tree = dict[str, "str | Tree"]
-"""A configuration as nested texts: stages in lists by their names, and under "" the chain that they form."""
+"""A configuration as nested texts: stages of a list by their names, and under "" the chain that they form."""
 
 Place = tuple[str, str]
 """(panel, label)"""
 
 
 @dataclass(frozen=True)
-class Contrast:
-    """A field, or a part that not all have: dotted path and one text a label, empty where there is no such thing."""
+class DiffRow:
+    """A field, or a component that only some have.
+
+    path: its dotted path.
+    values: one text per label, empty where the label has no such field.
+    """
 
     path: str
     values: tuple[str, ...]
 
 
-def contrast(configs: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[Contrast]:
-    """Rows for `configs[panel][label]`, where labels of one panel differ.
+def diff_recipes(configs: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[DiffRow]:
+    """Rows where labels of one panel differ, for `configs[panel][label]`.
 
-    A field that two labels have with different values is a row. A part of the recipe that only some have is one row
-    with all its fields that no other row tells. A text that is not the same in every panel names its panel.
+    A field with different values is a row. A component that only some labels have is one row with all its fields that
+    no other row shows. A text that is not the same in every panel names its panel.
     """
     trees = {(panel, label): _tree(_effective(c)) for panel, cells in configs.items() for label, c in cells.items()}
     labels = list(dict.fromkeys(label for _, label in trees))
-    return [Contrast(path, tuple(_text(label, found) for label in labels)) for path, found in _rows("", trees)]
+    return [DiffRow(path, tuple(_text(label, found) for label in labels)) for path, found in _rows("", trees)]
 
 
 def _rows(path: str, nodes: Mapping[Place, Tree]) -> Iterator[tuple[str, dict[Place, str]]]:
-    """Rows below one path; `nodes` are the parts found there, all places that could have one are in it."""
+    """Rows below one path; `nodes` has the tree at this path for every place, empty where there is none."""
     present = {place: node for place, node in nodes.items() if node}
     shared, rows = [], []
     for key in dict.fromkeys(key for node in present.values() for key in node):
@@ -51,22 +55,22 @@ def _rows(path: str, nodes: Mapping[Place, Tree]) -> Iterator[tuple[str, dict[Pl
             rows.append((inner, leaves))
         elif leaves:
             shared.append(key)
-        parts = {place: value if isinstance(value := node.get(key), dict) else {} for place, node in nodes.items()}
-        if any(parts.values()):
-            rows += _rows(inner, parts)
+        subtrees = {place: value if isinstance(value := node.get(key), dict) else {} for place, node in nodes.items()}
+        if any(subtrees.values()):
+            rows += _rows(inner, subtrees)
     if shared and _differ(dict.fromkeys(present, ""), nodes):
         yield path, {place: _summary(node, shared) for place, node in present.items()}
     yield from rows
 
 
 def _differ(found: Mapping[Place, str], among: Mapping[Place, object]) -> bool:
-    """Whether in some panel not all places have the same, or only some have any."""
+    """Whether in some panel the places have different values, or only some have a value."""
     panels = {panel for panel, _ in found}
     return any(len({found.get(place) for place in among if place[0] == panel}) > 1 for panel in panels)
 
 
 def _summary(node: Tree, keys: list[str]) -> str:
-    """The fields of a part in one text: its kind or chain, then names and values; what is off is left out."""
+    """The fields of a component in one text: its kind or chain, then names and values; `false` is left out."""
     texts = [(key, value) for key in keys if isinstance(value := node.get(key), str) and value != "false"]
     return ", ".join(value if key in ("", "kind") else f"{key} {value}" for key, value in texts)
 
@@ -89,7 +93,7 @@ def _tree(data: Mapping[str, Any]) -> Tree:
 
 
 def _node(value: Any) -> Iterator[str | Tree]:
-    """At most one node: nothing for what is not set."""
+    """At most one node: none for a field that is not set."""
     if isinstance(value, Mapping):
         yield _tree(value)
     elif isinstance(value, (list, tuple)) and value and all(isinstance(item, Mapping) for item in value):

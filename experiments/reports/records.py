@@ -1,4 +1,4 @@
-"""What a directory of runs holds, read back from its files; half-finished, failed and missing runs included."""
+"""The runs of a directory, read from its files; unfinished, failed and missing runs included."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Status = Literal["complete", "diverged", "failed", "unfinished", "missing"]
 
 @dataclass(frozen=True)
 class Metric:
-    """What runs are judged by: a column of metrics.jsonl and field of result.json; `sign` -1 means larger is better."""
+    """The metric of a comparison: a column of metrics.jsonl and field of result.json; `sign` -1: larger is better."""
 
     key: str
     title: str
@@ -102,7 +102,7 @@ class Records:
 
 
 def read_records(directory: Path) -> Records:
-    """The runs under `directory`: those of its study, or, where no study was kept, every run directory found."""
+    """The runs under `directory`: those of its study, or without a study every run directory found."""
     manifest = _read(directory / f"{MANIFEST}.json")
     if not manifest:
         return _stray(directory)
@@ -130,7 +130,7 @@ def learning_rate(config: Mapping[str, Any]) -> float | None:
 
 
 def fault_file(run: Path) -> Path:
-    """Where a study notes why the run in the directory `run` failed: beside it, the directory is the run's own."""
+    """The file beside the directory `run` in which a study records why the run failed."""
     return run.with_name(f"{run.name}.error.txt")
 
 

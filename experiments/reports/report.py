@@ -1,4 +1,4 @@
-"""One self-contained HTML page about a directory of runs: curves, a table, what differed, and where it ran."""
+"""One self-contained HTML page about a directory of runs: curves, tables, differences of recipes, environments."""
 
 from __future__ import annotations
 
@@ -13,24 +13,31 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from . import figures
-from .comparison import Panel, compare
-from .formatting import number, paired, plus_minus, ratio, reach, sentences
-from .recipe_diff import contrast
+from .comparison import ComparisonPanel, compare
+from .formatting import (
+    format_difference,
+    format_number,
+    format_ratio,
+    format_reached,
+    format_summary,
+    sentences,
+)
+from .recipe_diff import diff_recipes
 from .records import Records, Run, Status, learning_rate, read_records
+from .runs_csv import write_runs_csv
 from .seed_statistics import Paired
 from .sweep import sweeps
-from .table import write_table
 
 _AXES = (("steps", "training steps"), ("seconds", "training seconds"))
 
 
 def write_report(directory: Path) -> Path:
-    """Write report.html, and its runs as runs.csv, into `directory` from whatever is there; return the page's path."""
+    """Write report.html and runs.csv into `directory`, unfinished runs included; return the path of the page."""
     records = read_records(directory)
     page = render(records)
     path = directory / "report.html"
     path.write_text(page, encoding="utf-8")
-    write_table(records, directory / "runs.csv")
+    write_runs_csv(records, directory / "runs.csv")
     return path
 
 
@@ -47,7 +54,7 @@ def write_figures(directory: Path, folder: Path) -> list[Path]:
     for name, figure in named.items():
         for suffix in ("svg", "png"):
             paths.append(folder / f"{_slug(name)}.{suffix}")
-            figures.save(figure, paths[-1])
+            figures.save_figure(figure, paths[-1])
     return paths
 
 
@@ -60,54 +67,59 @@ def render(records: Records) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"plus_minus": plus_minus, "paired": paired, "number": number, "ratio": ratio}
+    environment.filters |= {
+        "summary": format_summary,
+        "difference": format_difference,
+        "number": format_number,
+        "ratio": format_ratio,
+    }
     panels = compare(records)
     head = f"Final {records.metric.title} against {records.compare}"
     return environment.get_template("report.html.jinja").render(
         records=records,
         panels=[(panel, _drawings(panel, index), sentences(panel, records)) for index, panel in enumerate(panels)],
         sweeps=[
-            (f"{head}: {title}", Markup(figures.inline(figure, f"sweep-{index}")))
+            (f"{head}: {title}", Markup(figures.inline_svg(figure, f"sweep-{index}")))
             for index, (title, figure) in enumerate(_sweeps(panels, records).items())
         ],
-        reach=reach,
+        reached=format_reached,
         learning_rate=learning_rate,
         status=_count_status(records),
-        troubles=[(run, run.status(records.metric)) for run in records.runs if _trouble(run, records)],
+        failures=[(run, run.status(records.metric)) for run in records.runs if _failed(run, records)],
         labels=list(dict.fromkeys(row.label for panel in panels for row in panel.rows if row.label in panel.configs)),
-        contrasts=contrast({panel.title: panel.configs for panel in panels}),
+        recipe_diff=diff_recipes({panel.title: panel.configs for panel in panels}),
         environments=_environments(records.runs),
         critical=_critical(records),
         palette=list(zip(figures.LIGHT, figures.DARK, strict=True)),
     )
 
 
-def _figure(panel: Panel, axis: int) -> Figure:
+def _figure(panel: ComparisonPanel, axis: int) -> Figure:
     curves = [curve for row in panel.rows if (curve := row.curve(axis)) is not None]
     base = panel.baseline
     level = None
     if base is not None and base.final is not None and math.isfinite(base.final.mean):
         level = figures.Level(base.final.mean, f"{base.label}, final")
-    return figures.draw(curves, _AXES[axis][1], panel.metric.title, level=level)
+    return figures.draw_curves(curves, _AXES[axis][1], panel.metric.title, level=level)
 
 
-def _drawings(panel: Panel, index: int) -> list[tuple[str, Markup]]:
-    """A caption and an SVG for each figure."""
+def _drawings(panel: ComparisonPanel, index: int) -> list[tuple[str, Markup]]:
+    """A caption and an SVG per figure."""
     return [
         (
             f"{panel.metric.title.capitalize()} against {long}: {panel.title}",
             # The drawing comes from matplotlib, which escapes labels itself.
-            Markup(figures.inline(_figure(panel, axis), f"panel-{index}-{short}")),
+            Markup(figures.inline_svg(_figure(panel, axis), f"panel-{index}-{short}")),
         )
         for axis, (short, long) in enumerate(_AXES if panel.begun else ())
     ]
 
 
-def _sweeps(panels: list[Panel], records: Records) -> dict[str, Figure]:
+def _sweeps(panels: list[ComparisonPanel], records: Records) -> dict[str, Figure]:
     """A figure by its title for each group of panels that a number varies in."""
     y_label = f"final {records.metric.title}"
     found = sweeps(records, panels)
-    return {title: figures.draw(curves, records.compare, y_label, log_x=True) for title, curves in found.items()}
+    return {title: figures.draw_curves(curves, records.compare, y_label, log_x=True) for title, curves in found.items()}
 
 
 def _count_status(records: Records) -> dict[Status, int]:
@@ -118,12 +130,12 @@ def _count_status(records: Records) -> dict[Status, int]:
     return counts
 
 
-def _trouble(run: Run, records: Records) -> bool:
+def _failed(run: Run, records: Records) -> bool:
     return run.status(records.metric) not in ("complete", "missing")
 
 
 def _environments(runs: Sequence[Run]) -> dict[str, list[str]]:
-    """Every value of every field of the runs' environments, by field; one value a field where all ran alike."""
+    """Every value of every field of the runs' environments, by field; one value per field where all ran alike."""
     fields: dict[str, dict[str, None]] = {}
     for run in runs:
         for key, value in _leaves(run.environment):
@@ -140,7 +152,7 @@ def _leaves(data: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _critical(records: Records) -> Paired | None:
-    """A pair count to warn with: |t| needed at this number of seeds."""
+    """A comparison without difference, for the |t| that is needed with this number of seeds."""
     seeds = len({run.seed for run in records.runs})
     return Paired(seeds, 0.0, None, None) if seeds > 1 else None
 

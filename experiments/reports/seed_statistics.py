@@ -59,7 +59,7 @@ def paired(values: Mapping[int, float], baseline: Mapping[int, float]) -> Paired
 
 
 def reaches(x: Sequence[float], y: Sequence[float], level: float) -> float | None:
-    """Where the curve y(x) is first at or below `level`, on the straight line from the point before; None if nowhere.
+    """The x where the curve y(x) is first at or below `level`, interpolated linearly; None if nowhere.
 
     Points whose y is not finite are skipped. A curve that starts at or below the level reaches it at its first point.
     """

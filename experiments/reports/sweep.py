@@ -1,19 +1,19 @@
-"""When the things compared are numbers (a learning rate, an interval): the final metric as a curve over them."""
+"""Sweeps: the final metric as a curve over labels that are numbers, such as learning rates or intervals."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from .comparison import Panel
+from .comparison import ComparisonPanel
 from .figures import Curve
 from .records import Records
 
 
-def sweeps(records: Records, panels: Sequence[Panel]) -> dict[str, list[Curve]]:
-    """Curves by title: one curve a panel, those that differ only in the last label together; empty without numbers.
+def sweeps(records: Records, panels: Sequence[ComparisonPanel]) -> dict[str, list[Curve]]:
+    """Curves by title: one curve per panel; panels that differ only in the last label share a figure.
 
-    Diverged runs leave a gap, rows without a run that ended are left out.
+    Empty unless all labels are numbers. Diverged runs leave a gap; rows without a finished run are left out.
     """
     numbers = {row.label: _number(row.label) for panel in panels for row in panel.rows}
     if len(numbers) < 3 or not all(map(math.isfinite, numbers.values())):

@@ -1,1 +1,1 @@
-"""Many experiments at once: axes, seeds, and the pool that runs them. The shipped studies lie beside the code."""
+"""Many runs at once: a study, its plan, the pool of processes that runs it, and the shipped studies."""

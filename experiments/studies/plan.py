@@ -1,4 +1,4 @@
-"""From a study to its runs: every cell becomes a checked experiment before anything is run."""
+"""The runs of a study: every cell becomes a checked experiment before anything is run."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from .study import Study
 
 
 @dataclass(frozen=True)
-class Planned:
-    """One run of a study: a cell's labels, a seed, the experiment, and its directory inside that of the study."""
+class PlannedRun:
+    """One run of a study; `directory` is relative to that of the study."""
 
     labels: Mapping[str, str]
     seed: int
@@ -29,11 +29,11 @@ class Planned:
 
     @property
     def title(self) -> str:
-        """A short name for people."""
+        """A short name for progress displays."""
         return "/".join([*self.labels.values(), f"seed-{self.seed}"])
 
 
-def plan(study: Study) -> list[Planned]:
+def plan_runs(study: Study) -> list[PlannedRun]:
     """All runs of the study, cell by cell, seeds innermost. Raises RecipeError naming every cell that is wrong."""
     planned, faults = [], []
     for choice in itertools.product(*(choices.items() for choices in study.axes.values())):
@@ -47,20 +47,20 @@ def plan(study: Study) -> list[Planned]:
         except RecipeError as error:
             faults.append(f"{cell}: {str(error).replace(chr(10), f'{chr(10)}{cell}: ')}")
             continue
-        planned += [Planned(labels, s, experiment.replace(seed=s), f"{cell}/seed-{s}") for s in study.seeds]
+        planned += [PlannedRun(labels, s, experiment.replace(seed=s), f"{cell}/seed-{s}") for s in study.seeds]
     if faults:
         raise RecipeError("\n".join(faults))
     return planned
 
 
 def _changed(base: Mapping[str, Any], changes: Mapping[str, Any]) -> Experiment:
-    # Whole fields first: a path into a recipe or a task means the one that the cell chose.
-    whole = {path: value for path, value in changes.items() if path in Experiment.model_fields}
-    deep = [f"{path}={json.dumps(value)}" for path, value in changes.items() if path not in whole]
-    return load_experiment({**base, **whole}, deep)
+    # Complete fields first: a path into a recipe or a task means the recipe or task that the cell chose.
+    complete = {path: value for path, value in changes.items() if path in Experiment.model_fields}
+    deep = [f"{path}={json.dumps(value)}" for path, value in changes.items() if path not in complete]
+    return load_experiment({**base, **complete}, deep)
 
 
-def refuse_changed(planned: list[Planned], directory: Path) -> None:
+def refuse_changed(planned: list[PlannedRun], directory: Path) -> None:
     """Raise RecipeError when `directory` holds runs of these cells that were made with other settings."""
     faults = []
     for run in planned:
@@ -75,8 +75,8 @@ def refuse_changed(planned: list[Planned], directory: Path) -> None:
         raise RecipeError("the study has changed since these runs were made:\n" + "\n".join(faults[:4]) + more)
 
 
-def write_manifest(study: Study, planned: list[Planned], directory: Path) -> None:
-    """Write what a report needs to know about the study beside its runs."""
+def write_manifest(study: Study, planned: list[PlannedRun], directory: Path) -> None:
+    """Write what reports need to know about the study, beside its runs."""
     axis, baseline = study.compared
     content = {
         "name": study.name,
@@ -91,11 +91,11 @@ def write_manifest(study: Study, planned: list[Planned], directory: Path) -> Non
     RunDirectory(directory).write(MANIFEST, content)
 
 
-def expected_seconds(planned: Iterable[Planned]) -> dict[str, float]:
-    """A rough guess of the time of each run, by directory, good enough to start the longest first: 6 flops a weight and
-    target at 50 GFLOP/s, a common core's, and a fixed cost a step.
+def expected_seconds(planned: Iterable[PlannedRun]) -> dict[str, float]:
+    """A rough guess of the time of each run, by directory, good enough to start the longest first.
 
-    Loads the data of every task once, which also finds out before the first run when it is not there.
+    6 FLOP per weight and target at 50 GFLOP/s, that of a common core, and a fixed cost per step. The data of every
+    task is loaded once, so that missing data is found before the first run.
     """
     per_step: dict[str, float] = {}
     seconds = {}

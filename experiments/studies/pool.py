@@ -1,4 +1,4 @@
-"""A pool of local processes: each pulls the next job when it is free, and the death of one costs only its job."""
+"""A pool of local processes: each takes the next job when it is free, and the death of one costs only its job."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, Literal
 
 Work = Callable[[Any, Callable[[Any], None]], Any]
-"""`work(job, report)`: does one job in a worker process, may `report(value)` on the way, returns the job's value."""
+"""`work(job, report)` does one job in a worker process, may call `report(value)` meanwhile, and returns a value."""
 
 
 @dataclass(frozen=True)
-class Event:
-    """What happened to job number `job`; `value` is what it reported, what it returned, or why it failed."""
+class PoolEvent:
+    """An event of job number `job`; `value` is its report, its result, or the reason of its failure."""
 
     job: int
     kind: Literal["started", "progress", "done", "failed"]
@@ -37,12 +37,12 @@ class _Worker:
         self.process.start()
         theirs.close()
 
-    def start(self, job: int, value: Any) -> Event:
+    def start(self, job: int, value: Any) -> PoolEvent:
         self.job = job
         self.connection.send(value)
-        return Event(job, "started")
+        return PoolEvent(job, "started")
 
-    def receive(self) -> Event:
+    def receive(self) -> PoolEvent:
         assert self.job is not None
         job = self.job
         try:
@@ -52,7 +52,7 @@ class _Worker:
             kind, value = "failed", f"its process ended with {_exit(self.process.exitcode)}"
         if kind != "progress":
             self.job = None
-        return Event(job, kind, value)
+        return PoolEvent(job, kind, value)
 
     def stop(self) -> None:
         self.process.terminate()
@@ -60,7 +60,7 @@ class _Worker:
         self.connection.close()
 
 
-def run_pool(work: Work, jobs: Sequence[Any], workers: int) -> Iterator[Event]:
+def run_pool(work: Work, jobs: Sequence[Any], workers: int) -> Iterator[PoolEvent]:
     """Do all jobs, the first ones first, on `workers` processes; leaving the iteration early stops them.
 
     `work` and the jobs are pickled and processes spawned: a script that calls this needs `if __name__ == "__main__"`.
@@ -86,7 +86,7 @@ def run_pool(work: Work, jobs: Sequence[Any], workers: int) -> Iterator[Event]:
 
 
 def _serve(connection: Connection, work: Work) -> None:
-    """The worker process: one job after the other until the pipe closes."""
+    """Run in a worker process: do one job after the other until the pipe closes."""
     # An interrupt at the terminal reaches the whole process group; the parent alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -102,7 +102,7 @@ def _serve(connection: Connection, work: Work) -> None:
 
 
 def _end_with_parent() -> None:
-    """A killed parent cannot stop its workers; without this they would go on writing where the next attempt writes."""
+    """End this worker when its parent was killed: it must not go on writing where the next attempt writes."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])

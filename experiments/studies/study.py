@@ -16,20 +16,20 @@ from eigengraft.optimizers.recipe.overrides import apply_overrides
 from eigengraft.optimizers.recipe.yaml_files import read_yaml
 
 from ..training.loading import read_experiment
-from ..training.paths import located
+from ..training.paths import resolve_paths
 
 Changes = dict[str, Any]
-"""Values by dotted path, as on the command line: `steps`, `task.width`, `update.eigenbasis.refresh.steps`."""
+"""Values by dotted path, like overrides: `steps`, `task.width`, `update.eigenbasis.refresh.steps`."""
 
 Label = str | int | float | bool
-"""A label as it may be written: the text of a value is its label."""
+"""A label as it may be written; the text of a value is its label."""
 
 _SHIPPED = Path(__file__).parent
 _LABEL = re.compile(r"[\w.+-]+")
 
 
 class Setting(Component):
-    """Values for some cells only: those whose label on every axis in `when` is the one, or among those, named there."""
+    """Values for the cells whose label on every axis in `when` is among those named there."""
 
     when: dict[str, tuple[str, ...]] = Field(min_length=1, description="axis -> label or list of labels")
     set: dict[str, Any] = Field(min_length=1, description="dotted path -> value")
@@ -42,7 +42,7 @@ class Setting(Component):
         return {axis: tuple(map(_label, v if isinstance(v, (list, tuple)) else [v])) for axis, v in when.items()}
 
     def holds(self, labels: Mapping[str, str]) -> bool:
-        """Whether this setting is for the cell with these labels."""
+        """Whether this setting applies to the cell with these labels."""
         return all(labels[axis] in some for axis, some in self.when.items())
 
 
@@ -62,7 +62,7 @@ class Study(Component):
     )
     settings: tuple[Setting, ...] = Field((), strict=False, description="values that belong to combinations of labels")
     seeds: tuple[int, ...] = Field((0,), strict=False, min_length=1, description="one run of every cell for each")
-    metric: Literal["val_loss", "val_accuracy"] = Field("val_loss", description="what runs are judged by, at the end")
+    metric: Literal["val_loss", "val_accuracy"] = Field("val_loss", description="final metric to compare")
     baseline: dict[str, str] = Field(
         default={}, max_length=1, description="axis compared: its label to compare with; none: last axis, first label"
     )
@@ -144,15 +144,15 @@ def _read(path: Path) -> dict[str, Any]:
     home, data = path.parent, dict(data)
     base = data.get("base")
     if isinstance(base, (str, Mapping)):
-        data["base"] = read_experiment(home / base) if isinstance(base, str) else located(base, home)
+        data["base"] = read_experiment(home / base) if isinstance(base, str) else resolve_paths(base, home)
     for choices in data.get("axes", {}).values() if isinstance(data.get("axes"), Mapping) else ():
         for label, changes in choices.items() if isinstance(choices, Mapping) else ():
-            choices[label] = located(changes, home) if isinstance(changes, Mapping) else changes
+            choices[label] = resolve_paths(changes, home) if isinstance(changes, Mapping) else changes
     return {"name": path.stem, **data}
 
 
 def _axis(axis: str, choices: Any) -> Any:
-    """An axis in its long form, label -> {path -> value}."""
+    """The axis in its long form, label -> {path -> value}."""
     if isinstance(choices, Mapping):
         return {_label(label): changes for label, changes in choices.items()}
     if not isinstance(choices, (list, tuple)) or not choices:

@@ -32,7 +32,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Which data a run has seen: where it came from, its size in bytes and the sha256 of its content."""
+    """The identity of the data of a run: its source, its size in bytes and the sha256 of its content."""
 
     source: str
     size: int
@@ -54,11 +54,11 @@ class Dataset(ABC):
 
     @abstractmethod
     def batch(self, seed: int, step: int) -> Batch:
-        """The training batch of one step: equal arguments give equal batches, on every call and in every process."""
+        """The training batch of one step; equal arguments give equal batches, on every call and in every process."""
 
     @abstractmethod
     def evaluation(self) -> Iterator[Batch]:
-        """The validation batches, the same ones every time."""
+        """Yield the validation batches, the same every time."""
 
 
 class Task(Component, family="task"):

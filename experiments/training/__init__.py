@@ -1,1 +1,1 @@
-"""From an experiment file to a trained model in a run directory."""
+"""One run: from an experiment file to a trained model in a run directory, on one process or many."""

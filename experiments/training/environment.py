@@ -1,4 +1,4 @@
-"""What a run ran on: recorded beside its results, so that a number can be traced to what produced it."""
+"""The environment of a run, recorded beside its results: versions, machine, commit, command and data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..tasks import Fingerprint
 from .rundir import RunDirectory
 
 
-def environment(data: Fingerprint, device: torch.device, ranks: int = 1) -> dict[str, Any]:
+def describe_environment(data: Fingerprint, device: torch.device, ranks: int = 1) -> dict[str, Any]:
     """Versions, machine, processes, command line, git commit of the working directory and fingerprint of the data."""
     return {
         "python": platform.python_version(),
@@ -29,7 +29,7 @@ def environment(data: Fingerprint, device: torch.device, ranks: int = 1) -> dict
         "numpy": numpy.__version__,
         "eigengraft": eigengraft.__version__,
         "platform": platform.platform(),
-        "cpu": processor(),
+        "cpu": processor_name(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "threads": torch.get_num_threads(),
         "ranks": ranks,
@@ -50,8 +50,8 @@ def require_data(run: RunDirectory, found: Mapping[str, Any]) -> None:
         raise RecipeError(f"{run.path}: the data of the run's start is required:\n{faults}")
 
 
-def processor() -> str:
-    """The processor's name; on Linux the standard library does not know it."""
+def processor_name() -> str:
+    """The processor's name, read from /proc on Linux, where the standard library does not know it."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
         for line in info.read_text(encoding="utf-8", errors="replace").splitlines():

@@ -1,4 +1,4 @@
-"""What one training run is: a task, a recipe, a schedule and a length."""
+"""The declaration of one training run: a task, a recipe, a schedule and a length."""
 
 from __future__ import annotations
 
@@ -14,41 +14,43 @@ from eigengraft.component import Component, checked
 from eigengraft.optimizers.recipe.yaml_files import parse_yaml
 
 from ..tasks import Task
-from .imports import import_component, is_file
-from .parallel.modes import Alone, Parallel
+from .imports import import_component, names_a_file
+from .parallel.modes import Parallel, SingleProcess
 from .schedule import Constant, Schedule
 
 
-def _or_its_name(schema: dict[str, Any]) -> None:
-    """In files a recipe may also be named, or be given as its list of stages."""
-    whole = {"$ref": schema.pop("$ref")} if "$ref" in schema else {}
-    schema["anyOf"] = [whole, {"type": "string"}, {"type": "array"}]
+def _or_recipe_name(schema: dict[str, Any]) -> None:
+    """Let a recipe in a file also be a name, or a list of stages."""
+    mapping = {"$ref": schema.pop("$ref")} if "$ref" in schema else {}
+    schema["anyOf"] = [mapping, {"type": "string"}, {"type": "array"}]
 
 
 class Experiment(Component):
     """One training run: theta <- step(recipe, lr * schedule(k), gradient of the task's batch k), k = 0 .. steps - 1.
 
     `recipe` takes a shipped recipe's name, a file, a mapping or a `Recipe`; `overrides` are applied to it once and are
-    not kept: the recipe of an `Experiment` is always the resolved one.
+    not stored: the recipe of an `Experiment` is always the resolved one.
     """
 
     imports: tuple[str, ...] = Field(default=(), strict=False, description="files or modules that define components")
     name: str = Field(default="run", pattern=r"^\w[\w.+=-]*$", description="names the run's directory")
     task: Task = Field(description="what is trained")
-    recipe: eigengraft.Recipe = Field(description="the optimizer", json_schema_extra=_or_its_name)
+    recipe: eigengraft.Recipe = Field(description="the optimizer", json_schema_extra=_or_recipe_name)
     overrides: tuple[str, ...] = Field(default=(), strict=False, exclude=True, description="dotted.path=value")
     lr: float | None = Field(default=None, ge=0, description="peak learning rate; none: the recipe's")
     weight_decay: float | None = Field(default=None, ge=0, description="weight decay; none: the recipe's")
-    schedule: Schedule = Field(default=Constant(), description="how the learning rate moves")
+    schedule: Schedule = Field(default=Constant(), description="schedule of the learning rate")
     steps: int = Field(default=400, ge=1, description="optimizer steps")
-    seed: int = Field(default=0, ge=0, lt=2**63, description="of the initial weights and the order of the data")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="seed of the initial weights and of the order of the data")
     grad_clip: float | None = Field(default=None, gt=0, description="largest norm of the gradient; none: no limit")
     eval_every: int = Field(default=50, ge=1, description="steps between evaluations; the last step has one")
     log_every: int = Field(default=10, ge=1, description="steps between rows of metrics")
     checkpoint_every: int = Field(default=100, ge=1, description="steps between checkpoints")
     threads: int = Field(default=1, ge=1, description="CPU threads of torch; another number may change the last bits")
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")
-    parallel: Parallel = Field(default=Alone(), description="how torchrun's processes share the work; the same losses")
+    parallel: Parallel = Field(
+        default=SingleProcess(), description="how processes share the work; losses stay the same"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -70,7 +72,7 @@ def resolved(data: Mapping[str, Any]) -> dict[str, Any]:
     imports = data.get("imports")
     if isinstance(imports, (list, tuple)):
         # absolute, so that the record of a run can be used from any directory
-        data["imports"] = [str(Path(name).absolute()) if is_file(name) else name for name in map(str, imports)]
+        data["imports"] = [str(Path(name).absolute()) if names_a_file(name) else name for name in map(str, imports)]
         for source in data["imports"]:
             import_component(source)
     overrides = data.pop("overrides", None) or ()

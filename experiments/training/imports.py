@@ -19,15 +19,15 @@ def import_component(source: str) -> ModuleType:
     Raises RecipeError naming the file and line when it cannot be imported.
     """
     try:
-        return _from_file(Path(source)) if is_file(source) else importlib.import_module(source)
+        return _from_file(Path(source)) if names_a_file(source) else importlib.import_module(source)
     except RecipeError:
         raise
     except Exception as error:
         raise RecipeError(f"imports: '{source}' cannot be imported: {_where(error)}") from error
 
 
-def is_file(source: str) -> bool:
-    """Whether `source` means a file, not a module's dotted name."""
+def names_a_file(source: str) -> bool:
+    """Whether `source` names a file, not a module by its dotted name."""
     return source.endswith(".py") or "/" in source
 
 

@@ -19,7 +19,7 @@ from eigengraft.optimizers.recipe.overrides import apply_overrides
 from eigengraft.optimizers.recipe.yaml_files import parse_yaml, read_yaml
 
 from .experiment import Experiment, resolved
-from .paths import located
+from .paths import resolve_paths
 
 Source = str | Path | Mapping[str, Any] | Experiment
 
@@ -60,7 +60,7 @@ def read_experiment(path: Path) -> dict[str, Any]:
         raise RecipeError(f"{path}: a mapping with at least 'task' and 'recipe' is required, got {kind}")
     data = dict(data)
     data["imports"] = list(map(str, _listed(data, "imports")))
-    return located(data, path.parent)
+    return resolve_paths(data, path.parent)
 
 
 def _plain(value: Any) -> Any:

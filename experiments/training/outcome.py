@@ -1,4 +1,4 @@
-"""What a run tells while it goes and when it ends."""
+"""What a run reports: a tick per step, windows of metrics, and the result."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Tick:
-    """What a progress callback hears after every step; `seconds` is training time so far, evaluation left out."""
+    """Progress after one step, for callbacks; `seconds` is training time so far, without evaluation."""
 
     step: int
     steps: int
@@ -19,9 +19,9 @@ class Tick:
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of a run. A diverged run has no validation loss and ends at the step that lost it.
+    """The outcome of a run. A diverged run has no validation loss and ends at the first step without a finite loss.
 
-    Of several ranks: times are the first's, state_bytes those of the rank that holds most.
+    On several ranks, times are those of rank 0 and state_bytes those of the rank that holds most.
     """
 
     diverged: bool
@@ -37,8 +37,8 @@ class Result:
 
 
 @dataclass
-class Window:
-    """What happened since the last row of metrics: the loss and the milliseconds of every step."""
+class MetricsWindow:
+    """Losses and milliseconds of the steps since the last row of metrics."""
 
     losses: list[float] = field(default_factory=list)
     step_ms: list[float] = field(default_factory=list)

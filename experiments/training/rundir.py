@@ -1,10 +1,10 @@
-"""The directory of one run: what is in it, and how it survives a kill at any moment.
+"""The directory of one run: its files, written so that the run survives a kill at any time.
 
 config.json     the resolved experiment            env.json      versions, machine, data, command line
-metrics.jsonl   one row a line, append-only        checkpoint.pt everything a continuation needs
+metrics.jsonl   one row per line, append-only      checkpoint.pt everything needed to continue
 result.json     written last: the run is complete  lock          held while a process trains here
 
-Runs of several processes have directories checkpoint-<step> in place of checkpoint.pt (see `snapshots.py`).
+Runs of several processes have directories checkpoint-<step> in place of checkpoint.pt (see `sharded_checkpoint.py`).
 
 A file is either complete or not there: it is written beside its place and moved in. The checkpoint knows how many bytes
 of metrics.jsonl it covers; rows after them are dropped and computed again, the same ones.
@@ -45,10 +45,10 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
             self.write("config", config)
             return
-        # Where a component was imported from is not what it is: a moved checkout may continue its runs. Nor is who
-        # computes: the trajectory is the same.
-        aside = dict.fromkeys(("imports", "parallel"))
-        faults = differences({**known, **aside}, {**config, **aside})
+        # `imports` may differ, so that a moved checkout continues its runs, and `parallel`, because the trajectory is
+        # the same.
+        ignored = dict.fromkeys(("imports", "parallel"))
+        faults = differences({**known, **ignored}, {**config, **ignored})
         if faults:
             raise RecipeError(
                 f"{self.path} holds a run of another experiment; what is there -> what was asked for:\n"
@@ -85,7 +85,7 @@ class RunDirectory:
 
     def save(self, state: Mapping[str, Any]) -> None:
         """Write the checkpoint atomically, with the length of the metrics it covers."""
-        size = self.covered()
+        size = self.metrics_size()
         with self._replaced("checkpoint.pt") as temporary:
             torch.save({**state, "metrics_bytes": size}, temporary)
 
@@ -106,20 +106,20 @@ class RunDirectory:
         self.rewind(state["metrics_bytes"] if state is not None else 0)
         return state
 
-    def covered(self) -> int:
-        """The bytes of metrics so far, once they are on the disk."""
+    def metrics_size(self) -> int:
+        """The size of metrics.jsonl in bytes, after it has been written to disk."""
         if not self.metrics.exists():
             return 0
         with self.metrics.open("rb") as stream:
             os.fsync(stream.fileno())
             return os.fstat(stream.fileno()).st_size
 
-    def rewind(self, kept: int) -> None:
-        """Drop the rows of metrics after that many bytes."""
+    def rewind(self, size: int) -> None:
+        """Drop the rows of metrics after the first `size` bytes."""
         if self.metrics.exists():
-            if self.metrics.stat().st_size < kept:
-                raise RecipeError(f"{self.metrics}: {kept} bytes are required by the checkpoint; remove {self.path}")
-            os.truncate(self.metrics, kept)
+            if self.metrics.stat().st_size < size:
+                raise RecipeError(f"{self.metrics}: {size} bytes are required by the checkpoint; remove {self.path}")
+            os.truncate(self.metrics, size)
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""How the learning rate moves over a run: lr(step) = lr * factor(step), through torch's own `LambdaLR`."""
+"""Schedules of the learning rate over a run: lr(step) = lr * factor(step), through torch's own `LambdaLR`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Schedule(Component, family="schedule"):
     t = (k - warmup_steps) / (steps - warmup_steps), which goes from 0 to 1.
     """
 
-    warmup_steps: int = Field(default=0, ge=0, description="steps of linear rise from 0; fewer than the run has")
+    warmup_steps: int = Field(default=0, ge=0, description="steps of linear warm-up from 0; fewer than the run has")
 
     @abstractmethod
     def decay(self, t: float) -> float:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from . import snapshots
+from . import sharded_checkpoint
 from .experiment import Experiment
 from .outcome import Result, Tick
-from .parallel.process_group import joined, watched
+from .parallel.process_group import process_group, report_lost_rank
 from .parallel.ranks import Ranks
 from .rundir import RunDirectory
 from .trainer import Trainer
@@ -21,34 +21,38 @@ from .trainer import Trainer
 def train(experiment: Experiment, directory: str | Path, progress: Callable[[Tick], None] | None = None) -> Result:
     """Run `experiment` in `directory`, or continue it there, or return the result it already has.
 
-    With `parallel`, every process that torchrun started calls this; rank 0 owns the directory and tells the progress.
+    With `parallel`, every process that torchrun started calls this; rank 0 owns the directory and reports progress.
     A non-finite loss ends the run with `diverged=True`. Raises RecipeError when the directory holds another experiment,
     DistributedError when another rank is lost.
     """
     run = RunDirectory(directory)
-    with joined(experiment) as ranks, watched(ranks, lambda: _advice(run)), ExitStack() as stack:
+    with (
+        process_group(experiment.parallel, experiment.device) as ranks,
+        report_lost_rank(ranks, lambda: _advice(run)),
+        ExitStack() as stack,
+    ):
 
         def claim() -> dict[str, Any] | None:
             run.claim(experiment.model_dump(mode="json"))
             stack.enter_context(run.locked())
             return run.read("result")
 
-        done = ranks.by_first(claim)
+        done = ranks.on_first(claim)
         if done is not None:
             return Result(**done)
-        with surroundings(experiment, ranks):
+        with isolated_run(experiment, ranks):
             return Trainer(experiment, run, ranks).run(progress if ranks.first else None)
 
 
 def _advice(run: RunDirectory) -> str:
-    last = snapshots.newest(run)
+    last = sharded_checkpoint.newest_checkpoint(run)
     where = f"from step {last.name.rpartition('-')[2]}" if last is not None else "from the start"
     return f"Give the same command again to continue {where}, with any number of ranks."
 
 
 @contextmanager
-def surroundings(experiment: Experiment, ranks: Ranks | None = None) -> Iterator[None]:
-    """The run's own random state and thread count; the caller's are restored."""
+def isolated_run(experiment: Experiment, ranks: Ranks | None = None) -> Iterator[None]:
+    """Give the run its own random state and thread count; those of the caller are restored at the end."""
     threads = torch.get_num_threads()
     device = experiment.device if ranks is None else str(ranks.device)
     on_device = device != "cpu" and torch.cuda.is_available()

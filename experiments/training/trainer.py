@@ -1,4 +1,4 @@
-"""The moving parts of a training run and their state."""
+"""One training run: its model, optimizer and data, the loop over steps, and their checkpoints."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ import eigengraft
 from eigengraft.component import RecipeError
 
 from ..tasks import Metrics
-from . import snapshots
-from .environment import environment, require_data
+from . import sharded_checkpoint
+from .environment import describe_environment, require_data
 from .experiment import Experiment
-from .outcome import Result, Tick, Window
-from .parallel.modes import drop_gathered
+from .outcome import MetricsWindow, Result, Tick
+from .parallel.modes import reshard_model
 from .parallel.process_group import local_device
 from .parallel.ranks import Ranks
 from .rundir import RunDirectory
 
 
 class Trainer:
-    """Model, optimizer, schedule and data of one run in its directory; one of them on each rank."""
+    """Model, optimizer, schedule and data of one run in its directory; one trainer per rank."""
 
     def __init__(self, experiment: Experiment, directory: RunDirectory, ranks: Ranks | None = None) -> None:
         self.experiment, self.directory = experiment, directory
@@ -35,12 +35,12 @@ class Trainer:
         self.device = self.ranks.device
         self.dataset = experiment.task.load()
         self.model = experiment.task.new_model(experiment.seed).to(self.device)
-        self.module = experiment.parallel.spread(self.model, self.ranks)  # before the optimizer, which reads placements
+        self.module = experiment.parallel.wrap(self.model, self.ranks)  # before the optimizer, which reads placements
         self.optimizer = eigengraft.compose(
             experiment.recipe, self.model, lr=experiment.lr, weight_decay=experiment.weight_decay
         )
         self.scheduler = experiment.schedule.scheduler(self.optimizer, experiment.steps)
-        self.step, self.seconds, self.window = 0, 0.0, Window()
+        self.step, self.seconds, self.window = 0, 0.0, MetricsWindow()
 
     def run(self, progress: Callable[[Tick], None] | None) -> Result:
         """Train from the last checkpoint, or from the start, to the end."""
@@ -63,9 +63,9 @@ class Trainer:
 
     def _train_step(self) -> None:
         start = self._now()
-        part, weight = self.ranks.part(self.dataset.batch(self.experiment.seed, self.step))
-        batch = part.to(self.device)
-        self.ranks.seed(self.experiment.seed, self.step)
+        rows, weight = self.ranks.shard_batch(self.dataset.batch(self.experiment.seed, self.step))
+        batch = rows.to(self.device)
+        self.ranks.seed_step(self.experiment.seed, self.step)
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.experiment.task.loss(self.module(batch.inputs), batch.targets) * weight
         loss.backward()  # type: ignore[no-untyped-call]
@@ -82,23 +82,23 @@ class Trainer:
         self.window.optimizer_ms.append(1e3 * (end - middle))
 
     def _now(self) -> float:
-        """Seconds, once the device has done all it was given."""
+        """Seconds, after the device has finished its work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
     def _evaluate(self) -> Metrics:
-        """The metrics of the iterate that the recipe evaluates; afterwards the model holds the trained one again.
+        """The metrics of the iterate that the recipe evaluates; afterwards the model holds the training iterate again.
 
-        Every rank goes through all of the evaluation data; what rank 0 found counts, so that all decide alike.
+        Every rank evaluates all data; the metrics of rank 0 are used on all ranks, so that all decide alike.
         """
         self.optimizer.eval()
         try:
             metrics = self.experiment.task.evaluate(self.model, self.dataset, self.device)
-            return self.ranks.by_first(lambda: metrics)
+            return self.ranks.on_first(lambda: metrics)
         finally:
             self.optimizer.train()
-            drop_gathered(self.module)
+            reshard_model(self.module)
 
     def _due(self, every: int) -> bool:
         return self.step % every == 0 or self.step == self.experiment.steps
@@ -121,7 +121,7 @@ class Trainer:
         }
         if self.ranks.first:
             self.directory.append(row)
-        self.window = Window()
+        self.window = MetricsWindow()
 
     def _finish(self, metrics: Metrics | None) -> Result:
         """The result, also written to the directory; no metrics: the run has diverged.
@@ -129,8 +129,8 @@ class Trainer:
         The model is left with the iterate that the recipe evaluates; checkpoints hold the training iterate.
         """
         parameters = sum(p.numel() for p in self.model.parameters())
-        state_bytes = max(self.ranks.every(self.optimizer.state_bytes()))
-        result = self.ranks.by_first(lambda: self._result(metrics, parameters, state_bytes))
+        state_bytes = max(self.ranks.all_gather(self.optimizer.state_bytes()))
+        result = self.ranks.on_first(lambda: self._result(metrics, parameters, state_bytes))
         self.optimizer.eval()
         return result
 
@@ -158,8 +158,8 @@ class Trainer:
             "window": asdict(self.window),
             "scheduler": self.scheduler.state_dict(),
         }
-        if self.ranks.together:
-            snapshots.save(self.directory, self.ranks, self.model, self.optimizer, notes)
+        if self.ranks.distributed:
+            sharded_checkpoint.save_sharded(self.directory, self.ranks, self.model, self.optimizer, notes)
             return
         on_device = self.device.type == "cuda"
         state = {
@@ -171,19 +171,20 @@ class Trainer:
         self.directory.save({**notes, **state})
 
     def _continue(self) -> None:
-        """Restore the last checkpoint if there is one; a run sees one data set from its first step to its last."""
+        """Restore the last checkpoint if there is one; the data must be the same from the first step to the last."""
         data = self.dataset.fingerprint
-        if len(set(self.ranks.every((self.experiment.model_dump_json(exclude={"imports"}), data.sha256)))) > 1:
+        if len(set(self.ranks.all_gather((self.experiment.model_dump_json(exclude={"imports"}), data.sha256)))) > 1:
             raise RecipeError("ranks: the same experiment and the same data are required on each, got different ones")
-        self.ranks.by_first(lambda: require_data(self.directory, environment(data, self.device, self.ranks.size)))
+        found = describe_environment(data, self.device, self.ranks.size)
+        self.ranks.on_first(lambda: require_data(self.directory, found))
         shared = (self.directory, self.ranks, self.model, self.optimizer)
-        notes = snapshots.load(*shared) if self.ranks.together else self._load_alone()
+        notes = sharded_checkpoint.load_sharded(*shared) if self.ranks.distributed else self._load_single()
         if notes is None:
             return
         self.scheduler.load_state_dict(notes["scheduler"])
-        self.step, self.seconds, self.window = notes["step"], notes["seconds"], Window(**notes["window"])
+        self.step, self.seconds, self.window = notes["step"], notes["seconds"], MetricsWindow(**notes["window"])
 
-    def _load_alone(self) -> dict[str, Any] | None:
+    def _load_single(self) -> dict[str, Any] | None:
         state = self.directory.load()
         if state is None:
             return None
@@ -196,5 +197,5 @@ class Trainer:
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no NaN and no infinity."""
+    """The value, or None for NaN and infinity, which JSON lacks."""
     return value if math.isfinite(value) else None

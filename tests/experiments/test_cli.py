@@ -292,7 +292,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "run"
 
 
-def prepare(run: Path) -> None:
+def prepare_study(run: Path) -> None:
     """Everything that the wrong commands name."""
     for name, text in {
         "broken.yaml": "task: digits\nrecipe: soap\nschedule: {kind: cosine\nsteps: 3\n",
@@ -317,7 +317,7 @@ def prepare(run: Path) -> None:
 
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_input_gets_one_clear_message(case: str, trained: Path) -> None:
-    prepare(trained)
+    prepare_study(trained)
     arguments, parts = WRONG[case]
     result = call(*arguments)
     assert result.exit_code == 2, result.output
@@ -328,7 +328,7 @@ def test_a_wrong_input_gets_one_clear_message(case: str, trained: Path) -> None:
 
 def process(*arguments: str, cwd: str = ".") -> "subprocess.Popen[str]":
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONSAFEPATH": "1"}
-    command = [sys.executable, "-m", "eigengraft.experiments.cli.main", *arguments]
+    command = [sys.executable, "-m", "eigengraft", *arguments]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=cwd, env=environment, stdout=pipe, stderr=pipe, text=True)
 
@@ -358,13 +358,13 @@ def test_an_interrupt_says_how_to_continue_and_the_command_does_continue() -> No
     child.send_signal(signal.SIGINT)
     output, errors = child.communicate(timeout=60)
     assert child.returncode == 130
-    assert "same command again to continue what is in run." in errors and "Traceback" not in errors
+    assert "same command again to continue the run in run." in errors and "Traceback" not in errors
     assert not Path("run/result.json").exists() and output == ""
 
 
 def test_a_reader_that_leaves_is_no_error() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONSAFEPATH": "1"}
-    command = f"{shlex.quote(sys.executable)} -m eigengraft.experiments.cli schema study | head -c 20"
+    command = f"{shlex.quote(sys.executable)} -m eigengraft schema study | head -c 20"
     done = subprocess.run(command, shell=True, env=environment, capture_output=True, text=True)
     assert len(done.stdout) == 20
     assert "Traceback" not in done.stderr

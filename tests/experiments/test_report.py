@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 
 from eigengraft.experiments.reports.comparison import compare
-from eigengraft.experiments.reports.recipe_diff import contrast
+from eigengraft.experiments.reports.recipe_diff import diff_recipes
 from eigengraft.experiments.reports.records import read_records
 from eigengraft.experiments.reports.report import write_figures, write_report
 from eigengraft.experiments.reports.sweep import sweeps
@@ -114,7 +114,7 @@ def test_page_says_the_numbers(study):
     assert "Lowest final validation loss: soap, 0.900 ± 0.141. adamw: 2.250 ± 0.354." in text
     # t = -9 with one degree of freedom: p = 1 - 2/pi atan(9) = 0.0704
     assert "With 2 seeds this difference is not significant (p = 0.07)." in text
-    assert "soap is at adamw's final value after 15 of 30 steps." in text
+    assert "soap reaches adamw's final value after 15 of 30 steps." in text
     assert "t = \u22129.0" in text
     assert "With 2 seeds a test needs |t| above 12.7" in text
     assert "4 complete" in text and "not complete" not in text
@@ -243,20 +243,22 @@ def test_only_fields_that_distinguish_are_told():
         return {"name": "n", "seed": 3, "lr": lr, "task": {"kind": task}, "recipe": recipe}
 
     again = {**SOAP, "update": [{**SOAP["update"][0], "refresh": {"steps": 1}}]}
-    rows = contrast({"a": {"x": config(SOAP, 0.1), "y": config(again, 0.1)}})
+    rows = diff_recipes({"a": {"x": config(SOAP, 0.1), "y": config(again, 0.1)}})
     assert [(row.path, row.values) for row in rows] == [("recipe.update.eigenbasis.refresh.steps", ("10", "1"))]
-    rows = contrast(
+    rows = diff_recipes(
         {
             "a": {"x": config(SOAP, 0.1), "y": config(SOAP, 0.2)},
             "b": {"x": config(SOAP, 0.1, "b"), "y": config(SOAP, 0.4, "b")},
         }
     )
     assert [(row.path, row.values) for row in rows] == [("lr", ("0.1", "0.2 (a), 0.4 (b)"))]
-    assert contrast({"a": {"x": config(ADAM, 0.1), "y": config(ADAM, 0.1)}}) == []
+    assert diff_recipes({"a": {"x": config(ADAM, 0.1), "y": config(ADAM, 0.1)}}) == []
 
 
 def test_a_part_that_not_all_have_is_one_row():
-    rows = contrast({"a": {"x": {"recipe": ADAM}, "y": {"recipe": SOAP}, "z": {"recipe": {**SOAP, "blocking": None}}}})
+    rows = diff_recipes(
+        {"a": {"x": {"recipe": ADAM}, "y": {"recipe": SOAP}, "z": {"recipe": {**SOAP, "blocking": None}}}}
+    )
     assert {row.path: row.values for row in rows} == {
         "recipe.update": ("momentum \u2192 rms", "eigenbasis", "eigenbasis"),
         "recipe.update.momentum": ("beta 0.9", "", ""),
@@ -268,7 +270,7 @@ def test_a_part_that_not_all_have_is_one_row():
 
 
 def test_the_learning_rate_is_the_one_in_force():
-    rows = contrast({"a": {"x": {"lr": None, "recipe": {"lr": 0.3}}, "y": {"lr": 0.1, "recipe": {"lr": 0.3}}}})
+    rows = diff_recipes({"a": {"x": {"lr": None, "recipe": {"lr": 0.3}}, "y": {"lr": 0.1, "recipe": {"lr": 0.3}}}})
     assert [(row.path, row.values) for row in rows] == [("lr", ("0.3", "0.1"))]
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from eigengraft import RecipeError
 from eigengraft.experiments.reports.records import read_records
-from eigengraft.experiments.studies.plan import plan, refuse_changed
-from eigengraft.experiments.studies.running import prepare, run_study
+from eigengraft.experiments.studies.plan import plan_runs, refuse_changed
+from eigengraft.experiments.studies.running import prepare_study, run_study
 from eigengraft.experiments.studies.study import Study, load_study, shipped_studies
 from eigengraft.experiments.training.train import train
 
@@ -40,10 +40,10 @@ def complete(directory):
 
 
 def command(*arguments):
-    return [sys.executable, "-m", "eigengraft.experiments.cli.main", *map(str, arguments)]
+    return [sys.executable, "-m", "eigengraft", *map(str, arguments)]
 
 
-def surroundings():
+def own_environment():
     return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
 
 
@@ -52,7 +52,7 @@ def test_expansion():
         {"when": {"task": "large", "method": "soap"}, "set": {"lr": 0.5}},
         {"when": {"method": ["adam", "soap"]}, "set": {"weight_decay": 0.25}},
     ]
-    runs = plan(study(settings=settings, seeds=[3, 5]))
+    runs = plan_runs(study(settings=settings, seeds=[3, 5]))
     assert [run.directory for run in runs] == [
         f"task={task},method={method}/seed-{seed}"
         for task in ("small", "large")
@@ -66,7 +66,7 @@ def test_expansion():
 
 
 def test_an_axis_may_be_a_path_with_values():
-    runs = plan(study(axes={"lr": [1e-3, 0.1], "task.layers": [1, 2]}))
+    runs = plan_runs(study(axes={"lr": [1e-3, 0.1], "task.layers": [1, 2]}))
     assert [run.directory.partition("/")[0] for run in runs][1] == "lr=0.001,task.layers=2"
     assert [(run.experiment.lr, run.experiment.task.layers) for run in runs] == [
         (1e-3, 1),
@@ -82,7 +82,7 @@ def test_labels_of_settings_and_baseline_may_be_values():
         settings=[{"when": {"lr": 0.1}, "set": {"steps": 7}}],
         baseline={"lr": 0.1},
     )
-    assert [run.experiment.steps for run in plan(some)] == [6, 6, 7, 7]
+    assert [run.experiment.steps for run in plan_runs(some)] == [6, 6, 7, 7]
     assert some.compared == ("lr", "0.1")
     assert study().compared == ("method", "adam")
 
@@ -124,12 +124,12 @@ def test_wrong_studies(fields, message):
 )
 def test_wrong_cells_are_all_named_before_any_run(fields, message):
     with pytest.raises(RecipeError, match=message):
-        plan(study(**fields))
+        plan_runs(study(**fields))
 
 
 def test_every_wrong_cell_is_named():
     with pytest.raises(RecipeError) as error:
-        plan(study(axes={"lr": [-1.0, 1.0, -2.0]}))
+        plan_runs(study(axes={"lr": [-1.0, 1.0, -2.0]}))
     assert [line.partition(":")[0] for line in str(error.value).splitlines()] == ["lr=-1.0", "lr=-2.0"]
 
 
@@ -138,7 +138,7 @@ def test_files(tmp_path):
     (tmp_path / "trial.yaml").write_text("base: base.yaml\naxes: {lr: [0.1, 0.2]}\n")
     loaded = load_study(tmp_path / "trial.yaml", ["base.steps=4", "seeds=[1, 2]"])
     assert (loaded.name, loaded.seeds) == ("trial", (1, 2))
-    assert {run.experiment.steps for run in plan(loaded)} == {4}
+    assert {run.experiment.steps for run in plan_runs(loaded)} == {4}
     with pytest.raises(RecipeError, match=r"a shipped study \(.*demo.*\) is required, got 'none.yaml'"):
         load_study("none.yaml")
     (tmp_path / "bad.yaml").write_text("base: base.yaml\naxes: 3\n")
@@ -154,7 +154,7 @@ def test_python_and_data_say_the_same():
 
 
 def test_run_keep_and_refuse(tmp_path):
-    prepared = prepare(study(), tmp_path)
+    prepared = prepare_study(study(), tmp_path)
     assert len(prepared.left) == 4
     assert prepared.left[0].directory.startswith("task=large")
     news = list(run_study(prepared, workers=2))
@@ -164,15 +164,15 @@ def test_run_keep_and_refuse(tmp_path):
     assert [run.status(read_records(tmp_path).metric) for run in read_records(tmp_path).runs] == ["complete"] * 4
 
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("result.json")}
-    assert prepare(study(), tmp_path).left == ()
-    more = prepare(study(seeds=[0, 1]), tmp_path)
+    assert prepare_study(study(), tmp_path).left == ()
+    more = prepare_study(study(seeds=[0, 1]), tmp_path)
     assert {run.seed for run in more.left} == {1}
     assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("result.json")}
 
     changed = study(settings=[{"when": {"task": "small", "method": "adam"}, "set": {"lr": 0.5}}])
     with pytest.raises(RecipeError, match=r"(?s)changed since.*task=small,method=adam/seed-0 .*lr: .*0.5"):
-        prepare(changed, tmp_path)
-    refuse_changed(plan(study()), tmp_path)
+        prepare_study(changed, tmp_path)
+    refuse_changed(plan_runs(study()), tmp_path)
 
 
 BROKEN = """
@@ -203,7 +203,7 @@ def test_a_failing_run_does_not_stop_the_others(tmp_path):
     out = tmp_path / "out"
     done = subprocess.run(
         command("ablate", tmp_path / "trial.yaml", "--out", out, "--workers", 1),
-        env=surroundings(),
+        env=own_environment(),
         capture_output=True,
         text=True,
     )
@@ -212,7 +212,7 @@ def test_a_failing_run_does_not_stop_the_others(tmp_path):
     assert "1 of 2 runs failed" in done.stderr and "Traceback" not in done.stderr
     assert complete(out) == {"task=good/seed-0"}
     assert "no more data" in (out / "task=bad" / "seed-0.error.txt").read_text()
-    report = subprocess.run(command("report", out), env=surroundings(), capture_output=True, text=True, check=True)
+    report = subprocess.run(command("report", out), env=own_environment(), capture_output=True, text=True, check=True)
     assert report.stdout == f"{out / 'report.html'}\n"
     assert "[bold]no more data" in (out / "report.html").read_text()
 
@@ -231,7 +231,7 @@ def started(tmp_path):
     axes = {"method": {"short": {"steps": 5}, "long": {"recipe": "soap", "steps": 600, "checkpoint_every": 20}}}
     (tmp_path / "trial.yaml").write_text(json.dumps({"base": TINY, "axes": axes}))
     arguments = command("ablate", tmp_path / "trial.yaml", "--out", tmp_path / "out", "--workers", 2)
-    process = subprocess.Popen(arguments, env=surroundings(), stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(arguments, env=own_environment(), stderr=subprocess.PIPE, text=True)
     short, long = (tmp_path / "out" / f"method={method}" / "seed-0" for method in ("short", "long"))
     wait_for(lambda: (long / "checkpoint.pt").exists() and (short / "result.json").exists())
     assert not (long / "result.json").exists()
@@ -251,10 +251,10 @@ def test_a_killed_study_continues_with_the_same_trajectory(started, tmp_path):
     process.communicate()
     assert not (long / "result.json").exists()
     stamp = (short / "result.json").stat().st_mtime_ns
-    subprocess.run(process.args, env=surroundings(), capture_output=True, check=True)
+    subprocess.run(process.args, env=own_environment(), capture_output=True, check=True)
     assert (short / "result.json").stat().st_mtime_ns == stamp
     straight = tmp_path / "straight"
-    train(plan(load_study(tmp_path / "trial.yaml"))[1].experiment, straight)
+    train(plan_runs(load_study(tmp_path / "trial.yaml"))[1].experiment, straight)
     assert len(losses(long)) == 600
     assert losses(long) == losses(straight)
 
@@ -270,4 +270,4 @@ def test_an_interrupted_study_ends_cleanly(started):
 
 @pytest.mark.parametrize("name", sorted(shipped_studies()))
 def test_shipped_studies_expand(name):
-    assert plan(load_study(name))
+    assert plan_runs(load_study(name))

@@ -59,14 +59,14 @@ def weights(directory: Path) -> Any:
     return torch.load(directory / "checkpoint.pt", weights_only=True)["model"]
 
 
-class Stopped(Exception):
+class Terminated(Exception):
     """Ends a run at a chosen step, as an interrupt would."""
 
 
 def stop_at(step: int) -> Callable[[Tick], None]:
     def progress(tick: Tick) -> None:
         if tick.step == step:
-            raise Stopped
+            raise Terminated
 
     return progress
 
@@ -159,7 +159,7 @@ def test_a_complete_run_is_not_run_again(tmp_path: Path) -> None:
 def test_an_interrupt_at_any_step_leaves_the_trajectory_as_it_is(tmp_path: Path, step: int) -> None:
     experiment = load_experiment(DIGITS)
     whole = train(experiment, tmp_path / "whole")
-    with pytest.raises(Stopped):
+    with pytest.raises(Terminated):
         train(experiment, tmp_path / "parts", stop_at(step))
     with (tmp_path / "parts" / "metrics.jsonl").open("a") as stream:
         stream.write('{"step": 99, "lo')  # a row that a kill cut short
@@ -180,12 +180,12 @@ def test_a_kill_while_a_file_is_written_loses_nothing(
     def killed(self: Path, target: Path) -> Path:
         if target.name == file and (file != "checkpoint.pt" or (target.parent / "checkpoint.pt").exists()):
             self.write_bytes(self.read_bytes()[:10])
-            raise Stopped
+            raise Terminated
         return real(self, target)
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", killed)
-        with pytest.raises(Stopped):
+        with pytest.raises(Terminated):
             train(experiment, tmp_path / "parts")
     train(experiment, tmp_path / "parts")
     assert trajectory(tmp_path / "parts") == trajectory(tmp_path / "whole")
@@ -296,7 +296,7 @@ class TestRefusals:
         text = tmp_path / "text"
         text.write_bytes(b"one thing " * 1000)
         experiment = load_experiment(TEXT, [f"task.path={text}"])
-        with pytest.raises(Stopped):
+        with pytest.raises(Terminated):
             train(experiment, tmp_path / "run", stop_at(9))
         text.write_bytes(b"no things " * 1000)
         sha256 = hashlib.sha256(b"no things " * 1000).hexdigest()
@@ -314,7 +314,7 @@ class TestRefusals:
 
     def test_a_broken_checkpoint(self, tmp_path: Path) -> None:
         experiment = load_experiment(DIGITS)
-        with pytest.raises(Stopped):
+        with pytest.raises(Terminated):
             train(experiment, tmp_path / "run", stop_at(5))
         (tmp_path / "run" / "checkpoint.pt").write_bytes(b"not a checkpoint")
         with pytest.raises(RecipeError, match="a readable checkpoint is required; remove"):
@@ -330,7 +330,7 @@ class TestRefusals:
 def test_a_run_on_a_cuda_device_continues_as_well(tmp_path: Path) -> None:
     experiment = load_experiment(DIGITS, ["device=cuda"])
     train(experiment, tmp_path / "whole")
-    with pytest.raises(Stopped):
+    with pytest.raises(Terminated):
         train(experiment, tmp_path / "parts", stop_at(10))
     train(experiment, tmp_path / "parts")
     assert trajectory(tmp_path / "parts") == trajectory(tmp_path / "whole")

@@ -100,7 +100,7 @@ def free_port() -> int:
 def torchrun(arguments: list[str], fault: str = "") -> tuple[int, str]:
     """`eigengraft train` under torchrun on two ranks: exit code and all that was said, as one line without boxes."""
     command = [sys.executable, "-m", "torch.distributed.run", "--master-port", str(free_port())]
-    command += ["--nproc-per-node", "2", "-m", "eigengraft.experiments.cli.main", "train", *arguments]
+    command += ["--nproc-per-node", "2", "-m", "eigengraft", "train", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
     environment |= {"FAULT": fault, "COLUMNS": "2000"}
     output: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
@@ -400,7 +400,7 @@ def test_parallel_and_the_way_of_starting_must_fit(
 def test_weighted_means_of_the_parts_are_the_mean_of_the_batch(size: int) -> None:
     values = torch.arange(21, dtype=torch.float64).square().reshape(7, 3)
     batch = Batch(torch.arange(7), values)
-    parts = [Ranks(rank, size).part(batch) for rank in range(size)]
+    parts = [Ranks(rank, size).shard_batch(batch) for rank in range(size)]
     assert torch.equal(torch.cat([part.inputs for part, _ in parts]), batch.inputs)
     mean = sum(weight * part.targets.mean().item() for part, weight in parts) / size
     assert math.isclose(mean, values.mean().item(), rel_tol=1e-14)  # some roundings of 1e-16

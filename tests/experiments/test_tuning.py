@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from eigengraft.experiments.studies import study as studies
-from eigengraft.experiments.studies.plan import plan
+from eigengraft.experiments.studies.plan import plan_runs
 from eigengraft.experiments.studies.study import load_study
 
 RESULTS = Path(studies.__file__).parent / "results"
@@ -40,7 +40,7 @@ def test_the_table_is_the_tuning_study_of_the_demo():
         assert tune.axes["method"] == demo.axes["method"]
         assert tune.axes["task"].items() <= demo.axes["task"].items()
         assert not set(tune.seeds) & set(demo.seeds)
-        planned += [(r.labels["task"], r.labels["method"], r.labels["lr"], str(r.seed)) for r in plan(tune)]
+        planned += [(r.labels["task"], r.labels["method"], r.labels["lr"], str(r.seed)) for r in plan_runs(tune)]
     assert {task for task, *_ in planned} == set(demo.axes["task"])
     assert planned == [(row["task"], row["method"], row["lr"], row["seed"]) for row in rows()]
     assert {row["status"] for row in rows()} <= {"complete", "diverged"}
@@ -52,7 +52,7 @@ def test_the_grid_is_fine_enough(table):
 
 
 def test_every_learning_rate_is_the_best_and_inside_its_grid(table):
-    for run in plan(load_study("demo")):
+    for run in plan_runs(load_study("demo")):
         losses = table[run.labels["task"], run.labels["method"]]
         best = min(losses, key=losses.__getitem__)
         assert min(losses) < best < max(losses), run.labels

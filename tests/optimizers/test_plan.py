@@ -34,7 +34,7 @@ from eigengraft.distributed.layouts import Layout
 from eigengraft.distributed.ownership import Loads, assign
 from eigengraft.distributed.rank_group import RankGroup, Work
 from eigengraft.experiments.cli.main import app
-from eigengraft.experiments.cli.model_shapes import LLAMAS, parameters_of, read_shapes
+from eigengraft.experiments.tasks.model_shapes import LLAMAS, parameters_of, read_shapes
 from eigengraft.optimizers.planning.measure import measured_work
 from eigengraft.optimizers.planning.plan import Plan, known, plan
 from eigengraft.optimizers.planning.traffic import holding
@@ -379,7 +379,7 @@ def test_the_command_writes_how_it_grows(call: Any) -> None:
         (["llama-7b"], "llama-70b, .* is required, got 'llama-7b'; did you mean 'llama-70b'"),
         (["digits", "--mesh", "2y4"], "--mesh: numbers such as 2x4"),
         (["digits", "--mesh", "2x4", "--world", "4"], "--world: the 8 ranks of the mesh"),
-        (["digits", "--worlds", "8,12", "--parallel", "hsdp"], "a multiple of the 8 ranks"),
+        (["digits", "--worlds", "8,12", "--parallel", "hsdp"], "a multiple of 8, the ranks"),
         (["digits", "--recipe", "soup"], "did you mean 'soap'"),
         (["nothing.txt"], r"nothing\.txt: a readable file"),
     ],

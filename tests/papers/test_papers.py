@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from eigengraft import Optimizer, compose, load_recipe
-from eigengraft.experiments.studies.plan import Planned, plan
+from eigengraft.experiments.studies.plan import PlannedRun, plan_runs
 from eigengraft.experiments.studies.study import load_study
 
 from ..trajectories import normal
@@ -247,8 +247,8 @@ Rows = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def planned() -> dict[str, list[Planned]]:
-    return {study: plan(load_study(ROOT / "papers" / f"{study}.yaml")) for study in STUDIES}
+def planned() -> dict[str, list[PlannedRun]]:
+    return {study: plan_runs(load_study(ROOT / "papers" / f"{study}.yaml")) for study in STUDIES}
 
 
 def measured(study: str) -> Rows:
@@ -257,7 +257,9 @@ def measured(study: str) -> Rows:
 
 
 @pytest.mark.parametrize("study", STUDIES)
-def test_the_runs_that_were_measured_are_those_the_study_plans(study: str, planned: dict[str, list[Planned]]) -> None:
+def test_the_runs_that_were_measured_are_those_the_study_plans(
+    study: str, planned: dict[str, list[PlannedRun]]
+) -> None:
     """Run by run, in order, each with the bytes of state that an optimizer of today has: storage is what it was."""
     rows, runs = measured(study), planned[study]
     assert [{**run.labels, "seed": run.seed} for run in runs] == [
@@ -273,7 +275,7 @@ def test_the_runs_that_were_measured_are_those_the_study_plans(study: str, plann
 
 @pytest.mark.parametrize("study", STUDIES)
 def test_runs_are_compared_with_those_that_differ_in_storage_alone(
-    study: str, planned: dict[str, list[Planned]]
+    study: str, planned: dict[str, list[PlannedRun]]
 ) -> None:
     """Every method but those in 32 bits has exactly one such partner for its seed, of the same task."""
     runs = {(run.labels["task"], run.labels["method"], run.seed): run.experiment for run in planned[study]}

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from ...reports.figures import LIGHT, MARKERS, plain, save
+from ...reports.figures import LIGHT, MARKERS, save_figure, style_axes
 from .results import FigurePanel, Line
 
 _DASHES = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)))
@@ -47,7 +47,7 @@ def draw_panels(panels: Sequence[FigurePanel]) -> Figure:
 
 def write_figure(panels: Sequence[FigurePanel], path: Path) -> None:
     """Draw and save; the suffix (svg, png, pdf) decides the format."""
-    save(draw_panels(panels), path)
+    save_figure(draw_panels(panels), path)
 
 
 def _panel(axes: Axes, panel: FigurePanel) -> None:
@@ -66,7 +66,7 @@ def _panel(axes: Axes, panel: FigurePanel) -> None:
         _logarithmic(axes, "y", [y for _, y in points])
     else:
         axes.text(0.5, 0.5, "nothing to draw", transform=axes.transAxes, ha="center", color=_INK, size=9.5)
-    plain(axes)
+    style_axes(axes)
 
 
 def _line(axes: Axes, line: Line) -> list[tuple[float, float]]:

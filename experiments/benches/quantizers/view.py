@@ -51,7 +51,7 @@ def quantizer_summary(rows: Sequence[QuantizerRow]) -> ResultTable:
 def quantizer_panels(
     rows: Sequence[QuantizerRow], swept: Collection[str], threshold: float
 ) -> tuple[FigurePanel, FigurePanel]:
-    """Error of the root against bytes, median and worst over spectra joined; against condition. At the largest size."""
+    """Error of the root against bytes, from median to worst over spectra, and against condition; the largest size."""
     first = rows[0] if rows else None
     largest = max((row.size for row in rows), default=0)
     rows = [row for row in rows if first and row.size == largest and row.dtype == first.dtype]

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
-from ...reports.figures import LIGHT, MARKERS, plain, save
+from ...reports.figures import LIGHT, MARKERS, save_figure, style_axes
 from .rows import BOUND, LEARNING_RATES, LINES, WINDOW, SpikeRow
 
 _INK, _RULE = "#3c3c3d", "#d8d8d9"
@@ -39,7 +39,7 @@ def draw_spike(rows: Sequence[SpikeRow], path: Path) -> None:
     handles, labels = axes[0].get_legend_handles_labels()
     style = {"fontsize": 8.5, "labelcolor": _INK, "framealpha": 0, "handlelength": 2.6}
     figure.legend(handles, labels, loc="outside lower center", ncols=3, **style)
-    save(figure, path)
+    save_figure(figure, path)
 
 
 def _panel(axes: Axes, rows: Sequence[SpikeRow]) -> None:
@@ -60,7 +60,7 @@ def _panel(axes: Axes, rows: Sequence[SpikeRow]) -> None:
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("steps after the spike")
-    plain(axes)
+    style_axes(axes)
 
 
 def _line(axes: Axes, line: str, sizes: Sequence[Sequence[float]]) -> None:

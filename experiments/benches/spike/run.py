@@ -26,7 +26,7 @@ from eigengraft.optimizers.recipe.loading import load_recipe
 from ...tasks import Batch
 from ...training.experiment import Experiment
 from ...training.loading import load_experiment
-from ...training.train import surroundings
+from ...training.train import isolated_run
 from ..common.results import write_rows
 from .figure import draw_spike
 from .rows import FACTOR, LEARNING_RATES, LINES, SPIKE, WINDOW, SpikeRow
@@ -58,7 +58,7 @@ def spike_run(
     experiment = load_experiment(
         {"task": task, "recipe": recipe_for(line), "lr": lr, "weight_decay": 0.0, "steps": steps, "seed": seed}
     )
-    with surroundings(experiment):
+    with isolated_run(experiment):
         sizes, losses = _train(experiment, spike, factor)
     before, after = sizes[spike - 1 - WINDOW : spike - 1], sizes[spike - 1 :]
     return SpikeRow(

@@ -1,4 +1,4 @@
-"""How a model is trained by several processes: the family `parallel` and its members."""
+"""Ways to train one model on several processes: the family `parallel` and its members."""
 
 from __future__ import annotations
 
@@ -20,65 +20,65 @@ from .ranks import Ranks
 
 
 class Parallel(Component, family="parallel"):
-    """Who holds the parameters. Each rank computes the gradient of its rows of the batch; a step uses their mean."""
+    """How parameters are placed. Each rank computes the gradient of its rows of the batch; a step uses the mean."""
 
     @abstractmethod
-    def spread(self, model: nn.Module, ranks: Ranks) -> nn.Module:
-        """The module to call in training. `model`, whose parameters keep their names, is the one to evaluate."""
+    def wrap(self, model: nn.Module, ranks: Ranks) -> nn.Module:
+        """The module to call in training; parameters of `model` keep their names, and `model` is evaluated."""
 
 
-class Alone(Parallel):
+class SingleProcess(Parallel):
     """One process."""
 
     kind: Literal["none"] = "none"
 
-    def spread(self, model: nn.Module, ranks: Ranks) -> nn.Module:
+    def wrap(self, model: nn.Module, ranks: Ranks) -> nn.Module:
         return model
 
 
-class Together(Parallel):
-    """The processes that torchrun has started."""
+class MultiProcess(Parallel):
+    """Several processes, started by torchrun."""
 
-    timeout: float = Field(default=600, gt=0, description="seconds after which a rank that does not answer is given up")
+    timeout: float = Field(default=600, gt=0, description="seconds to wait for a rank before the run fails")
 
 
-class DDP(Together):
+class DDP(MultiProcess):
     """Every rank holds all parameters (torch's DistributedDataParallel)."""
 
     kind: Literal["ddp"] = "ddp"
 
-    def spread(self, model: nn.Module, ranks: Ranks) -> nn.Module:
+    def wrap(self, model: nn.Module, ranks: Ranks) -> nn.Module:
         devices = [ranks.device] if ranks.device.type == "cuda" else None
         return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
 
 
-class FSDP2(Together):
-    """Every rank holds a part of each parameter (torch's `fully_shard`)."""
+class FSDP2(MultiProcess):
+    """Every rank holds a shard of each parameter (torch's `fully_shard`)."""
 
     kind: Literal["fsdp2"] = "fsdp2"
 
-    def spread(self, model: nn.Module, ranks: Ranks) -> nn.Module:
+    def wrap(self, model: nn.Module, ranks: Ranks) -> nn.Module:
         return _sharded(model, init_device_mesh(ranks.device.type, (ranks.size,)))
 
 
-class HSDP(Together):
-    """The ranks form groups; each group holds all parameters, each rank of it a part (`fully_shard` on two axes)."""
+class HSDP(MultiProcess):
+    """Every group of ranks holds all parameters, each rank a shard of each (`fully_shard` on a mesh of two axes)."""
 
     kind: Literal["hsdp"] = "hsdp"
-    replicas: int | None = Field(default=None, ge=1, description="number of groups; none: one for each machine")
+    replicas: int | None = Field(default=None, ge=1, description="number of groups; none: one per machine")
 
-    def spread(self, model: nn.Module, ranks: Ranks) -> nn.Module:
-        groups = self.replicas or -(-ranks.size // ranks.here)
+    def wrap(self, model: nn.Module, ranks: Ranks) -> nn.Module:
+        groups = self.replicas or -(-ranks.size // ranks.local_size)
         if ranks.size % groups:
             raise RecipeError(f"parallel.replicas: a divisor of the {ranks.size} ranks is required, got {groups}")
         return _sharded(model, _grid(ranks, groups, self.timeout))
 
 
-def drop_gathered(model: nn.Module) -> None:
-    """Make a sharded model gather its parameters anew for the next forward pass.
+def reshard_model(model: nn.Module) -> None:
+    """Make a sharded model gather its parameters again for the next forward pass.
 
-    After one without a backward pass `fully_shard` keeps what the outermost module has gathered, and would train with
-    it although the parameters have been given other values since.
+    After a forward pass without a backward pass `fully_shard` keeps the gathered parameters of the outermost module,
+    and would train with them although the sharded parameters have changed since.
     """
     reshard = getattr(model, "reshard", None)
     if callable(reshard):
@@ -86,7 +86,7 @@ def drop_gathered(model: nn.Module) -> None:
 
 
 def _sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Sharded in place: each layer of a stack of layers on its own, then the rest."""
+    """Shard the model in place: each layer of a list of layers by itself, then the rest."""
     from torch.distributed.fsdp import fully_shard  # half a second that only these runs spend
 
     for layer in _layers(model):
@@ -96,7 +96,7 @@ def _sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 def _grid(ranks: Ranks, groups: int, timeout: float) -> DeviceMesh:
-    """Rank r is number r % n of group r // n, n to a group. Made by hand, because torch's has a time-out of its own."""
+    """A mesh of groups of n ranks: rank r is number r % n of group r // n. torch's own mesh ignores the time-out."""
     grid = torch.arange(ranks.size).view(groups, -1)
     span = timedelta(seconds=timeout)
     both = [rows.tolist() for rows in (grid.T, grid)]
@@ -105,7 +105,7 @@ def _grid(ranks: Ranks, groups: int, timeout: float) -> DeviceMesh:
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
-    """The members of the outermost lists of modules inside `model` that have parameters."""
+    """The modules with parameters in the outermost lists of modules of `model`."""
     for child in model.children():
         if not isinstance(child, (nn.Sequential, nn.ModuleList)):
             yield from _layers(child)

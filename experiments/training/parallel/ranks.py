@@ -1,4 +1,4 @@
-"""The processes that train one model together, and what they say to each other."""
+"""The processes of one training run, and the small collectives that the trainer needs."""
 
 from __future__ import annotations
 
@@ -20,24 +20,30 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """Process number `rank` of `size`, `here` of them on its machine. together: there is a process group."""
+    """One process among those of a run.
+
+    rank, size: number of this process, and of how many.
+    local_size: number of processes on this machine.
+    device: the device of this process.
+    distributed: whether there is a process group.
+    """
 
     rank: int = 0
     size: int = 1
-    here: int = 1
+    local_size: int = 1
     device: torch.device = torch.device("cpu")
-    together: bool = False
+    distributed: bool = False
 
     @property
     def first(self) -> bool:
-        """Whether this process is the one that owns the run's directory and speaks."""
+        """Whether this process owns the run's directory and prints."""
         return self.rank == 0
 
-    def part(self, batch: Batch) -> tuple[Batch, float]:
+    def shard_batch(self, batch: Batch) -> tuple[Batch, float]:
         """This rank's rows of a batch of B, and the weight of their mean loss.
 
-        Rank r has the rows from floor(r B / R) on, n_r targets of n in all; its weight is R n_r / n, so that the mean
-        over ranks of the weighted gradients is the gradient of the mean over the whole batch.
+        Rank r of R has the rows from floor(r B / R) on, with n_r of the n targets. Its weight is R n_r / n, so that the
+        mean over ranks of the weighted gradients is the gradient of the mean over the batch.
         """
         rows = len(batch.inputs)
         if rows < self.size:
@@ -46,32 +52,32 @@ class Ranks:
         targets = batch.targets[own]
         return Batch(batch.inputs[own], targets), self.size * targets.numel() / batch.targets.numel()
 
-    def seed(self, seed: int, step: int) -> None:
+    def seed_step(self, seed: int, step: int) -> None:
         """Make torch's random numbers depend on seed, step and rank alone, so that no checkpoint has to hold them.
 
-        A process alone goes on with its own.
+        Without a process group, nothing is changed: the checkpoint holds the random state.
         """
-        if self.together:
+        if self.distributed:
             torch.manual_seed(int(generator(seed, step, self.rank).integers(2**63)))
 
     def mean(self, value: float) -> float:
-        """The mean of what the ranks have."""
+        """The mean of a number over ranks."""
         if self.size == 1:
             return value
         total = torch.tensor(value, dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
         return total.item() / self.size
 
-    def every(self, mine: T) -> list[T]:
-        """What each rank has, by rank; for small things."""
+    def all_gather(self, mine: T) -> list[T]:
+        """One object per rank, by rank; for small objects."""
         if self.size == 1:
             return [mine]
         found: list[T | None] = [None] * self.size
         dist.all_gather_object(found, mine)
         return found  # type: ignore[return-value]  # all of them are filled
 
-    def by_first(self, act: Callable[[], T]) -> T:
-        """What `act` returns on rank 0, on every rank; a fault of the user's or of files there is everybody's."""
+    def on_first(self, act: Callable[[], T]) -> T:
+        """Run `act` on rank 0 and return its result on every rank; a ValueError or OSError is raised on every rank."""
         if self.size == 1:
             return act()
         answer: list[T | Exception | None] = [None, None]
@@ -86,11 +92,11 @@ class Ranks:
         return answer[0]  # type: ignore[return-value]
 
 
-def launched() -> int:
-    """How many processes torchrun, or a launcher with the same environment, has started; 0: none."""
+def launched_processes() -> int:
+    """Number of processes that torchrun, or a launcher with the same environment, has started; 0 without one."""
     return int(os.environ["WORLD_SIZE"]) if {"RANK", "WORLD_SIZE"} <= os.environ.keys() else 0
 
 
-def is_first() -> bool:
-    """Whether this process is the one of its launcher that speaks; known without a process group."""
-    return os.environ.get("RANK", "0") == "0" or not launched()
+def is_first_process() -> bool:
+    """Whether this process prints; known without a process group."""
+    return os.environ.get("RANK", "0") == "0" or not launched_processes()

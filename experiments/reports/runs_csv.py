@@ -1,4 +1,4 @@
-"""The runs of a directory as a table, one row a run, for spreadsheets and for keeping."""
+"""The runs of a directory as a CSV file, one row per run."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from .records import Records
 COLUMNS = ("val_loss", "val_accuracy", "steps", "seconds", "step_ms", "optimizer_ms", "state_bytes_per_parameter")
 
 
-def write_table(records: Records, path: Path) -> None:
-    """Write labels, seed, status and, to six digits, the numbers of result.json; what a run does not have is empty."""
+def write_runs_csv(records: Records, path: Path) -> None:
+    """Write labels, seed, status and the numbers of result.json to six digits; numbers that a run lacks are empty."""
     axes = list(dict.fromkeys(axis for run in records.runs for axis in run.labels))
     with path.open("w", encoding="utf-8", newline="") as stream:
         writer = csv.writer(stream, lineterminator="\n")

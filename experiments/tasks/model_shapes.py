@@ -1,4 +1,4 @@
-"""Models as names and shapes: of a task, from a file, or counted from the numbers of a Llama."""
+"""Models as names and shapes of parameters, without data: from a file, of a Llama, or of a task."""
 
 from __future__ import annotations
 
@@ -13,11 +13,16 @@ from eigengraft.component import RecipeError
 from eigengraft.optimizers.recipe.routing import ParamInfo, describe_model
 from eigengraft.optimizers.recipe.yaml_files import read_yaml
 
-from ..tasks import Task
+from .base import Task
 
 
 class Llama(NamedTuple):
-    """The numbers of a Llama: layers, widths of the model, its feed-forward layers and its keys, words."""
+    """The dimensions of a Llama.
+
+    layers: number of transformer blocks.
+    width, hidden, keys: width of the model, of its feed-forward layers and of its keys and values.
+    vocabulary: number of tokens.
+    """
 
     layers: int
     width: int
@@ -26,17 +31,17 @@ class Llama(NamedTuple):
     vocabulary: int
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Every parameter by its name in the published checkpoints, a Linear's weight as [outputs, inputs]."""
+        """Yield every parameter by its name in published checkpoints; the weight of a Linear is [outputs, inputs]."""
         d, f = self.width, self.hidden
         yield "model.embed_tokens.weight", (self.vocabulary, d)
         for layer in range(self.layers):
-            inside = f"model.layers.{layer}"
+            block = f"model.layers.{layer}"
             for name, rows in (("q", d), ("k", self.keys), ("v", self.keys), ("o", d)):
-                yield f"{inside}.self_attn.{name}_proj.weight", (rows, d)
+                yield f"{block}.self_attn.{name}_proj.weight", (rows, d)
             for name, shape in (("gate", (f, d)), ("up", (f, d)), ("down", (d, f))):
-                yield f"{inside}.mlp.{name}_proj.weight", shape
+                yield f"{block}.mlp.{name}_proj.weight", shape
             for name in ("input", "post_attention"):
-                yield f"{inside}.{name}_layernorm.weight", (d,)
+                yield f"{block}.{name}_layernorm.weight", (d,)
         yield "model.norm.weight", (d,)
         yield "lm_head.weight", (self.vocabulary, d)
 
@@ -49,9 +54,9 @@ LLAMAS = {
 
 
 def parameters_of(model: str) -> Sequence[tuple[str, tuple[int, ...]] | ParamInfo]:
-    """The trainable parameters of what a user names: a file, a Llama or a task.
+    """The trainable parameters of a model given by the name of a file, a Llama or a task.
 
-    A task's come with the facts that routes see in its model.
+    Parameters of a task come with the module types and roles that routes read in its model.
     """
     if Path(model).suffix in (".txt", ".json", ".yaml", ".yml"):
         return read_shapes(Path(model))
@@ -68,13 +73,16 @@ def parameters_of(model: str) -> Sequence[tuple[str, tuple[int, ...]] | ParamInf
     task = Task.members[model]()
     assert isinstance(task, Task)
     module = task.new_model(0)
-    facts = describe_model(module)
-    return [facts[id(parameter)] for parameter in module.parameters() if parameter.requires_grad]
+    infos = describe_model(module)
+    return [infos[id(parameter)] for parameter in module.parameters() if parameter.requires_grad]
 
 
 def read_shapes(path: Path) -> Sequence[tuple[str, tuple[int, ...]]]:
-    """Lines "name 8x4" (# begins a comment, a name alone is a scalar); in .json and .yaml {name: [8, 4]}, or a list of
-    [name, [8, 4]]."""
+    """Read names and shapes from a file.
+
+    .txt: lines "name 8x4"; # begins a comment, a name alone is a scalar.
+    .json, .yaml: {name: [8, 4]}, or a list of [name, [8, 4]].
+    """
     data = _read(path)
     rows = list(data.items()) if isinstance(data, Mapping) else data
     if not isinstance(rows, list) or not rows:
@@ -82,7 +90,7 @@ def read_shapes(path: Path) -> Sequence[tuple[str, tuple[int, ...]]]:
     found: dict[str, tuple[int, ...]] = {}
     for row in rows:
         if not isinstance(row, (list, tuple)) or len(row) != 2 or not isinstance(row[0], str) or row[0] in found:
-            raise RecipeError(f"{path}: a name of its own and a shape are required, got {row!r}")
+            raise RecipeError(f"{path}: a new name and a shape are required, got {row!r}")
         found[row[0]] = _shape(row[1], f"{path}: {row[0]}")
     return list(found.items())
 

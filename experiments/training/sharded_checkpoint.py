@@ -1,7 +1,7 @@
-"""Checkpoints that many processes write together: `checkpoint-<step>/`, each rank its part, in torch's own format.
+"""Checkpoints of a run on several ranks: directories `checkpoint-<step>/` in torch's own distributed format.
 
-They are read by any number of ranks and under any `parallel`: parameters and state are saved by name, with what part of
-the whole each piece is. The last two are kept; a directory is complete when it has its name.
+Any number of ranks reads them under any `parallel`: shards of parameters and state are saved by name with their place
+in the full tensor. The last two checkpoints are kept. A directory gets its final name when it is complete.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _KEPT = 2
 _NOTES = "run.pt"
 
 
-def newest(run: RunDirectory) -> Path | None:
+def newest_checkpoint(run: RunDirectory) -> Path | None:
     """The last complete checkpoint."""
     return max(_complete(run), key=_step, default=None)
 
@@ -38,16 +38,19 @@ def _step(path: Path) -> int:
     return int(path.name.rpartition("-")[2])
 
 
-def save(
+def save_sharded(
     run: RunDirectory, ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer, notes: Mapping[str, Any]
 ) -> None:
-    """Write a checkpoint of `notes["step"]`; all ranks call it. notes: the rest of the run, rank 0's."""
+    """Write the checkpoint of step `notes["step"]`; all ranks call it.
+
+    notes: the state of the run besides model and optimizer, saved by rank 0.
+    """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save as write
 
     final = run.path / f"checkpoint-{notes['step']}"
     temporary = run.path / f".{final.name}{PARTIAL}"
-    ranks.by_first(lambda: shutil.rmtree(temporary, ignore_errors=True))
+    ranks.on_first(lambda: shutil.rmtree(temporary, ignore_errors=True))
     try:
         write(_state(model, optimizer), checkpoint_id=temporary)
     except CheckpointException as error:
@@ -55,7 +58,7 @@ def save(
 
     def publish() -> None:
         with (temporary / _NOTES).open("wb") as stream:
-            torch.save({**notes, "metrics_bytes": run.covered()}, stream)
+            torch.save({**notes, "metrics_bytes": run.metrics_size()}, stream)
             stream.flush()
             os.fsync(stream.fileno())
         temporary.replace(final)
@@ -64,19 +67,21 @@ def save(
             old.replace(doomed)  # so that a kill leaves no half of it under its name
             shutil.rmtree(doomed)
 
-    ranks.by_first(publish)
+    ranks.on_first(publish)
 
 
-def load(run: RunDirectory, ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+def load_sharded(
+    run: RunDirectory, ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, Any] | None:
     """Restore model and optimizer from the last checkpoint and return its notes; None when there is none.
 
-    Rows of metrics that it does not cover are dropped.
+    Rows of metrics after the checkpoint are dropped.
     """
     from torch.distributed.checkpoint import state_dict
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_loader import load as read
 
-    found, notes = ranks.by_first(lambda: _notes(run))
+    found, notes = ranks.on_first(lambda: _notes(run))
     if found is None or notes is None:
         return None
     state = _state(model, optimizer)
@@ -94,7 +99,7 @@ def _notes(run: RunDirectory) -> tuple[Path | None, dict[str, Any] | None]:
     """The last checkpoint and its notes."""
     if (run.path / "checkpoint.pt").exists():
         raise RecipeError(f"{run.path}: its checkpoint is of a single process; continue it with parallel=none")
-    found = newest(run)
+    found = newest_checkpoint(run)
     notes = None
     if found is not None:
         try:
@@ -106,7 +111,7 @@ def _notes(run: RunDirectory) -> tuple[Path | None, dict[str, Any] | None]:
 
 
 def _first(error: BaseException) -> str:
-    """What went wrong on the first rank that says so; torch's own text is a traceback."""
+    """The error of the first failing rank in one line; torch's own text is a traceback."""
     failures = getattr(error, "failures", None)
     fault = next(iter(failures.values()))[0] if failures else error
     return f"{type(fault).__name__}: {fault}"
