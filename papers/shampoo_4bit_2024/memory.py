@@ -1,4 +1,4 @@
-"""What Shampoo's state costs with and without 4-bit storage, from the shapes of four models alone.
+"""Count the bytes of Shampoo's state with and without 4-bit storage, from the shapes of four models alone.
 
 The paper (Wang et al. 2024, arXiv:2405.18144, Table 2) reports the peak memory of training runs; the difference between
 a run with Shampoo and one without is Shampoo's state. Here an Optimizer is made for parameters of the same shapes, and
@@ -116,7 +116,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "shampoo_cq_ef": ("shampoo_cq_ef", *STORED),
     "shampoo_cq": ("shampoo_cq", *STORED),
 }
-"""What is counted: a recipe, and what differs from it."""
+"""What is counted: a recipe and its overrides."""
 
 
 def compare(model: str) -> dict[str, Any]:

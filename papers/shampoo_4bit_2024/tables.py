@@ -34,7 +34,7 @@ EPS = 1e-6
 
 
 class Errors(NamedTuple):
-    """nre, and ae in degrees."""
+    """nre: relative error in the Frobenius norm. ae: angle in degrees."""
 
     nre: float
     ae: float
@@ -57,7 +57,7 @@ def formats(book: str) -> dict[str, Quantizer]:
 
 
 def stored(x: Tensor, how: Quantizer) -> Tensor:
-    """What is read of a matrix `[n, n]` after it was stored."""
+    """The matrix `[n, n]` decoded after it was stored."""
     slot = Slot(tuple(x.shape), role="basis" if getattr(how, "kind", "") == "orthogonal" else "statistic")
     return how.decode(how.encode(x[None]), slot, x.dtype)[0]
 

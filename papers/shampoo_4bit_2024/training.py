@@ -1,4 +1,4 @@
-"""What fewer bits cost in training: runs that differ in storage alone, compared seed by seed.
+"""Compare training runs that differ in storage alone, seed by seed.
 
     d_s = loss of seed s - loss of seed s in 32 bits,   spread = max - min over the seeds in 32 bits
 Loss is that on the validation data at the end of a run, in nats. Equal seeds mean equal initial weights and batches.
@@ -22,13 +22,13 @@ Row = dict[str, Any]
 
 
 def same_but_storage(config: dict[str, Any]) -> str:
-    """All of an experiment but how its optimizer is stored, and its seed."""
+    """An experiment without its storage and seed, as a key."""
     recipe = {key: value for key, value in config["recipe"].items() if key not in ("name", "about", "storage")}
     return json.dumps({**config, "recipe": recipe, "seed": None, "name": None}, sort_keys=True)
 
 
 def collect(directory: Path) -> list[Row]:
-    """One row for each run of a study; `than` names the method in 32 bits that differs in storage alone.
+    """One row per run of a study; `than` names the method in 32 bits that differs in storage alone.
 
     Raises ValueError where a run is not finished. A run that diverged has no loss.
     """
@@ -41,9 +41,9 @@ def collect(directory: Path) -> list[Row]:
 
 
 def _row(run: Run, than: str | None) -> Row:
-    kept = ("diverged", "val_loss", "val_accuracy", "state_bytes_per_parameter")
+    fields = ("diverged", "val_loss", "val_accuracy", "state_bytes_per_parameter")
     about = {**run.labels, "seed": run.seed, "lr": learning_rate(run.config), "steps": run.config["steps"]}
-    return {**about, "than": than if than != run.labels["method"] else None, **{key: run.result[key] for key in kept}}
+    return {**about, "than": than if than != run.labels["method"] else None, **{key: run.result[key] for key in fields}}
 
 
 class Cell(NamedTuple):
@@ -93,8 +93,8 @@ def _against(some: list[float | None], plain: list[float | None] | None) -> tupl
 
 
 def summary(rows: list[Row], task: str) -> list[str]:
-    """The lines of a table: what a task's methods lose, on average and at most."""
-    head = ["method", "bytes a parameter", "loss, mean ± s.d.", "mean difference", "largest, in spreads"]
+    """The lines of a table: the mean and the largest loss difference of every method of a task."""
+    head = ["method", "bytes per parameter", "loss, mean ± s.d.", "mean difference", "largest, in spreads"]
     lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
     for cell in cells(rows, task):
         size = f"{cell.row['state_bytes_per_parameter']:.2f}"
