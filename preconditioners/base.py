@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, final
+from typing import Annotated, ClassVar, final
 
-from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
+from pydantic import Field
 from torch import Tensor
 
-from eigengraft.component import FAMILY_MARK, Component
+from eigengraft.chains import Chain
+from eigengraft.component import Component
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import Rotation, StepContext
 
@@ -174,26 +175,7 @@ class Stage(Component, ABC, family="stage"):
             context.rotation.overwrite(turned)
 
 
-def _as_stages(value: Any) -> Any:
-    return value if isinstance(value, (list, tuple)) else (value,)
-
-
-def _distinct(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
-    labels = [stage.label for stage in stages]
-    twice = sorted({label for label in labels if labels.count(label) > 1})
-    if twice:
-        raise ValueError(f"stages of a chain need distinct names: give each '{twice[0]}' its own `name`")
-    return stages
-
-
-_STAGE = {FAMILY_MARK: "stage"}
-Stages = Annotated[
-    tuple[Stage, ...],
-    BeforeValidator(_as_stages),
-    AfterValidator(_distinct),
-    Field(strict=False),
-    WithJsonSchema({"anyOf": [{"type": "array", "items": _STAGE}, _STAGE]}),
-]
+Stages = Annotated[tuple[Stage, ...], Chain("stage", "stages of a chain")]
 """A chain: stages in order. In YAML a list, or a single stage."""
 
 

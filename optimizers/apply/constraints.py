@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
-from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
+from pydantic import Field
 from torch import Tensor
 
-from eigengraft.component import FAMILY_MARK, Component
+from eigengraft.chains import Chain
+from eigengraft.component import Component
 from eigengraft.numerics import block_norm, compute_dtype, safe_ratio
 from eigengraft.slots import Slot
 
@@ -99,24 +100,5 @@ def norms(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)).to(dtype)
 
 
-def _as_constraints(value: Any) -> Any:
-    return value if isinstance(value, (list, tuple)) else (value,)
-
-
-def _distinct(constraints: tuple[Constraint, ...]) -> tuple[Constraint, ...]:
-    labels = [constraint.label for constraint in constraints]
-    twice = sorted({label for label in labels if labels.count(label) > 1})
-    if twice:
-        raise ValueError(f"constraints need distinct names: give each '{twice[0]}' its own `name`")
-    return constraints
-
-
-_CONSTRAINT = {FAMILY_MARK: "constraint"}
-Constraints = Annotated[
-    tuple[Constraint, ...],
-    BeforeValidator(_as_constraints),
-    AfterValidator(_distinct),
-    Field(strict=False),
-    WithJsonSchema({"anyOf": [{"type": "array", "items": _CONSTRAINT}, _CONSTRAINT]}),
-]
+Constraints = Annotated[tuple[Constraint, ...], Chain("constraint", "constraints")]
 """Constraints in order; in YAML a list, or a single one."""

@@ -40,10 +40,13 @@ def apply_overrides(
 def override_pairs(overrides: Overrides, parse: Callable[[str], Any] = json_value) -> list[tuple[str, Any]]:
     """(dotted path, value) of every override; `parse` reads the values of strings."""
     if isinstance(overrides, Mapping):
-        pairs = [(str(path).strip(), copy.deepcopy(value)) for path, value in overrides.items()]
-        if not all(path for path, _ in pairs):
-            raise RecipeError("overrides: the path of a field is required for every value, got ''")
-        return [(path, v.model_dump(mode="json") if isinstance(v, Component) else v) for path, v in pairs]
+        for path in overrides:
+            if not str(path).strip():
+                raise RecipeError(f"overrides: the path of a field is required for every value, got {path!r}")
+        return [(str(path).strip(), _plain(value)) for path, value in overrides.items()]
+    if not isinstance(overrides, Iterable):
+        required = "a mapping {path: value} or strings path.to.field=value are required"
+        raise RecipeError(f"overrides: {required}, got {type(overrides).__name__}")
     pairs = []
     for override in [overrides] if isinstance(overrides, str) else overrides:
         path, equals, text = str(override).partition("=")
@@ -51,6 +54,15 @@ def override_pairs(overrides: Overrides, parse: Callable[[str], Any] = json_valu
             raise RecipeError(f"override '{override}': the form path.to.field=value is required")
         pairs.append((path.strip(), parse(text.strip())))
     return pairs
+
+
+def _plain(value: Any) -> Any:
+    """A copy of a value with components as plain data, into which later paths can lead."""
+    if isinstance(value, Component):
+        return value.model_dump(mode="json")
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def assign_paths(data: Mapping[str, Any], pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:

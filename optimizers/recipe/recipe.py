@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import suppress
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
@@ -12,7 +13,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from eigengraft.blocking import Blocking
 from eigengraft.component import FAMILY_MARK, Component
 from eigengraft.distributed.distribution import Distribution
-from eigengraft.preconditioners import RMS, Momentum, Stages, walk
+from eigengraft.preconditioners import RMS, Momentum, Stages, chain_slots, walk
 from eigengraft.quantization import Quantizer
 from eigengraft.slots import Role
 
@@ -26,6 +27,10 @@ SIGNALS = frozenset({"lr", "parameter_rms"})
 
 
 _STORAGE = {"type": "object", "additionalProperties": {FAMILY_MARK: "quantizer"}}
+
+
+_SHAPES = ((1,), (2,), (2, 2), (2, 3), (3, 2), (64, 64), (2, 2, 2), (2, 3, 4), (2, 2, 2, 2))
+"""Shapes of blocks over which a recipe is asked for the slots it may have."""
 
 
 class Failure(Component):
@@ -62,6 +67,15 @@ class Update(Component):
         yield from walk(self.update, f"{prefix}update")
         yield from walk(self.after_decay, f"{prefix}after_decay")
 
+    def storable_roles(self) -> frozenset[str]:
+        """Roles of the slots that a quantizer can be chosen for by role, over blocks of some shape."""
+        found: set[str] = set()
+        for block in _SHAPES:
+            for stages in (self.update, self.after_decay):
+                with suppress(ValueError):  # a stage may refuse a shape; building says so if a parameter has it
+                    found |= {slot.role for _, _, slot in chain_slots(stages, block) if not slot.sensitive}
+        return frozenset(found - {"iterate", "count"})
+
     def lagging(self) -> bool:
         """Whether the first gradient only primes statistics."""
         return any(stage.lagged() for _, stage in self.stages())
@@ -87,6 +101,19 @@ class Route(Update):
         default=None, description="decay of these parameters; default: the recipe's"
     )
     optional: bool = Field(default=False, description="whether it is fine that no parameter matches")
+
+
+def _require_role(role: str, roles: Collection[str]) -> None:
+    """Raises ValueError for a role in `storage` that no slot has which could be coded by its role."""
+    if role in ("iterate", "count"):
+        what = "iterates and counts are always stored as they are computed; remove the entry"
+        raise ValueError(f"storage: a role of slots that can be coded is required ({what}), got '{role}'")
+    if role not in roles:
+        known = ", ".join(sorted(roles)) or "none"
+        raise ValueError(
+            f"storage: a role that some stage has is required (there are: {known}; slots of a graft's magnitude are "
+            f"named by stage path), got '{role}'"
+        )
 
 
 def adam_route() -> Route:
@@ -148,7 +175,9 @@ class Recipe(Update):
         stages = [path for where, rule in self.updates().items() for path, _ in rule.stages(where)]
         for key in self.storage:
             stage = key.partition("/")[0]
-            if key not in get_args(Role) and stage not in stages:
+            if key in get_args(Role):
+                _require_role(key, {role for rule in self.updates().values() for role in rule.storable_roles()})
+            elif stage not in stages:
                 near = difflib.get_close_matches(stage, [*get_args(Role), *stages], n=1)
                 hint = f", did you mean '{near[0]}'?" if near else ""
                 raise ValueError(f"storage: a role, a stage path or a stage path/slot is required, got '{key}'{hint}")

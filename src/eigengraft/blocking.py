@@ -6,11 +6,11 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from eigengraft.component import Component
@@ -29,6 +29,14 @@ class Blocking(Component):
     )
     merge_from: Literal["last", "first"] = Field(default="last", description="the axis that merging begins at")
     keep_axes: int = Field(default=1, ge=1, description="stop merging when so many axes are left")
+
+    @model_validator(mode="after")
+    def _merges(self) -> Self:
+        for name in ("merge_from", "keep_axes"):
+            value = getattr(self, name)
+            if self.merge is None and value != type(self).model_fields[name].default:
+                raise ValueError(f"{name}: `merge` is required, without which no axes are merged, got {value!r}")
+        return self
 
     def merged(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape after merging; axes of length 1 vanish when merging is on, and a scalar is a vector of length 1."""

@@ -17,11 +17,9 @@ from eigengraft.stacks import Stack
 
 shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 full_shapes = st.lists(st.integers(1, 7), max_size=4).map(tuple)
-blockings = st.builds(
-    Blocking,
-    size=st.none() | st.integers(1, 6),
-    merge=st.none() | st.integers(1, 40),
-    keep_axes=st.integers(1, 3),
+sizes = st.none() | st.integers(1, 6)
+blockings = st.builds(Blocking, size=sizes) | st.builds(
+    Blocking, size=sizes, merge=st.integers(1, 40), keep_axes=st.integers(1, 3)
 )
 
 
@@ -178,6 +176,8 @@ def test_selecting_parameters_selects_their_rows(
         ({"size": 0}, "size: .*greater than or equal to 1, got 0"),
         ({"merge": -1}, "merge: .*greater than or equal to 1, got -1"),
         ({"keep_axes": 0}, "keep_axes: .*greater than or equal to 1, got 0"),
+        ({"keep_axes": 2}, "keep_axes: `merge` is required, .*, got 2"),
+        ({"merge_from": "first"}, "merge_from: `merge` is required, .*, got 'first'"),
         ({"size": 2.5}, "size: .*integer, got 2.5"),
         ({"sice": 2}, "sice: unknown field.*size.*, got 2"),
     ],

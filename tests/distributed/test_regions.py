@@ -25,10 +25,11 @@ shapes = st.one_of([st.tuples(*[lengths] * ndim) for ndim in (2, 3, 1, 4, 0)]).f
 meshes = st.sampled_from(
     [m for k in (3, 2, 1) for m in itertools.product(range(5, 0, -1), repeat=k) if math.prod(m) <= 12]
 )
-blockings = st.builds(
+sizes = st.none() | st.integers(1, 6)
+blockings = st.builds(Blocking, size=sizes) | st.builds(
     Blocking,
-    size=st.none() | st.integers(1, 6),
-    merge=st.none() | st.integers(1, 40),
+    size=sizes,
+    merge=st.integers(1, 40),
     merge_from=st.sampled_from(["last", "first"]),
     keep_axes=st.integers(1, 3),
 )

@@ -121,6 +121,25 @@ def test_resume_after_a_thaw(frozen_again: bool) -> None:
     assert same(snapshot(optimizer), snapshot(twin))
 
 
+def test_load_hooks_of_the_user_come_before_the_check_and_after_the_load() -> None:
+    """An earlier hook may adapt the state dict, a later one finds the loaded state."""
+    (trained, fresh), seen = (parameters(torch.float32) for _ in range(2)), []
+    source, target = Optimizer(trained, "adamw"), Optimizer(fresh, "adamw")
+    drive(source, trained, range(3))
+    shown = target.state
+
+    def adapt(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return {**state_dict, "state": {index: state for index, state in state_dict["state"].items() if index != "x"}}
+
+    target.register_load_state_dict_pre_hook(adapt)
+    target.register_load_state_dict_post_hook(lambda other: seen.append(int(other.state[fresh[0]]["step"])), True)
+    saved = source.state_dict()
+    target.load_state_dict({**saved, "state": {**saved["state"], "x": {}}})
+    assert seen == [3] and target.state is shown
+    target.load_state_dict(source.state_dict())
+    assert seen == [3, 3], "no hook of a load stays behind"
+
+
 def test_a_loaded_state_is_a_copy() -> None:
     params, other = parameters(torch.float32), parameters(torch.float32)
     one, two = Optimizer(params, "soap"), Optimizer(other, "soap")

@@ -200,6 +200,30 @@ def test_overrides_apply_in_order() -> None:
     assert recipe.lr == 2 and (solver["kind"], solver["order"]) == ("eigh", "ascending")
 
 
+def test_a_mapping_of_overrides_says_what_strings_say() -> None:
+    strings = ["update.eigenbasis.refresh.steps=1", "update.eigenbasis.solver.kind=eigh", "storage={}", "lr=1e-4"]
+    mapping = {
+        "update.eigenbasis.refresh.steps": 1,
+        "update.eigenbasis.solver.kind": "eigh",
+        "storage": {},
+        "lr": 1e-4,
+    }
+    assert load_recipe("soap", mapping) == load_recipe("soap", strings) != load_recipe("soap")
+    assert load_recipe("soap", "lr=1e-4") == load_recipe("soap", {"lr": 1e-4})
+    later = {"update.eigenbasis.inner": [RMS()], "update.eigenbasis.inner.rms.beta": 0.5}
+    inner = load_recipe("soap", later).update[0].inner  # type: ignore[attr-defined]
+    assert inner == (RMS(beta=0.5),)
+
+
+def test_optimizer_and_compose_take_overrides() -> None:
+    wanted = load_recipe("soap", ["update.eigenbasis.refresh.steps=1"])
+    for overrides in (["update.eigenbasis.refresh.steps=1"], {"update.eigenbasis.refresh.steps": 1}):
+        net = model()
+        assert eigengraft.compose("soap", net, overrides=overrides).recipe == wanted
+        assert eigengraft.compose("soap", net.named_parameters(), overrides=overrides).recipe == wanted
+        assert eigengraft.Optimizer(net.parameters(), "soap", overrides=overrides).recipe == wanted
+
+
 def test_switching_a_kind_drops_the_fields_of_the_old_one_but_not_the_name() -> None:
     data = {"update": [{"kind": "rms", "name": "second", "beta": 0.5}], "solver": {"kind": "a", "x": 1}, "bare": "rms"}
     changed = apply_overrides(data, ["update.second.kind=sign", "solver.kind=b", "bare.kind=sign", "bare.y=1"])
@@ -245,6 +269,26 @@ def test_a_single_stage_is_addressed_as_if_in_a_list() -> None:
 def test_wrong_overrides(override: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         load_recipe("soap", [override])
+    with pytest.raises(RecipeError, match=message):
+        eigengraft.compose("soap", model(), overrides=[override])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"update.eigenbasis.refresh.steps": 0}, r"^update.eigenbasis.refresh.steps: .*, got 0"),
+        ({"update.eigenbas.refresh.steps": 1}, r"^update.eigenbas.refresh.steps: there is no 'eigenbas' in 'update'"),
+        ({"update.eigenbasis.inner.rms.beta": "0.5"}, r"^update.eigenbasis.inner.rms.beta: .*number, got '0.5'"),
+        ({" ": 1}, r"^overrides: the path of a field is required for every value, got ' '"),
+        ([3], r"^override '3': the form path.to.field=value is required"),
+        (3, r"^overrides: a mapping .* or strings .* are required, got int"),
+    ],
+    ids=str,
+)
+def test_a_wrong_mapping_of_overrides(overrides: Any, message: str) -> None:
+    for make in (load_recipe, lambda recipe, changes: eigengraft.compose(recipe, model(), overrides=changes)):
+        with pytest.raises(RecipeError, match=message):
+            make("soap", overrides)
 
 
 def test_an_ambiguous_path_is_an_error() -> None:

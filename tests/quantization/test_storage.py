@@ -134,8 +134,9 @@ def test_the_magnitude_of_a_graft_is_coded_only_by_its_path(name: str, magnitude
     parameter = torch.nn.Parameter(torch.zeros(8, 3))
 
     def keys(storage: Any) -> set[str]:
-        optimizer = Optimizer([parameter], {"update": graft, "routes": [], "storage": storage})
-        return {key for key in optimizer.state[parameter] if "/v" in key}
+        optimizer = Optimizer([parameter], {"update": ["rms", graft], "routes": [], "storage": storage})
+        assert not storage or storage != CODED or "0/update.rms/v/codes" in optimizer.state[parameter]
+        return {key for key in optimizer.state[parameter] if "/v" in key and f"update.{name}." in key}
 
     (plain,) = keys({})
     assert keys(CODED) == {plain}
@@ -148,6 +149,9 @@ def test_the_magnitude_of_a_graft_is_coded_only_by_its_path(name: str, magnitude
     [
         ({"statistics": "symmetric"}, "role, a stage path or .* got 'statistics', did you mean 'statistic'"),
         ({"update.shampo": "symmetric"}, "did you mean 'update.shampoo'"),
+        ({"iterate": "bf16"}, "iterates and counts are always stored as they are computed; remove .* got 'iterate'"),
+        ({"count": "bf16"}, "iterates and counts are always stored as they are computed; remove .* got 'count'"),
+        ({"basis": "bf16"}, r"a role that some stage has .*there are: first_moment, root, statistic; .*, got 'basis'"),
         ({"statistic": "int5"}, "storage.statistic: unknown quantizer kind 'int5'"),
         ({"statistic": {"kind": "symmetric", "upper": True}}, "upper: unknown field"),
     ],
