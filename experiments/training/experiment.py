@@ -11,6 +11,7 @@ from pydantic_core.core_schema import ValidationInfo
 
 import eigengraft
 from eigengraft.component import Component, checked
+from eigengraft.optimizers.recipe.inheritance import raw_recipe
 from eigengraft.optimizers.recipe.yaml_files import parse_yaml
 
 from ..tasks import Task
@@ -78,7 +79,7 @@ def resolved(data: Mapping[str, Any]) -> dict[str, Any]:
     overrides = data.pop("overrides", None) or ()
     recipe = data.get("recipe")
     if isinstance(recipe, Mapping):
-        recipe = checked(eigengraft.Recipe, dict(recipe), "recipe")
+        recipe = checked(eigengraft.Recipe, raw_recipe(recipe), "recipe")
     if recipe is not None:
         data["recipe"] = eigengraft.load_recipe(recipe, overrides, parse_yaml)
     return data

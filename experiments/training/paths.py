@@ -17,8 +17,10 @@ def resolve_paths(fields: Mapping[str, Any], home: Path) -> dict[str, Any]:
 def _located(path: str, value: Any, home: Path) -> Any:
     if path == "imports" and isinstance(value, (list, tuple)):
         return [str(home / name) if names_a_file(str(name)) else name for name in value]
-    if path == "recipe" and isinstance(value, str) and value.endswith((".yaml", ".yml", ".json")):
+    if path in ("recipe", "recipe.base") and isinstance(value, str) and value.endswith((".yaml", ".yml", ".json")):
         return str(home / value)
+    if path == "recipe" and isinstance(value, Mapping) and "base" in value:
+        return {**value, "base": _located("recipe.base", value["base"], home)}
     if path == "task.path" and isinstance(value, str):
         return str(home / value)
     if path == "task" and isinstance(value, Mapping) and isinstance(value.get("path"), str):

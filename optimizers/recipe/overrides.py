@@ -16,6 +16,7 @@ from eigengraft.component import Component, RecipeError, families, stage_name
 
 Overrides = Mapping[str, Any] | Iterable[str]
 """Changes of a declaration: a mapping {dotted path: value}, or strings "dotted.path=value"; applied in order."""
+_CHAINS = ("update.", "after_decay.", "routes.")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
@@ -69,8 +70,18 @@ def assign_paths(data: Mapping[str, Any], pairs: Iterable[tuple[str, Any]]) -> d
     """A copy of raw `data` with every (dotted path, value) assigned in order."""
     result = copy.deepcopy(dict(data))
     for path, value in pairs:
-        _assign(result, path.split("."), value, path)
+        _assign(result, _split(result, path), value, path)
     return result
+
+
+def _split(data: Mapping[str, Any], path: str) -> list[str]:
+    """The names in a dotted path. A key of `storage` is one name, also where it is the path of a stage or slot."""
+    first, _, rest = path.partition(".")
+    if first != "storage" or not rest.startswith(_CHAINS):
+        return path.split(".")
+    held = [key for key in data.get(first) or () if rest == key or rest.startswith(f"{key}.")]
+    key = max(held, key=len, default=rest)
+    return [first, key, *rest[len(key) :].split(".")[1:]]
 
 
 def _assign(node: Any, parts: list[str], value: Any, path: str) -> None:

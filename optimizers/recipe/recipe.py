@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from contextlib import suppress
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 from eigengraft.blocking import Blocking
 from eigengraft.component import FAMILY_MARK, Component
@@ -139,8 +139,24 @@ def _routes(value: Any) -> Any:
 _RouteInput = Literal["default"] | tuple[Route | Literal["default"], ...]
 
 
+def _with_base(schema: dict[str, Any]) -> None:
+    """Adds to the JSON schema what `inheritance` resolves before a recipe is validated."""
+    schema["properties"]["base"] = {
+        "anyOf": [{"type": "string"}, {"type": "object"}],
+        "description": "the recipe whose fields these replace: a shipped name, the path of a YAML file, or a recipe",
+    }
+    schema["properties"]["set"] = {
+        "type": "object",
+        "description": "values inside fields of the base, by dotted path: {update.eigenbasis.refresh.steps: 1}",
+    }
+    schema["required"].remove("update")
+    schema["anyOf"] = [{"required": ["update"]}, {"required": ["base"]}]
+
+
 class Recipe(Update):
     """The update of all parameters that no route takes, the routes, and what is common to both."""
+
+    model_config = ConfigDict(json_schema_extra=_with_base)
 
     name: str | None = Field(default=None, description="what reports call it")
     about: str | None = Field(default=None, description="the paper and equations it follows")

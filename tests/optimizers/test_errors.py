@@ -151,8 +151,8 @@ FILES: dict[str, tuple[str | bytes, str]] = {
     "malformed": ("update: [rms", r"mine\.yaml, line \d+, column \d+: "),
     "tab": ("update:\n\t- rms", r"mine\.yaml, line 2, column 1: "),
     "twice the same key": ("update: rms\nupdate: sign", r"mine\.yaml, line 2, column 1: .*update"),
-    "a list": ("- rms", r"mine\.yaml: a mapping with `update` is required, got list"),
-    "empty": ("", r"mine\.yaml: a mapping with `update` is required, got NoneType"),
+    "a list": ("- rms", r"mine\.yaml: a mapping with `update` or `base` is required, got list"),
+    "empty": ("", r"mine\.yaml: a mapping with `update` or `base` is required, got NoneType"),
     "not text": (b"\xff\xfe\x00", r"mine\.yaml: a readable UTF-8 file is required"),
     "a fault": ("update:\n  - kind: rms\n    beta: 2", r"update\.rms\.beta: .*, got 2$"),
 }

@@ -391,6 +391,8 @@ RIGHT = [
     *(f"update: {chain}" for chain in GRAMMAR.values()),
     "update: {kind: shampoo, exponent: 1/4}",
     "update: {kind: shampoo, exponent: 0.25}",
+    "{base: soap, lr: 1, set: {update.eigenbasis.refresh.steps: 1}}",
+    "{base: {update: rms}, routes: []}",
     "{update: rms, routes: default}",
     "{update: rms, routes: []}",
     "{update: rms, routes: [{name: a, update: sign, match: {role: norm, name: [x, y], ndim: 1, module: Linear}}]}",
@@ -410,6 +412,9 @@ WRONG = [
     "{update: rms, routes: [{update: rms}]}",
     "{update: rms, routes: defalt}",
     "{update: rms, learning_rate: 1}",
+    "{base: soap, learning_rate: 1}",
+    "{base: soap, set: [lr]}",
+    "{base: 3, lr: 1}",
     "lr: 1",
 ]
 

@@ -1,0 +1,131 @@
+"""Recipes that say only what distinguishes them from the recipe they are based on."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import eigengraft
+from eigengraft import RecipeError, load_recipe
+from eigengraft.experiments.training.loading import load_experiment
+from eigengraft.optimizers.recipe.overrides import apply_overrides, differences
+from eigengraft.optimizers.recipe.yaml_files import shipped
+from eigengraft.preconditioners import RMS, Gram, Momentum
+
+REFRESH = "update.eigenbasis.refresh.steps"
+
+
+def test_a_base_alone_is_the_base() -> None:
+    assert load_recipe({"base": "soap"}) == load_recipe("soap")
+
+
+def test_fields_beside_the_base_replace_its_fields() -> None:
+    recipe = load_recipe({"base": "soap_4bit", "lr": 0.5, "storage": {"basis": "bf16"}})
+    assert recipe == load_recipe("soap_4bit").replace(lr=0.5, storage={"basis": {"kind": "bf16"}})
+
+
+def test_values_inside_the_base_are_addressed_as_on_the_command_line() -> None:
+    changes = {REFRESH: 3, "update.eigenbasis.solver.kind": "eigh", "blocking.size": None, "routes.adam.lr_ratio": 0.5}
+    overrides = [f"{REFRESH}=3", "update.eigenbasis.solver.kind=eigh", "blocking.size=null", "routes.adam.lr_ratio=0.5"]
+    assert load_recipe({"base": "soap", "set": changes}) == load_recipe("soap", overrides)
+
+
+def test_components_may_stand_in_a_mapping_with_a_base() -> None:
+    chain = (Momentum(beta=0.8), RMS())
+    assert load_recipe({"base": "adamw", "update": chain}) == load_recipe("adamw").replace(update=chain)
+    found = load_recipe({"base": load_recipe("soap"), "set": {"update.eigenbasis.statistic": Gram(beta=0.5)}})
+    assert found == load_recipe("soap", ["update.eigenbasis.statistic.beta=0.5"])
+    assert load_recipe({"base": [RMS()], "lr": 2}) == load_recipe([RMS()]).replace(lr=2.0)
+
+
+def test_files_are_based_on_files_beside_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "recipes"
+    folder.mkdir()
+    (folder / "first.yaml").write_text(f"{{base: soap, lr: 1, set: {{{REFRESH}: 2}}}}")
+    (folder / "second.yaml").write_text("{base: first.yaml, lr: 2}")
+    monkeypatch.chdir(tmp_path)
+    expected = load_recipe("soap", [f"{REFRESH}=2", "lr=2", "name=second"])
+    assert load_recipe("recipes/second.yaml") == load_recipe(folder / "second.yaml") == expected
+    (tmp_path / "experiment.yaml").write_text("{task: digits, steps: 1, recipe: {base: recipes/first.yaml, lr: 3}}")
+    monkeypatch.chdir(folder)
+    assert load_experiment(tmp_path / "experiment.yaml").recipe == load_recipe("first.yaml", ["lr=3"])
+
+
+def test_a_checkpoint_holds_the_resolved_recipe() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3, 2))
+    derived = eigengraft.Optimizer([parameter], {"base": "soap", "set": {REFRESH: 3}})
+    plain = eigengraft.Optimizer([parameter], load_recipe("soap", [f"{REFRESH}=3"]))
+    assert "base" not in load_recipe(derived.recipe.to_json()).declaration()
+    plain.load_state_dict(derived.state_dict())
+
+
+def test_storage_of_a_stage_is_one_name_in_a_path() -> None:
+    """Keys of `storage` may hold dots; a longer path goes on inside the quantizer."""
+    key = "update.graft.magnitude.rms"
+    set_ = apply_overrides({"storage": {}}, [f'storage.{key}={{"kind": "bf16"}}', f"storage.{key}/v=int8"])
+    assert set_ == {"storage": {key: {"kind": "bf16"}, f"{key}/v": "int8"}}
+    deeper = apply_overrides(set_, [f"storage.{key}.rounding=stochastic", f"storage.{key}/v.block_size=8"])
+    assert deeper["storage"][key] == {"kind": "bf16", "rounding": "stochastic"}
+    assert deeper["storage"][f"{key}/v"] == {"kind": "int8", "block_size": 8}
+    assert apply_overrides(set_, ["storage.statistic=symmetric"])["storage"]["statistic"] == "symmetric"
+
+
+DIFFERENCES = {
+    "soap_kl": {"about", "name", "update.eigenbasis.statistic"},
+    "adamw": {"about", "name", "weight_decay.kind", "weight_decay.rate", "weight_decay.placed"},
+    "shampoo_cq_ef": {"about", "name", "storage.statistic.error_feedback"},
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_a_shipped_recipe_differs_from_its_base_where_it_says(name: str) -> None:
+    base, found = load_recipe(shipped()[name]["base"]), load_recipe(name)
+    paths = {
+        line.partition(":")[0] for line in differences(base.model_dump(mode="json"), found.model_dump(mode="json"))
+    }
+    assert {next((p for p in DIFFERENCES[name] if path.startswith(p)), path) for path in paths} == DIFFERENCES[name]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({"base": "soup"}, r"^base: recipe 'soup': a shipped recipe or .* did you mean 'soap'"),
+        ({"base": 3}, r"^base: recipe: a name, path, mapping, list of stages or Recipe is required, got int$"),
+        ({"base": {"lr": 1}}, r"^base: update: required, got nothing"),
+        ({"base": "none.yaml"}, r"^base: none.yaml: an existing YAML file is required, got nothing there$"),
+        ({"base": "soap", "lrr": 1}, r"lrr: unknown field \(did you mean 'lr'\?\), got 1"),
+        ({"base": "soap", "set": {"lr": "fast"}}, r"lr: .*number, got 'fast'"),
+        ({"base": "soap", "set": ["lr=1"]}, r"^set: a mapping of dotted paths to values is required, got \['lr=1'\]$"),
+        ({"update": "rms", "set": {"lr": 1}}, r"^set: a `base` whose values it changes is required, got none$"),
+        (
+            {"base": "soap", "set": {"update.eigenbase.refresh.steps": 1}},
+            r"^set: update.eigenbase.refresh.steps: there is no 'eigenbase' in 'update', did you mean 'eigenbasis'",
+        ),
+        (
+            {"base": "soap", "blocking": {"size": 8}, "set": {"blocking.size": 4}},
+            r"^set: paths into fields of the base are required, got blocking.size, which is replaced beside it$",
+        ),
+        ({"base": {"base": "soap", "set": {"lr.x": 1}}}, r"^base: set: lr.x: 'lr' is the value 0.003 and has no"),
+        ({"base": {"schema": 7, "update": "rms"}}, r"^base: schema: version 1 is required, got 7$"),
+    ],
+)
+def test_a_wrong_base_is_refused_with_its_path(source: Any, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        load_recipe(source)
+
+
+def test_a_circle_of_bases_is_refused(tmp_path: Path) -> None:
+    for name, base in (("a", "b"), ("b", "c"), ("c", "a")):
+        (tmp_path / f"{name}.yaml").write_text(f"{{base: {base}.yaml, lr: 1}}")
+    with pytest.raises(RecipeError, match=r"not based on itself is required, got .*a.yaml -> .*c.yaml -> .*a.yaml"):
+        load_recipe(tmp_path / "a.yaml")
+
+
+def test_an_error_in_a_file_names_the_file_and_the_path(tmp_path: Path) -> None:
+    (tmp_path / "wrong.yaml").write_text("{update: {kind: rms, beta: 2}}")
+    (tmp_path / "mine.yaml").write_text("{base: wrong.yaml, lr: 1}")
+    with pytest.raises(RecipeError) as error:
+        load_recipe(tmp_path / "mine.yaml")
+    first, second = str(error.value).splitlines()
+    assert first == f"in {tmp_path / 'mine.yaml'}:" and second.startswith("base: ") and "update.rms.beta" in second
