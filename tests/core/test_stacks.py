@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from eigengraft import Optimizer, load_recipe, shipped_recipes, stacks
+from eigengraft import Optimizer, load_recipe, stacks
 
 from ..distributed.workers.memory import Watch
 from ..laws.quantizers import small
 from ..optimizers.test_kernels import at_once
+from ..recipes import COVER
 from ..trajectories import normal
 
 
@@ -76,7 +77,7 @@ def trained(recipe: str, steps: int, start: dict[str, Any] | None = None) -> tup
     return optimizer, [parameter.detach() for parameter in held]
 
 
-@pytest.mark.parametrize("recipe", shipped_recipes())
+@pytest.mark.parametrize("recipe", COVER)
 def test_cut_stacks_make_the_same_steps(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """float64, in which a batch of products may be rounded otherwise than one of them."""
     whole, expected = trained(recipe, 12)

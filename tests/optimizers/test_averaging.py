@@ -21,12 +21,12 @@ from eigengraft import Optimizer, RecipeError, load_recipe
 from eigengraft.optimizers.engine.param_set import Hyper
 
 from ..laws.table import TABLE
+from ..recipes import COVER
 from ..trajectories import normal
 from .test_kernels import Kernels
 
 LR, RATE, STEPS = 0.2, 0.3, 24
 ROWS = TABLE["averaging"]
-SHIPPED = eigengraft.shipped_recipes()
 every_row = pytest.mark.parametrize("row", ROWS, ids=str)
 every_kind = pytest.mark.parametrize(
     "averaging", [dict(row.make) for row in ROWS if row.faults], ids=lambda m: m["kind"]
@@ -165,7 +165,7 @@ SOME = ("adamw", "reference/soap", "reference/distributed_shampoo")
 
 
 @pytest.mark.parametrize(
-    ("name", "decay"), [*((name, "decoupled") for name in SHIPPED), *((n, d) for n in SOME for d in DECAYS[1:])]
+    ("name", "decay"), [*((name, "decoupled") for name in COVER), *((n, d) for n in SOME for d in DECAYS[1:])]
 )
 def test_without_memory_primal_averaging_is_the_base_method(name: str, decay: str) -> None:
     """mu_x = 0 makes x = y = z: whatever the recipe, its blocks, its decay and its stages after decay."""
@@ -722,7 +722,7 @@ def test_wrong_declarations_name_the_field() -> None:
 
 
 @every_kind
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", COVER)
 def test_every_recipe_takes_every_averaging(name: str, averaging: dict[str, Any]) -> None:
     """Five steps, evaluation and back, and a resume from evaluation that goes on as the run that never stopped."""
     declared = {**load_recipe(name).model_dump(mode="json"), "averaging": averaging}

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import eigengraft
 from eigengraft import Optimizer, load_recipe
 
-SHIPPED = eigengraft.shipped_recipes()
+from ..recipes import COVER, with_options
+
 SHAPES = ((4, 3), (4, 3), (5,), ())
 BAD = (float("nan"), float("inf"), float("-inf"))
 
@@ -62,8 +62,7 @@ def run(recipe: str, detect: str, missing: bool) -> tuple[Optimizer, list[Tensor
     return optimizer, everything(optimizer)
 
 
-@pytest.mark.parametrize("detect", ["host", "device"])
-@pytest.mark.parametrize("recipe", SHIPPED)
+@pytest.mark.parametrize(("recipe", "detect"), with_options("host", "device"))
 def test_a_bad_gradient_is_as_if_there_were_none(recipe: str, detect: str) -> None:
     optimizer, got = run(recipe, detect, missing=False)
     _, want = run(recipe, detect, missing=True)
@@ -72,7 +71,7 @@ def test_a_bad_gradient_is_as_if_there_were_none(recipe: str, detect: str) -> No
     assert optimizer.skipped == {"p0": 2, "p2": 1}
 
 
-@pytest.mark.parametrize("recipe", SHIPPED)
+@pytest.mark.parametrize("recipe", COVER)
 def test_host_and_device_detection_agree(recipe: str) -> None:
     (one, host), (two, device) = run(recipe, "host", missing=False), run(recipe, "device", missing=False)
     for a, b in zip(host, device, strict=True):
@@ -135,10 +134,10 @@ def test_ignore_looks_at_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "size"), [(torch.float32, 1e30), (torch.float64, 1e200), (torch.bfloat16, 1e30)], ids=str
+    ("recipe", "case"), with_options((torch.float32, 1e30), (torch.float64, 1e200), (torch.bfloat16, 1e30)), ids=str
 )
-@pytest.mark.parametrize("recipe", SHIPPED)
-def test_a_gradient_too_large_to_be_squared_is_skipped(recipe: str, dtype: torch.dtype, size: float) -> None:
+def test_a_gradient_too_large_to_be_squared_is_skipped(recipe: str, case: tuple[torch.dtype, float]) -> None:
+    dtype, size = case
     # its square would be inf in every second moment and Gram matrix, for ever
     params, apart = named(dtype), named(dtype)
     optimizer, other = Optimizer(params, recipe), Optimizer(apart, recipe)
@@ -152,8 +151,7 @@ def test_a_gradient_too_large_to_be_squared_is_skipped(recipe: str, dtype: torch
     assert all(torch.equal(p, q) for (_, p), (_, q) in zip(params, apart, strict=True))
 
 
-@pytest.mark.parametrize("size", [1e15, 1e18])
-@pytest.mark.parametrize("recipe", SHIPPED)
+@pytest.mark.parametrize(("recipe", "size"), with_options(1e18, 1e15))
 def test_a_huge_gradient_that_can_be_squared_is_finite(recipe: str, size: float) -> None:
     params = named(torch.float32)
     optimizer = Optimizer(params, recipe)
@@ -164,8 +162,7 @@ def test_a_huge_gradient_that_can_be_squared_is_finite(recipe: str, size: float)
     assert all(bool(p.isfinite().all()) for _, p in params)
 
 
-@pytest.mark.parametrize("size", [1e-30, 1e-44])
-@pytest.mark.parametrize("recipe", SHIPPED)
+@pytest.mark.parametrize(("recipe", "size"), with_options(1e-44, 1e-30))
 def test_tiny_gradients_are_finite(recipe: str, size: float) -> None:
     params = named(torch.float32)
     optimizer = Optimizer(params, recipe)
@@ -175,8 +172,7 @@ def test_tiny_gradients_are_finite(recipe: str, size: float) -> None:
     assert all(bool(t.isfinite().all()) for t in everything(optimizer))
 
 
-@pytest.mark.parametrize("detect", ["host", "device"])
-@pytest.mark.parametrize("recipe", SHIPPED)
+@pytest.mark.parametrize(("recipe", "detect"), with_options("host", "device"))
 def test_zero_gradients_from_the_start_move_nothing(recipe: str, detect: str) -> None:
     params = named(torch.float32)
     optimizer = Optimizer(params, load_recipe(recipe, [f"failure.detect={detect}", "weight_decay.rate=0"]))

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from eigengraft import Optimizer, load_recipe, shipped_recipes
+from eigengraft import Optimizer, load_recipe
 
+from ..recipes import COVER
 from ..trajectories import normal
 
 FREE = {"aten::detach", "aten::lift_fresh", "aten::is_pinned", "aten::empty", "aten::_local_scalar_dense"}
@@ -62,12 +63,11 @@ def kernels(recipe: str, layout: str, blocks: int) -> dict[str, Counter[str]]:
     return {"steady": counted[8], "refresh": max(counted[10], counted[11], key=Counter.total)}
 
 
-RECIPES = shipped_recipes()
 REFRESHING = {"soap", "shampoo", "reference/soap", "caspr", "shampoo_kl"}
 """Some recipes whose refresh steps run more kernels than the others."""
 
 
-LAYOUTS = [(recipe, "parameters") for recipe in RECIPES] + [(recipe, "one parameter") for recipe in ("adamw", "soap")]
+LAYOUTS = [(recipe, "parameters") for recipe in COVER] + [(recipe, "one parameter") for recipe in ("adamw", "soap")]
 
 
 @pytest.mark.parametrize(("recipe", "layout"), LAYOUTS)

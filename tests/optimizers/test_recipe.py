@@ -20,7 +20,8 @@ from eigengraft.optimizers.recipe.schema import json_schema
 from eigengraft.optimizers.recipe.yaml_files import parse_yaml, read_yaml, recipe_folder
 from eigengraft.preconditioners import RMS, Chain, Eigenbasis, Every, Gram, Momentum, PowerQR
 
-SHIPPED = eigengraft.shipped_recipes()
+from ..recipes import COVER, SHIPPED, stage_kinds
+
 SOAP = """
 name: mine
 lr: 3e-3
@@ -94,6 +95,12 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[
 
 def test_the_shipped_json_is_the_yaml() -> None:
     assert (recipe_folder().parent / "shipped.json").read_text(encoding="utf-8") == collect()
+
+
+def test_every_combination_of_stages_has_one_recipe_in_the_cover() -> None:
+    """Tests of products of recipes and options rest on it."""
+    assert {stage_kinds(name) for name in COVER} == {stage_kinds(name) for name in SHIPPED}
+    assert len({stage_kinds(name) for name in COVER}) == len(COVER) < len(SHIPPED)
 
 
 def test_what_is_shipped() -> None:
@@ -380,10 +387,15 @@ def test_the_schema_says_nothing_that_the_tests_cannot_read() -> None:
     assert keywords(json_schema(Recipe)) <= CHECKED | NOTES
 
 
+@pytest.fixture(scope="module")
+def schema() -> dict[str, Any]:
+    return json_schema(Recipe)
+
+
 @pytest.mark.parametrize("name", SHIPPED)
-def test_shipped_recipes_follow_the_schema(name: str) -> None:
-    assert violations(json_schema(Recipe), read_yaml(recipe_folder() / f"{name}.yaml")) == []
-    assert violations(json_schema(Recipe), json.loads(load_recipe(name).model_dump_json())) == []
+def test_shipped_recipes_follow_the_schema(name: str, schema: dict[str, Any]) -> None:
+    assert violations(schema, read_yaml(recipe_folder() / f"{name}.yaml")) == []
+    assert violations(schema, json.loads(load_recipe(name).model_dump_json())) == []
 
 
 RIGHT = [
@@ -420,16 +432,16 @@ WRONG = [
 
 
 @pytest.mark.parametrize("text", RIGHT)
-def test_the_schema_accepts_what_the_loader_accepts(text: str) -> None:
+def test_the_schema_accepts_what_the_loader_accepts(text: str, schema: dict[str, Any]) -> None:
     load_recipe(parse_yaml(text))
-    assert violations(json_schema(Recipe), parse_yaml(text)) == []
+    assert violations(schema, parse_yaml(text)) == []
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_the_schema_refuses_what_the_loader_refuses(text: str) -> None:
+def test_the_schema_refuses_what_the_loader_refuses(text: str, schema: dict[str, Any]) -> None:
     with pytest.raises(RecipeError):
         load_recipe(parse_yaml(text))
-    assert violations(json_schema(Recipe), parse_yaml(text)) != []
+    assert violations(schema, parse_yaml(text)) != []
 
 
 @pytest.mark.parametrize("name", SHIPPED)
