@@ -1,0 +1,126 @@
+"""Folders and files that a reader can skip: few entries, one sentence about what is inside, no circles, short files."""
+
+import ast
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from .test_house import ROOMS, ROOT, imports, library, sources
+
+MOST_ENTRIES = 12
+CATALOGUES = {
+    "optimizers/recipe/shipped": "one file a recipe",
+    "tests": "one folder a room, beside what all of them use",
+    "tests/laws": "one file of rows a family",
+}
+"""Folders of which nobody reads more than one entry, or the names are the content."""
+LIMIT = 200
+LONGER = {
+    "eigengraft.component": 250,
+    "eigengraft.slots": 250,
+    "eigengraft.preconditioners.base": 250,
+    "eigengraft.preconditioners.statistics.base": 250,
+    "eigengraft.optimizers.optimizer": 250,
+    "eigengraft.optimizers.engine.param_set": 250,
+    "eigengraft.optimizers.checkpoint.sharded_state": 250,
+}
+"""Modules that are still longer, and how long they may be. None is added."""
+
+
+def entries(folder: Path) -> list[str]:
+    """Names in a folder; not counted: its __init__, its README, the type marker, symlinks to rooms, and caches."""
+    uncounted = {"__init__.py", "README.md", "py.typed", "__pycache__"}
+    names = (path.name for path in folder.iterdir() if not path.is_symlink() and path.name not in uncounted)
+    return sorted(name for name in names if not name.startswith(".") and not name.endswith(".egg-info"))
+
+
+def folders() -> list[Path]:
+    """Every folder below the rooms, the ground floor and the tests; a paper's folder holds what was measured."""
+    tops = [ROOT / name for name in (*ROOMS, "tests", "src/eigengraft")]
+    below = [path for top in tops for path in top.rglob("*") if path.is_dir() and not path.is_symlink()]
+    return [path for path in (*tops, *below) if "__pycache__" not in path.parts and entries(path)]
+
+
+def circles(modules: Mapping[str, tuple[str, bool]]) -> list[list[str]]:
+    """Modules that import each other, directly or through others; imports for types and in functions count."""
+    edges = {module: targets(module, *text, modules) for module, text in modules.items()}
+    reached = {module: reachable(module, edges) for module in edges}
+    groups = {tuple(sorted(b for b in reached[a] if a in reached[b])) for a in edges if a in reached[a]}
+    return sorted(list(group) for group in groups)
+
+
+def targets(module: str, source: str, is_package: bool, modules: Mapping[str, object]) -> set[str]:
+    """Modules of the house that this one imports: of `from package import name` the module `name`, if it is one."""
+    tree, found = ast.parse(source), {name for name, _, _ in imports(ast.parse(source), module, is_package)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            alone = ast.Module([node], [])
+            for base, _, _ in list(imports(alone, module, is_package)):
+                named = {f"{base}.{alias.name}" for alias in node.names} & set(modules)
+                found = (found - {base}) | named if len(named) == len(node.names) else found | named
+    return {name for name in found if name in modules and name != module}
+
+
+def reachable(start: str, edges: Mapping[str, set[str]]) -> set[str]:
+    seen: set[str] = set()
+    ahead = list(edges[start])
+    while ahead:
+        module = ahead.pop()
+        if module not in seen:
+            seen.add(module)
+            ahead += edges[module]
+    return seen
+
+
+def test_no_modules_import_each_other() -> None:
+    assert circles(library()) == []
+
+
+@pytest.mark.parametrize(
+    ("modules", "circle"),
+    [
+        ({"a": "import eigengraft.b", "b": "from . import a"}, ["eigengraft.a", "eigengraft.b"]),
+        ({"a": "from .b import X", "b": "def f():\n    from .a import Y"}, ["eigengraft.a", "eigengraft.b"]),
+        (
+            {
+                "a": "if TYPE_CHECKING:\n    from .b import X",
+                "b": "from .c import Y",
+                "c": "from eigengraft.a import Z",
+            },
+            ["eigengraft.a", "eigengraft.b", "eigengraft.c"],
+        ),
+    ],
+)
+def test_the_checker_finds_circles(modules: dict[str, str], circle: list[str]) -> None:
+    house = {"eigengraft": ("", True), **{f"eigengraft.{name}": (text, False) for name, text in modules.items()}}
+    assert circles(house) == [circle]
+
+
+def test_the_checker_passes_two_ways_to_one_module() -> None:
+    texts = {"a": "from . import b, c", "b": "from .d import X", "c": "from .d import X", "d": ""}
+    assert circles({f"eigengraft.{name}": (text, False) for name, text in texts.items()}) == []
+
+
+def test_folders_have_at_most_a_dozen_entries() -> None:
+    counts = {str(path.relative_to(ROOT)): len(entries(path)) for path in folders()}
+    assert {name: n for name, n in counts.items() if n > MOST_ENTRIES and name not in CATALOGUES} == {}
+    assert set(CATALOGUES) <= set(counts)
+
+
+def test_the_count_of_entries_sees_files_and_folders(tmp_path: Path) -> None:
+    for name in ("__init__.py", "README.md", "a.py", "b.yaml"):
+        (tmp_path / name).touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "room").symlink_to(tmp_path / "folder")
+    assert entries(tmp_path) == ["a.py", "b.yaml", "folder"]
+
+
+def test_every_package_says_what_is_inside() -> None:
+    packages = {module: path for module, path in sources().items() if path.name == "__init__.py"}
+    assert [module for module, path in packages.items() if not ast.get_docstring(ast.parse(path.read_text()))] == []
+
+
+def test_files_are_short() -> None:
+    lines = {module: len(path.read_text().splitlines()) for module, path in sources().items()}
+    assert {module: n for module, n in lines.items() if n > LONGER.get(module, LIMIT)} == {}
