@@ -1,4 +1,4 @@
-# make demo | test | check | docs | clean | help: each creates .venv when it is missing and brings it up to date.
+# make demo | quick | test | check | docs | clean | help: each creates .venv when it is missing and brings it up to date.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,18 +10,22 @@ READY := $(VENV)/ready-$(shell pwd | cksum | cut -d ' ' -f 1)
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test check docs clean links
+.PHONY: help demo quick test check docs clean links
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo   compare AdamW, Shampoo, SOAP and Muon on two small tasks, and write a report (under 5 minutes)"
-	@echo "make test   run the tests            (make test ARGS='-k house' for some of them; -n 0 in one process)"
+	@echo "make quick  run the tests that start no process and train nothing, while writing a stage (under a minute)"
+	@echo "make test   run all tests            (make test ARGS='-k house' for some of them; -n 0 in one process)"
 	@echo "make check  lint, formatting, types"
 	@echo "make docs   build the documentation into site/, without a network"
 	@echo "make clean  remove the environment, caches and build folders; runs/ stays"
 
 demo: $(READY)
 	$(BIN)/eigengraft demo $(ARGS)
+
+quick: $(READY)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not gpu" $(ARGS)
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)

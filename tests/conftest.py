@@ -36,6 +36,13 @@ def registry() -> Iterator[None]:
         family.members.update(members)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs an accelerator"))
+
+
 @pytest.fixture(autouse=True)
 def _same_start() -> Iterator[None]:
     random.seed(0)

@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
+import pytest
+
 from eigengraft import load_recipe, shipped_recipes
 from eigengraft.preconditioners import walk
 
@@ -25,7 +27,14 @@ def cover(names: Iterable[str]) -> tuple[str, ...]:
 COVER = cover(SHIPPED)
 """One recipe of each combination of stage kinds: the others differ from it in numbers, statistics or storage."""
 
+EVERY = [pytest.param(name, marks=() if name in COVER else pytest.mark.slow) for name in SHIPPED]
+"""Every shipped recipe; those outside of the cover are slow."""
 
-def with_options(usual: Any, *others: Any) -> list[tuple[str, Any]]:
-    """Every shipped recipe with the usual option, and one of each combination of stages with the other options."""
-    return [(name, usual) for name in SHIPPED] + [(name, option) for option in others for name in COVER]
+
+def with_options(usual: Any, *others: Any) -> list[Any]:
+    """Every shipped recipe with the usual option, and one of each combination of stages with the other options.
+
+    Tests with the usual option of recipes in the cover are quick, the others slow.
+    """
+    first = [pytest.param(name, usual, marks=() if name in COVER else pytest.mark.slow) for name in SHIPPED]
+    return first + [pytest.param(name, option, marks=pytest.mark.slow) for option in others for name in COVER]

@@ -38,6 +38,8 @@ from eigengraft.preconditioners import Basis, BasisSolver, CoupledNewton, Eigh, 
 
 from ..trajectories import normal, rotation
 
+pytestmark = pytest.mark.slow
+
 FAST: dict[str, Any] = {"seconds": 1e-4}
 TINY = {
     "roots": ["sizes=[4,6]", "spectra=power_law", "--candidate", "eigh", "--candidate", "coupled_newton"],

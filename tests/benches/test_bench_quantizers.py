@@ -29,6 +29,8 @@ from eigengraft.experiments.cli.main import app
 from eigengraft.quantization import Int4, Quantizer
 from eigengraft.slots import Parts, Slot, Uniform
 
+pytestmark = pytest.mark.slow
+
 FAST: dict[str, Any] = {"seconds": 1e-4, "writings": 1}
 DIAGONAL = (1.0, 0.52, 0.26, 0.04)
 TIMES = ("encode_ms", "decode_ms", "encode_speed", "decode_speed")

@@ -16,6 +16,8 @@ from eigengraft.experiments.benches.storage.bench import CASES, StorageBench
 from eigengraft.experiments.cli.main import app
 from eigengraft.optimizers.recipe.loading import load_recipe
 
+pytestmark = pytest.mark.slow
+
 TINY: dict[str, Any] = {"layers": 1, "width": 16, "vocabulary": 8, "warm": 1}
 ADAM = """
 update: [{kind: momentum, beta: 0.9}, {kind: rms, beta: 0.99}]

@@ -5,6 +5,8 @@ import pytest
 from eigengraft.experiments.benches.claims.registry import Measured, known_claims
 from eigengraft.experiments.benches.common.bench import Bench
 
+pytestmark = pytest.mark.slow
+
 CLAIMS = known_claims()
 
 

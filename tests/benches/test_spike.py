@@ -17,6 +17,8 @@ from eigengraft.experiments.benches.spike.run import SMALL, recipe_for, spike_ru
 from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.training.loading import load_experiment
 
+pytestmark = pytest.mark.slow
+
 LR = LEARNING_RATES[0]
 
 

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -18,6 +19,8 @@ from eigengraft.distributed.layouts import Layout
 
 from ..trajectories import normal
 from .test_regions import all_placements, blockings, meshes, shapes, slices
+
+pytestmark = pytest.mark.slow
 
 
 class Wire:

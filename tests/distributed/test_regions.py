@@ -19,6 +19,8 @@ from eigengraft.blocking import BlockGrid, Blocking
 from eigengraft.distributed.layouts import Box, Layout
 from eigengraft.distributed.regions import grouping, regions
 
+pytestmark = pytest.mark.slow
+
 lengths = st.integers(0, 7) | st.sampled_from([8, 12, 24])  # the longer ones come out even on many meshes
 shapes = st.one_of([st.tuples(*[lengths] * ndim) for ndim in (2, 3, 1, 4, 0)]).filter(lambda x: math.prod(x) <= 600)
 

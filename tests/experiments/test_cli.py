@@ -17,6 +17,8 @@ import eigengraft
 from eigengraft.experiments import load_experiment
 from eigengraft.experiments.cli.main import app
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "experiments" / "examples").glob("*.yaml"))
 EXPERIMENT = """

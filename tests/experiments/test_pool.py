@@ -9,6 +9,8 @@ import pytest
 
 from eigengraft.experiments.studies.pool import run_pool
 
+pytestmark = pytest.mark.slow
+
 JOBS = """
 import os, signal, time
 

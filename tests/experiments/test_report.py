@@ -13,6 +13,8 @@ from eigengraft.experiments.reports.records import read_records
 from eigengraft.experiments.reports.report import write_figures, write_report
 from eigengraft.experiments.reports.sweep import sweeps
 
+pytestmark = pytest.mark.slow
+
 ADAM = {"name": "adamw", "update": [{"kind": "momentum", "beta": 0.9}, {"kind": "rms", "eps": 1e-8}]}
 SOAP = {
     "name": "soap",

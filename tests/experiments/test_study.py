@@ -17,6 +17,8 @@ from eigengraft.experiments.studies.running import prepare_study, run_study
 from eigengraft.experiments.studies.study import Study, load_study, shipped_studies
 from eigengraft.experiments.training.train import train
 
+pytestmark = pytest.mark.slow
+
 TINY = {
     "task": {"kind": "digits", "layers": 1, "width": 8, "batch_size": 8},
     "recipe": "adamw",

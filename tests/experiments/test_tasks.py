@@ -19,6 +19,8 @@ from eigengraft.experiments.tasks.byte_lm import standard_library_files
 from eigengraft.experiments.tasks.digits import read_digits
 from eigengraft.experiments.training.schedule import Constant, Cosine, Linear, Schedule
 
+pytestmark = pytest.mark.slow
+
 SMALL = ByteLM(layers=1, width=16, heads=2, context=16, batch_size=4, eval_sequences=8, max_bytes=65536)
 TASKS = [SMALL, Digits(), Digits(model="cnn", width=4)]
 CPU = torch.device("cpu")

@@ -18,6 +18,8 @@ import torch
 from eigengraft import RecipeError
 from eigengraft.experiments import Experiment, Tick, load_experiment, train
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 TRAJECTORY = ("step", "loss", "val_loss", "val_accuracy", "lr")
 CONTRACT = {*TRAJECTORY, "seconds", "step_ms", "optimizer_ms"}
@@ -326,7 +328,7 @@ class TestRefusals:
             train(load_experiment(DIGITS, ["device=cuda"]), tmp_path / "run")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 def test_a_run_on_a_cuda_device_continues_as_well(tmp_path: Path) -> None:
     experiment = load_experiment(DIGITS, ["device=cuda"])
     train(experiment, tmp_path / "whole")

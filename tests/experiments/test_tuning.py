@@ -11,6 +11,8 @@ from eigengraft.experiments.studies import study as studies
 from eigengraft.experiments.studies.plan import plan_runs
 from eigengraft.experiments.studies.study import load_study
 
+pytestmark = pytest.mark.slow
+
 RESULTS = Path(studies.__file__).parent / "results"
 TUNING = ("tune-bytes", "tune-digits")
 

@@ -207,6 +207,7 @@ def test_the_search_for_machine_paths_finds_them(parts: tuple[str, ...]) -> None
     assert FORBIDDEN.search("/".join(parts))
 
 
+@pytest.mark.slow
 def test_public_names_and_what_importing_them_brings() -> None:
     code = """
 import sys

@@ -12,6 +12,8 @@ import pytest
 
 from .pages import ROOT, blocks, files, links, script, text
 
+pytestmark = pytest.mark.slow
+
 README = "README.md"
 
 

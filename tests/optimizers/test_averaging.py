@@ -164,6 +164,7 @@ DECAYS = ("decoupled", "l2", "corrected", "independent", "cautious", "after")
 SOME = ("adamw", "reference/soap", "reference/distributed_shampoo")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "decay"), [*((name, "decoupled") for name in COVER), *((n, d) for n in SOME for d in DECAYS[1:])]
 )
@@ -721,6 +722,7 @@ def test_wrong_declarations_name_the_field() -> None:
 # composition
 
 
+@pytest.mark.slow
 @every_kind
 @pytest.mark.parametrize("name", COVER)
 def test_every_recipe_takes_every_averaging(name: str, averaging: dict[str, Any]) -> None:
@@ -746,6 +748,7 @@ def test_every_recipe_takes_every_averaging(name: str, averaging: dict[str, Any]
     assert equal(everything(optimizer), everything(resumed))
 
 
+@pytest.mark.slow
 def test_a_run_evaluates_the_average_and_saves_the_training_iterate(tmp_path: Path) -> None:
     from eigengraft.experiments import load_experiment, train
     from eigengraft.experiments.training.rundir import RunDirectory

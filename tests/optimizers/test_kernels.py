@@ -13,6 +13,8 @@ from eigengraft import Optimizer, load_recipe
 from ..recipes import COVER
 from ..trajectories import normal
 
+pytestmark = pytest.mark.slow
+
 FREE = {"aten::detach", "aten::lift_fresh", "aten::is_pinned", "aten::empty", "aten::_local_scalar_dense"}
 """Operators that run no kernel although their schema does not say that they return a view."""
 VIEWS = {"aten::_unsafe_view", "aten::_reshape_alias"}

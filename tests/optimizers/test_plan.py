@@ -42,6 +42,8 @@ from eigengraft.optimizers.recipe.loading import load_recipe
 from eigengraft.optimizers.recipe.routing import describe_model
 from eigengraft.optimizers.sharding.cost_model import block_cost
 
+pytestmark = pytest.mark.slow
+
 SOAP = {
     "update": [
         {

@@ -20,7 +20,7 @@ from eigengraft.optimizers.recipe.schema import json_schema
 from eigengraft.optimizers.recipe.yaml_files import parse_yaml, read_yaml, recipe_folder
 from eigengraft.preconditioners import RMS, Chain, Eigenbasis, Every, Gram, Momentum, PowerQR
 
-from ..recipes import COVER, SHIPPED, stage_kinds
+from ..recipes import COVER, EVERY, SHIPPED, stage_kinds
 
 SOAP = """
 name: mine
@@ -108,7 +108,8 @@ def test_what_is_shipped() -> None:
     assert sum(name.startswith("reference/") for name in SHIPPED) >= 3
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EVERY)
 def test_a_shipped_recipe_is_short_says_its_source_and_trains(name: str) -> None:
     text = (recipe_folder() / f"{name}.yaml").read_text()
     recipe = load_recipe(name)
@@ -119,7 +120,7 @@ def test_a_shipped_recipe_is_short_says_its_source_and_trains(name: str) -> None
     assert losses[-1] < 0.95 * losses[0]
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", EVERY)
 def test_a_recipe_survives_every_way_out_and_in(name: str, tmp_path: Path) -> None:
     recipe = load_recipe(name)
     assert load_recipe(recipe) is recipe
@@ -392,7 +393,7 @@ def schema() -> dict[str, Any]:
     return json_schema(Recipe)
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", EVERY)
 def test_shipped_recipes_follow_the_schema(name: str, schema: dict[str, Any]) -> None:
     assert violations(schema, read_yaml(recipe_folder() / f"{name}.yaml")) == []
     assert violations(schema, json.loads(load_recipe(name).model_dump_json())) == []
@@ -444,7 +445,7 @@ def test_the_schema_refuses_what_the_loader_refuses(text: str, schema: dict[str,
     assert violations(schema, parse_yaml(text)) != []
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", EVERY)
 def test_a_declaration_reads_back_and_leaves_out_what_is_not_set(name: str) -> None:
     recipe = load_recipe(name)
     declared = recipe.declaration()

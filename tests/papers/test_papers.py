@@ -18,6 +18,8 @@ from eigengraft.experiments.studies.study import load_study
 
 from ..trajectories import normal
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 FOUR_BIT = ROOT / "papers" / "shampoo_4bit_2024"
 

@@ -13,6 +13,8 @@ from eigengraft import Optimizer
 from ..trajectories import normal, recipe
 from .distributed_shampoo import Options, trajectory
 
+pytestmark = pytest.mark.slow
+
 STEPS = 25
 
 

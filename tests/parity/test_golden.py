@@ -18,6 +18,8 @@ from eigengraft import StepContext
 
 from ..trajectories import distance, follow, recipe
 
+pytestmark = pytest.mark.slow
+
 FOLDER = Path(__file__).parent / "references"
 INDEX: dict[str, dict[str, Any]] = json.loads((FOLDER / "index.json").read_text())
 

@@ -27,6 +27,8 @@ from eigengraft.preconditioners.roots.base import Basis
 
 from ..trajectories import distance, follow, normal, random_gradients, recipe, rotation
 
+pytestmark = pytest.mark.slow
+
 NONE: dict[str, Any] = {"kind": "every", "steps": 1, "stagger": "none"}
 
 

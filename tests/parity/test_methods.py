@@ -19,6 +19,8 @@ from eigengraft import Optimizer, load_recipe
 
 from ..trajectories import distance, follow, normal, random_gradients, recipe, rotation
 
+pytestmark = pytest.mark.slow
+
 STEPS, LR = 10, 0.1
 SHAPES = [(5, 8), (8, 5), (6, 6)]
 """Two gradients fill every factor: none is singular at the first refresh."""

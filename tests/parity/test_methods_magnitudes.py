@@ -14,6 +14,8 @@ from torch import Tensor
 
 from ..trajectories import follow, random_gradients, recipe
 
+pytestmark = pytest.mark.slow
+
 SHAPE, BLOCK, STEPS = (8, 4), 4, 8
 NOW = {"kind": "every", "steps": 1, "stagger": "none"}
 

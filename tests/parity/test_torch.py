@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from ..trajectories import Maker, distance, follow, normal, random_gradients, recipe
 
+pytestmark = pytest.mark.slow
+
 STEPS = 50
 SHAPES = ((6, 5), (7,), (3, 2, 4), (), (4, 1))
 BFLOAT16 = {"random": 0.02, "model": 0.15}

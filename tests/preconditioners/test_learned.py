@@ -144,6 +144,7 @@ def test_the_factors_stay_in_their_group(form: str) -> None:
                 assert torch.equal(q, q.mT) and float(torch.linalg.eigvalsh(q).min()) > 0
 
 
+@pytest.mark.slow
 @every_form
 def test_psgd_whitens_independent_gradients(form: str) -> None:
     """P tends to C^(-1/2) for gradients of covariance C, here of Kronecker form with condition 100.
@@ -208,6 +209,7 @@ def test_one_full_gradient_is_whitened_to_its_polar_factor() -> None:
     assert close(direction, math.sqrt(5) * u @ v.T, 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_damping_bounds_the_preconditioner_where_no_gradient_points(form: str) -> None:
     """h has covariance diag(1, 1, 0, 0) + damping^2 I, P its inverse root: 1/0.1 in the silent half, not infinity.
@@ -309,6 +311,7 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
     return float((ours - theirs).norm() / theirs.norm())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "turn", "low", "high"),
     [
@@ -347,6 +350,7 @@ def test_a_step_of_jorge_is_its_formula() -> None:
         assert close(direction, left @ g @ right)
 
 
+@pytest.mark.slow
 @every_block
 @pytest.mark.parametrize("form", ["published", "symmetric"])
 def test_the_exponent_of_jorge_follows_the_order(form: str, block: tuple[int, ...]) -> None:
@@ -363,6 +367,7 @@ def test_the_exponent_of_jorge_follows_the_order(form: str, block: tuple[int, ..
     assert float(r[0, 0]) == pytest.approx(9.0 ** (-1 / (2 * len(block))), rel=0.1)
 
 
+@pytest.mark.slow
 def test_a_ridge_keeps_jorge_finite_where_no_gradient_points() -> None:
     """A >= eps * mean eigenvalue, so that R is at most eps^(-1/4) relative to it; without it R grows at each step."""
     roots = {}
@@ -447,6 +452,7 @@ def test_damping_bounds_sirf_where_no_gradient_points() -> None:
     assert close(k @ k.T, torch.diag(torch.tensor([1 / 0.29, 25.0, 25.0], dtype=torch.float64)), 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "fall"), [("jorge", 0.2), ("psgd_kron", 0.3), ("sirf", 0.2)])
 def test_recipes_train(name: str, fall: float) -> None:
     """A small regression, always the same batch: 100 steps of the recipe as it is bring the loss below `fall` of it."""

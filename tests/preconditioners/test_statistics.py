@@ -186,6 +186,7 @@ def test_bregman_factors_are_their_definition(
         assert close(ours, a.diagonal() if owner == "diagonals" else a, 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("q", QS)
 def test_every_divergence_finds_a_kronecker_covariance(q: str) -> None:
     """For g ~ N(0, L x R) each member of the family has L x R as its fixed point, up to one scale between the two.

@@ -482,6 +482,7 @@ def walk(optimizer: Any, parameters: list[torch.nn.Parameter], given: list[list[
         optimizer.step()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("storage", ADAMW, ids=str)
 def test_adam_trains(storage: Any) -> None:
     """A quadratic, 100 steps: at most 1.25 times the loss of float32. Linear 4 bits get 5: they know no v below s / 16,

@@ -103,6 +103,7 @@ def test_the_demo_holds_what_the_formula_says(recipe: str) -> None:
     assert optimizer.state_bytes() == sum(row.stored for row in optimizer.slot_sizes())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [*SHAMPOO, *ADAM, "muon_8bit"])
 @pytest.mark.parametrize("shape", [(1000, 333), (130, 65), (64, 64), (768, 64)], ids=str)
 def test_a_matrix_of_any_shape_holds_what_the_formula_says(recipe: str, shape: Shape) -> None:

@@ -18,6 +18,8 @@ from eigengraft.slots import Slot
 from ..laws.quantizers import QUANTIZERS, WITH_NOISE_INSIDE, example, small
 from ..laws.rows import Row
 
+pytestmark = pytest.mark.slow
+
 OTHER_NUMBERS = {"e5m2", "nf4", "symmetric_integer", "unsigned", "dynamic_unsigned", "linear_square", "two steps"}
 """Notes of rows that differ from a row of their kind in a table or a count, and run the same code."""
 TRACED = [row for row in (*QUANTIZERS, *WITH_NOISE_INSIDE) if row.note not in OTHER_NUMBERS]

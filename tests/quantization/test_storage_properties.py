@@ -22,6 +22,8 @@ from ..laws.quantizers import QUANTIZERS, WITH_NOISE_INSIDE, example, small
 from ..laws.rows import Row
 from ..trajectories import normal, rotation
 
+pytestmark = pytest.mark.slow
+
 B = 8
 FLOAT32 = torch.float32
 FORMATS = [row for row in QUANTIZERS if isinstance(small(row.make), Format)]

@@ -19,6 +19,8 @@ from ..laws.quantizers import QUANTIZERS, WITH_NOISE_INSIDE, small
 from ..laws.rows import Row
 from ..trajectories import normal, random_gradients
 
+pytestmark = pytest.mark.slow
+
 ROWS = (*QUANTIZERS, *WITH_NOISE_INSIDE)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 each = pytest.mark.parametrize("row", ROWS, ids=str)

@@ -619,6 +619,7 @@ def trained(recipe: Any, steps: int = 120) -> tuple[float, Optimizer, torch.nn.P
     return losses[-1] / losses[0], optimizer, parameter
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STORAGES)
 def test_coded_factors_train(name: str) -> None:
     """A hundredth of the loss, which without storage is below a thousandth for all of them."""

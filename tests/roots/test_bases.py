@@ -86,6 +86,7 @@ def test_every_kind_is_here() -> None:
     assert {getattr(solver, "kind", None) for solver in SOLVERS.values()} == ours
 
 
+@pytest.mark.slow
 @each
 def test_a_basis_stays_orthonormal(name: str) -> None:
     """5,000 refreshes in float32 of statistics that drift all the time, and lose and gain directions. 1e-5: some eighty

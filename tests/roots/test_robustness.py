@@ -12,6 +12,8 @@ from ..laws.rows import Row
 from ..laws.table import TABLE
 from ..trajectories import normal
 
+pytestmark = pytest.mark.slow
+
 SOLVERS = [(family, row) for family in ("root_solver", "basis_solver") for row in TABLE[family]]
 each_solver = pytest.mark.parametrize(("family", "row"), SOLVERS, ids=[f"{f} {row}" for f, row in SOLVERS])
 D, BLOCKS, STEPS = 6, 4, 5
