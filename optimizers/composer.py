@@ -1,4 +1,4 @@
-"""From a recipe and a model to an optimizer."""
+"""Composition of an optimizer from a recipe and a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From one storage to another: explicit, because what is rounded once more is another trajectory."""
+"""Conversion of a state dict to another `storage`: explicit, because another rounding is another trajectory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .recipe.recipe import Recipe
 
 @torch.no_grad()
 def convert_storage(state_dict: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """The state dict of a run with another `storage`, for `optimizer.load_state_dict`; nothing given is changed.
+    """The state dict of a run with another `storage`, as `optimizer.load_state_dict` takes it; nothing is changed.
 
     Every slot is decoded from the storage that it was saved in and encoded, to nearest, in the optimizer's. The recipes
     must be the same but for `storage`, the parameters the same and trained on both sides, and the checkpoint must have
@@ -63,7 +63,7 @@ def _require_alike(saved: Recipe, wanted: Recipe) -> None:
 
 
 def _twin(optimizer: Optimizer, recipe: Recipe) -> Optimizer:
-    """An optimizer of the same parameters with fresh state; it is never stepped."""
+    """An optimizer of the same parameters with fresh state, which is never stepped."""
     infos, groups = {}, []
     for index, group in enumerate(optimizer.param_groups):
         names = group.get("param_names")

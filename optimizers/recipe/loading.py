@@ -1,4 +1,4 @@
-"""Recipes from what a user names."""
+"""Loading of recipes, from whatever a user may name one by."""
 
 from __future__ import annotations
 

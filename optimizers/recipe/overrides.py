@@ -1,4 +1,4 @@
-"""Dotted paths into declarations: `update.eigenbasis.refresh.steps=1`.
+"""Changes of declarations by dotted path: `update.eigenbasis.refresh.steps=1`.
 
 Stages are addressed by name, never by position.
 """
@@ -21,7 +21,7 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
 def json_value(text: str) -> Any:
-    """The value a text stands for: JSON where it is JSON (numbers, true, null, lists), else the text itself."""
+    """The value of a text: what it says as JSON (numbers, true, null, lists), else the text itself."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:
@@ -147,7 +147,7 @@ def _missing(node: Any, part: str, where: str) -> str:
 
 
 def flatten(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted path, leaf) pairs of a declaration; stages by name, `None` and empty chains left out."""
+    """(dotted path, value) of every leaf of a declaration; stages by name, `None` and empty chains left out."""
     if isinstance(data, Mapping):
         for key, value in data.items():
             yield from flatten(value, f"{path}.{key}" if path else str(key))
@@ -160,7 +160,7 @@ def flatten(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def differences(old: Any, new: Any) -> list[str]:
-    """What distinguishes two declarations, one line a path."""
+    """Paths at which two declarations differ, as lines "path: old -> new"."""
     before, after = dict(flatten(old)), dict(flatten(new))
     return [
         f"{path}: {before.get(path, 'absent')!s} -> {after.get(path, 'absent')!s}"

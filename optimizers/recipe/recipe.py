@@ -24,8 +24,7 @@ from .routing import Match, ParamInfo
 SCHEMA_VERSION = 1
 SIGNALS = frozenset({"lr", "parameter_rms"})
 """The signals a stage may ask for in `requires`."""
-
-
+_NEVER_CODED = {"iterate", "count", "failures"}
 _STORAGE = {"type": "object", "additionalProperties": {FAMILY_MARK: "quantizer"}}
 
 
@@ -34,7 +33,7 @@ _SHAPES = ((1,), (2,), (2, 2), (2, 3), (3, 2), (64, 64), (2, 2, 2), (2, 3, 4), (
 
 
 class Failure(Component):
-    """What happens when numbers go wrong."""
+    """What is done about numbers that are not finite and roots that fail."""
 
     nonfinite: Literal["skip", "raise", "ignore"] = Field(
         default="skip",
@@ -52,7 +51,7 @@ class Failure(Component):
 
 
 class Update(Component):
-    """How one set of parameters is updated: the chain, what follows weight decay, and how parameters become blocks."""
+    """One way to update parameters: the chain, what follows weight decay, constraints, and the cut into blocks."""
 
     update: Stages = Field(description="the stages that turn a gradient into a direction")
     after_decay: Stages = Field(
@@ -62,7 +61,7 @@ class Update(Component):
     blocking: Blocking = Field(default=Blocking(), description="how parameters become blocks")
 
     def stages(self, path: str = "") -> Iterator[tuple[str, Any]]:
-        """Every stage with its dotted path."""
+        """(dotted path, stage) of every stage, those inside other stages included."""
         prefix = f"{path}." if path else ""
         yield from walk(self.update, f"{prefix}update")
         yield from walk(self.after_decay, f"{prefix}after_decay")
@@ -74,7 +73,7 @@ class Update(Component):
             for stages in (self.update, self.after_decay):
                 with suppress(ValueError):  # a stage may refuse a shape; building says so if a parameter has it
                     found |= {slot.role for _, _, slot in chain_slots(stages, block) if not slot.sensitive}
-        return frozenset(found - {"iterate", "count"})
+        return frozenset(found - _NEVER_CODED)
 
     def lagging(self) -> bool:
         """Whether the first gradient only primes statistics."""
@@ -92,7 +91,7 @@ class Update(Component):
 
 
 class Route(Update):
-    """Parameters that match are updated by this instead of the recipe's own chain."""
+    """An update of its own for the parameters that match."""
 
     name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", description="what the route is called in paths")
     match: Match = Field(default=Match(), description="which parameters")
@@ -105,15 +104,11 @@ class Route(Update):
 
 def _require_role(role: str, roles: Collection[str]) -> None:
     """Raises ValueError for a role in `storage` that no slot has which could be coded by its role."""
-    if role in ("iterate", "count"):
-        what = "iterates and counts are always stored as they are computed; remove the entry"
-        raise ValueError(f"storage: a role of slots that can be coded is required ({what}), got '{role}'")
+    why = "iterates and counts are always stored as they are computed; remove the entry"
+    if role not in _NEVER_CODED:
+        why = f"there are: {', '.join(sorted(roles)) or 'none'}; slots of a graft's magnitude are named by stage path"
     if role not in roles:
-        known = ", ".join(sorted(roles)) or "none"
-        raise ValueError(
-            f"storage: a role that some stage has is required (there are: {known}; slots of a graft's magnitude are "
-            f"named by stage path), got '{role}'"
-        )
+        raise ValueError(f"storage: the role of a slot that can be coded is required ({why}), got '{role}'")
 
 
 def adam_route() -> Route:
@@ -154,7 +149,7 @@ def _with_base(schema: dict[str, Any]) -> None:
 
 
 class Recipe(Update):
-    """The update of all parameters that no route takes, the routes, and what is common to both."""
+    """The whole declaration: the update of all parameters that no route takes, the routes, and what both share."""
 
     model_config = ConfigDict(json_schema_extra=_with_base)
 
@@ -200,7 +195,7 @@ class Recipe(Update):
         return self
 
     def route(self, info: ParamInfo) -> tuple[str, str]:
-        """(path of the update, reason) for one parameter; the path is "" or "routes.<name>"."""
+        """(path of the update, reason) of one parameter; the path is "" or "routes.<name>"."""
         for route in self.routes:
             reason = route.match.reason(info)
             if reason is not None:
@@ -208,7 +203,7 @@ class Recipe(Update):
         return "", f"{info.why}, no route takes it"
 
     def updates(self) -> dict[str, Recipe | Route]:
-        """The recipe's own update under "" and each route's under its path."""
+        """The updates by path: the recipe's own under "", a route's under "routes.<name>"."""
         return {"": self, **{f"routes.{route.name}": route for route in self.routes}}
 
     def decays_in_gradient(self) -> bool:

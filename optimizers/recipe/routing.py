@@ -20,7 +20,14 @@ _NORM = re.compile(r"(^|\.|_)((layer|rms|batch|group|instance)?_?norm|bn|ln)(_?\
 
 @dataclass(frozen=True)
 class ParamInfo:
-    """What rules may ask about a parameter. `why` says how the role was found."""
+    """Description of a parameter, which rules match.
+
+    name: qualified name; None: unnamed.
+    shape, numel: of the whole parameter.
+    role: what the parameter is for.
+    why: how the role was found.
+    modules: class names of the modules that hold it, and of their bases.
+    """
 
     name: str | None
     shape: tuple[int, ...]
@@ -119,7 +126,7 @@ class Match(Component):
         return patterns
 
     def reason(self, info: ParamInfo) -> str | None:
-        """Why the parameter matches, in a few words, or None if it does not."""
+        """Why a parameter matches, in a few words; None if it does not match."""
         modules = [kind for kind in self.module if kind in info.modules]
         names = [pattern for pattern in self.name if info.name is not None and re.search(pattern, info.name)]
         wanted = (

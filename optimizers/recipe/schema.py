@@ -28,7 +28,7 @@ def json_schema(cls: type[Component]) -> dict[str, Any]:
 
 
 def _needed(node: Any, definitions: Mapping[str, Any]) -> set[str]:
-    """The names of all definitions that a schema refers to, directly or through others."""
+    """Names of all definitions that a schema refers to, directly or through others."""
     found: set[str] = set()
     waiting = [node]
     while waiting:

@@ -1,4 +1,4 @@
-"""Declarations in files: YAML of the user's, and the recipes that come with the package."""
+"""Files of declarations: YAML files of the user, and the recipes that come with the package."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def parse_yaml(text: str, source: str = "value") -> Any:
 
 
 def recipe_folder() -> Path:
-    """Where the shipped recipes lie."""
+    """The folder of the shipped YAML recipes."""
     return Path(str(resources.files("eigengraft.optimizers"))) / "recipe" / "shipped"
 
 

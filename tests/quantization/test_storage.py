@@ -151,7 +151,7 @@ def test_the_magnitude_of_a_graft_is_coded_only_by_its_path(name: str, magnitude
         ({"update.shampo": "symmetric"}, "did you mean 'update.shampoo'"),
         ({"iterate": "bf16"}, "iterates and counts are always stored as they are computed; remove .* got 'iterate'"),
         ({"count": "bf16"}, "iterates and counts are always stored as they are computed; remove .* got 'count'"),
-        ({"basis": "bf16"}, r"a role that some stage has .*there are: first_moment, root, statistic; .*, got 'basis'"),
+        ({"basis": "bf16"}, r"the role of a slot .*there are: first_moment, root, statistic; .*, got 'basis'"),
         ({"statistic": "int5"}, "storage.statistic: unknown quantizer kind 'int5'"),
         ({"statistic": {"kind": "symmetric", "upper": True}}, "upper: unknown field"),
     ],
