@@ -20,14 +20,13 @@ from eigengraft.slots import Role
 from ..apply import Averaging, Constraints
 from ..apply.weight_decay import Decoupled, WeightDecay
 from .routing import Match, ParamInfo
+from .schema import with_base
 
 SCHEMA_VERSION = 1
 SIGNALS = frozenset({"lr", "parameter_rms"})
 """The signals a stage may ask for in `requires`."""
 _NEVER_CODED = {"iterate", "count", "failures"}
 _STORAGE = {"type": "object", "additionalProperties": {FAMILY_MARK: "quantizer"}}
-
-
 _SHAPES = ((1,), (2,), (2, 2), (2, 3), (3, 2), (64, 64), (2, 2, 2), (2, 3, 4), (2, 2, 2, 2))
 """Shapes of blocks over which a recipe is asked for the slots it may have."""
 
@@ -134,25 +133,10 @@ def _routes(value: Any) -> Any:
 _RouteInput = Literal["default"] | tuple[Route | Literal["default"], ...]
 
 
-def _with_base(schema: dict[str, Any]) -> None:
-    """Adds to the JSON schema what `inheritance` resolves before a recipe is validated."""
-    schema["properties"]["base"] = {
-        "anyOf": [{"type": "string"}, {"type": "object"}],
-        "description": "the recipe whose fields these replace: a shipped name, the path of a YAML file, or a recipe",
-    }
-    schema["properties"]["set"] = {
-        "type": "object",
-        "description": "values inside fields of the base, by dotted path: {update.eigenbasis.refresh.steps: 1}",
-    }
-    schema["required"].remove("update")
-    schema["anyOf"] = [{"required": ["update"]}, {"required": ["base"]}]
-
-
 class Recipe(Update):
     """The whole declaration: the update of all parameters that no route takes, the routes, and what both share."""
 
-    model_config = ConfigDict(json_schema_extra=_with_base)
-
+    model_config = ConfigDict(json_schema_extra=with_base)
     name: str | None = Field(default=None, description="what reports call it")
     about: str | None = Field(default=None, description="the paper and equations it follows")
     lr: float = Field(default=1e-3, ge=0, description="learning rate where none is given, in units of the update")

@@ -57,3 +57,17 @@ def _linked(node: Any) -> Any:
         return node
     linked = {key: _linked(value) for key, value in node.items() if key != FAMILY_MARK}
     return {"$ref": f"#/$defs/{node[FAMILY_MARK]}", **linked} if FAMILY_MARK in node else linked
+
+
+def with_base(schema: dict[str, Any]) -> None:
+    """Adds `base` and `set` to the schema of a recipe, which `inheritance` resolves before validation."""
+    schema["properties"]["base"] = {
+        "anyOf": [{"type": "string"}, {"type": "object"}],
+        "description": "the recipe whose fields these replace: a shipped name, the path of a YAML file, or a recipe",
+    }
+    schema["properties"]["set"] = {
+        "type": "object",
+        "description": "values inside fields of the base, by dotted path: {update.eigenbasis.refresh.steps: 1}",
+    }
+    schema["required"].remove("update")
+    schema["anyOf"] = [{"required": ["update"]}, {"required": ["base"]}]
