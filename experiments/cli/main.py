@@ -52,7 +52,7 @@ class Commands(TyperGroup):
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
-Overrides = Annotated[
+OverrideArguments = Annotated[
     list[str] | None,
     typer.Argument(help="dotted.path=value, for instance steps=100 task.width=48 update.eigenbasis.refresh.steps=1"),
 ]
@@ -83,7 +83,7 @@ def options(
 @app.command("train")
 def train_command(
     experiment: Annotated[Path, typer.Argument(help="an experiment file (YAML)")],
-    overrides: Overrides = None,
+    overrides: OverrideArguments = None,
     out: Annotated[Path | None, typer.Option(help="the run's directory; default runs/NAME")] = None,
     imports: Imports = None,
 ) -> None:
@@ -102,7 +102,7 @@ def train_command(
 @app.command("show")
 def show_command(
     source: Annotated[str, typer.Argument(help="a shipped recipe's name, a recipe file or an experiment file")],
-    overrides: Overrides = None,
+    overrides: OverrideArguments = None,
     task: Annotated[str, typer.Option(help="task whose model the recipe is applied to")] = "byte_lm",
     imports: Imports = None,
 ) -> None:

@@ -16,7 +16,7 @@ from eigengraft.optimizers.recipe.yaml_files import parse_yaml
 if TYPE_CHECKING:
     from eigengraft.optimizers.recipe.recipe import Recipe
 
-Parallel = Literal["ddp", "fsdp2", "hsdp"]
+DataParallel = Literal["ddp", "fsdp2", "hsdp"]
 WIDE = 200
 """Width of a table in a file or in Markdown, in characters."""
 NODE = 8
@@ -31,7 +31,7 @@ def plan_command(  # noqa: PLR0913  its arguments are the command's options
     recipe: Annotated[str, typer.Option(help="a shipped recipe's name or a recipe file")] = "soap",
     world: Annotated[int | None, typer.Option(min=1, help="number of ranks; default that of the mesh, or 8")] = None,
     mesh: Annotated[str | None, typer.Option(help="ranks along each axis of the device mesh, such as 2x4")] = None,
-    parallel: Annotated[Parallel | None, typer.Option(help="default fsdp2, or hsdp on a mesh of two axes")] = None,
+    parallel: Annotated[DataParallel | None, typer.Option(help="default fsdp2, or hsdp on a mesh of two axes")] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16", "float64"], typer.Option(help="dtype of parameters and gradients")
     ] = "float32",
@@ -52,7 +52,7 @@ def plan_command(  # noqa: PLR0913  its arguments are the command's options
     if measure:
         loaded = _timed(loaded, parameters)
     axes = _numbers("--mesh", mesh, "x") if mesh else ()
-    way: Parallel = parallel or ("hsdp" if len(axes) == 2 else "fsdp2")
+    way: DataParallel = parallel or ("hsdp" if len(axes) == 2 else "fsdp2")
     meshes = _meshes(way, axes, world, worlds)
     plans = [plan(loaded, parameters, own, way, getattr(torch, dtype)) for own in meshes]
     what = f"{model}, {len(parameters)} parameters in {dtype}, {way}, {loaded.name or 'recipe'}"
@@ -81,7 +81,7 @@ def _timed(recipe: Recipe, parameters: Sequence[Any]) -> Recipe:
     return recipe.replace(distribution=Distribution(**{**recipe.distribution.model_dump(), "work": work}))
 
 
-def _meshes(way: Parallel, axes: tuple[int, ...], world: int | None, worlds: str | None) -> list[tuple[int, ...]]:
+def _meshes(way: DataParallel, axes: tuple[int, ...], world: int | None, worlds: str | None) -> list[tuple[int, ...]]:
     """The mesh of every plan to make."""
     if worlds:
         return [_mesh(way, axes[-1:], ranks) for ranks in _numbers("--worlds", worlds, ",")]
@@ -98,7 +98,7 @@ def _numbers(option: str, text: str, between: str) -> tuple[int, ...]:
     return tuple(map(int, words))
 
 
-def _mesh(way: Parallel, shards: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+def _mesh(way: DataParallel, shards: tuple[int, ...], ranks: int) -> tuple[int, ...]:
     if way != "hsdp":
         return (ranks,)
     shard_ranks = shards[0] if shards else NODE

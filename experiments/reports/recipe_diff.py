@@ -16,7 +16,7 @@ _IGNORED = {"name", "about", "seed", "overrides", "imports"}
 Tree = dict[str, "str | Tree"]
 """A configuration as nested texts: stages of a list by their names, and under "" the chain that they form."""
 
-Place = tuple[str, str]
+FieldPath = tuple[str, str]
 """(panel, label)"""
 
 
@@ -43,7 +43,7 @@ def diff_recipes(configs: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list
     return [DiffRow(path, tuple(_text(label, found) for label in labels)) for path, found in _rows("", trees)]
 
 
-def _rows(path: str, nodes: Mapping[Place, Tree]) -> Iterator[tuple[str, dict[Place, str]]]:
+def _rows(path: str, nodes: Mapping[FieldPath, Tree]) -> Iterator[tuple[str, dict[FieldPath, str]]]:
     """Rows below one path; `nodes` has the tree at this path for every place, empty where there is none."""
     present = {place: node for place, node in nodes.items() if node}
     shared, rows = [], []
@@ -63,7 +63,7 @@ def _rows(path: str, nodes: Mapping[Place, Tree]) -> Iterator[tuple[str, dict[Pl
     yield from rows
 
 
-def _differ(found: Mapping[Place, str], among: Mapping[Place, object]) -> bool:
+def _differ(found: Mapping[FieldPath, str], among: Mapping[FieldPath, object]) -> bool:
     """Whether in some panel the places have different values, or only some have a value."""
     panels = {panel for panel, _ in found}
     return any(len({found.get(place) for place in among if place[0] == panel}) > 1 for panel in panels)
@@ -75,7 +75,7 @@ def _summary(node: Tree, keys: list[str]) -> str:
     return ", ".join(value if key in ("", "kind") else f"{key} {value}" for key, value in texts)
 
 
-def _text(label: str, found: Mapping[Place, str]) -> str:
+def _text(label: str, found: Mapping[FieldPath, str]) -> str:
     values = {panel: text for (panel, owner), text in found.items() if owner == label}
     if len(set(values.values())) <= 1:
         return next(iter(values.values()), "")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, Literal
 
-Work = Callable[[Any, Callable[[Any], None]], Any]
+JobFunction = Callable[[Any, Callable[[Any], None]], Any]
 """`work(job, report)` does one job in a worker process, may call `report(value)` meanwhile, and returns a value."""
 
 
@@ -29,7 +29,7 @@ class PoolEvent:
 class _Worker:
     """One process and the job it is busy with."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: JobFunction) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self.job: int | None = None
@@ -60,7 +60,7 @@ class _Worker:
         self.connection.close()
 
 
-def run_pool(work: Work, jobs: Sequence[Any], workers: int) -> Iterator[PoolEvent]:
+def run_pool(work: JobFunction, jobs: Sequence[Any], workers: int) -> Iterator[PoolEvent]:
     """Do all jobs, the first ones first, on `workers` processes; leaving the iteration early stops them.
 
     `work` and the jobs are pickled and processes spawned: a script that calls this needs `if __name__ == "__main__"`.
@@ -85,7 +85,7 @@ def run_pool(work: Work, jobs: Sequence[Any], workers: int) -> Iterator[PoolEven
             worker.stop()
 
 
-def _serve(connection: Connection, work: Work) -> None:
+def _serve(connection: Connection, work: JobFunction) -> None:
     """Run in a worker process: do one job after the other until the pipe closes."""
     # An interrupt at the terminal reaches the whole process group; the parent alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

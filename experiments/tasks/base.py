@@ -26,7 +26,7 @@ class Batch(NamedTuple):
     targets: Tensor
 
     def to(self, device: torch.device) -> Batch:
-        """The same batch on `device`."""
+        """A copy of this batch on `device`."""
         return Batch(self.inputs.to(device), self.targets.to(device))
 
 

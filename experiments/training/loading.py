@@ -21,10 +21,10 @@ from eigengraft.optimizers.recipe.yaml_files import parse_yaml, read_yaml
 from .experiment import Experiment, resolved
 from .paths import resolve_paths
 
-Source = str | Path | Mapping[str, Any] | Experiment
+ExperimentSource = str | Path | Mapping[str, Any] | Experiment
 
 
-def load_experiment(source: Source, overrides: Iterable[str] = (), imports: Iterable[str] = ()) -> Experiment:
+def load_experiment(source: ExperimentSource, overrides: Iterable[str] = (), imports: Iterable[str] = ()) -> Experiment:
     """The experiment in a YAML file, a mapping or an `Experiment`, with overrides applied.
 
     Paths inside a file (`recipe`, `imports`, `task.path`) are relative to that file, those in overrides to the working

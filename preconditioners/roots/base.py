@@ -56,7 +56,7 @@ class RootSolver(Component, ABC, family="root_solver"):
         return values
 
     def diagonal_root(self, a: Tensor, exponent: Fraction) -> Root:
-        """The same for diagonal matrices, kept as their diagonals: a `[N, d]`, value `[N, d]`, elementwise."""
+        """A^(-e) for diagonal matrices, given and returned as their diagonals `[N, d]`, elementwise."""
         ok = a.isfinite().all(-1)
         values = self.ridged(torch.where(ok[:, None], a, 1.0))
         power = torch.where(values > 0, to_power(values, -float(exponent)), 0.0)

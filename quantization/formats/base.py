@@ -65,7 +65,7 @@ class Blockwise(Format, ABC):
 
     @abstractmethod
     def values(self, codes: Tensor, n: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """And back, y = z / span: in `out`, if it is given and can hold them, else in a fresh tensor."""
+        """Decode codes to y = z / span: in `out`, if it is given and can hold them, else in a fresh tensor."""
 
     def encode(self, x: Tensor, before: Parts | None = None, uniform: Uniform | None = None) -> Parts:
         rows = x if x.ndim > 1 else x[:, None]

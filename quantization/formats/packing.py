@@ -24,5 +24,5 @@ def packed(codes: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def unpacked(stored: Tensor, n: int) -> Tensor:
-    """And back, `[..., ceil(n / 2)] -> [..., n]` uint8."""
+    """Unpack two codes from each byte, `[..., ceil(n / 2)] -> [..., n]` uint8."""
     return torch.stack((stored & 15, stored >> 4), dim=-1).flatten(-2)[..., :n]

@@ -66,7 +66,7 @@ def even_width(n: int, size: int) -> int:
 
 
 def by_block(work: Callable[..., Tensor], x: Tensor, scales: Tensor, size: int, out: Tensor) -> Tensor:
-    """The same in `out`, by work(x, s, out=...); not to be traced."""
+    """work(x, s, out=...) as `with_scales`, written into `out`; not to be traced."""
     if x.shape[-1] <= size:
         return work(x, scales, out=out)
     start = 0

@@ -53,5 +53,5 @@ def scales(parts: Parts) -> Tensor:
 
 
 def double_bytes(blocks: int) -> int:
-    """Of the scales of one row of a stack."""
+    """Bytes of the scales of one row of a stack, coded twice."""
     return blocks + 4 * count(blocks, BLOCK) + 4

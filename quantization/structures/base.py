@@ -49,7 +49,7 @@ def prefixed(prefix: str, parts: Parts) -> dict[str, Tensor]:
 
 
 def inside(prefix: str, parts: Parts) -> dict[str, Tensor]:
-    """And back: the parts of that prefix, as the inner format calls them."""
+    """The stored tensors whose names have that prefix, named as the inner format calls them."""
     start = f"{prefix}."
     return {name.removeprefix(start): part for name, part in parts.items() if name.startswith(start)}
 

@@ -38,7 +38,7 @@ def lower_places(d: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=64)
 def upper_places(d: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Likewise of the upper triangle, row by row; entries below it have the places of their mirror images."""
+    """Places of the upper triangle, row by row, as `lower_places`; entries below have those of their mirror images."""
     row, column = torch.triu_indices(d, d, device=device)
     return _places(row, column, d)
 

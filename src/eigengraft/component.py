@@ -154,7 +154,7 @@ def _register(cls: type[Component]) -> None:
 
 
 def _with_nearest(cls: type[Component], error: ValidationError) -> ValidationError:
-    """The same faults, unknown fields with the nearest known one."""
+    """Name the nearest known field in each fault that is about an unknown one."""
     known = [field.alias or name for name, field in cls.model_fields.items()]
     details: list[InitErrorDetails] = []
     for fault in error.errors(include_url=False):

@@ -9,7 +9,6 @@ from .test_house import sources
 
 SHARED = {
     "C": "a type variable",
-    "T": "a type variable",
     "COLUMNS": "the columns of one table each",
     "LAYERS": "the layers of one recording each",
     "PREFERRED": "the declarations that one bench each puts first",
@@ -17,24 +16,7 @@ SHARED = {
 }
 """Names that several modules define, and why they may."""
 
-PENDING = {
-    *(
-        "Chain",
-        "NF4",
-        "OKLS",
-        "Overrides",
-        "Parallel",
-        "Place",
-        "Role",
-        "Sizes",
-        "Source",
-        "State",
-        "Step",
-        "Values",
-        "Work",
-    ),
-    *("collect", "number", "packed", "paired", "plan", "save", "transposed", "write_table"),
-}
+PENDING = {"Chain", "Parallel", "Role", "Sizes", "Step", "Values", "collect", "packed", "transposed"}
 """Names that are still to be told apart. None is added."""
 
 

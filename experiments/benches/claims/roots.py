@@ -17,7 +17,7 @@ from . import published_iterations as published
 from .registry import Measured, claim
 
 QUARTER, HALF = Fraction(1, 4), Fraction(1, 2)
-OKLS = (
+ONLINE_KL_SHAMPOO = (
     (5.1825, -5.1781), (2.5861, -0.64795), (2.5674, -0.6455), (2.5206, -0.63935), (2.4108, -0.62487),
     (2.1883, -0.5952), (1.8596, -0.55045), (1.5890, -0.51266), (1.5052, -0.50074), (1.5, -0.5),
 )  # fmt: skip
@@ -38,7 +38,7 @@ def underestimated_eigenvalue(quick: bool) -> Iterator[Measured]:
     """
     a = _with(Geometric(condition=30.0).eigenvalues(128))[None]
     for name, size in (("0.97 of the largest", 0.97), ("1.01 of it", 1.01)):
-        x = published.cans(a[0], size, OKLS)
+        x = published.cans(a[0], size, ONLINE_KL_SHAMPOO)
         wrong = float((torch.linalg.eigvalsh(x) < 0).sum())
         residual = float((x @ a[0] @ x - published.eye_like(x)).abs().max())
         error = float(relative_error(x[None], inverse_power(a, 0.5)))

@@ -16,7 +16,7 @@ from .results import FigurePanel, Line
 _DASHES = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)))
 _INK, _RULE = "#3c3c3d", "#d8d8d9"
 _LONGEST, _LETTERS = 56, 150
-"""Of a label in the legend, and of a row of the legend."""
+"""Largest number of letters in a label of the legend, and in a row of it."""
 
 
 def draw_panels(panels: Sequence[FigurePanel]) -> Figure:

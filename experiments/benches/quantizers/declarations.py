@@ -12,7 +12,7 @@ from eigengraft.slots import Role, Slot
 from ..common.declarations import Declaration, defaults, label, listed
 
 INT4: Declaration = {"kind": "int4"}
-NF4: Declaration = {"kind": "int4", "book": "nf4"}
+INT4_NF4: Declaration = {"kind": "int4", "book": "nf4"}
 PREFERRED: tuple[Declaration, ...] = (
     {"kind": "float32"},
     {"kind": "bf16"},
@@ -21,7 +21,7 @@ PREFERRED: tuple[Declaration, ...] = (
     {"kind": "fp8"},
     {"kind": "book8"},
     INT4,
-    NF4,
+    INT4_NF4,
     {"kind": "int4", "book": "dynamic"},
     {"kind": "exact_diagonal", "inner": {"kind": "int16", "buckets": "column"}},
     {"kind": "exact_diagonal", "inner": {"kind": "int8"}},
@@ -33,7 +33,7 @@ PREFERRED: tuple[Declaration, ...] = (
     {"kind": "orthogonal", "inner": {"kind": "int8"}},
     {"kind": "orthogonal", "inner": INT4, "rectify": 0},
     {"kind": "orthogonal", "inner": INT4},
-    {"kind": "orthogonal", "inner": NF4},
+    {"kind": "orthogonal", "inner": INT4_NF4},
     {"kind": "orthogonal", "inner": {"kind": "int3"}},
 )
 

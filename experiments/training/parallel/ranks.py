@@ -15,7 +15,7 @@ from eigengraft.component import RecipeError
 from ...tasks import Batch
 from ...tasks.base import generator
 
-T = TypeVar("T")
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -68,19 +68,19 @@ class Ranks:
         dist.all_reduce(total)
         return total.item() / self.size
 
-    def all_gather(self, mine: T) -> list[T]:
+    def all_gather(self, mine: Answer) -> list[Answer]:
         """One object per rank, by rank; for small objects."""
         if self.size == 1:
             return [mine]
-        found: list[T | None] = [None] * self.size
+        found: list[Answer | None] = [None] * self.size
         dist.all_gather_object(found, mine)
         return found  # type: ignore[return-value]  # all of them are filled
 
-    def on_first(self, act: Callable[[], T]) -> T:
+    def on_first(self, act: Callable[[], Answer]) -> Answer:
         """Run `act` on rank 0 and return its result on every rank; a ValueError or OSError is raised on every rank."""
         if self.size == 1:
             return act()
-        answer: list[T | Exception | None] = [None, None]
+        answer: list[Answer | Exception | None] = [None, None]
         if self.first:
             try:
                 answer[0] = act()

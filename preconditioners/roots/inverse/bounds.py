@@ -29,7 +29,7 @@ class Bound(Component, ABC, family="eigenvalue_bound"):
 
     @abstractmethod
     def of_scaled(self, a: Tensor) -> Tensor:
-        """The same for matrices whose largest entry is 1 in size (or 0: a zero matrix)."""
+        """The bound for matrices whose largest entry is 1 in size (or 0: a zero matrix)."""
 
 
 class GuaranteedBound(Bound):

@@ -14,14 +14,14 @@ from eigengraft.numerics import block_norm, identity_like, may_branch_on_values,
 
 from .iterative import Iterative, largest_entry, product
 
-State = tuple[Tensor, ...]
+Iterates = tuple[Tensor, ...]
 """Matrices `[N, d, d]` of one step; the last one tends to I."""
 
 
 class Best(NamedTuple):
     """state: the iterate of least error of each matrix; error `[N]`, its ||M - I||; steps `[N]` taken by each."""
 
-    state: State
+    state: Iterates
     error: Tensor
     steps: Tensor
 
@@ -52,7 +52,7 @@ class Coupled(Iterative):
         default=4, ge=1, description="steps between looks whether all are done; on a device nobody looks"
     )
 
-    def run(self, state: State, step: Callable[[State, int], State]) -> Best:
+    def run(self, state: Iterates, step: Callable[[Iterates, int], Iterates]) -> Best:
         """state, step(state), ... until all matrices are done."""
         eye = identity_like(state[-1])
         best, error = state, self._distance(state[-1] - eye)
@@ -88,7 +88,7 @@ class Coupled(Iterative):
         """a b in the chosen precision."""
         return product(a, b, self.precision)
 
-    def newton(self, state: State, p: int, order: int) -> State:
+    def newton(self, state: Iterates, p: int, order: int) -> Iterates:
         """X <- X T,  M <- T^p M,  T = sum over i < order of b_i (I - M)^i
 
         b_i = prod over j <= i of (1 + (j - 1) p) / (j p): T is the start of the series of M^(-1/p). Products are taken

@@ -12,7 +12,7 @@ from torch import Tensor
 from eigengraft.numerics import identity_like
 
 from .bounds import Bound, InfinityBound, TraceBound
-from .coupled import Coupled, State, rational
+from .coupled import Coupled, Iterates, rational
 from .iterative import Solved, largest_entry
 
 
@@ -44,7 +44,7 @@ class HigherOrder(Coupled):
     def solve(self, c: Tensor, exponent: Fraction, ridge: float) -> Solved:
         p, eye = exponent.denominator, identity_like(c)
 
-        def step(state: State, iteration: int) -> State:
+        def step(state: Iterates, iteration: int) -> Iterates:
             return self.newton(state, p, self.order if iteration else 2)
 
         (x, _), error, steps = self.run((eye, c), step)

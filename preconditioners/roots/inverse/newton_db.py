@@ -12,7 +12,7 @@ from torch import Tensor
 from eigengraft.numerics import identity_like
 
 from .bounds import Bound, GuaranteedBound
-from .coupled import Best, Coupled, State
+from .coupled import Best, Coupled, Iterates
 from .iterative import Solved
 
 
@@ -44,7 +44,7 @@ class NewtonDB(Coupled):
     def _square_roots(self, c: Tensor) -> Best:
         return self.run((c, identity_like(c), c), self._step)
 
-    def _step(self, state: State, iteration: int) -> State:
+    def _step(self, state: Iterates, iteration: int) -> Iterates:
         y, z, zy = state
         rest = (identity_like(zy) - zy) / 2  # E - I, which vanishes, and with it the rounding of its products
         y, z = y + self.times(y, rest), z + self.times(rest, z)
