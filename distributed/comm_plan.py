@@ -1,11 +1,12 @@
-"""The exchange of one set of parameters: gradients travel to owners, updates to whoever holds a part.
+"""Communication plan of one parameter set: what each rank sends to the owners of blocks, and what comes back.
 
-Legend: a block group is blocks of one shape, dtype, device and update, on any rank; those that are owned here are a
-stack. Families travel in buckets, in the same order on every rank, whether or not a rank owns anything of them.
+A block group is the equal blocks of all ranks; the blocks of it that one rank owns are a stack there. Block groups are
+sent in buckets, in the same order on every rank, whether or not a rank owns any of their blocks.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +23,13 @@ from .regions import Region, regions
 
 @dataclass(frozen=True)
 class PlacedBlock:
-    """One block: the position of its parameter, the block as a box of its own, its owner, its row there."""
+    """One block and the rank that owns it.
+
+    position: position of the block's parameter.
+    grid: the block, as a grid of its own.
+    owner: rank that holds the block's state and computes its update.
+    row: row of the block in the owner's stack.
+    """
 
     position: int
     grid: BlockGrid
@@ -32,55 +39,76 @@ class PlacedBlock:
 
 @dataclass(frozen=True)
 class BlockGroup:
-    """path: of the update. dtype: to compute in; travels: of gradients and of updates on the way."""
+    """Equal blocks of one update, on whatever ranks.
+
+    path: path of the update in the recipe.
+    shape: shape of a block.
+    dtype: dtype that the blocks are computed in.
+    gradient_dtype: dtype that gradients are sent in.
+    update_dtype: dtype that updates are sent in.
+    device: device of the blocks.
+    blocks: the blocks, in the order of their parameters.
+    """
 
     path: str
-    block: tuple[int, ...]
+    shape: tuple[int, ...]
     dtype: torch.dtype
-    travels: tuple[torch.dtype, torch.dtype]
+    gradient_dtype: torch.dtype
+    update_dtype: torch.dtype
     device: torch.device
-    members: tuple[PlacedBlock, ...]
+    blocks: tuple[PlacedBlock, ...]
 
     def owned(self, rank: int) -> list[PlacedBlock]:
-        """The blocks of a rank, by row."""
-        return [member for member in self.members if member.owner == rank]
+        """The blocks that a rank owns, by row."""
+        return [block for block in self.blocks if block.owner == rank]
 
     @property
     def nbytes(self) -> int:
-        """Of the updates of all blocks."""
-        size = self.travels[1].itemsize
-        for length in self.block:
-            size *= length
-        return size * len(self.members)
+        """Bytes of the updates of all blocks."""
+        return self.update_dtype.itemsize * math.prod(self.shape) * len(self.blocks)
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """One stretch of a message: these entries of a block of a block group."""
+    """Entries of one block that are one stretch of a message.
 
-    block_group: int
-    member: PlacedBlock
+    group: number of the block group.
+    block: the block.
+    region: the entries, in the block and in the parameter.
+    """
+
+    group: int
+    block: PlacedBlock
     region: Region
 
 
 @dataclass
 class Bucket:
-    """Families whose messages travel together, and the transfers between this rank's parts and the blocks of each
-    owner.
+    """Block groups whose messages are sent together, by one collective. All but `groups` are lists over ranks r.
 
-    ours[r]: between what we hold and blocks that rank r owns; given[r]: those of them that r takes from us. theirs[r]:
-    between blocks we own and what rank r holds; due[r]: those of them that we take from r.
+    groups: numbers of the block groups.
+    held[r]: transfers between this rank's shards and blocks that rank r owns, where updates come back to.
+    sent[r]: the subset of held[r] whose gradients this rank sends to r; one replica of each entry sends.
+    owned[r]: transfers between blocks that this rank owns and the shards of rank r, where updates go to.
+    received[r]: the subset of owned[r] whose gradients this rank receives from r.
     """
 
-    block_groups: list[int]
-    ours: list[list[Transfer]]
-    given: list[list[Transfer]]
-    theirs: list[list[Transfer]]
-    due: list[list[Transfer]]
+    groups: list[int]
+    held: list[list[Transfer]]
+    sent: list[list[Transfer]]
+    owned: list[list[Transfer]]
+    received: list[list[Transfer]]
 
 
 class CommPlan:
-    """layouts: of the parameters, by position. limit: bytes of updates in a bucket."""
+    """All buckets of a parameter set.
+
+    rank_group: the ranks that share the parameters.
+    layouts: what each rank holds of each parameter, by position.
+    block_groups: the blocks of all parameters that are exchanged.
+    names: what errors call the parameters, by position.
+    limit: bytes of updates in a bucket.
+    """
 
     def __init__(
         self,
@@ -91,61 +119,62 @@ class CommPlan:
         limit: int,
     ) -> None:
         self.rank_group, self.layouts, self.block_groups, self.names = rank_group, layouts, block_groups, names
-        self.replicated = all(
-            layouts[m.position].replicated for block_group in block_groups for m in block_group.members
-        )
-        self.buckets = [self._bucket(own) for own in packed(block_groups, limit)]
+        self.replicated = all(layouts[block.position].replicated for group in block_groups for block in group.blocks)
+        self.buckets = [self._bucket(groups) for groups in pack(block_groups, limit)]
 
     def describe(self, bucket: Bucket) -> str:
-        """The number of a bucket, its first parameter and how many more there are."""
-        members = [member for block_group in bucket.block_groups for member in self.block_groups[block_group].members]
-        found = list(dict.fromkeys(self.names[member.position] for member in members))
+        """The number of a bucket, the name of its first parameter, and how many more there are."""
+        blocks = [block for group in bucket.groups for block in self.block_groups[group].blocks]
+        found = list(dict.fromkeys(self.names[block.position] for block in blocks))
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         return f"bucket {self.buckets.index(bucket)} ({found[0]}{more})"
 
     @cached_property
     def bucket_of(self) -> dict[int, int]:
-        """Which bucket a block group travels in."""
-        return {block_group: index for index, bucket in enumerate(self.buckets) for block_group in bucket.block_groups}
+        """Number of the bucket that each block group is sent in."""
+        return {group: index for index, bucket in enumerate(self.buckets) for group in bucket.groups}
 
-    def _bucket(self, block_groups: list[int]) -> Bucket:
+    def _bucket(self, groups: list[int]) -> Bucket:
         ranks, me = range(self.rank_group.size), self.rank_group.rank
-        ours: list[list[Transfer]] = [[] for _ in ranks]
-        theirs: list[list[Transfer]] = [[] for _ in ranks]
+        held: list[list[Transfer]] = [[] for _ in ranks]
+        owned: list[list[Transfer]] = [[] for _ in ranks]
         if self.replicated:
-            return Bucket(block_groups, ours, ours, theirs, theirs)
-        for block_group in block_groups:
-            for member in self.block_groups[block_group].members:
-                layout = self.layouts[member.position]
-                for region in regions(layout.shape, member.grid, layout.boxes[me]):
-                    ours[member.owner].append(Transfer(block_group, member, region))
-                if member.owner == me:
+            return Bucket(groups, held, held, owned, owned)
+        for group in groups:
+            for block in self.block_groups[group].blocks:
+                held[block.owner] += self._transfers(group, block, me)
+                if block.owner == me:
                     for rank in ranks:
-                        for region in regions(layout.shape, member.grid, layout.boxes[rank]):
-                            theirs[rank].append(Transfer(block_group, member, region))
-        given = [[transfer for transfer in own if self.supplies(me, rank, transfer)] for rank, own in enumerate(ours)]
-        due = [[transfer for transfer in own if self.supplies(rank, me, transfer)] for rank, own in enumerate(theirs)]
-        return Bucket(block_groups, ours, given, theirs, due)
+                        owned[rank] += self._transfers(group, block, rank)
+        sent = [[transfer for transfer in own if self._sends(me, rank, transfer)] for rank, own in enumerate(held)]
+        received = [[transfer for transfer in own if self._sends(rank, me, transfer)] for rank, own in enumerate(owned)]
+        return Bucket(groups, held, sent, owned, received)
 
-    def supplies(self, source: int, owner: int, transfer: Transfer) -> bool:
-        """Whether an owner takes those entries from that rank."""
-        replicas = self.layouts[transfer.member.position].replicas
-        return replicas[source] == replicas[owner]
+    def _transfers(self, group: int, block: PlacedBlock, rank: int) -> list[Transfer]:
+        """What a rank holds of a block."""
+        layout = self.layouts[block.position]
+        return [Transfer(group, block, region) for region in regions(layout.shape, block.grid, layout.boxes[rank])]
 
-    def empty(self, block_group: int) -> Tensor:
-        """A stack `[n, *block]` for the blocks that are owned here."""
-        own = self.block_groups[block_group]
-        return torch.empty(len(own.owned(self.rank_group.rank)), *own.block, dtype=own.dtype, device=own.device)
+    def _sends(self, rank: int, owner: int, transfer: Transfer) -> bool:
+        """Whether a rank sends the gradients of a transfer to the owner of the block: it is of the same replica."""
+        replicas = self.layouts[transfer.block.position].replicas
+        return replicas[rank] == replicas[owner]
+
+    def empty(self, group: int) -> Tensor:
+        """A stack `[n, *block]` for the blocks of a group that this rank owns."""
+        own = self.block_groups[group]
+        return torch.empty(len(own.owned(self.rank_group.rank)), *own.shape, dtype=own.dtype, device=own.device)
 
 
-def packed(block_groups: Sequence[BlockGroup], limit: int) -> list[list[int]]:
-    """Families in order, as many together as fit; those of other dtypes on the way, or of nothing, apart."""
+def pack(block_groups: Sequence[BlockGroup], limit: int) -> list[list[int]]:
+    """Numbers of block groups in order, in lists of at most `limit` bytes; a list has one pair of dtypes to send in."""
     buckets: list[list[int]] = []
     size, last = 0, None
-    for index, block_group in enumerate(block_groups):
-        if not buckets or block_group.travels != last or size + block_group.nbytes > limit:
+    for index, group in enumerate(block_groups):
+        dtypes = group.gradient_dtype, group.update_dtype
+        if not buckets or dtypes != last or size + group.nbytes > limit:
             buckets.append([])
             size = 0
         buckets[-1].append(index)
-        size, last = size + block_group.nbytes, block_group.travels
+        size, last = size + group.nbytes, dtypes
     return buckets

@@ -1,4 +1,4 @@
-"""How an optimizer is divided over ranks: what a recipe says of it."""
+"""Settings of distribution: what a recipe says about ranks."""
 
 from __future__ import annotations
 
@@ -10,24 +10,27 @@ from eigengraft.component import Component
 
 
 class Distribution(Component):
-    """Every block has one owner, which holds its state and computes its update; the result is that of one process.
+    """How work is divided over ranks: every block has one owner, which holds its state and computes its update.
 
-    auto: DTensors are exchanged on their own device mesh, plain parameters are taken to be replicated over all ranks of
-    the default process group, if there is one with more than one rank. replicated, sharded: the same, but parameters of
-    the other kind are refused. local: every rank is on its own, whatever the others do.
+    The result is that of one process. Modes:
+    auto: DTensors are exchanged on their own device mesh; plain parameters are taken to be replicated over all ranks of
+    the default process group, if there is one with more than one rank.
+    replicated: as auto, but DTensors are refused.
+    sharded: as auto, but plain tensors are refused.
+    local: every rank updates all of its parameters, whatever other ranks do.
     """
 
     mode: Literal["auto", "replicated", "sharded", "local"] = Field(
-        default="auto", description="who takes part: found from the parameters, one kind of them, or nobody"
+        default="auto", description="which parameters are divided: as their kind says, one kind only, or none"
     )
     dtype: Literal["exact", "bf16"] = Field(
         default="exact",
-        description="what travels: gradients and updates as they are computed, or rounded to bfloat16",
+        description="dtype that is sent: gradients and updates as they are computed, or rounded to bfloat16",
     )
     bucket: int = Field(
         default=1 << 25,
         ge=1,
-        description="bytes of updates that a rank puts into one message, which travels while the next is computed",
+        description="bytes of updates that a rank puts into one message, which is sent while the next is computed",
     )
     timeout: float | None = Field(
         default=None, gt=0, description="seconds to wait for other ranks on a CPU; default: the process group's"
@@ -38,9 +41,9 @@ class Distribution(Component):
     )
 
     def measured(self, block: tuple[int, ...], counted: float) -> float:
-        """The work of a step of one block: what was measured of its shape, else what was counted.
+        """Work of one step of a block: the time measured for its shape, else the operations counted.
 
-        Where some shapes are measured, counted operations become milliseconds at 10^8 a millisecond.
+        Where some shapes are measured, counted operations become milliseconds at 10^8 operations per millisecond.
         """
         if not self.work:
             return counted

@@ -1,4 +1,4 @@
-"""Layouts: which rank holds which part of a parameter, as DTensor placements say it. No process is asked."""
+"""Layouts: which entries of a parameter each rank holds, as DTensor placements say it; a pure function."""
 
 from __future__ import annotations
 
@@ -20,37 +20,39 @@ def local(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Box:
-    """The entries of a tensor with start <= index < stop on every axis."""
+    """Entries of a tensor with start <= index < stop on every axis."""
 
     start: tuple[int, ...]
     stop: tuple[int, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its lengths, none below 0."""
+        """Length of the box along each axis, none below 0."""
         return tuple(max(b - a, 0) for a, b in zip(self.start, self.stop, strict=True))
 
     @property
     def numel(self) -> int:
-        """How many entries it has."""
+        """Number of entries."""
         return math.prod(self.shape)
 
     def common(self, other: Box) -> Box | None:
-        """What two boxes share, or None."""
+        """The intersection of two boxes; None if it is empty."""
         box = Box(tuple(map(max, self.start, other.start)), tuple(map(min, self.stop, other.stop)))
         return box if box.numel else None
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """Where this box lies in a tensor that holds `outer`."""
+        """Index of this box in a tensor that holds the box `outer`."""
         corners = zip(self.start, self.stop, outer.start, strict=True)
         return tuple(slice(a - origin, b - origin) for a, b, origin in corners)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Of one parameter over R ranks. boxes: what each rank holds, empty boxes included.
+    """Where the entries of one parameter lie among R ranks.
 
-    replicas: ranks with the same number hold the parameter exactly once between them.
+    shape: shape of the full parameter.
+    boxes: `[R]`, entries that each rank holds; a box may be empty.
+    replicas: `[R]`, number of the replica that each rank belongs to: ranks of one replica hold every entry once.
     """
 
     shape: tuple[int, ...]
@@ -58,14 +60,19 @@ class Layout:
     replicas: tuple[int, ...]
 
     @classmethod
-    def whole(cls, shape: tuple[int, ...], ranks: int) -> Layout:
-        """Every rank holds all of it (plain tensors, DDP)."""
+    def replicate(cls, shape: tuple[int, ...], ranks: int) -> Layout:
+        """The layout of a plain tensor (DDP): every rank holds all entries."""
         return cls(shape, (Box((0,) * len(shape), shape),) * ranks, tuple(range(ranks)))
 
     @classmethod
     @lru_cache(maxsize=1024)
-    def of(cls, shape: tuple[int, ...], mesh: tuple[int, ...], placements: tuple[Placement, ...]) -> Layout:
-        """By the placements on a device mesh of that shape; ranks are the mesh's, in row-major order."""
+    def from_placements(
+        cls, shape: tuple[int, ...], mesh: tuple[int, ...], placements: tuple[Placement, ...]
+    ) -> Layout:
+        """The layout of a DTensor with these placements on a mesh of that shape; ranks in row-major order of the mesh.
+
+        Raises ValueError for a placement other than Shard and Replicate.
+        """
         for placement in placements:
             if isinstance(placement, Partial) or not isinstance(placement, (Shard, _StridedShard, Replicate)):
                 raise ValueError(f"placement: Shard or Replicate on each mesh axis is required, got {placement}")
@@ -82,28 +89,28 @@ class Layout:
 
     @property
     def replicated(self) -> bool:
-        """Whether every rank holds all of it."""
+        """Whether every rank holds all entries."""
         return len(set(self.replicas)) == len(self.replicas)
 
     @cached_property
     def copies(self) -> int:
-        """How often the parameter is held."""
+        """Number of replicas."""
         return len(set(self.replicas))
 
     @cached_property
     def fractions(self) -> list[float]:
-        """How much of the parameter each rank holds."""
+        """`[R]`, fraction of the parameter that each rank holds."""
         return [box.numel / max(math.prod(self.shape), 1) for box in self.boxes]
 
     def sources(self, rank: int) -> list[int]:
-        """The ranks that a rank gets the parameter from, itself among them: each entry from one."""
+        """Ranks of the same replica that hold any entries, the rank itself among them."""
         return [r for r, own in enumerate(self.replicas) if own == self.replicas[rank] and self.boxes[r].numel]
 
 
 def _order(mesh: tuple[int, ...], placements: Sequence[Placement]) -> list[int]:
-    """The mesh axes in the order in which they cut. A strided shard is cut after the axes on its right.
+    """Mesh axes in the order in which they cut. A strided shard is cut after the axes on its right.
 
-    (Tensor parallelism cuts first although fully_shard's axis stands on its left.)
+    With fully_shard over tensor parallelism, the tensor-parallel axis stands on the right and cuts first.
     """
     order = list(range(len(mesh)))
     for axis, placement in reversed(list(enumerate(placements))):
@@ -121,7 +128,7 @@ def _order(mesh: tuple[int, ...], placements: Sequence[Placement]) -> list[int]:
 
 
 def _box(shape: tuple[int, ...], cuts: Sequence[tuple[Placement, int, int]]) -> Box:
-    """What is left of a tensor after (placement, ranks, own rank) of each mesh axis; torch.chunk on each."""
+    """The box of one rank. cuts: (placement, ranks, own rank) of each mesh axis in order; cut by torch.chunk."""
     start, stop = [0] * len(shape), list(shape)
     for placement, ranks, rank in cuts:
         if isinstance(placement, Replicate):

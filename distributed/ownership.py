@@ -1,4 +1,4 @@
-"""Ownership: which rank holds the state of a block and computes its update. A pure function, the same on every rank."""
+"""Ownership: which rank holds the state of a block and computes its update; a pure function, equal on every rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Loads:
-    """What each rank carries: work of a step and bytes of state, in any units."""
+    """What each rank carries.
+
+    ranks: number of ranks.
+    work: `[R]`, work of a step, in any unit.
+    state: `[R]`, size of the state, in any unit.
+    """
 
     ranks: int
     work: list[float] = field(default_factory=list)
@@ -19,15 +24,15 @@ class Loads:
         self.work = self.work or [0.0] * self.ranks
         self.state = self.state or [0.0] * self.ranks
 
-    def carry(self, parts: Sequence[float], work: float, state: float) -> None:
-        """Adds something whose fraction `parts[r]` is rank r's."""
-        for rank, part in enumerate(parts):
-            self.work[rank] += part * work
-            self.state[rank] += part * state
+    def carry(self, fractions: Sequence[float], work: float, state: float) -> None:
+        """Adds an item that is divided over ranks: rank r takes `fractions[r]` of its work and state."""
+        for rank, fraction in enumerate(fractions):
+            self.work[rank] += fraction * work
+            self.state[rank] += fraction * state
 
 
 SLACK = 1.08
-"""How much more than the least possible a rank may work if that evens out memory."""
+"""Factor by which a rank may work more than the least possible if that evens out memory."""
 
 
 def assign(work: Sequence[float], state: Sequence[float], loads: Loads) -> list[int]:
@@ -35,8 +40,8 @@ def assign(work: Sequence[float], state: Sequence[float], loads: Loads) -> list[
 
     Items go, largest first, to the rank whose larger share (of all work, of all bytes) is the smallest, ties to the
     lower rank; but to none that then works more than SLACK times the larger of the mean work and the largest item.
-    Where all would, the one with the least work takes it. So what they are given makes no rank work more than the mean
-    and the largest item together, or SLACK times the larger of both. loads: what there is already, updated in place.
+    Where all would, the rank with the least work takes the item. So no rank is given more work than the mean and the
+    largest item together, or SLACK times the larger of both. loads: what ranks carry already, updated in place.
     """
     all_work = sum(work) + sum(loads.work) or 1.0
     all_state = sum(state) + sum(loads.state) or 1.0
@@ -64,7 +69,7 @@ class _Queue:
         return max(work, state), work + state, rank
 
     def place(self, work: float, state: float) -> int:
-        """The owner of an item, whose loads it adds to."""
+        """The owner of an item, whose loads grow by it."""
         if work < self.last:  # what was too large for a rank may have left room for less
             self.open += self.full
             self.full = []

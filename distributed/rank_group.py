@@ -1,4 +1,4 @@
-"""RankGroup: the ranks that share an optimizer, and what they say to each other."""
+"""Ranks that share parameters, and the collectives between them."""
 
 from __future__ import annotations
 
@@ -15,35 +15,51 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 class DistributedError(RuntimeError):
-    """Ranks could not finish something together. Says what it was, which rank says so, and what is known of why."""
+    """A collective failed. The message says which one, on which rank, and what is known of the cause."""
 
 
 @dataclass
 class Work:
-    """A collective under way; `wait` returns its result. keep: what must live until then."""
+    """A collective under way.
+
+    work: the handle that torch gave; None: it is finished.
+    result: tensor that the collective writes.
+    finish: waits for a handle; raises DistributedError.
+    inputs: tensors that must live until the collective is finished.
+    """
 
     work: Any
     result: Tensor
-    wrap: Callable[[Callable[[], None]], None]
-    keep: Sequence[Tensor] = ()
+    finish: Callable[[Any], None]
+    inputs: Sequence[Tensor] = ()
 
     def wait(self) -> Tensor:
-        """The result, once it is there. Raises DistributedError."""
+        """The result, after the collective has finished. Raises DistributedError."""
         if self.work is not None:
-            self.wrap(self.work)
+            self.finish(self.work)
             self.work = None
         return self.result
 
 
 class RankGroup:
-    """The R ranks of a process group. Tensors travel as bytes, so that every dtype does.
+    """The R ranks of a process group. Tensors are sent as bytes, so that every dtype can be.
 
-    timeout: seconds, for collectives on a CPU; None: the process group's.
+    group: the process group.
+    timeout: seconds to wait for a collective on a CPU; None: the process group's.
+    rank: this process, 0 .. R - 1.
+    size: R.
     """
 
     def __init__(self, group: Any, timeout: float | None = None) -> None:
         self.group, self.timeout = group, timeout
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._mesh: DeviceMesh | None = None
+
+    def mesh(self, device: torch.device) -> DeviceMesh:
+        """The ranks as a device mesh of one axis."""
+        if self._mesh is None:
+            self._mesh = DeviceMesh.from_group(self.group, device.type)
+        return self._mesh
 
     def all_reduce(self, values: Tensor, what: str) -> Tensor:
         """Sums `values` over all ranks, in place."""
@@ -52,7 +68,7 @@ class RankGroup:
         return values
 
     def all_gather(self, mine: Tensor, what: str) -> Work:
-        """`[n]` of each rank, all of the same length -> `[R, n]`."""
+        """Starts to gather `[n]` of every rank, all of one length, as `[R, n]`."""
         result = mine.new_empty(self.size, mine.numel())
         if not mine.numel():
             return Work(None, result, self._finish(what))
@@ -61,7 +77,7 @@ class RankGroup:
         return Work(work, result, self._finish(what), (mine,))
 
     def all_to_all(self, sent: Tensor, sending: Sequence[int], receiving: Sequence[int], what: str) -> Work:
-        """Gives rank r its `sending[r]` numbers of `sent`, and takes `receiving[r]` numbers from each, in order."""
+        """Starts to send `sending[r]` entries of `sent` to each rank r and to receive `receiving[r]`, by rank."""
         result, width = sent.new_empty(sum(receiving)), sent.element_size()
         with self._named(what):
             work = dist.all_to_all_single(
@@ -75,14 +91,14 @@ class RankGroup:
         return Work(work, result, self._finish(what), (sent,))
 
     def all_gather_object(self, mine: Any, what: str) -> list[Any]:
-        """What every rank has, by rank; for small things."""
+        """A small Python object of every rank, by rank."""
         found: list[Any] = [None] * self.size
         with self._named(what):
             dist.all_gather_object(found, mine, group=self.group)
         return found
 
     def raise_on_any(self, fault: str | None, what: str) -> None:
-        """Raises ValueError on every rank if one has found a fault, with what each of them says."""
+        """Raises ValueError on every rank if any rank has found a fault, with the text of each."""
         faults = {rank: said for rank, said in enumerate(self.all_gather_object(fault, what)) if said is not None}
         if len(set(faults.values())) == 1 and len(faults) == self.size:
             raise ValueError(next(iter(faults.values())))
@@ -130,10 +146,10 @@ def mesh_group(mesh: DeviceMesh) -> Any:
 
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""Its new name where torch has it."""
+"""Newer versions of torch give the function another name."""
 
 _GROUPS: dict[tuple[int, ...], Any] = {}
-"""Made once for each set of ranks: a process group cannot be made again by some of its ranks alone."""
+"""Process groups by their ranks; each is made once, because all ranks must take part in making it."""
 
 
 def as_bytes(x: Tensor) -> Tensor:

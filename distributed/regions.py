@@ -1,7 +1,7 @@
-"""Regions: what a block and a rank's part of its parameter have in common, as views of both.
+"""Regions: entries that a block and a rank's shard of its parameter have in common, as views of both.
 
-Blocks are cut from a parameter in its merged shape, parts in its own. A run of entries along a merged axis is a box in
-the axes that were merged only in grids: at most 2k - 1 of them for k axes.
+Blocks are cut from a parameter in its merged shape, shards in its own. A run of entries along a merged axis is a union
+of boxes in the axes that were merged, at most 2k - 1 boxes for k axes. A region lies in one such box on every axis.
 """
 
 from __future__ import annotations
@@ -21,47 +21,52 @@ from .layouts import Box
 
 @dataclass(frozen=True)
 class Region:
-    """Entries of one block. box: them, in the axes of the parameter; grid: a box around them that is contiguous along
-    each merged axis, and begins `offsets` from the start of the block; groups: how many axes each merged axis has."""
+    """Entries that a block and a shard have in common.
+
+    box: the entries, in the axes of the parameter.
+    outer: a box around them, in the axes of the parameter, that is contiguous along each merged axis.
+    offsets: where `outer` begins in the block, along each merged axis.
+    groups: number of parameter axes that each merged axis is made of.
+    """
 
     box: Box
-    grid: Box
+    outer: Box
     offsets: tuple[int, ...]
     groups: tuple[int, ...]
 
-    def of_part(self, x: Tensor, held: Box) -> Tensor:
-        """The entries as a view of what a rank holds of the parameter."""
-        return x[self.box.within(held)]
+    def in_shard(self, shard: Tensor, held: Box) -> Tensor:
+        """The entries as a view of a shard that holds the box `held` of the parameter."""
+        return shard[self.box.within(held)]
 
-    def of_block(self, block: Tensor) -> Tensor:
-        """The entries as a view of the block, of the same shape."""
-        lengths = self.grid.shape
+    def in_block(self, block: Tensor) -> Tensor:
+        """The entries as a view of the block, in the shape that `in_shard` has."""
+        lengths = self.outer.shape
         end = len(lengths)
         for axis in reversed(range(len(self.groups))):
             own = lengths[end - self.groups[axis] : end]
             end -= self.groups[axis]
             block = block.narrow(axis, self.offsets[axis], math.prod(own))
             block = torch.unflatten(block, axis, own) if own else block.squeeze(axis)
-        return block[self.box.within(self.grid)]
+        return block[self.box.within(self.outer)]
 
 
 def regions(shape: tuple[int, ...], block: BlockGrid, held: Box) -> Iterator[Region]:
-    """The regions of a single block of a parameter of that shape in what a rank holds of it, in a fixed order."""
+    """The regions of one block of a parameter of that shape and of a rank's box `held`, in a fixed order."""
     groups = grouping(shape, block.merged)
     runs, first = [], 0
     for group, start, length in zip(groups, block.start, block.tile, strict=True):
         runs.append(list(_boxes(start, start + length, shape[first : first + group])))
         first += group
-    for parts in itertools.product(*runs):
-        grid = Box(sum((a for _, a, _ in parts), ()), sum((b for _, _, b in parts), ()))
-        box = grid.common(held)
+    for boxes in itertools.product(*runs):
+        outer = Box(sum((a for _, a, _ in boxes), ()), sum((b for _, _, b in boxes), ()))
+        box = outer.common(held)
         if box is not None:
-            offsets = tuple(at - start for (at, _, _), start in zip(parts, block.start, strict=True))
-            yield Region(box, grid, offsets, groups)
+            offsets = tuple(at - start for (at, _, _), start in zip(boxes, block.start, strict=True))
+            yield Region(box, outer, offsets, groups)
 
 
 def grouping(shape: tuple[int, ...], merged: tuple[int, ...]) -> tuple[int, ...]:
-    """How many axes of a shape each merged axis is made of; axes of length 1 go wherever they stand."""
+    """Number of axes of a shape that each merged axis is made of; an axis of length 1 belongs to a neighbour."""
     groups, first = [], 0
     for place, length in enumerate(merged):
         last, product = first, 1
@@ -75,7 +80,7 @@ def grouping(shape: tuple[int, ...], merged: tuple[int, ...]) -> tuple[int, ...]
 
 
 def _boxes(start: int, stop: int, lengths: tuple[int, ...]) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """The entries start <= i < stop of the flattened axes as (first i, box start, box stop), in order."""
+    """Boxes of the entries start <= i < stop of flattened axes, as (first i, box start, box stop), in order."""
     if not lengths:
         yield 0, (), ()
         return

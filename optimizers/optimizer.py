@@ -127,7 +127,7 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.param_sets.settle()
+        self.param_sets.resolve_deferred()
         ready = []
         for index, group in enumerate(self.param_groups):
             self.param_sets.thaw(index, self.state, "train")
@@ -169,7 +169,7 @@ class Optimizer(torch.optim.Optimizer):
         are divided over ranks all of them must call it: state comes as DTensors, which cannot be pickled as they are;
         torch.distributed.checkpoint takes them, or `full_state_dict`.
         """
-        self.param_sets.settle()
+        self.param_sets.resolve_deferred()
         handle = self.register_state_dict_post_hook(shard_hook, prepend=True)
         try:
             return super().state_dict()
@@ -183,7 +183,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Bit-exact, strict: another recipe, missing, extra or misshapen state is one ValueError, nothing changes."""
-        self.param_sets.settle()
+        self.param_sets.resolve_deferred()
         with strict_loading(self):
             super().load_state_dict(state_dict)
 

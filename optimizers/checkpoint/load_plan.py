@@ -105,7 +105,7 @@ def _local_values(param_sets: list[ParamSet], values: Values, mode: Mode) -> Val
     """What this rank holds of the values of a group, which fit; the formats of coded slots are checked too."""
     local = dict(values)
     for param_set in param_sets:
-        if param_set.rank_sync is None:
+        if param_set.rank_group is None:
             local.update({p: {k: full_tensor(value) for k, value in values[p].items()} for p in param_set.parameters})
             continue
         local.update(local_state(param_set, values, mode))
@@ -120,8 +120,8 @@ def _refuse(faults: list[str], param_sets: list[ParamSet]) -> None:
     """Raises ValueError if there are faults, here or on another rank."""
     more = f"\n... and {len(faults) - 8} more" if len(faults) > 8 else ""
     message = "state_dict: it does not fit, nothing was loaded:\n" + "\n".join(faults[:8]) + more if faults else None
-    syncs = [param_set.rank_sync for param_set in param_sets if param_set.rank_sync is not None]
-    for rank_group in {id(sync.rank_group): sync.rank_group for sync in syncs}.values():
+    rank_groups = [param_set.rank_group for param_set in param_sets if param_set.rank_group is not None]
+    for rank_group in dict.fromkeys(rank_groups):
         rank_group.raise_on_any(message, "agreement on a state dict")
     if message is not None:
         raise ValueError(message)
@@ -129,7 +129,7 @@ def _refuse(faults: list[str], param_sets: list[ParamSet]) -> None:
 
 def _set_faults(param_set: ParamSet, values: Mapping[Tensor, Any], mode: Mode) -> list[str]:
     wanted: Sequence[Mapping[str, Any]] = param_set.views(mode)
-    if param_set.rank_sync is not None:
+    if param_set.rank_group is not None:
         wanted = manifest(param_set, mode)
     rows = zip(param_set.names, param_set.parameters, wanted, strict=True)
     return [f"{name}: {fault}" for name, parameter, own in rows for fault in _faults(own, values[parameter])]

@@ -9,8 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..apply.mode import Mode
-from ..engine.param_set import ParamSet
-from ..param_groups import inherit, make_param_sets
+from ..engine.param_set import ParamSet, inherit_counts, make_param_sets
 from ..recipe.recipe import Recipe
 from ..recipe.routing import ParamInfo
 from ..sharding.assignment import Assignments
@@ -65,8 +64,9 @@ class ParamSets:
 
         The sets depend on `wanted` alone, so that a copy or a resumed run has equal ones.
         """
-        rows = zip(self.parameters[index], self.infos[index], self.labels(index), strict=True)
-        return make_param_sets([row for row in rows if id(row[0]) in wanted], self.recipe, self._assignments, index)
+        parameters = self.parameters[index]
+        chosen = [position for position, parameter in enumerate(parameters) if id(parameter) in wanted]
+        return make_param_sets(parameters, self._assignments[index], self.recipe, chosen)
 
     def install(
         self,
@@ -82,7 +82,7 @@ class ParamSets:
             show(param_set, state)
             for parameter in param_set.parameters:
                 fill(state[parameter], (values or {}).get(parameter, {}))
-        inherit(param_sets, self.groups[index])
+        inherit_counts(param_sets, self.groups[index])
         self.groups[index] = param_sets
 
     def thaw(self, index: int, state: MutableMapping[Tensor, Any], mode: Mode) -> None:
@@ -93,21 +93,21 @@ class ParamSets:
             wanted = {id(p) for p in parameters if p in owned or p.grad is not None}
             self.install(index, self.build(index, wanted), state, mode, owned)
 
-    def settle(self) -> None:
+    def resolve_deferred(self) -> None:
         """Takes back the steps of parameters whose last gradient turned out, on the device, to be unusable."""
         for param_set in self:
-            param_set.settle()
+            param_set.resolve_deferred()
 
     def swap_iterate(self, mode: Mode, state: MutableMapping[Tensor, Any]) -> None:
         """Makes all parameters hold the iterate of a mode."""
-        self.settle()
+        self.resolve_deferred()
         for param_set in self:
             param_set.swap_iterate(mode)
             show(param_set, state)
 
     def skipped(self) -> Counter[str]:
         """How often the gradient of each parameter was not finite, by name."""
-        self.settle()
+        self.resolve_deferred()
         return sum((param_set.skipped for param_set in self), Counter())
 
 

@@ -15,7 +15,7 @@ T = TypeVar("T", bound=torch.optim.Optimizer)
 def snapshot(optimizer: Any) -> dict[str, Any]:
     """What a pickle of an optimizer holds."""
     param_sets: ParamSets = optimizer.param_sets
-    param_sets.settle()
+    param_sets.resolve_deferred()
     return {
         "defaults": optimizer.defaults,
         "param_groups": optimizer.param_groups,

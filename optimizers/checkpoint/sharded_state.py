@@ -3,16 +3,19 @@ rank."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from eigengraft.blocking import BlockGrid
-from eigengraft.distributed.layouts import local
+from eigengraft.distributed.layouts import Layout, local
+from eigengraft.distributed.rank_group import RankGroup
 from eigengraft.distributed.resharding import Entry, collect, spread
 from eigengraft.numerics import compute_dtype
 from eigengraft.stacks import Stack
@@ -21,7 +24,6 @@ from ..apply.mode import Mode
 from ..engine.param_set import ParamSet
 from ..engine.stack_state import StackState
 from ..recipe.slot_keys import slot_keys
-from ..sharding.rank_sync import RankSync
 
 
 class ShardedStateDict(dict[str, Any]):
@@ -41,16 +43,15 @@ class ShardedStateDict(dict[str, Any]):
 
 def manifest(param_set: ParamSet, mode: Mode | None = None) -> list[dict[str, Entry]]:
     """Every entry of the whole state of each parameter, by position and key."""
-    rank_sync = _rank_sync(param_set)
     entries: list[dict[str, Entry]] = [{} for _ in param_set.parameters]
-    for block_group, template in zip(rank_sync.comm_plan.block_groups, _templates(param_set, rank_sync), strict=True):
-        for member in block_group.members:
+    for block_group, template in zip(param_set.block_groups, _templates(param_set), strict=True):
+        for block in block_group.blocks:
             for path, (shape, dtype) in template.items():
-                entries[member.position][f"{member.grid.keys[0]}/{path}"] = Entry(shape, dtype, member.owner)
+                entries[block.position][f"{block.grid.keys[0]}/{path}"] = Entry(shape, dtype, block.owner)
     for position, (state, parameter) in enumerate(zip(param_set.views(mode), param_set.parameters, strict=True)):
-        for key, tensor in {**_at_home(param_set, rank_sync, position), **state}.items():
+        for key, tensor in {**_empty_state(param_set, position), **state}.items():
             if key not in entries[position]:
-                whole = _divided(tensor, param_set.parts[position], rank_sync, position)
+                whole = _divided(tensor, param_set, position)
                 entries[position][key] = Entry(tuple(parameter.shape if whole else tensor.shape), tensor.dtype)
     return entries
 
@@ -61,7 +62,7 @@ def visible_state(param_set: ParamSet) -> list[dict[str, Tensor]]:
     The keys are the same on every rank; torch.distributed.checkpoint reads them there.
     """
     views = param_set.views()
-    if param_set.rank_sync is None:
+    if param_set.rank_group is None:
         return views
     entries = manifest(param_set)
     return [
@@ -72,25 +73,25 @@ def visible_state(param_set: ParamSet) -> list[dict[str, Tensor]]:
 
 def sharded_state(param_set: ParamSet) -> list[dict[str, Tensor]]:
     """The whole state of each parameter as it stands in a checkpoint, of which each rank has its part. All call it."""
-    rank_sync = _rank_sync(param_set)
+    rank_group = _rank_group(param_set)
     entries = manifest(param_set)
     where = [(p, key) for p, own in enumerate(entries) for key, entry in own.items() if entry.owner is not None]
     owned = {}
     views = param_set.views()
     found: list[dict[str, Tensor]] = [{} for _ in entries]
     for index, (position, key) in enumerate(where):
-        if entries[position][key].owner == rank_sync.rank_group.rank:
+        if entries[position][key].owner == rank_group.rank:
             owned[index] = views[position][key]
     flat = [entries[position][key] for position, key in where]
-    device = param_set.parts[0].device
-    sent = spread(rank_sync.rank_group, flat, owned, rank_sync.mesh(device), device)
+    device = param_set.local[0].device
+    sent = spread(rank_group, flat, owned, rank_group.mesh(device), device)
     for (position, key), value in zip(where, sent, strict=True):
         found[position][key] = value
     for position, state in enumerate(views):
-        here = {**_at_home(param_set, rank_sync, position), **state}
+        here = {**_empty_state(param_set, position), **state}
         for key, entry in entries[position].items():
             if entry.owner is None:
-                found[position][key] = _as_parameter(here[key], param_set, rank_sync, position)
+                found[position][key] = _as_parameter(here[key], param_set, position)
     return found
 
 
@@ -98,20 +99,20 @@ def local_state(
     param_set: ParamSet, values: Mapping[Tensor, Mapping[str, Tensor]], mode: Mode
 ) -> dict[Tensor, dict[str, Tensor]]:
     """And back: what this rank keeps of a whole state that fits, by parameter. All call it."""
-    rank_sync = _rank_sync(param_set)
+    rank_group = _rank_group(param_set)
     entries = manifest(param_set, mode)
     where = [(p, key) for p, own in enumerate(entries) for key, entry in own.items() if entry.owner is not None]
     flat = [entries[position][key] for position, key in where]
-    device = param_set.parts[0].device
-    shared = [_evenly(values[param_set.parameters[position]][key], rank_sync, device) for position, key in where]
+    device = param_set.local[0].device
+    shared = [_evenly(values[param_set.parameters[position]][key], rank_group, device) for position, key in where]
     found: dict[Tensor, dict[str, Tensor]] = {parameter: {} for parameter in param_set.parameters}
-    for index, value in collect(rank_sync.rank_group, flat, shared, device).items():
+    for index, value in collect(rank_group, flat, shared, device).items():
         position, key = where[index]
         found[param_set.parameters[position]][key] = value
     for position, (parameter, kept) in enumerate(zip(param_set.parameters, param_set.views(mode), strict=True)):
         for key, entry in entries[position].items():
             if entry.owner is None and key in kept:
-                found[parameter][key] = _part(values[parameter][key], param_set, rank_sync, position, kept[key])
+                found[parameter][key] = _part(values[parameter][key], param_set, position, kept[key])
     return found
 
 
@@ -123,7 +124,7 @@ def shard_hook(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any] | N
     ):
         index = dict(zip(map(id, group["params"]), saved["params"], strict=True))
         for param_set in param_sets:
-            if param_set.rank_sync is not None:
+            if param_set.rank_group is not None:
                 divided = True
                 states = zip(param_set.parameters, sharded_state(param_set), strict=True)
                 state_dict["state"].update({index[id(parameter)]: state for parameter, state in states})
@@ -155,12 +156,18 @@ def full_tensor(x: Any) -> Any:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def _rank_sync(param_set: ParamSet) -> RankSync:
-    assert param_set.rank_sync is not None
-    return param_set.rank_sync
+def _rank_group(param_set: ParamSet) -> RankGroup:
+    assert param_set.rank_group is not None
+    return param_set.rank_group
 
 
-def _templates(param_set: ParamSet, rank_sync: RankSync) -> Iterator[dict[str, tuple[tuple[int, ...], torch.dtype]]]:
+def _layout(param_set: ParamSet, position: int) -> Layout:
+    placement = param_set.specs[position].placement
+    assert placement is not None
+    return placement.layout
+
+
+def _templates(param_set: ParamSet) -> Iterator[dict[str, tuple[tuple[int, ...], torch.dtype]]]:
     """What one block of each block group keeps, as (shape, dtype) by "<stage path>/<slot>"; here may be no such
     block."""
     stack_states = {
@@ -168,39 +175,36 @@ def _templates(param_set: ParamSet, rank_sync: RankSync) -> Iterator[dict[str, t
         for stack_state in param_set.stack_states
         if stack_state.block_group is not None
     }
-    for index, block_group in enumerate(rank_sync.comm_plan.block_groups):
+    for index, block_group in enumerate(param_set.block_groups):
         stack_state = stack_states.get(index)
         if stack_state is None:
-            grid = BlockGrid(
-                block_group.block, (0,) * len(block_group.block), (1,) * len(block_group.block), block_group.block, (0,)
-            )
-            stack = Stack(block_group.block, block_group.dtype, torch.device("cpu"), ((0, grid),))
-            stack_state = StackState(
-                block_group.path, param_set.updates[block_group.path], stack, param_set.recipe.storage
-            )
+            path, shape, cpu = block_group.path, block_group.shape, torch.device("cpu")
+            stack = Stack(shape, block_group.dtype, cpu, ((0, BlockGrid.single(shape)),))
+            rule, storage = param_set.updates[path], param_set.recipe.storage
+            stack_state = StackState(path, rule, stack, storage, np.zeros(1), np.zeros(1, dtype=np.int64))
         yield {path: (tuple(tensor.shape[1:]), tensor.dtype) for path, tensor in stack_state.tensors.items()}
 
 
-def _at_home(param_set: ParamSet, rank_sync: RankSync, position: int) -> dict[str, Tensor]:
-    """Empty state of a parameter that is updated where it is, and of which this rank has no part."""
-    placement = rank_sync.assignment.placements[id(param_set.parameters[position])]
-    part = param_set.parts[position]
-    if placement.owners is not None or part.numel() or not param_set.parameters[position].numel():
+def _empty_state(param_set: ParamSet, position: int) -> dict[str, Tensor]:
+    """Empty state of a parameter that every rank updates in place, where this rank holds none of its entries."""
+    spec, shard = param_set.specs[position], param_set.local[position]
+    assert spec.placement is not None
+    if spec.placement.owners is not None or shard.numel() or not math.prod(spec.shape):
         return {}
-    path, _ = param_set.routed[position]
-    slots = slot_keys(param_set.updates[path], path, tuple(param_set.parameters[position].shape))
-    dtype = compute_dtype(part.dtype)
-    return {f"0/{key}": part.new_empty(part.shape, dtype=slot.dtype or dtype) for key, slot in slots.items()}
+    slots = slot_keys(param_set.updates[spec.path], spec.path, spec.shape)
+    dtype = compute_dtype(shard.dtype)
+    return {f"0/{key}": shard.new_empty(shard.shape, dtype=slot.dtype or dtype) for key, slot in slots.items()}
 
 
-def _divided(tensor: Tensor, part: Tensor, rank_sync: RankSync, position: int) -> bool:
-    """Whether a tensor belongs to the part of a parameter entry by entry, so that it is divided as the parameter is."""
-    return not rank_sync.layouts[position].replicated and tensor.shape == part.shape and tensor.ndim > 0
+def _divided(tensor: Tensor, param_set: ParamSet, position: int) -> bool:
+    """Whether a tensor has an entry for each entry of a shard, so that it is divided as the parameter is."""
+    same = tensor.shape == param_set.local[position].shape
+    return same and tensor.ndim > 0 and not _layout(param_set, position).replicated
 
 
-def _as_parameter(tensor: Tensor, param_set: ParamSet, rank_sync: RankSync, position: int) -> Tensor:
+def _as_parameter(tensor: Tensor, param_set: ParamSet, position: int) -> Tensor:
     parameter = param_set.parameters[position]
-    if not isinstance(parameter, DTensor) or not _divided(tensor, param_set.parts[position], rank_sync, position):
+    if not isinstance(parameter, DTensor) or not _divided(tensor, param_set, position):
         return tensor
     return DTensor.from_local(
         tensor.clone(),  # of its own storage: asynchronous saving cannot stage rows of a stack
@@ -212,25 +216,24 @@ def _as_parameter(tensor: Tensor, param_set: ParamSet, rank_sync: RankSync, posi
     )
 
 
-def _evenly(value: Tensor, rank_sync: RankSync, device: torch.device) -> Tensor:
+def _evenly(value: Tensor, rank_group: RankGroup, device: torch.device) -> Tensor:
     """A DTensor cut along its first axis over the ranks, whatever it was; a plain tensor as it is."""
     if not isinstance(value, DTensor):
         return value
-    mesh = rank_sync.mesh(device)
+    mesh = rank_group.mesh(device)
     same = value.device_mesh == mesh and len(value.placements) == 1 and value.placements[0].is_shard(0)
     return value if same else value.full_tensor()
 
 
-def _part(value: Tensor, param_set: ParamSet, rank_sync: RankSync, position: int, like: Tensor) -> Tensor:
+def _part(value: Tensor, param_set: ParamSet, position: int, like: Tensor) -> Tensor:
     """This rank's part of an entry that is divided as its parameter is, or the entry."""
     parameter = param_set.parameters[position]
-    if not _divided(like, param_set.parts[position], rank_sync, position):
+    if not _divided(like, param_set, position):
         return local(value)
     if isinstance(value, DTensor) and isinstance(parameter, DTensor):
         same = value.device_mesh == parameter.device_mesh and value.placements == parameter.placements
         if same:
             return value.to_local()
         value = value.full_tensor()
-    layout = rank_sync.layouts[position]
-    box = layout.boxes[rank_sync.rank_group.rank]
+    box = _layout(param_set, position).boxes[_rank_group(param_set).rank]
     return value[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))]

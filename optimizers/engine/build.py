@@ -1,164 +1,200 @@
-"""From parameters to stacks: blocks of one shape, dtype, device and update together, each on the rank that owns it."""
+"""From parameters to stacks: cut into blocks, collect equal blocks, spread their refreshes, place them on owners.
+
+A stack holds equal blocks of one rank, a block group those of all ranks. Both are made of the same lists, so that no
+number depends on how many ranks there are.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from eigengraft.blocking import BlockGrid
-from eigengraft.distributed.comm_plan import BlockGroup, CommPlan, PlacedBlock
-from eigengraft.distributed.layouts import local
+from eigengraft.distributed.comm_plan import BlockGroup, PlacedBlock
+from eigengraft.distributed.rank_group import RankGroup
 from eigengraft.numerics import compute_dtype
-from eigengraft.quantization import Quantizer
-from eigengraft.stacks import Stack, fitting
+from eigengraft.stacks import Stack, blocks_that_fit, max_blocks, split_ranges
 
 from ..recipe.recipe import Recipe
-from ..recipe.slot_keys import slot_keys
-from ..sharding.assignment import Assignment
-from .block_groups import Grids, Key, block_groups, parts, phased, singly, stack_length
+from ..recipe.slot_keys import require_slots, slot_keys
+from ..sharding.placement import ParamSpec
 from .stack_state import StackState
 
 
-def build(
-    parameters: Sequence[Tensor],
-    names: Sequence[str],
-    paths: Sequence[str],
-    recipe: Recipe,
-    assignment: Assignment | None = None,
-) -> tuple[list[StackState], CommPlan | None]:
-    """The stacks of some parameters, and the exchange that blocks take to reach them if they are divided over ranks.
+class BlockKind(NamedTuple):
+    """What equal blocks have in common: the path of their update, shape, dtype to compute in, device."""
 
-    Refreshes are spread over all blocks, wherever they are, so that no block's depends on the number of ranks.
+    path: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class EqualBlocks:
+    """N blocks of one kind, in the order of their parameters.
+
+    grids: blocks of one parameter, with the position of the parameter.
+    phases: `[N]` in [0, 1), where in a refresh interval each block is due.
     """
-    if assignment is not None:
-        return _sharded_stack_states(parameters, names, paths, recipe, assignment)
-    found = block_groups(parameters, paths, recipe, None)
-    stack_states = _stack_states(found, recipe)
-    _require_slots(recipe.storage, found, recipe)
-    return _seeded(stack_states, names), None
+
+    kind: BlockKind
+    grids: Sequence[tuple[int, BlockGrid]]
+    phases: NDArray[np.float64]
+
+    def single(self) -> list[tuple[int, BlockGrid]]:
+        """Every block as a grid of its own."""
+        return [(position, grid.block(index)) for position, grid in self.grids for index in range(len(grid.keys))]
+
+    def split(self, most: int, recipe: Recipe) -> Iterator[EqualBlocks]:
+        """Lists of at most `most` blocks; blocks of a parameter that a stage takes norms over stay in one list."""
+        together = any(stage.spans_parameter() for _, stage in recipe.updates()[self.kind.path].stages())
+        ranges = split_ranges([position for position, grid in self.grids for _ in grid.keys], most, together)
+        if len(ranges) == 1:
+            yield self
+            return
+        blocks = self.single()
+        for start, stop in ranges:
+            yield EqualBlocks(self.kind, blocks[start:stop], self.phases[start:stop])
 
 
-def _stack_states(found: Mapping[Key, Grids], recipe: Recipe) -> list[StackState]:
-    """The stacks of block groups whose blocks are all here."""
-    stack_states = []
-    for key, grids, phases in phased(found, recipe):
-        for some, own in parts(key, grids, phases, recipe, stack_length(key, recipe)):
-            stack_states.append(
-                StackState(key[0], recipe.updates()[key[0]], Stack(*key[1:], tuple(some)), recipe.storage)
-            )
-            stack_states[-1].phases = own
-    return stack_states
+def build(
+    specs: Sequence[ParamSpec], recipe: Recipe, rank_group: RankGroup | None = None
+) -> tuple[list[StackState], list[BlockGroup]]:
+    """The stacks that this rank computes, and the block groups that are exchanged (none without a rank group)."""
+    if rank_group is None:
+        found = _equal_blocks(_cut(specs, recipe), recipe)
+        require_slots(recipe, [(blocks.kind.path, blocks.kind.shape) for blocks in found])
+        return _stack_states(found, specs, recipe), []
+    rank, stack_states, block_groups = rank_group.rank, list[StackState](), list[BlockGroup]()
+    for group, phases in divide(specs, recipe, rank_group.size):
+        owned = np.array([block.owner == rank for block in group.blocks])
+        if owned.any():
+            kind = BlockKind(group.path, group.shape, group.dtype, group.device)
+            grids = [(block.position, block.grid) for block in group.owned(rank)]
+            stack_states.append(_stack_state(EqualBlocks(kind, grids, phases[owned]), specs, recipe))
+            stack_states[-1].block_group = len(block_groups)
+        block_groups.append(group)
+    require_slots(recipe, [(group.path, group.shape) for group in block_groups])
+    in_place = _equal_blocks(_in_place(specs, rank), recipe)
+    return [*stack_states, *_stack_states(in_place, specs, recipe)], block_groups
 
 
-def _sharded_stack_states(
-    parameters: Sequence[Tensor], names: Sequence[str], paths: Sequence[str], recipe: Recipe, assignment: Assignment
-) -> tuple[list[StackState], CommPlan]:
-    stack_states: list[StackState] = []
-    block_groups: list[BlockGroup] = []
-    me = assignment.rank_group.rank
-    for block_group, phases in divided(parameters, paths, recipe, assignment):
-        here = block_group.owned(me)
-        if here:
-            stack = Stack(
-                block_group.block, block_group.dtype, block_group.device, tuple((m.position, m.grid) for m in here)
-            )
-            stack_states.append(
-                StackState(
-                    block_group.path,
-                    recipe.updates()[block_group.path],
-                    stack,
-                    recipe.storage,
-                    block_group=len(block_groups),
-                )
-            )
-            stack_states[-1].phases = phases[np.array([member.owner == me for member in block_group.members])]
-        block_groups.append(block_group)
-    stack_states += _at_home(parameters, paths, recipe, assignment)
-    _require_slots(recipe.storage, [(f.path, f.block) for f in block_groups], recipe)
-    layouts = [assignment.placements[id(parameter)].layout for parameter in parameters]
-    comm_plan = CommPlan(assignment.rank_group, layouts, block_groups, names, limit(recipe, assignment.rank_group.size))
-    return _seeded(stack_states, names), comm_plan
+def divide(specs: Sequence[ParamSpec], recipe: Recipe, ranks: int) -> Iterator[tuple[BlockGroup, NDArray[np.float64]]]:
+    """The block groups with the owner of each block, and the phases `[N]` of their blocks.
+
+    No block group is larger than a bucket of messages or than one stack on every rank, if its blocks may be parted.
+    """
+    for blocks in _equal_blocks(_cut(specs, recipe), recipe):
+        fit = blocks_that_fit(bucket_bytes(recipe, ranks), math.prod(blocks.kind.shape), blocks.kind.dtype)
+        for some in blocks.split(min(fit, ranks * _stack_length(blocks.kind, recipe)), recipe):
+            yield _place(some, specs, recipe, ranks), some.phases
 
 
-def limit(recipe: Recipe, ranks: int) -> int:
-    """Bytes of updates in a bucket, of all ranks together."""
+def bucket_bytes(recipe: Recipe, ranks: int) -> int:
+    """Bytes of updates that all ranks together put into one round of messages."""
     return recipe.distribution.bucket * ranks
 
 
-def divided(
-    parameters: Sequence[Tensor], paths: Sequence[str], recipe: Recipe, assignment: Assignment
-) -> Iterator[tuple[BlockGroup, NDArray[np.float64]]]:
-    """The block groups with the owner of each block, and the phases `[N]`; if they can be cut, no block group is
-    larger than a bucket or than one stack on every rank."""
-    ranks = assignment.rank_group.size
-    for key, grids, phases in phased(block_groups(parameters, paths, recipe, assignment), recipe):
-        fits = fitting(limit(recipe, ranks), math.prod(key[1]), key[2])
-        for some, own in parts(key, grids, phases, recipe, min(fits, ranks * stack_length(key, recipe))):
-            yield _shared(key, singly(some), assignment, parameters, recipe), own
+def _cut(specs: Sequence[ParamSpec], recipe: Recipe) -> Iterator[tuple[BlockKind, int, BlockGrid]]:
+    """(kind, position, grid) of the blocks of all parameters, but of those that every rank updates in place."""
+    for position, spec in enumerate(specs):
+        if spec.placement is not None and spec.placement.owners is None:
+            continue
+        grids = list(recipe.updates()[spec.path].blocking.grids(spec.shape))
+        _require_one_stack(spec, recipe, grids)
+        for grid in grids:
+            yield BlockKind(spec.path, grid.tile, compute_dtype(spec.dtype), spec.device), position, grid
 
 
-def _seeded(stack_states: list[StackState], names: Sequence[str]) -> list[StackState]:
-    for stack_state in stack_states:
-        stack_state.seeds = np.array([_seed(names[owner], key) for _, owner, key in stack_state.rows()], dtype=np.int64)
-    return stack_states
+def _in_place(specs: Sequence[ParamSpec], rank: int) -> Iterator[tuple[BlockKind, int, BlockGrid]]:
+    """(kind, position, grid) of what a rank holds of the parameters that every rank updates in place."""
+    for position, spec in enumerate(specs):
+        if spec.placement is not None and spec.placement.owners is None:
+            box = spec.placement.layout.boxes[rank]
+            if box.numel:
+                kind = BlockKind(spec.path, box.shape, compute_dtype(spec.dtype), spec.device)
+                yield kind, position, BlockGrid.single(box.shape)
 
 
-def _shared(
-    key: Key,
-    blocks: Grids,
-    assignment: Assignment,
-    parameters: Sequence[Tensor],
-    recipe: Recipe,
-) -> BlockGroup:
-    """A block group of (position, block) with the owner of each block and its row there."""
-    path, block, dtype, device = key
-    rows = [0] * assignment.rank_group.size
-    members = []
-    for position, grid in blocks:
-        owners = assignment.placements[id(parameters[position])].owners
-        assert owners is not None
-        owner = owners[grid.keys[0]]
-        members.append(PlacedBlock(position, grid, owner, rows[owner]))
+def _require_one_stack(spec: ParamSpec, recipe: Recipe, grids: Sequence[BlockGrid]) -> None:
+    """Raises ValueError for blocks of several shapes under a stage that takes norms over parameters."""
+    for stage_path, stage in recipe.updates()[spec.path].stages(spec.path):
+        if len(grids) > 1 and stage.spans_parameter():
+            raise ValueError(
+                f"{stage_path}: takes norms over whole parameters, so their blocks must be equal, got blocks "
+                f"{', '.join(str(grid.tile) for grid in grids)} of a parameter of shape {spec.shape}; choose a "
+                "`blocking.size` that divides its axes, no splitting, or `per: block`"
+            )
+
+
+def _equal_blocks(cut: Iterable[tuple[BlockKind, int, BlockGrid]], recipe: Recipe) -> list[EqualBlocks]:
+    """Blocks by kind, in the order in which kinds are met.
+
+    A block's phase is the share of the refresh cost of all blocks before it: equal parts of a refresh interval cost the
+    same.
+    """
+    found: dict[BlockKind, list[tuple[int, BlockGrid]]] = {}
+    for kind, position, grid in cut:
+        found.setdefault(kind, []).append((position, grid))
+    updates = recipe.updates()
+    costs = {kind: sum(stage.refresh_cost(kind.shape) for _, stage in updates[kind.path].stages()) for kind in found}
+    counts = {kind: sum(len(grid.keys) for _, grid in grids) for kind, grids in found.items()}
+    total = sum(costs[kind] * counts[kind] for kind in found)
+    before, lists = 0.0, []
+    for kind, grids in found.items():
+        phases = (before + costs[kind] * np.arange(counts[kind])) / total if total else np.zeros(counts[kind])
+        lists.append(EqualBlocks(kind, grids, np.asarray(phases, dtype=np.float64)))
+        before += costs[kind] * counts[kind]
+    return lists
+
+
+def _stack_length(kind: BlockKind, recipe: Recipe) -> int:
+    """The largest number of blocks in one stack."""
+    slots = slot_keys(recipe.updates()[kind.path], kind.path, kind.shape).values()
+    return max_blocks(max([math.prod(kind.shape), *(math.prod(slot.shape) for slot in slots)]), kind.dtype, kind.device)
+
+
+def _stack_states(lists: Iterable[EqualBlocks], specs: Sequence[ParamSpec], recipe: Recipe) -> list[StackState]:
+    """Stacks of blocks that are all on this rank."""
+    split = [some for blocks in lists for some in blocks.split(_stack_length(blocks.kind, recipe), recipe)]
+    return [_stack_state(some, specs, recipe) for some in split]
+
+
+def _stack_state(blocks: EqualBlocks, specs: Sequence[ParamSpec], recipe: Recipe) -> StackState:
+    """One stack with its state."""
+    path, shape, dtype, device = blocks.kind
+    stack = Stack(shape, dtype, device, tuple(blocks.grids))
+    owners = zip(stack.param_ids.tolist(), stack.keys, strict=True)
+    seeds = np.array([_seed(specs[position].name, key) for position, key in owners], dtype=np.int64)
+    return StackState(path, recipe.updates()[path], stack, recipe.storage, blocks.phases, seeds)
+
+
+def _place(blocks: EqualBlocks, specs: Sequence[ParamSpec], recipe: Recipe, ranks: int) -> BlockGroup:
+    """The block group of equal blocks: the owner of each, and its row in the owner's stack."""
+    path, shape, dtype, device = blocks.kind
+    rows = [0] * ranks
+    placed = []
+    for position, grid in blocks.single():
+        placement = specs[position].placement
+        assert placement is not None and placement.owners is not None
+        owner = placement.owners[grid.keys[0]]
+        placed.append(PlacedBlock(position, grid, owner, rows[owner]))
         rows[owner] += 1
-    dtypes = {parameters[position].dtype for position, _ in blocks}
+    dtypes = {specs[block.position].dtype for block in placed}
     gradient = dtypes.pop() if len(dtypes) == 1 and not recipe.decays_in_gradient() else dtype
-    travels = (torch.bfloat16,) * 2 if recipe.distribution.dtype == "bf16" else (gradient, dtype)
-    return BlockGroup(path, block, dtype, (travels[0], travels[1]), device, tuple(members))
-
-
-def _at_home(
-    parameters: Sequence[Tensor], paths: Sequence[str], recipe: Recipe, assignment: Assignment | None
-) -> list[StackState]:
-    """Units of the parts of those parameters that every rank updates where they are."""
-    if assignment is None:
-        return []
-    found: dict[Key, list[tuple[int, BlockGrid]]] = {}
-    for position, (parameter, path) in enumerate(zip(parameters, paths, strict=True)):
-        part = local(parameter)
-        shape = tuple(part.shape)
-        if assignment.placements[id(parameter)].owners is None and part.numel():
-            grid = BlockGrid(shape, (0,) * len(shape), (1,) * len(shape), shape, (0,))
-            found.setdefault((path, shape, compute_dtype(part.dtype), part.device), []).append((position, grid))
-    return _stack_states(found, recipe)
-
-
-def _require_slots(storage: Mapping[str, Quantizer], keys: Iterable[tuple[Any, ...]], recipe: Recipe) -> None:
-    """Raises for a storage key "path/slot" whose stage is there, but not the slot."""
-    slots = {slot for path, block, *_ in keys for slot in slot_keys(recipe.updates()[path], path, block)}
-    for key in storage:
-        path, slash, _ = key.partition("/")
-        near = sorted(slot for slot in slots if slot.rpartition("/")[0] == path)
-        if slash and near and key not in slots:
-            raise ValueError(f"storage: a slot of the stage is required ({', '.join(near)}), got '{key}'")
+    sent = (torch.bfloat16, torch.bfloat16) if recipe.distribution.dtype == "bf16" else (gradient, dtype)
+    return BlockGroup(path, shape, dtype, *sent, device, tuple(placed))
 
 
 def _seed(name: str, key: int) -> int:
+    """A number made of a parameter's name and a block's key."""
     digest = hashlib.blake2b(f"{name}/{key}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)

@@ -1,10 +1,11 @@
-"""Looking at gradients before anything uses them."""
+"""Finite check: which gradients may be used, before anything is changed by them."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,117 +16,152 @@ from eigengraft.numerics import compute_dtype
 
 from ..recipe.recipe import Failure
 
-if TYPE_CHECKING:
-    from ..sharding.rank_sync import RankSync
+
+class GradientSurvey(Protocol):
+    """What is known of the gradients of P parameters, wherever they lie."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the numbers are."""
+
+    def agreed(self) -> NDArray[np.bool_]:
+        """`[P]`, parameters that have a gradient, read on the host."""
+
+    def nonzero(self) -> bool:
+        """Whether any gradient has an entry other than 0, read on the host."""
+
+    def usable(self, positions: Sequence[int], finite: bool) -> Tensor | None:
+        """`[n]` on the device, gradients that can be used, or None for all; finite: whether they must be finite."""
 
 
-class Screen:
-    """Finds gradients with inf or nan, or too large to be squared in the dtype of the state, and keeps count of them.
+@dataclass(frozen=True)
+class LocalSurvey:
+    """Gradients of P parameters that this process holds.
 
-    On the host the answer is known at once. On a device it stays there as a mask, and the count is read one step later,
-    when it has long arrived, so that nobody waits.
+    gradients: by position; None: no gradient.
+    present: `[P]`, parameters that have a gradient.
     """
 
-    def __init__(self, failure: Failure, names: Sequence[str]) -> None:
-        self.failure, self.names = failure, list(names)
-        self.skipped: Counter[str] = Counter()
-        self._pending: tuple[list[int], Tensor, torch.cuda.Event | None] | None = None
+    gradients: Sequence[Tensor | None]
+    present: NDArray[np.bool_]
 
-    def look(
-        self, gradients: Sequence[Tensor | None], present: NDArray[np.bool_]
+    @property
+    def device(self) -> torch.device:
+        return next((gradient.device for gradient in self.gradients if gradient is not None), torch.device("cpu"))
+
+    def agreed(self) -> NDArray[np.bool_]:
+        return self.present
+
+    def nonzero(self) -> bool:
+        return any(bool(gradient.any()) for gradient in self.gradients if gradient is not None)
+
+    def usable(self, positions: Sequence[int], finite: bool) -> Tensor | None:
+        found = [gradient for position in positions if (gradient := self.gradients[position]) is not None]
+        return finite_squares(found) if found and finite else None
+
+
+class FiniteCheck:
+    """Finds gradients with inf or nan, or too large to be squared in the dtype of the state, and counts them.
+
+    On the host the answer is known at once. On a device it stays there as a mask, and is read one step later, when it
+    has arrived, so that the host never waits for it.
+
+    failure: what the recipe says of unusable gradients.
+    names: what errors and counts call the parameters.
+    survey: what is known of gradients, of all ranks that share them.
+    """
+
+    def __init__(
+        self,
+        failure: Failure,
+        names: Sequence[str],
+        survey: Callable[[Sequence[Tensor | None], NDArray[np.bool_]], GradientSurvey],
+    ) -> None:
+        self.failure, self.names, self.survey = failure, list(names), survey
+        self.skipped: Counter[str] = Counter()
+        self._deferred: tuple[list[int], Tensor, torch.cuda.Event | None] | None = None
+
+    def check(
+        self, gradients: Sequence[Tensor | None], present: NDArray[np.bool_], lr: float | Tensor
     ) -> tuple[NDArray[np.bool_], Tensor | None]:
         """(active `[P]` on the host, mask `[P]` on the device or None). Changes nothing but the count.
 
-        Raises TypeError for sparse gradients, FloatingPointError if the recipe asks for it, both naming the parameter.
-        """
-        where = np.flatnonzero(present).tolist()
-        found = [gradient for index in where if (gradient := gradients[index]) is not None]
-        self._require_dense(gradients)
-        if self.failure.nonfinite == "ignore":
-            return present, None
-        return self._judge(where, _usable(found), present)
-
-    def look_together(
-        self, gradients: Sequence[Tensor | None], present: NDArray[np.bool_], rank_sync: RankSync, lr: float | Tensor
-    ) -> tuple[NDArray[np.bool_], Tensor | None]:
-        """As `look`, for the parts of gradients on all ranks that placement the parameters: all of them get one answer.
-
-        Also raises what `RankSync` finds. Every rank must call it, whatever it has. With lr 0 and no gradient but
-        zeros nothing is active: somebody only wants to see the state.
+        With lr 0 and gradients 0 nothing is active: torch.distributed.checkpoint steps so to have state allocated.
+        Raises TypeError for sparse gradients, FloatingPointError if the recipe asks for it, and what the survey raises.
         """
         self._require_dense(gradients)
-        squares, absent = rank_sync.look(gradients)
-        host = self._on_host(squares)
-        if host:
-            counts = absent.tolist()
-            rank_sync.require_presence(counts)
-            present = np.array([count == 0 for count in counts]) & present
-        if isinstance(lr, float) and lr == 0 and not bool(squares.any()):
+        survey = self.survey(gradients, present)
+        if self._on_host(survey.device):
+            present = survey.agreed()
+        if isinstance(lr, float) and lr == 0 and not survey.nonzero():
             return np.zeros_like(present), None
-        usable = rank_sync.finite(squares) if self.failure.nonfinite != "ignore" else torch.ones_like(squares) > 0
-        where = np.flatnonzero(present).tolist()
-        usable = usable & (absent == 0)
-        return self._judge(where, usable[torch.tensor(where, dtype=torch.int64, device=usable.device)], present)
+        positions = np.flatnonzero(present).tolist()
+        usable = survey.usable(positions, self.failure.nonfinite != "ignore")
+        return (present, None) if usable is None else self._decide(positions, usable, present)
 
-    def _judge(
-        self, where: list[int], usable: Tensor, present: NDArray[np.bool_]
+    def _decide(
+        self, positions: list[int], usable: Tensor, present: NDArray[np.bool_]
     ) -> tuple[NDArray[np.bool_], Tensor | None]:
-        if not self._on_host(usable):
-            return present, self._defer(where, usable, len(present))
-        bad = [index for index, good in zip(where, usable.tolist(), strict=True) if not good]
-        self.skipped.update(self.names[index] for index in bad)
-        self.complain(bad, "nothing was changed")
+        if not self._on_host(usable.device):
+            return present, self._defer(positions, usable, len(present))
+        bad = self._count(positions, usable)
+        self.raise_nonfinite(bad, "nothing was changed")
         active = present.copy()
         active[bad] = False
         return active, None
+
+    def _count(self, positions: list[int], usable: Tensor) -> list[int]:
+        """Positions of unusable gradients, which are counted by name."""
+        bad = [position for position, good in zip(positions, usable.tolist(), strict=True) if not good]
+        self.skipped.update(self.names[position] for position in bad)
+        return bad
 
     def _require_dense(self, gradients: Sequence[Tensor | None]) -> None:
         for name, gradient in zip(self.names, gradients, strict=True):
             if gradient is not None and gradient.layout is not torch.strided:
                 raise TypeError(f"{name}: a dense gradient is required, got layout {gradient.layout}")
 
-    def settle(self) -> list[int]:
-        """Parameters whose gradient, one step ago, turned out to be unusable; they are counted."""
-        if self._pending is None:
+    def resolve_deferred(self) -> list[int]:
+        """Positions whose gradient, one step ago on the device, turned out to be unusable; they are counted now."""
+        if self._deferred is None:
             return []
-        where, usable, event = self._pending
-        self._pending = None
+        positions, usable, event = self._deferred
+        self._deferred = None
         if event is not None:
             event.synchronize()
-        bad = [index for index, good in zip(where, usable.tolist(), strict=True) if not good]
-        self.skipped.update(self.names[index] for index in bad)
-        return bad
+        return self._count(positions, usable)
 
-    def complain(self, bad: Sequence[int], outcome: str) -> None:
-        """Raises for unusable gradients if the recipe says so."""
+    def raise_nonfinite(self, bad: Sequence[int], outcome: str) -> None:
+        """Raises FloatingPointError for unusable gradients if the recipe says so."""
         if bad and self.failure.nonfinite == "raise":
-            names = ", ".join(self.names[index] for index in bad[:5])
+            names = ", ".join(self.names[position] for position in bad[:5])
             raise FloatingPointError(
                 f"gradient of {names}: finite values are required (their squares too), got others; {outcome}"
             )
 
-    def _on_host(self, like: Tensor) -> bool:
-        return self.failure.detect == "host" or (self.failure.detect == "auto" and like.device.type == "cpu")
+    def _on_host(self, device: torch.device) -> bool:
+        return self.failure.detect == "host" or (self.failure.detect == "auto" and device.type == "cpu")
 
-    def _defer(self, where: list[int], usable: Tensor, total: int) -> Tensor:
+    def _defer(self, positions: list[int], usable: Tensor, total: int) -> Tensor:
+        """The mask `[P]` of usable gradients; what it says is copied to the host meanwhile."""
         event = None
         arrived = usable.to("cpu", non_blocking=True)
         if usable.device.type == "cuda":
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-        self._pending = (where, arrived, event)
+        self._deferred = (positions, arrived, event)
         mask = torch.ones(total, dtype=torch.bool, device=usable.device)
-        mask[torch.tensor(where, device=usable.device)] = usable
+        mask[torch.tensor(positions, device=usable.device)] = usable
         return mask
 
 
-def _usable(gradients: list[Tensor]) -> Tensor:
+def finite_squares(gradients: Sequence[Tensor]) -> Tensor:
     """Which gradients have a finite sum of squares in the dtype they are computed in, `[n]`, in a few kernels."""
     dtypes = [compute_dtype(gradient.dtype) for gradient in gradients]
-    usable: list[Tensor] = [torch.empty(0)] * len(gradients)
+    finite: list[Tensor] = [torch.empty(0)] * len(gradients)
     for dtype in dict.fromkeys(dtypes):
         places = [place for place, own in enumerate(dtypes) if own == dtype]
         norms = torch.stack(torch._foreach_norm([gradients[place] for place in places], 2, dtype=dtype))
         for place, good in zip(places, norms.square().isfinite().unbind(0), strict=True):
-            usable[place] = good
-    return torch.stack(usable)
+            finite[place] = good
+    return torch.stack(finite)

@@ -1,11 +1,11 @@
-"""A stack: one stack, its state, and the update it gets."""
+"""The state of a stack: its tensors, and the calls of its stages on the blocks that take part in a step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -24,35 +24,39 @@ from ..recipe.slot_keys import slot_keys
 
 @dataclass
 class StackState:
-    """path: of the update in the recipe ("" or "routes.<name>"). tensors: state by "<stage path>/<slot>", `[N, ...]`.
-    coded: the slots that are stored as others, "<stage path>/<slot>/<part>".
+    """A stack of N blocks under one update of a recipe, with the state of its stages.
 
-    phases: `[N]` in [0, 1), where in a refresh interval each block is due. seeds: `[N]`, see `StepContext`. block
-    group: which block group of the exchange the blocks belong to; None: they are found in the tensors of this rank.
+    path: path of the update in the recipe, "" or "routes.<name>".
+    rule: the update at that path.
+    stack: the blocks.
+    storage: how slots are stored, by role or by path.
+    phases: `[N]` in [0, 1), where in a refresh interval each block is due.
+    seeds: `[N]`, what the random numbers of each block are made of.
+    block_group: number of the block group whose owned blocks these are; None: no block of the stack travels.
+    tensors: state by "<stage path>/<slot>", `[N, ...]`.
+    coded: slots that are stored by a quantizer; their tensors are "<stage path>/<slot>/<code>".
     """
 
     path: str
     rule: Recipe | Route
     stack: Stack
-    storage: Mapping[str, Quantizer] = field(default_factory=dict)
-    coded: dict[str, Coded] = field(default_factory=dict)
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    phases: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
-    seeds: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    storage: Mapping[str, Quantizer]
+    phases: NDArray[np.float64]
+    seeds: NDArray[np.int64]
     block_group: int | None = None
+    tensors: dict[str, Tensor] = field(default_factory=dict, init=False)
+    coded: dict[str, Coded] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        blocks = len(self.stack.param_ids)
         for key, slot in self.slots():
-            self._allocate(key, slot, blocks)
-        self.phases = np.zeros(blocks)
+            self._allocate(key, slot, len(self.stack.param_ids))
 
     def slots(self) -> Iterator[tuple[str, Slot]]:
         """(key, slot) of all state that the stages declare."""
         yield from slot_keys(self.rule, self.path, self.stack.block).items()
 
     def stored(self, key: str) -> list[Tensor]:
-        """The tensors that a slot is kept in: itself, or its parts."""
+        """The tensors that a slot is stored in: one, or its codes."""
         coded = key in self.coded
         return [tensor for own, tensor in self.tensors.items() if own == key or (coded and own.startswith(f"{key}/"))]
 
@@ -83,10 +87,14 @@ class StackState:
         """Whether a block's first gradient only primes its statistics."""
         return self.rule.lagging()
 
+    def select(self, active: NDArray[np.bool_]) -> ActiveBlocks:
+        """The blocks of active parameters; active: `[P]`, by position of the parameter."""
+        return ActiveBlocks(self, *self.stack.select(active))
+
     def context(
         self, stack: Stack, rows: Tensor | None, counts: NDArray[np.int64], signals: Mapping[str, Any]
     ) -> StepContext:
-        """The context of the selected rows; counts: gradients that each parameter has seen, this one included."""
+        """The context of the selected rows; counts: gradients that each parameter has had, this one included."""
         phases = self.phases if rows is None else self.phases[rows.cpu().numpy()]
         steps = counts[stack.param_ids] - int(self.lagging)
         seeds = self.seeds if rows is None else self.seeds[rows.cpu().numpy()]
@@ -128,5 +136,18 @@ class StackState:
 
     def rows(self) -> Iterator[tuple[int, int, int]]:
         """(row, parameter position, block key) of every block."""
-        for row, (owner, key) in enumerate(zip(self.stack.param_ids.tolist(), self.stack.keys, strict=True)):
-            yield row, owner, key
+        for row, (position, key) in enumerate(zip(self.stack.param_ids.tolist(), self.stack.keys, strict=True)):
+            yield row, position, key
+
+
+class ActiveBlocks(NamedTuple):
+    """The n blocks of a stack that take part in a step.
+
+    stack_state: the stack with its state.
+    stack: the active blocks as a stack of their own.
+    rows: `[n]`, rows of the active blocks in `stack_state`; None: all of them.
+    """
+
+    stack_state: StackState
+    stack: Stack
+    rows: Tensor | None

@@ -1,4 +1,4 @@
-"""What the ranks of a plan hold, and how evenly their work can be divided at best."""
+"""Loads of the ranks of a plan: bytes of state, and how evenly work can be divided at best."""
 
 from __future__ import annotations
 
@@ -7,62 +7,55 @@ from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from eigengraft.distributed.comm_plan import BlockGroup
 from eigengraft.numerics import compute_dtype
 
 from ..recipe.recipe import Recipe
-from ..sharding.assignment import Assignment, ParamPlacement
 from ..sharding.cost_model import block_cost
+from ..sharding.placement import ParamSpec
 
 STEP = 8
-"""Bytes of the count of steps that every rank keeps of each parameter."""
+"""Bytes of the step count that every rank stores for each parameter."""
 
 
-def owned(block_group: BlockGroup, ranks: int) -> NDArray[np.int64]:
-    """`[R]`, blocks of a block group."""
-    return np.bincount([member.owner for member in block_group.members], minlength=ranks).astype(np.int64)
+def count_owned(block_group: BlockGroup, ranks: int) -> NDArray[np.int64]:
+    """`[R]`, blocks of a block group that each rank owns."""
+    return np.bincount([block.owner for block in block_group.blocks], minlength=ranks).astype(np.int64)
 
 
 def state_bytes(
-    recipe: Recipe,
-    tensors: Sequence[Tensor],
-    paths: Sequence[str],
-    assignment: Assignment,
-    block_groups: Sequence[BlockGroup],
+    recipe: Recipe, specs: Sequence[ParamSpec], block_groups: Sequence[BlockGroup], ranks: int
 ) -> NDArray[np.int64]:
-    """`[R]`: of owned blocks, of parts that stay at home, of iterates, and the steps of all parameters."""
-    ranks, updates = assignment.rank_group.size, recipe.updates()
-    state = np.full(ranks, STEP * len(tensors), dtype=np.int64)
+    """`[R]`, bytes of owned blocks, of parameters updated in place, of iterates, and of all step counts."""
+    updates = recipe.updates()
+    state = np.full(ranks, STEP * len(specs), dtype=np.int64)
     for block_group in block_groups:
-        cost = block_cost(
-            updates[block_group.path], block_group.path, block_group.block, block_group.dtype, recipe.storage
-        )
-        state += cost.state * owned(block_group, ranks)
+        rule = updates[block_group.path]
+        cost = block_cost(rule, block_group.path, block_group.shape, block_group.dtype, recipe.storage)
+        state += cost.state * count_owned(block_group, ranks)
     found: dict[tuple[str, tuple[int, ...]], NDArray[np.int64]] = {}
-    for tensor, path in zip(tensors, paths, strict=True):
-        placement = assignment.placements[id(tensor)]  # equal for parameters of one shape and update
-        key = path, placement.layout.shape
+    for spec in specs:
+        key = spec.path, spec.shape  # parameters of one shape and update lie and are updated in one way
         if key not in found:
-            found[key] = _beside(recipe, path, placement, tensor.dtype)
+            found[key] = _local_bytes(recipe, spec)
         state += found[key]
     return state
 
 
-def _beside(recipe: Recipe, path: str, placement: ParamPlacement, dtype: torch.dtype) -> NDArray[np.int64]:
-    """`[R]`, bytes kept beside the parts of a parameter: iterates, and the state of an update that stays at home."""
-    rule, computed = recipe.updates()[path], compute_dtype(dtype)
+def _local_bytes(recipe: Recipe, spec: ParamSpec) -> NDArray[np.int64]:
+    """`[R]`, bytes that lie where a parameter's shards lie: iterates, and the state of an update in place."""
+    rule, computed, placement = recipe.updates()[spec.path], compute_dtype(spec.dtype), spec.placement
+    assert placement is not None
 
     def size(shape: tuple[int, ...]) -> int:
         slots = [slot for constraint in rule.constraints for slot in constraint.slots(shape).values()]
         if recipe.averaging is not None:
-            slots += recipe.averaging.slots(shape, computed != dtype).values()
+            slots += recipe.averaging.slots(shape, computed != spec.dtype).values()
         total = sum(math.prod(slot.shape) * (slot.dtype or computed).itemsize for slot in slots)
         if placement.owners is None and 0 not in shape:
-            total += block_cost(rule, path, shape, computed, recipe.storage).state
+            total += block_cost(rule, spec.path, shape, computed, recipe.storage).state
         return total
 
     shapes = [box.shape for box in placement.layout.boxes]
@@ -71,21 +64,21 @@ def _beside(recipe: Recipe, path: str, placement: ParamPlacement, dtype: torch.d
 
 
 def least_work(recipe: Recipe, block_groups: Sequence[BlockGroup], work: NDArray[np.float64]) -> float:
-    """A lower bound of the largest work: the mean, what stays at home, or what the items alone make unavoidable.
+    """A lower bound of the largest work: the mean, a rank's updates in place, or what the items make unavoidable.
 
-    Of the kR + 1 largest items some rank has k + 1, at least as large as the smallest k + 1 of them (k = 0: the largest
-    item). Items are blocks, or all blocks of a parameter if a stage spans it. work `[R]`.
+    Some rank has k + 1 of the kR + 1 largest items, at least as much as the smallest k + 1 of these (k = 0: the largest
+    item). Items are blocks, or all blocks of a parameter if a stage spans it. work: `[R]`.
     """
-    ranks, items, home = len(work), [0.0], work.copy()
+    ranks, items, in_place = len(work), [0.0], work.copy()
     for block_group in block_groups:
         rule = recipe.updates()[block_group.path]
-        cost = block_cost(rule, block_group.path, block_group.block, block_group.dtype, recipe.storage)
-        each = recipe.distribution.measured(block_group.block, cost.work)
-        home -= each * owned(block_group, ranks)
-        whole = any(stage.spans_parameter() for _, stage in rule.stages())
-        rank_sync = Counter(member.position for member in block_group.members).values()
-        items += [each * blocks for blocks in rank_sync] if whole else [each] * len(block_group.members)
+        cost = block_cost(rule, block_group.path, block_group.shape, block_group.dtype, recipe.storage)
+        each = recipe.distribution.measured(block_group.shape, cost.work)
+        in_place -= each * count_owned(block_group, ranks)
+        together = any(stage.spans_parameter() for _, stage in rule.stages())
+        counts = Counter(block.position for block in block_group.blocks).values()
+        items += [each * count for count in counts] if together else [each] * len(block_group.blocks)
     sizes = np.sort(items)[::-1]
     before = np.concatenate([[0.0], np.cumsum(sizes)])
     k = np.arange((len(sizes) - 1) // ranks + 1)
-    return float(max(work.mean(), home.max(), (before[k * ranks + 1] - before[k * ranks - k]).max()))
+    return float(max(work.mean(), in_place.max(), (before[k * ranks + 1] - before[k * ranks - k]).max()))

@@ -1,4 +1,4 @@
-"""What a step of one block takes on this machine, for `distribution.work`: a cost model that is measured."""
+"""Measured cost model: the time of one step of a block on this machine, for `distribution.work`."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from ..recipe.recipe import Recipe
 from ..recipe.routing import ParamInfo
 
 WARM_UP = 3
-"""Steps that are not counted: the first ones allocate, and refresh."""
+"""Steps that are not timed: the first steps allocate, and refresh."""
 LARGEST = 1 << 24
-"""Numbers in a block that is measured."""
+"""Entries of the largest block that is measured."""
 
 
-def measured_work(recipe: Source, facts: Iterable[ParamInfo], device: str = "cpu") -> dict[str, float]:
-    """Milliseconds of a step of one block by its shape, as '1024x256': the mean over a whole refresh interval,
-    the least of three.
+def measured_work(recipe: Source, infos: Iterable[ParamInfo], device: str = "cpu") -> dict[str, float]:
+    """Milliseconds per step of a block by its shape, as '1024x256': least of three means over full refresh intervals.
 
-    facts: of the parameters of a model. Where two updates cut blocks of one shape, the slower one counts; blocks of
-    more than 2^24 numbers are left out. The same table must be given to every rank, because owners follow from it.
+    infos: what is known of the parameters of a model. Where two updates cut blocks of one shape, the slower one counts;
+    blocks of more than 2^24 entries are left out. Every rank must be given the same table, because owners follow from
+    it.
     """
     recipe = load_recipe(recipe)
     shapes: dict[tuple[str, tuple[int, ...]], None] = {}
-    for fact in facts:
-        path, _ = recipe.route(fact)
-        for grid in recipe.updates()[path].blocking.grids(fact.shape):
+    for info in infos:
+        path, _ = recipe.route(info)
+        for grid in recipe.updates()[path].blocking.grids(info.shape):
             if math.prod(grid.tile) <= LARGEST:
                 shapes[path, grid.tile] = None
     found: dict[str, float] = {}
@@ -43,7 +43,7 @@ def measured_work(recipe: Source, facts: Iterable[ParamInfo], device: str = "cpu
 
 
 def _alone(recipe: Recipe, path: str) -> Recipe:
-    """The update of a path as a recipe of its own, for one process."""
+    """The update at a path as a recipe of its own, for one process."""
     rule = recipe.updates()[path]
     prefix = f"{path}." if path else ""
     roles = {key: how for key, how in recipe.storage.items() if "." not in key and "/" not in key}
@@ -73,7 +73,7 @@ def _milliseconds(recipe: Recipe, block: tuple[int, ...], device: str) -> float:
 
 
 def _timed(optimizer: Optimizer, steps: int, device: torch.device) -> float:
-    """Milliseconds a step, over some steps."""
+    """Milliseconds per step, over `steps` steps."""
     _wait(device)
     start = time.perf_counter()
     for _ in range(steps):

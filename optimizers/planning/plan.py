@@ -1,33 +1,30 @@
-"""A plan: what each rank of a divided optimizer owns, holds, computes and sends. No process is started, no tensor made.
+"""A plan: what each rank of a divided optimizer owns, holds, computes and sends; no process, no tensor.
 
-The assignment is that of the optimizer, by the same functions; only the parameters have shapes and no values.
+Blocks and owners come from the functions that the optimizer uses; parameters have shapes and no values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from eigengraft.distributed.comm_plan import BlockGroup, packed
+from eigengraft.distributed.comm_plan import BlockGroup, pack
 from eigengraft.distributed.layouts import Layout
 from eigengraft.distributed.ownership import Loads
-from eigengraft.distributed.rank_group import RankGroup
 
-from ..engine.build import divided, limit
+from ..engine.build import bucket_bytes, divide
 from ..recipe.loading import Source, load_recipe
 from ..recipe.recipe import Recipe
 from ..recipe.routing import ParamInfo, describe_parameter
-from ..sharding.assignment import Assignment, ParamPlacement, assign_owners, entrywise
-from .loads import least_work, owned, state_bytes
+from ..sharding.placement import ParamPlacement, ParamSpec, assign_owners, place
+from .loads import count_owned, least_work, state_bytes
 from .traffic import Traffic, all_reduced, wire
 
 Parallel = Literal["ddp", "fsdp2", "hsdp"]
@@ -36,11 +33,14 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Plan:
-    """Of R ranks; arrays `[R]`. placements: who owns what of each parameter, by name.
+    """What each of R ranks has to do.
 
-    blocks: owned. state: bytes. work: operations of a step (milliseconds if the recipe has measured ones). bound: the
-    largest work that no assignment can avoid. traffic: of a step, by what travels: "gradients" to owners, "updates"
-    back, and the "agreement" of all on which gradients are usable.
+    placements: layout and owners of each parameter, by name.
+    blocks: `[R]`, blocks that each rank owns.
+    state: `[R]`, bytes of state.
+    work: `[R]`, operations per step, or milliseconds if the recipe has measured times.
+    traffic: messages of a step: "gradients" to owners, "updates" back, and the "agreement" on usable gradients.
+    bound: the largest work that no assignment of owners can avoid.
     """
 
     placements: Mapping[str, ParamPlacement]
@@ -57,7 +57,7 @@ class Plan:
 
     @property
     def least_imbalance(self) -> float:
-        """That of a assignment whose largest work is the bound."""
+        """The bound / mean work: the imbalance of the best assignment there may be."""
         return self.bound / float(self.work.mean()) if self.work.any() else 1.0
 
     @property
@@ -75,31 +75,33 @@ def plan(
 ) -> Plan:
     """How a recipe is divided over the ranks of a device mesh.
 
-    parameters: names and shapes, or facts (what `describe_model` has found). parallel: how parameters lie on the mesh:
-    "ddp", everybody has all; "fsdp2", cut along the first axis; "hsdp", that over the second axis of the mesh, copied
-    over the first; or a placement for each axis of the mesh. dtype: of parameters and gradients.
+    parameters: names and shapes, or infos (what `describe_model` returns).
+    mesh: shape of the device mesh.
+    parallel: how parameters lie on the mesh. "ddp": every rank holds all; "fsdp2": cut along the first axis; "hsdp":
+        cut over the second axis of the mesh, copied over the first; or a placement for each axis of the mesh.
+    dtype: dtype of parameters and gradients.
     """
     recipe = load_recipe(recipe)
-    facts = known(parameters, dtype)
-    if not facts:
+    infos = known(parameters, dtype)
+    if not infos:
         raise ValueError("plan: at least one parameter is required, got none")
-    tensors = [torch.empty(fact.shape, dtype=dtype, device="meta") for fact in facts]
-    names = [fact.name or f"parameter {position}" for position, fact in enumerate(facts)]
+    names = [info.name or f"parameter {position}" for position, info in enumerate(infos)]
     if len(set(names)) < len(names):
         raise ValueError(
             f"plan: a name of its own for each parameter is required, got '{max(names, key=names.count)}' twice"
         )
-    paths = [recipe.route(fact)[0] for fact in facts]
-    layouts = _layouts(recipe, names, tensors, mesh, parallel)
-    assignment, loads = _divide(recipe, names, tensors, paths, layouts)
+    layouts = _layouts(recipe, names, [info.shape for info in infos], mesh, parallel)
+    specs = [_spec(recipe, *row, dtype) for row in zip(names, infos, layouts, strict=True)]
+    loads = Loads(len(layouts[0].boxes))
+    assign_owners(specs, recipe, loads)
     ranks, work = loads.ranks, np.array(loads.work)
-    block_groups = [block_group for block_group, _ in divided(tensors, paths, recipe, assignment)]
+    block_groups = [block_group for block_group, _ in divide(specs, recipe, ranks)]
     return Plan(
-        {name: assignment.placements[id(tensor)] for name, tensor in zip(names, tensors, strict=True)},
-        sum((owned(block_group, ranks) for block_group in block_groups), np.zeros(ranks, dtype=np.int64)),
-        state_bytes(recipe, tensors, paths, assignment, block_groups),
+        {spec.name: spec.placement for spec in specs if spec.placement is not None},
+        sum((count_owned(block_group, ranks) for block_group in block_groups), np.zeros(ranks, dtype=np.int64)),
+        state_bytes(recipe, specs, block_groups, ranks),
         work,
-        _traffic(recipe, paths, block_groups, layouts),
+        _traffic(recipe, specs, block_groups, layouts),
         least_work(recipe, block_groups, work),
     )
 
@@ -107,36 +109,33 @@ def plan(
 def known(
     parameters: Iterable[tuple[str, Sequence[int]] | ParamInfo], dtype: torch.dtype = torch.float32
 ) -> list[ParamInfo]:
-    """The facts of parameters of which nothing else than names and shapes may be known."""
-    return [given if isinstance(given, ParamInfo) else _facts(*given, dtype) for given in parameters]
+    """Infos of parameters, where only names and shapes may be given."""
+    return [given if isinstance(given, ParamInfo) else _info(*given, dtype) for given in parameters]
 
 
-def _divide(
-    recipe: Recipe, names: Sequence[str], tensors: Sequence[Tensor], paths: Sequence[str], layouts: Sequence[Layout]
-) -> tuple[Assignment, Loads]:
-    """Who owns what, and what that lays on each rank."""
-    loads = Loads(len(layouts[0].boxes))
-    assignment = Assignment(cast(RankGroup, SimpleNamespace(size=loads.ranks)))  # nothing else is asked of them
-    for name, tensor, path, layout in zip(names, tensors, paths, layouts, strict=True):
-        assignment.placements[id(tensor)] = _placement(recipe, name, tensor, path, layout)
-    assign_owners(assignment, tensors, paths, recipe, loads)
-    return assignment, loads
+def _spec(recipe: Recipe, name: str, info: ParamInfo, layout: Layout, dtype: torch.dtype) -> ParamSpec:
+    path = recipe.route(info)[0]
+    try:
+        placement = place(recipe, path, layout)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    return ParamSpec(name, path, tuple(info.shape), dtype, torch.device("meta"), placement)
 
 
 def _traffic(
-    recipe: Recipe, paths: Sequence[str], block_groups: Sequence[BlockGroup], layouts: Sequence[Layout]
+    recipe: Recipe, specs: Sequence[ParamSpec], block_groups: Sequence[BlockGroup], layouts: Sequence[Layout]
 ) -> dict[str, Traffic]:
-    """As in `Plan`. What decays is sent like the gradients if a stage acts on it; norms of parameters are summed."""
-    used, ranks = [recipe.updates()[path] for path in dict.fromkeys(paths)], len(layouts[0].boxes)
-    whole = all(layouts[member.position].replicated for block_group in block_groups for member in block_group.members)
-    norms = not whole and any("parameter_rms" in stage.requires for rule in used for _, stage in rule.stages())
-    vectors = [3 * len(paths), *[len(paths)] * norms]
-    buckets = packed(block_groups, limit(recipe, ranks)) if ranks > 1 else []
+    """Messages of a step, by what is sent. Parameters are sent like gradients if a stage acts after weight decay."""
+    used, ranks = [recipe.updates()[path] for path in dict.fromkeys(s.path for s in specs)], len(layouts[0].boxes)
+    replicated = all(layouts[block.position].replicated for group in block_groups for block in group.blocks)
+    norms = not replicated and any("parameter_rms" in stage.requires for rule in used for _, stage in rule.stages())
+    vectors = [3 * len(specs), *[len(specs)] * norms]
+    buckets = pack(block_groups, bucket_bytes(recipe, ranks)) if ranks > 1 else []
     there, back = wire(block_groups, buckets, layouts, 1 + any(rule.after_decay for rule in used))
     return {"gradients": there, "updates": back, "agreement": all_reduced(vectors, ranks)}
 
 
-def _facts(name: str, shape: Sequence[int], dtype: torch.dtype) -> ParamInfo:
+def _info(name: str, shape: Sequence[int], dtype: torch.dtype) -> ParamInfo:
     if any(length < 0 for length in shape):
         raise ValueError(f"{name}: a shape without negative lengths is required, got {tuple(shape)}")
     return describe_parameter(name, torch.empty(tuple(shape), dtype=dtype, device="meta"))
@@ -145,31 +144,30 @@ def _facts(name: str, shape: Sequence[int], dtype: torch.dtype) -> ParamInfo:
 def _layouts(
     recipe: Recipe,
     names: Sequence[str],
-    tensors: Sequence[Tensor],
+    shapes: Sequence[tuple[int, ...]],
     mesh: tuple[int, ...],
     parallel: Parallel | Sequence[Placement],
 ) -> list[Layout]:
-    """What each rank holds of each parameter; found once for each shape."""
+    """The layout of each parameter; found once for each shape."""
     placements = _placements(mesh, parallel)
     mode = recipe.distribution.mode
     if mode == "local" or mode == ("replicated" if placements else "sharded"):
         raise ValueError(f"distribution.mode: '{mode}' does not divide such parameters, got parallel {parallel}")
     found: dict[tuple[int, ...], Layout] = {}
-    for name, tensor in zip(names, tensors, strict=True):
-        shape = tuple(tensor.shape)
+    for name, shape in zip(names, shapes, strict=True):
         if shape in found:
             continue
         if not placements:
-            found[shape] = Layout.whole(shape, int(np.prod(mesh)))
+            found[shape] = Layout.replicate(shape, int(np.prod(mesh)))
             continue
         if any(getattr(placement, "dim", -1) >= len(shape) for placement in placements):
             raise ValueError(f"{name}: an axis to cut is required by {placements}, got shape {shape}")
-        found[shape] = Layout.of(shape, mesh, placements)
-    return [found[tuple(tensor.shape)] for tensor in tensors]
+        found[shape] = Layout.from_placements(shape, mesh, placements)
+    return [found[shape] for shape in shapes]
 
 
 def _placements(mesh: tuple[int, ...], parallel: Parallel | Sequence[Placement]) -> Sequence[Placement]:
-    """One for each axis of the mesh; none for plain tensors."""
+    """A placement for each axis of the mesh; none for plain tensors."""
     known: Mapping[Any, Sequence[Placement]] = {"ddp": (), "fsdp2": (Shard(0),), "hsdp": (Replicate(), Shard(0))}
     placements = known[parallel] if isinstance(parallel, str) else parallel
     if not mesh or min(mesh) < 1:
@@ -177,10 +175,3 @@ def _placements(mesh: tuple[int, ...], parallel: Parallel | Sequence[Placement])
     if parallel != "ddp" and len(placements) != len(mesh):
         raise ValueError(f"mesh: {len(placements)} axes are required by {parallel}, got {mesh}")
     return placements
-
-
-def _placement(recipe: Recipe, name: str, tensor: Tensor, path: str, layout: Layout) -> ParamPlacement:
-    rule = recipe.updates()[path]
-    if rule.constraints and not layout.replicated:
-        raise ValueError(f"{name}: {path or 'recipe'}.constraints: whole parameters are required, got a sharded one")
-    return ParamPlacement(layout, None if entrywise(rule, path, tensor, layout, recipe) else {})

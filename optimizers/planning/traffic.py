@@ -1,6 +1,6 @@
-"""What a step of a divided optimizer puts on the wire, for every rank at once and without any.
+"""Bytes and messages of one step of a divided optimizer, computed for all ranks without running any.
 
-Legend: R ranks; s, o, r: one of them; c[r]: entries of a block that rank r holds a part of.
+Legend: R ranks; o, r: one of the ranks; c[r]: entries of a block that rank r holds.
 """
 
 from __future__ import annotations
@@ -19,13 +19,19 @@ from eigengraft.distributed.regions import regions
 Counts = NDArray[np.int64]
 Axes = tuple[int, ...]
 Place = tuple[Axes, Axes, Axes, Axes]
-"""Of a block: the shape of its parameter, that shape merged, the block's start in it and its lengths."""
+"""Where a block lies: shape of its parameter, merged shape, first index and shape of the block."""
 
 
 @dataclass
 class Traffic:
-    """`[R]` each. sent, received: bytes between a rank and others; messages: to how many others it sends, summed over
-    collectives; buffers: bytes of what the collectives read and write, a rank's messages to itself included."""
+    """Messages of some collectives. All but `ranks` are `[R]`.
+
+    ranks: number of ranks.
+    sent: bytes to other ranks.
+    received: bytes from other ranks.
+    messages: number of other ranks that a rank sends to, summed over collectives.
+    buffers: bytes that collectives read and write, messages of a rank to itself included.
+    """
 
     ranks: int
     sent: Counts = field(init=False)
@@ -36,15 +42,21 @@ class Traffic:
     def __post_init__(self) -> None:
         self.sent, self.received, self.messages, self.buffers = np.zeros((4, self.ranks), dtype=np.int64)
 
-    def swap(self, out: Counts, into: Counts, itself: Counts, rank_group: Counts) -> None:
-        """Adds an all-to-all: bytes that leave and arrive, those that do not travel, and receivers."""
+    def add_all_to_all(self, out: Counts, into: Counts, itself: Counts, receivers: Counts) -> None:
+        """Adds an all-to-all.
+
+        out: bytes that each rank sends, to itself too.
+        into: bytes that each rank receives, from itself too.
+        itself: bytes that each rank sends to itself.
+        receivers: number of other ranks that each rank sends to.
+        """
         self.sent += out - itself
         self.received += into - itself
-        self.messages += rank_group
+        self.messages += receivers
         self.buffers += out + into
 
-    def gather(self, each: int) -> None:
-        """Adds an all-gather of so many bytes from each rank."""
+    def add_all_gather(self, each: int) -> None:
+        """Adds an all-gather of `each` bytes from every rank."""
         others = self.ranks - 1
         self.sent += others * each
         self.received += others * each
@@ -53,7 +65,7 @@ class Traffic:
 
 
 def all_reduced(vectors: Sequence[int], ranks: int) -> Traffic:
-    """All-reduces of so many float64 each, in a ring: everybody gives 2 (R - 1) / R of them to one neighbour."""
+    """All-reduces of float64 vectors of these lengths in a ring: a rank sends 2 (R - 1) / R of each to a neighbour."""
     found = Traffic(ranks)
     for numbers in vectors if ranks > 1 else ():
         each = -(-2 * (ranks - 1) * 8 * numbers // ranks)
@@ -65,11 +77,14 @@ def all_reduced(vectors: Sequence[int], ranks: int) -> Traffic:
 
 
 def wire(
-    block_groups: Sequence[BlockGroup], buckets: Sequence[Sequence[int]], layouts: Sequence[Layout], trips: int
+    block_groups: Sequence[BlockGroup], buckets: Sequence[Sequence[int]], layouts: Sequence[Layout], rounds: int
 ) -> tuple[Traffic, Traffic]:
-    """(to owners, from owners) of one step. layouts: of the parameters, by position, all over the same ranks.
+    """(to owners, from owners) of one step.
 
-    trips: how often what ranks hold is sent to owners: once for gradients, and once more if a stage needs parameters.
+    block_groups: the blocks that are exchanged.
+    buckets: numbers of the block groups that are sent together.
+    layouts: layout of each parameter, by position, all over the same ranks.
+    rounds: how often tensors are sent to owners: once for gradients, once more if a stage needs parameters.
     """
     ranks = len(layouts[0].boxes)
     there, back = Traffic(ranks), Traffic(ranks)
@@ -77,9 +92,9 @@ def wire(
     for bucket in buckets:
         own = [block_groups[index] for index in bucket]
         if layouts[0].replicated:
-            back.gather(_longest(own, ranks))
+            back.add_all_gather(_longest(own, ranks))
         else:
-            _exchange(own, layouts, holdings, (there, back), trips)
+            _exchange(own, layouts, holdings, (there, back), rounds)
     return there, back
 
 
@@ -87,8 +102,8 @@ def _longest(block_groups: Sequence[BlockGroup], ranks: int) -> int:
     """Bytes of the updates of the rank that owns most of them."""
     total = np.zeros(ranks, dtype=np.int64)
     for block_group in block_groups:
-        each = block_group.nbytes // max(len(block_group.members), 1)
-        total += each * np.bincount([member.owner for member in block_group.members], minlength=ranks)
+        each = block_group.nbytes // max(len(block_group.blocks), 1)
+        total += each * np.bincount([block.owner for block in block_group.blocks], minlength=ranks)
     return int(total.max())
 
 
@@ -97,47 +112,47 @@ def _exchange(
     layouts: Sequence[Layout],
     holdings: dict[Place, Counts],
     traffic: tuple[Traffic, Traffic],
-    trips: int,
+    rounds: int,
 ) -> None:
-    """One bucket. Owner o takes a block from the ranks of its own replica and returns it to all who hold a part."""
+    """Adds one bucket: owner o receives a block from the ranks of its own replica and sends it to all holders."""
     ranks, replicas = len(layouts[0].boxes), np.array(layouts[0].replicas)
     there, back = traffic
     meets = np.zeros((ranks, ranks), dtype=np.bool_)  # [o, r]: rank r holds something of what o owns
     sums = np.zeros((5, ranks), dtype=np.int64)
     for block_group in block_groups:
-        itemsize = block_group.travels[0].itemsize, block_group.travels[1].itemsize
+        itemsize = block_group.gradient_dtype.itemsize, block_group.update_dtype.itemsize
         for held, owned in _alike(block_group, layouts, holdings):
             in_replica = np.bincount(replicas, weights=owned).astype(np.int64)[replicas]
             meets[np.flatnonzero(owned)] |= held > 0
-            numel = block_group.nbytes // (len(block_group.members) * itemsize[1])
+            numel = block_group.nbytes // (len(block_group.blocks) * itemsize[1])
             sums[:2] += itemsize[0] * np.stack([held * in_replica, numel * owned])
             sums[2:4] += itemsize[1] * np.stack([held.sum() * owned, held * owned.sum()])
             sums[4] += held * owned
     np.fill_diagonal(meets, False)
-    widths = block_groups[0].travels[0].itemsize, block_groups[0].travels[1].itemsize
+    widths = block_groups[0].gradient_dtype.itemsize, block_groups[0].update_dtype.itemsize
     same = replicas[:, None] == replicas
-    for _ in range(trips):
-        there.swap(sums[0], sums[1], sums[4] * widths[0], (meets & same).sum(0))
-    back.swap(sums[2], sums[3], sums[4] * widths[1], meets.sum(1))
+    for _ in range(rounds):
+        there.add_all_to_all(sums[0], sums[1], sums[4] * widths[0], (meets & same).sum(0))
+    back.add_all_to_all(sums[2], sums[3], sums[4] * widths[1], meets.sum(1))
 
 
 def _alike(
     block_group: BlockGroup, layouts: Sequence[Layout], holdings: dict[Place, Counts]
 ) -> Iterator[tuple[Counts, Counts]]:
-    """(c, how many each rank owns) `[R]` of blocks that lie at the same place of parameters of the same shape."""
+    """(c, number that each rank owns), `[R]` each, of blocks at one place of parameters of one shape."""
     owners: dict[Place, list[int]] = {}
-    for member in block_group.members:
-        grid, shape = member.grid, layouts[member.position].shape
+    for block in block_group.blocks:
+        grid, shape = block.grid, layouts[block.position].shape
         place = (shape, grid.merged, grid.start, grid.tile)
         if place not in holdings:
-            holdings[place] = holding(layouts[member.position], grid)
-        owners.setdefault(place, []).append(member.owner)
+            holdings[place] = holding(layouts[block.position], grid)
+        owners.setdefault(place, []).append(block.owner)
     for where, own in owners.items():
         yield holdings[where], np.bincount(own, minlength=len(holdings[where])).astype(np.int64)
 
 
 def holding(layout: Layout, block: BlockGrid) -> Counts:
-    """`[R]`, how many entries of a block each rank holds."""
+    """`[R]`, number of entries of a block that each rank holds."""
     start = np.array([box.start for box in layout.boxes]).reshape(len(layout.boxes), -1)  # [R, axes]
     stop = np.array([box.stop for box in layout.boxes]).reshape(len(layout.boxes), -1)
     found = np.zeros(len(layout.boxes), dtype=np.int64)

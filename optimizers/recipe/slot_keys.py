@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from eigengraft.preconditioners import chain_slots
 from eigengraft.slots import Slot
 
@@ -15,3 +17,16 @@ def slot_keys(rule: Recipe | Route, path: str, block: tuple[int, ...]) -> dict[s
         for stage, name, slot in chain_slots(stages, block, f"{path}.{chain}" if path else chain):
             found[f"{stage}/{name}"] = slot
     return found
+
+
+def require_slots(recipe: Recipe, blocks: Iterable[tuple[str, tuple[int, ...]]]) -> None:
+    """Raises ValueError for a storage key "<stage path>/<slot>" whose stage is there, but not the slot.
+
+    blocks: (path of the update, shape) of the blocks that there are.
+    """
+    slots = {key for path, block in blocks for key in slot_keys(recipe.updates()[path], path, block)}
+    for key in recipe.storage:
+        stage, slash, _ = key.partition("/")
+        near = sorted(slot for slot in slots if slot.rpartition("/")[0] == stage)
+        if slash and near and key not in slots:
+            raise ValueError(f"storage: a slot of the stage is required ({', '.join(near)}), got '{key}'")

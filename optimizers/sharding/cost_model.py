@@ -1,4 +1,4 @@
-"""What a block costs its owner: operations of a step, and bytes of state."""
+"""Cost model: what a block costs its owner in operations per step and bytes of state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ FACTORIZATION = 20.0
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one block. work: floating-point operations a step, refreshes divided by their interval. state: bytes."""
+    """What one block costs.
+
+    work: floating-point operations per step; those of a refresh are divided by the refresh interval.
+    state: bytes of state.
+    """
 
     work: float
     state: int
@@ -29,7 +33,7 @@ class Cost:
 def block_cost(
     rule: Recipe | Route, path: str, block: tuple[int, ...], dtype: torch.dtype, storage: Mapping[str, Quantizer]
 ) -> Cost:
-    """The cost of a block of that shape under an update of a recipe; nothing is allocated."""
+    """The cost of a block of that shape under the update at `path` of a recipe; nothing is allocated."""
     work = 0.0
     for _, stage in rule.stages():
         work += stage.work(block)
@@ -49,6 +53,6 @@ def _bytes(shape: tuple[int, ...], dtype: torch.dtype, quantizer: Quantizer | No
     if quantizer is None:
         return numel * dtype.itemsize
     shrunk = (max(1, (1 << 22) * shape[0] // max(numel, 1)), *shape[1:]) if numel > 1 << 22 else shape
-    parts = quantizer.encode(torch.zeros((1, *shrunk), dtype=dtype)).values()
-    found = sum(part.numel() * part.element_size() for part in parts)
-    return found * numel // max(math.prod(shrunk), 1) + 8
+    codes = quantizer.encode(torch.zeros((1, *shrunk), dtype=dtype)).values()
+    nbytes = sum(code.numel() * code.element_size() for code in codes)
+    return nbytes * numel // max(math.prod(shrunk), 1) + 8

@@ -1,89 +1,74 @@
-"""What the parameters of a parameter set need of other ranks, beside the exchange of blocks: agreement, and norms."""
+"""Agreement between the ranks that share parameters: which gradients are usable, norms, roots that failed."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from eigengraft.distributed.comm_plan import CommPlan
-from eigengraft.distributed.rank_group import DistributedError
+from eigengraft.distributed.rank_group import DistributedError, RankGroup
 from eigengraft.numerics import compute_dtype
 
 from ..recipe.recipe import Failure
-from .assignment import Assignment
+from .placement import ParamSpec
 
 
 class RankSync:
-    """Parameters by position, P of them. failed: those whose roots have failed here too often, told to all next."""
+    """What ranks tell each other of P parameters in every step, beside the exchange of blocks.
 
-    def __init__(
-        self,
-        assignment: Assignment,
-        comm_plan: CommPlan,
-        parameters: Sequence[Tensor],
-        names: Sequence[str],
-        failure: Failure,
-    ) -> None:
-        self.failure = failure
-        self.assignment, self.comm_plan, self.rank_group, self.names = (
-            assignment,
-            comm_plan,
-            assignment.rank_group,
-            names,
-        )
-        placements = [assignment.placements[id(parameter)] for parameter in parameters]
-        self.copies = torch.tensor([float(placement.layout.copies) for placement in placements], dtype=torch.float64)
-        self.dtypes = [compute_dtype(parameter.dtype) for parameter in parameters]
-        self.layouts = [placement.layout for placement in placements]
+    failed: positions of parameters whose roots have failed on this rank too often; all ranks hear it at the next step.
+    """
+
+    def __init__(self, rank_group: RankGroup, specs: Sequence[ParamSpec], failure: Failure) -> None:
+        self.rank_group, self.failure = rank_group, failure
+        self.names = [spec.name for spec in specs]
         self.failed: set[int] = set()
-        self._mesh: DeviceMesh | None = None
-        self._told: tuple[Tensor, torch.cuda.Event | None] | None = None
+        self._device = specs[0].device
+        layouts = [spec.placement.layout for spec in specs if spec.placement is not None]
+        self._copies = torch.tensor([float(layout.copies) for layout in layouts], dtype=torch.float64)
+        self._numels = torch.tensor([float(math.prod(spec.shape)) for spec in specs], dtype=torch.float64)
+        self._dtypes = [compute_dtype(spec.dtype) for spec in specs]
+        self._failures: tuple[Tensor, torch.cuda.Event | None] | None = None
 
-    def mesh(self, device: torch.device) -> DeviceMesh:
-        """The ranks in one row."""
-        if self._mesh is None:
-            self._mesh = DeviceMesh.from_group(self.rank_group.group, device.type)
-        return self._mesh
+    def survey(self, gradients: Sequence[Tensor | None], present: NDArray[np.bool_]) -> RankSurvey:
+        """What all ranks together know of their gradients; every rank must call it, whatever it holds.
 
-    def look(self, parts: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
-        """(sum of squares of each whole gradient, how many ranks have none), both `[P]` float64 on the device.
-
-        Raises ArithmeticError on every rank if on one of them roots had failed too often a step ago; on a device that
-        is read one step later still, so that nobody waits.
+        Raises ArithmeticError on every rank if on one of them roots had failed too often one step ago; on a device the
+        numbers are read one step later still, so that the host never waits for them.
         """
-        self._complain()
-        total = len(parts)
-        device = next((part.device for part in parts if part is not None), self._device)
-        absent = [float(part is None) for part in parts]
+        self._raise_failed()
+        total = len(gradients)
+        device = next((gradient.device for gradient in gradients if gradient is not None), self._device)
+        absent = [float(gradient is None) for gradient in gradients]
         failed = [float(position in self.failed) for position in range(total)]
         self.failed.clear()
-        self.copies = self.copies.to(device)
-        squares = self._squares(parts, device) / self.copies
+        squares = self._squares(gradients, device)
         found = torch.cat([squares, torch.tensor([*absent, *failed], dtype=torch.float64).to(device)])
         self.rank_group.all_reduce(found, f"agreement on gradients ({self.names[0]} and {total - 1} more)")
         event = None
-        told = found[2 * total :].to("cpu", non_blocking=True)
+        failures = found[2 * total :].to("cpu", non_blocking=True)
         if device.type == "cuda":
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-        self._told = (told, event)
+        self._failures = (failures, event)
         if device.type == "cpu":
-            self._complain()
-        return found[:total], found[total : 2 * total]
+            self._raise_failed()
+        return RankSurvey(self, present, found[:total], found[total : 2 * total])
 
-    def _complain(self) -> None:
-        """Raises for roots that some rank has reported."""
-        if self._told is None:
+    def _raise_failed(self) -> None:
+        """Raises ArithmeticError for roots that some rank has reported."""
+        if self._failures is None:
             return
-        told, event = self._told
-        self._told = None
+        failures, event = self._failures
+        self._failures = None
         if event is not None:
             event.synchronize()
-        bad = torch.nonzero(told).flatten().tolist()
+        bad = torch.nonzero(failures).flatten().tolist()
         if bad:
             raise failed_roots("update", self.failure.roots, [self.names[position] for position in bad])
 
@@ -98,31 +83,63 @@ class RankSync:
 
     def finite(self, squares: Tensor) -> Tensor:
         """Which gradients have a finite sum of squares in the dtype they are computed in, `[P]`."""
-        if len(set(self.dtypes)) == 1:
-            return squares.to(self.dtypes[0]).isfinite()
-        return torch.stack(
-            [one.to(dtype).isfinite() for one, dtype in zip(squares.unbind(0), self.dtypes, strict=True)]
-        )
+        if len(set(self._dtypes)) == 1:
+            return squares.to(self._dtypes[0]).isfinite()
+        pairs = zip(squares.unbind(0), self._dtypes, strict=True)
+        return torch.stack([square.to(dtype).isfinite() for square, dtype in pairs])
 
-    def rms(self, parts: Sequence[Tensor]) -> Tensor:
-        """The root mean square of each whole parameter, `[P]`."""
-        squares = self._squares(parts, parts[0].device) / self.copies.to(parts[0].device)
+    def parameter_rms(self, local: Sequence[Tensor]) -> Tensor:
+        """The root mean square of each full parameter, `[P]`; local: what this rank holds of it."""
+        squares = self._squares(local, local[0].device)
         self.rank_group.all_reduce(squares, "norms of parameters")
-        sizes = torch.tensor([float(math.prod(layout.shape)) for layout in self.layouts], dtype=torch.float64)
-        return (squares / sizes.to(squares)).sqrt()
+        return (squares / self._numels.to(squares)).sqrt()
 
-    def _squares(self, parts: Sequence[Tensor | None], device: torch.device) -> Tensor:
-        squares = torch.zeros(len(parts), dtype=torch.float64, device=device)
-        here = [(position, part) for position, part in enumerate(parts) if part is not None and part.numel()]
-        for dtype in dict.fromkeys(self.dtypes[position] for position, _ in here):
-            own = [(position, part) for position, part in here if self.dtypes[position] == dtype]
-            norms = torch.stack(torch._foreach_norm([part for _, part in own], 2, dtype=dtype)).square()
+    def _squares(self, local: Sequence[Tensor | None], device: torch.device) -> Tensor:
+        """This rank's share of the sum of squares of each full tensor, `[P]` float64."""
+        squares = torch.zeros(len(local), dtype=torch.float64, device=device)
+        here = [(position, x) for position, x in enumerate(local) if x is not None and x.numel()]
+        for dtype in dict.fromkeys(self._dtypes[position] for position, _ in here):
+            own = [(position, x) for position, x in here if self._dtypes[position] == dtype]
+            norms = torch.stack(torch._foreach_norm([x for _, x in own], 2, dtype=dtype)).square()
             squares[torch.tensor([position for position, _ in own], device=device)] = norms.double()
-        return squares
+        self._copies = self._copies.to(device)
+        return squares / self._copies
+
+
+@dataclass(frozen=True)
+class RankSurvey:
+    """What all ranks together know of the gradients of P parameters.
+
+    present: `[P]`, which parameters have a gradient on this rank.
+    squares: `[P]` float64 on the device, sum of squares of each full gradient.
+    absent:  `[P]` float64 on the device, number of ranks without a gradient.
+    """
+
+    rank_sync: RankSync
+    present: NDArray[np.bool_]
+    squares: Tensor
+    absent: Tensor
 
     @property
-    def _device(self) -> torch.device:
-        return next((block_group.device for block_group in self.comm_plan.block_groups), torch.device("cpu"))
+    def device(self) -> torch.device:
+        """Where the numbers are."""
+        return self.squares.device
+
+    def agreed(self) -> NDArray[np.bool_]:
+        """Which parameters have a gradient on all ranks, read on the host; DistributedError if some have on a few."""
+        counts = self.absent.tolist()
+        self.rank_sync.require_presence(counts)
+        return np.array([count == 0 for count in counts]) & self.present
+
+    def nonzero(self) -> bool:
+        """Whether any gradient has an entry other than 0, read on the host."""
+        return bool(self.squares.any())
+
+    def usable(self, positions: Sequence[int], finite: bool) -> Tensor:
+        """Which gradients can be used, `[n]` on the device; finite: whether they must be finite."""
+        usable = self.rank_sync.finite(self.squares) if finite else torch.ones_like(self.squares) > 0
+        usable = usable & (self.absent == 0)
+        return usable[torch.tensor(list(positions), dtype=torch.int64, device=usable.device)]
 
 
 def failed_roots(path: str, tolerated: int, names: Sequence[str]) -> ArithmeticError:

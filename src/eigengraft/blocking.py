@@ -17,7 +17,7 @@ from eigengraft.component import Component
 
 
 class Blocking(Component):
-    """How a parameter becomes blocks. Default: one block, the parameter as it is."""
+    """Rule by which a parameter becomes blocks. Default: one block, the parameter as it is."""
 
     size: int | None = Field(
         default=None, ge=1, description="longest axis of a block; longer ones are split; default: no splitting"
@@ -54,33 +54,36 @@ class Blocking(Component):
         return tuple(out[::-1] if self.merge_from == "last" else out)
 
     def grids(self, shape: tuple[int, ...]) -> Iterator[BlockGrid]:
-        """The blocks of a parameter, grouped into boxes of equal blocks. Empty parameters have none."""
+        """Grids of equal blocks that cover a parameter of that shape. Empty parameters have none."""
         merged = self.merged(shape)
         if 0 in merged:
             return
         size = [min(d, self.size or d) for d in merged]
         grid = tuple(math.ceil(d / s) for d, s in zip(merged, size, strict=True))
-        parts = [_parts(d, s) for d, s in zip(merged, size, strict=True)]
-        for box in itertools.product(*parts):
+        runs = [_runs(d, s) for d, s in zip(merged, size, strict=True)]
+        for box in itertools.product(*runs):
             first, count, start, tile = zip(*box, strict=True)
             corner = np.ix_(*(np.arange(f, f + c) for f, c in zip(first, count, strict=True)))
             keys = np.ravel_multi_index(np.broadcast_arrays(*corner), grid).ravel()
             yield BlockGrid(merged, start, count, tile, tuple(int(k) for k in keys))
 
 
-def _parts(d: int, size: int) -> list[tuple[int, int, int, int]]:
-    """One axis as (first grid index, number of tiles, start, tile length): the full tiles and the shorter rest."""
+def _runs(d: int, size: int) -> list[tuple[int, int, int, int]]:
+    """Runs of equal tiles along one axis, as (first grid index, number of tiles, start, tile length)."""
     full = d // size
-    parts = [(0, full, 0, size)] if full else []
-    return [*parts, (full, 1, full * size, d - full * size)] if d % size else parts
+    runs = [(0, full, 0, size)] if full else []
+    return [*runs, (full, 1, full * size, d - full * size)] if d % size else runs
 
 
 @dataclass(frozen=True)
 class BlockGrid:
-    """A box of a parameter (seen in its merged shape) that is an even grid of equal blocks.
+    """An even grid of equal blocks in a box of one parameter.
 
-    start: of the box; count: blocks along each axis; tile: the block; keys: row-major number of each block in the whole
-    parameter's grid.
+    merged: shape of the parameter after merging; the box lies in it.
+    start: first index of the box along each axis.
+    count: number of blocks along each axis.
+    tile: shape of a block.
+    keys: row-major number of each block among all blocks of the parameter.
     """
 
     merged: tuple[int, ...]
@@ -89,13 +92,18 @@ class BlockGrid:
     tile: tuple[int, ...]
     keys: tuple[int, ...]
 
+    @classmethod
+    def single(cls, shape: tuple[int, ...]) -> BlockGrid:
+        """The grid of one block that is a parameter of that shape."""
+        return cls(shape, (0,) * len(shape), (1,) * len(shape), shape, (0,))
+
     @property
-    def whole(self) -> bool:
+    def is_parameter(self) -> bool:
         """Whether the grid is the parameter itself, as one block."""
         return self.tile == self.merged
 
     def block(self, index: int) -> BlockGrid:
-        """One block of the box, as a box of its own."""
+        """One block, as a grid of its own."""
         at = np.unravel_index(index, self.count)
         start = tuple(s + int(i) * t for s, i, t in zip(self.start, at, self.tile, strict=True))
         return BlockGrid(self.merged, start, (1,) * len(self.tile), self.tile, (self.keys[index],))

@@ -1,4 +1,4 @@
-"""Stacks: blocks of equal shape as one tensor, and the way of gradients in and updates out."""
+"""Stacks: equal blocks as one tensor `[N, *block]`, gathered from parameters and scattered back."""
 
 from __future__ import annotations
 
@@ -15,38 +15,46 @@ from torch import Tensor
 from .blocking import BlockGrid
 
 BYTES_ON_CPU, BYTES_ELSEWHERE = 1 << 22, 1 << 28
-"""Of the largest tensor of a stack: what a step needs beside the state, decoded slots and products, is a few of those.
-On a CPU memory of more than some megabytes comes fresh from the system each time, page by page; a device wants fewer
-and larger kernels.
+"""Bytes of the largest tensor of a stack. A step needs memory for a few such tensors: decoded slots and products.
+
+On a CPU, tensors of more than some megabytes are fetched from the system page by page at every allocation; a device
+runs faster with fewer and larger kernels.
 """
 
 
-def most_blocks(numbers: int, dtype: torch.dtype, device: torch.device) -> int:
-    """How many blocks a stack holds at most; numbers: those of the largest tensor of a block, itself or a slot."""
-    return fitting(BYTES_ON_CPU if device.type == "cpu" else BYTES_ELSEWHERE, numbers, dtype)
+def max_blocks(numbers: int, dtype: torch.dtype, device: torch.device) -> int:
+    """The largest number of blocks in a stack; numbers: entries of a block's largest tensor, itself or a slot."""
+    return blocks_that_fit(BYTES_ON_CPU if device.type == "cpu" else BYTES_ELSEWHERE, numbers, dtype)
 
 
-def fitting(size: int, numbers: int, dtype: torch.dtype) -> int:
-    """How many blocks of so many numbers `size` bytes hold, but at least one."""
+def blocks_that_fit(size: int, numbers: int, dtype: torch.dtype) -> int:
+    """The number of blocks with `numbers` entries that fit into `size` bytes; at least one."""
     return max(1, size // max(numbers * dtype.itemsize, 1))
 
 
-def cut(param_ids: Sequence[int], most: int, whole: bool) -> list[tuple[int, int]]:
-    """Blocks, by the positions of their parameters, as ranges (start, stop) of nearly equal length, at most `most`.
+def split_ranges(param_ids: Sequence[int], most: int, together: bool) -> list[tuple[int, int]]:
+    """Ranges (start, stop) of nearly equal length, at most `most`, that blocks are split into.
 
-    whole: all blocks of a parameter stay together, in longer ranges if need be.
+    param_ids: position of the parameter that each block belongs to.
+    together: whether all blocks of a parameter stay in one range, which may then be longer.
     """
     blocks = len(param_ids)
-    parts = -(-blocks // most)
-    edges = [k * blocks // parts for k in range(parts + 1)]
-    if whole:
+    ranges = -(-blocks // most)
+    edges = [k * blocks // ranges for k in range(ranges + 1)]
+    if together:
         edges = [at for at in edges if at in (0, blocks) or param_ids[at - 1] != param_ids[at]]
     return list(pairwise(edges))
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Blocks of one shape, dtype and device: grids of parameters (by position) in order, each a range of rows."""
+    """N equal blocks.
+
+    block: shape of a block.
+    dtype: dtype that the stack is computed in.
+    device: device of the stack.
+    grids: blocks of one parameter each, with the position of the parameter; rows are in this order.
+    """
 
     block: tuple[int, ...]
     dtype: torch.dtype
@@ -55,16 +63,16 @@ class Stack:
 
     @cached_property
     def param_ids(self) -> NDArray[np.int64]:
-        """`[N]`, the position of the parameter that each block belongs to."""
+        """`[N]`, position of the parameter that each block belongs to."""
         return np.array([param_id for param_id, grid in self.grids for _ in grid.keys], dtype=np.int64)
 
     @cached_property
     def keys(self) -> tuple[int, ...]:
-        """`[N]`, the number of each block in its parameter."""
+        """`[N]`, key of each block: its number in its parameter."""
         return tuple(key for _, grid in self.grids for key in grid.keys)
 
     def select(self, active: NDArray[np.bool_]) -> tuple[Stack, Tensor | None]:
-        """The stack of the active parameters' blocks and their rows in this one; itself and None if all are active."""
+        """(stack of the active parameters' blocks, their rows in this stack); (this stack, None) if all are active."""
         keep = active[self.param_ids]
         if keep.all():
             return self, None
@@ -73,7 +81,7 @@ class Stack:
         return Stack(self.block, self.dtype, self.device, grids), rows
 
     def gather(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The blocks of the parameters' tensors as `[N, *block]`.
+        """The blocks of tensors, given by position, as `[N, *block]`.
 
         May be a view of the only tensor: do not write to it.
         """
@@ -85,20 +93,20 @@ class Stack:
         return out
 
     def scatter(self, rows: Tensor, buffers: Mapping[int, Tensor]) -> None:
-        """Writes `[N, *block]` into the buffers of the parameters, each of its merged shape."""
+        """Writes blocks `[N, *block]` into buffers of merged shape, given by position."""
         targets = [grid.cut(buffers[param_id]) for param_id, grid in self.grids]
         sources = zip(self._split(rows), targets, strict=True)
-        torch._foreach_copy_(targets, [part.reshape(target.shape) for part, target in sources])
+        torch._foreach_copy_(targets, [blocks.reshape(target.shape) for blocks, target in sources])
 
     def _source(self, grid: BlockGrid, x: Tensor) -> Tensor:
         x = x if x.shape == grid.merged else x.reshape(grid.merged)
-        return x if grid.whole else grid.cut(x)
+        return x if grid.is_parameter else grid.cut(x)
 
     def _targets(self, out: Tensor) -> list[Tensor]:
-        if all(grid.whole for _, grid in self.grids):
+        if all(grid.is_parameter for _, grid in self.grids):
             return list(out.unbind(0))
-        parts = zip(self._split(out), self.grids, strict=True)
-        return [part.squeeze(0) if grid.whole else part.view(*grid.count, *grid.tile) for part, (_, grid) in parts]
+        pairs = zip(self._split(out), self.grids, strict=True)
+        return [x.squeeze(0) if grid.is_parameter else x.view(*grid.count, *grid.tile) for x, (_, grid) in pairs]
 
     def _split(self, rows: Tensor) -> list[Tensor]:
         return list(torch.split(rows, [len(grid.keys) for _, grid in self.grids]))

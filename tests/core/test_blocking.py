@@ -85,7 +85,7 @@ def test_pieces_are_the_blocks_of_a_parameter_in_row_major_order(shape: tuple[in
         assert len(cut) == len(grid.keys) == math.prod(grid.count)
         assert not found.keys() & set(grid.keys)
         found.update(zip(grid.keys, cut, strict=True))
-        assert grid.whole == (grid.tile == merged)
+        assert grid.is_parameter == (grid.tile == merged)
     expected = blocks_by_hand(x, blocking.size) if x.numel() else []
     assert sorted(found) == list(range(len(expected)))
     for key, block in enumerate(expected):

@@ -19,7 +19,7 @@ from ..trajectories import normal
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=40).map(sorted), st.integers(1, 50), st.booleans())
 def test_ranges_cover_all_blocks_evenly(owners: list[int], most: int, whole: bool) -> None:
-    ranges = stacks.cut(owners, most, whole)
+    ranges = stacks.split_ranges(owners, most, whole)
     assert [block for start, stop in ranges for block in range(start, stop)] == list(range(len(owners)))
     if whole:
         held = [set(owners[start:stop]) for start, stop in ranges]
@@ -33,10 +33,10 @@ def test_ranges_cover_all_blocks_evenly(owners: list[int], most: int, whole: boo
 
 def test_the_bound_is_in_bytes_and_a_block_may_exceed_it() -> None:
     cpu, device = torch.device("cpu"), torch.device("cuda")
-    assert stacks.most_blocks(1024 * 256, torch.float32, cpu) == 4
-    assert stacks.most_blocks(1024 * 256, torch.float64, cpu) == 2
-    assert stacks.most_blocks(1024 * 256, torch.float32, device) == 256
-    assert stacks.most_blocks(50257 * 1024, torch.float32, cpu) == 1
+    assert stacks.max_blocks(1024 * 256, torch.float32, cpu) == 4
+    assert stacks.max_blocks(1024 * 256, torch.float64, cpu) == 2
+    assert stacks.max_blocks(1024 * 256, torch.float32, device) == 256
+    assert stacks.max_blocks(50257 * 1024, torch.float32, cpu) == 1
 
 
 def test_the_bound_counts_factors_that_are_larger_than_the_block() -> None:

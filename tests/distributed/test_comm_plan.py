@@ -58,20 +58,20 @@ class Letter:
         return torch.cat(found)
 
 
-def families_of(
+def block_groups_of(
     shapes: Sequence[tuple[int, ...]], blocking: Blocking, owners: Iterator[int], ranks: int
 ) -> list[BlockGroup]:
     """The blocks of parameters by their shape, each with the next owner."""
     found: dict[tuple[int, ...], list[PlacedBlock]] = {}
     for position, shape in enumerate(shapes):
         for grid in blocking.grids(shape):
-            members, owner = found.setdefault(grid.tile, []), -1
+            placed = found.setdefault(grid.tile, [])
             for index in range(len(grid.keys)):
                 owner = next(owners) % ranks
-                row = sum(member.owner == owner for member in members)
-                members.append(PlacedBlock(position, grid.block(index), owner, row))
-    dtypes = (torch.float64, torch.float64)
-    return [BlockGroup("", b, torch.float64, dtypes, torch.device("cpu"), tuple(m)) for b, m in found.items()]
+                row = sum(block.owner == owner for block in placed)
+                placed.append(PlacedBlock(position, grid.block(index), owner, row))
+    dtypes, cpu = (torch.float64,) * 3, torch.device("cpu")
+    return [BlockGroup("", shape, *dtypes, cpu, tuple(placed)) for shape, placed in found.items()]
 
 
 @settings(max_examples=500)
@@ -85,29 +85,32 @@ def test_gradients_reach_owners_and_updates_return(
     assume(sum(counts) <= 30)
     whole = data.draw(st.booleans())
     ways = [[(Replicate(),) * len(mesh)] if whole else list(all_placements(len(shape), mesh)) for shape in chosen]
-    layouts = [Layout.of(shape, mesh, data.draw(st.sampled_from(way))) for shape, way in zip(chosen, ways, strict=True)]
+    layouts = [
+        Layout.from_placements(shape, mesh, data.draw(st.sampled_from(way)))
+        for shape, way in zip(chosen, ways, strict=True)
+    ]
     owners = itertools.cycle(data.draw(st.lists(st.integers(0, 11), min_size=1, max_size=7)))
-    block_groups = families_of(chosen, blocking, owners, ranks)
+    block_groups = block_groups_of(chosen, blocking, owners, ranks)
     tensors = [normal(*shape, seed=position) for position, shape in enumerate(chosen)]
     mail: dict[tuple[int, int], list[Tensor]] = {}
     names = [f"p{position}" for position in range(len(chosen))]
-    exchanges = [CommPlan(Wire(rank, ranks, mail), layouts, block_groups, names, limit) for rank in range(ranks)]  # type: ignore[arg-type]
-    trips = [CommStep(comm_plan) for comm_plan in exchanges]
-    for rank, comm_step in enumerate(trips):
+    plans = [CommPlan(Wire(rank, ranks, mail), layouts, block_groups, names, limit) for rank in range(ranks)]  # type: ignore[arg-type]
+    steps = [CommStep(comm_plan) for comm_plan in plans]
+    for rank, comm_step in enumerate(steps):
         comm_step.send([x[slices(layout.boxes[rank])] for x, layout in zip(tensors, layouts, strict=True)], "gradients")
-    if not exchanges[0].replicated:  # each entry is sent to one owner by one rank
+    if not plans[0].replicated:  # each entry is sent to one owner by one rank
         assert sum(len(part) for parts in mail.values() for part in parts) == sum(x.numel() for x in tensors)
-    for rank, comm_step in enumerate(trips):
+    for rank, comm_step in enumerate(steps):
         for index, block_group in enumerate(block_groups):
             own = block_group.owned(rank)
-            if own and not exchanges[rank].replicated:
-                want = [m.grid.cut(tensors[m.position].reshape(m.grid.merged)).reshape(m.grid.tile) for m in own]
-                assert torch.equal(comm_step.stack(index, "gradients"), torch.stack(want))
+            if own and not plans[rank].replicated:
+                want = [b.grid.cut(tensors[b.position].reshape(b.grid.merged)).reshape(b.grid.tile) for b in own]
+                assert torch.equal(comm_step.gather(index, "gradients"), torch.stack(want))
             if own:
-                stack = [m.grid.cut(tensors[m.position].reshape(m.grid.merged)).reshape(m.grid.tile) for m in own]
+                stack = [b.grid.cut(tensors[b.position].reshape(b.grid.merged)).reshape(b.grid.tile) for b in own]
                 comm_step.deliver(index, None, 2 * torch.stack(stack) + 1)
-        comm_step.done(len(block_groups))
-    for rank, comm_step in enumerate(trips):
+        comm_step.send_updates(len(block_groups))
+    for rank, comm_step in enumerate(steps):
         updates = comm_step.close()
         for position, (x, layout) in enumerate(zip(tensors, layouts, strict=True)):
             part = x[slices(layout.boxes[rank])]

@@ -91,7 +91,7 @@ def check_layout(shape: tuple[int, ...], mesh: tuple[int, ...], placements: tupl
     torch's arithmetic is meant for what it can say: not for the offset of an empty part, nor for strided shards that do
     not come out even, where its answer is not what `fully_shard` leaves on a rank (the test on real ranks has those).
     """
-    layout = Layout.of(shape, mesh, placements)
+    layout = Layout.from_placements(shape, mesh, placements)
     even = all(length % math.prod(mesh) == 0 for length in shape)
     held = {replica: np.zeros(shape, dtype=np.int64) for replica in layout.replicas}
     for rank, coordinate in enumerate(itertools.product(*map(range, mesh))):
@@ -116,10 +116,10 @@ def check_box(ids: NDArray[np.int64], blocks: Sequence[BlockGrid], box: Box) -> 
     for block in blocks:
         own = block.cut(x.reshape(block.merged)).reshape(block.tile)
         for region in regions(ids.shape, block, box):
-            view = region.of_block(own)
+            view = region.in_block(own)
             assert view.data_ptr() >= own.data_ptr()  # a view: what is written there is in the block
-            assert torch.equal(view, region.of_part(part, box))
-            region.of_part(seen, box).add_(1)
+            assert torch.equal(view, region.in_shard(part, box))
+            region.in_shard(seen, box).add_(1)
     assert bool((seen == 1).all())
 
 
@@ -153,11 +153,11 @@ def test_layouts_and_regions_hold_every_entry_once() -> None:
 
 def test_placements_that_nobody_owns_are_refused() -> None:
     with pytest.raises(ValueError, match=r"placement: Shard or Replicate on each mesh axis is required, got"):
-        Layout.of((4,), (2,), (Partial(),))
+        Layout.from_placements((4,), (2,), (Partial(),))
     with pytest.raises(ValueError, match=r"placement: a strided shard that later mesh axes make contiguous"):
-        Layout.of((8,), (2, 2), (_StridedShard(0, split_factor=4), Shard(0)))
+        Layout.from_placements((8,), (2, 2), (_StridedShard(0, split_factor=4), Shard(0)))
     with pytest.raises(ValueError, match=r"placement: a strided shard that later mesh axes make contiguous"):
-        Layout.of((8, 8), (2, 2), (_StridedShard(0, split_factor=2), Shard(1)))
+        Layout.from_placements((8, 8), (2, 2), (_StridedShard(0, split_factor=2), Shard(1)))
 
 
 @given(shape=shapes, blocking=blockings)

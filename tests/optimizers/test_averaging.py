@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 import eigengraft
 from eigengraft import Optimizer, RecipeError, load_recipe
-from eigengraft.optimizers.engine.param_set import Hyper
+from eigengraft.optimizers.engine.step_inputs import Hyper
 
 from ..laws.table import TABLE
 from ..recipes import COVER
@@ -496,7 +496,7 @@ def test_a_learning_rate_on_the_device_is_never_read(row: Any, detect: str) -> N
             assert now is not None
             with torch.no_grad():
                 param_set.step(now)
-            param_set.settle()
+            param_set.resolve_deferred()
         found.append(
             [t.detach().clone() for p, s in zip(params, param_set.views(), strict=True) for t in (p, *s.values())]
         )

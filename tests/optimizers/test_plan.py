@@ -210,7 +210,7 @@ def test_entrywise_updates_stay_where_the_parts_lie() -> None:
 def test_what_ranks_hold_of_a_block(shape: tuple[int, ...], size: int, merge: int | None, cuts: list[int]) -> None:
     """Counted entry by entry: each is marked with its position, cut into blocks, and looked for in every box."""
     placements = tuple(Shard(axis) if 0 <= axis < len(shape) else Replicate() for axis in cuts)
-    layout = Layout.of(shape, (2, 3), placements)
+    layout = Layout.from_placements(shape, (2, 3), placements)
     marks = torch.arange(math.prod(shape))
     for grid in Blocking(size=size, merge=merge).grids(shape):
         for index in range(len(grid.keys)):
