@@ -49,9 +49,9 @@ def bench_command(  # noqa: PLR0913  its arguments are the command's options
 ) -> None:
     """Measure components alone, error against time, and recommend one for this machine; write rows and a figure.
 
-    `claims` checks published and measured claims instead, with exit code 1 if one does not hold. `spike` trains with
-    one gradient 1e4 times too large and compares how large the updates after it are, by transport of the moments; its
-    options are --out and --quick.
+    claims: check published and measured claims instead; the exit code is 1 if one does not hold.
+
+    spike: train with one gradient 1e4 times too large and compare the updates after it; only --out and --quick apply.
     """
     from ..training.imports import import_component
 
@@ -66,6 +66,8 @@ def bench_command(  # noqa: PLR0913  its arguments are the command's options
         return
     chosen = _chosen(what, overrides or [], candidates or [], device, quick)
     kind = chosen.declaration()["kind"]
+    if check:
+        _require_claims(kind)  # before the measurement, which takes long
     _measure(chosen, out or Path("runs") / f"bench-{kind}")
     if check and not _check_claims(kind, quick, ()):
         raise typer.Exit(1)
@@ -150,15 +152,19 @@ def _environment(device: Any) -> dict[str, Any]:
     return describe_environment(data, device)
 
 
+def _require_claims(kind: str) -> None:
+    from ..benches.claims.registry import known_claims
+
+    if not known_claims(kind):
+        benches = ", ".join(sorted({claim.bench for claim in known_claims().values()}))
+        raise RecipeError(f"--check: a bench with claims ({benches}) is required, got '{kind}'")
+
+
 def _check_claims(kind: str | None, quick: bool, names: Iterable[str]) -> bool:
     """Verify claims and print what was measured and what was expected; return whether all hold."""
     from ..benches import find_claims
 
     findings = list(find_claims(kind, quick, list(names)))
-    if not findings:
-        raise RecipeError(
-            f"--check: a bench with claims is required, got '{kind}'; 'eigengraft bench claims' checks all claims"
-        )
     for finding in findings:
         _print_finding(finding)
     wrong = [finding.name for finding in findings if not finding.passed]

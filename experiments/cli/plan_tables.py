@@ -1,4 +1,4 @@
-"""Tables of plans: a row per rank, or a row per number of ranks, and what the tables do not say."""
+"""Tables of plans: a row per rank, or a row per number of ranks, and remarks beside the tables."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def ranks_table(plan: Plan, title: str, unit: str) -> Table:
 
 def growth(plans: Sequence[Plan], unit: str) -> Table:
     """A row per number of ranks, in Markdown: the largest value over ranks of each column."""
-    titles = ["ranks", "state", "of mean", f"{unit} per step", "of mean", "at best", "gradients sent", "received"]
+    titles = ["ranks", "state", "/ mean", f"{unit} per step", "/ mean", "at best", "gradients sent", "received"]
     table = _table("", [*titles, "updates sent", "received", "messages", "buffers"], box.MARKDOWN)
     for plan in plans:
         told = [(np.asarray(values(plan)).max(), of) for _, values, of in columns(unit)]

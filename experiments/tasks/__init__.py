@@ -1,4 +1,4 @@
-"""What is trained: the family `task`, its members and their models; models as shapes alone."""
+"""Tasks to train: the family `task`, its members and their models; models as shapes alone."""
 
 from .base import Batch as Batch
 from .base import Dataset as Dataset

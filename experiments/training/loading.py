@@ -53,7 +53,7 @@ def load_experiment(source: ExperimentSource, overrides: Iterable[str] = (), imp
 def read_experiment(path: Path) -> dict[str, Any]:
     """The mapping in an experiment file, its paths made independent of the working directory."""
     if not path.is_file():
-        raise RecipeError(f"an existing experiment file is required, got '{path}'")
+        raise RecipeError(f"experiment: an existing experiment file is required, got '{path}'")
     data = read_yaml(path)
     if not isinstance(data, Mapping):
         kind = "an empty file" if data is None else f"a {type(data).__name__}"

@@ -1,4 +1,4 @@
-"""What a run reports: a tick per step, windows of metrics, and the result."""
+"""Reports of a run: a tick per step, windows of metrics, and the result."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ STORED = (
     "storage.first_moment=float32",
     "storage.second_moment=float32",
 )
-"""As the paper stores in Table 2: both triangles of a root, and moments in 32 bits."""
+"""Storage of the paper's Table 2: both triangles of a root, and moments in 32 bits."""
 VARIANTS: dict[str, tuple[str, ...]] = {
     "shampoo": ("shampoo_4bit", "storage={}"),
     "shampoo_4bit": ("shampoo_4bit", *STORED),
@@ -116,7 +116,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "shampoo_cq_ef": ("shampoo_cq_ef", *STORED),
     "shampoo_cq": ("shampoo_cq", *STORED),
 }
-"""What is counted: a recipe and its overrides."""
+"""Recipes that are counted, with their overrides."""
 
 
 def compare(model: str) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def quantizer(**declared: Any) -> Quantizer:
 
 
 def formats(book: str) -> dict[str, Quantizer]:
-    """How matrices and eigenvectors are stored: blocks of 64 along the rows, those of the matrix or of U^T."""
+    """Quantizers of matrices and eigenvectors: blocks of 64 along the rows, those of the matrix or of U^T."""
     four, eight = ({"kind": kind, "book": book, "block_size": 64, "min_elements": 1} for kind in ("int4", "book8"))
     return {
         "A": quantizer(kind="exact_diagonal", inner=four, symmetrize=False),
@@ -95,7 +95,7 @@ def published_root(a: Tensor, largest: float = 1000.0, steps: int = 10) -> tuple
 
 
 def library_root(a: Tensor) -> tuple[Tensor, int]:
-    """The same iteration by the library's solver, which symmetrizes what it is given."""
+    """A^(-1/4) by the same iteration in the library's solver, which symmetrizes its argument."""
     size = PowerIteration(steps=100)
     solver = CoupledNewton(eps=EPS, relative_to=size, norm="max", stop="rise", growth=1.2, max_iterations=10)
     found = solver.root(a.float()[None], Fraction(1, 4))

@@ -167,6 +167,7 @@ WRONG = {
     "no such device": (["roots", "--device", "cuda:99"], ["a device of this machine is required, got 'cuda:99'"]),
     "no such kind of device": (["roots", "--device", "gpu"], ["bench.device: ", "got 'gpu'"]),
     "a file as directory": (["roots", "--out", "empty.yaml"], ["--out: a directory is required", "'empty.yaml'"]),
+    "bench without claims": (["storage", "--check"], ["--check: a bench with claims (polar, roots, ", "got 'storage'"]),
     "unknown claim": (["claims", "nope"], ["claims: one of ", "double_ridge", "got 'nope'"]),
 }
 

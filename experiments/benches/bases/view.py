@@ -1,4 +1,4 @@
-"""What the bench of eigenbases shows: a table, a figure and advice."""
+"""Table, figure and advice of the bench of eigenbases."""
 
 from __future__ import annotations
 
@@ -59,17 +59,17 @@ def basis_panels(rows: Sequence[BasisRow], threshold: float) -> tuple[FigurePane
 
 
 def basis_advice(rows: Sequence[BasisRow], threshold: float) -> list[str]:
-    """For each size and dtype the fastest whole basis that stayed diagonal enough from the second refresh on."""
+    """For each size and dtype the fastest complete basis that stayed diagonal enough from the second refresh on."""
     lines = []
     for (size, dtype), some in groups(rows, lambda row: (row.size, row.dtype)):
         late = [row for row in some if row.refresh > 1] or some
-        whole = [
+        complete = [
             (candidate, own) for candidate, own in groups(late, lambda row: row.candidate) if own[0].columns == size
         ]
         errors = {
-            candidate: max(row.offdiagonal if row.ok == 1 else math.inf for row in own) for candidate, own in whole
+            candidate: max(row.offdiagonal if row.ok == 1 else math.inf for row in own) for candidate, own in complete
         }
-        times = {candidate: median(row.milliseconds for row in own) for candidate, own in whole}
+        times = {candidate: median(row.milliseconds for row in own) for candidate, own in complete}
         if errors:
             what = f"eigenbasis, {size} x {size}, {dtype}, refresh from the last one"
             lines.append(fastest(what, times, errors, threshold, "off-diagonal ratio"))
@@ -77,5 +77,5 @@ def basis_advice(rows: Sequence[BasisRow], threshold: float) -> list[str]:
 
 
 def _shown(ratio: float) -> float:
-    """Exact bases are drawn at rounding, not at minus infinity."""
+    """The ratio to draw: an exact basis is drawn at rounding, not at minus infinity."""
     return max(ratio, 1e-17)

@@ -1,4 +1,4 @@
-"""Named checks of published and measured claims: each can fail, and says what it measured and what it expected."""
+"""Published and measured claims by name: each has a check that can fail, with measured and expected numbers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Finding:
-    """What the check of a claim measured.
+    """The result of checking a claim.
 
     statement: the claim in words.
     source: who made the claim, where.

@@ -37,7 +37,7 @@ def underestimated_eigenvalue(quick: bool) -> Iterator[Measured]:
     Source: Online KL-Shampoo (Tilde 2026), whose schedule it is; measured.
     """
     a = _with(Geometric(condition=30.0).eigenvalues(128))[None]
-    for name, size in (("0.97 of the largest", 0.97), ("1.01 of it", 1.01)):
+    for name, size in (("0.97 of the largest", 0.97), ("1.01 of the largest", 1.01)):
         x = published.cans(a[0], size, ONLINE_KL_SHAMPOO)
         wrong = float((torch.linalg.eigvalsh(x) < 0).sum())
         residual = float((x @ a[0] @ x - published.eye_like(x)).abs().max())
@@ -70,7 +70,7 @@ def newton_past_convergence(quick: bool) -> Iterator[Measured]:
     errors = [error for _, error in published.coupled_newton(indefinite, 4, 40)]
     last = errors[-1] if math.isfinite(errors[-1]) else 1e300
     yield Measured("indefinite: least max |M - I|", min(errors), 0.01, 0.5)
-    yield Measured("indefinite: the same after 40 steps, infinity as 1e300", last, low=10)
+    yield Measured("indefinite: max |M - I| after 40 steps, infinity as 1e300", last, low=10)
     for ridge, accepted in ((0.0, 0), (1e-6, 1)):
         found = solver(kind="coupled_newton", eps=ridge, max_iterations=60).root(indefinite[None], QUARTER)
         yield Measured(f"ours, ridge {ridge:g}: accepted", float(found.ok[0]), accepted, accepted)
@@ -136,10 +136,12 @@ def double_ridge(quick: bool) -> Iterator[Measured]:
     for kind in sorted(set(RootSolver.members) & {"eigh", "coupled_newton", "higher_order", "newton_db", "cans"}):
         fields = {"relative": False} | ({"relative_to": None} if kind == "higher_order" else {})
         ours = solver(kind=kind, eps=ridge, **fields).root(a, QUARTER).value
-        yield Measured(f"{kind}: the same", float(ours[0, 1, 1] * ridge**0.25), 0.999, 1.001)
+        yield Measured(f"{kind}: root of 0 over ridge^(-1/4)", float(ours[0, 1, 1] * ridge**0.25), 0.999, 1.001)
     for deficiency in ("add", "clip_shift", "floor"):
         ours = solver(kind="eigh", eps=ridge, deficiency=deficiency).root(a, QUARTER).value
-        yield Measured(f"eigh {deficiency}: the same", float(ours[0, 1, 1] * ridge**0.25), 0.999, 1.001)
+        yield Measured(
+            f"eigh {deficiency}: root of 0 over ridge^(-1/4)", float(ours[0, 1, 1] * ridge**0.25), 0.999, 1.001
+        )
 
 
 def _with(values: Tensor) -> Tensor:

@@ -40,14 +40,18 @@ def shampoo_is_adafactor_in_the_eigenbasis(quick: bool) -> Iterator[Measured]:
     exact = left.trace().sqrt() * kronecker.power(left, -0.5) @ gradients[-1, 0] @ kronecker.power(right, -0.5)
     traced = directions["shampoo"] * left.trace().sqrt()
     yield Measured("formula and shampoo: relative difference", _relative(traced, exact), high=1e-9)
-    yield Measured("formula and eigenbasis > adafactor: the same", _relative(directions["adafactor"], exact), high=1e-9)
-    yield Measured("formula and eigenbasis > adam (SOAP): the same", _relative(directions["adam"], exact), 0.01, 1.0)
+    yield Measured(
+        "formula and eigenbasis > adafactor: relative difference", _relative(directions["adafactor"], exact), high=1e-9
+    )
+    yield Measured(
+        "formula and eigenbasis > adam (SOAP): relative difference", _relative(directions["adam"], exact), 0.01, 1.0
+    )
 
 
 @claim("statistics")
 def order_of_kronecker_approximations(quick: bool) -> Iterator[Measured]:
-    """By the cosine with C = E[vec G vec G^T]: the best Kronecker product > L x R > L^(1/2) x R^(1/2) > either side
-    alone > the diagonal, and L x R has at least 0.95 of the best.
+    """Cosines with C = E[vec G vec G^T] are ordered: the best Kronecker product > L x R > L^(1/2) x R^(1/2) > either
+    side alone > the diagonal, and L x R has at least 0.95 of the best.
 
     Source: Morwani et al. 2024, arXiv:2406.17748; here on gradients of a small language model.
     """
@@ -70,8 +74,8 @@ def order_of_kronecker_approximations(quick: bool) -> Iterator[Measured]:
 
 @claim("statistics")
 def order_of_gain_errors(quick: bool) -> Iterator[Measured]:
-    """By the gain error on gradients that were not seen: Frobenius > von Neumann > square root > Kullback-Leibler,
-    with many and with 40 gradients: the reverse of their order by angle.
+    """Gain errors on held-out gradients are ordered: Frobenius > von Neumann > square root > Kullback-Leibler,
+    with many and with 40 gradients; their order by angle is the reverse.
 
     Source: Liu et al. 2026; here on gradients of a small language model, the mean of log10 over its layers.
     """
@@ -99,7 +103,7 @@ def order_of_gain_errors(quick: bool) -> Iterator[Measured]:
 
 @claim("statistics")
 def jorge_drifts_when_the_basis_turns(quick: bool) -> Iterator[Measured]:
-    """Jorge keeps L^(-1/4) by a series that assumes L and G G^T commute: after 300 steps it is a few percent off in a
+    """Jorge updates L^(-1/4) by a series that assumes L and G G^T commute: after 300 steps it is a few percent off in a
     fixed basis, and far off, and not symmetric, where the basis turns by 0.05 a step.
 
     Source: Singh et al. 2023, arXiv:2310.12298; the objection is a reviewer's; measured against L with Jorge's weights.

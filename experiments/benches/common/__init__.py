@@ -1,1 +1,1 @@
-"""What all benches share: the family of benches, rows, tables, figures, timing, declarations and fields."""
+"""Shared by all benches: the family of benches, rows, tables, figures, timing, declarations and fields."""

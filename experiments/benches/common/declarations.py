@@ -1,4 +1,4 @@
-"""What is compared: declarations of candidates, defaults read from the families, and the names of candidates."""
+"""Candidates of benches: their declarations, defaults read from the families, and their names."""
 
 from __future__ import annotations
 

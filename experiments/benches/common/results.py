@@ -1,4 +1,4 @@
-"""What every bench produces: rows, a table and the two panels of a figure."""
+"""Results of every bench: rows, a table and the two panels of a figure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the bench of magnitudes shows: a table, a figure and advice."""
+"""Table, figure and advice of the bench of magnitudes."""
 
 from __future__ import annotations
 

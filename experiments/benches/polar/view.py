@@ -1,4 +1,4 @@
-"""What the bench of polar factors shows: a table, a figure and advice."""
+"""Table, figure and advice of the bench of polar factors."""
 
 from __future__ import annotations
 

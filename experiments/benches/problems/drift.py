@@ -12,7 +12,7 @@ from .spectra import Synthetic, orthogonal
 
 
 class DriftSettings(Protocol):
-    """How the statistic moves; fields of the bench of bases."""
+    """The motion of the statistic; fields of the bench of bases."""
 
     @property
     def refreshes(self) -> tuple[int, ...]:

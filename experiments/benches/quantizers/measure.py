@@ -1,4 +1,4 @@
-"""What is measured of one quantizer on one stack of factors."""
+"""Measurements of one quantizer on one stack of factors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the bench of quantizers shows: a table, a figure and advice."""
+"""Table, figure and advice of the bench of quantizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the bench of inverse roots shows: a table, a figure and advice."""
+"""Table, figure and advice of the bench of inverse roots."""
 
 from __future__ import annotations
 

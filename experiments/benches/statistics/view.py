@@ -1,4 +1,4 @@
-"""What the bench of statistics shows: a table, a figure and advice."""
+"""Table, figure and advice of the bench of statistics."""
 
 from __future__ import annotations
 

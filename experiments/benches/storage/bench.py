@@ -1,4 +1,4 @@
-"""What storage costs in time: steps of a recipe as it is stored against the same recipe with nothing coded."""
+"""The time that storage costs: steps of a recipe as it is stored against the same recipe with nothing coded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the bench of storage shows: a table, a figure and advice."""
+"""Table, figure and advice of the bench of storage."""
 
 from __future__ import annotations
 

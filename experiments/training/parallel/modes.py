@@ -20,7 +20,7 @@ from .ranks import Ranks
 
 
 class Parallel(Component, family="parallel"):
-    """How parameters are placed. Each rank computes the gradient of its rows of the batch; a step uses the mean."""
+    """A placement of parameters; each rank computes the gradient of its rows of the batch, a step uses the mean."""
 
     @abstractmethod
     def wrap(self, model: nn.Module, ranks: Ranks) -> nn.Module:
