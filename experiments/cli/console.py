@@ -33,8 +33,8 @@ def describe_result(result: Result) -> str:
         accuracy = f", validation accuracy {result.val_accuracy:.4f}" if result.val_accuracy is not None else ""
         head = f"validation loss {result.val_loss:.4f}{accuracy} after {result.steps} steps"
     return (
-        f"{head}\n{result.seconds:.1f} s; {result.step_ms:.2f} ms per step, {result.optimizer_ms:.2f} in the optimizer; "
-        f"{result.state_bytes_per_parameter:.1f} state bytes per parameter, {result.parameters:,} parameters"
+        f"{head}\n{result.seconds:.1f} s, {result.step_ms:.2f} ms per step, {result.optimizer_ms:.2f} in the optimizer"
+        f", {result.state_bytes_per_parameter:.1f} state bytes per parameter, {result.parameters:,} parameters"
     )
 
 
