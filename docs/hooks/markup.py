@@ -15,19 +15,19 @@ def inline(text: str) -> str:
     return "".join(f"<code>{piece}</code>" if index % 2 else piece for index, piece in enumerate(plain))
 
 
-def docstring(text: str) -> str:
-    """The first paragraph set off as the formula, later ones as prose, or as they stand where they are aligned."""
-    first, *rest = re.split(r"\n\s*\n", text.strip())
-    blocks = [f'<pre class="formula">{escape(first)}</pre>']
-    for paragraph in rest:
+def docstring(text: str, formula_first: bool = True) -> str:
+    """The first paragraph set off as the formula, and so every one that is aligned or has arrows; others as prose."""
+    blocks = []
+    for index, paragraph in enumerate(re.split(r"\n\s*\n", text.strip())):
         aligned = "<-" in paragraph or re.search(r"\S {2,}\S", paragraph) is not None
-        blocks.append(f'<pre class="formula">{escape(paragraph)}</pre>' if aligned else prose(paragraph))
+        formula = aligned or (formula_first and index == 0)
+        blocks.append(f'<pre class="formula">{escape(paragraph)}</pre>' if formula else prose(paragraph))
     return "\n".join(blocks)
 
 
 def prose(paragraph: str) -> str:
     """A paragraph; lines that explain a field or a value, "transport: ...", begin anew."""
-    lines = re.split(r"\n(?=[a-z_]+(?:, [a-z_]+)*: )", paragraph)
+    lines = re.split(r"\n(?=[a-z_]+(?:, [a-z_]+)*(?: `[^`]+`)?: )", paragraph)
     return "<p>" + "<br>\n".join(map(inline, lines)) + "</p>"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -11,8 +12,6 @@ from pathlib import Path
 import pytest
 
 from .pages import ROOT, blocks, files, links, script, text
-
-pytestmark = pytest.mark.slow
 
 README = "README.md"
 
@@ -39,6 +38,7 @@ def test_links_of_the_front_page_lead_somewhere() -> None:
     assert guides <= set(links(README)), "every guide is linked from the front page"
 
 
+@pytest.mark.slow
 def test_the_python_example_runs(tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text(script(README) + "\nprint(optimizer)\n")
     done = run(["example.py"], tmp_path)
@@ -46,6 +46,7 @@ def test_the_python_example_runs(tmp_path: Path) -> None:
     assert "Optimizer(recipe=" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["chain", "basis"])
 def test_the_new_stage_trains_from_one_file_and_yaml(tmp_path: Path, place: str) -> None:
     (tmp_path / "belief.py").write_text(files(README)["belief.py"])
@@ -59,6 +60,16 @@ def test_the_new_stage_trains_from_one_file_and_yaml(tmp_path: Path, place: str)
     rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     losses = [float(m[1]) for row in rows if (m := re.search(r'"loss": ([0-9.e+-]+)', row))]
     assert losses[-1] < 0.7 * losses[0]
+
+
+def test_one_line_makes_the_recipes_that_the_front_page_says() -> None:
+    import eigengraft
+
+    rows = re.findall(r"^\| `(\{.*?\})` \| .*?`(\w+)` \|$", text(README), flags=re.MULTILINE)
+    assert len(rows) == 2
+    for overrides, name in rows:
+        changed = eigengraft.load_recipe("soap", ast.literal_eval(overrides))
+        assert changed.update == eigengraft.load_recipe(name).update
 
 
 def test_the_picture_names_parts_and_recipes_that_exist() -> None:
