@@ -1,5 +1,6 @@
 """Maps from gradient to direction, and what they are made of."""
 
+from .axes import Axes as Axes
 from .base import Stage as Stage
 from .base import Stages as Stages
 from .base import chain_slots as chain_slots

@@ -32,9 +32,9 @@ class Factored(Stage):
     every: Cadence = Field(default=Every(), alias="refresh", description="when roots or bases are recomputed")
     matrix: ClassVar[Literal["root", "basis"]]
 
-    def axes(self, block: tuple[int, ...]) -> tuple[int, ...]:
+    def factor_axes(self, block: tuple[int, ...]) -> tuple[int, ...]:
         """Which axes of a block have a factor."""
-        return self.statistic.axes(block)
+        return self.statistic.axes.of(block)
 
     def columns(self, d: int) -> int:
         """How many columns the matrix of an axis of length d has."""
@@ -52,10 +52,10 @@ class Factored(Stage):
         return self.every
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
-        slots = dict(self.statistic.slots(block, self.axes(block)))
-        for axis in self.axes(block):
+        slots = dict(self.statistic.slots(block, self.factor_axes(block)))
+        for axis in self.factor_axes(block):
             d = block[axis]
-            if self.statistic.full(block, axis):
+            if self.statistic.axes.full(block, axis):
                 slot = Slot((d, self.columns(d)), fill="identity", role=self.matrix)
             else:
                 slot = Slot((d,), fill=1.0, role=self.matrix, frame="square", axes=(axis,))
@@ -64,13 +64,14 @@ class Factored(Stage):
         return slots
 
     def refresh_cost(self, block: tuple[int, ...]) -> float:
-        return float(sum(block[axis] ** (3 if self.statistic.full(block, axis) else 1) for axis in self.axes(block)))
+        full = self.statistic.axes.full
+        return float(sum(block[axis] ** (3 if full(block, axis) else 1) for axis in self.factor_axes(block)))
 
     def observed(self, gradient: Tensor, direction: Tensor) -> Tensor:
         return self.statistic.observed(gradient, direction)
 
     def sweeps(self, block: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        axes = self.axes(block)
+        axes = self.factor_axes(block)
         return tuple((axis,) for axis in axes) if self.statistic.sequential else (axes,)
 
     def observe(self, state: State, gradient: Tensor, context: StepContext) -> None:
@@ -79,15 +80,15 @@ class Factored(Stage):
             return self.power(state, axis, exponent, self.statistic.estimate(state, axis, context, behind))
 
         x = gradient if context.rotation is None else context.rotation.rotated
-        self.statistic.observe(state, x, context, context.in_sweep(self.axes(state.block)), powers)
+        self.statistic.observe(state, x, context, context.in_sweep(self.factor_axes(state.block)), powers)
 
     def refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:
-        for axis in context.in_sweep(self.axes(state.block)):
+        for axis in context.in_sweep(self.factor_axes(state.block)):
             self.refresh_axis(state, axis, context)
 
     def matrices(self, state: State) -> dict[int, Tensor]:
         """The matrix of every axis that has one."""
-        return {axis: state[f"{self.matrix}.{axis}"] for axis in self.axes(state.block)}
+        return {axis: state[f"{self.matrix}.{axis}"] for axis in self.factor_axes(state.block)}
 
     def commit(self, state: State, axis: int, value: Tensor, ok: Tensor) -> Tensor:
         """Write `value` where ok `[N]` and count failures elsewhere; returns the matrix that holds now, as stored."""

@@ -66,8 +66,8 @@ class Eigenbasis(Factored):
             raise ValueError(
                 f"statistic: trace_scaling does not change a basis, 0 is required, got {self.statistic.trace_scaling}"
             )
-        if self.statistic.entries == "diagonal" or self.statistic.oversize == "diagonal":
-            raise ValueError("statistic: a basis is made of full factors, got diagonal ones")
+        if self.statistic.axes.has_diagonals:
+            raise ValueError("statistic: axes: a basis is made of full factors, got diagonal ones")
         if self.statistic.needs_power is not None and not self.solver.keeps_all_columns:
             raise ValueError("statistic: reads powers of whole factors, of which a subspace holds only a part")
         if self.statistic_frame == "basis" and not self.solver.keeps_all_columns:
@@ -81,7 +81,7 @@ class Eigenbasis(Factored):
         return self.solver.columns(d)
 
     def inner_block(self, part: str, block: tuple[int, ...]) -> tuple[int, ...]:
-        axes = self.axes(block)
+        axes = self.factor_axes(block)
         return tuple(self.columns(d) if axis in axes else d for axis, d in enumerate(block))
 
     def chains(self) -> Mapping[str, Stages]:

@@ -48,9 +48,6 @@ class Eigenfactors(LearnedFactors):
     initial: float = Field(default=1e-6, ge=0, description="l starts as this, in squared units of the gradient")
     solver: BasisSolver = Field(default=PowerQR(bootstrap=False), description="how P is computed from A and V")
     every: Cadence = Field(default=Every(), alias="refresh", description="when the factors learn the gradient")
-    oversize: Literal["none", "diagonal"] = Field(
-        default="none", description="what axes longer than max_size have: nothing, or the diagonal of the factor"
-    )
 
     @model_validator(mode="after")
     def _basis_is_whole(self) -> Self:
@@ -58,19 +55,14 @@ class Eigenfactors(LearnedFactors):
             raise ValueError("solver: a basis of all eigenvectors is required, got one of a subspace")
         return self
 
-    def full(self, block: tuple[int, ...], axis: int) -> bool:
-        return super().full(block, axis) and self._exponent(block, axis) > 0
-
-    def axes(self, block: tuple[int, ...]) -> tuple[int, ...]:
-        """Which axes of a block have a factor, whole or diagonal."""
-        able = (axis for axis in range(len(block)) if self._exponent(block, axis))
-        return tuple(axis for axis in able if self.full(block, axis) or self.oversize == "diagonal")
+    def factor_axes(self, block: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(axis for axis in self.axes.of(block) if self._exponent(block, axis))
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
         slots = {}
-        for axis in self.axes(block):
+        for axis in self.factor_axes(block):
             d = block[axis]
-            if self.full(block, axis):
+            if self.axes.full(block, axis):
                 slots[f"basis.{axis}"] = Slot((d, d), fill="identity", role="basis")
                 slots[f"values.{axis}"] = Slot((d,), fill=self.initial, role="statistic")
                 slots[f"failures.{axis}"] = Slot((), role="failures", dtype=torch.int32)
@@ -80,8 +72,8 @@ class Eigenfactors(LearnedFactors):
 
     def refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:
         live = is_informative(gradient)
-        for axis in self.axes(state.block):
-            full, old = self.full(state.block, axis), state[f"values.{axis}"]
+        for axis in self.factor_axes(state.block):
+            full, old = self.axes.full(state.block, axis), state[f"values.{axis}"]
             m = gram(gradient, axis, full)
             if full:
                 values, ok = self._turned(state, axis, m, live, context.first)
@@ -103,8 +95,8 @@ class Eigenfactors(LearnedFactors):
         return values, ok & live
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
-        axes = self.axes(state.block)
-        bases = {axis: state[f"basis.{axis}"] for axis in axes if self.full(state.block, axis)}
+        axes = self.factor_axes(state.block)
+        bases = {axis: state[f"basis.{axis}"] for axis in axes if self.axes.full(state.block, axis)}
         inside = rotate(direction, {axis: v.mT for axis, v in bases.items()})
         return rotate(rotate(inside, {axis: self._power(state, axis) for axis in axes}), bases)
 

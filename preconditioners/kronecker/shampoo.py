@@ -53,7 +53,7 @@ class Shampoo(Factored):
             if problem:
                 raise ValueError(problem)
             power = self.statistic.needs_power
-            if order > 1 and power is not None and self.statistic.entries == "full":
+            if order > 1 and power is not None and self.statistic.axes.entries == "full":
                 self._require_power(power, exponent)
 
     def _require_power(self, p: Fraction, exponent: Fraction) -> None:
@@ -66,8 +66,8 @@ class Shampoo(Factored):
     def _exponent(self, order: int, axis: int) -> Fraction:
         return exponent_of(self.exponent, order, axis, Fraction(1, 2 * max(1, order)))
 
-    def axes(self, block: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(axis for axis in self.statistic.axes(block) if self._exponent(len(block), axis))
+    def factor_axes(self, block: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(axis for axis in self.statistic.axes.of(block) if self._exponent(len(block), axis))
 
     def refresh_axis(self, state: State, axis: int, context: StepContext) -> None:
         estimate = self.statistic.estimate(state, axis, context)

@@ -12,6 +12,7 @@ from torch import Tensor
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
+from ..axes import Axes
 from ..base import Stage
 from ..cadence import Cadence, Every
 
@@ -27,23 +28,21 @@ class LearnedFactors(Stage):
         default="gradient",
         description="what the factors learn from: the gradient, or what the stages before made of it",
     )
-    max_size: int | None = Field(
-        default=None, ge=1, description="axes longer than this have no full factor; default: no bound"
-    )
+    axes: Axes = Field(default=Axes(), description="which axes have a factor, and whether it is a matrix or a diagonal")
 
     @abstractmethod
     def refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:
         """Move the factors by one gradient `[N, *block]`."""
 
-    def full(self, block: tuple[int, ...], axis: int) -> bool:
-        """Whether the factor of an axis is a matrix."""
-        return self.max_size is None or block[axis] <= self.max_size
+    def factor_axes(self, block: tuple[int, ...]) -> tuple[int, ...]:
+        """Which axes of a block have a factor."""
+        return self.axes.of(block)
 
     def cadence(self) -> Cadence:
         return self.every
 
     def refresh_cost(self, block: tuple[int, ...]) -> float:
-        return float(sum(d**3 if self.full(block, axis) else d for axis, d in enumerate(block)))
+        return float(sum(block[axis] ** (3 if self.axes.full(block, axis) else 1) for axis in self.factor_axes(block)))
 
     def observed(self, gradient: Tensor, direction: Tensor) -> Tensor:
         return gradient if self.source == "gradient" else direction

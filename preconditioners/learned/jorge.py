@@ -49,7 +49,9 @@ class Jorge(LearnedFactors):
     )
 
     @model_validator(mode="after")
-    def _exponent_fits(self) -> Self:
+    def _factors_fit(self) -> Self:
+        if self.axes.has_diagonals:
+            raise ValueError("axes: full factors are required, got diagonal ones")
         e = self.exponent
         if e is not None and (e.numerator != 1 or e.denominator > 64):
             raise ValueError(f"exponent: jorge takes 1/p with a whole p <= 64, got {e}")
@@ -60,9 +62,8 @@ class Jorge(LearnedFactors):
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
         start = self.initial ** -float(self._exponent(block))
         return {
-            f"root.{axis}": Slot((d, d), fill="identity", scale=start, role="root")
-            for axis, d in enumerate(block)
-            if self.full(block, axis)
+            f"root.{axis}": Slot((block[axis],) * 2, fill="identity", scale=start, role="root")
+            for axis in self.factor_axes(block)
         }
 
     def refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:
@@ -88,7 +89,7 @@ class Jorge(LearnedFactors):
         return s + identity_like(s) * per_block(ridge, s)
 
     def _roots(self, state: State) -> dict[int, Tensor]:
-        return {axis: state[f"root.{axis}"] for axis in range(len(state.block)) if self.full(state.block, axis)}
+        return {axis: state[f"root.{axis}"] for axis in self.factor_axes(state.block)}
 
     def _exponent(self, block: tuple[int, ...]) -> Fraction:
         return self.exponent or Fraction(1, 2 * len(block))

@@ -52,28 +52,23 @@ class PSGD(LearnedFactors):
         description="noise added to what is whitened, in units of the gradient: bounds P by 1 / damping",
     )
     initial_scale: float | None = Field(default=None, gt=0, description="Q starts as this times I; default: see above")
-    max_skew: float | None = Field(
-        default=None, gt=0, description="axes with d^2 > max_skew n have no full factor; default: no bound"
-    )
-
-    def full(self, block: tuple[int, ...], axis: int) -> bool:
-        size = torch.Size(block).numel()
-        return super().full(block, axis) and (self.max_skew is None or block[axis] ** 2 <= self.max_skew * size)
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
         slots = {}
-        for axis, d in enumerate(block):
-            slots[f"q.{axis}"] = factor_slot(d, self.full(block, axis))
+        for axis in self.factor_axes(block):
+            slots[f"q.{axis}"] = factor_slot(block[axis], self.axes.full(block, axis))
             slots[f"bound.{axis}"] = Slot((), role="statistic")
         return slots
 
     def refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:
-        axes, live = range(len(state.block)), is_informative(gradient)
+        axes, live = self.factor_axes(state.block), is_informative(gradient)
+        if not axes:
+            return
         probe = self._probe(gradient, context)
         h = gradient if probe is None else torch.add(gradient, probe, alpha=self.damping)
         old = {axis: state[f"q.{axis}"] for axis in axes}
         bounds = {axis: state[f"bound.{axis}"] for axis in axes}
-        factors = self._started(old, gradient, fresh=bounds[0] == 0)
+        factors = self._started(old, gradient, fresh=bounds[axes[0]] == 0)
         step = STEPS[self.form]
         size, terms = step.terms(factors, h, probe)
         moved = {}
@@ -86,7 +81,7 @@ class PSGD(LearnedFactors):
             state[f"q.{axis}"] = torch.where(per_block(live, factor), factor, old[axis])
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
-        factors = {axis: state[f"q.{axis}"] for axis in range(len(state.block))}
+        factors = {axis: state[f"q.{axis}"] for axis in self.factor_axes(state.block)}
         # Q first and Q^T after it: P itself may leave the range of numbers where P d does not
         return rotate(rotate(direction, factors), {axis: transposed(q) for axis, q in factors.items()})
 

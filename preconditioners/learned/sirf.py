@@ -28,8 +28,8 @@ class SIRF(LearnedFactors):
     m_i <- a m_i + (1 - a) s;   K_i <- K_i (I - b / max(1, ||m_i||_F) m_i)
 
     H_i unfolding along axis i, a = momentum, b = lr_preconditioner. The second line is the exponential of matrices to
-    first order, so that (K K^T)^(-1) is a running mean of the statistics to first order in b. Axes longer than
-    `max_size` have diagonal K. As without a root P g falls as 1 / g, learning rates are in other units than Adam's.
+    first order, so that (K K^T)^(-1) is a running mean of the statistics to first order in b. Where `axes`
+    says so K is diagonal. As without a root P g falls as 1 / g, learning rates are in other units than Adam's.
     """
 
     kind: Literal["sirf"] = "sirf"
@@ -42,8 +42,8 @@ class SIRF(LearnedFactors):
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
         slots = {}
-        for axis, d in enumerate(block):
-            full = self.full(block, axis)
+        for axis in self.factor_axes(block):
+            d, full = block[axis], self.axes.full(block, axis)
             slots[f"k.{axis}"] = factor_slot(d, full)
             if self.momentum:
                 slots[f"m.{axis}"] = Slot((d, d) if full else (d,), role="first_moment")
@@ -51,7 +51,7 @@ class SIRF(LearnedFactors):
 
     def refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:
         live = is_informative(gradient)
-        factors = {axis: state[f"k.{axis}"] for axis in range(len(state.block))}
+        factors = {axis: state[f"k.{axis}"] for axis in self.factor_axes(state.block)}
         traces = {axis: k.square().flatten(1).sum(1) / k.shape[-1] for axis, k in factors.items()}
         h = rotate(gradient * math.sqrt(self.batch_size), {axis: transposed(k) for axis, k in factors.items()})
         size = peak_of(h).clamp(1.0, _ceiling(h.dtype))
@@ -72,7 +72,7 @@ class SIRF(LearnedFactors):
             state[f"k.{axis}"] = torch.where(per_block(live, k), moved, k)
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
-        factors = {axis: state[f"k.{axis}"] for axis in range(len(state.block))}
+        factors = {axis: state[f"k.{axis}"] for axis in self.factor_axes(state.block)}
         return rotate(rotate(direction, {axis: transposed(k) for axis, k in factors.items()}), factors)
 
 

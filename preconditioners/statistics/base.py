@@ -1,14 +1,14 @@
-"""The family of statistics: which axes have a factor, how contributions are accumulated, what a solver is shown."""
+"""The family of statistics: what is observed, how contributions are accumulated, what a solver is shown."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from fractions import Fraction
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 import torch
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from eigengraft.component import Component
@@ -16,6 +16,7 @@ from eigengraft.numerics import per_block, symmetrized, tiny, to_power
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
+from ..axes import Axes
 from ..polar.solvers import NewtonSchulz, PolarSolver
 
 
@@ -37,27 +38,10 @@ Powers = Callable[[int, Fraction], Power]
 """(axis, p) -> A_axis^p as the stage that owns the statistic knows it now; for statistics with a `needs_power`."""
 
 
-def _axes_by_order(value: Any) -> Any:
-    if value in ("both", "left", "right", "smaller"):
-        return value
-    if not isinstance(value, Mapping):
-        raise ValueError("'both', 'left', 'right', 'smaller' or a list of axes for each order of block is required")
-    if not all(str(key).isdigit() for key in value):
-        raise ValueError("the keys are orders of blocks (1, 2, ...)")
-    return {int(key): tuple(axes) if isinstance(axes, (list, tuple)) else axes for key, axes in value.items()}
-
-
-AxesByOrder = dict[int, tuple[Annotated[int, Field(ge=0)], ...]]
-Side = Annotated[
-    Literal["both", "left", "right", "smaller"] | AxesByOrder,
-    BeforeValidator(_axes_by_order, json_schema_input_type=str | dict[str, tuple[int, ...]]),
-]
-
-
 class Statistic(Component, ABC, family="statistic"):
     """A_k <- b A_k + w O_k  for each axis k with a factor;  estimate A_k / c, then A_k tr(A_k)^(-s)
 
-    O_k `[N, d, d]` is the contribution of one gradient (or, with `entries: diagonal`, its diagonal `[N, d]`). Running
+    O_k `[N, d, d]` is the contribution of one gradient (or its diagonal `[N, d]`, as `axes` says). Running
     mean (b < 1): w = 1 - b, c = 1 - b^t. Sum (b = 1) and `damped: false`: w = 1, c = 1. t counts observations.
     """
 
@@ -79,21 +63,7 @@ class Statistic(Component, ABC, family="statistic"):
     polar: PolarSolver = Field(
         default=NewtonSchulz(), description="how `source: orthogonalized` computes the polar factor"
     )
-    side: Side = Field(
-        default="both",
-        description="which axes have a factor: all, the first, the last, or the shortest; or a list of axes for each "
-        "order of block, as {2: [0]}",
-    )
-    entries: Literal["full", "diagonal"] = Field(
-        default="full", description="whole factors, or their diagonals only (row and column sums of squares)"
-    )
-    max_size: int | None = Field(
-        default=None, ge=1, description="axes longer than this have no full factor; default: no bound"
-    )
-    oversize: Literal["none", "diagonal"] = Field(
-        default="none", description="what axes longer than max_size have: nothing, or the diagonal of the factor"
-    )
-    vectors: bool = Field(default=True, description="whether blocks with one axis have a factor")
+    axes: Axes = Field(default=Axes(), description="which axes have a factor, and whether it is a matrix or a diagonal")
 
     @model_validator(mode="after")
     def _options_matter(self) -> Self:
@@ -120,33 +90,12 @@ class Statistic(Component, ABC, family="statistic"):
     def contribution(self, state: State, x: Tensor, axis: int, powers: Powers) -> tuple[Tensor, Tensor, Tensor | float]:
         """(Y, Z, s): O_k = s Y Z^T with Y, Z the unfoldings `[N, d, rest]` along the axis, s a number or `[N]`."""
 
-    def axes(self, block: tuple[int, ...]) -> tuple[int, ...]:
-        """Which axes of a block have a factor."""
-        order = len(block)
-        if order < 2 and not self.vectors:
-            return ()
-        chosen: Sequence[int] = range(order)
-        if isinstance(self.side, dict):
-            chosen = [axis for axis in chosen if axis in self.side.get(order, chosen)]
-        elif self.side == "smaller":
-            chosen = sorted(chosen, key=lambda axis: block[axis])[:1]
-        elif self.side != "both":
-            chosen = chosen[:1] if self.side == "left" else chosen[-1:]
-        return tuple(axis for axis in chosen if self._fits(block[axis]) or self.oversize == "diagonal")
-
-    def _fits(self, size: int) -> bool:
-        return self.max_size is None or size <= self.max_size
-
-    def full(self, block: tuple[int, ...], axis: int) -> bool:
-        """Whether the factor of an axis is a matrix; otherwise it is its diagonal."""
-        return self.entries == "full" and self._fits(block[axis])
-
     def slots(self, block: tuple[int, ...], axes: tuple[int, ...]) -> Mapping[str, Slot]:
         """The factors of those axes for one block."""
         slots = {}
         for axis in axes:
             d = block[axis]
-            if self.full(block, axis):
+            if self.axes.full(block, axis):
                 slot = Slot((d, d), fill="identity" if self.initial else 0.0, scale=self.initial, role="statistic")
             else:
                 slot = Slot((d,), fill=self.initial, role="statistic", frame="square", axes=(axis,))

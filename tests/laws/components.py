@@ -1,7 +1,7 @@
 """Rows of the smaller parts: polar solvers, statistics, cadences, weight decays."""
 
 from .makes import unknown
-from .rows import Fault, Row
+from .rows import Fault, Make, Row
 
 POLAR_SOLVERS = (
     Row(
@@ -33,6 +33,18 @@ POLAR_SOLVERS = (
     Row({"kind": "svd"}, faults=(unknown("svd"), Fault({"kind": "svd", "cutoff": -1.0}, "cutoff: .*or equal to 0"))),
 )
 
+AXES_FAULTS: tuple[tuple[Make, str], ...] = (
+    ({"side": "top"}, "side: .*, got 'top'"),
+    ({"side": {"two": [0]}}, "side: .*keys are orders"),
+    ({"side": {2: [0, 2]}}, r"side: axes of blocks of order 2 below 2 are required, got \[0, 2\]"),
+    ({"side": {1: [0]}, "vectors": False}, "vectors: true is required .*, got false"),
+    ({"max_size": 0}, "max_size: .*greater than or equal to 1"),
+    ({"max_skew": 0.0}, "max_skew: .*greater than 0"),
+    ({"oversize": "full"}, "oversize: .*'diagonal', got 'full'"),
+    ({"oversize": "diagonal"}, "oversize: 'none' is required without max_size and max_skew, got 'diagonal'"),
+    ({"oversize": "diagonal", "max_size": 4, "entries": "diagonal"}, "oversize: 'none' .* entries 'diagonal'"),
+)
+
 STATISTICS = (
     Row(
         {"kind": "gram", "beta": 0.9},
@@ -40,9 +52,7 @@ STATISTICS = (
         faults=(
             unknown("gram"),
             Fault({"kind": "gram", "beta": 1.5}, "beta: .*less than or equal to 1"),
-            Fault({"kind": "gram", "side": "top"}, "side: .*, got 'top'"),
-            Fault({"kind": "gram", "max_size": 0}, "max_size: .*greater than or equal to 1"),
-            Fault({"kind": "gram", "side": {"two": [0]}}, "side: .*keys are orders"),
+            *(Fault({"kind": "gram", "axes": fields}, f"axes: {said}") for fields, said in AXES_FAULTS),
             Fault({"kind": "gram", "interval": 0}, "interval: .*or equal to 1"),
             Fault({"kind": "gram", "trace_scaling": 2.0}, "trace_scaling: .*less than or equal to 1"),
             Fault({"kind": "gram", "polar": "svd"}, "polar: .* required, got source 'gradient'"),
@@ -55,9 +65,9 @@ STATISTICS = (
     ),
     Row({"kind": "gram", "beta": 0.9, "bias_correction": False}, "uncorrected", degree=2),
     Row({"kind": "gram", "beta": 1.0}, "sum", degree=2),
-    Row({"kind": "gram", "beta": 0.9, "side": "left"}, "left", degree=2),
-    Row({"kind": "gram", "beta": 0.0, "side": "smaller"}, "smaller", degree=2),
-    Row({"kind": "gram", "beta": 0.9, "entries": "diagonal", "normalize": "dimension"}, "diagonal", degree=2),
+    Row({"kind": "gram", "beta": 0.9, "axes": {"side": "left"}}, "left", degree=2),
+    Row({"kind": "gram", "beta": 0.0, "axes": {"side": "smaller"}}, "smaller", degree=2),
+    Row({"kind": "gram", "beta": 0.9, "axes": {"entries": "diagonal"}, "normalize": "dimension"}, "diagonal", degree=2),
     Row({"kind": "gram", "beta": 0.9, "interval": 3, "damped": False}, "seldom", degree=2),
     Row({"kind": "gram", "beta": 0.9, "trace_scaling": 0.5}, "trace-scaled", degree=1),
     Row(
@@ -72,7 +82,9 @@ STATISTICS = (
     ),
     Row({"kind": "bregman", "beta": 0.9, "q": 2}, "frobenius", degree=lambda order: 2 / order),
     Row(
-        {"kind": "bregman", "beta": 0.9, "q": "1/2", "entries": "diagonal"}, "diagonal", degree=lambda order: 2 / order
+        {"kind": "bregman", "beta": 0.9, "q": "1/2", "axes": {"entries": "diagonal"}},
+        "diagonal",
+        degree=lambda order: 2 / order,
     ),
     Row({"kind": "bregman", "beta": 0.9, "q": 1, "normalize": "none", "first": "identity"}, "gram", degree=2),
 )

@@ -4,7 +4,7 @@ from .makes import COARSE, EVERY, LATE, MOMENTUM, RMS, SPREAD, basis, shampoo, u
 from .rows import Fault, Make, Row
 
 BREGMAN: Make = {"kind": "bregman", "beta": 0.9}
-DIAGONAL: Make = {"kind": "gram", "beta": 0.9, "entries": "diagonal"}
+DIAGONAL: Make = {"kind": "gram", "beta": 0.9, "axes": {"entries": "diagonal"}}
 RIDGE: Make = {"kind": "eigh", "eps": 1e-3}
 
 
@@ -45,8 +45,12 @@ FACTORED = (
     Row(shampoo(statistic={**BREGMAN, "q": "1/2"}, exponent="1/2", solver="eigh"), "square root"),
     Row(shampoo(statistic={**BREGMAN, "q": 1}, exponent="1/2", solver=RIDGE, refresh=EVERY), "vn", rotates=True),
     Row(shampoo(statistic=DIAGONAL, refresh=EVERY), "diagonal", degree=0),
-    Row(shampoo(statistic={**BREGMAN, "entries": "diagonal"}, exponent="1/2", refresh=EVERY), "diagonal kl"),
-    Row(shampoo(statistic={"kind": "gram", "max_size": 5, "oversize": "diagonal"}), "diagonal where long", degree=0),
+    Row(shampoo(statistic={**BREGMAN, "axes": {"entries": "diagonal"}}, exponent="1/2", refresh=EVERY), "diagonal kl"),
+    Row(
+        shampoo(statistic={"kind": "gram", "axes": {"max_size": 5, "oversize": "diagonal"}}),
+        "diagonal where long",
+        degree=0,
+    ),
     Row(shampoo(statistic={"kind": "gram", "interval": 3}), "seldom observed", degree=0, blocks=((6, 5), (3, 2, 4))),
     Row(shampoo(statistic={"kind": "gram", "source": "direction"}), "of the direction", degree=0),
     Row(shampoo(statistic={"kind": "gram", "source": "orthogonalized"}), "of the polar factor", degree=1),
@@ -63,10 +67,13 @@ FACTORED = (
     ),
     Row(basis(MOMENTUM, RMS, solver={"kind": "subspace", "rank": 3}), "in a subspace", degree=0),
     Row(
-        basis(MOMENTUM, shampoo(statistic={**BREGMAN, "entries": "diagonal"}, exponent="1/2", refresh=EVERY)),
+        basis(MOMENTUM, shampoo(statistic={**BREGMAN, "axes": {"entries": "diagonal"}}, exponent="1/2", refresh=EVERY)),
         "eigenvalues",
     ),
-    Row(basis(MOMENTUM, {**COARSE, "per": "row"}, statistic={"kind": "gram", "side": {2: [0], 3: [1]}}), "chosen axes"),
+    Row(
+        basis(MOMENTUM, {**COARSE, "per": "row"}, statistic={"kind": "gram", "axes": {"side": {2: [0], 3: [1]}}}),
+        "chosen axes",
+    ),
     Row(basis(RMS, statistic={"kind": "bregman"}, refresh={**LATE, "start": 1}), "kl at once", singular=True),
 )
 

@@ -5,11 +5,17 @@ from a fixed size.
 """
 
 from .makes import EVERY, LATE, SPREAD, unknown
-from .rows import Fault, Row
+from .rows import Fault, Make, Row
 
 PURE = {"kind": "psgd", "damping": 0.0}
 EIGEN = {"kind": "eigenfactors", "initial": 0.1}
 """A factor that starts as 0.1 I has a condition below 1e4 here, so that none of its basis is made of rounding."""
+
+
+def bounded(size: int) -> Make:
+    """Axes whose factors are diagonals where they are longer than that."""
+    return {"max_size": size, "oversize": "diagonal"}
+
 
 DIRECT: tuple[Row, ...] = (
     Row(
@@ -22,15 +28,20 @@ DIRECT: tuple[Row, ...] = (
             Fault({"kind": "psgd", "lr_preconditioner": 1.5}, "lr_preconditioner: .*less than or equal to 1"),
             Fault({"kind": "psgd", "smoothing": 1.0}, "smoothing: .*less than 1"),
             Fault({"kind": "psgd", "damping": -1e-9}, "damping: .*greater than or equal to 0"),
-            Fault({"kind": "psgd", "max_size": 0}, "max_size: .*greater than or equal to 1"),
+            Fault({"kind": "psgd", "axes": {"max_size": 0}}, "axes: max_size: .*greater than or equal to 1"),
             Fault({"kind": "psgd", "source": "momentum"}, "source: .*, got 'momentum'"),
         ),
     ),
     Row({**PURE, "form": "quad"}, "quad", degree=0),
     Row({**PURE, "smoothing": 0.0, "lr_preconditioner": 1.0}, "long steps", degree=0),
-    Row({**PURE, "form": "quad", "max_size": 5, "lr_preconditioner": 1.0}, "quad, diagonals", degree=0),
-    Row({**PURE, "max_size": 4, "source": "direction"}, "diagonals, of the direction"),
-    Row({**PURE, "max_skew": 1.0, "initial_scale": 3.0}, "skew, fixed start", blocks=((6, 5), (7,), (8, 2))),
+    Row({**PURE, "form": "quad", "axes": bounded(5), "lr_preconditioner": 1.0}, "quad, diagonals", degree=0),
+    Row({**PURE, "axes": bounded(4), "source": "direction"}, "diagonals, of the direction"),
+    Row(
+        {**PURE, "axes": {"max_skew": 1.0, "oversize": "diagonal"}, "initial_scale": 3.0},
+        "skew, fixed start",
+        blocks=((6, 5), (7,), (8, 2)),
+    ),
+    Row({**PURE, "axes": {"side": "left", "vectors": False}}, "one side"),
     Row({"kind": "psgd", "refresh": SPREAD}, "spread"),
     Row({"kind": "psgd"}, "as it comes"),
     Row({"kind": "psgd", "form": "quad"}, "quad as it comes"),
@@ -42,10 +53,15 @@ DIRECT: tuple[Row, ...] = (
             Fault({"kind": "jorge", "exponent": "2/3"}, "exponent: jorge takes 1/p with a whole p <= 64, got 2/3"),
             Fault({"kind": "jorge", "exponent": "1/3", "form": "symmetric"}, "form takes 1/p with an even p, got 1/3"),
             Fault({"kind": "jorge", "initial": 0.0}, r"initial: .*greater than 0, got 0\.0"),
+            Fault({"kind": "jorge", "axes": {"entries": "diagonal"}}, "axes: full factors are required, got diagonal"),
         ),
     ),
     Row({"kind": "jorge", "form": "symmetric", "refresh": SPREAD}, "symmetric, spread", rotates=True),
-    Row({"kind": "jorge", "exponent": "1/2", "max_size": 5}, "power 1/2, bounded", blocks=((6, 5), (7, 4), (3, 2, 4))),
+    Row(
+        {"kind": "jorge", "exponent": "1/2", "axes": {"max_size": 5}},
+        "power 1/2, bounded",
+        blocks=((6, 5), (7, 4), (3, 2, 4)),
+    ),
     Row(
         {"kind": "sirf"},
         rotates=True,
@@ -58,7 +74,8 @@ DIRECT: tuple[Row, ...] = (
         ),
     ),
     Row({"kind": "sirf", "momentum": 0.0, "lr_preconditioner": 0.5, "batch_size": 32.0}, "no momentum", rotates=True),
-    Row({"kind": "sirf", "max_size": 4, "refresh": SPREAD}, "diagonals, spread"),
+    Row({"kind": "sirf", "axes": {"side": {1: [], 2: [1]}}}, "chosen axes"),
+    Row({"kind": "sirf", "axes": bounded(4), "refresh": SPREAD}, "diagonals, spread"),
     Row(
         {"kind": "eigenfactors"},
         "as it comes",
@@ -69,7 +86,6 @@ DIRECT: tuple[Row, ...] = (
             Fault({"kind": "eigenfactors", "eps": -1e-6}, "eps: .*greater than or equal to 0"),
             Fault({"kind": "eigenfactors", "initial": -1.0}, "initial: .*greater than or equal to 0"),
             Fault({"kind": "eigenfactors", "exponent": "1/0"}, "exponent: .*fraction such as '1/4' is required"),
-            Fault({"kind": "eigenfactors", "oversize": "full"}, "oversize: .*'diagonal', got 'full'"),
             Fault(
                 {"kind": "eigenfactors", "solver": {"kind": "subspace", "rank": 3}},
                 "solver: a basis of all eigenvectors is required, got one of a subspace",
@@ -80,6 +96,6 @@ DIRECT: tuple[Row, ...] = (
     Row({**EIGEN, "refresh": SPREAD, "solver": {"kind": "power_qr", "steps": 2}}, "spread"),
     Row({**EIGEN, "initial": 0.0, "refresh": LATE}, "from nothing", degree=0, blocks=((5, 5), (3, 2, 4), (1, 1))),
     Row({**EIGEN, "exponent": {2: [0, "1/2"], 1: 0}, "refresh": EVERY}, "one side"),
-    Row({**EIGEN, "max_size": 4, "oversize": "diagonal", "source": "direction", "refresh": EVERY}, "diagonals"),
-    Row({**EIGEN, "max_size": 5, "beta": 0.0}, "bounded", blocks=((6, 5), (7, 4), (3, 2, 4))),
+    Row({**EIGEN, "axes": bounded(4), "source": "direction", "refresh": EVERY}, "diagonals"),
+    Row({**EIGEN, "axes": {"max_size": 5}, "beta": 0.0}, "bounded", blocks=((6, 5), (7, 4), (3, 2, 4))),
 )

@@ -99,7 +99,9 @@ CASES = {
     "kl, three axes": Case({"kl": True, "eps": 1e-2}, {"q": "2/3"}, shape=(3, 2, 4)),
     "soap": Case({"soap": "eigh", "start": 6, "frequency": 3, "eps": 1e-8}),
     "soap, another exponent": Case({"soap": "eigh", "start": 6, "frequency": 3, "eps": 1e-6, "soap_exponent": 0.25}),
-    "soap, ignored axes": Case({"soap": "eigh", "start": 6, "eps": 1e-8, "soap_ignored": [0]}, {"side": {2: [1]}}),
+    "soap, ignored axes": Case(
+        {"soap": "eigh", "start": 6, "eps": 1e-8, "soap_ignored": [0]}, {"axes": {"side": {2: [1]}}}
+    ),
     "soap, qr": Case({"soap": "qr", "start": 6, "frequency": 3, "eps": 1e-8}),
     "soap, qr, every step": Case({"soap": "qr", "start": 6, "frequency": 1, "eps": 1e-6, "graft": ADAM}),
 }

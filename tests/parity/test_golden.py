@@ -101,15 +101,15 @@ CASES = {
     "spectral_descent": Case("reference/spectral_descent", (), lr=0.02),
     "soap_reference": Case(
         "reference/soap",
-        (f"{BASIS}.refresh.steps=3", f"{BASIS}.statistic.max_size=100"),
+        (f"{BASIS}.refresh.steps=3", f"{BASIS}.statistic.axes.max_size=100"),
         lr=0.03,
     ),
     "soap_reference_1d_one_sided": Case(
         "reference/soap",
         (
             f"{BASIS}.statistic.beta=0.9",
-            f"{BASIS}.statistic.max_size=8",
-            f"{BASIS}.statistic.vectors=true",
+            f"{BASIS}.statistic.axes.max_size=8",
+            f"{BASIS}.statistic.axes.vectors=true",
             f"{BASIS}.inner.momentum.beta=0.9",
             f"{BASIS}.inner.rms.beta=0.99",
             f"{BASIS}.refresh.steps=1",

@@ -568,7 +568,7 @@ def forgetful(**more: object) -> dict[str, object]:
 WITHOUT_ACCUMULATION: dict[str, object] = {
     "shampoo, power 1/4": {"update": forgetful(exponent="1/4"), "routes": []},
     "one-sided, the smaller": {
-        "update": forgetful(exponent="1/2", statistic={"kind": "gram", "beta": 0.0, "side": "smaller"}),
+        "update": forgetful(exponent="1/2", statistic={"kind": "gram", "beta": 0.0, "axes": {"side": "smaller"}}),
         "routes": [],
     },
     "one-sided, the larger": {"update": forgetful(exponent={2: ["1/2", 0]}), "routes": []},

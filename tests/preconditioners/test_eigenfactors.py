@@ -84,8 +84,8 @@ def by_formula(given: Tensor, steps: int, e: dict[int, float], bound: int = 99, 
         ((6, 8), {"exponent": {2: [0, "1/2"]}}, {0: 0.0, 1: 1 / 2}),
         ((3, 4, 5), {}, {0: 1 / 6, 1: 1 / 6, 2: 1 / 6}),
         ((9,), {}, {0: 1 / 2}),
-        ((4, 9), {"max_size": 6, "oversize": "diagonal"}, {0: 1 / 4, 1: 1 / 4}),
-        ((4, 9), {"max_size": 6}, {0: 1 / 4, 1: 0.0}),
+        ((4, 9), {"axes": {"max_size": 6, "oversize": "diagonal"}}, {0: 1 / 4, 1: 1 / 4}),
+        ((4, 9), {"axes": {"max_size": 6}}, {0: 1 / 4, 1: 0.0}),
     ],
     ids=str,
 )
@@ -96,7 +96,8 @@ def test_directions_follow_the_formula(
     given = gradients(block)
     ours = bench(block, 3, initial=0.1, refresh=every(steps), **fields).run(given)
     for i in range(3):
-        theirs = by_formula(given[:, i], steps, exponents, fields.get("max_size", 99), fields.get("eps", 1e-6))
+        longest = fields.get("axes", {}).get("max_size", 99)
+        theirs = by_formula(given[:, i], steps, exponents, longest, fields.get("eps", 1e-6))
         assert float((ours[:, i] - theirs).abs().max()) < 1e-10 * float(theirs.abs().max())
 
 

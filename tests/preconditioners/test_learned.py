@@ -65,6 +65,11 @@ def close(ours: Tensor, theirs: Tensor, tolerance: float = 1e-12) -> bool:
     return float((ours - theirs).abs().max()) <= tolerance * float(theirs.abs().max())
 
 
+def bounded(size: int | None) -> dict[str, Any]:
+    """Axes whose factors are diagonals where they are longer than that."""
+    return {} if size is None else {"max_size": size, "oversize": "diagonal"}
+
+
 def seeded(stack: Bench, step: int) -> Tensor:
     seeds = torch.from_numpy(stack.seeds)
     return noise.normal(seeds, torch.full_like(seeds, step), stack.block, torch.float64, PROBE)
@@ -104,7 +109,7 @@ def test_a_step_of_psgd_is_its_formula(form: str, block: tuple[int, ...], dampin
     1e-10: solving with Q of condition up to 100 and a thousand roundings.
     """
     bound = 3 if len(block) == 3 else None
-    stack = psgd(block, form, 2, lr_preconditioner=0.4, smoothing=0.0, damping=damping, max_size=bound)
+    stack = psgd(block, form, 2, lr_preconditioner=0.4, smoothing=0.0, damping=damping, axes=bounded(bound))
     given = normal(6, 2, *block, seed=7)
     for t, gradient in enumerate(given, start=1):
         old = factors(stack, "q")
@@ -186,7 +191,7 @@ def test_psgd_without_sampling_noise_converges_linearly() -> None:
     a little slower: by e^-2 to e^-9 in 60 steps, at a constant rate until rounding (measured e^-3.8).
     """
     c, g = exact(4, 30, seed=5)
-    stack = psgd((4, 120), "quad", max_size=4)
+    stack = psgd((4, 120), "quad", axes=bounded(4))
     errors = []
     for _ in range(600):
         stack.step(g[None])
@@ -396,7 +401,7 @@ def test_a_step_of_sirf_is_its_formula(block: tuple[int, ...]) -> None:
     """With momentum, damping, a batch size, and the axis of length 4 diagonal in blocks of order 3."""
     bound = 3 if len(block) == 3 else None
     fields: dict[str, Any] = {"lr_preconditioner": 0.2, "momentum": 0.6, "damping": 0.05, "batch_size": 8.0}
-    stack = bench("sirf", block, 1, max_size=bound, **fields)
+    stack = bench("sirf", block, 1, axes=bounded(bound), **fields)
     k = [torch.eye(d).double() for d in block]
     m = [torch.zeros(d, d).double() for d in block]
     for g in normal(8, *block, seed=2):
@@ -436,7 +441,7 @@ def test_sirf_tends_to_the_inverse_of_the_statistics() -> None:
     after 1000 steps of 0.05, falling by e^-8 in 500.
     """
     c, g = exact(4, 30, seed=5)
-    stack = bench("sirf", (4, 120), 1, lr_preconditioner=0.05, damping=0.0, max_size=4)
+    stack = bench("sirf", (4, 120), 1, lr_preconditioner=0.05, damping=0.0, axes=bounded(4))
     for _ in range(1000):
         stack.step(g[None])
     k, other = (x[0] for x in factors(stack, "k"))

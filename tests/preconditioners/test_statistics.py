@@ -68,8 +68,8 @@ FORMS: list[dict[str, Any]] = [
     {"beta": BETA, "interval": 3},
     {"beta": BETA, "normalize": "dimension"},
     {"beta": BETA, "trace_scaling": 0.5},
-    {"beta": BETA, "entries": "diagonal"},
-    {"beta": BETA, "max_size": 3, "oversize": "diagonal", "initial": 0.3},
+    {"beta": BETA, "axes": {"entries": "diagonal"}},
+    {"beta": BETA, "axes": {"max_size": 3, "oversize": "diagonal"}, "initial": 0.3},
 ]
 
 
@@ -96,7 +96,8 @@ def test_gram_is_a_weighted_sum_of_gram_matrices(form: dict[str, Any], block: tu
             a = a / (1 - beta**last)
         if form.get("trace_scaling"):
             a = a * a.trace() ** -form["trace_scaling"]
-        diagonal = form.get("entries") == "diagonal" or d > form.get("max_size", d)
+        axes = form.get("axes", {})
+        diagonal = axes.get("entries") == "diagonal" or d > axes.get("max_size", d)
         assert close(stage.estimate(axis), a.diagonal() if diagonal else a, 1e-13)
 
 
@@ -174,7 +175,7 @@ def test_bregman_factors_are_their_definition(
     if owner == "basis":
         declared = {"kind": "eigenbasis", "inner": "identity", "solver": "eigh", "floor": 0.0}
     entries = "diagonal" if owner == "diagonals" else "full"
-    stage = Stepper({**declared, "refresh": EVERY, "statistic": {**statistic, "entries": entries}}, block)
+    stage = Stepper({**declared, "refresh": EVERY, "statistic": {**statistic, "axes": {"entries": entries}}}, block)
     given = [normal(*block, seed=t) for t in range(6)]
     if owner == "diagonals":  # of diagonal gradients every Gram matrix is diagonal
         given = [x * torch.eye(*block, dtype=torch.float64) for x in given]
@@ -277,7 +278,7 @@ def test_wrong_exponents(exponent: Any, message: str) -> None:
 
 
 def test_chosen_axes() -> None:
-    statistic = {"kind": "gram", "side": {2: [1], 3: [0, 2]}}
+    statistic = {"kind": "gram", "axes": {"side": {2: [1], 3: [0, 2]}}}
     for block, axes in (((3, 4), {1}), ((2, 3, 4), {0, 2}), ((5,), {0})):
         stage = Stepper({"kind": "shampoo", "statistic": statistic}, block)
         assert {int(key.rpartition(".")[2]) for key in stage.tensors if "factor" in key} == axes
@@ -285,7 +286,9 @@ def test_chosen_axes() -> None:
 
 def test_a_basis_needs_full_factors() -> None:
     with pytest.raises(RecipeError, match="a basis is made of full factors"):
-        load_recipe([{"kind": "eigenbasis", "inner": "rms", "statistic": {"kind": "gram", "entries": "diagonal"}}])
+        load_recipe(
+            [{"kind": "eigenbasis", "inner": "rms", "statistic": {"kind": "gram", "axes": {"entries": "diagonal"}}}]
+        )
     with pytest.raises(RecipeError, match="of which a subspace holds only a part"):
         load_recipe([{"kind": "eigenbasis", "inner": "rms", "statistic": "bregman", "solver": "subspace"}])
 
@@ -294,7 +297,7 @@ def test_diagonal_factors_follow_a_basis() -> None:
     """Diagonal factors inside a basis are transported by the squared rotation, like any second moment."""
     inner = {
         "kind": "shampoo",
-        "statistic": {"kind": "gram", "entries": "diagonal", "beta": BETA},
+        "statistic": {"kind": "gram", "axes": {"entries": "diagonal"}, "beta": BETA},
         "refresh": EVERY,
     }
     stage = Stepper({"kind": "eigenbasis", "inner": inner, "solver": "eigh", "refresh": {**EVERY, "start": 3}}, (4, 5))
@@ -314,7 +317,7 @@ def test_diagonal_factors_follow_a_basis() -> None:
 
 def test_large_axes_keep_diagonals_only() -> None:
     """Memory: a 4000 x 8 block with `max_size: 64` holds 8 x 8 and 4000 numbers, not 4000 x 4000."""
-    statistic = {"kind": "gram", "max_size": 64, "oversize": "diagonal"}
+    statistic = {"kind": "gram", "axes": {"max_size": 64, "oversize": "diagonal"}}
     parameter = torch.nn.Parameter(torch.zeros(4000, 8))
     optimizer = Optimizer([parameter], {"update": [{"kind": "shampoo", "statistic": statistic}], "routes": []})
     numbers = 2 * (4000 + 8 * 8)

@@ -93,7 +93,7 @@ def test_selected_rows_are_written_and_no_others(part: Any, masked: bool) -> Non
 
 def test_storage_by_role_leaves_alone_what_does_not_fit() -> None:
     """Diagonal factors and rectangular bases are not symmetric matrices."""
-    stage = {**SHAMPOO, "statistic": {"kind": "gram", "max_size": 4, "oversize": "diagonal"}}
+    stage = {**SHAMPOO, "statistic": {"kind": "gram", "axes": {"max_size": 4, "oversize": "diagonal"}}}
     parameter = torch.nn.Parameter(torch.zeros(8, 3))
     optimizer = Optimizer([parameter], {"update": [stage], "routes": [], "storage": PACKED})
     keys = set(optimizer.state[parameter])

@@ -131,7 +131,7 @@ class StatisticBench(Bench):
         context = runner.context(self.target_device())
         found = []
         for axis in range(2):
-            if axis in stage.axes(state.block):
+            if axis in stage.factor_axes(state.block):
                 estimate = statistic.estimate(state, axis, context).double().cpu()
                 found.append(estimate if estimate.ndim == 3 else torch.diag_embed(estimate))
             else:
