@@ -52,7 +52,7 @@ STATISTICS = (
         faults=(
             unknown("gram"),
             Fault({"kind": "gram", "beta": 1.5}, "beta: .*less than or equal to 1"),
-            *(Fault({"kind": "gram", "axes": fields}, f"axes: {said}") for fields, said in AXES_FAULTS),
+            *(Fault({"kind": "gram", "axes": fields}, f"axes(: |[.]){said}") for fields, said in AXES_FAULTS),
             Fault({"kind": "gram", "interval": 0}, "interval: .*or equal to 1"),
             Fault({"kind": "gram", "trace_scaling": 2.0}, "trace_scaling: .*less than or equal to 1"),
             Fault({"kind": "gram", "polar": "svd"}, "polar: .* required, got source 'gradient'"),

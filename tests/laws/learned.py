@@ -28,7 +28,7 @@ DIRECT: tuple[Row, ...] = (
             Fault({"kind": "psgd", "lr_preconditioner": 1.5}, "lr_preconditioner: .*less than or equal to 1"),
             Fault({"kind": "psgd", "smoothing": 1.0}, "smoothing: .*less than 1"),
             Fault({"kind": "psgd", "damping": -1e-9}, "damping: .*greater than or equal to 0"),
-            Fault({"kind": "psgd", "axes": {"max_size": 0}}, "axes: max_size: .*greater than or equal to 1"),
+            Fault({"kind": "psgd", "axes": {"max_size": 0}}, "axes.max_size: .*greater than or equal to 1"),
             Fault({"kind": "psgd", "source": "momentum"}, "source: .*, got 'momentum'"),
         ),
     ),

@@ -205,7 +205,7 @@ def test_polar_factors_of_difficult_matrices_are_finite(row: Row) -> None:
 def gathered(row: Row, given: Tensor) -> tuple[Any, State, StepContext]:
     """A statistic that has seen gradients `[T, N, *block]`, with powers of its factors by the definition."""
     statistic, block = make("statistic", row), tuple(given.shape[2:])
-    axes = statistic.axes(block)
+    axes = statistic.axes.of(block)
     slots = statistic.slots(block, axes)
     tensors = {f"s/{n}": s.allocate(given.shape[1], given.dtype, given.device) for n, s in slots.items()}
     state = State(tensors, block, "s")
@@ -239,8 +239,8 @@ def test_statistics_are_symmetric_semidefinite_and_scale(row: Row, block: tuple[
     assert torch.equal(given, before)
     _, scaled, _ = gathered(row, given * 2.0**8)
     degree = row.degree(len(block)) if callable(row.degree) else row.degree
-    assert statistic.slots(block, statistic.axes(block)).keys() == {f"factor.{a}" for a in statistic.axes(block)}
-    for axis in statistic.axes(block):
+    assert statistic.slots(block, statistic.axes.of(block)).keys() == {f"factor.{a}" for a in statistic.axes.of(block)}
+    for axis in statistic.axes.of(block):
         a = statistic.estimate(state, axis, context)
         matrix = a if a.ndim == 3 else torch.diag_embed(a)
         assert close(matrix, matrix.mT, 1e-5)
@@ -254,7 +254,7 @@ def test_statistics_of_a_stack_are_those_of_its_blocks(row: Row) -> None:
     statistic, state, context = gathered(row, given)
     for n in range(3):
         _, alone, first = gathered(row, given[:, n : n + 1])
-        for axis in statistic.axes((6, 3)):
+        for axis in statistic.axes.of((6, 3)):
             together = statistic.estimate(state, axis, context)[n : n + 1]
             assert close(together, statistic.estimate(alone, axis, first), 1e-12)
 
