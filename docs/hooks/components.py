@@ -47,11 +47,13 @@ def family_page(name: str, family: type[Component]) -> str:
     """Title, contract and members of one family."""
     members = shipped_members(family)
     kinds = ", ".join(f"[`{kind}`](#{kind})" for kind in members)
+    shown: set[type[Component]] = set()  # components that several members hold
     parts = [f"# {name}", docstring(inspect.getdoc(family) or ""), f"**Kinds:** {kinds}", where(family)]
     for kind, member in members.items():
         parts += [f"## {kind} {{ #{kind} }}", docstring(inspect.getdoc(member) or ""), where(member)]
         parts.append(field_table(member, _links(member)))
-        parts += [_component_section(inner) for inner in _inner(member)]
+        parts += [_component_section(inner) for inner in _inner(member) if inner not in shown]
+        shown.update(_inner(member))
         names = used_by().get((name, kind), [])
         if names:
             parts.append("In the recipes " + ", ".join(f"[`{n}`](recipes/{n}.md)" for n in names) + ".")
