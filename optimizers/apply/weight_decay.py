@@ -1,4 +1,4 @@
-"""Weight decay: what is subtracted of the parameter W beside the update.  W <- W - lr alpha W - lr U"""
+"""Weight decay: the part of a parameter W that is subtracted beside the update.  W <- W - lr alpha W - lr U"""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class WeightDecay(Component, ABC, family="weight_decay"):
         return False
 
     @abstractmethod
-    def alpha(self, rate: float, lr: float | Tensor, peak: float) -> float | Tensor:
-        """alpha of the formula, for the current and the initial (peak) learning rate."""
+    def alpha(self, rate: float, lr: float | Tensor, peak_lr: float) -> float | Tensor:
+        """alpha of the formula, for the current learning rate and the initial one, peak_lr."""
 
 
 class L2(WeightDecay):
@@ -36,7 +36,7 @@ class L2(WeightDecay):
     kind: Literal["l2"] = "l2"
     in_gradient: ClassVar[bool] = True
 
-    def alpha(self, rate: float, lr: float | Tensor, peak: float) -> float | Tensor:
+    def alpha(self, rate: float, lr: float | Tensor, peak_lr: float) -> float | Tensor:
         return 0.0
 
 
@@ -55,26 +55,26 @@ class Decoupled(WeightDecay):
     def after(self) -> bool:
         return self.placed == "after"
 
-    def alpha(self, rate: float, lr: float | Tensor, peak: float) -> float | Tensor:
+    def alpha(self, rate: float, lr: float | Tensor, peak_lr: float) -> float | Tensor:
         return rate
 
 
 class Corrected(WeightDecay):
-    """alpha = rate lr / peak: the decay falls with the square of the schedule (AdamC, Defazio 2025)."""
+    """alpha = rate lr / peak_lr: the decay falls with the square of the schedule (AdamC, Defazio 2025)."""
 
     kind: Literal["corrected"] = "corrected"
 
-    def alpha(self, rate: float, lr: float | Tensor, peak: float) -> float | Tensor:
-        return rate * lr / peak if peak else 0.0
+    def alpha(self, rate: float, lr: float | Tensor, peak_lr: float) -> float | Tensor:
+        return rate * lr / peak_lr if peak_lr else 0.0
 
 
 class Independent(WeightDecay):
-    """alpha = rate / peak: W shrinks by rate times the schedule, whatever the learning rate (Wortsman et al. 2023)."""
+    """alpha = rate / peak_lr: W shrinks by rate times the schedule alone (Wortsman et al. 2023)."""
 
     kind: Literal["independent"] = "independent"
 
-    def alpha(self, rate: float, lr: float | Tensor, peak: float) -> float | Tensor:
-        return rate / peak if peak else 0.0
+    def alpha(self, rate: float, lr: float | Tensor, peak_lr: float) -> float | Tensor:
+        return rate / peak_lr if peak_lr else 0.0
 
 
 class CautiousDecay(WeightDecay):
@@ -83,5 +83,5 @@ class CautiousDecay(WeightDecay):
     kind: Literal["cautious"] = "cautious"
     cautious: ClassVar[bool] = True
 
-    def alpha(self, rate: float, lr: float | Tensor, peak: float) -> float | Tensor:
+    def alpha(self, rate: float, lr: float | Tensor, peak_lr: float) -> float | Tensor:
         return rate
