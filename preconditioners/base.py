@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, final
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.chains import Chain
+from eigengraft.chains import ChainOf
 from eigengraft.component import Component
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import Rotation, StepContext
@@ -175,7 +175,7 @@ class Stage(Component, ABC, family="stage"):
             context.rotation.overwrite(turned)
 
 
-Stages = Annotated[tuple[Stage, ...], Chain("stage", "stages of a chain")]
+Stages = Annotated[tuple[Stage, ...], ChainOf("stage", "stages of a chain")]
 """A chain: stages in order. In YAML a list, or a single stage."""
 
 

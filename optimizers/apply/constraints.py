@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.chains import Chain
+from eigengraft.chains import ChainOf
 from eigengraft.component import Component
 from eigengraft.numerics import block_norm, compute_dtype, safe_ratio
 from eigengraft.slots import Slot
@@ -100,5 +100,5 @@ def norms(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)).to(dtype)
 
 
-Constraints = Annotated[tuple[Constraint, ...], Chain("constraint", "constraints")]
+Constraints = Annotated[tuple[Constraint, ...], ChainOf("constraint", "constraints")]
 """Constraints in order; in YAML a list, or a single one."""

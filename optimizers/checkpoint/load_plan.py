@@ -17,7 +17,7 @@ from ..apply.mode import Mode
 from ..engine.param_set import ParamSet
 from ..recipe.recipe import Recipe
 from .compare_groups import compare_groups, saved_mode
-from .param_sets import ParamSets, Values
+from .param_sets import ParamSets, StateValues
 from .sharded_state import full_tensor, local_state, manifest
 
 
@@ -41,7 +41,7 @@ class LoadPlan:
     """
 
     mode: Mode
-    groups: list[tuple[list[ParamSet], Values]]
+    groups: list[tuple[list[ParamSet], StateValues]]
     state: defaultdict[Tensor, Any]
     rest: dict[str, Any]
 
@@ -101,7 +101,7 @@ def _fitting(optimizer: Loadable, index: int, values: Mapping[Tensor, Any]) -> l
     return optimizer.param_sets.build(index, {id(p) for p in values if values[p] or p in optimizer.state})
 
 
-def _local_values(param_sets: list[ParamSet], values: Values, mode: Mode) -> Values:
+def _local_values(param_sets: list[ParamSet], values: StateValues, mode: Mode) -> StateValues:
     """What this rank holds of the values of a group, which fit; the formats of coded slots are checked too."""
     local = dict(values)
     for param_set in param_sets:

@@ -15,7 +15,7 @@ from ..recipe.routing import ParamInfo
 from ..sharding.assignment import Assignments
 from .sharded_state import fill, visible_state
 
-Values = Mapping[Tensor, Mapping[str, Tensor]]
+StateValues = Mapping[Tensor, Mapping[str, Tensor]]
 """State by parameter and state key."""
 
 
@@ -74,7 +74,7 @@ class ParamSets:
         param_sets: list[ParamSet],
         state: MutableMapping[Tensor, Any],
         mode: Mode,
-        values: Values | None = None,
+        values: StateValues | None = None,
     ) -> None:
         """Makes parameter sets the group's, shows their state in `state`, and copies `values` into it."""
         for param_set in param_sets:

@@ -98,7 +98,7 @@ def sharded_state(param_set: ParamSet) -> list[dict[str, Tensor]]:
 def local_state(
     param_set: ParamSet, values: Mapping[Tensor, Mapping[str, Tensor]], mode: Mode
 ) -> dict[Tensor, dict[str, Tensor]]:
-    """And back: what this rank keeps of a whole state that fits, by parameter. All call it."""
+    """What this rank keeps of a whole state that fits, by parameter. All ranks call it."""
     rank_group = _rank_group(param_set)
     entries = manifest(param_set, mode)
     where = [(p, key) for p, own in enumerate(entries) for key, entry in own.items() if entry.owner is not None]

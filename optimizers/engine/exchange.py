@@ -28,7 +28,7 @@ from ..sharding.rank_sync import RankSync, failed_roots
 from .build import bucket_bytes
 from .finite_check import GradientSurvey, LocalSurvey
 from .stack_state import ActiveBlocks
-from .step_inputs import Source, Step
+from .step_inputs import GatherSource, Step
 
 
 class BlockExchange(Protocol):
@@ -43,7 +43,7 @@ class BlockExchange(Protocol):
     def begin(self, step: Step) -> None:
         """Starts the exchange of one step."""
 
-    def gather(self, blocks: ActiveBlocks, source: Source) -> Tensor:
+    def gather(self, blocks: ActiveBlocks, source: GatherSource) -> Tensor:
         """The blocks of gradients, with the decay that belongs into them, or of what decays, `[n, *block]`."""
 
     def parameter_rms(self, stack: Stack) -> Tensor:
@@ -81,7 +81,7 @@ class LocalExchange:
     def begin(self, step: Step) -> None:
         self._step, self._updates = step, {}
 
-    def gather(self, blocks: ActiveBlocks, source: Source) -> Tensor:
+    def gather(self, blocks: ActiveBlocks, source: GatherSource) -> Tensor:
         if source == "parameters":
             return blocks.stack.gather(self.iterates.decaying())
         gradient = blocks.stack.gather(self.step.gradients)
@@ -165,7 +165,7 @@ class RankExchange:
         dtype = compute_dtype(gradient.dtype)
         return torch.add(gradient.to(dtype), self.local.iterates.parameters[position].to(dtype), alpha=rate)
 
-    def gather(self, blocks: ActiveBlocks, source: Source) -> Tensor:
+    def gather(self, blocks: ActiveBlocks, source: GatherSource) -> Tensor:
         group = blocks.stack_state.block_group
         if group is None:
             return self.local.gather(blocks, source)

@@ -14,7 +14,7 @@ from ..apply.weight_decay import WeightDecay
 from ..apply.write import StepScale
 from ..recipe.recipe import Recipe, Route
 
-Source = Literal["gradients", "parameters"]
+GatherSource = Literal["gradients", "parameters"]
 """What is gathered into blocks: gradients, or the tensors that weight decay acts on."""
 
 

@@ -27,7 +27,7 @@ from ..sharding.placement import ParamPlacement, ParamSpec, assign_owners, place
 from .loads import count_owned, least_work, state_bytes
 from .traffic import Traffic, all_reduced, wire
 
-Parallel = Literal["ddp", "fsdp2", "hsdp"]
+DataParallelKind = Literal["ddp", "fsdp2", "hsdp"]
 Floats = NDArray[np.float64]
 
 
@@ -70,7 +70,7 @@ def plan(
     recipe: Source,
     parameters: Iterable[tuple[str, Sequence[int]] | ParamInfo],
     mesh: tuple[int, ...],
-    parallel: Parallel | Sequence[Placement] = "fsdp2",
+    parallel: DataParallelKind | Sequence[Placement] = "fsdp2",
     dtype: torch.dtype = torch.float32,
 ) -> Plan:
     """How a recipe is divided over the ranks of a device mesh.
@@ -146,7 +146,7 @@ def _layouts(
     names: Sequence[str],
     shapes: Sequence[tuple[int, ...]],
     mesh: tuple[int, ...],
-    parallel: Parallel | Sequence[Placement],
+    parallel: DataParallelKind | Sequence[Placement],
 ) -> list[Layout]:
     """The layout of each parameter; found once for each shape."""
     placements = _placements(mesh, parallel)
@@ -166,7 +166,7 @@ def _layouts(
     return [found[shape] for shape in shapes]
 
 
-def _placements(mesh: tuple[int, ...], parallel: Parallel | Sequence[Placement]) -> Sequence[Placement]:
+def _placements(mesh: tuple[int, ...], parallel: DataParallelKind | Sequence[Placement]) -> Sequence[Placement]:
     """A placement for each axis of the mesh; none for plain tensors."""
     known: Mapping[Any, Sequence[Placement]] = {"ddp": (), "fsdp2": (Shard(0),), "hsdp": (Replicate(), Shard(0))}
     placements = known[parallel] if isinstance(parallel, str) else parallel

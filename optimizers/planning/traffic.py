@@ -17,8 +17,8 @@ from eigengraft.distributed.layouts import Box, Layout
 from eigengraft.distributed.regions import regions
 
 Counts = NDArray[np.int64]
-Axes = tuple[int, ...]
-Place = tuple[Axes, Axes, Axes, Axes]
+AxisNumbers = tuple[int, ...]
+Place = tuple[AxisNumbers, AxisNumbers, AxisNumbers, AxisNumbers]
 """Where a block lies: shape of its parameter, merged shape, first index and shape of the block."""
 
 

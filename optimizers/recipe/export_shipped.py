@@ -7,7 +7,7 @@ import json
 from .yaml_files import read_yaml, recipe_folder
 
 
-def collect() -> str:
+def shipped_json() -> str:
     """All YAML recipes as JSON text, what `shipped.json` must hold. A test keeps the two equal."""
     folder = recipe_folder()
     names = sorted(folder.rglob("*.yaml"))
@@ -16,4 +16,4 @@ def collect() -> str:
 
 
 if __name__ == "__main__":
-    (recipe_folder().parent / "shipped.json").write_text(collect(), encoding="utf-8")
+    (recipe_folder().parent / "shipped.json").write_text(shipped_json(), encoding="utf-8")

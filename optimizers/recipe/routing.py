@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from eigengraft.component import Component
 
-Role = Literal["embedding", "head", "norm", "bias", "scalar", "vector", "hidden"]
+ParamRole = Literal["embedding", "head", "norm", "bias", "scalar", "vector", "hidden"]
 _HEAD = re.compile(r"((^|\.)(lm_head|head|classifier|embed_out|logits)|^(model\.)?(output|output_projection))$")
 _EMBEDDING = re.compile(r"(^|\.|_)(emb|embed|embeds|embedding|embeddings|embed_tokens|tok_embeddings|wte|wpe)$")
 _NORM = re.compile(r"(^|\.|_)((layer|rms|batch|group|instance)?_?norm|bn|ln)(_?\d+|_[a-z])?$", re.IGNORECASE)
@@ -32,7 +32,7 @@ class ParamInfo:
     name: str | None
     shape: tuple[int, ...]
     numel: int
-    role: Role
+    role: ParamRole
     why: str
     modules: tuple[str, ...] = ()
 
@@ -49,7 +49,7 @@ def describe_parameter(
     kinds = [cls.__name__ for _, module in holders for cls in type(module).__mro__ if cls is not object]
     paths = [path for path, _ in holders] or ([name.rpartition(".")[0]] if name else [])
 
-    def info(role: Role, why: str) -> ParamInfo:
+    def info(role: ParamRole, why: str) -> ParamInfo:
         return ParamInfo(name, shape, parameter.numel(), role, why, tuple(dict.fromkeys(kinds)))
 
     if "Embedding" in kinds or "EmbeddingBag" in kinds or any(map(_EMBEDDING.search, [*paths, name or ""])):
@@ -99,8 +99,10 @@ def _as_tuple(value: Any) -> Any:
 
 
 Strings = Annotated[tuple[str, ...], BeforeValidator(_as_tuple, json_schema_input_type=str | tuple[str, ...])]
-Roles = Annotated[tuple[Role, ...], BeforeValidator(_as_tuple, json_schema_input_type=Role | tuple[Role, ...])]
-Sizes = Annotated[tuple[int, ...], BeforeValidator(_as_tuple, json_schema_input_type=int | tuple[int, ...])]
+Roles = Annotated[
+    tuple[ParamRole, ...], BeforeValidator(_as_tuple, json_schema_input_type=ParamRole | tuple[ParamRole, ...])
+]
+AxisCounts = Annotated[tuple[int, ...], BeforeValidator(_as_tuple, json_schema_input_type=int | tuple[int, ...])]
 
 
 class Match(Component):
@@ -111,7 +113,7 @@ class Match(Component):
     )
     name: Strings = Field(default=(), description="regular expressions searched in the parameter's qualified name")
     role: Roles = Field(default=(), description="roles, as `eigengraft show` prints them")
-    ndim: Sizes = Field(default=(), description="numbers of axes")
+    ndim: AxisCounts = Field(default=(), description="numbers of axes")
     min_size: int | None = Field(default=None, ge=0, description="least number of elements")
     max_size: int | None = Field(default=None, ge=0, description="largest number of elements")
 

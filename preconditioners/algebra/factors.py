@@ -17,7 +17,7 @@ from .mode_product import mode_product, unfold
 Factors = Mapping[int, Tensor]
 
 
-def transposed(factor: Tensor) -> Tensor:
+def factor_transposed(factor: Tensor) -> Tensor:
     """Q^T."""
     return factor if factor.ndim == 2 else factor.mT
 

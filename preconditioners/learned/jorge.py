@@ -16,7 +16,7 @@ from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
 from ..algebra.exponents import Rational
-from ..algebra.factors import gram, transposed
+from ..algebra.factors import factor_transposed, gram
 from ..algebra.mode_product import rotate
 from .base import LearnedFactors, is_informative, peak_of
 
@@ -82,7 +82,9 @@ class Jorge(LearnedFactors):
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         # the first axis is multiplied from the left, the others from the right, as in R_1 D R_2
-        return rotate(direction, {axis: r if axis == 0 else transposed(r) for axis, r in self._roots(state).items()})
+        return rotate(
+            direction, {axis: r if axis == 0 else factor_transposed(r) for axis, r in self._roots(state).items()}
+        )
 
     def _ridged(self, s: Tensor) -> Tensor:
         ridge = s.diagonal(dim1=-2, dim2=-1).mean(-1) * self.eps

@@ -24,7 +24,7 @@ Terms = dict[int, tuple[Tensor, Tensor]]
 """By axis: what shrinks and what grows a factor, both positive semi-definite; equal on average where it whitens."""
 
 
-class Step(NamedTuple):
+class FactorStep(NamedTuple):
     """terms: (factors, h, v) -> (size, terms). move: (factor, m T / L) -> factor. probed: whether v is needed."""
 
     terms: Callable[[Factors, Tensor, Tensor | None], tuple[Tensor, Terms]]
@@ -77,6 +77,6 @@ def quad_move(q: Tensor, t: Tensor) -> Tensor:
 
 
 STEPS = {
-    "triangular": Step(triangular_terms, triangular_move, probed=True),
-    "quad": Step(quad_terms, quad_move, probed=False),
+    "triangular": FactorStep(triangular_terms, triangular_move, probed=True),
+    "quad": FactorStep(quad_terms, quad_move, probed=False),
 }

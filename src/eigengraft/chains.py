@@ -12,7 +12,7 @@ from .component import FAMILY_MARK, stage_name
 
 
 @dataclass(frozen=True)
-class Chain:
+class ChainOf:
     """Annotation of a field `tuple[Family, ...]`: in YAML a list, or a single component; names must be distinct.
 
     family: name of the family.

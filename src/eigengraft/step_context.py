@@ -121,7 +121,7 @@ class StepContext:
         return self if rotation is self.rotation else self._changed(rotation=rotation)
 
     def _changed(self, **fields: object) -> Self:
-        """The same rows with other fields; what has been computed of the steps is computed once."""
+        """A context of these rows with other fields; what has been computed of the steps is computed once."""
         changed = object.__new__(type(self))
         changed.__dict__.update(self.__dict__, **fields)
         return changed

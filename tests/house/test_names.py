@@ -16,9 +16,6 @@ SHARED = {
 }
 """Names that several modules define, and why they may."""
 
-PENDING = {"Chain", "Parallel", "Role", "Sizes", "Step", "Values", "collect", "packed", "transposed"}
-"""Names that are still to be told apart. None is added."""
-
 
 def definitions(source: str) -> Iterator[str]:
     """Public names that a module defines at its top level: classes, functions, constants and aliases."""
@@ -43,7 +40,7 @@ def defined_twice(modules: Mapping[str, str]) -> dict[str, list[str]]:
 
 def test_each_public_name_is_defined_in_one_module() -> None:
     found = defined_twice({module: path.read_text() for module, path in sources().items()})
-    assert {name: places for name, places in found.items() if name not in {*SHARED, *PENDING}} == {}
+    assert {name: places for name, places in found.items() if name not in SHARED} == {}
     assert set(SHARED) <= set(found), "SHARED lists a name that is defined once"
 
 

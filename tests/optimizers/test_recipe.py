@@ -13,7 +13,7 @@ from torch import nn
 import eigengraft
 from eigengraft import Recipe, RecipeError, Route, Stage, load_recipe
 from eigengraft.optimizers.apply.weight_decay import Decoupled
-from eigengraft.optimizers.recipe.export_shipped import collect
+from eigengraft.optimizers.recipe.export_shipped import shipped_json
 from eigengraft.optimizers.recipe.overrides import apply_overrides, differences
 from eigengraft.optimizers.recipe.recipe import adam_route
 from eigengraft.optimizers.recipe.schema import json_schema
@@ -94,7 +94,7 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[
 
 
 def test_the_shipped_json_is_the_yaml() -> None:
-    assert (recipe_folder().parent / "shipped.json").read_text(encoding="utf-8") == collect()
+    assert (recipe_folder().parent / "shipped.json").read_text(encoding="utf-8") == shipped_json()
 
 
 def test_every_combination_of_stages_has_one_recipe_in_the_cover() -> None:
