@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .optimizer import Optimizer
 from .recipe.loading import Source
 from .recipe.overrides import Overrides
-from .recipe.routing import describe_model
+from .recipe.routing import DescribedParameters, describe_model
 
 
 def compose(
@@ -20,6 +20,7 @@ def compose(
     weight_decay: float | None = None,
     *,
     overrides: Overrides = (),
+    checked: bool = False,
 ) -> Optimizer:
     """The optimizer of a recipe for a model, or for named parameters or groups.
 
@@ -27,10 +28,12 @@ def compose(
         left out; or named parameters or groups, of which routes see names and shapes only.
     lr, weight_decay: default the recipe's.
     overrides: changes of the recipe, as a mapping {dotted path: value} or as strings "path=value".
+    checked: check at every step that each stage keeps its contract, and raise a `ContractError` that names it; slower.
     """
     if not isinstance(model, nn.Module):
-        return Optimizer(model, recipe, lr, weight_decay, overrides=overrides)
+        return Optimizer(model, recipe, lr, weight_decay, overrides=overrides, checked=checked)
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not named:
         raise ValueError("compose: a model with trainable parameters is required, got none")
-    return Optimizer(named, recipe, lr, weight_decay, overrides=overrides, infos=describe_model(model))
+    described = DescribedParameters(named, describe_model(model))
+    return Optimizer(described, recipe, lr, weight_decay, overrides=overrides, checked=checked)

@@ -17,6 +17,7 @@ from .optimizer import Optimizer
 from .recipe.loading import load_recipe
 from .recipe.overrides import differences
 from .recipe.recipe import Recipe
+from .recipe.routing import DescribedParameters
 
 
 @torch.no_grad()
@@ -70,7 +71,7 @@ def _twin(optimizer: Optimizer, recipe: Recipe) -> Optimizer:
         params = list(zip(names, group["params"], strict=True)) if names else group["params"]
         groups.append({"params": params, "lr": group["lr"], "weight_decay": group["weight_decay"]})
         infos.update({id(p): info for p, info in zip(group["params"], optimizer.param_sets.infos[index], strict=True)})
-    return Optimizer(groups, recipe.replace(distribution=Distribution(mode="local")), infos=infos)
+    return Optimizer(DescribedParameters(groups, infos), recipe.replace(distribution=Distribution(mode="local")))
 
 
 def _recode(old: StackState, new: StackState) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from .param_groups import check_keys, check_values, number, require_matches
 from .recipe.loading import Source, load_recipe
 from .recipe.overrides import Overrides
 from .recipe.recipe import Recipe
-from .recipe.routing import ParamInfo, describe_parameter
+from .recipe.routing import DescribedParameters, describe_parameter
 from .reporting import RoutedParameter, SlotSize, describe, routing_table, slot_bytes, slot_sizes
 
 
@@ -32,24 +32,23 @@ class Optimizer(torch.optim.Optimizer):
     recipe: a shipped name, a YAML path, a mapping, a list of stages or a `Recipe`.
     lr, weight_decay: default the recipe's.
     overrides: changes of the recipe, as a mapping {dotted path: value} or as strings "path=value".
-    infos: descriptions of parameters by `id`, which routes see in place of names and shapes.
+    checked: check at every step that each stage keeps its contract, and raise a `ContractError` that names it; slower.
 
     All state is allocated here; parameters with `requires_grad=False` get theirs if they are thawed later.
     """
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: Iterable[Any] | DescribedParameters,
         recipe: Source = "adamw",
         lr: float | Tensor | None = None,
         weight_decay: float | None = None,
         *,
         overrides: Overrides = (),
-        infos: Mapping[int, ParamInfo] | None = None,
+        checked: bool = False,
     ) -> None:
         self.recipe: Recipe = load_recipe(recipe, overrides)
-        self.param_sets = ParamSets(self.recipe)
-        self._known = dict(infos or {})
+        self.param_sets = ParamSets(self.recipe, checked)
         defaults = {
             "lr": self.recipe.lr if lr is None else lr,
             "weight_decay": self.recipe.weight_decay.rate if weight_decay is None else weight_decay,
@@ -58,7 +57,9 @@ class Optimizer(torch.optim.Optimizer):
             raise TypeError(
                 "params: parameters are required, got a module; use eigengraft.compose or model.named_parameters()"
             )
-        super().__init__(params, defaults)
+        described = params if isinstance(params, DescribedParameters) else DescribedParameters(params)
+        self._known = dict(described.infos)
+        super().__init__(described.params, defaults)
         self._known = {}
         require_matches(self.recipe, [info for infos in self.param_sets.infos for info in infos])
 

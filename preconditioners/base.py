@@ -16,6 +16,7 @@ from eigengraft.slots import Slot, State
 from eigengraft.step_context import Rotation, StepContext
 
 from .cadence import Cadence
+from .checked_mode import watched
 
 
 class Stage(Component, ABC, family="stage"):
@@ -137,11 +138,11 @@ class Stage(Component, ABC, family="stage"):
         observed = self.observed(gradient, direction)
         context = context.with_rotation(self.rotation(state, observed))
         if self.lagged():
-            direction = self.apply(state, gradient, direction, context)
+            direction = watched(self, state).apply(state, gradient, direction, context)
             self._observe_and_refresh(state, observed, context)
             return direction
         self._observe_and_refresh(state, observed, context)
-        return self.apply(state, gradient, direction, context)
+        return watched(self, state).apply(state, gradient, direction, context)
 
     @final
     def prime(self, state: State, gradient: Tensor, context: StepContext) -> None:
@@ -160,7 +161,7 @@ class Stage(Component, ABC, family="stage"):
         spans, sweeps = list(self.due(context)), self.sweeps(state.block)
         for k, axes in enumerate(sweeps):
             now = context.sweep(axes, sum(sweeps[:k], ())) if len(sweeps) > 1 else context
-            self.observe(state, gradient, now)
+            watched(self, state).observe(state, gradient, now)
             for start, stop, first in spans:
                 rows = now.slice_rows(start, stop, first)
                 self._refresh_rows(state.slice_rows(start, stop), gradient[start:stop], rows)
@@ -168,7 +169,7 @@ class Stage(Component, ABC, family="stage"):
     @final
     def _refresh_rows(self, state: State, gradient: Tensor, context: StepContext) -> None:
         """Refresh rows of the stack; what is known of their gradient in the old basis is brought to the new one."""
-        self.refresh(state, gradient, context)
+        watched(self, state).refresh(state, gradient, context)
         if context.rotation is not None:
             turned = self.rotation(state, context.rotation.x)
             assert turned is not None

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from eigengraft import Optimizer, load_recipe
+from eigengraft.testing.samples import rotation as rotation
+from eigengraft.testing.samples import standard_normal as normal
 
 Maker = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 """What makes an optimizer from parameters."""
@@ -40,20 +42,9 @@ def distance(ours: Sequence[Tensor], theirs: Sequence[Tensor], init: Sequence[Te
     return max(ratios)
 
 
-def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Standard normal numbers, drawn in float64 so that both precisions see the same ones."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-
-
 def random_gradients(
     shapes: Sequence[tuple[int, ...]], steps: int, seed: int = 0, dtype: torch.dtype = torch.float64
 ) -> list[list[Tensor]]:
     """Independent standard normal gradients, gradients[t][i]."""
     seeds = [seed + 1000 * t for t in range(steps)]
     return [[normal(*shape, seed=s + i, dtype=dtype) for i, shape in enumerate(shapes)] for s in seeds]
-
-
-def rotation(d: int, seed: int) -> Tensor:
-    """A random orthogonal matrix, float64."""
-    return torch.linalg.qr(normal(d, d, seed=seed)).Q

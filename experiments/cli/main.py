@@ -86,13 +86,16 @@ def train_command(
     overrides: OverrideArguments = None,
     out: Annotated[Path | None, typer.Option(help="the run's directory; default runs/NAME")] = None,
     imports: Imports = None,
+    checked: Annotated[
+        bool, typer.Option("--checked", help="check at every step that each stage keeps its contract; slower")
+    ] = False,
 ) -> None:
     """Train once; the same command again continues a stopped run."""
     loaded = load_experiment(experiment, overrides or (), imports or ())
     directory = out or Path("runs") / loaded.name
     try:
         with training_progress(loaded.name) as progress:
-            result = train(loaded, directory, progress)
+            result = train(loaded, directory, progress, checked)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(directory) from None
     if is_first_process():

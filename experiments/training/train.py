@@ -18,12 +18,17 @@ from .rundir import RunDirectory
 from .trainer import Trainer
 
 
-def train(experiment: Experiment, directory: str | Path, progress: Callable[[Tick], None] | None = None) -> Result:
+def train(
+    experiment: Experiment,
+    directory: str | Path,
+    progress: Callable[[Tick], None] | None = None,
+    checked: bool = False,
+) -> Result:
     """Run `experiment` in `directory`, or continue it there, or return the result it already has.
 
     With `parallel`, every process that torchrun started calls this; rank 0 owns the directory and reports progress.
     A non-finite loss ends the run with `diverged=True`. Raises RecipeError when the directory holds another experiment,
-    DistributedError when another rank is lost.
+    DistributedError when another rank is lost. With `checked` a stage that breaks its contract raises ContractError.
     """
     run = RunDirectory(directory)
     with (
@@ -41,7 +46,7 @@ def train(experiment: Experiment, directory: str | Path, progress: Callable[[Tic
         if done is not None:
             return Result(**done)
         with isolated_run(experiment, ranks):
-            return Trainer(experiment, run, ranks).run(progress if ranks.first else None)
+            return Trainer(experiment, run, ranks, checked).run(progress if ranks.first else None)
 
 
 def _advice(run: RunDirectory) -> str:

@@ -29,7 +29,9 @@ from .rundir import RunDirectory
 class Trainer:
     """Model, optimizer, schedule and data of one run in its directory; one trainer per rank."""
 
-    def __init__(self, experiment: Experiment, directory: RunDirectory, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self, experiment: Experiment, directory: RunDirectory, ranks: Ranks | None = None, checked: bool = False
+    ) -> None:
         self.experiment, self.directory = experiment, directory
         self.ranks = ranks or Ranks(device=local_device(experiment.device, 0))
         self.device = self.ranks.device
@@ -37,7 +39,7 @@ class Trainer:
         self.model = experiment.task.new_model(experiment.seed).to(self.device)
         self.module = experiment.parallel.wrap(self.model, self.ranks)  # before the optimizer, which reads placements
         self.optimizer = eigengraft.compose(
-            experiment.recipe, self.model, lr=experiment.lr, weight_decay=experiment.weight_decay
+            experiment.recipe, self.model, experiment.lr, experiment.weight_decay, checked=checked
         )
         self.scheduler = experiment.schedule.scheduler(self.optimizer, experiment.steps)
         self.step, self.seconds, self.window = 0, 0.0, MetricsWindow()

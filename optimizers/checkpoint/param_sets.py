@@ -23,13 +23,14 @@ class ParamSets:
     """All parameter sets of an optimizer, by param group.
 
     recipe: declares the updates.
+    checked: whether the contract of every stage is checked at every step.
     infos: for each group, a description of each parameter.
     parameters: for each group, its parameters.
     groups: for each group, its parameter sets, one for each device and set of ranks.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
+    def __init__(self, recipe: Recipe, checked: bool = False) -> None:
+        self.recipe, self.checked = recipe, checked
         self.infos: list[list[ParamInfo]] = []
         self.groups: list[list[ParamSet]] = []
         self.parameters: list[Sequence[Tensor]] = []
@@ -79,6 +80,8 @@ class ParamSets:
         """Makes parameter sets the group's, shows their state in `state`, and copies `values` into it."""
         for param_set in param_sets:
             param_set.iterates.hold(mode)
+            for stack_state in param_set.stack_states if self.checked else ():
+                stack_state.check()
             show(param_set, state)
             for parameter in param_set.parameters:
                 fill(state[parameter], (values or {}).get(parameter, {}))

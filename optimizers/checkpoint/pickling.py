@@ -21,6 +21,7 @@ def snapshot(optimizer: Any) -> dict[str, Any]:
         "param_groups": optimizer.param_groups,
         "state": optimizer.state,
         "recipe": param_sets.recipe,
+        "checked": param_sets.checked,
         "infos": param_sets.infos,
         "skipped": [[param_set.skipped for param_set in group] for group in param_sets.groups],
     }
@@ -30,7 +31,7 @@ def restored(cls: type[T], saved: dict[str, Any]) -> T:
     """The optimizer of a snapshot."""
     optimizer: Any = cls.__new__(cls)
     state: defaultdict[Any, Any] = defaultdict(dict)
-    param_sets = ParamSets(saved["recipe"])
+    param_sets = ParamSets(saved["recipe"], saved["checked"])
     torch_state = {"defaults": saved["defaults"], "param_groups": saved["param_groups"], "state": state}
     optimizer.__setstate__({**torch_state, "recipe": saved["recipe"], "param_sets": param_sets})
     for index, group in enumerate(optimizer.param_groups):

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eigengraft.preconditioners import run_chain
+from eigengraft.preconditioners.checked_mode import Checks
 from eigengraft.quantization import Quantizer, choose
 from eigengraft.slots import Coded, Slot, State, Storage
 from eigengraft.stacks import Stack
@@ -35,6 +36,7 @@ class StackState:
     block_group: number of the block group whose owned blocks these are; None: no block of the stack travels.
     tensors: state by "<stage path>/<slot>", `[N, ...]`.
     coded: slots that are stored by a quantizer; their tensors are "<stage path>/<slot>/<code>".
+    checks: what checks the contract of every stage in checked mode; None: nothing does.
     """
 
     path: str
@@ -46,6 +48,7 @@ class StackState:
     block_group: int | None = None
     tensors: dict[str, Tensor] = field(default_factory=dict, init=False)
     coded: dict[str, Coded] = field(default_factory=dict, init=False)
+    checks: Checks | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         for key, slot in self.slots():
@@ -100,6 +103,10 @@ class StackState:
         seeds = self.seeds if rows is None else self.seeds[rows.cpu().numpy()]
         return StepContext(steps, phases, stack.param_ids, stack.device, seeds, signals)
 
+    def check(self) -> None:
+        """Checks the contract of every stage from now on, at every step."""
+        self.checks = Checks(dict(self.slots()))
+
     def state(
         self, chain: Literal["update", "after_decay"], rows: Tensor | None, mask: Tensor | None, context: StepContext
     ) -> State:
@@ -108,7 +115,7 @@ class StackState:
         if self.coded:
             seeds, steps = torch.from_numpy(context.seeds).to(self.stack.device), context.step
         path = f"{self.path}.{chain}" if self.path else chain
-        return State(self.tensors, self.stack.block, path, rows, mask, Storage(self.coded, seeds, steps))
+        return State(self.tensors, self.stack.block, path, rows, mask, Storage(self.coded, seeds, steps, self.checks))
 
     def prime(self, gradient: Tensor, rows: Tensor | None, mask: Tensor | None, context: StepContext) -> None:
         """Shows the first gradient of blocks to a chain with a lagged stage: it is observed, nothing moves."""

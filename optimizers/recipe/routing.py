@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
@@ -35,6 +35,18 @@ class ParamInfo:
     role: ParamRole
     why: str
     modules: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class DescribedParameters:
+    """What a torch optimizer takes as parameters, with what routes are told about them in place of names and shapes.
+
+    params: tensors, (name, tensor) pairs, or groups.
+    infos: descriptions by the `id` of the parameter; one that is missing is made of name and shape.
+    """
+
+    params: Iterable[Any]
+    infos: Mapping[int, ParamInfo] = field(default_factory=dict)
 
 
 def describe_parameter(

@@ -10,6 +10,7 @@ from eigengraft.optimizers import shipped_recipes as shipped_recipes
 from eigengraft.preconditioners import Stage as Stage
 
 from .component import Component as Component
+from .component import ContractError as ContractError
 from .component import RecipeError as RecipeError
 from .slots import Slot as Slot
 from .slots import State as State

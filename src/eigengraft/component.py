@@ -178,6 +178,10 @@ class RecipeError(ValueError):
     """A declaration that cannot be used: one line for each fault, with its path, what was required and what was got."""
 
 
+class ContractError(ValueError):
+    """A stage that breaks its contract: `<path of the stage>: <what was required>, got <what was got>`."""
+
+
 def checked(cls: type[C], data: Any, where: str = "") -> C:
     """`data` as a `cls`; faults are raised as one `RecipeError` whose paths name stages by their names."""
     try:

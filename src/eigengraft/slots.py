@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from . import noise
+from .component import ContractError
 from .numerics import per_block
 
 Role = Literal["statistic", "root", "basis", "first_moment", "second_moment", "iterate", "count", "failures"]
@@ -81,22 +83,44 @@ class Coded:
     dtype: torch.dtype
 
 
+class Watch(Protocol):
+    """What follows a stage's use of its state in checked mode; see `eigengraft.preconditioners.checked_mode`."""
+
+    def loaded(self, key: str, value: Tensor) -> None:
+        """A slot was loaded; key: "<stage path>/<slot>"."""
+
+    def storing(self, key: str, value: object, rows: int, dtype: torch.dtype) -> None:
+        """A slot of so many rows, loaded in that dtype, is about to be written back. Raises for what does not fit."""
+
+    def stored(self, key: str, value: Tensor) -> None:
+        """A slot was written back."""
+
+    def call(self, what: str, inputs: Mapping[str, Tensor], mask: Tensor | None = None) -> AbstractContextManager[None]:
+        """Around a verb of a stage. what: "<stage path>: <verb>() at step <t>". mask: blocks whose state is written."""
+        ...
+
+    def returned(self, value: object, direction: Tensor) -> None:
+        """The running verb returned this for that direction."""
+
+
 @dataclass(frozen=True)
 class Storage:
     """The coded slots of a stack, by key, and what random numbers for the selected rows are made of.
 
     seeds, steps `[n]`: int64; a number depends on them, on the slot and on the place in it alone.
+    watch: checks how stages use their state; None outside checked mode.
     """
 
     coded: Mapping[str, Coded]
     seeds: Tensor | None = None
     steps: Tensor | None = None
+    watch: Watch | None = None
 
     def slice_rows(self, start: int, stop: int) -> Storage:
         """For rows start to stop of those selected."""
         if self.seeds is None or self.steps is None:
             return self
-        return Storage(self.coded, self.seeds[start:stop], self.steps[start:stop])
+        return replace(self, seeds=self.seeds[start:stop], steps=self.steps[start:stop])
 
     def uniform(self, key: str) -> Uniform | None:
         """The random numbers of one slot."""
@@ -136,6 +160,22 @@ class State:
 
     def __getitem__(self, name: str) -> Tensor:
         """The slot `[n, *shape]`, safe to work on in place; nothing is kept before it is assigned back."""
+        value = self._load(name)
+        if self.storage.watch is not None:
+            self.storage.watch.loaded(f"{self.path}/{name}", value)
+        return value
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        watch = self.storage.watch
+        if watch is None:
+            self._store(name, value)
+            return
+        known = self._load(name)
+        watch.storing(f"{self.path}/{name}", value, len(known), known.dtype)
+        self._store(name, value)
+        watch.stored(f"{self.path}/{name}", value)
+
+    def _load(self, name: str) -> Tensor:
         key = f"{self.path}/{name}"
         how = self.storage.coded.get(key)
         if how is not None:
@@ -148,7 +188,7 @@ class State:
         self._loaded[name] = value
         return value
 
-    def __setitem__(self, name: str, value: Tensor) -> None:
+    def _store(self, name: str, value: Tensor) -> None:
         key = f"{self.path}/{name}"
         how = self.storage.coded.get(key)
         if how is not None:
@@ -160,10 +200,10 @@ class State:
         elif self.mask is not None or isinstance(self.rows, Tensor) or value is not self._loaded.get(name):
             self._write(self.tensors[key], value)
 
-    def _undeclared(self, name: str) -> ValueError:
+    def _undeclared(self, name: str) -> ContractError:
         places = [key.rpartition("/") for key in (*self.tensors, *self.storage.coded)]
         declared = dict.fromkeys(slot for path, _, slot in places if path == self.path)
-        return ValueError(
+        return ContractError(
             f"{self.path}: slot '{name}' is not declared in slots() (declared: {', '.join(declared) or 'none'})"
         )
 

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .component import ContractError
 from .numerics import per_block
 
 
@@ -100,7 +101,13 @@ class StepContext:
 
     def signal(self, name: str) -> Tensor | float:
         """A signal that the optimizer provides because a stage declared it in `requires`: a number or `[N]`."""
-        return self.signals[name]
+        try:
+            return self.signals[name]
+        except KeyError:
+            known = ", ".join(sorted(self.signals)) or "none"
+            raise ContractError(
+                f"signal '{name}': a name that a stage declares in `requires` is required (provided here: {known})"
+            ) from None
 
     def parameter_sum(self, values: Tensor) -> Tensor:
         """Sums `values` `[N]` over the blocks of the same parameter; every block gets its parameter's sum."""

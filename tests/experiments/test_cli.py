@@ -175,6 +175,15 @@ class TestImports:
         finish(process("train", "../../runs/exp/config.json", "--out", "again", cwd="else/where"))
         assert Path("else/where/again/result.json").exists()
 
+    def test_checked_names_the_stage_and_the_step_that_went_wrong(self) -> None:
+        faulty = SHARPEN.replace('"sharpen"', '"faulty"').replace('"line"', '"faulty_line"')
+        write("faulty.py", faulty.replace("return direction", "return gradient.mul_(2) + direction"))
+        given = ("train", "exp.yaml", "--import", "faulty.py", "recipe={update: [faulty], routes: []}", "steps=2")
+        succeeds(*given)
+        result = call(*given, "--checked", "--out", "checked")
+        assert result.exit_code == 2
+        assert "update.faulty: apply() at step 1: an untouched gradient is required" in result.output
+
     def test_show_and_schema_know_the_import(self) -> None:
         write("sharpen.py", SHARPEN.replace('"sharpen"', '"sharpen_too"').replace('"line"', '"line_too"'))
         write("mine.yaml", "update: [sharpen_too]\n")

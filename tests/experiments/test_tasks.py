@@ -18,6 +18,8 @@ from eigengraft.experiments.tasks import Batch, ByteLM, Digits, Task
 from eigengraft.experiments.tasks.byte_lm import standard_library_files
 from eigengraft.experiments.tasks.digits import read_digits
 from eigengraft.experiments.training.schedule import Constant, Cosine, Linear, Schedule
+from eigengraft.testing.laws import Law
+from eigengraft.testing.task_laws import TASK_LAWS, TaskCase
 
 pytestmark = pytest.mark.slow
 
@@ -27,41 +29,10 @@ CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.parametrize("law", TASK_LAWS, ids=str)
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: f"{task.kind}-{getattr(task, 'model', 'gpt')}")
-class TestEveryTask:
-    def test_batches_are_a_pure_function_of_seed_and_step(self, task: Task) -> None:
-        first, second = task.load(), task.load()
-        for step in (7, 0, 500):
-            torch.testing.assert_close(first.batch(3, step), second.batch(3, step), rtol=0, atol=0)
-        assert not torch.equal(first.batch(3, 7).inputs, first.batch(4, 7).inputs)
-        assert not torch.equal(first.batch(3, 7).inputs, first.batch(3, 8).inputs)
-
-    def test_initial_weights_depend_on_the_seed_alone_and_the_global_generator_is_left_alone(self, task: Task) -> None:
-        before = torch.get_rng_state()
-        first = task.new_model(1).state_dict()
-        torch.testing.assert_close(torch.get_rng_state(), before)
-        torch.rand(5)
-        torch.testing.assert_close(first, task.new_model(1).state_dict(), rtol=0, atol=0)
-        assert any(not torch.equal(first[name], value) for name, value in task.new_model(2).state_dict().items())
-
-    def test_metrics_are_means_over_all_validation_targets(self, task: Task) -> None:
-        data, model = task.load(), task.new_model(0)
-        batches = list(data.evaluation())
-        with torch.no_grad():
-            logits = torch.cat([model(batch.inputs).flatten(0, -2).double() for batch in batches])
-        targets = torch.cat([batch.targets.flatten() for batch in batches])
-        losses = logits.logsumexp(-1) - logits.gather(-1, targets[:, None])[:, 0]
-        metrics = task.evaluate(model, data, CPU)
-        assert metrics.val_loss == pytest.approx(losses.mean().item(), rel=1e-5)
-        if task.reports_accuracy:
-            assert metrics.val_accuracy == (logits.argmax(-1) == targets).double().mean().item()
-        else:
-            assert metrics.val_accuracy is None
-
-    def test_evaluation_repeats_and_leaves_the_model_training(self, task: Task) -> None:
-        data, model = task.load(), task.new_model(0)
-        assert task.evaluate(model, data, CPU) == task.evaluate(model, data, CPU)
-        assert model.training
+def test_a_law_of_tasks(law: Law[TaskCase], task: Task) -> None:
+    law.require(TaskCase(task))
 
 
 def test_targets_are_the_bytes_that_follow_the_inputs(tmp_path: Path) -> None:

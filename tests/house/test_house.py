@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("preconditioners", "quantization", "distributed", "optimizers", "experiments")
-GROUND, FACE, DOOR = "ground floor", "face", "__main__"
+GROUND, FACE, TESTING, DOOR = "ground floor", "face", "testing", "__main__"
 # Rooms on one floor never import each other; everything else may import only from lower floors.
 FLOORS = (
     {GROUND},
@@ -20,6 +20,7 @@ FLOORS = (
     {"optimizers"},
     {FACE},
     {"experiments"},
+    {TESTING},
     {DOOR},
 )
 CORE_LIBRARIES = {"torch", "einops", "pydantic", "pydantic_core", "numpy", "typing_extensions"}
@@ -31,7 +32,9 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 def sources() -> dict[str, Path]:
     """Every module of the library by its dotted name; symlinks are not followed, so each file is seen once."""
-    found = {"eigengraft." + path.stem: path for path in (ROOT / "src" / "eigengraft").glob("*.py")}
+    base = ROOT / "src" / "eigengraft"
+    found = {"eigengraft." + path.stem: path for path in base.glob("*.py")}
+    found |= {f"eigengraft.{TESTING}.{path.stem}": path for path in (base / TESTING).glob("*.py")}
     for room in ROOMS:
         for path in (ROOT / room).rglob("*.py"):
             found[".".join(["eigengraft", *path.relative_to(ROOT).with_suffix("").parts])] = path
@@ -42,8 +45,8 @@ def room_of(module: str) -> str:
     parts = module.split(".")
     if len(parts) == 1:
         return FACE
-    if parts[1] == DOOR:
-        return DOOR
+    if parts[1] in (TESTING, DOOR):
+        return parts[1]
     return parts[1] if parts[1] in ROOMS else GROUND
 
 
@@ -70,7 +73,7 @@ def imports(tree: ast.Module, module: str, is_package: bool) -> Iterator[tuple[s
 def target_room(name: str, modules: Iterable[str]) -> str:
     """The room that an imported `eigengraft...` name lies in; a name that is no module belongs to the face."""
     head = ".".join(name.split(".")[:2])
-    return room_of(head) if head.split(".")[-1] in ROOMS or head in modules else FACE
+    return room_of(head) if head.split(".")[-1] in (*ROOMS, TESTING) or head in modules else FACE
 
 
 def violations(modules: dict[str, tuple[str, bool]]) -> list[str]:
@@ -141,6 +144,8 @@ def test_the_checker_accepts_what_the_plan_allows(module: str, source: str) -> N
         ("quantization__int4", "def f():\n    from eigengraft.optimizers.recipe import Recipe", "floors below"),
         ("preconditioners__base", "from eigengraft import Recipe", "floors below"),
         ("optimizers__composer", "from eigengraft.experiments import cli", "floors below"),
+        ("experiments__cli", "from eigengraft.testing import check_task", "floors below"),
+        ("slots", "def f():\n    from eigengraft.testing.laws import LawError", "floors below"),
         ("optimizers__composer", "import eigengraft", "floors below"),
         ("optimizers__composer", "from eigengraft.optimizers.recipe import Recipe", "relative"),
         ("optimizers__composer", "from ..preconditioners.base import Stage", "absolute"),
@@ -175,7 +180,7 @@ def test_packages_are_complete() -> None:
     modules = sources()
     packages = {name for name, path in modules.items() if path.name == "__init__.py"}
     holding = {".".join(["eigengraft", *path.parent.relative_to(ROOT).parts]) for path in modules.values()}
-    holding = {name.removesuffix(".src.eigengraft") for name in holding}
+    holding = {name.replace(".src.eigengraft", "") for name in holding}
     assert sorted(declared) == sorted(set(declared))
     assert set(declared) == holding, "pyproject.toml: `packages` lists every folder that holds a module"
     assert holding - packages <= {"eigengraft.distributed"}, "a folder with modules needs an __init__.py"

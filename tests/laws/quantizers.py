@@ -2,14 +2,9 @@
 
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from eigengraft.component import checked
 from eigengraft.quantization import Quantizer
-from eigengraft.slots import Slot
 
-from ..trajectories import normal
 from .makes import unknown
 from .rows import Fault, Row
 
@@ -119,15 +114,3 @@ def small(fields: Any, size: int = 8) -> Quantizer:
         del changes["block_size"]
     inner = getattr(quantizer, "inner", None)
     return quantizer.replace(**changes, **({} if inner is None else {"inner": small(inner, size)}))
-
-
-def example(quantizer: Quantizer, blocks: int, d: int, seed: int = 0) -> tuple[Slot, Tensor]:
-    """(a slot that the quantizer takes, a float32 stack `[blocks, d, d]` of such matrices)."""
-    x = normal(blocks, d, 2 * d, seed=seed)
-    gram = x @ x.mT / d
-    matrices = {"statistic": gram, "basis": torch.linalg.qr(x[..., :d]).Q, "second_moment": x[..., :d].square()}
-    for role in ("statistic", "basis", "second_moment"):
-        slot = Slot((d, d), role=role)
-        if quantizer.refuses(slot) is None:
-            return slot, matrices[role].float()
-    raise AssertionError(f"{quantizer!r} takes neither a statistic, nor a basis, nor a second moment")

@@ -4,7 +4,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from eigengraft import Stage
+from eigengraft.component import checked
+from eigengraft.preconditioners import BasisSolver, PolarSolver, RootSolver
+from eigengraft.testing.solver_laws import ROUNDING, SolverCase
+from eigengraft.testing.stage_case import BLOCKS, StageCase
+
 Make = Mapping[str, Any]
+
+
+STOPPING = ("coupled_newton", "higher_order", "newton_db")
+"""Root solvers that stop at a tolerance, 1e-6 at most: the rounding of c A may give them one step more."""
+RESTLESS = "qr_iteration"
+"""Ascending order and single steps: does not settle, as its docstring says and `test_bases.py` measures."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +41,27 @@ class Row:
     note: str = ""
     degree: float | Callable[[int], float] | None = None
     rotates: bool = False
-    blocks: tuple[tuple[int, ...], ...] = ((6, 5), (7,), (3, 2, 4), (1, 1))
+    blocks: tuple[tuple[int, ...], ...] = BLOCKS
     faults: tuple[Fault, ...] = ()
     singular: bool = False
 
     @property
     def kind(self) -> str:
         return str(self.make["kind"])
+
+    def stage(self) -> StageCase:
+        """The case of a row about a stage."""
+        stage = checked(Stage, dict(self.make))  # type: ignore[type-abstract]
+        return StageCase(stage, self.blocks, self.degree, self.rotates, self.singular)
+
+    def solver(self, family: str) -> SolverCase:
+        """The case of a row about a solver of that family."""
+        kinds = {kind.family_name: kind for kind in (RootSolver, BasisSolver, PolarSolver)}
+        made: Any = checked(kinds[family], dict(self.make))  # type: ignore[type-abstract]
+        degree = self.degree(2) if callable(self.degree) else self.degree
+        tolerance = 1e-5 if self.kind in STOPPING else ROUNDING
+        cosine = 1 - 1e-12 if self.kind == "svd" else 0.9
+        return SolverCase(made, degree, self.rotates, tolerance, str(self) != RESTLESS, cosine)
 
     def __str__(self) -> str:
         return f"{self.kind} {self.note}".strip()

@@ -12,13 +12,17 @@ from torch import Tensor
 from eigengraft import Optimizer, State, StepContext
 from eigengraft.component import checked, families
 from eigengraft.preconditioners.statistics import Power, has_data, mean_eigenvalue
+from eigengraft.testing.laws import Law
+from eigengraft.testing.polar_laws import POLAR_LAWS
+from eigengraft.testing.quantizer_laws import QUANTIZER_LAWS, QuantizerCase
+from eigengraft.testing.root_laws import ROOT_LAWS
+from eigengraft.testing.samples import definite
+from eigengraft.testing.solver_laws import BASIS_LAWS, SOLVER_LAWS, SolverCase
 
-from ..trajectories import normal, rotation
+from ..trajectories import normal
+from .quantizers import QUANTIZERS, WITH_NOISE_INSIDE, small
 from .rows import Row
 from .table import TABLE
-
-TOLERANCE = 1e-10
-"""Relative, float64: some thousand roundings."""
 
 
 def each(family: str) -> pytest.MarkDecorator:
@@ -29,177 +33,39 @@ def make(family: str, row: Row) -> Any:
     return checked(families()[family], dict(row.make))
 
 
-def close(ours: Tensor, theirs: Tensor, tolerance: float = TOLERANCE) -> bool:
+def close(ours: Tensor, theirs: Tensor, tolerance: float = 1e-10) -> bool:
     return float((ours - theirs).abs().max()) <= tolerance * float(theirs.abs().max())
 
 
-def definite(n: int = 4, d: int = 6, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Positive definite matrices `[n, d, d]` of condition up to 1e3."""
-    x = normal(n, d, 2 * d, seed=n + d)
-    return (x @ x.mT / d).to(dtype)
+FAMILIES = {
+    "root_solver": (*SOLVER_LAWS, *ROOT_LAWS),
+    "basis_solver": (*SOLVER_LAWS, *BASIS_LAWS),
+    "polar_solver": (*SOLVER_LAWS, *POLAR_LAWS),
+}
+SOLVERS = [
+    pytest.param(law, family, row, id=f"{law} - {family} {row}")
+    for family, laws in FAMILIES.items()
+    for law in laws
+    for row in TABLE[family]
+    if law.skip(row.solver(family)) is None
+]
 
 
-EXPONENT = Fraction(1, 4)
-PARTS = [(f, row) for f in ("root_solver", "basis_solver", "polar_solver") for row in TABLE[f]]
-every_solver = pytest.mark.parametrize(("family", "row"), PARTS, ids=[f"{f} {row}" for f, row in PARTS])
-
-
-def solve(family: str, row: Row, a: Tensor) -> Tensor:
-    """What the solver makes of a stack, from a cold start; a basis follows its matrix once."""
-    solver = make(family, row)
-    if family == "root_solver":
-        value, ok = solver.root(a, EXPONENT)[:2]
-    elif family == "basis_solver":
-        q, _, ok = solver.basis(a, cold(solver, a), True)
-        assert ok.all()
-        value, _, ok = solver.basis(a + a.flip(-2, -1), q, False)
-    else:
-        return solver.polar(a)
-    assert ok.all() and ok.shape == a.shape[:1] and ok.dtype == torch.bool
-    return value
-
-
-def cold(solver: Any, a: Tensor) -> Tensor:
-    """The basis before the first refresh."""
-    d = a.shape[-1]
-    return torch.eye(d, solver.columns(d), dtype=a.dtype).expand(len(a), -1, -1)
-
-
-@every_solver
-def test_a_stack_is_solved_as_its_matrices(family: str, row: Row) -> None:
-    a = definite()
-    together = solve(family, row, a)
-    for i in range(len(a)):
-        assert close(together[i : i + 1], solve(family, row, a[i : i + 1]))
-
-
-@every_solver
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_solvers_keep_dtype_and_device_and_write_to_nothing(family: str, row: Row, dtype: torch.dtype) -> None:
-    a = definite(dtype=dtype)
-    before = a.clone()
-    out = solve(family, row, a)
-    columns = make(family, row).columns(6) if family == "basis_solver" else 6
-    assert out.dtype == dtype and out.device == a.device and out.shape == (4, 6, columns)
-    assert torch.equal(a, before)
-
-
-@every_solver
-def test_solvers_take_strided_and_expanded_stacks(family: str, row: Row) -> None:
-    a = definite()
-    strided = torch.stack([a, -a], dim=-1)[..., 0]
-    assert close(solve(family, row, strided), solve(family, row, a))
-    assert close(solve(family, row, a[:1].expand(3, -1, -1))[1:2], solve(family, row, a[:1]))
-
-
-STOPPING = ("coupled_newton", "higher_order", "newton_db")
+@pytest.mark.parametrize(("law", "family", "row"), SOLVERS)
+def test_a_law_of_solvers(law: Law[SolverCase], family: str, row: Row) -> None:
+    law.require(row.solver(family))
 
 
 @each("root_solver")
-def test_roots_turn_and_scale_with_the_matrix(row: Row) -> None:
-    """(U A U^T)^-e = U A^-e U^T and (c A)^-e = c^-e A^-e. 1e-5 for solvers that stop at a tolerance, 1e-6 at most: the
-    rounding of c A may give them one step more."""
-    a, u = definite(), rotation(6, 1)
-    tolerance = 1e-5 if row.kind in STOPPING else TOLERANCE
-    root = solve("root_solver", row, a)
-    assert close(root, root.mT, 1e-14)
-    if row.rotates:
-        assert close(solve("root_solver", row, u @ a @ u.T), u @ root @ u.T, tolerance)
-    if row.degree is not None:
-        assert close(solve("root_solver", row, a * 1e6) * 1e6 ** float(EXPONENT), root, tolerance)
+def test_only_decompositions_take_no_iterations(row: Row) -> None:
+    root = make("root_solver", row).root(definite(), Fraction(1, 4))
+    assert bool((root.iterations > 0).all()) == (row.kind != "eigh")
 
 
-@each("root_solver")
-@pytest.mark.parametrize("exponent", [Fraction(1, 4), Fraction(1, 2), Fraction(2, 3), Fraction(1)])
-def test_a_root_undoes_its_matrix(row: Row, exponent: Fraction) -> None:
-    """A^-e A^e = I, up to the ridge: its unit, the size, is up to 60 times the smallest eigenvalue. 1e-2: a residual of
-    the solver, which is below its `max_error`. An exponent that a solver cannot take is refused in words."""
-    a, solver = definite(), make("root_solver", row)
-    problem = solver.check(exponent)
-    if problem is not None:
-        assert f"{row.kind} takes exponents" in problem and problem.endswith(f"got {exponent}")
-        return
-    values, q = torch.linalg.eigh(a)
-    power = (q * values.pow(float(exponent)).unsqueeze(1)) @ q.mT
-    root, ok = solver.root(a, exponent)[:2]
-    assert ok.all() and float((root @ power - torch.eye(6)).abs().max()) <= max(1e-2, 60 * solver.eps)
-
-
-@each("root_solver")
-def test_roots_come_with_a_report(row: Row) -> None:
-    """One number a matrix, on its device: a definite matrix has a definite root whose residual is small."""
-    for dtype in (torch.float32, torch.float64):
-        root = make("root_solver", row).root(definite(dtype=dtype), EXPONENT)
-        assert root.iterations.shape == root.residual.shape == root.definite.shape == (4,)
-        assert (root.iterations.dtype, root.residual.dtype, root.definite.dtype) == (torch.int32, dtype, torch.bool)
-        assert root.definite.all() and bool((root.residual < getattr(make("root_solver", row), "max_error", 1)).all())
-        assert bool((root.iterations > 0).all()) == (row.kind != "eigh")
-
-
-@each("root_solver")
-def test_roots_of_diagonals(row: Row) -> None:
-    """Elementwise (a + r)^-e, r as for a matrix: 60 times a relative eps, as above. A bad row is rejected alone."""
-    a, solver = torch.tensor([[4.0, 1.0, 0.25], [1e6, 1e6, 1e5]], dtype=torch.float64), make("root_solver", row)
-    root = solver.diagonal_root(a, EXPONENT)
-    assert root.ok.all() and root.definite.all() and root.iterations.dtype == torch.int32
-    assert float((root.value * a**0.25 - 1).abs().max()) <= max(1e-10, 60 * solver.eps)
-    spoiled = solver.diagonal_root(torch.cat([a, torch.full((1, 3), torch.nan, dtype=torch.float64)]), EXPONENT)
-    assert spoiled.ok.tolist() == [True, True, False] and torch.equal(spoiled.value[:2], root.value)
-
-
-@each("basis_solver")
-def test_bases_are_orthonormal_and_know_no_scale(row: Row) -> None:
-    a = definite()
-    q = solve("basis_solver", row, a)
-    assert close(q.mT @ q, torch.eye(q.shape[-1], dtype=torch.float64).expand(4, -1, -1), 1e-13)
-    assert close(solve("basis_solver", row, a * 2.0**40), q, 1e-9)
-
-
-# ascending order and single steps: does not settle, as its docstring says and `test_bases.py` measures
-SETTLING = [row for row in TABLE["basis_solver"] if str(row) != "qr_iteration"]
-
-
-@pytest.mark.parametrize("row", SETTLING, ids=str)
-def test_bases_converge_to_the_eigenvectors(row: Row) -> None:
-    """By repeated refreshes of one matrix Q^T A Q becomes diag(leading eigenvalues): a step shrinks what is off it by a
-    gap of 1.5."""
-    values = 1.5 ** torch.arange(6.0, dtype=torch.float64)
-    a = (rotation(6, 1) @ torch.diag_embed(values) @ rotation(6, 1).T)[None]
-    solver = make("basis_solver", row)
-    q = cold(solver, a)
-    for refresh in range(200):
-        q, _, ok = solver.basis(a, q, refresh == 0)
-        assert ok.all()
-    b = q.mT @ a @ q
-    diagonal = b.diagonal(dim1=1, dim2=2)
-    assert float((b - torch.diag_embed(diagonal)).abs().max()) <= 1e-9 * float(b.abs().max())
-    assert close(diagonal.sort().values, values[None, 6 - q.shape[-1] :])
-
-
-@each("polar_solver")
-@pytest.mark.parametrize("shape", [(6, 4), (4, 6), (5, 5), (1, 7), (7, 1)])
-def test_polar_factors(row: Row, shape: tuple[int, int]) -> None:
-    """Odd in the matrix, the same for its transpose, blind to its size, turning with it, and near U V^T."""
-    x = normal(3, *shape, seed=sum(shape))
-    polar = solve("polar_solver", row, x)
-    assert close(solve("polar_solver", row, x.mT), polar.mT)
-    assert close(solve("polar_solver", row, -x), -polar)
-    assert close(solve("polar_solver", row, x * 2.0**30), polar)
-    u, v = rotation(shape[0], 1), rotation(shape[1], 2)
-    assert close(solve("polar_solver", row, u @ x @ v.T), u @ polar @ v.T)
-    left, _, right = torch.linalg.svd(x, full_matrices=False)
-    cosine = (left @ right * polar).sum() / (left @ right).norm() / polar.norm()
-    assert float(cosine) >= (1 - 1e-12 if row.kind == "svd" else 0.9)
-
-
-@each("polar_solver")
-def test_polar_factors_of_difficult_matrices_are_finite(row: Row) -> None:
-    x = normal(1, 5, 4, seed=1).float()
-    rank_one = x[..., :1] * x[:, :1]
-    for given in (torch.zeros_like(x), x * 1e-30, x * 1e30, rank_one, x * 1e-42):
-        polar = solve("polar_solver", row, given)
-        assert polar.isfinite().all() and float(torch.linalg.matrix_norm(polar, ord=2).max()) <= 1.5
-    assert not solve("polar_solver", row, torch.zeros_like(x)).any()
+@pytest.mark.parametrize("law", QUANTIZER_LAWS, ids=str)
+@pytest.mark.parametrize("row", [*QUANTIZERS, *WITH_NOISE_INSIDE], ids=str)
+def test_a_law_of_quantizers(law: Law[QuantizerCase], row: Row) -> None:
+    law.require(QuantizerCase(small(row.make)))
 
 
 def gathered(row: Row, given: Tensor) -> tuple[Any, State, StepContext]:

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from eigengraft import Optimizer, load_recipe
 from eigengraft.experiments import Tick, load_experiment, train
+from eigengraft.testing.samples import gradients
+from eigengraft.testing.stage_bench import StageBench
 
-from ..laws.bench import Bench, gradients
-from ..laws.rows import Row
+from ..laws import bench as benches
 from ..trajectories import distance, follow, normal, random_gradients, recipe, rotation
 
 INT4 = {"kind": "int4", "book": "linear_square", "block_size": 64}
@@ -23,8 +24,8 @@ STORED_ROOTS = {
 """4-bit Shampoo as published: eigenvectors of the statistics, and the roots beside them."""
 
 
-def bench(block: tuple[int, ...], blocks: int = 1, dtype: torch.dtype = torch.float64, **fields: Any) -> Bench:
-    return Bench(Row({"kind": "eigenfactors", **fields}), block, blocks, dtype)
+def bench(block: tuple[int, ...], blocks: int = 1, dtype: torch.dtype = torch.float64, **fields: Any) -> StageBench:
+    return benches.bench({"kind": "eigenfactors", **fields}, block, blocks, dtype)
 
 
 def every(steps: int, **fields: Any) -> dict[str, Any]:

@@ -12,9 +12,9 @@ from torch import Tensor
 from eigengraft import Optimizer, load_recipe, noise
 from eigengraft.preconditioners.algebra.factors import spectral_norm
 from eigengraft.preconditioners.learned.psgd import PROBE
+from eigengraft.testing.stage_bench import StageBench
 
-from ..laws.bench import Bench
-from ..laws.rows import Row
+from ..laws import bench as benches
 from ..trajectories import normal, rotation
 
 FORMS = ("triangular", "quad")
@@ -23,17 +23,17 @@ every_form = pytest.mark.parametrize("form", FORMS)
 every_block = pytest.mark.parametrize("block", BLOCKS, ids=str)
 
 
-def bench(kind: str, block: tuple[int, ...], blocks: int = 1, **fields: Any) -> Bench:
-    return Bench(Row({"kind": kind, **fields}), block, blocks)
+def bench(kind: str, block: tuple[int, ...], blocks: int = 1, **fields: Any) -> StageBench:
+    return benches.bench({"kind": kind, **fields}, block, blocks)
 
 
-def psgd(block: tuple[int, ...], form: str, blocks: int = 1, **fields: Any) -> Bench:
+def psgd(block: tuple[int, ...], form: str, blocks: int = 1, **fields: Any) -> StageBench:
     return bench("psgd", block, blocks, **{"form": form, "damping": 0.0, **fields})
 
 
-def factors(stack: Bench, slot: str) -> list[Tensor]:
+def factors(stack: StageBench, slot: str) -> list[Tensor]:
     """The factors of every axis as matrices `[N, d, d]`, copied."""
-    kind = stack.row.kind
+    kind = stack.stage.kind
     found = [stack.tensors[f"{kind}/{slot}.{axis}"].clone() for axis in range(len(stack.block))]
     return [torch.diag_embed(x) if x.ndim == 2 else x for x in found]
 
@@ -70,7 +70,7 @@ def bounded(size: int | None) -> dict[str, Any]:
     return {} if size is None else {"max_size": size, "oversize": "diagonal"}
 
 
-def seeded(stack: Bench, step: int) -> Tensor:
+def seeded(stack: StageBench, step: int) -> Tensor:
     seeds = torch.from_numpy(stack.seeds)
     return noise.normal(seeds, torch.full_like(seeds, step), stack.block, torch.float64, PROBE)
 
@@ -241,7 +241,7 @@ def test_damping_bounds_the_preconditioner_where_no_gradient_points(form: str) -
 )
 def test_a_zero_gradient_leaves_the_factors_and_the_first_other_one_starts_them(fields: Mapping[str, Any]) -> None:
     block, given = (4, 3), normal(5, 2, 4, 3, seed=1)
-    late, prompt = Bench(Row(fields), block, 2), Bench(Row(fields), block, 2)
+    late, prompt = benches.bench(fields, block, 2), benches.bench(fields, block, 2)
     prompt.counts += 2  # noise goes by steps
     for _ in range(2):
         assert not late.step(torch.zeros_like(given[0])).any()

@@ -14,8 +14,9 @@ from torch import Tensor
 from eigengraft import noise
 from eigengraft.quantization import Quantizer
 from eigengraft.slots import Slot
+from eigengraft.testing.quantizer_laws import example
 
-from ..laws.quantizers import QUANTIZERS, WITH_NOISE_INSIDE, example, small
+from ..laws.quantizers import QUANTIZERS, WITH_NOISE_INSIDE, small
 from ..laws.rows import Row
 
 pytestmark = pytest.mark.slow

@@ -18,7 +18,7 @@ from eigengraft.quantization.formats.base import Blockwise, Format
 from eigengraft.quantization.formats.packing import unpacked
 from eigengraft.slots import Slot
 
-from ..laws.quantizers import QUANTIZERS, WITH_NOISE_INSIDE, example, small
+from ..laws.quantizers import QUANTIZERS, small
 from ..laws.rows import Row
 from ..trajectories import normal, rotation
 
@@ -31,7 +31,6 @@ BY_ROW = [  # each block for itself: neither scales of scales nor buckets across
     row for row in FORMATS if row.make.get("scale") != "double" and row.make.get("buckets") != "column"
 ]
 BLOCKWISE = [row for row in BY_ROW if isinstance(small(row.make), Blockwise)]
-each = pytest.mark.parametrize("row", [*QUANTIZERS, *WITH_NOISE_INSIDE], ids=str)
 each_format = pytest.mark.parametrize("row", FORMATS, ids=str)
 each_by_row = pytest.mark.parametrize("row", BY_ROW, ids=str)
 each_blockwise = pytest.mark.parametrize("row", BLOCKWISE, ids=str)
@@ -365,42 +364,6 @@ def test_errors_that_are_carried_on_cancel(seed: int, d: int, updates: int) -> N
     given = [x @ x.mT for x in samples]
     missing, largest = summed(0.0, given)
     assert missing <= updates * 2.0**-17 * largest < summed(None, given)[0]
-
-
-# Every quantizer.
-
-
-def varied(row: Row) -> tuple[Quantizer, Slot, Tensor]:
-    quantizer = small(row.make)
-    slot, x = example(quantizer, 4, 9)
-    return quantizer, slot, x
-
-
-@each
-def test_zero_is_zero_beside_what_is_not(row: Row) -> None:
-    """A zero matrix in a stack, at the start and in place of something else, with and without random numbers."""
-    quantizer, slot, x = varied(row)
-    zero = x.clone()
-    zero[2] = 0.0
-    for uniform in (None, lambda like, _: torch.full_like(like, 1 - 2**-24)):
-        for before in (None, quantizer.encode(x)):
-            y = quantizer.decode(quantizer.encode(zero, before, uniform), slot, FLOAT32)
-            assert not y[2].any() and bool(y[[0, 1, 3]].flatten(1).any(1).all()) and bool(y.isfinite().all())
-
-
-@each
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("place", [(3, 3), (5, 2)])
-def test_what_is_not_finite_is_seen_or_kept_out(row: Row, value: float, place: tuple[int, int]) -> None:
-    """A matrix with such an entry comes back with one, or as it was stored before; the others are not touched."""
-    quantizer, slot, x = varied(row)
-    bad = x.clone()
-    bad[1, place[0], place[1]] = bad[1, place[1], place[0]] = value
-    for before in (None, quantizer.encode(x.flip(0))):
-        good, spoiled = (quantizer.decode(quantizer.encode(y, before), slot, FLOAT32) for y in (x, bad))
-        assert torch.equal(good[[0, 2, 3]], spoiled[[0, 2, 3]])
-        kept = torch.zeros_like(x) if before is None else quantizer.decode(before, slot, FLOAT32)
-        assert not spoiled[1].isfinite().all() or torch.equal(spoiled[1], kept[1])
 
 
 def test_rectified_bases_and_eigenvectors_agree_on_what_is_stored() -> None:

@@ -1,0 +1,184 @@
+"""Checked mode: the contract of a stage, checked around each of its verbs while it runs.
+
+A wrong shape, an input that was written to, state that was changed and not written back and a number that stopped
+being finite are raised as a `ContractError` with the path of the stage, its verb and the step. Nothing is copied: torch
+counts the writes to a tensor (`Tensor._version`), and the counts before and after a verb are compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from eigengraft.component import ContractError
+from eigengraft.slots import Slot, State, Watch
+from eigengraft.step_context import StepContext
+
+
+class Verbs(Protocol):
+    """The three verbs of a stage."""
+
+    def observe(self, state: State, gradient: Tensor, context: StepContext) -> None: ...
+
+    def refresh(self, state: State, gradient: Tensor, context: StepContext) -> None: ...
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor: ...
+
+
+@dataclass
+class Call:
+    """One running verb of one stage.
+
+    what: "<path>: <verb>() at step <t>", for errors.
+    fine: `[N]`, the blocks whose inputs are finite and whose state is written; only these must stay finite.
+    loads: key -> tensors of that slot that the verb got, each with its count of writes at that time.
+    """
+
+    what: str
+    fine: Tensor
+    loads: dict[str, list[tuple[Tensor, int]]] = field(default_factory=dict)
+
+
+class Checks(Watch):
+    """Follows the stages of one stack. declared: the slots by "<stage path>/<slot>"."""
+
+    def __init__(self, declared: Mapping[str, Slot]) -> None:
+        self.declared = declared
+        self._calls: list[Call] = []
+
+    def loaded(self, key: str, value: Tensor) -> None:
+        if self._calls:
+            self._calls[-1].loads.setdefault(key, []).append((value, value._version))
+
+    def storing(self, key: str, value: object, rows: int, dtype: torch.dtype) -> None:
+        path, _, name = key.rpartition("/")
+        required = f"{path}: slot '{name}' takes a {dtype} tensor of shape {_stack(self.declared[key].shape)}"
+        if not isinstance(value, Tensor):
+            raise ContractError(f"{required}, got {type(value).__name__}")
+        if tuple(value.shape) != (rows, *self.declared[key].shape):
+            raise ContractError(f"{required} with N = {rows}, got {list(value.shape)}")
+        if value.dtype != dtype:
+            raise ContractError(f"{required}, got {value.dtype}")
+        if self._calls:
+            self._require_finite(f"wrote slot '{name}'", value)
+
+    def stored(self, key: str, value: Tensor) -> None:
+        loads = [load for call in self._calls for load in call.loads.pop(key, ())]
+        if any(tensor is value for tensor, _ in loads):  # still the state itself; any other tensor has been copied
+            self.loaded(key, value)
+
+    @contextmanager
+    def call(self, what: str, inputs: Mapping[str, Tensor], mask: Tensor | None = None) -> Iterator[None]:
+        """One call of a verb; nothing that is given may be written to, what is loaded and changed is written back."""
+        versions = {name: tensor._version for name, tensor in inputs.items()}
+        call = Call(what, _fine(inputs, mask))
+        self._calls.append(call)
+        try:
+            yield
+            _require_untouched(inputs, versions, call.what)
+            _require_written_back(call)
+        except ContractError as error:
+            if str(error).startswith(what.partition(":")[0]):  # it names the stage, or one inside it
+                raise
+            raise ContractError(f"{what}: {error}") from None
+        except Exception as error:
+            error.add_note(f"in {what}, on a stack of shape {list(inputs['gradient'].shape)}")
+            raise
+        finally:
+            self._calls.pop()
+
+    def returned(self, value: object, direction: Tensor) -> None:
+        """What `apply` returned in place of a direction."""
+        what, shape = self._calls[-1].what, _stack(tuple(direction.shape[1:]))
+        if not isinstance(value, Tensor):
+            got = "nothing; is a `return` missing?" if value is None else type(value).__name__
+            raise ContractError(f"{what}: a direction of shape {shape} is required, got {got}")
+        if value.shape != direction.shape:
+            raise ContractError(
+                f"{what}: a direction of shape {shape} with N = {len(direction)} is required, got {list(value.shape)}"
+            )
+        if value.dtype != direction.dtype or value.device != direction.device:
+            raise ContractError(
+                f"{what}: a direction in {direction.dtype} on {direction.device} is required, "
+                f"got {value.dtype} on {value.device}"
+            )
+        self._require_finite("returned a direction", value)
+
+    def _require_finite(self, did: str, value: Tensor) -> None:
+        call = self._calls[-1]
+        if not value.is_floating_point() or len(value) != len(call.fine):
+            return
+        bad = ~value.isfinite() & call.fine.reshape(-1, *[1] * (value.ndim - 1))
+        if bool(bad.any()):
+            block = int(bad.reshape(len(bad), -1).any(1).nonzero()[0])
+            first = float(value[bad][0])
+            raise ContractError(
+                f"{call.what} {did} that is not finite from inputs that are: "
+                f"{first} in block {block} of {len(bad)} ({int(bad.sum())} of {bad.numel()} numbers)"
+            )
+
+
+class CheckedVerbs:
+    """The verbs of a stage, each one watched."""
+
+    def __init__(self, stage: Verbs, watch: Watch) -> None:
+        self.stage, self.watch = stage, watch
+
+    def observe(self, state: State, gradient: Tensor, context: StepContext) -> None:
+        with self.watch.call(_what("observe", state, context), {"gradient": gradient}, state.mask):
+            self.stage.observe(state, gradient, context)
+
+    def refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:
+        with self.watch.call(_what("refresh", state, context), {"gradient": gradient}, state.mask):
+            self.stage.refresh(state, gradient, context)
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        inputs = {"gradient": gradient, "direction": direction}
+        with self.watch.call(_what("apply", state, context), inputs, state.mask):
+            result = self.stage.apply(state, gradient, direction, context)
+            self.watch.returned(result, direction)
+        return result
+
+
+def watched(stage: Verbs, state: State) -> Verbs:
+    """The verbs of a stage: its own, or in checked mode those that watch it."""
+    return stage if state.storage.watch is None else CheckedVerbs(stage, state.storage.watch)
+
+
+def _require_untouched(inputs: Mapping[str, Tensor], versions: Mapping[str, int], what: str) -> None:
+    for name, tensor in inputs.items():
+        if tensor._version != versions[name]:
+            raise ContractError(
+                f"{what}: an untouched {name} is required (its memory may be the user's `p.grad`), got one that was "
+                f"written to in place: use `{name} * 2`, not `{name}.mul_(2)`, or clone it first"
+            )
+
+
+def _require_written_back(call: Call) -> None:
+    for key, loads in call.loads.items():
+        if any(tensor._version != version for tensor, version in loads):
+            name = key.rpartition("/")[2]
+            raise ContractError(
+                f"{call.what} changed slot '{name}' in place and did not write it back: `state[\"{name}\"] = ...` is "
+                "required after the last change (other storage, bf16 for example, would lose it)"
+            )
+
+
+def _fine(inputs: Mapping[str, Tensor], mask: Tensor | None) -> Tensor:
+    parts = [x.reshape(len(x), math.prod(x.shape[1:])).isfinite().all(1) for x in inputs.values()]
+    return torch.stack(parts if mask is None else [*parts, mask]).all(0)
+
+
+def _what(verb: str, state: State, context: StepContext) -> str:
+    steps = sorted({int(step) for step in context.steps}) or [0]
+    return f"{state.path}: {verb}() at step {steps[0]}" + (f" to {steps[-1]}" if steps[-1] > steps[0] else "")
+
+
+def _stack(shape: tuple[int, ...]) -> str:
+    return f"[{', '.join(['N', *map(str, shape)])}]"

@@ -1,0 +1,13 @@
+"""The laws that every component keeps, for one's own: `check_stage(MyStage())` says which law is broken, and how.
+
+The functions here run the same laws as the package's own tests and need no test runner: they raise a `LawError` (an
+`AssertionError`) that names the component, the law, what was required and what was got, and return a short report
+otherwise.
+"""
+
+from .check import check_quantizer as check_quantizer
+from .check import check_solver as check_solver
+from .check import check_stage as check_stage
+from .check import check_task as check_task
+from .laws import LawError as LawError
+from .laws import Report as Report

@@ -1,0 +1,132 @@
+"""A law, what is raised by what breaks it, and the report on a component that breaks none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from traceback import extract_tb
+from typing import Generic, Protocol, TypeVar
+
+from torch import Tensor
+
+from eigengraft.component import Component, ContractError, checked, families
+
+
+class LawError(AssertionError):
+    """A component that breaks a law: `<component>: <what was required>, got <what was got>  [law: <name>]`."""
+
+
+class Case(Protocol):
+    """A component, and what it declares about itself. who: its name in errors."""
+
+    @property
+    def who(self) -> str: ...
+
+    @property
+    def component(self) -> Component: ...
+
+
+C = TypeVar("C", bound=Case)
+
+
+@dataclass(frozen=True)
+class Law(Generic[C]):
+    """A statement about every component of a family.
+
+    check: raises a LawError, or whatever the component raises, if the case breaks the law.
+    skip: why the law does not apply to a case, or None.
+    """
+
+    check: Callable[[C], None]
+    skip: Callable[[C], str | None] = lambda case: None
+
+    @property
+    def name(self) -> str:
+        return self.check.__name__.replace("_", " ")
+
+    def __str__(self) -> str:
+        return self.name
+
+    def require(self, case: C) -> None:
+        """Raises a LawError that names the case and this law if the law is broken."""
+        try:
+            self.check(case)
+        except LawError as error:
+            raise LawError(f"{case.who}: {error}  [law: {self.name}]") from None
+        except ContractError as error:
+            raise LawError(f"{error}  [law: {self.name}]") from error
+        except Exception as error:
+            frame = extract_tb(error.__traceback__)[-1]
+            where = f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
+            notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+            raise LawError(
+                f"{case.who}: no exception is required, got {type(error).__name__}: {error}{notes}, "
+                f"raised at {where}  [law: {self.name}]"
+            ) from error
+
+
+@dataclass(frozen=True)
+class Report:
+    """held: laws that a component keeps. skipped: laws that do not apply to it, with the reason."""
+
+    who: str
+    held: tuple[str, ...]
+    skipped: Mapping[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"{self.who}: {len(self.held)} laws hold", *(f"  {law}" for law in self.held)]
+        return "\n".join([*lines, *(f"  not asked: {law} ({reason})" for law, reason in self.skipped.items())])
+
+
+def check(case: C, first: Iterable[Law[C]], laws: Iterable[Law[C]]) -> Report:
+    """Tries laws on a case: the first ones stop at once, because what breaks them breaks others too; of the rest all
+    that are broken are named in one LawError."""
+    held, skipped, broken = [], {}, []
+    for law in first:
+        law.require(case)
+        held.append(law.name)
+    for law in laws:
+        reason = law.skip(case)
+        if reason is not None:
+            skipped[law.name] = reason
+            continue
+        try:
+            law.require(case)
+            held.append(law.name)
+        except LawError as error:
+            broken.append(error)
+    if len(broken) == 1:
+        raise broken[0]
+    if broken:
+        raise LawError("\n".join([f"{case.who}: {len(broken)} laws are broken", *map(str, broken)]))
+    return Report(case.who, tuple(held), skipped)
+
+
+def require(fine: object, problem: str) -> None:
+    """Raises a LawError that says the problem unless all is fine."""
+    if not fine:
+        raise LawError(problem)
+
+
+def require_close(ours: Tensor, theirs: Tensor, tolerance: float, what: str) -> None:
+    """Raises a LawError unless two tensors agree up to a tolerance relative to the largest entry of the second."""
+    largest = max(float(theirs.abs().max()), 1e-300)
+    error = float((ours - theirs).abs().max()) / largest
+    require(error <= tolerance, f"{what} within {tolerance:g} of the largest entry is required, got {error:.2g}")
+
+
+def the_declaration_survives(case: Case) -> None:
+    """Written as plain data and read again a component is the same, and nothing can change its fields."""
+    component = case.component
+    family = families()[str(component.family_name)]
+    again = checked(family, component.model_dump(mode="json"))
+    require(again == component, f"the same component from its own declaration is required, got {again!r}")
+    require(
+        component.replace() == component, f"an equal copy from `replace()` is required, got {component.replace()!r}"
+    )
+    try:
+        setattr(component, "kind", "other")  # noqa: B010  a frozen field, which type checkers know
+    except ValueError:
+        return
+    raise LawError("frozen fields are required, got a component whose `kind` can be set")

@@ -1,0 +1,193 @@
+"""The laws of quantizers, on a slot that the quantizer takes: a statistic, a basis or a second moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eigengraft.component import Component
+from eigengraft.quantization import Quantizer
+from eigengraft.slots import Parts, Role, Slot, Uniform
+
+from .laws import Law, LawError, require, require_close, the_declaration_survives
+from .samples import standard_normal
+
+_FLOAT32 = torch.float32
+_DTYPES = (torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class QuantizerCase:
+    """quantizer: to be checked.
+
+    size: of the matrices to try; larger ones where a quantizer leaves small slots alone.
+    """
+
+    quantizer: Quantizer
+    size: int = 9
+
+    @property
+    def component(self) -> Component:
+        return self.quantizer
+
+    @property
+    def who(self) -> str:
+        return f"quantizer.{getattr(self.quantizer, 'kind', '?')}"
+
+    def example(self, blocks: int = 4) -> tuple[Slot, Tensor]:
+        """(a slot that the quantizer takes, a float32 stack `[blocks, d, d]` of such matrices)."""
+        return example(self.quantizer, blocks, self.size)
+
+
+def example(quantizer: Quantizer, blocks: int, d: int, seed: int = 0) -> tuple[Slot, Tensor]:
+    """(a slot that the quantizer takes, a float32 stack `[blocks, d, d]` of such matrices)."""
+    x = standard_normal(blocks, d, 2 * d, seed=seed)
+    matrices: dict[Role, Callable[[], Tensor]] = {
+        "statistic": lambda: x @ x.mT / d,
+        "basis": lambda: torch.linalg.qr(x[..., :d]).Q,
+        "second_moment": lambda: x[..., :d].square(),
+    }
+    problem = None
+    for role, make in matrices.items():
+        slot = Slot((d, d), role=role)
+        problem = quantizer.refuses(slot)
+        if problem is None:
+            return slot, make().float()
+    raise LawError(
+        f"a quantizer that takes a statistic, a basis or a second moment of shape {(d, d)} is required, got one that "
+        f"refuses all of them (the last one: {problem}); is `size` too small?"
+    )
+
+
+def _nearly_one(like: Tensor, purpose: str) -> Tensor:
+    return torch.full_like(like, 1 - 2**-24)
+
+
+def parts_are_plain_tensors_with_a_leading_axis(case: QuantizerCase) -> None:
+    """`[N, ...]` each, contiguous, with names, dtypes and shapes that do not depend on the numbers."""
+    _, x = case.example()
+    one, two = case.quantizer.encode(x), case.quantizer.encode(x.flip(0) * 3, case.quantizer.encode(x))
+    require(len(one) > 0, "at least one part is required, got none")
+    for name, part in one.items():
+        fine = type(part) is Tensor and part.ndim > 0 and len(part) == len(x)
+        require(fine, f"part '{name}': a plain tensor of shape [{len(x)}, ...] is required, got {_short(part)}")
+    want = {name: (part.dtype, part.shape) for name, part in one.items()}
+    got = {name: (part.dtype, part.shape) for name, part in two.items()}
+    require(got == want, f"parts {want} whatever was stored before are required, got {got}")
+
+
+def shape_and_dtype_come_back(case: QuantizerCase) -> None:
+    """In the dtype that is asked for, in memory of their own."""
+    slot, x = case.example()
+    for dtype in _DTYPES:
+        parts = case.quantizer.encode(x.to(dtype))
+        before = _copies(parts)
+        y = case.quantizer.decode(parts, slot, dtype)
+        want, got = (dtype, tuple(x.shape)), (y.dtype, tuple(y.shape))
+        require(got == want, f"a tensor of (dtype, shape) {want} is required, got {got}")
+        y.fill_(7.0)
+        require(_same(parts, before), "memory of its own is required of what is decoded, got a view of the parts")
+
+
+def nothing_given_is_written_to(case: QuantizerCase) -> None:
+    """Neither the numbers, nor the parts that are replaced, nor those that are decoded."""
+    slot, x = case.example()
+    copy, before = x.clone(), case.quantizer.encode(x.flip(0))
+    old = _copies(before)
+    parts = case.quantizer.encode(x, before, _nearly_one)
+    require(torch.equal(x, copy), "untouched numbers are required of encode(), got changed ones")
+    require(_same(before, old), "untouched parts `before` are required of encode(), got changed ones")
+    new = _copies(parts)
+    case.quantizer.decode(parts, slot, _FLOAT32)
+    require(_same(parts, new), "untouched parts are required of decode(), got changed ones")
+
+
+def the_same_numbers_have_the_same_codes(case: QuantizerCase) -> None:
+    """Encoding depends on nothing but its arguments, strides not counted."""
+    _, x = case.example()
+    strided = torch.stack((x, -x), -1)[..., 0]
+    one, two, three = case.quantizer.encode(x), case.quantizer.encode(x.clone()), case.quantizer.encode(strided)
+    require(_same(one, two), "the same parts for the same numbers are required, got others")
+    require(_same(one, three), "the same parts for strided numbers are required, got others")
+
+
+def rows_are_coded_one_by_one(case: QuantizerCase) -> None:
+    """A block in a stack comes back as it does alone. 1e-5: coding may take products and eigenvectors."""
+    slot, x = case.example()
+    stacked = case.quantizer.encode(x)
+    everything = case.quantizer.decode(stacked, slot, _FLOAT32)
+    for i in range(len(x)):
+        row = {name: part[i : i + 1] for name, part in stacked.items()}
+        decoded = case.quantizer.decode(row, slot, _FLOAT32)[0]
+        require_close(decoded, everything[i], 1e-5, f"block {i} decoded alone as in its stack")
+        alone = case.quantizer.decode(case.quantizer.encode(x[i : i + 1]), slot, _FLOAT32)[0]
+        require_close(alone, everything[i], 1e-5, f"block {i} encoded alone as in its stack")
+
+
+def zero_is_zero_beside_what_is_not(case: QuantizerCase) -> None:
+    """A zero matrix in a stack, at the start and in place of something else, with and without random numbers."""
+    slot, x = case.example()
+    zero = x.clone()
+    zero[2] = 0.0
+    uniforms: tuple[Uniform | None, ...] = (None, _nearly_one)
+    for uniform in uniforms:
+        for before in (None, case.quantizer.encode(x)):
+            y = case.quantizer.decode(case.quantizer.encode(zero, before, uniform), slot, _FLOAT32)
+            require(y.isfinite().all(), "finite numbers are required, got nan or inf")
+            require(not y[2].any(), f"zeros for a block of zeros are required, got up to {float(y[2].abs().max()):.2g}")
+            beside = bool(y[[0, 1, 3]].flatten(1).any(1).all())
+            require(beside, "numbers other than zero for the blocks beside a zero one are required, got zeros")
+
+
+def what_is_not_finite_is_seen_or_kept_out(case: QuantizerCase) -> None:
+    """A matrix with such an entry comes back with one, or as it was stored before; the others are not touched."""
+    slot, x = case.example()
+    for value in (torch.nan, torch.inf, -torch.inf):
+        for i, j in ((3, 3), (5, 2)):
+            bad = x.clone()
+            bad[1, i, j] = bad[1, j, i] = value
+            for before in (None, case.quantizer.encode(x.flip(0))):
+                good, spoiled = (
+                    case.quantizer.decode(case.quantizer.encode(y, before), slot, _FLOAT32) for y in (x, bad)
+                )
+                same = torch.equal(good[[0, 2, 3]], spoiled[[0, 2, 3]])
+                require(same, f"blocks beside one with {value} as without it are required, got others")
+                kept = torch.zeros_like(x) if before is None else case.quantizer.decode(before, slot, _FLOAT32)
+                seen = not bool(spoiled[1].isfinite().all()) or torch.equal(spoiled[1], kept[1])
+                require(seen, f"a block with {value} that comes back so, or as it was, is required, got other numbers")
+
+
+def numbers_come_back_nearly(case: QuantizerCase) -> None:
+    """Within half of their size: whatever the format, a slot that is stored is still that slot."""
+    slot, x = case.example()
+    y = case.quantizer.decode(case.quantizer.encode(x), slot, _FLOAT32)
+    error = float(((y - x).flatten(1).norm(dim=1) / x.flatten(1).norm(dim=1)).max())
+    require(error <= 0.5, f"a relative error of at most 0.5 is required, got {error:.2g}")
+
+
+def _copies(parts: Parts) -> dict[str, Tensor]:
+    return {name: part.clone() for name, part in parts.items()}
+
+
+def _same(one: Parts, two: Parts) -> bool:
+    return one.keys() == two.keys() and all(torch.equal(part, two[name]) for name, part in one.items())
+
+
+def _short(part: object) -> str:
+    return f"{type(part).__name__} of shape {list(part.shape)}" if isinstance(part, Tensor) else type(part).__name__
+
+
+QUANTIZER_LAWS: tuple[Law[QuantizerCase], ...] = (
+    Law(the_declaration_survives),
+    Law(parts_are_plain_tensors_with_a_leading_axis),
+    Law(shape_and_dtype_come_back),
+    Law(nothing_given_is_written_to),
+    Law(the_same_numbers_have_the_same_codes),
+    Law(rows_are_coded_one_by_one),
+    Law(zero_is_zero_beside_what_is_not),
+    Law(what_is_not_finite_is_seen_or_kept_out),
+    Law(numbers_come_back_nearly),
+)

@@ -1,0 +1,52 @@
+"""Tensors that laws are tried on: reproducible, drawn in float64 so that every dtype sees the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+STEPS = 14
+"""Steps of a trajectory: enough for a cadence to come round."""
+
+
+def standard_normal(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Standard normal numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def rotation(d: int, seed: int) -> Tensor:
+    """A random orthogonal matrix, float64."""
+    q: Tensor = torch.linalg.qr(standard_normal(d, d, seed=seed)).Q
+    return q
+
+
+def definite(n: int = 4, d: int = 6, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Positive definite matrices `[n, d, d]` of condition up to 1e3."""
+    x = standard_normal(n, d, 2 * d, seed=n + d)
+    return (x @ x.mT / d).to(dtype)
+
+
+def gradients(block: tuple[int, ...], blocks: int = 3, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+    """Standard normal gradients `[STEPS, blocks, *block]`."""
+    return standard_normal(STEPS, blocks, *block, seed=seed + sum(block), dtype=dtype)
+
+
+def difficult(block: tuple[int, ...]) -> Iterator[tuple[str, Tensor]]:
+    """Gradients that are hard on numbers, by name, float32."""
+    base = gradients(block, dtype=torch.float32)
+    yield "zero", torch.zeros_like(base)
+    yield "huge", base * 1e12
+    yield "tiny", base * 1e-30
+    yield "denormal", base * 1e-42
+    yield "mixed", base * torch.tensor([1e12, 1e-30, 1.0]).reshape(1, 3, *[1] * len(block))
+    yield "one entry", torch.zeros_like(base).index_fill_(-1, torch.tensor([0]), 1.0)
+    flat = base.flatten(2)
+    yield "constant", (flat[..., :1] * flat[:1, :1]).reshape(base.shape)
+    yield "suddenly zero", torch.cat([base[:5], torch.zeros_like(base[5:])])
+    yield "suddenly huge", torch.cat([base[:5], base[5:] * 1e12])
+    if len(block) == 2:
+        yield "rank one", base[..., :1] * base[..., :1, :]
+        yield "one and the same", base[:1].expand_as(base)

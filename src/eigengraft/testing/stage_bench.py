@@ -1,0 +1,119 @@
+"""A stage and its state for a stack of blocks, without an optimizer: what the laws of stages are tried on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eigengraft.preconditioners import Stage, chain_slots, walk
+from eigengraft.preconditioners.checked_mode import Checks
+from eigengraft.quantization import Quantizer
+from eigengraft.slots import Coded, State, Storage
+from eigengraft.step_context import StepContext
+
+from .laws import require
+
+
+class Recorder(dict[str, Tensor]):
+    """State tensors that remember which of them were asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used: set[str] = set()
+
+    def __getitem__(self, key: str) -> Tensor:
+        self.used.add(key)
+        return super().__getitem__(key)
+
+
+class StageBench:
+    """N blocks of one shape with a stage's state. counts: gradients that each block has seen."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        block: tuple[int, ...],
+        blocks: int,
+        dtype: torch.dtype = torch.float64,
+        quantizer: Quantizer | None = None,
+        path: str = "update",
+    ) -> None:
+        """quantizer: stores every slot that it takes; default: none is coded. path: of the chain, in keys, errors."""
+        self.stage: Any = stage
+        self.block, self.blocks, self.dtype, self.quantizer, self.path = block, blocks, dtype, quantizer, path
+        slots = chain_slots((stage,), block, path)
+        self.declared = {f"{where}/{name}": slot for where, name, slot in slots}
+        self.tensors, self.coded = Recorder(), dict[str, Coded]()
+        self.watch: Checks | None = None
+        for key in self.declared:
+            self._allocate(key)
+        self.counts = np.zeros(blocks, dtype=np.int64)
+        self.phases = np.arange(blocks) / blocks
+        self.seeds = np.arange(blocks) * 7919 - 11
+        self.parameter_rms = torch.linspace(0.5, 1.5, blocks, dtype=dtype)
+        self.lagging = any(inner.lagged() for _, inner in walk((stage,)))
+
+    def _allocate(self, key: str) -> None:
+        slot = self.declared[key]
+        value = slot.allocate(self.blocks, self.dtype, torch.device("cpu"))
+        if self.quantizer is None or self.quantizer.refuses(slot) is not None:
+            self.tensors[key] = value
+            return
+        parts = self.quantizer.encode(value)
+        self.coded[key] = Coded(slot, self.quantizer, tuple(parts), value.dtype)
+        self.tensors.update({f"{key}/{part}": stored for part, stored in parts.items()})
+
+    def checked(self) -> StageBench:
+        """This bench, in checked mode from now on."""
+        self.watch = Checks(self.declared)
+        return self
+
+    def step(
+        self, gradient: Tensor, direction: Tensor | None = None, rows: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """One step of the selected rows; the first of a lagged stage only primes and returns zero."""
+        chosen = np.arange(self.blocks) if rows is None else rows.numpy()
+        self.counts[chosen] += 1
+        storage = Storage(self.coded, watch=self.watch)
+        state = State(self.tensors, self.block, self.path, rows, mask, storage).scope(self.stage.label)
+        context = self.context(chosen)
+        if self.lagging and (context.steps == 0).any():
+            assert (context.steps == 0).all()
+            self.stage.prime(state, gradient, context)
+            return torch.zeros_like(gradient)
+        result = self.stage.run(state, gradient, gradient if direction is None else direction, context)
+        assert isinstance(result, Tensor)
+        return result
+
+    def context(self, chosen: Any) -> StepContext:
+        """The context of the chosen blocks: their own steps, and every signal that there is."""
+        signals: dict[str, Tensor | float] = {"lr": 0.1, "parameter_rms": self.parameter_rms[chosen]}
+        steps = self.counts[chosen] - int(self.lagging)
+        return StepContext(steps, self.phases[chosen], chosen, seeds=self.seeds[chosen], signals=signals)
+
+    def run(self, gradients: Tensor) -> Tensor:
+        """gradients `[T, N, *block]` -> the directions, of the same shape."""
+        return torch.stack([self.step(gradient).clone() for gradient in gradients])  # it may be the state itself
+
+    def copy(self) -> StageBench:
+        """A bench with a copy of the state, at the same step."""
+        twin = StageBench(self.stage, self.block, self.blocks, self.dtype, self.quantizer, self.path)
+        for key, tensor in self.tensors.items():
+            twin.tensors[key] = tensor.clone()
+        twin.counts = self.counts.copy()
+        return twin
+
+    def only(self, block: int) -> StageBench:
+        """A bench for one block of this one, fresh."""
+        alone = StageBench(self.stage, self.block, 1, self.dtype, self.quantizer, self.path)
+        alone.phases, alone.parameter_rms = self.phases[block : block + 1], self.parameter_rms[block : block + 1]
+        alone.seeds = self.seeds[block : block + 1]
+        return alone
+
+    def require_used(self) -> None:
+        """Raises a LawError for slots that were declared and never read nor written."""
+        idle = ", ".join(sorted(self.declared.keys() - self.tensors.used))
+        require(not idle, f"every slot of slots() read or written is required, got some that are not used: {idle}")

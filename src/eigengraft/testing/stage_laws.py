@@ -1,0 +1,195 @@
+"""The laws of stages.
+
+Tolerances, unless a law says otherwise: 1e-10 relative in float64, thousands of roundings; what must be the same is
+compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from eigengraft.quantization import Float32
+
+from .laws import Law, require, require_close, the_declaration_survives
+from .samples import STEPS, difficult, gradients, rotation, standard_normal
+from .stage_bench import StageBench
+from .stage_case import StageCase, on
+from .stage_state_laws import (
+    a_checkpoint_resumes_exactly,
+    a_copy_of_the_state_resumes_exactly,
+    state_is_reported_to_the_byte,
+    storage_makes_no_difference,
+)
+
+
+def the_contract_is_kept(case: StageCase) -> None:
+    """In checked mode: slots declared and of their shape, state written back, inputs left alone, a direction of the
+    right shape, all finite. Every slot is used."""
+    for block in case.blocks:
+        for quantizer in (None, Float32(min_elements=1)):
+            with on(block):
+                bench = StageBench(case.stage, block, 3, torch.float32, quantizer).checked()
+                for t, gradient in enumerate(gradients(block, dtype=torch.float32)):
+                    bench.step(gradient, standard_normal(*gradient.shape, seed=t).float() if t % 2 else gradient)
+                if quantizer is None:
+                    bench.require_used()
+
+
+def a_stack_is_its_blocks(case: StageCase) -> None:
+    """N blocks in a stack get the directions that each gets alone."""
+    for block in case.blocks:
+        with on(block):
+            given, stack = gradients(block), case.bench(block)
+            stacked = stack.run(given)
+            for i in range(3):
+                alone = stack.only(i).run(given[:, i : i + 1])[:, 0]
+                what = f"block {i} alone as in a stack of 3 (does a sum or mean run over the stack axis 0?)"
+                require_close(alone, stacked[:, i], 1e-10, what)
+
+
+def blocks_without_a_gradient_wait(case: StageCase) -> None:
+    """Rows by index, each with its own step: a block that was left out is where it would be without that step."""
+    chosen = [torch.tensor(rows) for rows in ([0, 1, 2], [0, 2], [1], [2, 1], [0, 1, 2], [0], [0, 1], [1, 2])]
+    for block in case.blocks:
+        with on(block):
+            stack = case.bench(block)
+            alone = [stack.only(i) for i in range(3)]
+            for gradient, rows in zip(gradients(block), chosen, strict=False):
+                if stack.lagging and len({bool(stack.counts[i] == 0) for i in rows}) > 1:
+                    continue
+                ours = stack.step(gradient[rows], rows=rows)
+                theirs = torch.cat([alone[i].step(gradient[i : i + 1]) for i in rows.tolist()])
+                require_close(ours, theirs, 1e-10, f"rows {rows.tolist()} of a stack as each block alone,")
+
+
+def masked_rows_change_nothing(case: StageCase) -> None:
+    """A row whose gradient is not finite keeps its state bit for bit; the others do not notice it."""
+    mask = torch.tensor([True, False, True])
+    for block in case.blocks:
+        with on(block):
+            given, stack = gradients(block), case.bench(block)
+            stack.run(given[: STEPS // 2])
+            reference = stack.copy()
+            before = {key: tensor.clone() for key, tensor in stack.tensors.items()}
+            for gradient in given[STEPS // 2 :]:
+                spoiled = gradient.clone()
+                spoiled[1] = torch.nan
+                ours = stack.step(spoiled, mask=mask)[mask]
+                require_close(ours, reference.step(gradient)[mask], 1e-10, "blocks beside one whose gradient is nan")
+            for key, tensor in stack.tensors.items():
+                same = torch.equal(tensor[1], before[key][1])
+                require(same, f"unchanged state of a block whose gradient is nan is required, got another {key}")
+
+
+def inputs_are_never_written_to(case: StageCase) -> None:
+    """Gradient and direction hold the same bits after a step as before it."""
+    for block in case.blocks:
+        with on(block):
+            stack = case.bench(block)
+            for t, gradient in enumerate(gradients(block)):
+                direction = standard_normal(*gradient.shape, seed=t)
+                copies = {"gradient": gradient.clone(), "direction": direction.clone()}
+                stack.step(gradient, direction if t % 2 else gradient)
+                for name, tensor in (("gradient", gradient), ("direction", direction)):
+                    require(torch.equal(tensor, copies[name]), f"an untouched {name} is required, got a changed one")
+
+
+def numbers_stay_finite(case: StageCase) -> None:
+    """Direction and state, for zero, huge, tiny, constant, rank-deficient and suddenly different gradients."""
+    for block in case.blocks:
+        for name, given in difficult(block):
+            with on(block, f"gradients: {name}"):
+                stack = case.bench(block, dtype=torch.float32)
+                failures = {key: stack.tensors[key] for key, slot in stack.declared.items() if slot.role == "failures"}
+                for t, gradient in enumerate(given, start=1):
+                    out = stack.step(gradient)
+                    require(out.isfinite().all(), f"a finite direction is required, got {_odd(out)} at step {t}")
+                    failed = [key for key, count in failures.items() if count.any()]
+                    require(not failed, f"roots and bases that succeed are required, got failures in {failed}")
+                for key, tensor in stack.tensors.items():
+                    require(tensor.isfinite().all(), f"finite state is required, got {_odd(tensor)} in {key}")
+
+
+def a_zero_gradient_moves_nothing(case: StageCase) -> None:
+    """From the first step on; 0 / 0 is the usual fault, which an eps or `numerics.safe_ratio` avoids."""
+    for block in case.blocks:
+        with on(block):
+            out = case.bench(block).run(torch.zeros_like(gradients(block)))
+            require(not out.any(), f"a zero direction for a zero gradient is required, got {_odd(out)}")
+
+
+def scaling_all_gradients_scales_the_direction(case: StageCase) -> None:
+    """By the degree. The last step counts: roots and bases are no longer the identity they start from."""
+    for block in case.blocks:
+        for scale in (2.0**-10, 2.0**10):
+            with on(block, f"gradients times {scale:g}"):
+                given, degree = gradients(block), case.degree_on(block)
+                plain, scaled = case.bench(block).run(given)[-1], case.bench(block).run(given * scale)[-1]
+                what = f"a direction that scales by the power {degree:g} of the gradients' scale,"
+                require_close(scaled * scale**-degree, plain, 1e-7, what)
+
+
+def rotating_all_gradients_rotates_the_direction(case: StageCase) -> None:
+    """U G V^T gives U D V^T."""
+    for block in ((6, 5), (5, 5)):
+        with on(block):
+            u, v, given = rotation(block[0], 1), rotation(block[1], 2), gradients(block)
+            straight, turned = case.bench(block).run(given), case.bench(block).run(u @ given @ v.T)
+            require_close(turned, u @ straight @ v.T, 1e-9, "a direction that turns with the gradients")
+
+
+def dtype_and_device_are_kept(case: StageCase) -> None:
+    """Of direction and state, in float32 and float64."""
+    for block in case.blocks:
+        for dtype in (torch.float32, torch.float64):
+            with on(block, str(dtype)):
+                given, stack = gradients(block, dtype=dtype), case.bench(block, dtype=dtype)
+                before = {key: _kind(tensor) for key, tensor in stack.tensors.items()}
+                out, want = stack.run(given), _kind(given)
+                require(
+                    _kind(out) == want, f"directions of (dtype, device, shape) {want} are required, got {_kind(out)}"
+                )
+                after = {key: _kind(tensor) for key, tensor in stack.tensors.items()}
+                require(after == before, f"state of {before} is required, got {after}")
+
+
+def _kind(x: Tensor) -> tuple[str, str, tuple[int, ...]]:
+    return str(x.dtype), str(x.device), tuple(x.shape)
+
+
+def _odd(x: Tensor) -> str:
+    """What an error shows of x: the first entry that is not finite, or else the largest."""
+    bad = x[~x.isfinite()]
+    return f"{float(bad[0] if len(bad) else x.abs().max()):g}"
+
+
+def _comparable(case: StageCase) -> str | None:
+    return "singular=True" if case.singular else None
+
+
+def _scales(case: StageCase) -> str | None:
+    return "no degree is given" if case.degree is None else None
+
+
+def _rotates(case: StageCase) -> str | None:
+    return None if case.rotates else "rotates=False"
+
+
+CONTRACT: Law[StageCase] = Law(the_contract_is_kept)
+STAGE_LAWS: tuple[Law[StageCase], ...] = (
+    Law(the_declaration_survives),
+    Law(a_stack_is_its_blocks, _comparable),
+    Law(blocks_without_a_gradient_wait, _comparable),
+    Law(masked_rows_change_nothing, _comparable),
+    Law(inputs_are_never_written_to),
+    Law(numbers_stay_finite),
+    Law(a_zero_gradient_moves_nothing),
+    Law(scaling_all_gradients_scales_the_direction, _scales),
+    Law(rotating_all_gradients_rotates_the_direction, _rotates),
+    Law(dtype_and_device_are_kept),
+    Law(a_copy_of_the_state_resumes_exactly),
+    Law(storage_makes_no_difference),
+    Law(state_is_reported_to_the_byte),
+    Law(a_checkpoint_resumes_exactly),
+)

@@ -1,0 +1,82 @@
+"""The laws of stages that are about their state: all of it is in the slots, to the byte, and a checkpoint holds it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from eigengraft import Optimizer
+from eigengraft.quantization import Float32
+
+from .laws import require
+from .samples import STEPS, gradients, standard_normal
+from .stage_bench import StageBench
+from .stage_case import StageCase, on
+
+
+def a_copy_of_the_state_resumes_exactly(case: StageCase) -> None:
+    """All that a stage remembers is in its slots."""
+    for block in case.blocks:
+        with on(block):
+            given, stack = gradients(block), case.bench(block)
+            stack.run(given[: STEPS // 2])
+            twin = stack.copy()
+            same = torch.equal(twin.run(given[STEPS // 2 :]), stack.run(given[STEPS // 2 :]))
+            require(
+                same, "the same directions from a copy of the state are required, got others; is there other memory?"
+            )
+
+
+def storage_makes_no_difference(case: StageCase) -> None:
+    """State kept as it is and state encoded and decoded without loss give the same bits, in float32."""
+    for block in case.blocks:
+        with on(block):
+            given = gradients(block, dtype=torch.float32)
+            plain, coded = (
+                StageBench(case.stage, block, 3, torch.float32, q).run(given) for q in (None, Float32(min_elements=1))
+            )
+            require(torch.equal(plain, coded), "the same directions from encoded state are required, got others")
+
+
+def state_is_reported_to_the_byte(case: StageCase) -> None:
+    """Slots declared = slots used = bytes reported."""
+    for block in case.blocks:
+        with on(block):
+            stack = case.bench(block, 2)
+            stack.run(gradients(block, 2))
+            stack.require_used()
+            size = sum(tensor[0].numel() * tensor.element_size() for tensor in stack.tensors.values())
+            parameter = nn.Parameter(torch.zeros(block, dtype=torch.float64))
+            optimizer = Optimizer([parameter], {"update": [case.stage], "routes": []})
+            (route,) = optimizer.routing_table()
+            step = 8  # the int64 count of steps
+            found = (optimizer.state_bytes(), route.state_bytes)
+            require(found == (size + step,) * 2, f"{size + step} bytes of state are required, got (all, route) {found}")
+
+
+def a_checkpoint_resumes_exactly(case: StageCase) -> None:
+    """Of two parameters cut into blocks, in float32, through `state_dict`."""
+    for block in ((6, 6), (8,)):
+        with on(block):
+            declared = {"update": [case.stage], "routes": [], "blocking": {"size": 2}}
+            given = gradients(block, 2, torch.float32)
+            parameters = [nn.Parameter(standard_normal(*block, seed=i).float()) for i in range(2)]
+            optimizer = Optimizer(parameters, declared, lr=0.1)
+            _train(optimizer, parameters, given[: STEPS // 2])
+            copies = [nn.Parameter(parameter.detach().clone()) for parameter in parameters]
+            resumed = Optimizer(copies, declared, lr=0.1)
+            resumed.load_state_dict(optimizer.state_dict())
+            _train(optimizer, parameters, given[STEPS // 2 :])
+            _train(resumed, copies, given[STEPS // 2 :])
+            same = all(torch.equal(a, b) for a, b in zip(parameters, copies, strict=True))
+            require(
+                same, "the same parameters after a resume are required, got others; is there memory beside the slots?"
+            )
+
+
+def _train(optimizer: Optimizer, parameters: list[nn.Parameter], given: Tensor) -> None:
+    """given: `[T, parameters, *shape]`."""
+    for step in given:
+        for parameter, gradient in zip(parameters, step, strict=True):
+            parameter.grad = gradient.clone()
+        optimizer.step()

@@ -1,0 +1,135 @@
+"""The laws of tasks: reproducible batches and weights, metrics over all validation targets."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from eigengraft.component import Component
+
+from .laws import Law, require, the_declaration_survives
+
+if TYPE_CHECKING:
+    from eigengraft.experiments.tasks import Batch, Task
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class TaskCase:
+    """task: to be checked; its data are read, so give a small one."""
+
+    task: Task
+
+    @property
+    def component(self) -> Component:
+        return self.task
+
+    @property
+    def who(self) -> str:
+        return f"task.{getattr(self.task, 'kind', '?')}"
+
+
+def batches_are_a_pure_function_of_seed_and_step(case: TaskCase) -> None:
+    """Also when the data are read again; other seeds and steps give other batches."""
+    first, second = case.task.load(), case.task.load()
+    for step in (7, 0, 500):
+        same = _equal(first.batch(3, step), second.batch(3, step))
+        require(same, f"the same batch of seed 3 and step {step} from data read twice is required, got another")
+    require(_equal(first.batch(3, 7), first.batch(3, 7)), "the same batch asked for twice is required, got another")
+    one = first.batch(3, 7).inputs
+    require(not torch.equal(one, first.batch(4, 7).inputs), "another batch for another seed is required, got the same")
+    require(not torch.equal(one, first.batch(3, 8).inputs), "another batch for another step is required, got the same")
+
+
+def the_data_have_a_fingerprint(case: TaskCase) -> None:
+    """Equal whenever the data are read, with the sha256 of their content."""
+    one, two = case.task.load().fingerprint, case.task.load().fingerprint
+    require(one == two, f"the same fingerprint whenever the data are read is required, got {one} and {two}")
+    require(len(one.sha256) == 64, f"sha256: 64 hexadecimal digits are required, got '{one.sha256}'")
+
+
+def initial_weights_depend_on_the_seed_alone(case: TaskCase) -> None:
+    """And torch's global generator is left as it was."""
+    before = torch.get_rng_state()
+    first = case.task.new_model(1).state_dict()
+    same = torch.equal(before, torch.get_rng_state())
+    require(same, "an untouched global generator is required of new_model(), got one that has moved on")
+    torch.rand(5)
+    again = case.task.new_model(1).state_dict()
+    torch.set_rng_state(before)
+    same = all(torch.equal(first[name], value) for name, value in again.items())
+    require(same, "the same weights from the same seed are required, got others")
+    others = case.task.new_model(2).state_dict()
+    differ = any(not torch.equal(first[name], value) for name, value in others.items())
+    require(differ, "other weights from another seed are required, got the same")
+
+
+def batches_leave_the_global_generator_alone(case: TaskCase) -> None:
+    """Reading data and making batches draw no global random numbers."""
+    before = torch.get_rng_state()
+    data = case.task.load()
+    data.batch(0, 0)
+    list(data.evaluation())
+    same = torch.equal(before, torch.get_rng_state())
+    require(
+        same, "an untouched global generator is required of load(), batch() and evaluation(), got one that moved on"
+    )
+
+
+def the_loss_is_a_number_with_gradients(case: TaskCase) -> None:
+    """Finite, one number, and every trainable parameter gets a finite gradient from it."""
+    inputs, targets = case.task.load().batch(0, 0)
+    model = case.task.new_model(0)
+    loss = case.task.loss(model(inputs), targets)
+    fine = loss.ndim == 0 and bool(loss.isfinite())
+    require(fine, f"a finite loss of shape [] is required, got {loss.tolist()} of shape {list(loss.shape)}")
+    loss.backward()  # type: ignore[no-untyped-call]
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            fine = parameter.grad is not None and bool(parameter.grad.isfinite().all())
+            require(fine, f"a finite gradient of {name} is required, got {'none' if parameter.grad is None else 'nan'}")
+
+
+def metrics_are_means_over_all_validation_targets(case: TaskCase) -> None:
+    """By the task's own loss, each target weighing the same, whatever the sizes of the batches. 1e-5: float32."""
+    data, model = case.task.load(), case.task.new_model(0)
+    total, hits, count = 0.0, 0, 0
+    for inputs, targets in data.evaluation():
+        with torch.no_grad():
+            outputs: Tensor = model(inputs)
+        total += float(case.task.loss(outputs.double(), targets)) * targets.numel()
+        hits, count = hits + int((outputs.argmax(-1) == targets).sum()), count + targets.numel()
+    metrics = case.task.evaluate(model, data, _CPU)
+    fine = math.isclose(metrics.val_loss, total / count, rel_tol=1e-5)
+    require(fine, f"val_loss {total / count:.6g}, the mean over all targets, is required, got {metrics.val_loss:.6g}")
+    accuracy = hits / count if case.task.reports_accuracy else None
+    require(metrics.val_accuracy == accuracy, f"val_accuracy {accuracy} is required, got {metrics.val_accuracy}")
+
+
+def evaluation_repeats_and_leaves_the_model_training(case: TaskCase) -> None:
+    """The validation batches are the same every time."""
+    data, model = case.task.load(), case.task.new_model(0)
+    one, two = case.task.evaluate(model, data, _CPU), case.task.evaluate(model, data, _CPU)
+    require(one == two, f"the same metrics from the same weights are required, got {one} and {two}")
+    require(model.training, "a model that trains on after evaluate() is required, got one in eval mode")
+
+
+def _equal(one: Batch, two: Batch) -> bool:
+    return torch.equal(one.inputs, two.inputs) and torch.equal(one.targets, two.targets)
+
+
+TASK_LAWS: tuple[Law[TaskCase], ...] = (
+    Law(the_declaration_survives),
+    Law(batches_are_a_pure_function_of_seed_and_step),
+    Law(the_data_have_a_fingerprint),
+    Law(initial_weights_depend_on_the_seed_alone),
+    Law(batches_leave_the_global_generator_alone),
+    Law(the_loss_is_a_number_with_gradients),
+    Law(metrics_are_means_over_all_validation_targets),
+    Law(evaluation_repeats_and_leaves_the_model_training),
+)
