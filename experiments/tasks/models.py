@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import cast
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -23,10 +24,11 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = (
-            layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+            rearrange(layer(x), "b t (heads d) -> b heads t d", heads=self.heads)
+            for layer in (self.query, self.key, self.value)
         )
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return cast(Tensor, self.mix(mixed.transpose(1, 2).flatten(2)))
+        return cast(Tensor, self.mix(rearrange(mixed, "b heads t d -> b t (heads d)")))
 
 
 class Block(nn.Module):

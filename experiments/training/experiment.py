@@ -16,7 +16,7 @@ from eigengraft.optimizers.recipe.yaml_files import parse_yaml
 
 from ..tasks import Task
 from .imports import import_component, names_a_file
-from .parallel.modes import Parallel, SingleProcess
+from .parallel.modes import Parallelism, SingleProcess
 from .schedule import Constant, Schedule
 
 
@@ -49,7 +49,7 @@ class Experiment(Component):
     checkpoint_every: int = Field(default=100, ge=1, description="steps between checkpoints")
     threads: int = Field(default=1, ge=1, description="CPU threads of torch; another number may change the last bits")
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")
-    parallel: Parallel = Field(
+    parallel: Parallelism = Field(
         default=SingleProcess(), description="how processes share the work; losses stay the same"
     )
 

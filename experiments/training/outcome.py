@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from statistics import fmean, median
+from typing import Any
+
+from ..tasks import Metrics
 
 
 @dataclass(frozen=True)
@@ -43,3 +48,21 @@ class MetricsWindow:
     losses: list[float] = field(default_factory=list)
     step_ms: list[float] = field(default_factory=list)
     optimizer_ms: list[float] = field(default_factory=list)
+
+    def row(self, step: int, lr: float, seconds: float, metrics: Metrics | None) -> dict[str, Any]:
+        """One row of metrics.jsonl: mean loss and median times of the window, and the evaluation if there was one."""
+        return {
+            "step": step,
+            "loss": _finite_or_none(fmean(self.losses)),
+            "val_loss": _finite_or_none(metrics.val_loss) if metrics is not None else None,
+            "val_accuracy": metrics.val_accuracy if metrics is not None else None,
+            "lr": lr,
+            "seconds": seconds,
+            "step_ms": median(self.step_ms),
+            "optimizer_ms": median(self.optimizer_ms),
+        }
+
+
+def _finite_or_none(value: float) -> float | None:
+    """The value, or None for NaN and infinity, which JSON lacks."""
+    return value if math.isfinite(value) else None

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import torch
@@ -111,18 +111,8 @@ class Trainer:
         return Tick(self.step, self.experiment.steps, loss, val_loss, step_ms, self.seconds)
 
     def _write_row(self, lr: float, metrics: Metrics | None) -> None:
-        row: dict[str, Any] = {
-            "step": self.step,
-            "loss": _finite(fmean(self.window.losses)),
-            "val_loss": _finite(metrics.val_loss) if metrics is not None else None,
-            "val_accuracy": metrics.val_accuracy if metrics is not None else None,
-            "lr": lr,
-            "seconds": self.seconds,
-            "step_ms": median(self.window.step_ms),
-            "optimizer_ms": median(self.window.optimizer_ms),
-        }
         if self.ranks.first:
-            self.directory.append(row)
+            self.directory.append(self.window.row(self.step, lr, self.seconds, metrics))
         self.window = MetricsWindow()
 
     def _finish(self, metrics: Metrics | None) -> Result:
@@ -196,8 +186,3 @@ class Trainer:
         if state["device_rng"] is not None:
             torch.cuda.set_rng_state(state["device_rng"], self.device)
         return state
-
-
-def _finite(value: float) -> float | None:
-    """The value, or None for NaN and infinity, which JSON lacks."""
-    return value if math.isfinite(value) else None

@@ -377,7 +377,7 @@ class TestKronecker:
 
 class TestStatistics:
     def test_a_sum_of_gram_matrices_is_the_gram_matrix_of_all_gradients(self) -> None:
-        from eigengraft.experiments.benches.problems.gradients import LAYERS, layer_gradients
+        from eigengraft.experiments.benches.problems.gradients import GRADIENT_LAYERS, layer_gradients
 
         rows = bench_statistics(
             statistics={"kind": "gram", "beta": 1.0},
@@ -391,7 +391,7 @@ class TestStatistics:
         )
         g = layer_gradients(4, 32, 1, 2)
         own = [row for row in rows if row.gain_error is not None]
-        assert [row.layer for row in own] == list(LAYERS) and len(rows) == 3 * len(LAYERS)
+        assert [row.layer for row in own] == list(GRADIENT_LAYERS) and len(rows) == 3 * len(GRADIENT_LAYERS)
         for layer, row in enumerate(own):
             left, right = kronecker.gram_factors(g[:12, layer])
             c = kronecker.second_moment(g[:12, layer])

@@ -7,13 +7,7 @@ import pytest
 
 from .test_house import sources
 
-SHARED = {
-    "C": "a type variable",
-    "COLUMNS": "the columns of one table each",
-    "LAYERS": "the layers of one recording each",
-    "PREFERRED": "the declarations that one bench each puts first",
-    "STEPS": "the number of steps of one recording, and the steps that psgd chooses from",
-}
+SHARED: dict[str, str] = {}
 """Names that several modules define, and why they may."""
 
 

@@ -14,7 +14,7 @@ from eigengraft.preconditioners import BasisSolver
 
 from ..common.bench import Bench
 from ..common.declarations import Declaration, defaults, label, listed, require_distinct
-from ..common.fields import DTYPES, Dtypes, Size, Sizes
+from ..common.fields import DTYPES, MatrixDtypes, PositiveInts
 from ..common.results import FigurePanel, ResultTable
 from ..common.timing import milliseconds, worst
 from ..problems.drift import drifting_statistic
@@ -22,7 +22,7 @@ from ..problems.spectra import Geometric, PowerLaw, Spectrum, Synthetic
 from .rows import BasisRow
 from .view import basis_advice, basis_panels, basis_summary
 
-PREFERRED: tuple[Declaration, ...] = (
+_PREFERRED: tuple[Declaration, ...] = (
     {"kind": "eigh"},
     {"kind": "power_qr"},
     {"kind": "power_qr", "steps": 2},
@@ -30,7 +30,7 @@ PREFERRED: tuple[Declaration, ...] = (
 
 
 def _default_solvers() -> tuple[BasisSolver, ...]:
-    return tuple(checked(BasisSolver, dict(item)) for item in defaults(BasisSolver, PREFERRED))  # type: ignore[type-abstract]
+    return tuple(checked(BasisSolver, dict(item)) for item in defaults(BasisSolver, _PREFERRED))  # type: ignore[type-abstract]
 
 
 class BasisBench(Bench):
@@ -47,9 +47,9 @@ class BasisBench(Bench):
     spectra: Annotated[tuple[Spectrum, ...], BeforeValidator(listed)] = Field(
         default=(Geometric(condition=1e4), PowerLaw()), strict=False, description="covariances of the gradients"
     )
-    sizes: Sizes = Field(default=(16, 64, 128), strict=False, description="d of the matrices d x d")
-    dtypes: Dtypes = Field(default=("float32",), strict=False, description="dtypes of the matrices")
-    refreshes: Annotated[tuple[Size, ...], BeforeValidator(listed)] = Field(
+    sizes: PositiveInts = Field(default=(16, 64, 128), strict=False, description="d of the matrices d x d")
+    dtypes: MatrixDtypes = Field(default=("float32",), strict=False, description="dtypes of the matrices")
+    refreshes: PositiveInts = Field(
         default=(1, 2, 4, 8, 16, 32), strict=False, description="numbers of refreshes after which bases are measured"
     )
     every: int = Field(default=10, ge=1, description="steps between refreshes")

@@ -10,7 +10,7 @@ from ..common.results import FigurePanel, Line, ResultTable
 from ..common.tables import fastest, groups, milli, points, scientific, unique
 from .rows import BasisRow
 
-COLUMNS = ("solver", "size", "dtype", "columns", "orthogonality", "off-diagonal", "eigenvalues", "ok", "ms")
+_COLUMNS = ("solver", "size", "dtype", "columns", "orthogonality", "off-diagonal", "eigenvalues", "ok", "ms")
 
 
 def basis_summary(rows: Sequence[BasisRow]) -> ResultTable:
@@ -32,7 +32,7 @@ def basis_summary(rows: Sequence[BasisRow]) -> ResultTable:
                 milli(median(row.milliseconds for row in settled)),
             )
         )
-    return ResultTable(f"eigenbases after {last} refreshes: the worst over spectra", COLUMNS, tuple(lines))
+    return ResultTable(f"eigenbases after {last} refreshes: the worst over spectra", _COLUMNS, tuple(lines))
 
 
 def basis_panels(rows: Sequence[BasisRow], threshold: float) -> tuple[FigurePanel, FigurePanel]:

@@ -13,7 +13,7 @@ from eigengraft.preconditioners import RMS, Adafactor, Eigenbasis, Eigh, EighBas
 
 from ..common.stage_runner import StageRunner
 from ..problems import dense_kronecker as kronecker
-from ..problems.gradients import LAYERS, layer_gradients
+from ..problems.gradients import GRADIENT_LAYERS, layer_gradients
 from ..problems.spectra import orthogonal
 from . import published_iterations as published
 from .registry import Measured, claim
@@ -58,7 +58,7 @@ def order_of_kronecker_approximations(quick: bool) -> Iterator[Measured]:
     width, samples = (12, 300) if quick else (24, 1500)
     seen = layer_gradients(width, samples + samples // 2)[:samples]
     least = {"best - L x R": 9.0, "L x R - root": 9.0, "root - one side": 9.0, "one side - diagonal": 9.0, "ratio": 9.0}
-    for layer in range(len(LAYERS)):
+    for layer in range(len(GRADIENT_LAYERS)):
         c = kronecker.second_moment(seen[:, layer])
         (left, right), one = kronecker.gram_factors(seen[:, layer]), torch.eye(width, dtype=torch.float64)
         best, product = kronecker.best_cosine(c, width, width), kronecker.cosine_product(c, left, right)
@@ -86,7 +86,7 @@ def order_of_gain_errors(quick: bool) -> Iterator[Measured]:
         errors, cosines = [], []
         for q in (2.0, 1.0, 0.5, 0.0):
             found = []
-            for layer in range(len(LAYERS)):
+            for layer in range(len(GRADIENT_LAYERS)):
                 factors = kronecker.fixed_point(gradients[:count, layer], q)
                 c = kronecker.second_moment(unseen[:, layer])
                 found.append((kronecker.gain_error(unseen[:, layer], *factors), kronecker.cosine_product(c, *factors)))

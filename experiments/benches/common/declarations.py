@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from eigengraft.component import Component
 
-C = TypeVar("C")
+Candidate = TypeVar("Candidate")
 Declaration = Mapping[str, Any]
 
 
@@ -37,7 +37,7 @@ def listed(value: Any) -> Any:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def require_distinct(candidates: Iterable[C], name: Callable[[C], str]) -> None:
+def require_distinct(candidates: Iterable[Candidate], name: Callable[[Candidate], str]) -> None:
     """Refuse candidates with the same name, which figures and tables could not tell apart."""
     names = [name(candidate) for candidate in candidates]
     twice = sorted({text for text in names if names.count(text) > 1})

@@ -30,7 +30,7 @@ def _parse_shape(item: Any) -> Any:
     return tuple(item) if isinstance(item, list) else item
 
 
-Size = Annotated[int, Field(ge=1)]
-Sizes = Annotated[tuple[Size, ...], BeforeValidator(listed)]
-Shapes = Annotated[tuple[tuple[Size, Size], ...], BeforeValidator(parse_shapes)]
-Dtypes = Annotated[tuple[Literal["float32", "float64"], ...], BeforeValidator(listed)]
+PositiveInt = Annotated[int, Field(ge=1)]
+PositiveInts = Annotated[tuple[PositiveInt, ...], BeforeValidator(listed)]
+MatrixShapes = Annotated[tuple[tuple[PositiveInt, PositiveInt], ...], BeforeValidator(parse_shapes)]
+MatrixDtypes = Annotated[tuple[Literal["float32", "float64"], ...], BeforeValidator(listed)]

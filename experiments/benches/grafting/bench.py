@@ -14,7 +14,7 @@ from eigengraft.preconditioners import Stage, Stages
 
 from ..common.bench import Bench
 from ..common.declarations import Declaration, label, listed, require_distinct
-from ..common.fields import Shapes
+from ..common.fields import MatrixShapes
 from ..common.results import FigurePanel, ResultTable
 from ..common.stage_runner import StageRunner
 from ..common.timing import milliseconds
@@ -23,7 +23,7 @@ from .view import grafting_advice, grafting_panels, grafting_summary
 
 MOMENTUM, ROOTS = {"kind": "momentum", "beta": 0.9}, {"kind": "every", "steps": 10}
 SHAMPOO: Declaration = {"kind": "shampoo", "statistic": {"kind": "gram", "beta": 0.95}, "refresh": ROOTS}
-PREFERRED: tuple[tuple[Declaration, ...], ...] = (
+_PREFERRED: tuple[tuple[Declaration, ...], ...] = (
     ({"kind": "identity"},),
     ({"kind": "sign"},),
     (MOMENTUM, {"kind": "rms", "beta": 0.95}),
@@ -54,7 +54,7 @@ def chain_label(stages: tuple[Stage, ...]) -> str:
 
 def _default_chains() -> Any:
     known = Stage.members
-    return tuple(chain for chain in PREFERRED if all(stage["kind"] in known for stage in chain))
+    return tuple(chain for chain in _PREFERRED if all(stage["kind"] in known for stage in chain))
 
 
 class GraftingBench(Bench):
@@ -68,7 +68,7 @@ class GraftingBench(Bench):
     chains: Annotated[tuple[Stages, ...], BeforeValidator(listed)] = Field(
         default_factory=_default_chains, strict=False, description="chains of stages, or single stages"
     )
-    shapes: Shapes = Field(default=SHAPES, strict=False, description="shapes m x n of the blocks")
+    shapes: MatrixShapes = Field(default=SHAPES, strict=False, description="shapes m x n of the blocks")
     steps: int = Field(default=30, ge=1, description="updates before the one that is measured")
     scale: float = Field(default=1e-3, gt=0, description="RMS of the gradients")
     count: int = Field(default=2, ge=1, description="blocks in a stack")

@@ -9,7 +9,7 @@ from ..common.results import FigurePanel, ResultTable
 from ..common.tables import groups, milli, points, unique
 from .rows import GraftingRow
 
-COLUMNS = ("chain", "RMS", "ratio", "spectral / sqrt(m/n)", "ratio", "norm", "at", "ms")
+_COLUMNS = ("chain", "RMS", "ratio", "spectral / sqrt(m/n)", "ratio", "norm", "at", "ms")
 
 
 def grafting_summary(rows: Sequence[GraftingRow]) -> ResultTable:
@@ -30,7 +30,7 @@ def grafting_summary(rows: Sequence[GraftingRow]) -> ResultTable:
                 milli(largest.milliseconds),
             )
         )
-    return ResultTable("size of updates over shapes", COLUMNS, tuple(lines))
+    return ResultTable("size of updates over shapes", _COLUMNS, tuple(lines))
 
 
 def grafting_panels(rows: Sequence[GraftingRow]) -> tuple[FigurePanel, FigurePanel]:

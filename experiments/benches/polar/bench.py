@@ -15,7 +15,7 @@ from eigengraft.preconditioners import PolarSolver
 
 from ..common.bench import Bench
 from ..common.declarations import Declaration, defaults, label, listed, require_distinct
-from ..common.fields import DTYPES, Dtypes, Shapes
+from ..common.fields import DTYPES, MatrixDtypes, MatrixShapes
 from ..common.results import FigurePanel, ResultTable
 from ..common.timing import milliseconds, relative_error, worst
 from ..problems.spectra import orthogonal
@@ -23,7 +23,7 @@ from .rows import PolarRow
 from .schedules import CUBIC, POLAR_EXPRESS, YOU
 from .view import polar_advice, polar_panels, polar_summary
 
-PREFERRED: tuple[Declaration, ...] = (
+_PREFERRED: tuple[Declaration, ...] = (
     {"kind": "newton_schulz"},
     {"kind": "newton_schulz", "coefficients": YOU},
     {"kind": "newton_schulz", "coefficients": POLAR_EXPRESS},
@@ -46,7 +46,7 @@ def polar_label(solver: PolarSolver) -> str:
 
 
 def _default_solvers() -> tuple[PolarSolver, ...]:
-    return tuple(checked(PolarSolver, dict(item)) for item in defaults(PolarSolver, PREFERRED))  # type: ignore[type-abstract]
+    return tuple(checked(PolarSolver, dict(item)) for item in defaults(PolarSolver, _PREFERRED))  # type: ignore[type-abstract]
 
 
 class PolarBench(Bench):
@@ -56,7 +56,7 @@ class PolarBench(Bench):
     solvers: Annotated[tuple[PolarSolver, ...], BeforeValidator(listed)] = Field(
         default_factory=_default_solvers, strict=False, description="declarations, or kinds"
     )
-    shapes: Shapes = Field(
+    shapes: MatrixShapes = Field(
         default=((16, 16), (64, 64), (64, 256), (128, 128)), strict=False, description="shapes m x n of the matrices"
     )
     conditions: Annotated[tuple[Annotated[float, Field(ge=1)], ...], BeforeValidator(listed)] = Field(
@@ -64,7 +64,7 @@ class PolarBench(Bench):
         strict=False,
         description="condition numbers: largest over smallest singular value",
     )
-    dtypes: Dtypes = Field(default=("float32",), strict=False, description="dtypes of the matrices")
+    dtypes: MatrixDtypes = Field(default=("float32",), strict=False, description="dtypes of the matrices")
     count: int = Field(default=4, ge=1, description="matrices in a stack")
     threshold: float = Field(default=0.3, gt=0, description="largest distance that the advice accepts")
     advised: float = Field(default=1e2, ge=1, description="largest condition number that the advice considers")

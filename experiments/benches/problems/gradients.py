@@ -11,7 +11,7 @@ import eigengraft
 
 from ...training.loading import load_experiment
 
-LAYERS = (
+GRADIENT_LAYERS = (
     "blocks.0.attention.query",
     "blocks.0.attention.value",
     "blocks.0.attention.mix",
@@ -40,7 +40,7 @@ def layer_gradients(width: int, samples: int, seed: int = 0, steps: int = 100) -
             optimizer.zero_grad()
             experiment.task.loss(model(batch.inputs), batch.targets).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
-        weights = [model.get_parameter(f"{layer}.weight") for layer in LAYERS]
+        weights = [model.get_parameter(f"{layer}.weight") for layer in GRADIENT_LAYERS]
         found = []
         for step in range(steps, steps + samples):
             batch = dataset.batch(seed, step)

@@ -23,15 +23,17 @@ import eigengraft
 from ...training.loading import load_experiment
 from .recorded import FILE
 
-LAYERS = ("blocks.0.attention.query", "blocks.0.attention.mix", "blocks.1.attention.value", "blocks.1.down")
-STEPS = (10, 100, 300)
-LONGEST = 64
-EXPERIMENT = {"task": {"kind": "byte_lm", "max_bytes": 2**20}, "recipe": "shampoo", "lr": 8e-3}
+RECORDED_LAYERS = ("blocks.0.attention.query", "blocks.0.attention.mix", "blocks.1.attention.value", "blocks.1.down")
+RECORDED_STEPS = (10, 100, 300)
+FACTOR_SIZE = 64
+RECORDED_EXPERIMENT = {"task": {"kind": "byte_lm", "max_bytes": 2**20}, "recipe": "shampoo", "lr": 8e-3}
 
 
-def record(steps: Iterable[int] = STEPS, layers: Iterable[str] = LAYERS) -> dict[str, NDArray[np.float32]]:
+def record(
+    steps: Iterable[int] = RECORDED_STEPS, layers: Iterable[str] = RECORDED_LAYERS
+) -> dict[str, NDArray[np.float32]]:
     """Train for max(steps) steps; name -> upper triangle of a factor. The entry `made` names torch and the text."""
-    experiment = load_experiment(EXPERIMENT)
+    experiment = load_experiment(RECORDED_EXPERIMENT)
     steps, layers = sorted(steps), tuple(layers)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -59,8 +61,8 @@ def _triangles(state: dict[str, Tensor], step: int) -> dict[str, NDArray[np.floa
     found = {}
     for key, value in state.items():
         name = key.rpartition("/")[2]
-        if name.startswith("factor.") and len(value) == LONGEST:
-            rows, columns = torch.triu_indices(LONGEST, LONGEST)
+        if name.startswith("factor.") and len(value) == FACTOR_SIZE:
+            rows, columns = torch.triu_indices(FACTOR_SIZE, FACTOR_SIZE)
             found[name] = (value[rows, columns] / (1 - 0.95**step)).float().numpy()
     return found
 

@@ -15,7 +15,7 @@ from eigengraft.slots import Role, Slot
 
 from ..common.bench import Bench
 from ..common.declarations import label, listed, require_distinct
-from ..common.fields import DTYPES, Dtypes, Sizes
+from ..common.fields import DTYPES, MatrixDtypes, PositiveInts
 from ..common.results import FigurePanel, ResultTable
 from ..common.timing import milliseconds
 from ..problems.spectra import Geometric, Spectrum, default_spectra, require_invertible
@@ -41,8 +41,8 @@ class QuantizerBench(Bench):
     spectra: Annotated[tuple[Spectrum, ...], BeforeValidator(listed)] = Field(
         default_factory=default_spectra, strict=False, description="the matrices"
     )
-    sizes: Sizes = Field(default=(64, 128), strict=False, description="d of the matrices d x d")
-    dtypes: Dtypes = Field(default=("float32",), strict=False, description="dtypes of the matrices")
+    sizes: PositiveInts = Field(default=(64, 128), strict=False, description="d of the matrices d x d")
+    dtypes: MatrixDtypes = Field(default=("float32",), strict=False, description="dtypes of the matrices")
     roles: Annotated[tuple[Literal["statistic", "basis", "root"], ...], BeforeValidator(listed)] = Field(
         default=("statistic", "basis"), strict=False, description="what may be stored: A, its eigenvectors, its root"
     )

@@ -13,7 +13,7 @@ from ..common.declarations import Declaration, defaults, label, listed
 
 INT4: Declaration = {"kind": "int4"}
 INT4_NF4: Declaration = {"kind": "int4", "book": "nf4"}
-PREFERRED: tuple[Declaration, ...] = (
+_PREFERRED: tuple[Declaration, ...] = (
     {"kind": "float32"},
     {"kind": "bf16"},
     {"kind": "int16"},
@@ -67,7 +67,7 @@ def quantizer_label(quantizer: Quantizer) -> str:
 def default_quantizers() -> tuple[Quantizer, ...]:
     """The preferred quantizers that are registered, and every other that needs no field and stores factors."""
     return tuple(
-        quantizer for quantizer in _made(defaults(Quantizer, filter(_known, PREFERRED))) if _stores_factors(quantizer)
+        quantizer for quantizer in _made(defaults(Quantizer, filter(_known, _PREFERRED))) if _stores_factors(quantizer)
     )
 
 

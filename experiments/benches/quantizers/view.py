@@ -10,7 +10,7 @@ from ..common.results import FigurePanel, Line, ResultTable
 from ..common.tables import fastest, groups, milli, points, scientific, unique
 from .rows import QuantizerRow
 
-COLUMNS = (
+_COLUMNS = (
     "quantizer", "size", "dtype", "stored", "bytes", "error", "angle", "largest", "not orthogonal",
     "off diagonal", "least", "root: median", "worst", "at", "encode ms", "decode ms",
 )  # fmt: skip
@@ -45,7 +45,7 @@ def quantizer_summary(rows: Sequence[QuantizerRow]) -> ResultTable:
             )
         )
     title = "stored factors: the worst over spectra; in brackets bytes moved per second, in percent of those of a copy"
-    return ResultTable(title, COLUMNS, tuple(lines))
+    return ResultTable(title, _COLUMNS, tuple(lines))
 
 
 def quantizer_panels(

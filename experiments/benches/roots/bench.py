@@ -17,14 +17,14 @@ from eigengraft.preconditioners.algebra.exponents import Rational
 
 from ..common.bench import Bench
 from ..common.declarations import Declaration, defaults, label, listed, require_distinct
-from ..common.fields import DTYPES, Dtypes, Sizes
+from ..common.fields import DTYPES, MatrixDtypes, PositiveInts
 from ..common.results import FigurePanel, ResultTable
 from ..common.timing import angle, inverse_power, milliseconds, relative_error, worst
 from ..problems.spectra import Geometric, Spectrum, default_spectra, require_invertible
 from .rows import RootRow
 from .view import root_advice, root_panels, root_summary
 
-PREFERRED: tuple[Declaration, ...] = ({"kind": "eigh"}, {"kind": "eigh", "precision": "float64"})
+_PREFERRED: tuple[Declaration, ...] = ({"kind": "eigh"}, {"kind": "eigh", "precision": "float64"})
 
 
 def ridgeless(kind: str) -> Declaration:
@@ -46,7 +46,7 @@ def _solvers(value: Any) -> Any:
 
 
 def _default_solvers() -> tuple[RootSolver, ...]:
-    declared = [{**ridgeless(item["kind"]), **item} for item in defaults(RootSolver, PREFERRED)]
+    declared = [{**ridgeless(item["kind"]), **item} for item in defaults(RootSolver, _PREFERRED)]
     return tuple(checked(RootSolver, item) for item in declared)  # type: ignore[type-abstract]
 
 
@@ -64,8 +64,8 @@ class RootBench(Bench):
     spectra: Annotated[tuple[Spectrum, ...], BeforeValidator(listed)] = Field(
         default_factory=default_spectra, strict=False, description="the matrices"
     )
-    sizes: Sizes = Field(default=(16, 64, 128), strict=False, description="d of the matrices d x d")
-    dtypes: Dtypes = Field(default=("float32",), strict=False, description="dtypes of the matrices")
+    sizes: PositiveInts = Field(default=(16, 64, 128), strict=False, description="d of the matrices d x d")
+    dtypes: MatrixDtypes = Field(default=("float32",), strict=False, description="dtypes of the matrices")
     exponents: Annotated[tuple[Rational, ...], BeforeValidator(listed)] = Field(
         default=(Fraction(1, 4),), strict=False, description="exponents e of the root A^-e"
     )

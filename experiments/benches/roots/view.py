@@ -10,7 +10,7 @@ from ..common.results import FigurePanel, Line, ResultTable
 from ..common.tables import fastest, groups, milli, points, scientific, span, unique
 from .rows import RootRow
 
-COLUMNS = (
+_COLUMNS = (
     "solver", "size", "dtype", "e", "error: median", "worst", "at", "angle", "residual", "ok", "definite", "iterations",
     "ms",
 )  # fmt: skip
@@ -38,7 +38,7 @@ def root_summary(rows: Sequence[RootRow]) -> ResultTable:
                 milli(median(row.milliseconds for row in some)),
             )
         )
-    return ResultTable("inverse roots: the worst and the median over spectra", COLUMNS, tuple(lines))
+    return ResultTable("inverse roots: the worst and the median over spectra", _COLUMNS, tuple(lines))
 
 
 def root_panels(rows: Sequence[RootRow], swept: Collection[str], threshold: float) -> tuple[FigurePanel, FigurePanel]:

@@ -15,18 +15,18 @@ from eigengraft.preconditioners import Eigh, Every, Shampoo, Statistic
 
 from ..common.bench import Bench
 from ..common.declarations import Declaration, defaults, label, listed, require_distinct
-from ..common.fields import DTYPES, Sizes
+from ..common.fields import DTYPES, PositiveInts
 from ..common.results import FigurePanel, ResultTable
 from ..common.stage_runner import StageRunner
 from ..common.timing import milliseconds
 from ..problems import dense_kronecker as kronecker
-from ..problems.gradients import LAYERS, layer_gradients
+from ..problems.gradients import GRADIENT_LAYERS, layer_gradients
 from .rows import BEST, DIAGONAL, StatisticRow
 from .view import statistic_advice, statistic_panels, statistic_summary
 
 LONG = 0.995
 """Decay of statistics named by their kind alone: the mean of some hundred gradients."""
-PREFERRED: tuple[Declaration, ...] = ({"kind": "gram"}, *({"kind": "bregman", "q": q} for q in ("2", "1", "1/2", "0")))
+_PREFERRED: tuple[Declaration, ...] = ({"kind": "gram"}, *({"kind": "bregman", "q": q} for q in ("2", "1", "1/2", "0")))
 
 
 def slow(kind: str) -> Declaration:
@@ -41,7 +41,7 @@ def _statistics(value: Any) -> Any:
 
 
 def _default() -> tuple[Statistic, ...]:
-    declared = [{**slow(item["kind"]), **item} for item in defaults(Statistic, PREFERRED)]
+    declared = [{**slow(item["kind"]), **item} for item in defaults(Statistic, _PREFERRED)]
     return tuple(checked(Statistic, item) for item in declared)  # type: ignore[type-abstract]
 
 
@@ -62,7 +62,7 @@ class StatisticBench(Bench):
         default_factory=_default, strict=False, description="declarations, or kinds"
     )
     width: int = Field(default=16, ge=4, le=48, multiple_of=2, description="width of the layers; C has width^4 entries")
-    samples: Sizes = Field(
+    samples: PositiveInts = Field(
         default=(40, 160, 640), strict=False, description="numbers of gradients after which statistics are measured"
     )
     held_out: int = Field(default=640, ge=1, description="gradients that no statistic sees")
@@ -88,7 +88,7 @@ class StatisticBench(Bench):
         device = self.target_device()
         gradients = layer_gradients(self.width, max(self.samples) + self.held_out, self.seed, self.steps)
         seen, unseen = gradients[: max(self.samples)], gradients[max(self.samples) :]
-        moments = [kronecker.second_moment(seen[:, layer]) for layer in range(len(LAYERS))]
+        moments = [kronecker.second_moment(seen[:, layer]) for layer in range(len(GRADIENT_LAYERS))]
         yield self._baselines(moments)
         for statistic in self.statistics:
             yield self._rows(statistic, seen.to(device, DTYPES[self.dtype]), unseen, moments)
@@ -101,13 +101,13 @@ class StatisticBench(Bench):
             Every(steps=self.every, start=self.start, stagger="none"),
         )
         stage = Shampoo(statistic=statistic, exponent=Fraction(1, 2), solver=solver, every=cadence)
-        runner, rows = StageRunner((stage,), tuple(seen.shape[2:]), len(LAYERS), seen), []
+        runner, rows = StageRunner((stage,), tuple(seen.shape[2:]), len(GRADIENT_LAYERS), seen), []
         for k, gradient in enumerate(seen, start=1):
             runner.step(gradient)
             if k in self.samples:
                 factors = self._factors(runner, stage, statistic, torch.stack(list(moments)))
                 took = milliseconds(lambda g=gradient: self._one_interval(runner, g), self.threads, self.seconds)  # type: ignore[misc]
-                took /= self.every * len(LAYERS)
+                took /= self.every * len(GRADIENT_LAYERS)
                 rows += [
                     self._row(statistic, layer, k, [*f, unseen[:, layer], moments[layer]], took)
                     for layer, f in enumerate(zip(*factors, strict=True))
@@ -135,7 +135,7 @@ class StatisticBench(Bench):
                 estimate = statistic.estimate(state, axis, context).double().cpu()
                 found.append(estimate if estimate.ndim == 3 else torch.diag_embed(estimate))
             else:
-                found.append(torch.eye(self.width, dtype=torch.float64).expand(len(LAYERS), -1, -1))
+                found.append(torch.eye(self.width, dtype=torch.float64).expand(len(GRADIENT_LAYERS), -1, -1))
         if not getattr(statistic, "coupled", False):
             left, right, total = (x.diagonal(dim1=-2, dim2=-1).sum(-1) for x in (*found, moments))
             found[1] = found[1] * (total / (left * right))[:, None, None]
@@ -149,7 +149,7 @@ class StatisticBench(Bench):
             candidate=statistic_label(statistic),
             declaration=statistic.declaration(),
             device=self.device,
-            layer=LAYERS[layer],
+            layer=GRADIENT_LAYERS[layer],
             samples=samples,
             cosine=kronecker.cosine_product(moment, left, right),
             cosine_root=kronecker.cosine_product(moment, kronecker.power(left, 0.5), kronecker.power(right, 0.5)),
@@ -160,7 +160,7 @@ class StatisticBench(Bench):
 
     def _baselines(self, moments: Sequence[Tensor]) -> list[StatisticRow]:
         rows = []
-        for layer, c in zip(LAYERS, moments, strict=True):
+        for layer, c in zip(GRADIENT_LAYERS, moments, strict=True):
             best = kronecker.best_cosine(c, self.width, self.width)
             diagonal = kronecker.cosine(c, c.diagonal().diag())
             rows += [

@@ -9,7 +9,7 @@ from ..common.results import FigurePanel, Line, ResultTable
 from ..common.tables import groups, milli, points, unique
 from .rows import BEST, StatisticRow
 
-COLUMNS = ("statistic", "cosine", "of its root", "gain error", "gain spread", "ms")
+_COLUMNS = ("statistic", "cosine", "of its root", "gain error", "gain spread", "ms")
 
 
 def statistic_summary(rows: Sequence[StatisticRow]) -> ResultTable:
@@ -22,7 +22,7 @@ def statistic_summary(rows: Sequence[StatisticRow]) -> ResultTable:
         ]
         took = [row.milliseconds for row in some if row.milliseconds is not None]
         lines.append((candidate, *(f"{mean(v):.3f}" if v else "-" for v in values), milli(mean(took)) if took else "-"))
-    return ResultTable(f"statistics after {most} gradients: the mean over layers", COLUMNS, tuple(lines))
+    return ResultTable(f"statistics after {most} gradients: the mean over layers", _COLUMNS, tuple(lines))
 
 
 def statistic_panels(rows: Sequence[StatisticRow]) -> tuple[FigurePanel, FigurePanel]:

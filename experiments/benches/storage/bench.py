@@ -94,7 +94,7 @@ class StorageBench(Bench):
             yield [self._row(case)]
 
     def shapes(self) -> list[tuple[int, int]]:
-        """Shapes of all matrices."""
+        """MatrixShapes of all matrices."""
         w = self.width
         return [(self.vocabulary, w), *self.layers * [(3 * w, w), (w, w), (4 * w, w), (w, 4 * w)]]
 

@@ -9,7 +9,7 @@ from ..common.results import FigurePanel, Line, ResultTable
 from ..common.tables import milli
 from .rows import StorageRow
 
-COLUMNS = ("recipe", "steps", "state / plain", "time / plain: mean", "median step", "stored ms", "plain ms")
+_COLUMNS = ("recipe", "steps", "state / plain", "time / plain: mean", "median step", "stored ms", "plain ms")
 
 
 def storage_summary(rows: Sequence[StorageRow]) -> ResultTable:
@@ -26,7 +26,9 @@ def storage_summary(rows: Sequence[StorageRow]) -> ResultTable:
         )
         for row in rows
     ]
-    return ResultTable("steps with storage over steps with nothing coded, refreshes in the mean", COLUMNS, tuple(lines))
+    return ResultTable(
+        "steps with storage over steps with nothing coded, refreshes in the mean", _COLUMNS, tuple(lines)
+    )
 
 
 def storage_panels(rows: Sequence[StorageRow]) -> tuple[FigurePanel, FigurePanel]:

@@ -19,7 +19,7 @@ from eigengraft.component import Component, RecipeError
 from .ranks import Ranks
 
 
-class Parallel(Component, family="parallel"):
+class Parallelism(Component, family="parallel"):
     """A placement of parameters; each rank computes the gradient of its rows of the batch, a step uses the mean."""
 
     @abstractmethod
@@ -27,7 +27,7 @@ class Parallel(Component, family="parallel"):
         """The module to call in training; parameters of `model` keep their names, and `model` is evaluated."""
 
 
-class SingleProcess(Parallel):
+class SingleProcess(Parallelism):
     """One process."""
 
     kind: Literal["none"] = "none"
@@ -36,7 +36,7 @@ class SingleProcess(Parallel):
         return model
 
 
-class MultiProcess(Parallel):
+class MultiProcess(Parallelism):
     """Several processes, started by torchrun."""
 
     timeout: float = Field(default=600, gt=0, description="seconds to wait for a rank before the run fails")

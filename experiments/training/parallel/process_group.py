@@ -16,14 +16,14 @@ import torch.distributed as dist
 from eigengraft.component import RecipeError, stage_name
 from eigengraft.distributed.rank_group import DistributedError
 
-from .modes import MultiProcess, Parallel
+from .modes import MultiProcess, Parallelism
 from .ranks import Ranks, launched_processes
 
 _SIGNS = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Timed out waiting")
 
 
 @contextmanager
-def process_group(parallel: Parallel, device_name: str) -> Iterator[Ranks]:
+def process_group(parallel: Parallelism, device_name: str) -> Iterator[Ranks]:
     """The ranks of a run: the processes that torchrun has started, in the default process group, made if it is missing.
 
     Raises RecipeError where `parallel` does not fit the number of processes.
