@@ -140,7 +140,7 @@ def rotating_all_gradients_rotates_the_direction(case: StageCase) -> None:
 
 
 def dtype_and_device_are_kept(case: StageCase) -> None:
-    """Of direction and state, in float32 and float64."""
+    """Direction and state keep theirs, in float32 and float64."""
     for block in case.blocks:
         for dtype in (torch.float32, torch.float64):
             with on(block, str(dtype)):

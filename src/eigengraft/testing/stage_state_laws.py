@@ -55,7 +55,7 @@ def state_is_reported_to_the_byte(case: StageCase) -> None:
 
 
 def a_checkpoint_resumes_exactly(case: StageCase) -> None:
-    """Of two parameters cut into blocks, in float32, through `state_dict`."""
+    """Two parameters cut into blocks, in float32, go on from a `state_dict` bit for bit."""
     for block in ((6, 6), (8,)):
         with on(block):
             declared = {"update": [case.stage], "routes": [], "blocking": {"size": 2}}

@@ -35,7 +35,7 @@ class TaskCase:
 
 
 def batches_are_a_pure_function_of_seed_and_step(case: TaskCase) -> None:
-    """Also when the data are read again; other seeds and steps give other batches."""
+    """Batches are equal when the data are read again; other seeds and steps give other batches."""
     first, second = case.task.load(), case.task.load()
     for step in (7, 0, 500):
         same = _equal(first.batch(3, step), second.batch(3, step))
@@ -54,7 +54,7 @@ def the_data_have_a_fingerprint(case: TaskCase) -> None:
 
 
 def initial_weights_depend_on_the_seed_alone(case: TaskCase) -> None:
-    """And torch's global generator is left as it was."""
+    """Building a model leaves torch's global generator as it was."""
     before = torch.get_rng_state()
     first = case.task.new_model(1).state_dict()
     same = torch.equal(before, torch.get_rng_state())
