@@ -1,1 +1,1 @@
-"""One step of one set of parameters: build its stacks, check its gradients, run the chain, deliver the updates."""
+"""One step of a parameter set: check gradients, gather blocks, run the chain of stages, deliver updates."""

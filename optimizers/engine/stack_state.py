@@ -70,9 +70,9 @@ class StackState:
         if quantizer is None:
             self.tensors[key] = value
             return
-        parts = quantizer.encode(value)
-        self.coded[key] = Coded(slot, quantizer, tuple(parts), value.dtype)
-        self.tensors.update({f"{key}/{part}": stored for part, stored in parts.items()})
+        codes = quantizer.encode(value)
+        self.coded[key] = Coded(slot, quantizer, tuple(codes), value.dtype)
+        self.tensors.update({f"{key}/{name}": stored for name, stored in codes.items()})
         self.tensors[f"{key}/format"] = torch.full((blocks,), quantizer.format(), device=self.stack.device)
 
     @cached_property

@@ -1,1 +1,1 @@
-"""The assignment over ranks without processes: what each rank would own, hold, compute and send."""
+"""Plans without processes: what each rank would own, hold, compute and send."""

@@ -18,10 +18,10 @@ from ..trajectories import normal
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=40).map(sorted), st.integers(1, 50), st.booleans())
-def test_ranges_cover_all_blocks_evenly(owners: list[int], most: int, whole: bool) -> None:
-    ranges = stacks.split_ranges(owners, most, whole)
+def test_ranges_cover_all_blocks_evenly(owners: list[int], most: int, together: bool) -> None:
+    ranges = stacks.split_ranges(owners, most, together)
     assert [block for start, stop in ranges for block in range(start, stop)] == list(range(len(owners)))
-    if whole:
+    if together:
         held = [set(owners[start:stop]) for start, stop in ranges]
         assert sum(map(len, held)) == len(set(owners)), "a parameter is in two stacks"
     else:

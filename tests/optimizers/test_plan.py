@@ -154,8 +154,8 @@ def test_a_plan_is_what_the_optimizer_does(
     }
     assert owned == {
         (name, key)
-        for name, share in paper.placements.items()
-        for key, owner in (share.owners or {}).items()
+        for name, placement in paper.placements.items()
+        for key, owner in (placement.owners or {}).items()
         if owner == rank
     }
     assert len(owned) == paper.blocks[rank]

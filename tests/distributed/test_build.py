@@ -1,0 +1,75 @@
+"""Building stacks: blocks, phases and random seeds are the same on any number of ranks, with or without owners."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from eigengraft.distributed.layouts import Layout
+from eigengraft.distributed.ownership import Loads
+from eigengraft.numerics import compute_dtype
+from eigengraft.optimizers.engine.build import bucket_bytes, build, divide
+from eigengraft.optimizers.recipe.loading import load_recipe
+from eigengraft.optimizers.recipe.recipe import Recipe
+from eigengraft.optimizers.recipe.routing import describe_parameter
+from eigengraft.optimizers.sharding.placement import ParamSpec, assign_owners, place
+
+SHAPES = {"a.weight": (17, 12), "b.weight": (24, 8), "c.weight": (12, 17), "norm.weight": (12,), "none.weight": (0, 4)}
+RECIPES: dict[str, Any] = {
+    "soap": {"base": "soap", "blocking": {"size": 5}, "distribution": {"bucket": 100}},
+    "shampoo": {"base": "shampoo", "blocking": {"size": 8, "merge": 8}},
+    "adafactor": "adafactor",
+}
+
+
+def specs_of(recipe: Recipe, ranks: int | None) -> list[ParamSpec]:
+    """Parameters of a small model, replicated over that many ranks; None: without any placement."""
+    specs = []
+    for name, shape in SHAPES.items():
+        path = recipe.route(describe_parameter(name, torch.empty(shape)))[0]
+        placement = None if ranks is None else place(recipe, path, Layout.replicate(shape, ranks))
+        specs.append(ParamSpec(name, path, shape, torch.float32, torch.device("cpu"), placement))
+    if ranks is not None:
+        assign_owners(specs, recipe, Loads(ranks))
+    return specs
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+@pytest.mark.parametrize("name", RECIPES)
+def test_phases_do_not_depend_on_the_number_of_ranks(name: str, ranks: int) -> None:
+    recipe = load_recipe(RECIPES[name])
+    stacks, none = build(specs_of(recipe, None), recipe)
+    alone = {(position, key): state.phases[row] for state in stacks for row, position, key in state.rows()}
+    assert none == []
+    assert len(set(alone.values())) > 1 or name == "adafactor"  # which has nothing to refresh
+    divided = {}
+    for group, phases in divide(specs_of(recipe, ranks), recipe, ranks):
+        assert group.dtype == compute_dtype(torch.float32)
+        for block, phase in zip(group.blocks, phases, strict=True):
+            divided[block.position, block.grid.keys[0]] = phase
+    assert divided == alone
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", RECIPES)
+def test_rows_of_an_owner_count_its_blocks(name: str, ranks: int) -> None:
+    """Every block has one owner, rows are numbered from 0 on each, and a bucket holds each group that can be split."""
+    recipe = load_recipe(RECIPES[name])
+    for group, _ in divide(specs_of(recipe, ranks), recipe, ranks):
+        for rank in range(ranks):
+            assert [block.row for block in group.owned(rank)] == list(range(len(group.owned(rank))))
+        positions = {block.position for block in group.blocks}
+        spans = any(stage.spans_parameter() for _, stage in recipe.updates()[group.path].stages())
+        assert group.nbytes <= bucket_bytes(recipe, ranks) or len(group.blocks) == 1 or (spans and len(positions) == 1)
+
+
+def test_seeds_depend_on_names_and_keys_alone() -> None:
+    recipe = load_recipe(RECIPES["soap"])
+    specs = specs_of(recipe, None)
+    seeds = []
+    for own in (specs, specs[::-1]):
+        stacks, _ = build(own, recipe)
+        seeds.append({(own[p].name, key): state.seeds[row] for state in stacks for row, p, key in state.rows()})
+    assert seeds[0] == seeds[1] and len(set(seeds[0].values())) == len(seeds[0])
