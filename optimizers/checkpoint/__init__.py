@@ -1,1 +1,1 @@
-"""Strict loading of state dicts, and state dicts of which each rank holds its part."""
+"""State as torch and checkpoints see it: parameter sets by group, strict loads, pickles, state divided over ranks."""

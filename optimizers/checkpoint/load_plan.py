@@ -17,8 +17,9 @@ from ..apply.mode import Mode
 from ..engine.param_set import ParamSet
 from ..recipe.recipe import Recipe
 from .compare_groups import compare_groups, saved_mode
+from .manifest import manifest
 from .param_sets import ParamSets, StateValues
-from .sharded_state import full_tensor, local_state, manifest
+from .sharded_state import full_tensor, local_state
 
 
 class Loadable(Protocol):

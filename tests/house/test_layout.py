@@ -21,7 +21,6 @@ LONGER = {
     "eigengraft.slots": 250,
     "eigengraft.preconditioners.base": 250,
     "eigengraft.preconditioners.statistics.base": 250,
-    "eigengraft.optimizers.checkpoint.sharded_state": 250,
 }
 """Modules that are still longer, and how long they may be. None is added."""
 

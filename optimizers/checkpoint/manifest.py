@@ -1,0 +1,80 @@
+"""The list of all state of a parameter set that is divided over ranks; it is the same on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eigengraft.blocking import BlockGrid
+from eigengraft.distributed.layouts import Layout
+from eigengraft.distributed.resharding import Entry
+from eigengraft.numerics import compute_dtype
+from eigengraft.stacks import Stack
+
+from ..apply.mode import Mode
+from ..engine.param_set import ParamSet
+from ..engine.stack_state import StackState
+from ..recipe.slot_keys import slot_keys
+
+
+def manifest(param_set: ParamSet, mode: Mode | None = None) -> list[dict[str, Entry]]:
+    """Shape, dtype and owner of every state tensor of each parameter, by position and state key; equal on all ranks."""
+    entries: list[dict[str, Entry]] = [{} for _ in param_set.parameters]
+    for block_group, template in zip(param_set.block_groups, _templates(param_set), strict=True):
+        for block in block_group.blocks:
+            for path, (shape, dtype) in template.items():
+                entries[block.position][f"{block.grid.keys[0]}/{path}"] = Entry(shape, dtype, block.owner)
+    for position, (state, parameter) in enumerate(zip(param_set.views(mode), param_set.parameters, strict=True)):
+        for key, tensor in {**empty_state(param_set, position), **state}.items():
+            if key not in entries[position]:
+                divided = is_divided(tensor, param_set, position)
+                entries[position][key] = Entry(tuple(parameter.shape if divided else tensor.shape), tensor.dtype)
+    return entries
+
+
+def empty_state(param_set: ParamSet, position: int) -> dict[str, Tensor]:
+    """State without entries, of a parameter that ranks update in place and of which this rank holds no entry."""
+    spec, shard = param_set.specs[position], param_set.local[position]
+    assert spec.placement is not None
+    if spec.placement.owners is not None or shard.numel() or not math.prod(spec.shape):
+        return {}
+    slots = slot_keys(param_set.updates[spec.path], spec.path, spec.shape)
+    dtype = compute_dtype(shard.dtype)
+    return {f"0/{key}": shard.new_empty(shard.shape, dtype=slot.dtype or dtype) for key, slot in slots.items()}
+
+
+def is_divided(tensor: Tensor, param_set: ParamSet, position: int) -> bool:
+    """Whether a tensor has an entry for each entry of a shard, so that it is divided as the parameter is."""
+    same = tensor.shape == param_set.local[position].shape
+    return same and tensor.ndim > 0 and not layout_of_parameter(param_set, position).replicated
+
+
+def layout_of_parameter(param_set: ParamSet, position: int) -> Layout:
+    """The boxes of a parameter that ranks hold."""
+    placement = param_set.specs[position].placement
+    assert placement is not None
+    return placement.layout
+
+
+def _templates(param_set: ParamSet) -> Iterator[dict[str, tuple[tuple[int, ...], torch.dtype]]]:
+    """(shape, dtype) of the state of one block by "<stage path>/<slot>", for each block group in order.
+
+    A stack of one block is built where this rank has no block of the group.
+    """
+    stack_states = {
+        stack_state.block_group: stack_state
+        for stack_state in param_set.stack_states
+        if stack_state.block_group is not None
+    }
+    for index, block_group in enumerate(param_set.block_groups):
+        stack_state = stack_states.get(index)
+        if stack_state is None:
+            path, shape, cpu = block_group.path, block_group.shape, torch.device("cpu")
+            stack = Stack(shape, block_group.dtype, cpu, ((0, BlockGrid.single(shape)),))
+            rule, storage = param_set.updates[path], param_set.recipe.storage
+            stack_state = StackState(path, rule, stack, storage, np.zeros(1), np.zeros(1, dtype=np.int64))
+        yield {path: (tuple(tensor.shape[1:]), tensor.dtype) for path, tensor in stack_state.tensors.items()}
