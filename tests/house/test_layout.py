@@ -15,6 +15,8 @@ CATALOGUES = {
     "tests/laws": "one file of rows a family",
 }
 """Folders of which nobody reads more than one entry, or the names are the content."""
+OPTIMIZER_ROOMS = ("apply", "recipe", "param_groups", "sharding", "engine", "checkpoint")
+"""Rooms of `optimizers`, each of which imports only from those before it; planning may import from all."""
 LIMIT = 200
 LONGER = {
     "eigengraft.component": 250,
@@ -97,6 +99,34 @@ def test_the_checker_finds_circles(modules: dict[str, str], circle: list[str]) -
 def test_the_checker_passes_two_ways_to_one_module() -> None:
     texts = {"a": "from . import b, c", "b": "from .d import X", "c": "from .d import X", "d": ""}
     assert circles({f"eigengraft.{name}": (text, False) for name, text in texts.items()}) == []
+
+
+def upward(modules: Mapping[str, tuple[str, bool]]) -> list[str]:
+    """Imports from a room of `optimizers` into a later room, or into a module beside the rooms."""
+    prefix, rooms, found = "eigengraft.optimizers.", OPTIMIZER_ROOMS, []
+    for module, text in modules.items():
+        own = module.removeprefix(prefix).split(".")[0]
+        if module.startswith(prefix) and own in rooms:
+            for target in targets(module, *text, modules):
+                other = target.removeprefix(prefix).split(".")[0]
+                if target.startswith(prefix) and other not in rooms[: rooms.index(own) + 1]:
+                    found.append(f"{module} imports {target}")
+    return found
+
+
+def test_rooms_of_optimizers_import_only_from_earlier_ones() -> None:
+    assert upward(library()) == []
+
+
+@pytest.mark.parametrize("target", ["engine.build", "optimizer", "planning.plan"])
+def test_an_import_from_a_later_room_is_found(target: str) -> None:
+    prefix = "eigengraft.optimizers"
+    texts = {
+        f"{prefix}.sharding.a": f"from {prefix}.{target} import X",
+        f"{prefix}.{target}": "",
+        f"{prefix}.apply.b": "",
+    }
+    assert len(upward({name: (text, False) for name, text in texts.items()})) == 1
 
 
 def test_folders_have_at_most_a_dozen_entries() -> None:
