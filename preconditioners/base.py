@@ -26,6 +26,9 @@ class Stage(Component, ABC, family="stage"):
     frame, `direction` what the stages before made of it; neither may be written to. A stage writes state back by
     assignment and never reads a parameter, a rank or a global setting.
 
+    A stage acts by `observe`, `refresh` and `apply`; everything else that it may override declares what it is. With
+    `lagged() == False` a step observes, refreshes the rows that are due, and applies; otherwise it applies first.
+
     Laws: N = 1 and N = k give the same numbers; a zero gradient gives a finite direction; slots declared = slots used.
     """
 
@@ -59,7 +62,7 @@ class Stage(Component, ABC, family="stage"):
         return slot
 
     def cadence(self) -> Cadence | None:
-        """When `refresh` is due; None: never."""
+        """The cadence of `refresh`; None: never."""
         return None
 
     @final
@@ -78,7 +81,7 @@ class Stage(Component, ABC, family="stage"):
         return False
 
     def refresh_cost(self, block: tuple[int, ...]) -> float:
-        """What one refresh of a block costs, in any unit common to all stages; refreshes are spread by it."""
+        """The cost of one refresh of a block, in any unit common to all stages; refreshes are spread by it."""
         return 0.0
 
     def work(self, block: tuple[int, ...]) -> float:

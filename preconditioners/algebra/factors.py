@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eigengraft.numerics import apply_aligned, per_block, tiny
 
-from .mode_product import mode_product, unfold
+from .mode_product import fold, mode_product, unfold
 
 Factors = Mapping[int, Tensor]
 
@@ -33,9 +33,7 @@ def solved(x: Tensor, factor: Tensor, axis: int) -> Tensor:
     if factor.ndim == 2:
         return mode_product(x, 1 / factor, axis)
     y = apply_aligned(_solved, unfold(x, axis), factor)
-    rest = [d for place, d in enumerate(x.shape) if place != axis + 1]
-    out: Tensor = y.reshape(rest[0], x.shape[axis + 1], *rest[1:]).movedim(1, axis + 1)
-    return out
+    return fold(y, axis, x.shape)
 
 
 def _solved(x: Tensor, factor: Tensor) -> Tensor:

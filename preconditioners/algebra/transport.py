@@ -23,7 +23,7 @@ def transport(
     order: Tensor | None,
     how: Transport = "exact",
 ) -> None:
-    """Carries all slots of a chain along one axis through R = Q_old^T Q_new `[N, r, r]`.
+    """Change the basis of all slots of a chain along one axis by R = Q_old^T Q_new `[N, r, r]`.
 
     state: of the chain, with the block as it sees it. exact: vectors are rotated, squares are transported by the
     Hadamard square, (R*R)^T v; permute: vectors are rotated, squares are reordered by `order` `[N, r]`, the old column
@@ -64,7 +64,7 @@ def order_or_identity(order: Tensor | None, ok: Tensor) -> Tensor | None:
 
 
 def _slot_axis(slot: Slot, axis: int, order: int) -> int | None:
-    """Where the block's axis is found in a slot, or None if the slot does not have it."""
+    """The place of the block's axis among the axes of a slot; None: the slot does not have it."""
     spans = {"row": range(order - 1), "column": [*range(order - 2), order - 1], "none": ()}
     axes = list(spans.get(slot.frame, slot.axes if slot.axes is not None else range(order)))
     return axes.index(axis) if axis in axes else None

@@ -1,4 +1,4 @@
-"""What every stage has that keeps one statistic and one matrix made from it for each axis."""
+"""The base of stages with Kronecker factors: a statistic for each axis, and a matrix made from it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Factored(Stage):
         return self.statistic.axes.of(block)
 
     def columns(self, d: int) -> int:
-        """How many columns the matrix of an axis of length d has."""
+        """The number of columns of the matrix of an axis of length d."""
         return d
 
     @abstractmethod

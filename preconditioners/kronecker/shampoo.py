@@ -97,7 +97,7 @@ class Shampoo(Factored):
         return Power(left, right, unit, trace, known)
 
     def _diagonal_power(self, exponent: Fraction, estimate: Tensor, unit: Tensor) -> Power:
-        """Power of the diagonal itself, with the solver's ridge: a root would be as old as its last refresh."""
+        """The power of a diagonal as it is now, with the solver's ridge; its root is as old as the last refresh."""
         values = self.solver.ridged(estimate) / per_block(unit, estimate)
         half = torch.where(values > 0, to_power(values, float(exponent) / 2), 0.0)
         trace = (values * half.square()).sum(-1) if exponent != -1 else unit.new_full(unit.shape, values.shape[-1])

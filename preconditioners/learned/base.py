@@ -1,4 +1,4 @@
-"""What every stage has that learns a matrix for each axis by steps of its own: no statistic, no root."""
+"""The base of stages that learn a matrix for each axis by steps of its own, without a statistic or a root."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..cadence import Cadence, Every
 class LearnedFactors(Stage):
     """A factor for each axis that is itself the state: a refresh moves it by the current gradient, then it is used.
 
-    A gradient that is zero, or not finite, says nothing: it leaves the factors as they are.
+    A gradient that is zero or not finite leaves the factors as they are.
     """
 
     every: Cadence = Field(default=Every(steps=1), alias="refresh", description="when the factors take a step")
@@ -54,7 +54,7 @@ def factor_slot(d: int, full: bool) -> Slot:
 
 
 def is_informative(gradient: Tensor) -> Tensor:
-    """`[N]`: whether a gradient says anything, finite and not zero."""
+    """`[N]`: whether a gradient moves factors: it is finite and not zero."""
     peak = peak_of(gradient)
     return (peak > 0) & peak.isfinite()
 

@@ -1,4 +1,4 @@
-"""What Kronecker factors accumulate about the gradient, one factor for each axis of a block."""
+"""Statistics: the second moments of the gradient that Kronecker factors accumulate, one for each axis of a block."""
 
 from .base import Power as Power
 from .base import Powers as Powers

@@ -112,13 +112,13 @@ class Statistic(Component, ABC, family="statistic"):
         state[f"factor.{axis}"] = symmetrized(torch.bmm(rotation.mT, torch.bmm(factor, rotation)))
 
     def observed(self, gradient: Tensor, direction: Tensor) -> Tensor:
-        """What is observed of the two."""
+        """The tensor that is observed, by `source`: one of the two, or the polar factor of the direction."""
         if self.source != "orthogonalized":
             return gradient if self.source == "gradient" else direction
         return self.polar.of_blocks(direction)
 
     def observe(self, state: State, x: Tensor, context: StepContext, axes: tuple[int, ...], powers: Powers) -> None:
-        """Accumulates what one `x` `[N, *block]` says about some axes, all read before any is changed."""
+        """Accumulate the contributions of x `[N, *block]` to some axes; all are computed before any factor changes."""
         now = None
         if self.interval > 1:
             due = (context.steps <= 1) | ((context.steps - 1) % self.interval == 0)
@@ -158,7 +158,7 @@ class Statistic(Component, ABC, family="statistic"):
         return factor
 
     def _observations(self, step: Tensor) -> Tensor:
-        """How many there have been; a stage refreshes after one at least, also a lagged one at step 0."""
+        """The number of observations up to a step; at least 1, for a lagged stage observes at step 0 as well."""
         return 1 + torch.div((step - 1).clamp_min(0), self.interval, rounding_mode="floor")
 
 

@@ -214,7 +214,7 @@ def _names(location: tuple[int | str, ...], data: Any) -> Iterator[str]:
 
 
 def stage_name(data: Any) -> str | None:
-    """What a stage in raw data is called: its `name`, else its `kind`; a bare string is its kind."""
+    """The name of a stage in raw data: its `name`, else its `kind`; a bare string is its kind."""
     if isinstance(data, str):
         return data
     if isinstance(data, Mapping):

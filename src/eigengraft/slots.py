@@ -64,13 +64,13 @@ Uniform = Callable[[Tensor, str], Tensor]
 
 
 class Codec(Protocol):
-    """What stores a slot as other tensors; see `eigengraft.quantization`."""
+    """A way to store a slot as other tensors; see `eigengraft.quantization`."""
 
     def encode(self, x: Tensor, before: Parts | None = None, uniform: Uniform | None = None) -> Parts:
         """`[N, *shape]` -> parts `[N, ...]`; before: those that are replaced."""
 
     def decode(self, parts: Parts, slot: Slot, dtype: torch.dtype) -> Tensor:
-        """And back."""
+        """The slot `[N, *shape]` that the parts stand for."""
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ class State:
         return type(self)(self.tensors, seen, path, self.rows, self.mask, self.storage)
 
     def slice_rows(self, start: int, stop: int) -> Self:
-        """The same slots for rows start to stop of those selected."""
+        """The state of rows start to stop of the selected ones."""
         if self.rows is None:
             rows: slice | Tensor = slice(start, stop)
         elif isinstance(self.rows, slice):

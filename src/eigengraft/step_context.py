@@ -1,4 +1,4 @@
-"""Time as a stack sees it: the step of each block, exact bias corrections, and the signals a stage may ask for."""
+"""The context of a step: the step of each block, exact bias corrections, and the signals a stage may ask for."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class StepContext:
         return values.new_zeros(int(index.max()) + 1).index_add_(0, param_id, values)[param_id]
 
     def in_sweep(self, axes: tuple[int, ...]) -> tuple[int, ...]:
-        """Those of `axes` that the present sweep observes and refreshes."""
+        """The subset of `axes` that the present sweep observes and refreshes."""
         return axes if self.axes is None else tuple(axis for axis in axes if axis in self.axes)
 
     def sweep(self, axes: tuple[int, ...], observed: tuple[int, ...]) -> Self:

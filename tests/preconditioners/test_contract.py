@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from eigengraft import Optimizer, Stage, State, StepContext
 from eigengraft.preconditioners import Cadence, Every
+from eigengraft.preconditioners.algebra.mode_product import fold, unfold
 from eigengraft.slots import Slot
 
 from ..trajectories import normal
@@ -138,3 +139,10 @@ def test_a_basis_that_statistics_live_in_is_read_once_a_step(timing: str, monkey
     monkeypatch.setattr(State, "__getitem__", lambda state, name: read.append(name) or load(state, name))
     stage.step(normal(4, 3, seed=1))
     assert sorted(name for name in read if name.startswith("basis")) == ["basis.0", "basis.1"]
+
+
+@pytest.mark.parametrize("block", [(4,), (4, 3), (2, 3, 4), (1, 5, 1)], ids=str)
+def test_folding_takes_back_an_unfolding(block: tuple[int, ...]) -> None:
+    x = normal(2, *block, seed=0)
+    for axis in range(len(block)):
+        assert torch.equal(fold(unfold(x, axis), axis, x.shape), x)
