@@ -74,8 +74,11 @@ def test_a_component_survives_its_own_declaration(family: str, row: Row) -> None
         made.kind = "other"  # type: ignore[attr-defined]
 
 
+FIRST = {row.kind: row for row in reversed(STAGES)}
+"""The first row of each kind: the laws of these are quick, those of other modes slow."""
+
 APPLICABLE = [
-    pytest.param(law, row, id=f"{law} - {row}")
+    pytest.param(law, row, id=f"{law} - {row}", marks=() if row is FIRST[row.kind] else pytest.mark.slow)
     for law in (CONTRACT, *STAGE_LAWS)
     for row in STAGES
     if law.skip(row.stage()) is None
@@ -85,6 +88,15 @@ APPLICABLE = [
 @pytest.mark.parametrize(("law", "row"), APPLICABLE)
 def test_a_law_of_stages(law: Law[Any], row: Row) -> None:
     law.require(row.stage())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("row", STAGES, ids=str)
+def test_the_laws_of_stages_on_an_accelerator(row: Row) -> None:
+    with torch.device("cuda"):
+        for law in (CONTRACT, *STAGE_LAWS):
+            if law.skip(row.stage()) is None:
+                law.require(row.stage())
 
 
 @pytest.mark.parametrize("law", STAGE_LAWS, ids=str)

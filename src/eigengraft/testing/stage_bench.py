@@ -58,7 +58,7 @@ class StageBench:
 
     def _allocate(self, key: str) -> None:
         slot = self.declared[key]
-        value = slot.allocate(self.blocks, self.dtype, torch.device("cpu"))
+        value = slot.allocate(self.blocks, self.dtype, torch.get_default_device())
         if self.quantizer is None or self.quantizer.refuses(slot) is not None:
             self.tensors[key] = value
             return
@@ -75,7 +75,7 @@ class StageBench:
         self, gradient: Tensor, direction: Tensor | None = None, rows: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
         """One step of the selected rows; the first of a lagged stage only primes and returns zero."""
-        chosen = np.arange(self.blocks) if rows is None else rows.numpy()
+        chosen = np.arange(self.blocks) if rows is None else rows.cpu().numpy()
         self.counts[chosen] += 1
         storage = Storage(self.coded, watch=self.watch)
         state = State(self.tensors, self.block, self.path, rows, mask, storage).scope(self.stage.label)
