@@ -17,7 +17,7 @@ from eigengraft.step_context import StepContext
 from ..algebra.factors import balanced, factor_transposed, scaled, spectral_norm
 from ..algebra.mode_product import rotate
 from .base import LearnedFactors, factor_slot, is_informative, peak_of
-from .psgd_steps import STEPS
+from .psgd_steps import FACTOR_STEPS
 
 PROBE = 1
 """The stream of noise that the probes come from."""
@@ -69,7 +69,7 @@ class PSGD(LearnedFactors):
         old = {axis: state[f"q.{axis}"] for axis in axes}
         bounds = {axis: state[f"bound.{axis}"] for axis in axes}
         factors = self._started(old, gradient, fresh=bounds[axes[0]] == 0)
-        step = STEPS[self.form]
+        step = FACTOR_STEPS[self.form]
         size, terms = step.terms(factors, h, probe)
         moved = {}
         for axis, (plus, minus) in terms.items():
@@ -86,7 +86,7 @@ class PSGD(LearnedFactors):
         return rotate(rotate(direction, factors), {axis: factor_transposed(q) for axis, q in factors.items()})
 
     def _probe(self, like: Tensor, context: StepContext) -> Tensor | None:
-        if not self.damping and not STEPS[self.form].probed:
+        if not self.damping and not FACTOR_STEPS[self.form].probed:
             return None
         seeds = torch.from_numpy(context.seeds).to(like.device)
         return noise.normal(seeds, context.step, tuple(like.shape[1:]), like.dtype, PROBE)

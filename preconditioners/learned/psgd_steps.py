@@ -76,7 +76,7 @@ def quad_move(q: Tensor, t: Tensor) -> Tensor:
     return symmetrized(left - torch.bmm(left, half))
 
 
-STEPS = {
+FACTOR_STEPS = {
     "triangular": FactorStep(triangular_terms, triangular_move, probed=True),
     "quad": FactorStep(quad_terms, quad_move, probed=False),
 }

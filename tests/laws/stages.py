@@ -169,7 +169,11 @@ STAGES = (
     Row(basis(RMS, transport="none", refresh=SPREAD), "none, spread", degree=0),
     Row(basis(MOMENTUM, {"kind": "adafactor", "beta": 0.9}), "factored", degree=0),
     Row(basis({"kind": "sign"}, statistic={"kind": "gram", "axes": {"side": "right"}}), "one side, sign", degree=0),
-    Row(basis(MOMENTUM, RMS, statistic={"kind": "gram", "vectors": False}, refresh=SPREAD), "no vectors", degree=0),
+    Row(
+        basis(MOMENTUM, RMS, statistic={"kind": "gram", "axes": {"vectors": False}}, refresh=SPREAD),
+        "no vectors",
+        degree=0,
+    ),
     Row({"kind": "eigenbasis", "inner": ["momentum", "rms"]}, "as it comes", singular=True),
     Row({"kind": "eigenbasis", "inner": ["momentum", "rms"], "timing": "current"}, "current at once", singular=True),
     Row({"kind": "eigenbasis", "inner": ["momentum", "rms"], "statistic_frame": "basis"}, "turning", singular=True),

@@ -27,19 +27,19 @@ class Case(Protocol):
     def component(self) -> Component: ...
 
 
-C = TypeVar("C", bound=Case)
+AnyCase = TypeVar("AnyCase", bound=Case)
 
 
 @dataclass(frozen=True)
-class Law(Generic[C]):
+class Law(Generic[AnyCase]):
     """A statement about every component of a family.
 
     check: raises a LawError, or whatever the component raises, if the case breaks the law.
     skip: why the law does not apply to a case, or None.
     """
 
-    check: Callable[[C], None]
-    skip: Callable[[C], str | None] = lambda case: None
+    check: Callable[[AnyCase], None]
+    skip: Callable[[AnyCase], str | None] = lambda case: None
 
     @property
     def name(self) -> str:
@@ -48,7 +48,7 @@ class Law(Generic[C]):
     def __str__(self) -> str:
         return self.name
 
-    def require(self, case: C) -> None:
+    def require(self, case: AnyCase) -> None:
         """Raises a LawError that names the case and this law if the law is broken."""
         try:
             self.check(case)
@@ -79,7 +79,7 @@ class Report:
         return "\n".join([*lines, *(f"  not asked: {law} ({reason})" for law, reason in self.skipped.items())])
 
 
-def check(case: C, first: Iterable[Law[C]], laws: Iterable[Law[C]]) -> Report:
+def check(case: AnyCase, first: Iterable[Law[AnyCase]], laws: Iterable[Law[AnyCase]]) -> Report:
     """Tries laws on a case: the first ones stop at once, because what breaks them breaks others too; of the rest all
     that are broken are named in one LawError."""
     held, skipped, broken = [], {}, []

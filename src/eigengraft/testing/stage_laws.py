@@ -96,10 +96,7 @@ def inputs_are_never_written_to(case: StageCase) -> None:
 
 
 def numbers_stay_finite(case: StageCase) -> None:
-    """Direction and state, for zero, huge, tiny, constant, rank-deficient and suddenly different gradients.
-
-    All of them in one stack, three blocks of each.
-    """
+    """Direction and state, for zero, huge, tiny, rank-deficient, suddenly different gradients, all in one stack."""
     for block in case.blocks:
         given = dict(difficult(block))
         stack = case.bench(block, 3 * len(given), torch.float32)
