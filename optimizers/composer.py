@@ -8,13 +8,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from .optimizer import Optimizer
-from .recipe.loading import Source
+from .recipe.loading import RecipeSource
 from .recipe.overrides import Overrides
 from .recipe.routing import DescribedParameters, describe_model
 
 
 def compose(
-    recipe: Source,
+    recipe: RecipeSource,
     model: nn.Module | Iterable[Any],
     lr: float | Tensor | None = None,
     weight_decay: float | None = None,

@@ -77,5 +77,5 @@ def _twin(optimizer: Optimizer, recipe: Recipe) -> Optimizer:
 def _recode(old: StackState, new: StackState) -> None:
     for key, _ in old.slots():
         slot, block = StateKey.parse(key), old.stack.block
-        there = State(new.tensors, block, slot.stage, storage=Storage(new.coded))
-        there[slot.slot] = State(old.tensors, block, slot.stage, storage=Storage(old.coded))[slot.slot]
+        there = State(new.tensors, block, slot.stage, storage=Storage(new.encoded))
+        there[slot.slot] = State(old.tensors, block, slot.stage, storage=Storage(old.encoded))[slot.slot]

@@ -17,7 +17,7 @@ from .checkpoint.sharded_state import gathered, shard_hook
 from .engine.stack_state import StackState
 from .engine.step_inputs import Hyper
 from .param_groups import check_keys, check_values, number, require_matches
-from .recipe.loading import Source, load_recipe
+from .recipe.loading import RecipeSource, load_recipe
 from .recipe.overrides import Overrides
 from .recipe.recipe import Recipe
 from .recipe.routing import DescribedParameters, describe_parameter
@@ -40,7 +40,7 @@ class Optimizer(torch.optim.Optimizer):
     def __init__(
         self,
         params: Iterable[Any] | DescribedParameters,
-        recipe: Source = "adamw",
+        recipe: RecipeSource = "adamw",
         lr: float | Tensor | None = None,
         weight_decay: float | None = None,
         *,

@@ -62,7 +62,7 @@ def slot_sizes(stack_states: Iterable[StackState], states: Iterable[Mapping[str,
     found: dict[tuple[str, str, str], list[int]] = {}
     for stack_state in stack_states:
         for key, slot in stack_state.slots():
-            coded = stack_state.coded.get(key)
+            coded = stack_state.encoded.get(key)
             kind = str(getattr(coded.codec, "kind", "")) if coded is not None else ""
             dtype = slot.dtype or stack_state.stack.dtype
             declared = len(stack_state.stack.param_ids) * math.prod(slot.shape) * dtype.itemsize

@@ -42,10 +42,10 @@ from .roots import CANS as CANS
 from .roots import AdaptiveQR as AdaptiveQR
 from .roots import Basis as Basis
 from .roots import BasisSolver as BasisSolver
-from .roots import Bound as Bound
 from .roots import Chebyshev as Chebyshev
 from .roots import CholeskyQR as CholeskyQR
 from .roots import CoupledNewton as CoupledNewton
+from .roots import EigenvalueBound as EigenvalueBound
 from .roots import Eigh as Eigh
 from .roots import EighBasis as EighBasis
 from .roots import FrobeniusBound as FrobeniusBound

@@ -2,7 +2,7 @@
 
 from .base import Quantizer as Quantizer
 from .base import choose as choose
-from .formats.codebook_formats import Book8 as Book8
+from .formats.codebook_formats import Codebook8 as Codebook8
 from .formats.codebook_formats import Int3 as Int3
 from .formats.codebook_formats import Int4 as Int4
 from .formats.floats import FP8 as FP8

@@ -10,21 +10,21 @@ import torch
 from torch import Tensor
 
 from eigengraft.component import Component
-from eigengraft.slots import Parts, Slot, Uniform
+from eigengraft.slots import Encoded, Slot, Uniform
 
 FORMAT_VERSION = 2
-"""Goes up when what is stored by the same declaration changes its meaning."""
+"""Goes up when tensors stored by the same declaration change their meaning."""
 
 
 class Quantizer(Component, ABC, family="quantizer"):
-    """A map between a slot `[N, *shape]` and the plain tensors, `[N, ...]` each, that are kept of it.
+    """A map between a slot `[N, *shape]` and the plain tensors, `[N, ...]` each, that it is stored in.
 
-    A coded slot has the state keys "<slot>/<part>". Laws: rows are coded one by one, zero comes back as zero, nothing
-    given is written to.
+    An encoded slot has the state keys "<slot>/<name of a tensor>".
+    Laws: rows are encoded one by one, zero comes back as zero, arguments are not written to.
     """
 
-    def refuses(self, slot: Slot) -> str | None:
-        """Why this slot cannot be stored so, or None."""
+    def unsupported(self, slot: Slot) -> str | None:
+        """Why this quantizer cannot store the slot, or None."""
         return None
 
     @property
@@ -32,31 +32,31 @@ class Quantizer(Component, ABC, family="quantizer"):
         """Whether every decoded matrix is symmetric."""
         return False
 
-    def encode_hollow(self, x: Tensor, before: Parts | None = None, uniform: Uniform | None = None) -> Parts:
+    def encode_hollow(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
         """`encode` of x `[N, d, d]` with zeros on its diagonal."""
         rest = x.clone()
         rest.diagonal(dim1=-2, dim2=-1).zero_()
         return self.encode(rest, before, uniform)
 
     @abstractmethod
-    def encode(self, x: Tensor, before: Parts | None = None, uniform: Uniform | None = None) -> Parts:
-        """x `[N, *shape]` -> the parts kept, by name.
+    def encode(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
+        """x `[N, *shape]` -> tensors `[N, ...]` by name.
 
-        before: the parts that these replace, for formats that carry an error on; None at the start. uniform: random
-        numbers for stochastic rounding; None: to nearest.
+        before: the tensors that these replace, for formats that carry an error on; None at the start.
+        uniform: random numbers for stochastic rounding; None: to nearest.
         """
 
     @abstractmethod
-    def decode(self, parts: Parts, slot: Slot, dtype: torch.dtype) -> Tensor:
+    def decode(self, encoded: Encoded, slot: Slot, dtype: torch.dtype) -> Tensor:
         """The slot `[N, *shape]` in `dtype`, in memory of its own."""
 
-    def meaning(self) -> str:
-        """What the parts mean beyond the declaration: the values of code books."""
+    def codebook_id(self) -> str:
+        """The values of the codebooks that codes refer to, as text; "" without codebooks."""
         return ""
 
     def format(self) -> int:
-        """A number that tells one meaning of the parts from another, kept beside them and checked on loading."""
-        text = f"{FORMAT_VERSION} {self.model_dump_json()} {self.meaning()}"
+        """A hash of the declaration and its codebooks, stored beside the tensors and checked on loading."""
+        text = f"{FORMAT_VERSION} {self.model_dump_json()} {self.codebook_id()}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
@@ -68,11 +68,11 @@ def choose(storage: Mapping[str, Quantizer], path: str, name: str, slot: Slot) -
     """
     for key in (f"{path}/{name}", path):
         if key in storage:
-            problem = storage[key].refuses(slot)
+            problem = storage[key].unsupported(slot)
             if problem and key != path:
                 raise ValueError(f"storage.{key}: {problem}")
             return None if problem else storage[key]
     by_role = storage.get(slot.role)
     if by_role is None or slot.sensitive:
         return None
-    return by_role if by_role.refuses(slot) is None else None
+    return by_role if by_role.unsupported(slot) is None else None

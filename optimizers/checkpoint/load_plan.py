@@ -148,5 +148,5 @@ def _faults(own: Mapping[str, Any], got: Any) -> list[str]:
             kind = f"{other.dtype} {tuple(other.shape)}" if isinstance(other, Tensor) else type(other).__name__
             faults.append(f"'{text}' of {mine.dtype} {tuple(mine.shape)} is required, got {kind}")
         elif key.part == FORMAT and isinstance(mine, Tensor) and not torch.equal(mine.cpu(), other.cpu()):
-            faults.append(f"'{key._replace(part='')}' is stored in another format or with another code book")
+            faults.append(f"'{key._replace(part='')}' is stored in another format or with another codebook")
     return sorted(faults)

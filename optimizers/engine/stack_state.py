@@ -15,7 +15,7 @@ from torch import Tensor
 from eigengraft.preconditioners import run_chain
 from eigengraft.preconditioners.checked_mode import Checks
 from eigengraft.quantization import Quantizer, choose
-from eigengraft.slots import Coded, Slot, State, Storage
+from eigengraft.slots import EncodedSlot, Slot, State, Storage
 from eigengraft.stacks import Stack
 from eigengraft.step_context import StepContext
 
@@ -35,7 +35,7 @@ class StackState:
     seeds: `[N]`, what the random numbers of each block are made of.
     block_group: number of the block group whose owned blocks these are; None: no block of the stack travels.
     tensors: state by "<stage path>/<slot>", `[N, ...]`.
-    coded: slots that are stored by a quantizer; their tensors are "<stage path>/<slot>/<code>".
+    encoded: slots that are stored by a quantizer; their tensors are "<stage path>/<slot>/<code>".
     checks: what checks the contract of every stage in checked mode; None: nothing does.
     """
 
@@ -47,7 +47,7 @@ class StackState:
     seeds: NDArray[np.int64]
     block_group: int | None = None
     tensors: dict[str, Tensor] = field(default_factory=dict, init=False)
-    coded: dict[str, Coded] = field(default_factory=dict, init=False)
+    encoded: dict[str, EncodedSlot] = field(default_factory=dict, init=False)
     checks: Checks | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -60,7 +60,7 @@ class StackState:
 
     def stored(self, key: str) -> list[Tensor]:
         """The tensors that a slot is stored in: one, or its codes."""
-        coded = key in self.coded
+        coded = key in self.encoded
         return [tensor for own, tensor in self.tensors.items() if own == key or (coded and own.startswith(f"{key}/"))]
 
     def _allocate(self, key: str, slot: Slot, blocks: int) -> None:
@@ -71,7 +71,7 @@ class StackState:
             self.tensors[key] = value
             return
         codes = quantizer.encode(value)
-        self.coded[key] = Coded(slot, quantizer, tuple(codes), value.dtype)
+        self.encoded[key] = EncodedSlot(slot, quantizer, tuple(codes), value.dtype)
         self.tensors.update({f"{key}/{name}": stored for name, stored in codes.items()})
         self.tensors[f"{key}/format"] = torch.full((blocks,), quantizer.format(), device=self.stack.device)
 
@@ -112,10 +112,10 @@ class StackState:
     ) -> State:
         """The state that a chain reads and writes in one call, for the selected rows (None: all)."""
         seeds, steps = None, None
-        if self.coded:
+        if self.encoded:
             seeds, steps = torch.from_numpy(context.seeds).to(self.stack.device), context.step
         path = f"{self.path}.{chain}" if self.path else chain
-        return State(self.tensors, self.stack.block, path, rows, mask, Storage(self.coded, seeds, steps, self.checks))
+        return State(self.tensors, self.stack.block, path, rows, mask, Storage(self.encoded, seeds, steps, self.checks))
 
     def prime(self, gradient: Tensor, rows: Tensor | None, mask: Tensor | None, context: StepContext) -> None:
         """Shows the first gradient of blocks to a chain with a lagged stage: it is observed, nothing moves."""

@@ -11,7 +11,7 @@ import torch
 from eigengraft.distributed.distribution import Distribution
 
 from ..optimizer import Optimizer
-from ..recipe.loading import Source, load_recipe
+from ..recipe.loading import RecipeSource, load_recipe
 from ..recipe.recipe import Recipe
 from ..recipe.routing import ParamInfo
 
@@ -21,7 +21,7 @@ LARGEST = 1 << 24
 """Entries of the largest block that is measured."""
 
 
-def measured_work(recipe: Source, infos: Iterable[ParamInfo], device: str = "cpu") -> dict[str, float]:
+def measured_work(recipe: RecipeSource, infos: Iterable[ParamInfo], device: str = "cpu") -> dict[str, float]:
     """Milliseconds per step of a block by its shape, as '1024x256': least of three means over full refresh intervals.
 
     infos: what is known of the parameters of a model. Where two updates cut blocks of one shape, the slower one counts;

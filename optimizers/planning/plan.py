@@ -20,7 +20,7 @@ from eigengraft.distributed.layouts import Layout
 from eigengraft.distributed.ownership import Loads
 
 from ..engine.build import bucket_bytes, divide
-from ..recipe.loading import Source, load_recipe
+from ..recipe.loading import RecipeSource, load_recipe
 from ..recipe.recipe import Recipe
 from ..recipe.routing import ParamInfo, describe_parameter
 from ..sharding.placement import ParamPlacement, ParamSpec, assign_owners, place
@@ -67,7 +67,7 @@ class Plan:
 
 
 def plan(
-    recipe: Source,
+    recipe: RecipeSource,
     parameters: Iterable[tuple[str, Sequence[int]] | ParamInfo],
     mesh: tuple[int, ...],
     parallel: DataParallelKind | Sequence[Placement] = "fsdp2",

@@ -21,12 +21,12 @@ from .overrides import apply_overrides
 from .recipe import SCHEMA_VERSION, Recipe
 from .yaml_files import read_yaml, shipped
 
-Source = str | PathLike[str] | Mapping[str, Any] | Sequence[Any] | Recipe
+RecipeSource = str | PathLike[str] | Mapping[str, Any] | Sequence[Any] | Recipe
 """A shipped name, the path of a YAML file, JSON text, a mapping, a list of stages, or a recipe."""
 
 
 def raw_recipe(source: Any, folder: Path | None = None, derived: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The fields that a `Source` stands for, its base resolved; they are not validated yet.
+    """The fields that a `RecipeSource` stands for, its base resolved; they are not validated yet.
 
     folder: what the path of a file is relative to; default: the working directory.
     derived: the names of the recipes that this one is the base of.
@@ -66,7 +66,7 @@ def _inherited(source: Mapping[str, Any], folder: Path | None, derived: tuple[st
         raise RecipeError(f"set: {error}") from None
 
 
-def _base(source: Source, folder: Path | None, derived: tuple[str, ...]) -> Recipe:
+def _base(source: RecipeSource, folder: Path | None, derived: tuple[str, ...]) -> Recipe:
     try:
         return checked(Recipe, raw_recipe(source, folder, derived))
     except RecipeError as error:

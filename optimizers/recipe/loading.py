@@ -8,7 +8,7 @@ from typing import Any
 
 from eigengraft.component import RecipeError, checked
 
-from .inheritance import Source as Source
+from .inheritance import RecipeSource as RecipeSource
 from .inheritance import raw_recipe
 from .overrides import Overrides, assign_paths, json_value, override_pairs
 from .recipe import Recipe
@@ -20,7 +20,7 @@ def shipped_recipes() -> tuple[str, ...]:
     return tuple(sorted(shipped()))
 
 
-def load_recipe(source: Source, overrides: Overrides = (), parse: Callable[[str], Any] = json_value) -> Recipe:
+def load_recipe(source: RecipeSource, overrides: Overrides = (), parse: Callable[[str], Any] = json_value) -> Recipe:
     """The recipe that `source` names, with every override applied in order.
 
     overrides: a mapping {dotted path: value}, or strings "dotted.path=value" whose values `parse` reads.

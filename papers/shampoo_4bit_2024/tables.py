@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from eigengraft.optimizers.recipe.recipe import Recipe
+from eigengraft.component import checked
 from eigengraft.preconditioners.roots import CoupledNewton, PowerIteration
 from eigengraft.quantization import Quantizer
 from eigengraft.slots import Slot
@@ -42,12 +42,14 @@ class Errors(NamedTuple):
 
 def quantizer(**declared: Any) -> Quantizer:
     """A quantizer of the library, declared as a recipe does."""
-    return Recipe.model_validate({"update": "identity", "storage": {"statistic": declared}}).storage["statistic"]
+    return checked(Quantizer, declared)
 
 
-def formats(book: str) -> dict[str, Quantizer]:
+def formats(codebook: str) -> dict[str, Quantizer]:
     """Quantizers of matrices and eigenvectors: blocks of 64 along the rows, those of the matrix or of U^T."""
-    four, eight = ({"kind": kind, "book": book, "block_size": 64, "min_elements": 1} for kind in ("int4", "book8"))
+    four, eight = (
+        {"kind": kind, "codebook": codebook, "block_size": 64, "min_elements": 1} for kind in ("int4", "codebook8")
+    )
     return {
         "A": quantizer(kind="exact_diagonal", inner=four, symmetrize=False),
         "A 8-bit": quantizer(kind="exact_diagonal", inner=eight, symmetrize=False),
@@ -130,21 +132,21 @@ def measure(n: int, seed: int, root: str = "published") -> dict[tuple[int, str, 
     a = (u * values) @ u.mT
     exact = f(a)[0]
     found = {}
-    for book in MAPS:
-        how = formats(book)
+    for codebook in MAPS:
+        how = formats(codebook)
         roots = {key: f(stored(a, how[key])) for key in ("A 8-bit", "A")}
         for key in ("U", "U+OR"):
             v = stored(u, how[key])
             roots[key] = f((v * values) @ v.mT)
         for key, (value, steps) in roots.items():
-            found[1, book, key] = errors(exact, value), steps
+            found[1, codebook, key] = errors(exact, value), steps
         roots = {"B": (exact, 0), **{f"{key}, B": roots[key] for key in ("A", "U", "U+OR")}, **roots}
         for key, (value, steps) in roots.items():
             value = stored(value, how["A"]) if key.endswith("B") else value
             if key.endswith("B"):
-                found[5, book, key] = errors(exact, value), steps
+                found[5, codebook, key] = errors(exact, value), steps
             if key != "A 8-bit":
-                found[6, book, key] = errors(offdiagonal(exact), offdiagonal(value)), steps
+                found[6, codebook, key] = errors(offdiagonal(exact), offdiagonal(value)), steps
     return found
 
 

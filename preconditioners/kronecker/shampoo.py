@@ -98,7 +98,7 @@ class Shampoo(Factored):
 
     def _diagonal_power(self, exponent: Fraction, estimate: Tensor, unit: Tensor) -> Power:
         """The power of a diagonal as it is now, with the solver's ridge; its root is as old as the last refresh."""
-        values = self.solver.ridged(estimate) / per_block(unit, estimate)
+        values = self.solver.regularized(estimate) / per_block(unit, estimate)
         half = torch.where(values > 0, to_power(values, float(exponent) / 2), 0.0)
         trace = (values * half.square()).sum(-1) if exponent != -1 else unit.new_full(unit.shape, values.shape[-1])
         return Power(half, half, unit, trace, has_data(estimate))

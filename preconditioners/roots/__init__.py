@@ -10,7 +10,7 @@ from .bases.eigh_basis import EighBasis as EighBasis
 from .bases.power_qr import PowerQR as PowerQR
 from .bases.qr_iteration import QRIteration as QRIteration
 from .bases.subspace import Subspace as Subspace
-from .inverse.bounds import Bound as Bound
+from .inverse.bounds import EigenvalueBound as EigenvalueBound
 from .inverse.bounds import FrobeniusBound as FrobeniusBound
 from .inverse.bounds import GuaranteedBound as GuaranteedBound
 from .inverse.bounds import InfinityBound as InfinityBound

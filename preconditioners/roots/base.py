@@ -51,14 +51,14 @@ class RootSolver(Component, ABC, family="root_solver"):
         """Why this solver cannot take that exponent, or None."""
         return None
 
-    def ridged(self, values: Tensor) -> Tensor:
+    def regularized(self, values: Tensor) -> Tensor:
         """Eigenvalues `[N, d]` in any order as this solver would raise them to -e: with its ridge; 0: left out."""
         return values
 
     def diagonal_root(self, a: Tensor, exponent: Fraction) -> Root:
         """A^(-e) for diagonal matrices, given and returned as their diagonals `[N, d]`, elementwise."""
         ok = a.isfinite().all(-1)
-        values = self.ridged(torch.where(ok[:, None], a, 1.0))
+        values = self.regularized(torch.where(ok[:, None], a, 1.0))
         power = torch.where(values > 0, to_power(values, -float(exponent)), 0.0)
         ok = ok & power.isfinite().all(-1)
         nothing = torch.zeros_like(ok)
@@ -101,7 +101,7 @@ def eigh(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return _one_by_one(a.double(), a.dtype, ok)
 
 
-def leading(a: Tensor, columns: int | None = None) -> Basis:
+def leading_eigenvectors(a: Tensor, columns: int | None = None) -> Basis:
     """The eigenvectors by descending eigenvalue, from scratch: all of them, or the first so many."""
     _, vectors, ok = eigh(a)
     return Basis(vectors.flip(-1)[..., :columns], None, ok)

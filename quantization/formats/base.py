@@ -11,20 +11,20 @@ from pydantic import Field
 from torch import Tensor
 
 from eigengraft.numerics import may_branch_on_values
-from eigengraft.slots import Parts, Slot, Uniform
+from eigengraft.slots import Encoded, Slot, Uniform
 
 from ..base import Quantizer
-from .chunks import CACHED, scratch
-from .scale_blocks import by_block, count, even_width, largest, times_, with_scales
-from .scales import double, scales, single
+from .chunks import CACHE_ELEMENTS, scratch
+from .scale_blocks import block_count, block_maxima, even_width, map_blocks, map_blocks_out, multiply_blocks_
+from .scales import decode_scales, encode_scales, encode_scales_twice
 
 
 class Format(Quantizer, ABC):
-    """What all formats have: they store floating-point slots of at least some size."""
+    """A quantizer of floating-point numbers, for slots of at least some size."""
 
     min_elements: int = Field(default=1, ge=1, description="Smallest product of the axes of a slot that is stored so.")
 
-    def refuses(self, slot: Slot) -> str | None:
+    def unsupported(self, slot: Slot) -> str | None:
         floating = slot.dtype is None or slot.dtype.is_floating_point
         if slot.role in ("count", "failures") or not floating:
             return f"a slot of floating-point numbers is required, got a {slot.role} of dtype {slot.dtype}"
@@ -51,7 +51,7 @@ class Blockwise(Format, ABC):
 
     @property
     def draws(self) -> bool:
-        """Whether random numbers are used, which belong to a whole row of the stack."""
+        """Whether random numbers are used, which are drawn for complete rows of the stack."""
         return False
 
     @property
@@ -65,38 +65,38 @@ class Blockwise(Format, ABC):
 
     @abstractmethod
     def values(self, codes: Tensor, n: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """Decode codes to y = z / span: in `out`, if it is given and can hold them, else in a fresh tensor."""
+        """codes -> y = z / span `[N, ..., n]`: in `out`, if it is given and can hold them, else in a fresh tensor."""
 
-    def encode(self, x: Tensor, before: Parts | None = None, uniform: Uniform | None = None) -> Parts:
+    def encode(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
         rows = x if x.ndim > 1 else x[:, None]
-        found, drawn = largest(rows, self.block_size).float(), uniform if self.draws else None
+        found, drawn = block_maxima(rows, self.block_size).float(), uniform if self.draws else None
         at_once = may_branch_on_values(x) and drawn is None
         if at_once and self.scale == "float32" and _ordinary(found):
             return {"codes": self._piece_by_piece(rows.detach(), (self.span / found).to(x.dtype)), "scales": found}
-        kept = single(found) if self.scale == "float32" else double(found)
-        s = scales(kept)
+        stored = encode_scales(found) if self.scale == "float32" else encode_scales_twice(found)
+        s = decode_scales(stored)
         s = torch.where(s == 0, 1.0, s)
         if at_once and _ordinary(s):
-            return {"codes": self._piece_by_piece(rows.detach(), (self.span / s).to(x.dtype)), **kept}
+            return {"codes": self._piece_by_piece(rows.detach(), (self.span / s).to(x.dtype)), **stored}
         # Scales of which the reciprocal is not an ordinary float32 are moved by a power of two first.
         move = torch.where(s < 1 / _FAR, _FAR, torch.where(s > _FAR, 1 / _FAR, 1.0))
         factors = self.span / (s * move)
-        z = with_scales(torch.mul, rows, move.to(x.dtype), self.block_size)
-        z = times_(z, factors.to(x.dtype), self.block_size)
+        z = map_blocks(torch.mul, rows, move.to(x.dtype), self.block_size)
+        z = multiply_blocks_(z, factors.to(x.dtype), self.block_size)
         z = self._bounded(torch.where(z.isnan(), 0.0, z))
-        return {"codes": self.codes(z, drawn), **kept}
+        return {"codes": self.codes(z, drawn), **stored}
 
     def _piece_by_piece(self, rows: Tensor, factors: Tensor) -> Tensor:
-        """The codes of z = rows times factors: each piece through all of it before the next, in the cache."""
+        """The codes of z = rows times factors, piece by piece: each is finished while it lies in the cache."""
         size, n = self.block_size, rows.shape[-1]
         width = even_width(n, size)
         flat = rows.reshape(rows.numel() // width, width)
-        factors = factors.reshape(len(flat), count(width, size))
-        height = max(1, CACHED // width)
+        factors = factors.reshape(len(flat), block_count(width, size))
+        height = max(1, CACHE_ELEMENTS // width)
         codes: Tensor | None = None
         for start in range(0, len(flat), height):
             some, factor = flat[start : start + height], factors[start : start + height]
-            z = by_block(torch.mul, some, factor, size, scratch("z", some.numel(), some.dtype).view(some.shape))
+            z = map_blocks_out(torch.mul, some, factor, size, scratch("z", some.numel(), some.dtype).view(some.shape))
             made = self.codes(self._bounded(z), None, None if codes is None else codes[start : start + height])
             if codes is None and len(made) == len(flat):
                 codes = made
@@ -107,22 +107,23 @@ class Blockwise(Format, ABC):
         return codes.reshape(*rows.shape[:-1], codes.shape[-1] * n // width)
 
     def _bounded(self, z: Tensor) -> Tensor:
-        """In place: scales that were rounded may be below the largest number."""
+        """z clamped to the span in place, where rounded scales may lie below the largest number."""
         return z.clamp_(-self.span, self.span) if self.scale == "double" else z
 
-    def decode(self, parts: Parts, slot: Slot, dtype: torch.dtype) -> Tensor:
-        n, codes = slot.shape[-1] if slot.shape else 1, parts["codes"]
-        s = scales(parts).to(dtype)
+    def decode(self, encoded: Encoded, slot: Slot, dtype: torch.dtype) -> Tensor:
+        n, codes = slot.shape[-1] if slot.shape else 1, encoded["codes"]
+        s = decode_scales(encoded).to(dtype)
         if not may_branch_on_values(codes):
-            return times_(self.values(codes, n, dtype), s, self.block_size).reshape(-1, *slot.shape)
+            return multiply_blocks_(self.values(codes, n, dtype), s, self.block_size).reshape(-1, *slot.shape)
         width = even_width(n, self.block_size)
-        rows, height = codes[..., 0].numel() * n // width, max(1, CACHED // width)
-        codes, s = codes.reshape(rows, codes.shape[-1] * width // n), s.reshape(rows, count(width, self.block_size))
+        rows, height = codes[..., 0].numel() * n // width, max(1, CACHE_ELEMENTS // width)
+        codes = codes.reshape(rows, codes.shape[-1] * width // n)
+        s = s.reshape(rows, block_count(width, self.block_size))
         result = s.new_empty(rows, width)
         for start in range(0, rows, height):
             some, scale, target = (t[start : start + height] for t in (codes, s, result))
-            by_block(torch.mul, self.values(some, width, dtype, target), scale, self.block_size, target)
-        return result.reshape(len(parts["codes"]), *slot.shape)
+            map_blocks_out(torch.mul, self.values(some, width, dtype, target), scale, self.block_size, target)
+        return result.reshape(len(encoded["codes"]), *slot.shape)
 
 
 _FAR = 2.0**100

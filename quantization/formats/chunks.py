@@ -9,7 +9,7 @@ from torch import Tensor
 
 from eigengraft.numerics import may_branch_on_values
 
-CACHED = 1 << 17
+CACHE_ELEMENTS = 1 << 17
 """Numbers at a time: a few float32 copies of them fit into a core's own cache, and calls cost little beside work."""
 
 
@@ -18,27 +18,27 @@ def scratch(name: str, n: int, dtype: torch.dtype) -> Tensor:
 
     For what a piece needs while it is worked on: fresh memory would cost as much as the work.
     """
-    if n > CACHED:
+    if n > CACHE_ELEMENTS:
         return torch.empty(n, dtype=dtype, device="cpu")
-    kept: dict[str, Tensor] = _KEPT.__dict__
+    buffers: dict[str, Tensor] = _BUFFERS.__dict__
     key = f"{name} {dtype}"
-    if key not in kept:
+    if key not in buffers:
         with torch.inference_mode(False):  # or it could not be written to outside of that mode
-            kept[key] = torch.empty(CACHED, dtype=dtype, device="cpu")
-    return kept[key][:n]
+            buffers[key] = torch.empty(CACHE_ELEMENTS, dtype=dtype, device="cpu")
+    return buffers[key][:n]
 
 
-_KEPT = threading.local()
+_BUFFERS = threading.local()
 
 
-def looked_up(table: Tensor, codes: Tensor, out: Tensor | None = None) -> Tensor:
+def look_up(table: Tensor, codes: Tensor, out: Tensor | None = None) -> Tensor:
     """table `[k]`, codes -> values of their shape, in `out` if it is given, else fresh."""
     if not may_branch_on_values(codes):
         return table.index_select(0, codes.reshape(-1).int()).reshape(codes.shape)
     result = table.new_empty(codes.shape) if out is None else out
     source, target = codes.reshape(-1), result.view(-1)
-    for start in range(0, len(source), CACHED):
-        some = source[start : start + CACHED]
+    for start in range(0, len(source), CACHE_ELEMENTS):
+        some = source[start : start + CACHE_ELEMENTS]
         places = scratch("places", len(some), torch.int32).copy_(some)
-        torch.index_select(table, 0, places, out=target[start : start + CACHED])
+        torch.index_select(table, 0, places, out=target[start : start + CACHE_ELEMENTS])
     return result

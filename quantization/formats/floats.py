@@ -9,10 +9,10 @@ from pydantic import Field, field_validator
 from torch import Tensor
 
 from eigengraft.numerics import may_branch_on_values
-from eigengraft.slots import Parts, Slot, Uniform
+from eigengraft.slots import Encoded, Slot, Uniform
 
 from .base import Blockwise, Format
-from .chunks import looked_up
+from .chunks import look_up
 
 _LARGEST = torch.finfo(torch.bfloat16).max
 
@@ -22,11 +22,11 @@ class Float32(Format):
 
     kind: Literal["float32"] = "float32"
 
-    def encode(self, x: Tensor, before: Parts | None = None, uniform: Uniform | None = None) -> Parts:
+    def encode(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
         return {"values": x.to(torch.float32, copy=True)}
 
-    def decode(self, parts: Parts, slot: Slot, dtype: torch.dtype) -> Tensor:
-        return parts["values"].to(dtype, copy=True)
+    def decode(self, encoded: Encoded, slot: Slot, dtype: torch.dtype) -> Tensor:
+        return encoded["values"].to(dtype, copy=True)
 
 
 class BFloat16(Format):
@@ -37,15 +37,17 @@ class BFloat16(Format):
     """
 
     kind: Literal["bf16"] = "bf16"
-    rounding: Literal["nearest", "stochastic"] = Field(default="nearest", description="Of the last of the 8 bits.")
+    rounding: Literal["nearest", "stochastic"] = Field(
+        default="nearest", description="How the last of the 8 bits is rounded."
+    )
 
-    def encode(self, x: Tensor, before: Parts | None = None, uniform: Uniform | None = None) -> Parts:
+    def encode(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
         if self.rounding == "stochastic" and uniform is not None:
             return {"values": _stochastic(_within(x.float()), uniform)}
         return {"values": _nearest(_within(x))}
 
-    def decode(self, parts: Parts, slot: Slot, dtype: torch.dtype) -> Tensor:
-        return parts["values"].to(dtype)
+    def decode(self, encoded: Encoded, slot: Slot, dtype: torch.dtype) -> Tensor:
+        return encoded["values"].to(dtype)
 
 
 class SplitFloat(Format):
@@ -56,15 +58,15 @@ class SplitFloat(Format):
 
     kind: Literal["split_float"] = "split_float"
 
-    def encode(self, x: Tensor, before: Parts | None = None, uniform: Uniform | None = None) -> Parts:
+    def encode(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
         high = _nearest(_within(x))
         rest = (x - high.to(x.dtype)).div_(_half_ulp(high).to(x.dtype))
         rest = (rest if _plain(x) else torch.where(rest.isfinite(), rest, 0.0)).mul_(127).round_().clamp_(-127, 127)
         return {"values": high, "residuals": rest.to(torch.int8)}
 
-    def decode(self, parts: Parts, slot: Slot, dtype: torch.dtype) -> Tensor:
-        high = parts["values"]
-        rest = parts["residuals"].to(dtype).div_(127).mul_(_half_ulp(high).to(dtype))
+    def decode(self, encoded: Encoded, slot: Slot, dtype: torch.dtype) -> Tensor:
+        high = encoded["values"]
+        rest = encoded["residuals"].to(dtype).div_(127).mul_(_half_ulp(high).to(dtype))
         return rest.add_(high.to(dtype))
 
 
@@ -102,7 +104,7 @@ class FP8(Blockwise):
 
     def values(self, codes: Tensor, n: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         every = torch.arange(256, device=codes.device).to(torch.uint8).view(self._dtype)
-        return looked_up(every.to(dtype).div_(torch.finfo(self._dtype).max), codes, out)
+        return look_up(every.to(dtype).div_(torch.finfo(self._dtype).max), codes, out)
 
 
 _FP8 = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}

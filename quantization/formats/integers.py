@@ -12,16 +12,16 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from eigengraft.slots import Parts, Slot, Uniform
+from eigengraft.slots import Encoded, Slot, Uniform
 
 from .base import Blockwise
-from .scale_blocks import peak
+from .scale_blocks import largest_size
 
 
 class _Linear(Blockwise, ABC):
     """round(z) with z = Q y, half to even or, stochastically, up with the probability that makes it unbiased."""
 
-    rounding: Literal["nearest", "stochastic"] = Field(default="nearest", description="Of the codes.")
+    rounding: Literal["nearest", "stochastic"] = Field(default="nearest", description="How codes are rounded.")
 
     @property
     def draws(self) -> bool:
@@ -46,11 +46,11 @@ class _Linear(Blockwise, ABC):
 class _Signed(_Linear, ABC):
     """bucket = max |x| / Q; buckets "column" is the scheme of JAX's Distributed Shampoo (`quantization_utils`).
 
-    There the maximum is over the first axis, one bucket for each column, and what is kept is the bucket itself.
+    There the maximum is over the first axis, one bucket for each column, and what is stored is the bucket itself.
     """
 
     buckets: Literal["row", "column"] = Field(
-        default="row", description="What shares a scale: `block_size` numbers of a row, or a whole column."
+        default="row", description="What shares a scale: `block_size` numbers of a row, or a column."
     )
 
     @model_validator(mode="after")
@@ -79,22 +79,22 @@ class _Signed(_Linear, ABC):
     def values(self, codes: Tensor, n: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         return (codes.to(dtype) if out is None else out.copy_(codes)).mul_(1 / self.largest_code)
 
-    def encode(self, x: Tensor, before: Parts | None = None, uniform: Uniform | None = None) -> Parts:
+    def encode(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
         if self.buckets == "row":
-            parts = super().encode(x, before, uniform)
-            return {**parts, "codes": _as_bytes(parts["codes"])}
+            encoded = super().encode(x, before, uniform)
+            return {**encoded, "codes": _as_bytes(encoded["codes"])}
         rows = x if x.ndim > 1 else x[:, None]
-        found = peak(rows, 1).float() / self.largest_code
+        found = largest_size(rows, 1).float() / self.largest_code
         bucket = torch.where(found.isfinite(), found, torch.nan)
         y = rows / torch.where(bucket == 0, 1.0, bucket).to(x.dtype)[:, None]
         y = self._rounded(torch.where(y.isnan(), 0.0, y), uniform).clamp_(-self.largest_code, self.largest_code)
         return {"codes": _as_bytes(y.to(self.integer)), "scales": bucket}
 
-    def decode(self, parts: Parts, slot: Slot, dtype: torch.dtype) -> Tensor:
-        codes = parts["codes"].view(self.integer)
+    def decode(self, encoded: Encoded, slot: Slot, dtype: torch.dtype) -> Tensor:
+        codes = encoded["codes"].view(self.integer)
         if self.buckets == "row":
-            return super().decode({**parts, "codes": codes}, slot, dtype)
-        return codes.to(dtype).mul_(parts["scales"].to(dtype)[:, None]).reshape(-1, *slot.shape)
+            return super().decode({**encoded, "codes": codes}, slot, dtype)
+        return codes.to(dtype).mul_(encoded["scales"].to(dtype)[:, None]).reshape(-1, *slot.shape)
 
 
 def _as_bytes(codes: Tensor) -> Tensor:
@@ -141,10 +141,10 @@ class UInt8(_Linear):
     def largest_code(self) -> int:
         return 255
 
-    def refuses(self, slot: Slot) -> str | None:
+    def unsupported(self, slot: Slot) -> str | None:
         if slot.role != "second_moment":
             return f"a second moment is required by a format without negative values, got a {slot.role}"
-        return super().refuses(slot)
+        return super().unsupported(slot)
 
     @property
     def span(self) -> float:

@@ -1,4 +1,4 @@
-"""A statistic kept as its coded Cholesky factor, with error feedback (Li et al. 2024, arXiv:2412.10663)."""
+"""A statistic stored as its encoded Cholesky factor, with error feedback (Li et al. 2024, arXiv:2412.10663)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pydantic import Field
 from torch import Tensor
 
 from eigengraft.numerics import apply_aligned, identity_like, may_branch_on_values, per_block, symmetrized
-from eigengraft.slots import Parts, Slot, Uniform
+from eigengraft.slots import Encoded, Slot, Uniform
 
-from .base import Structure, inside, kept_where, square_misfit, stored
+from .base import Structure, encode_under, replaced_where, square_shape_error, without_prefix
 from .matrices import folded_shape, lower_triangular, strictly_lower, unit_size
 
 
 class Cholesky(Structure):
-    """C = chol(A + eps |A| I);  kept: diag(C) exact, Q(C + E) below it;  decoded: A = D D^T
+    """C = chol(A + eps |A| I);  stored: diag(C) exact, Q(C + E) below it;  decoded: A = D D^T
 
     E <- b E + (1 - b) (C + E - D(Q(C + E)))  is the error that was made so far, strictly lower as well and coded the
     same way; b is `error_feedback`. A is semi-definite by construction. Each triangle is folded to a rectangle without
@@ -32,32 +32,34 @@ class Cholesky(Structure):
         default=None, ge=0, lt=1, description="decay of the error carried on; 0 = all of the last one; default: none is"
     )
 
-    def misfit(self, slot: Slot) -> str | None:
-        return square_misfit(slot, ("statistic", "root"), "positive semi-definite matrices", least=2)
+    def shape_error(self, slot: Slot) -> str | None:
+        return square_shape_error(slot, ("statistic", "root"), "positive semi-definite matrices", least=2)
 
-    def encode(self, x: Tensor, before: Parts | None = None, uniform: Uniform | None = None) -> Parts:
+    def encode(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
         c, ok = self._factor(x)
         below = strictly_lower(c)
-        parts = {"diagonal": c.diagonal(dim1=-2, dim2=-1).clone()}
+        encoded = {"diagonal": c.diagonal(dim1=-2, dim2=-1).clone()}
         if self.error_feedback is None:
-            parts.update(stored(self.inner.encode, "lower", below, before, uniform))
-            return kept_where(ok, parts, before)
+            encoded.update(encode_under(self.inner.encode, "lower", below, before, uniform))
+            return replaced_where(ok, encoded, before)
         error = torch.zeros_like(below) if before is None else self._below("error", before, x.shape[-1], x.dtype)
-        error = torch.where(per_block((parts["diagonal"] > 0).any(-1), error), error, 0.0)
+        error = torch.where(per_block((encoded["diagonal"] > 0).any(-1), error), error, 0.0)
         wanted = below + error
-        parts.update(stored(self.inner.encode, "lower", wanted, before, uniform))
-        made = wanted - self._below("lower", parts, x.shape[-1], x.dtype)
-        parts.update(stored(self.inner.encode, "error", torch.lerp(made, error, self.error_feedback), before, uniform))
-        return kept_where(ok, parts, before)
+        encoded.update(encode_under(self.inner.encode, "lower", wanted, before, uniform))
+        made = wanted - self._below("lower", encoded, x.shape[-1], x.dtype)
+        encoded.update(
+            encode_under(self.inner.encode, "error", torch.lerp(made, error, self.error_feedback), before, uniform)
+        )
+        return replaced_where(ok, encoded, before)
 
-    def decode(self, parts: Parts, slot: Slot, dtype: torch.dtype) -> Tensor:
-        below = self._below("lower", parts, slot.shape[-1], dtype, slot)
-        c = lower_triangular(parts["diagonal"].to(dtype), below)
+    def decode(self, encoded: Encoded, slot: Slot, dtype: torch.dtype) -> Tensor:
+        below = self._below("lower", encoded, slot.shape[-1], dtype, slot)
+        c = lower_triangular(encoded["diagonal"].to(dtype), below)
         return symmetrized(torch.bmm(c, c.mT))
 
-    def _below(self, prefix: str, parts: Parts, d: int, dtype: torch.dtype, slot: Slot | None = None) -> Tensor:
+    def _below(self, prefix: str, encoded: Encoded, d: int, dtype: torch.dtype, slot: Slot | None = None) -> Tensor:
         slot = replace(slot or Slot((d, d), role="statistic"), shape=folded_shape(d))
-        return self.inner.decode(inside(prefix, parts), slot, dtype)
+        return self.inner.decode(without_prefix(prefix, encoded), slot, dtype)
 
     def _factor(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(C, ok `[N]`); C is 0 where it could not be found."""

@@ -1,4 +1,4 @@
-"""A statistic kept as its eigenvalues and coded eigenvectors (4-bit Shampoo, Wang et al. 2024, arXiv:2405.18144)."""
+"""A statistic as its eigenvalues and encoded eigenvectors (4-bit Shampoo, Wang et al. 2024, arXiv:2405.18144)."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from torch import Tensor
 
 from eigengraft.numerics import apply_aligned, per_block, symmetrized, transposed
 from eigengraft.orthonormal import rectified
-from eigengraft.slots import Parts, Slot, Uniform
+from eigengraft.slots import Encoded, Slot, Uniform
 
-from .base import Structure, inside, kept_where, square_misfit, stored
+from .base import Structure, encode_under, replaced_where, square_shape_error, without_prefix
 from .matrices import unit_size
 
 
 class Eigen(Structure):
-    """P = qr(A V),  l = diag(P^T A P),  kept: l exact and Q(P^T);  decoded: A = V Diag(l) V^T  (Algorithm 1)
+    """P = qr(A V),  l = diag(P^T A P),  stored: l exact and Q(P^T);  decoded: A = V Diag(l) V^T  (Algorithm 1)
 
-    V is the basis that was kept before, rectified by Bjorck steps (see `orthogonal`); the identity at the start. Only
-    the part of A that is diagonal in P is kept: the basis follows A from one writing to the next, so that a slowly
-    moving average is what it is meant for. The trace of A is kept exactly. l < 0, which only rounding makes, becomes 0.
-    A zero matrix keeps its basis, a matrix that is not finite keeps all that was stored before. A `[N, d, d]`.
+    V is the basis that was stored before, rectified by Bjorck steps (see `orthogonal`); the identity at the start. Only
+    the part of A that is diagonal in P is stored: the basis follows A from one writing to the next, so that a slowly
+    moving average is what it is meant for. The trace of A is stored exactly. l < 0, which only rounding makes, becomes
+    0. A zero matrix keeps its basis, a matrix that is not finite keeps all that was stored before. A `[N, d, d]`.
     """
 
     kind: Literal["eigen"] = "eigen"
     rectify: int = Field(default=1, ge=0, le=16, description="Bjorck steps after decoding; 0 = none")
     steps: int = Field(default=1, ge=1, le=16, description="power steps for each writing")
 
-    def misfit(self, slot: Slot) -> str | None:
-        return square_misfit(slot, ("statistic",), "positive semi-definite matrices")
+    def shape_error(self, slot: Slot) -> str | None:
+        return square_shape_error(slot, ("statistic",), "positive semi-definite matrices")
 
-    def encode(self, x: Tensor, before: Parts | None = None, uniform: Uniform | None = None) -> Parts:
+    def encode(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
         ok = x.isfinite().flatten(1).all(-1)
         a, size = unit_size(torch.where(per_block(ok, x), x, 0.0))
         p = v = self._basis(x, before)
@@ -40,19 +40,19 @@ class Eigen(Structure):
             p = apply_aligned(torch.linalg.qr, torch.bmm(a, p))[0]
         p = torch.where(per_block(size > 0, p), p, v)
         values = (p * torch.bmm(a, p)).sum(-2).clamp_min(0.0) * size[:, None]
-        parts = {"values": values, **stored(self.inner.encode, "vectors", transposed(p), before, uniform)}
-        return kept_where(ok, parts, before)
+        encoded = {"values": values, **encode_under(self.inner.encode, "vectors", transposed(p), before, uniform)}
+        return replaced_where(ok, encoded, before)
 
-    def _basis(self, x: Tensor, before: Parts | None) -> Tensor:
-        """V `[N, d, d]` as it was kept."""
+    def _basis(self, x: Tensor, before: Encoded | None) -> Tensor:
+        """V `[N, d, d]` as it was stored."""
         if before is None:
             return torch.eye(x.shape[-1], dtype=x.dtype, device=x.device).expand_as(x)
         return self._vectors(before, Slot(tuple(x.shape[1:]), role="statistic"), x.dtype)
 
-    def _vectors(self, parts: Parts, slot: Slot, dtype: torch.dtype) -> Tensor:
-        rows = self.inner.decode(inside("vectors", parts), slot, dtype)
+    def _vectors(self, encoded: Encoded, slot: Slot, dtype: torch.dtype) -> Tensor:
+        rows = self.inner.decode(without_prefix("vectors", encoded), slot, dtype)
         return rectified(rows.mT, self.rectify)
 
-    def decode(self, parts: Parts, slot: Slot, dtype: torch.dtype) -> Tensor:
-        v = self._vectors(parts, slot, dtype)
-        return symmetrized(torch.bmm(v * parts["values"].to(dtype).unsqueeze(-2), v.mT))
+    def decode(self, encoded: Encoded, slot: Slot, dtype: torch.dtype) -> Tensor:
+        v = self._vectors(encoded, slot, dtype)
+        return symmetrized(torch.bmm(v * encoded["values"].to(dtype).unsqueeze(-2), v.mT))

@@ -1,4 +1,4 @@
-"""The diagonal kept as it is, the rest coded (Distributed Shampoo in JAX; Wang et al. 2024, arXiv:2405.18144)."""
+"""The diagonal stored as it is, the rest encoded (Distributed Shampoo in JAX; Wang et al. 2024, arXiv:2405.18144)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from eigengraft.numerics import symmetrized
-from eigengraft.slots import Parts, Slot, Uniform
+from eigengraft.slots import Encoded, Slot, Uniform
 
-from .base import Structure, inside, square_misfit, stored
+from .base import Structure, encode_under, square_shape_error, without_prefix
 
 
 class ExactDiagonal(Structure):
     """A = Diag(a) + D(Q(A - Diag(a)))  with a = diag(A) `[N, d]` exact, Q and D the inner format
 
     A format that scales each row on its own gives back a matrix that is not symmetric; `symmetrize` takes the mean of
-    the two triangles, which also halves the variance of the rounding. Where `inner` keeps one triangle, nobody has to.
+    the two triangles, which also halves the variance of the rounding. An inner format that
+    stores one triangle is symmetric already.
     """
 
     kind: Literal["exact_diagonal"] = "exact_diagonal"
@@ -37,16 +38,16 @@ class ExactDiagonal(Structure):
     def symmetric(self) -> bool:
         return self.symmetrize
 
-    def misfit(self, slot: Slot) -> str | None:
-        return square_misfit(slot, ("statistic", "root"), "square matrices")
+    def shape_error(self, slot: Slot) -> str | None:
+        return square_shape_error(slot, ("statistic", "root"), "square matrices")
 
-    def encode(self, x: Tensor, before: Parts | None = None, uniform: Uniform | None = None) -> Parts:
+    def encode(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
         diagonal = x.diagonal(dim1=-2, dim2=-1).clone()
-        return {"diagonal": diagonal, **stored(self.inner.encode_hollow, "offdiagonal", x, before, uniform)}
+        return {"diagonal": diagonal, **encode_under(self.inner.encode_hollow, "offdiagonal", x, before, uniform)}
 
-    def decode(self, parts: Parts, slot: Slot, dtype: torch.dtype) -> Tensor:
-        a = self.inner.decode(inside("offdiagonal", parts), slot, dtype)
+    def decode(self, encoded: Encoded, slot: Slot, dtype: torch.dtype) -> Tensor:
+        a = self.inner.decode(without_prefix("offdiagonal", encoded), slot, dtype)
         if self.symmetrize and not self.inner.symmetric:
             a = symmetrized(a)
-        a.diagonal(dim1=-2, dim2=-1).copy_(parts["diagonal"])
+        a.diagonal(dim1=-2, dim2=-1).copy_(encoded["diagonal"])
         return a

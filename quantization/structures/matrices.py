@@ -27,7 +27,7 @@ def lower_places(d: int, device: torch.device) -> tuple[Tensor, Tensor]:
     int32, in the order of the rectangle it is folded to; entries that are not in it have any place.
 
     Row k of the rectangle is the k-th longest row of the triangle, then the k-th shortest: a format that works along
-    rows sees whole rows, of which one block at most is shared by two. Rows of factors differ in size.
+    rows sees complete rows, of which one block at most is shared by two. Rows of factors differ in size.
     """
     height, width = folded_shape(d)
     k, c = torch.arange(height, device=device)[:, None], torch.arange(width, device=device)
@@ -38,7 +38,10 @@ def lower_places(d: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=64)
 def upper_places(d: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Places of the upper triangle, row by row, as `lower_places`; entries below have those of their mirror images."""
+    """(places of the upper triangle in the flat d x d matrix, places of the d x d entries in the triangle), int32.
+
+    The triangle is taken row by row; entries below it have the places of their mirror images.
+    """
     row, column = torch.triu_indices(d, d, device=device)
     return _places(row, column, d)
 

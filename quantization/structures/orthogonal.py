@@ -1,4 +1,4 @@
-"""Orthonormal columns, coded and rectified (4-bit Shampoo, Wang et al. 2024, arXiv:2405.18144, section 3.3)."""
+"""Orthonormal columns, encoded and rectified (4-bit Shampoo, Wang et al. 2024, arXiv:2405.18144, section 3.3)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from eigengraft.numerics import may_branch_on_values, per_block, transposed
 from eigengraft.orthonormal import rectified, safe_factor
-from eigengraft.slots import Parts, Slot, Uniform
+from eigengraft.slots import Encoded, Slot, Uniform
 
-from .base import Structure, inside, stored
+from .base import Structure, encode_under, without_prefix
 
 
 class Orthogonal(Structure):
@@ -27,29 +27,29 @@ class Orthogonal(Structure):
     kind: Literal["orthogonal"] = "orthogonal"
     rectify: int = Field(default=1, ge=0, le=16, description="Bjorck steps after decoding; 0 = none")
 
-    def refuses(self, slot: Slot) -> str | None:
-        return self.misfit(slot) or self.inner.refuses(_transposed(slot))
+    def unsupported(self, slot: Slot) -> str | None:
+        return self.shape_error(slot) or self.inner.unsupported(_transposed(slot))
 
-    def misfit(self, slot: Slot) -> str | None:
+    def shape_error(self, slot: Slot) -> str | None:
         if slot.role == "basis" and len(slot.shape) == 2 and slot.shape[0] >= slot.shape[1]:
             return None
         return f"orthonormal columns (role basis) are required, got a {slot.role} of shape {slot.shape}"
 
-    def encode(self, x: Tensor, before: Parts | None = None, uniform: Uniform | None = None) -> Parts:
+    def encode(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
         rows = transposed(x)
-        parts = stored(self.inner.encode, "vectors", rows, before, uniform)
+        encoded = encode_under(self.inner.encode, "vectors", rows, before, uniform)
         if self.rectify == 0:
-            return parts
-        factor = safe_factor(self._decoded(parts, Slot(tuple(x.shape[1:]), role="basis"), x.dtype))
+            return encoded
+        factor = safe_factor(self._decoded(encoded, Slot(tuple(x.shape[1:]), role="basis"), x.dtype))
         if may_branch_on_values(factor) and bool((factor == 1).all()):
-            return parts
-        return stored(self.inner.encode, "vectors", rows * per_block(factor, rows), before, uniform)
+            return encoded
+        return encode_under(self.inner.encode, "vectors", rows * per_block(factor, rows), before, uniform)
 
-    def decode(self, parts: Parts, slot: Slot, dtype: torch.dtype) -> Tensor:
-        return rectified(self._decoded(parts, slot, dtype), self.rectify, safe=True)
+    def decode(self, encoded: Encoded, slot: Slot, dtype: torch.dtype) -> Tensor:
+        return rectified(self._decoded(encoded, slot, dtype), self.rectify, safe=True)
 
-    def _decoded(self, parts: Parts, slot: Slot, dtype: torch.dtype) -> Tensor:
-        return self.inner.decode(inside("vectors", parts), _transposed(slot), dtype).mT
+    def _decoded(self, encoded: Encoded, slot: Slot, dtype: torch.dtype) -> Tensor:
+        return self.inner.decode(without_prefix("vectors", encoded), _transposed(slot), dtype).mT
 
 
 def _transposed(slot: Slot) -> Slot:

@@ -9,10 +9,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.slots import Parts, Slot, Uniform
+from eigengraft.slots import Encoded, Slot, Uniform
 
 from ..base import Quantizer
-from .base import inside, square_misfit, stored
+from .base import encode_under, square_shape_error, without_prefix
 from .matrices import at_places, upper_places
 
 
@@ -26,34 +26,36 @@ class Symmetric(Quantizer):
     kind: Literal["symmetric"] = "symmetric"
     inner: Quantizer | None = Field(default=None, description="how the triangle is stored; default: as it is")
 
-    def refuses(self, slot: Slot) -> str | None:
-        problem = square_misfit(slot, ("statistic", "root"), "symmetric matrices")
-        return problem or (self.inner.refuses(slot) if self.inner else None)
+    def unsupported(self, slot: Slot) -> str | None:
+        problem = square_shape_error(slot, ("statistic", "root"), "symmetric matrices")
+        return problem or (self.inner.unsupported(slot) if self.inner else None)
 
     @property
     def symmetric(self) -> bool:
         return True
 
-    def encode(self, x: Tensor, before: Parts | None = None, uniform: Uniform | None = None) -> Parts:
+    def encode(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
         return self._stored(at_places(x.flatten(1), upper_places(x.shape[-1], x.device)[0]), before, uniform)
 
-    def encode_hollow(self, x: Tensor, before: Parts | None = None, uniform: Uniform | None = None) -> Parts:
+    def encode_hollow(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
         """`encode` of x with zeros on its diagonal, without a copy of x."""
         d = x.shape[-1]
         there, back = upper_places(d, x.device)
         upper = at_places(x.flatten(1), there).index_fill_(1, back[:: d + 1].long(), 0.0)
         return self._stored(upper, before, uniform)
 
-    def _stored(self, upper: Tensor, before: Parts | None, uniform: Uniform | None) -> Parts:
-        return {"upper": upper} if self.inner is None else stored(self.inner.encode, "upper", upper, before, uniform)
+    def _stored(self, upper: Tensor, before: Encoded | None, uniform: Uniform | None) -> Encoded:
+        if self.inner is None:
+            return {"upper": upper}
+        return encode_under(self.inner.encode, "upper", upper, before, uniform)
 
-    def decode(self, parts: Parts, slot: Slot, dtype: torch.dtype) -> Tensor:
+    def decode(self, encoded: Encoded, slot: Slot, dtype: torch.dtype) -> Tensor:
         d = slot.shape[-1]
         if self.inner is None:
-            upper = parts["upper"].to(dtype)
+            upper = encoded["upper"].to(dtype)
         else:
-            upper = self.inner.decode(inside("upper", parts), replace(slot, shape=(d * (d + 1) // 2,)), dtype)
+            upper = self.inner.decode(without_prefix("upper", encoded), replace(slot, shape=(d * (d + 1) // 2,)), dtype)
         return at_places(upper, upper_places(d, upper.device)[1]).reshape(-1, *slot.shape)
 
-    def meaning(self) -> str:
-        return self.inner.meaning() if self.inner else ""
+    def codebook_id(self) -> str:
+        return self.inner.codebook_id() if self.inner else ""

@@ -57,7 +57,7 @@ class Slot:
         return torch.full((blocks, *self.shape), self.fill, dtype=dtype, device=device)
 
 
-Parts = Mapping[str, Tensor]
+Encoded = Mapping[str, Tensor]
 """The plain tensors `[N, ...]` that are kept of a coded slot, by name."""
 Uniform = Callable[[Tensor, str], Tensor]
 """(like `[N, ...]`, purpose) -> numbers in [0, 1) of its shape and dtype, for stochastic rounding."""
@@ -66,20 +66,20 @@ Uniform = Callable[[Tensor, str], Tensor]
 class Codec(Protocol):
     """A way to store a slot as other tensors; see `eigengraft.quantization`."""
 
-    def encode(self, x: Tensor, before: Parts | None = None, uniform: Uniform | None = None) -> Parts:
-        """`[N, *shape]` -> parts `[N, ...]`; before: those that are replaced."""
+    def encode(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
+        """`[N, *shape]` -> tensors `[N, ...]` by name; before: the tensors that they replace."""
 
-    def decode(self, parts: Parts, slot: Slot, dtype: torch.dtype) -> Tensor:
-        """The slot `[N, *shape]` that the parts stand for."""
+    def decode(self, encoded: Encoded, slot: Slot, dtype: torch.dtype) -> Tensor:
+        """The slot `[N, *shape]` that the tensors stand for."""
 
 
 @dataclass(frozen=True)
-class Coded:
-    """A slot that is stored by a codec: in the tensors "<key>/<part>"; dtype: to compute in."""
+class EncodedSlot:
+    """A slot that a codec stores in the tensors "<key>/<name>"; dtype: to compute in."""
 
     slot: Slot
     codec: Codec
-    parts: tuple[str, ...]
+    names: tuple[str, ...]
     dtype: torch.dtype
 
 
@@ -105,13 +105,13 @@ class Watch(Protocol):
 
 @dataclass(frozen=True)
 class Storage:
-    """The coded slots of a stack, by key, and what random numbers for the selected rows are made of.
+    """The encoded slots of a stack, by key, and what random numbers for the selected rows are made of.
 
     seeds, steps `[n]`: int64; a number depends on them, on the slot and on the place in it alone.
     watch: checks how stages use their state; None outside checked mode.
     """
 
-    coded: Mapping[str, Coded]
+    encoded: Mapping[str, EncodedSlot]
     seeds: Tensor | None = None
     steps: Tensor | None = None
     watch: Watch | None = None
@@ -177,9 +177,9 @@ class State:
 
     def _load(self, name: str) -> Tensor:
         key = f"{self.path}/{name}"
-        how = self.storage.coded.get(key)
+        how = self.storage.encoded.get(key)
         if how is not None:
-            return how.codec.decode(self._parts(key, how), how.slot, how.dtype)
+            return how.codec.decode(self._encoded(key, how), how.slot, how.dtype)
         if key not in self.tensors:
             raise self._undeclared(name)
         value = self._select(self.tensors[key])
@@ -190,9 +190,9 @@ class State:
 
     def _store(self, name: str, value: Tensor) -> None:
         key = f"{self.path}/{name}"
-        how = self.storage.coded.get(key)
+        how = self.storage.encoded.get(key)
         if how is not None:
-            parts = how.codec.encode(value, self._parts(key, how), self.storage.uniform(key))
+            parts = how.codec.encode(value, self._encoded(key, how), self.storage.uniform(key))
             for part, stored in parts.items():
                 self._write(self.tensors[f"{key}/{part}"], stored)
         elif key not in self.tensors:
@@ -201,14 +201,14 @@ class State:
             self._write(self.tensors[key], value)
 
     def _undeclared(self, name: str) -> ContractError:
-        places = [key.rpartition("/") for key in (*self.tensors, *self.storage.coded)]
+        places = [key.rpartition("/") for key in (*self.tensors, *self.storage.encoded)]
         declared = dict.fromkeys(slot for path, _, slot in places if path == self.path)
         return ContractError(
             f"{self.path}: slot '{name}' is not declared in slots() (declared: {', '.join(declared) or 'none'})"
         )
 
-    def _parts(self, key: str, how: Coded) -> Parts:
-        return {part: self._select(self.tensors[f"{key}/{part}"]) for part in how.parts}
+    def _encoded(self, key: str, how: EncodedSlot) -> Encoded:
+        return {part: self._select(self.tensors[f"{key}/{part}"]) for part in how.names}
 
     def _write(self, target: Tensor, value: Tensor) -> None:
         if self.mask is not None:
@@ -220,7 +220,7 @@ class State:
 
     def __contains__(self, name: str) -> bool:
         key = f"{self.path}/{name}"
-        return key in self.tensors or key in self.storage.coded
+        return key in self.tensors or key in self.storage.encoded
 
     def _select(self, tensor: Tensor) -> Tensor:
         if self.rows is None:

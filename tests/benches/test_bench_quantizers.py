@@ -27,7 +27,7 @@ from eigengraft.experiments.benches.quantizers.measure import StoredStack
 from eigengraft.experiments.benches.quantizers.view import fewest, quantizer_summary
 from eigengraft.experiments.cli.main import app
 from eigengraft.quantization import Int4, Quantizer
-from eigengraft.slots import Parts, Slot, Uniform
+from eigengraft.slots import Encoded, Slot, Uniform
 
 pytestmark = pytest.mark.slow
 
@@ -73,10 +73,10 @@ def times_factor() -> None:
         kind: Literal["times"] = "times"
         factor: float
 
-        def encode(self, x: Tensor, before: Parts | None = None, uniform: Uniform | None = None) -> Parts:
+        def encode(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
             return {"values": self.factor * x, "more": torch.zeros(x.shape[:2], dtype=torch.uint8)}
 
-        def decode(self, parts: Parts, slot: Slot, dtype: torch.dtype) -> Tensor:
+        def decode(self, parts: Encoded, slot: Slot, dtype: torch.dtype) -> Tensor:
             return parts["values"].to(dtype, copy=True)
 
 
@@ -95,10 +95,10 @@ class TestRows:
 
             kind: Literal["tenths"] = "tenths"
 
-            def encode(self, x: Tensor, before: Parts | None = None, uniform: Uniform | None = None) -> Parts:
+            def encode(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
                 return {"codes": (10 * x).round().to(torch.int8)}
 
-            def decode(self, parts: Parts, slot: Slot, dtype: torch.dtype) -> Tensor:
+            def decode(self, parts: Encoded, slot: Slot, dtype: torch.dtype) -> Tensor:
                 x = parts["codes"].to(dtype) / 10
                 diagonal = x.diagonal(dim1=-2, dim2=-1)
                 diagonal.copy_(torch.where(diagonal == 0, -0.1, diagonal))
@@ -154,10 +154,10 @@ class TestRows:
 
             kind: Literal["tilted"] = "tilted"
 
-            def encode(self, x: Tensor, before: Parts | None = None, uniform: Uniform | None = None) -> Parts:
+            def encode(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
                 return {"values": x.clone()}
 
-            def decode(self, parts: Parts, slot: Slot, dtype: torch.dtype) -> Tensor:
+            def decode(self, parts: Encoded, slot: Slot, dtype: torch.dtype) -> Tensor:
                 x = parts["values"].clone()
                 x[:, 0, 1] += 0.2
                 return x
@@ -186,13 +186,13 @@ class TestBasis:
             degrees: float = 0.0
             stretch: float = 1.0
 
-            def refuses(self, slot: Slot) -> str | None:
+            def unsupported(self, slot: Slot) -> str | None:
                 return None if slot.role == "basis" else f"a basis is required, got a {slot.role}"
 
-            def encode(self, x: Tensor, before: Parts | None = None, uniform: Uniform | None = None) -> Parts:
+            def encode(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
                 return {"values": x.clone()}
 
-            def decode(self, parts: Parts, slot: Slot, dtype: torch.dtype) -> Tensor:
+            def decode(self, parts: Encoded, slot: Slot, dtype: torch.dtype) -> Tensor:
                 assert slot == Slot((2, 2), role="basis")
                 t = math.radians(self.degrees)
                 r = torch.tensor([[math.cos(t), -math.sin(t)], [math.sin(t), math.cos(t)]], dtype=dtype)
@@ -222,7 +222,7 @@ class TestBasis:
         # of order 192, seeds move the errors .102 and .0713 by 2 percent; published for order 1200: a ratio of 1.41
         assert raw.root_error == pytest.approx(0.102, rel=0.05) and once.root_error == pytest.approx(0.0713, rel=0.05)
         assert raw.root_error / once.root_error == pytest.approx(math.sqrt(2), rel=0.05)
-        # 1 - V^T V is .152 for the rounding of that book and three quarters of its square after a step
+        # 1 - V^T V is .152 for the rounding of that codebook and three quarters of its square after a step
         assert raw.orthogonality == pytest.approx(0.152, rel=0.05)
         assert once.orthogonality == pytest.approx(0.0243, rel=0.1)
         assert raw.bytes == once.bytes == 0.5 + 3 * 4 / 192 + 4 / 192  # codes, a scale for 64 of 192, eigenvalues
@@ -246,7 +246,7 @@ class TestProblems:
 
             kind: Literal["counting"] = "counting"
 
-            def encode(self, x: Tensor, before: Parts | None = None, uniform: Uniform | None = None) -> Parts:
+            def encode(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
                 assert uniform is not None
                 drawn = uniform(x, "rounding")
                 assert drawn.shape == x.shape and drawn.dtype == x.dtype and 0 <= drawn.min() <= drawn.max() < 1
@@ -255,7 +255,7 @@ class TestProblems:
                     seen.append(float(drawn[0, 0, 0]))
                 return {"values": x.clone(), "count": count}
 
-            def decode(self, parts: Parts, slot: Slot, dtype: torch.dtype) -> Tensor:
+            def decode(self, parts: Encoded, slot: Slot, dtype: torch.dtype) -> Tensor:
                 return parts["values"] * parts["count"][:, None, None].to(dtype)
 
         row = row_of("counting", spectra="power_law", sizes=3, writings=3)
@@ -267,11 +267,11 @@ class TestProblems:
 
             kind: Literal["slow"] = "slow"
 
-            def encode(self, x: Tensor, before: Parts | None = None, uniform: Uniform | None = None) -> Parts:
+            def encode(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
                 time.sleep(0.004)
                 return {"values": x.clone()}
 
-            def decode(self, parts: Parts, slot: Slot, dtype: torch.dtype) -> Tensor:
+            def decode(self, parts: Encoded, slot: Slot, dtype: torch.dtype) -> Tensor:
                 time.sleep(0.008)
                 return parts["values"].clone()
 
@@ -295,10 +295,10 @@ class TestProblems:
             kind: Literal["losing"] = "losing"
             lost: int
 
-            def encode(self, x: Tensor, before: Parts | None = None, uniform: Uniform | None = None) -> Parts:
+            def encode(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
                 return {"values": x.clone()}
 
-            def decode(self, parts: Parts, slot: Slot, dtype: torch.dtype) -> Tensor:
+            def decode(self, parts: Encoded, slot: Slot, dtype: torch.dtype) -> Tensor:
                 x = parts["values"].clone()
                 x[: self.lost] = math.nan
                 return x
@@ -338,7 +338,7 @@ class TestParts:
 
     def test_names_contain_inner_formats(self) -> None:
         named: dict[str, Any] = {
-            "orthogonal (int4 book=nf4) rectify=0": {"inner": {"kind": "int4", "book": "nf4"}, "rectify": 0},
+            "orthogonal (int4 codebook=nf4) rectify=0": {"inner": {"kind": "int4", "codebook": "nf4"}, "rectify": 0},
             "orthogonal int4": {},
             "orthogonal int8": {"inner": "int8"},
         }
@@ -354,10 +354,10 @@ class TestParts:
 
             kind: Literal["mine"] = "mine"
 
-            def encode(self, x: Tensor, before: Parts | None = None, uniform: Uniform | None = None) -> Parts:
+            def encode(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
                 return {}
 
-            def decode(self, parts: Parts, slot: Slot, dtype: torch.dtype) -> Tensor:
+            def decode(self, parts: Encoded, slot: Slot, dtype: torch.dtype) -> Tensor:
                 raise NotImplementedError
 
         del Quantizer.members["int8"]
@@ -453,7 +453,7 @@ class TestCommand:
         wrong = {
             "uint8": ["bench.roles: uint8: a second moment is required", "got a statistic"],
             "{kind: orthogonal, inner: int5}": ["unknown quantizer kind 'int5'"],
-            "{kind: int4, book: nf5}": ["int4.book", "got 'nf5'"],
+            "{kind: int4, codebook: nf5}": ["int4.codebook", "got 'nf5'"],
             "{kind: orthogonal, inner: {kind: int8, min_elements: 17}}": ["orthonormal columns", "17 elements"],
         }
         for given, parts in wrong.items():

@@ -27,7 +27,7 @@ from eigengraft.preconditioners import (
 )
 from eigengraft.preconditioners.roots.base import Basis
 from eigengraft.quantization import Int8, Quantizer
-from eigengraft.slots import Parts, Uniform
+from eigengraft.slots import Encoded, Uniform
 from eigengraft.testing import LawError, check_quantizer, check_solver, check_stage
 from eigengraft.testing.task_laws import TASK_LAWS, TaskCase
 
@@ -358,10 +358,10 @@ class BrokenQuantizer(Quantizer):
     kind: Literal["broken_for_test"] = "broken_for_test"
     fault: str = "none"
 
-    def refuses(self, slot: Slot) -> str | None:
+    def unsupported(self, slot: Slot) -> str | None:
         return "no slot is good enough" if self.fault == "picky" else None
 
-    def encode(self, x: Tensor, before: Parts | None = None, uniform: Uniform | None = None) -> Parts:
+    def encode(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
         if self.fault == "writes":
             x.mul_(0)
         if self.fault == "stacked":
@@ -375,7 +375,7 @@ class BrokenQuantizer(Quantizer):
             parts["largest"] = x.abs().max()
         return parts
 
-    def decode(self, parts: Parts, slot: Slot, dtype: torch.dtype) -> Tensor:
+    def decode(self, parts: Encoded, slot: Slot, dtype: torch.dtype) -> Tensor:
         codes = {name: part for name, part in parts.items() if name != "largest"}
         y = Int8(min_elements=1, block_size=8).decode(codes, slot, dtype)
         if self.fault == "shift":

@@ -53,13 +53,20 @@ QUANTIZERS = (
         faults=(unknown("uint8"), Fault({"kind": "uint8", "compand": "log"}, "compand: .*got 'log'")),
     ),
     Row({"kind": "uint8", "compand": "sqrt"}, "companded"),
-    Row({"kind": "int4"}, faults=(unknown("int4"), Fault({"kind": "int4", "book": "fp4"}, "book: .*got 'fp4'"))),
-    *(Row({"kind": "int4", "book": book}, book) for book in ("dynamic", "nf4", "symmetric_integer", "unsigned")),
+    Row(
+        {"kind": "int4"}, faults=(unknown("int4"), Fault({"kind": "int4", "codebook": "fp4"}, "codebook: .*got 'fp4'"))
+    ),
+    *(
+        Row({"kind": "int4", "codebook": codebook}, codebook)
+        for codebook in ("dynamic", "nf4", "symmetric_integer", "unsigned")
+    ),
     Row({"kind": "int4", "scale": "double"}, "double"),
-    Row({"kind": "int3"}, faults=(unknown("int3"), Fault({"kind": "int3", "book": "nf4"}, "book: .*got 'nf4'"))),
-    Row({"kind": "int3", "book": "dynamic"}, "dynamic"),
-    Row({"kind": "book8"}, faults=(unknown("book8"), too_small("book8"))),
-    *(Row({"kind": "book8", "book": book}, book) for book in ("dynamic_unsigned", "linear_square")),
+    Row(
+        {"kind": "int3"}, faults=(unknown("int3"), Fault({"kind": "int3", "codebook": "nf4"}, "codebook: .*got 'nf4'"))
+    ),
+    Row({"kind": "int3", "codebook": "dynamic"}, "dynamic"),
+    Row({"kind": "codebook8"}, faults=(unknown("codebook8"), too_small("codebook8"))),
+    *(Row({"kind": "codebook8", "codebook": codebook}, codebook) for codebook in ("dynamic_unsigned", "linear_square")),
     Row(
         {"kind": "exact_diagonal", "inner": SMALL},
         faults=(

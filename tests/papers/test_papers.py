@@ -54,9 +54,9 @@ def code_book(name: str, bits: int) -> list[float]:
     return sorted(values)
 
 
-def nearest(x: Tensor, book: list[float], block: int = 64) -> Tensor:
-    """Every entry as the nearest value of the book times the largest entry of its block along the row."""
-    values, out = torch.tensor(book, dtype=x.dtype), torch.zeros_like(x)
+def nearest(x: Tensor, codebook: list[float], block: int = 64) -> Tensor:
+    """Every entry as the nearest value of the codebook times the largest entry of its block along the row."""
+    values, out = torch.tensor(codebook, dtype=x.dtype), torch.zeros_like(x)
     for start in range(0, x.shape[1], block):
         part = x[:, start : start + block]
         scale = part.abs().amax(1, keepdim=True)
@@ -64,17 +64,17 @@ def nearest(x: Tensor, book: list[float], block: int = 64) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("book", TABLES.MAPS)
+@pytest.mark.parametrize("codebook", TABLES.MAPS)
 @pytest.mark.parametrize("n", [64, 100])
-def test_the_formats_of_the_tables_are_those_of_the_paper(book: str, n: int) -> None:
-    """Scales are kept in float32, half an ulp of which is 6e-8; 1e-6 is far below the gaps of any book."""
+def test_the_formats_of_the_tables_are_those_of_the_paper(codebook: str, n: int) -> None:
+    """Scales are kept in float32, half an ulp of which is 6e-8; 1e-6 is far below the gaps of any codebook."""
     x = normal(n, n, seed=n)
     diagonal = torch.diag(x.diagonal())
-    how = TABLES.formats(book)
+    how = TABLES.formats(codebook)
     for key, bits in (("A", 4), ("A 8-bit", 8)):
-        expected = nearest(x - diagonal, code_book(book, bits)) + diagonal
+        expected = nearest(x - diagonal, code_book(codebook, bits)) + diagonal
         torch.testing.assert_close(TABLES.stored(x, how[key]), expected, rtol=1e-6, atol=0)
-    v = nearest(x.mT, code_book(book, 4)).mT
+    v = nearest(x.mT, code_book(codebook, 4)).mT
     torch.testing.assert_close(TABLES.stored(x, how["U"]), v, rtol=1e-6, atol=0)
 
 
@@ -110,13 +110,13 @@ def small() -> dict[str, Any]:
     return {root: TABLES.measure(192, 0, root) for root in TABLES.ROOTS}
 
 
-@pytest.mark.parametrize(("root", "table", "book", "stored"), SMALL)
+@pytest.mark.parametrize(("root", "table", "codebook", "stored"), SMALL)
 def test_a_small_matrix_has_the_errors_it_had(
-    small: dict[str, Any], root: str, table: int, book: str, stored: str
+    small: dict[str, Any], root: str, table: int, codebook: str, stored: str
 ) -> None:
     """Within 1 %: the bits of a QR factorization depend on the LAPACK at hand, and the codes on those bits."""
-    errors, _ = small[root][table, book, stored]
-    assert errors == pytest.approx(SMALL[root, table, book, stored], rel=0.01)
+    errors, _ = small[root][table, codebook, stored]
+    assert errors == pytest.approx(SMALL[root, table, codebook, stored], rel=0.01)
 
 
 def test_what_the_paper_claims_holds_in_small(small: dict[str, Any]) -> None:
@@ -125,8 +125,8 @@ def test_what_the_paper_claims_holds_in_small(small: dict[str, Any]) -> None:
     The matrix in 4 or 8 bits is not even positive, so that it has no exact root.
     """
     for root, found in small.items():
-        for book in TABLES.MAPS:
-            a, u, rectified = (found[1, book, key][0].nre for key in ("A", "U", "U+OR"))
+        for codebook in TABLES.MAPS:
+            a, u, rectified = (found[1, codebook, key][0].nre for key in ("A", "U", "U+OR"))
             assert math.isnan(a) if root == "exact" else a > 3 * u, root
             assert 1.38 < u / rectified < 1.46, root
         assert 0.75 < found[1, "linear_square", "U"][0].nre / found[1, "dynamic", "U"][0].nre < 0.78
@@ -194,10 +194,10 @@ QUANTIZED = {
     "shampoo_4bit_naive": (0.175, {"statistic": "exact_diagonal", "root": "exact_diagonal"}),
     "shampoo_cq_ef": (0.175, {"statistic": "cholesky", "root": "exact_diagonal"}),
     "shampoo_int8": (0.275, {"statistic": "exact_diagonal", "root": "exact_diagonal"}),
-    "soap_int8": (0.27, {"statistic": "exact_diagonal", "basis": "orthogonal", "first_moment": "book8"}),
-    "soap_4bit": (0.23, {"statistic": "exact_diagonal", "basis": "orthogonal", "second_moment": "book8"}),
+    "soap_int8": (0.27, {"statistic": "exact_diagonal", "basis": "orthogonal", "first_moment": "codebook8"}),
+    "soap_4bit": (0.23, {"statistic": "exact_diagonal", "basis": "orthogonal", "second_moment": "codebook8"}),
     "muon_8bit": (0.27, {"first_moment": "int8"}),
-    "adamw_8bit": (0.27, {"first_moment": "book8", "second_moment": "book8"}),
+    "adamw_8bit": (0.27, {"first_moment": "codebook8", "second_moment": "codebook8"}),
     "adamw_4bit": (0.14, {"first_moment": "int4", "second_moment": "int4"}),
     "dalle_mini_quantized": (0.46, {"statistic": "exact_diagonal", "update.graft.magnitude.rms": "bf16"}),
     "dalle_mini_quantized_but_diagonal": (0.46, {"first_moment": "int8", "root": "exact_diagonal"}),

@@ -16,7 +16,7 @@ from eigengraft.testing.stage_bench import StageBench
 from ..laws import bench as benches
 from ..trajectories import distance, follow, normal, random_gradients, recipe, rotation
 
-INT4 = {"kind": "int4", "book": "linear_square", "block_size": 64}
+INT4 = {"kind": "int4", "codebook": "linear_square", "block_size": 64}
 STORED_ROOTS = {
     "statistic": {"kind": "eigen", "rectify": 1, "inner": INT4},
     "root": {"kind": "exact_diagonal", "inner": INT4},

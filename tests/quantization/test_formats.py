@@ -18,9 +18,9 @@ from eigengraft.component import checked
 from eigengraft.noise import uniform
 from eigengraft.quantization import Quantizer
 from eigengraft.quantization.formats.base import Blockwise, Format
-from eigengraft.quantization.formats.chunks import CACHED
-from eigengraft.quantization.formats.codebooks import Book
-from eigengraft.quantization.formats.packing import packed, unpacked
+from eigengraft.quantization.formats.chunks import CACHE_ELEMENTS
+from eigengraft.quantization.formats.codebooks import Codebook
+from eigengraft.quantization.formats.packing import pack_nibbles, unpack_nibbles
 from eigengraft.slots import Slot
 
 from ..laws.table import TABLE
@@ -52,11 +52,11 @@ each_plain = pytest.mark.parametrize("row", PLAIN, ids=str)
 
 
 def is_unsigned(fields: Any) -> bool:
-    return fields["kind"] == "uint8" or fields.get("book") in ("unsigned", "dynamic_unsigned")
+    return fields["kind"] == "uint8" or fields.get("codebook") in ("unsigned", "dynamic_unsigned")
 
 
 def lacks_minus_one(fields: Any) -> bool:
-    return fields.get("book") == "dynamic" or (fields["kind"] == "book8" and "book" not in fields)
+    return fields.get("codebook") == "dynamic" or (fields["kind"] == "codebook8" and "codebook" not in fields)
 
 
 def back(q: Any, x: Tensor, **more: Any) -> Tensor:
@@ -97,15 +97,15 @@ PUBLISHED = {
 
 def levels(fields: Any) -> np.ndarray[Any, Any]:
     """R from the definition of the format, float64."""
-    kind, book = fields["kind"], fields.get("book")
+    kind, codebook = fields["kind"], fields.get("codebook")
     if kind == "int4":
-        if (book or "linear_square") == "linear_square":
+        if (codebook or "linear_square") == "linear_square":
             return np.array(square(4))
-        return np.array(make(fields).entries if book == "nf4" else [float(x) for x in PUBLISHED[book].split()])
+        return np.array(make(fields).levels if codebook == "nf4" else [float(x) for x in PUBLISHED[codebook].split()])
     if kind == "int3":
-        return np.array(square(3) if book is None else [-0.775, -0.325, -0.055, 0, 0.055, 0.325, 0.775, 1])
-    if kind == "book8":
-        return np.array(square(8) if book == "linear_square" else eight_bit_dynamic(book != "dynamic_unsigned"))
+        return np.array(square(3) if codebook is None else [-0.775, -0.325, -0.055, 0, 0.055, 0.325, 0.775, 1])
+    if kind == "codebook8":
+        return np.array(square(8) if codebook == "linear_square" else eight_bit_dynamic(codebook != "dynamic_unsigned"))
     if kind == "fp8":
         dtype = torch.float8_e5m2 if "digits" in fields else torch.float8_e4m3fn
         every = torch.arange(256).to(torch.uint8).view(dtype).double()
@@ -116,19 +116,19 @@ def levels(fields: Any) -> np.ndarray[Any, Any]:
     return np.arange(-top, top + 1) / top
 
 
-@pytest.mark.parametrize("book", PUBLISHED)
-def test_four_bit_books_are_the_published_ones(book: str) -> None:
-    expected = [float(x) for x in PUBLISHED[book].split()]
-    assert make({"kind": "int4", "book": book}).entries == pytest.approx(expected, abs=5.1e-5)  # 4 decimals
+@pytest.mark.parametrize("codebook", PUBLISHED)
+def test_four_bit_books_are_the_published_ones(codebook: str) -> None:
+    expected = [float(x) for x in PUBLISHED[codebook].split()]
+    assert make({"kind": "int4", "codebook": codebook}).levels == pytest.approx(expected, abs=5.1e-5)  # 4 decimals
 
 
 def test_books_by_rule() -> None:
-    assert make({"kind": "int3"}).entries == pytest.approx(square(3), abs=1e-15)
-    assert make({"kind": "book8", "book": "linear_square"}).entries == pytest.approx(square(8), abs=1e-15)
-    for book, smallest in (("dynamic", 5.5e-7), ("dynamic_unsigned", 3.25e-7)):
-        entries = make({"kind": "book8", "book": book}).entries
-        assert entries == pytest.approx(eight_bit_dynamic(book == "dynamic"), abs=1e-15)
-        assert len(entries) == 256 and min(x for x in entries if x > 0) == pytest.approx(smallest, rel=1e-12)
+    assert make({"kind": "int3"}).levels == pytest.approx(square(3), abs=1e-15)
+    assert make({"kind": "codebook8", "codebook": "linear_square"}).levels == pytest.approx(square(8), abs=1e-15)
+    for codebook, smallest in (("dynamic", 5.5e-7), ("dynamic_unsigned", 3.25e-7)):
+        levels = make({"kind": "codebook8", "codebook": codebook}).levels
+        assert levels == pytest.approx(eight_bit_dynamic(codebook == "dynamic"), abs=1e-15)
+        assert len(levels) == 256 and min(x for x in levels if x > 0) == pytest.approx(smallest, rel=1e-12)
 
 
 def blocks_of(n: int, size: int) -> list[slice]:
@@ -178,7 +178,7 @@ def test_numbers_that_came_back_stay(row: Any) -> None:
 
 
 def test_a_largest_number_that_is_negative_shrinks_without_minus_one() -> None:
-    q, x = make({"kind": "int4", "book": "dynamic"}), torch.full((1, 8), -1.0)
+    q, x = make({"kind": "int4", "codebook": "dynamic"}), torch.full((1, 8), -1.0)
     assert torch.equal(back(q, x), 0.8875 * x) and not torch.equal(back(q, back(q, x)), back(q, x))
 
 
@@ -206,10 +206,10 @@ def test_rows_are_coded_one_by_one(row: Any) -> None:
     assert torch.equal(q.decode(parts, Slot((3, 40)), FLOAT32)[some], chosen)
 
 
-@pytest.mark.parametrize("fields", [{"kind": "int8"}, {"kind": "int4"}, {"kind": "book8"}], ids=str)
+@pytest.mark.parametrize("fields", [{"kind": "int8"}, {"kind": "int4"}, {"kind": "codebook8"}], ids=str)
 def test_large_stacks_are_coded_in_pieces(fields: Any) -> None:
     """More numbers than are taken at a time: the same as one by one."""
-    q, x = make(fields), normal(3, 2 * CACHED // 1030, 1030, seed=18).float()
+    q, x = make(fields), normal(3, 2 * CACHE_ELEMENTS // 1030, 1030, seed=18).float()
     parts = q.encode(x)
     for row in range(3):
         alone = q.encode(x[row, :100][None])
@@ -329,11 +329,11 @@ def test_the_scheme_of_jax(kind: str) -> None:
 
 RMS = [
     ({"kind": "int4"}, (0.1078, 0.1138, 0.1187)),
-    ({"kind": "int4", "book": "dynamic"}, (0.1396, 0.1484, 0.1566)),
-    ({"kind": "int4", "book": "nf4"}, (0.0921, 0.0958, 0.0988)),
-    ({"kind": "int4", "book": "symmetric_integer"}, (0.1080, 0.1177, 0.1268)),
-    ({"kind": "book8", "book": "linear_square"}, (0.0064, 0.0067, 0.0070)),
-    ({"kind": "book8"}, (0.0095, 0.0102, 0.0109)),
+    ({"kind": "int4", "codebook": "dynamic"}, (0.1396, 0.1484, 0.1566)),
+    ({"kind": "int4", "codebook": "nf4"}, (0.0921, 0.0958, 0.0988)),
+    ({"kind": "int4", "codebook": "symmetric_integer"}, (0.1080, 0.1177, 0.1268)),
+    ({"kind": "codebook8", "codebook": "linear_square"}, (0.0064, 0.0067, 0.0070)),
+    ({"kind": "codebook8"}, (0.0095, 0.0102, 0.0109)),
     ({"kind": "int8"}, (0.0059, 0.0065, 0.0070)),
 ]
 
@@ -397,7 +397,7 @@ def test_split_floats_keep_sixteen_bits() -> None:
 @given(seed=st.integers(0, 9999), spread=st.floats(0, 2))
 @settings(max_examples=12)
 def test_double_scales(seed: int, spread: float) -> None:
-    """s - mean(s) is known to the widest half gap of its book; scales of 0 stay 0 and none is negative. 2^-22: two
+    """s - mean(s) is known to the widest half gap of its codebook; scales of 0 stay 0 and none is negative. 2^-22: two
     roundings of a scale in float32."""
     x = normal(3, 50, 64, seed=seed).float() * normal(3, 50, 1, seed=seed + 1).float().mul(spread).exp()
     x[1, 7] = 0.0
@@ -408,35 +408,35 @@ def test_double_scales(seed: int, spread: float) -> None:
     ours = ours.unflatten(-1, (4, 16))[..., 0]
     rest = (s.flatten(1) - s.flatten(1).mean(1, keepdim=True)).abs().amax(1)
     assert (ours >= 0).all() and not ours[1, 7].any()
-    # .9 / 64 is the widest gap of the 8-bit dynamic book; the lowest values, .986 and .972 below 0, serve as marks
+    # .9 / 64 is the widest gap of the 8-bit dynamic codebook; the lowest values, .986 and .972 below 0, serve as marks
     assert ((ours - s).flatten(1).abs().amax(1) <= (0.9 / 128 + ROUNDING) * rest + 2**-22 * s.flatten(1).amax(1)).all()
     assert parts["offsets"].shape == (3,) and parts["second_scales"].shape == (3, 1)
 
 
-@pytest.mark.parametrize("fields", [r.make for r in BLOCKWISE if "book" in make(r.make).model_dump()], ids=str)
+@pytest.mark.parametrize("fields", [r.make for r in BLOCKWISE if "codebook" in make(r.make).model_dump()], ids=str)
 def test_the_table_finds_what_the_search_finds(fields: Any) -> None:
     """At the middles, next to them, at the ends, and everywhere."""
-    book = Book(make(fields).entries)
-    middles = torch.tensor([(a + b) / 2 for a, b in pairwise(book.entries)])
+    codebook = Codebook(make(fields).levels)
+    middles = torch.tensor([(a + b) / 2 for a, b in pairwise(codebook.levels)])
     up, down = torch.tensor(torch.inf), torch.tensor(-torch.inf)
-    y = torch.cat((middles, middles.nextafter(up), middles.nextafter(down), torch.tensor(book.entries)))
+    y = torch.cat((middles, middles.nextafter(up), middles.nextafter(down), torch.tensor(codebook.levels)))
     y = torch.cat((y, torch.linspace(-1, 1, 20001), torch.tensor([0.0, -0.0, 1e-45, -1e-45, 1e-38, -1e-38])))
-    assert torch.equal(book.nearest(y).int(), torch.bucketize(y, middles).int())
+    assert torch.equal(codebook.nearest(y).int(), torch.bucketize(y, middles).int())
 
 
 def test_two_codes_in_a_byte() -> None:
     """The first in the low half; rows of every length up to 130, none of which shares a byte with the next."""
-    assert packed(torch.tensor([3, 10])).item() == 3 + 16 * 10
+    assert pack_nibbles(torch.tensor([3, 10])).item() == 3 + 16 * 10
     for n in range(1, 131):
         codes = torch.randint(0, 16, (3, 5, n), generator=torch.Generator().manual_seed(n)).to(torch.uint8)
-        stored = packed(codes)
-        assert stored.shape == (3, 5, (n + 1) // 2) and torch.equal(unpacked(stored, n), codes)
-        assert torch.equal(packed(codes[:, 2]), stored[:, 2])
+        stored = pack_nibbles(codes)
+        assert stored.shape == (3, 5, (n + 1) // 2) and torch.equal(unpack_nibbles(stored, n), codes)
+        assert torch.equal(pack_nibbles(codes[:, 2]), stored[:, 2])
 
 
 @pytest.mark.parametrize("kind", ["uint8", "int4"])
 def test_positive_second_moments_stay_positive(kind: str) -> None:
-    fields = {"kind": kind, **({"book": "unsigned"} if kind == "int4" else {})}
+    fields = {"kind": kind, **({"codebook": "unsigned"} if kind == "int4" else {})}
     x = torch.logspace(-30, 0, 64)[None]
     assert (back(make(fields), x) > 0).all()
 
@@ -444,25 +444,25 @@ def test_positive_second_moments_stay_positive(kind: str) -> None:
 def test_small_slots_stay() -> None:
     """By the shape of the slot alone; and integers, counts and what may be negative are not taken."""
     q = checked(Quantizer, {"kind": "int8"})
-    assert q.refuses(Slot((64, 64))) is None
-    assert "4096 elements (min_elements) are required, got shape (63, 64)" in str(q.refuses(Slot((63, 64))))
-    assert "floating-point" in str(make({"kind": "bf16"}).refuses(Slot((9,), dtype=torch.int64)))
-    assert "floating-point" in str(make({"kind": "bf16"}).refuses(Slot((9,), role="count")))
-    for fields in ({"kind": "uint8"}, {"kind": "int4", "book": "unsigned"}):
-        assert "second moment is required" in str(make(fields).refuses(Slot((9,), role="basis")))
-        assert make(fields).refuses(Slot((9,), role="second_moment")) is None
+    assert q.unsupported(Slot((64, 64))) is None
+    assert "4096 elements (min_elements) are required, got shape (63, 64)" in str(q.unsupported(Slot((63, 64))))
+    assert "floating-point" in str(make({"kind": "bf16"}).unsupported(Slot((9,), dtype=torch.int64)))
+    assert "floating-point" in str(make({"kind": "bf16"}).unsupported(Slot((9,), role="count")))
+    for fields in ({"kind": "uint8"}, {"kind": "int4", "codebook": "unsigned"}):
+        assert "second moment is required" in str(make(fields).unsupported(Slot((9,), role="basis")))
+        assert make(fields).unsupported(Slot((9,), role="second_moment")) is None
 
 
 def test_books_are_part_of_the_format() -> None:
     numbers = {make(row.make).format() for row in ROWS}
     assert len(numbers) == len(ROWS)
-    assert "0.8875" in make({"kind": "int4", "book": "dynamic"}).meaning()
+    assert "0.8875" in make({"kind": "int4", "codebook": "dynamic"}).codebook_id()
 
 
 ADAMW = [
     {"first_moment": "int8", "second_moment": "uint8"},
-    {"first_moment": {"kind": "int4", "book": "nf4"}, "second_moment": {"kind": "int4", "book": "unsigned"}},
-    {"first_moment": "book8", "second_moment": {"kind": "book8", "book": "dynamic_unsigned"}},
+    {"first_moment": {"kind": "int4", "codebook": "nf4"}, "second_moment": {"kind": "int4", "codebook": "unsigned"}},
+    {"first_moment": "codebook8", "second_moment": {"kind": "codebook8", "codebook": "dynamic_unsigned"}},
     {"first_moment": {"kind": "bf16", "rounding": "stochastic"}, "second_moment": "split_float"},
     {"first_moment": {"kind": "int8", "rounding": "stochastic"}, "second_moment": "fp8"},
 ]

@@ -9,7 +9,7 @@ from torch import Tensor
 from eigengraft import Optimizer, RecipeError, State, load_recipe
 from eigengraft.optimizers import convert_storage
 from eigengraft.quantization import Symmetric
-from eigengraft.slots import Coded, Slot, Storage
+from eigengraft.slots import EncodedSlot, Slot, Storage
 
 from ..trajectories import distance, follow, normal, random_gradients, recipe
 
@@ -81,7 +81,7 @@ def test_selected_rows_are_written_and_no_others(part: Any, masked: bool) -> Non
     x = normal(4, 3, 3, seed=1)
     a = x + x.mT
     tensors = {f"s/a/{name}": value.clone() for name, value in Symmetric().encode(a).items()}
-    coded = Storage({"s/a": Coded(Slot((3, 3)), Symmetric(), ("upper",), torch.float64)})
+    coded = Storage({"s/a": EncodedSlot(Slot((3, 3)), Symmetric(), ("upper",), torch.float64)})
     mask = torch.tensor([True, False]) if masked else None
     State(tensors, (3,), "s", part, mask, coded)["a"] = torch.zeros(2, 3, 3, dtype=torch.float64)
     expected, chosen = a.clone(), torch.arange(4)[part]
@@ -176,7 +176,7 @@ def test_codes_of_another_format_are_not_loaded() -> None:
     one, two = (Optimizer([torch.nn.Parameter(torch.zeros(3, 3))], declared(PACKED)) for _ in range(2))
     state = one.state_dict()
     state["state"][0]["0/update.shampoo/root.1/format"] += 1
-    with pytest.raises(ValueError, match=r"root\.1' is stored in another format or with another code book"):
+    with pytest.raises(ValueError, match=r"root\.1' is stored in another format or with another codebook"):
         two.load_state_dict(state)
 
 

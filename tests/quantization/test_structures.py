@@ -112,11 +112,11 @@ PINS = [
 ]
 
 
-@pytest.mark.parametrize(("book", "rectify", "by_newton", "exactly"), PINS)
-def test_coded_eigenvectors_have_the_published_error(book: Any, rectify: int, by_newton: Any, exactly: Any) -> None:
+@pytest.mark.parametrize(("codebook", "rectify", "by_newton", "exactly"), PINS)
+def test_coded_eigenvectors_have_the_published_error(codebook: Any, rectify: int, by_newton: Any, exactly: Any) -> None:
     """1 %: the eigenvectors are LAPACK's, and the construction meets the paper's tables at order 1200 within 0.5 %."""
     a, u, values = synthetic()
-    v = again(Orthogonal(inner=Int4(book=book), rectify=rectify), u, "basis")
+    v = again(Orthogonal(inner=Int4(codebook=codebook), rectify=rectify), u, "basis")
     for f, expected in ((newton, by_newton), (dense, exactly)):
         got = errors(f, a, (v * values) @ v.T)
         assert all(
@@ -124,25 +124,25 @@ def test_coded_eigenvectors_have_the_published_error(book: Any, rectify: int, by
         )
 
 
-@pytest.mark.parametrize(("book", "error"), [("linear_square", 0.5888), ("dynamic", 0.5924)])
-def test_a_coded_matrix_has_the_published_error(book: Any, error: float) -> None:
+@pytest.mark.parametrize(("codebook", "error"), [("linear_square", 0.5888), ("dynamic", 0.5924)])
+def test_a_coded_matrix_has_the_published_error(codebook: Any, error: float) -> None:
     """The paper leaves the coded matrix unsymmetric. The mean of both triangles is nearer to it, and so is its root."""
     a, _, _ = synthetic()
-    raw, mean = (again(ExactDiagonal(inner=Int4(book=book), symmetrize=s), a) for s in (False, True))
+    raw, mean = (again(ExactDiagonal(inner=Int4(codebook=codebook), symmetrize=s), a) for s in (False, True))
     assert errors(newton, a, raw)[0] == pytest.approx(error, rel=0.01)
     assert (mean - a).norm() < 0.75 * (raw - a).norm()  # sqrt(1/2) if the errors of the two are independent
     assert errors(newton, a, mean)[0] < error
 
 
 @pytest.mark.parametrize(
-    ("book", "by_newton", "exactly"), [("linear_square", 0.1145, 0.174), ("dynamic", 0.1502, 0.2314)]
+    ("codebook", "by_newton", "exactly"), [("linear_square", 0.1145, 0.174), ("dynamic", 0.1502, 0.2314)]
 )
 def test_a_coded_cholesky_factor_has_nearly_the_error_of_whole_rows(
-    book: Any, by_newton: float, exactly: float
+    codebook: Any, by_newton: float, exactly: float
 ) -> None:
     """The numbers are of a factor coded by rows. Folded, one block of three in a row is shared by two rows: 6 %."""
     a, _, _ = synthetic()
-    b = again(Cholesky(inner=Int4(book=book)), a)
+    b = again(Cholesky(inner=Int4(codebook=codebook)), a)
     assert errors(newton, a, b)[0] == pytest.approx(by_newton, rel=0.06)
     assert errors(dense, a, b)[0] == pytest.approx(exactly, rel=0.06)
 
@@ -187,8 +187,8 @@ def test_bjorck_steps_converge_as_computed() -> None:
 
 def test_a_step_is_its_definition_and_the_guard_stays_away_from_coded_bases() -> None:
     """1e-14: the guard multiplies by 1."""
-    for book in ("linear_square", "dynamic", "nf4"):
-        v = again(Orthogonal(inner=Int4(book=book), rectify=0), synthetic()[1], "basis")
+    for codebook in ("linear_square", "dynamic", "nf4"):
+        v = again(Orthogonal(inner=Int4(codebook=codebook), rectify=0), synthetic()[1], "basis")
         expected = 1.5 * v - 0.5 * v @ v.T @ v
         assert float((rectified(v[None] / v.abs().max().clamp_min(1), 1)[0] - expected).abs().max()) < 1e-14
 
@@ -308,7 +308,7 @@ def test_a_matrix_that_is_not_finite_leaves_the_others_exact(name: str, value: f
 def test_every_order_comes_back(name: str, d: int) -> None:
     """Orders odd and even; half of the matrix' norm: of a basis that starts far off, `eigen` keeps most of it."""
     if "cholesky" in type(STRUCTURES[name]).__name__.lower() and d == 1:
-        assert STRUCTURES[name].refuses(slot(name, 1)) is not None
+        assert STRUCTURES[name].unsupported(slot(name, 1)) is not None
         return
     x = example(name, 2, d)
     back = STRUCTURES[name].decode(STRUCTURES[name].encode(x), slot(name, d), torch.float64)
@@ -346,7 +346,7 @@ def test_random_numbers_reach_the_inner_format(name: str) -> None:
 
 @each_structure
 def test_what_a_code_means_is_what_its_inner_format_says(name: str) -> None:
-    assert STRUCTURES[name].meaning() == INT4.meaning() != ""
+    assert STRUCTURES[name].codebook_id() == INT4.codebook_id() != ""
     assert STRUCTURES[name].format() != INT4.format()
 
 
@@ -367,7 +367,7 @@ def test_what_a_code_means_is_what_its_inner_format_says(name: str) -> None:
     ],
 )
 def test_slots_that_do_not_fit_are_refused(quantizer: Quantizer, refused: Slot, message: str) -> None:
-    problem = quantizer.refuses(refused)
+    problem = quantizer.unsupported(refused)
     assert problem is not None
     with pytest.raises(ValueError, match=message):
         raise ValueError(problem)
@@ -375,9 +375,9 @@ def test_slots_that_do_not_fit_are_refused(quantizer: Quantizer, refused: Slot, 
 
 def test_slots_that_fit_are_not() -> None:
     for quantizer in (ExactDiagonal(), Cholesky(), Eigen(), Symmetric(inner=Int4())):
-        assert quantizer.refuses(Slot((64, 64), role="statistic")) is None
-    assert Orthogonal().refuses(Slot((128, 32), role="basis")) is None
-    assert Symmetric().refuses(Slot((8, 8), role="root")) is None
+        assert quantizer.unsupported(Slot((64, 64), role="statistic")) is None
+    assert Orthogonal().unsupported(Slot((128, 32), role="basis")) is None
+    assert Symmetric().unsupported(Slot((8, 8), role="root")) is None
 
 
 # Each structure on its own.
@@ -407,10 +407,10 @@ def test_a_folded_triangle_is_the_triangle(d: int) -> None:
     assert torch.equal(packed.decode(parts, Slot((d, d)), torch.float32), a)
 
 
-@pytest.mark.parametrize("book", ["linear_square", "dynamic"])
-def test_factorized_matrices_stay_semi_definite_and_coded_ones_do_not(book: Any) -> None:
+@pytest.mark.parametrize("codebook", ["linear_square", "dynamic"])
+def test_factorized_matrices_stay_semi_definite_and_coded_ones_do_not(codebook: Any) -> None:
     """1e-12 of the largest eigenvalue: rounding of the products in float64."""
-    inner, a = Int4(book=book, min_elements=1), definite(1, 48, seed=2)[0]
+    inner, a = Int4(codebook=codebook, min_elements=1), definite(1, 48, seed=2)[0]
     a = torch.linalg.matrix_power(a, 4)  # condition near 1e6
     for quantizer in (Cholesky(inner=inner), Cholesky(inner=inner, error_feedback=0.5), Eigen(inner=inner)):
         values = torch.linalg.eigvalsh(again(quantizer, a))
@@ -585,7 +585,7 @@ def test_bytes_per_parameter_of_shampoo(
 
 # In an optimizer.
 
-FOUR = {"kind": "int4", "book": "linear_square", "block_size": 8, "min_elements": 1}
+FOUR = {"kind": "int4", "codebook": "linear_square", "block_size": 8, "min_elements": 1}
 DIAGONAL = {"kind": "exact_diagonal", "inner": FOUR}
 SIXTEEN = {"kind": "exact_diagonal", "inner": {"kind": "int16", "min_elements": 1}}
 STORAGES: dict[str, dict[str, Any]] = {
@@ -642,6 +642,6 @@ def test_the_basis_of_soap_stays_orthonormal() -> None:
 def test_a_slot_keeps_its_shape_inside() -> None:
     """The inner format is asked about the matrix that is stored, which size limits are about."""
     limited = Int4(min_elements=100)
-    assert Symmetric(inner=limited).refuses(Slot((10, 10), role="root")) is None
-    assert Orthogonal(inner=limited).refuses(replace(slot("orthogonal", 20, 5))) is None
-    assert Orthogonal(inner=limited).refuses(slot("orthogonal", 20, 4)) is not None
+    assert Symmetric(inner=limited).unsupported(Slot((10, 10), role="root")) is None
+    assert Orthogonal(inner=limited).unsupported(replace(slot("orthogonal", 20, 5))) is None
+    assert Orthogonal(inner=limited).unsupported(slot("orthogonal", 20, 4)) is not None

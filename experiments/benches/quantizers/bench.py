@@ -72,7 +72,7 @@ class QuantizerBench(Bench):
         for quantizer in info.data.get("quantizers", ()):
             sizes = info.data.get("sizes", ())
             if sizes and not any(role_of(quantizer, size, roles) for size in sizes):
-                refusals = (quantizer.refuses(Slot((max(sizes), max(sizes)), role=role)) for role in roles)
+                refusals = (quantizer.unsupported(Slot((max(sizes), max(sizes)), role=role)) for role in roles)
                 raise ValueError(f"{quantizer_label(quantizer)}: {'; '.join(map(str, refusals))}")
         return roles
 

@@ -12,17 +12,17 @@ from eigengraft.slots import Role, Slot
 from ..common.declarations import Declaration, defaults, label, listed
 
 INT4: Declaration = {"kind": "int4"}
-INT4_NF4: Declaration = {"kind": "int4", "book": "nf4"}
+INT4_NF4: Declaration = {"kind": "int4", "codebook": "nf4"}
 _PREFERRED: tuple[Declaration, ...] = (
     {"kind": "float32"},
     {"kind": "bf16"},
     {"kind": "int16"},
     {"kind": "int8"},
     {"kind": "fp8"},
-    {"kind": "book8"},
+    {"kind": "codebook8"},
     INT4,
     INT4_NF4,
-    {"kind": "int4", "book": "dynamic"},
+    {"kind": "int4", "codebook": "dynamic"},
     {"kind": "exact_diagonal", "inner": {"kind": "int16", "buckets": "column"}},
     {"kind": "exact_diagonal", "inner": {"kind": "int8"}},
     {"kind": "exact_diagonal", "inner": INT4},
@@ -86,4 +86,4 @@ def _stores_factors(quantizer: Quantizer) -> bool:
 
 def role_of(quantizer: Quantizer, size: int, roles: Iterable[Role]) -> Role | None:
     """The first of the roles in which the quantizer stores a matrix of this size, None where it stores none."""
-    return next((role for role in roles if quantizer.refuses(Slot((size, size), role=role)) is None), None)
+    return next((role for role in roles if quantizer.unsupported(Slot((size, size), role=role)) is None), None)

@@ -13,7 +13,7 @@ from torch import Tensor
 from eigengraft import noise
 from eigengraft.numerics import identity_like, symmetrized
 from eigengraft.quantization import Quantizer
-from eigengraft.slots import Parts, Role, Slot
+from eigengraft.slots import Encoded, Role, Slot
 
 from ..common.declarations import label
 from ..common.timing import angle, relative_error, worst
@@ -94,10 +94,10 @@ class StoredStack:
     x: Tensor
     role: Role
     seed: int
-    codes: Parts | None = None
+    codes: Encoded | None = None
     step: int = 0
 
-    def encode(self) -> Parts:
+    def encode(self) -> Encoded:
         """Encode x over the codes stored before, with random numbers as the optimizer gives them."""
         seeds = torch.arange(len(self.x), device=self.x.device) + self.seed
 

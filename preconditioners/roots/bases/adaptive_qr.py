@@ -8,8 +8,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ..base import Basis, BasisSolver, leading
-from .orthogonal_iteration import householder, in_place, off_diagonal, ordered_step, unit_sized
+from ..base import Basis, BasisSolver, leading_eigenvectors
+from .orthogonal_iteration import householder, identity_order, off_diagonal, ordered_step, unit_sized
 
 
 class AdaptiveQR(BasisSolver):
@@ -29,14 +29,14 @@ class AdaptiveQR(BasisSolver):
 
     def basis(self, a: Tensor, q: Tensor, first: bool) -> Basis:
         if first and self.bootstrap:
-            return leading(a)
+            return leading_eigenvectors(a)
         a, ok = unit_sized(a)
         q, order = self.gathered(a, q) if a.device.type == "cpu" else self.masked(a, q)
         return Basis(q, order, ok & q.isfinite().all(-1).all(-1))
 
     def masked(self, a: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
         """The new basis and its order, every matrix carried along to the end."""
-        order = in_place(q)
+        order = identity_order(q)
         for _ in range(self.max_steps):
             aq = torch.bmm(a, q)
             due = off_diagonal(torch.bmm(q.mT, aq), self.tolerance)
@@ -47,7 +47,7 @@ class AdaptiveQR(BasisSolver):
 
     def gathered(self, a: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
         """The new basis and its order, a matrix dropped as soon as it is done."""
-        q, order = q.clone(), in_place(q).clone()
+        q, order = q.clone(), identity_order(q).clone()
         rows = torch.arange(len(q), device=q.device)
         for _ in range(self.max_steps):
             active = q[rows]

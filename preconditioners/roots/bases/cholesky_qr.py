@@ -10,8 +10,8 @@ from torch import Tensor
 
 from eigengraft.numerics import apply_aligned
 
-from ..base import Basis, BasisSolver, leading
-from .orthogonal_iteration import householder, in_place, ordered_step, same_signs, unit_sized
+from ..base import Basis, BasisSolver, leading_eigenvectors
+from .orthogonal_iteration import householder, identity_order, ordered_step, same_signs, unit_sized
 
 
 class CholeskyQR(BasisSolver):
@@ -36,9 +36,9 @@ class CholeskyQR(BasisSolver):
 
     def basis(self, a: Tensor, q: Tensor, first: bool) -> Basis:
         if first and self.bootstrap:
-            return leading(a)
+            return leading_eigenvectors(a)
         a, ok = unit_sized(a)
-        order = in_place(q)
+        order = identity_order(q)
         for _ in range(self.steps):
             q, order = ordered_step(torch.bmm(a, q), q, order, self.orthonormal)
         return Basis(q, order, ok & q.isfinite().all(-1).all(-1))

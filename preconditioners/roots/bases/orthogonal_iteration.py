@@ -26,7 +26,7 @@ def unit_sized(a: Tensor) -> tuple[Tensor, Tensor]:
     return a / a.abs().amax((-2, -1), keepdim=True).clamp_min(tiny(a.dtype)), ok
 
 
-def in_place(q: Tensor) -> Tensor:
+def identity_order(q: Tensor) -> Tensor:
     """The order `[N, r]` of columns that stay where they are."""
     return torch.arange(q.shape[-1], device=q.device).expand(q.shape[0], -1)
 

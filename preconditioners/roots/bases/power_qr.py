@@ -8,8 +8,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ..base import Basis, BasisSolver, leading
-from .orthogonal_iteration import householder, in_place, ordered_step
+from ..base import Basis, BasisSolver, leading_eigenvectors
+from .orthogonal_iteration import householder, identity_order, ordered_step
 
 
 class PowerQR(BasisSolver):
@@ -27,10 +27,10 @@ class PowerQR(BasisSolver):
 
     def basis(self, a: Tensor, q: Tensor, first: bool) -> Basis:
         if first and self.bootstrap:
-            return leading(a)
+            return leading_eigenvectors(a)
         ok = a.isfinite().all(-1).all(-1)
         a = torch.where(ok[:, None, None], a, 0.0)
-        order = in_place(q)
+        order = identity_order(q)
         for _ in range(self.steps):
             q, order = ordered_step(torch.bmm(a, q), q, order, householder)
         return Basis(q, order, ok & q.isfinite().all(-1).all(-1))

@@ -8,8 +8,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ..base import Basis, BasisSolver, leading
-from .orthogonal_iteration import householder, in_place, ordered_step, unit_sized
+from ..base import Basis, BasisSolver, leading_eigenvectors
+from .orthogonal_iteration import householder, identity_order, ordered_step, unit_sized
 
 
 class Subspace(BasisSolver):
@@ -29,9 +29,9 @@ class Subspace(BasisSolver):
 
     def basis(self, a: Tensor, q: Tensor, first: bool) -> Basis:
         if first:
-            return leading(a, self.columns(a.shape[-1]))
+            return leading_eigenvectors(a, self.columns(a.shape[-1]))
         a, ok = unit_sized(a)
-        order = in_place(q)
+        order = identity_order(q)
         for _ in range(self.steps):
             q, order = ordered_step(torch.bmm(a, q), q, order, householder)
         return Basis(q, order, ok & q.isfinite().all(-1).all(-1))

@@ -16,7 +16,7 @@ from eigengraft.component import Component
 from eigengraft.numerics import tiny
 
 
-class Bound(Component, ABC, family="eigenvalue_bound"):
+class EigenvalueBound(Component, ABC, family="eigenvalue_bound"):
     """An upper bound of the largest eigenvalue of symmetric positive semi-definite A, or an estimate of it."""
 
     @final
@@ -32,7 +32,7 @@ class Bound(Component, ABC, family="eigenvalue_bound"):
         """The bound for matrices whose largest entry is 1 in size (or 0: a zero matrix)."""
 
 
-class GuaranteedBound(Bound):
+class GuaranteedBound(EigenvalueBound):
     """min(m + s sqrt(d - 1),  max_i (|A| x)_i / x_i) (1 + margin),  m = tr A / d,  s^2 = ||A - m I||_F^2 / d
 
     The first is what trace and trace of A^2 allow (Wolkowicz & Styan 1980, theorem 2.1; equality: all other eigenvalues
@@ -58,7 +58,7 @@ class GuaranteedBound(Bound):
         return torch.minimum(traces, rows) * (1 + (2 * d + 10) * torch.finfo(a.dtype).eps)
 
 
-class FrobeniusBound(Bound):
+class FrobeniusBound(EigenvalueBound):
     """||A||_F, at least the largest eigenvalue and at most sqrt(rank) times it."""
 
     kind: Literal["frobenius"] = "frobenius"
@@ -68,7 +68,7 @@ class FrobeniusBound(Bound):
         return norm
 
 
-class InfinityBound(Bound):
+class InfinityBound(EigenvalueBound):
     """max_i sum_j |a_ij|, the largest row sum, at most sqrt(d) times the largest eigenvalue."""
 
     kind: Literal["infinity"] = "infinity"
@@ -77,7 +77,7 @@ class InfinityBound(Bound):
         return a.abs().sum(-1).amax(-1)
 
 
-class TraceBound(Bound):
+class TraceBound(EigenvalueBound):
     """tr A, the sum of the eigenvalues: a bound for positive semi-definite A only, at most rank times the largest."""
 
     kind: Literal["trace"] = "trace"
@@ -86,7 +86,7 @@ class TraceBound(Bound):
         return a.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(0)
 
 
-class PowerIteration(Bound):
+class PowerIteration(EigenvalueBound):
     """factor * max_j ||A v_j|| after `steps` of v <- A v / ||A v||, several start vectors at once.
 
     An estimate, not a bound: without the factor it is at most the largest eigenvalue, and close to it only after many

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from eigengraft.numerics import identity_like
 
-from .bounds import Bound, GuaranteedBound
+from .bounds import EigenvalueBound, GuaranteedBound
 from .iterative import Iterative, Solved, largest_entry, product
 
-OKLS = (
+OKLS_SCHEDULE = (
     (5.1825, -5.1781),
     (2.5861, -0.64795),
     (2.5674, -0.6455),
@@ -45,9 +45,9 @@ class CANS(Iterative):
 
     kind: Literal["cans"] = "cans"
     schedule: Annotated[tuple[tuple[float, float], ...], BeforeValidator(_pairs)] = Field(
-        default=OKLS, min_length=1, max_length=100, description="pairs (a, b), one for each step"
+        default=OKLS_SCHEDULE, min_length=1, max_length=100, description="pairs (a, b), one for each step"
     )
-    scaling: Bound = Field(
+    scaling: EigenvalueBound = Field(
         default=GuaranteedBound(), description="size that a matrix is divided by before it is solved; an upper bound"
     )
     safety: float = Field(default=1.01, ge=1, le=10, description="eigenvalues are divided by this before each pass")

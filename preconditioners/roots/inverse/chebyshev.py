@@ -13,7 +13,7 @@ from torch import Tensor
 
 from eigengraft.numerics import identity_like
 
-from .bounds import Bound, GuaranteedBound
+from .bounds import EigenvalueBound, GuaranteedBound
 from .coupled import rational
 from .iterative import Iterative, Solved, largest_entry, product
 
@@ -38,7 +38,7 @@ class Chebyshev(Iterative):
     interval: Annotated[tuple[float, float] | None, BeforeValidator(_pair)] = Field(
         default=None, description="[low, high], in units of the size; default: from the relative ridge to 1"
     )
-    scaling: Bound = Field(
+    scaling: EigenvalueBound = Field(
         default=GuaranteedBound(), description="size that a matrix is divided by before it is solved"
     )
 

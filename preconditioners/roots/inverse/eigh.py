@@ -63,7 +63,7 @@ class Eigh(RootSolver):
         nothing = torch.zeros_like(ok)
         return Root(root, ok, nothing.int(), nothing.to(dtype), ok & (power > 0).all(-1))
 
-    def ridged(self, values: Tensor) -> Tensor:
+    def regularized(self, values: Tensor) -> Tensor:
         return self._treat(values + self.eps if self.deficiency == "perturb_before" else values)
 
     def _treat(self, values: Tensor) -> Tensor:

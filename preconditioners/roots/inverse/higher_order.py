@@ -11,7 +11,7 @@ from torch import Tensor
 
 from eigengraft.numerics import identity_like
 
-from .bounds import Bound, InfinityBound, TraceBound
+from .bounds import EigenvalueBound, InfinityBound, TraceBound
 from .coupled import Coupled, Iterates, rational
 from .iterative import Solved, largest_entry
 
@@ -28,8 +28,10 @@ class HigherOrder(Coupled):
     kind: Literal["higher_order"] = "higher_order"
     eps: float = Field(default=1e-5, ge=0, le=1, description="ridge, in units of the matrix, or of its size")
     order: int = Field(default=3, ge=2, le=10, description="terms of the series; what is left shrinks with this power")
-    scaling: Bound = Field(default=TraceBound(), description="size that a matrix is divided by before it is solved")
-    relative_to: Bound | None = Field(
+    scaling: EigenvalueBound = Field(
+        default=TraceBound(), description="size that a matrix is divided by before it is solved"
+    )
+    relative_to: EigenvalueBound | None = Field(
         default=InfinityBound(), description="size that a relative eps refers to; null: `scaling`"
     )
     max_iterations: int = Field(default=100, ge=1, le=200, description="bound on the steps")

@@ -13,7 +13,7 @@ from torch import Tensor
 from eigengraft.numerics import apply_aligned, identity_like, per_block, symmetrized, tiny
 
 from ..base import Root, RootSolver
-from .bounds import Bound, FrobeniusBound
+from .bounds import EigenvalueBound, FrobeniusBound
 
 Precision = Literal["input", "bfloat16", "float16"]
 
@@ -39,8 +39,10 @@ class Iterative(RootSolver):
     eps: float = Field(default=1e-6, ge=0, le=1, description="ridge, in units of the matrix, or of its size")
     relative: bool = Field(default=True, description="whether eps is relative to the size, see `relative_to`")
     floor: float = Field(default=0.0, ge=0, description="the least ridge, in units of the matrix")
-    scaling: Bound = Field(default=FrobeniusBound(), description="size that a matrix is divided by before it is solved")
-    relative_to: Bound | None = Field(
+    scaling: EigenvalueBound = Field(
+        default=FrobeniusBound(), description="size that a matrix is divided by before it is solved"
+    )
+    relative_to: EigenvalueBound | None = Field(
         default=None, description="size that a relative eps refers to; default: `scaling`"
     )
     max_error: float = Field(default=0.1, gt=0, description="a root whose residual is not below this counts as failed")
@@ -82,7 +84,7 @@ class Iterative(RootSolver):
             found = Root(*(torch.where(per_block(better, x), y, x) for x, y in zip(found, again, strict=True)))
         return found._replace(ok=found.ok & finite)
 
-    def ridged(self, values: Tensor) -> Tensor:
+    def regularized(self, values: Tensor) -> Tensor:
         values = values.clamp_min(0)
         size = values.amax(1, keepdim=True) if values.shape[1] else values
         ridge = (self.eps * size).clamp_min(self.floor) if self.relative else max(self.eps, self.floor)

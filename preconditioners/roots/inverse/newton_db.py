@@ -11,7 +11,7 @@ from torch import Tensor
 
 from eigengraft.numerics import identity_like
 
-from .bounds import Bound, GuaranteedBound
+from .bounds import EigenvalueBound, GuaranteedBound
 from .coupled import Best, Coupled, Iterates
 from .iterative import Solved
 
@@ -25,7 +25,7 @@ class NewtonDB(Coupled):
     """
 
     kind: Literal["newton_db"] = "newton_db"
-    scaling: Bound = Field(
+    scaling: EigenvalueBound = Field(
         default=GuaranteedBound(), description="size that a matrix is divided by before it is solved"
     )
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from eigengraft.component import Component
 from eigengraft.quantization import Quantizer
-from eigengraft.slots import Parts, Role, Slot, Uniform
+from eigengraft.slots import Encoded, Role, Slot, Uniform
 
 from .laws import Law, LawError, require, require_close, the_declaration_survives
 from .samples import standard_normal
@@ -53,7 +53,7 @@ def example(quantizer: Quantizer, blocks: int, d: int, seed: int = 0) -> tuple[S
     problem = None
     for role, make in matrices.items():
         slot = Slot((d, d), role=role)
-        problem = quantizer.refuses(slot)
+        problem = quantizer.unsupported(slot)
         if problem is None:
             return slot, make().float()
     raise LawError(
@@ -168,11 +168,11 @@ def numbers_come_back_nearly(case: QuantizerCase) -> None:
     require(error <= 0.5, f"a relative error of at most 0.5 is required, got {error:.2g}")
 
 
-def _copies(parts: Parts) -> dict[str, Tensor]:
+def _copies(parts: Encoded) -> dict[str, Tensor]:
     return {name: part.clone() for name, part in parts.items()}
 
 
-def _same(one: Parts, two: Parts) -> bool:
+def _same(one: Encoded, two: Encoded) -> bool:
     return one.keys() == two.keys() and all(torch.equal(part, two[name]) for name, part in one.items())
 
 

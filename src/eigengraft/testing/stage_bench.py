@@ -11,7 +11,7 @@ from torch import Tensor
 from eigengraft.preconditioners import Stage, chain_slots, walk
 from eigengraft.preconditioners.checked_mode import Checks
 from eigengraft.quantization import Quantizer
-from eigengraft.slots import Coded, State, Storage
+from eigengraft.slots import EncodedSlot, State, Storage
 from eigengraft.step_context import StepContext
 
 from .laws import require
@@ -46,7 +46,7 @@ class StageBench:
         self.block, self.blocks, self.dtype, self.quantizer, self.path = block, blocks, dtype, quantizer, path
         slots = chain_slots((stage,), block, path)
         self.declared = {f"{where}/{name}": slot for where, name, slot in slots}
-        self.tensors, self.coded = Recorder(), dict[str, Coded]()
+        self.tensors, self.encoded = Recorder(), dict[str, EncodedSlot]()
         self.watch: Checks | None = None
         for key in self.declared:
             self._allocate(key)
@@ -59,11 +59,11 @@ class StageBench:
     def _allocate(self, key: str) -> None:
         slot = self.declared[key]
         value = slot.allocate(self.blocks, self.dtype, torch.get_default_device())
-        if self.quantizer is None or self.quantizer.refuses(slot) is not None:
+        if self.quantizer is None or self.quantizer.unsupported(slot) is not None:
             self.tensors[key] = value
             return
         parts = self.quantizer.encode(value)
-        self.coded[key] = Coded(slot, self.quantizer, tuple(parts), value.dtype)
+        self.encoded[key] = EncodedSlot(slot, self.quantizer, tuple(parts), value.dtype)
         self.tensors.update({f"{key}/{part}": stored for part, stored in parts.items()})
 
     def checked(self) -> StageBench:
@@ -77,7 +77,7 @@ class StageBench:
         """One step of the selected rows; the first of a lagged stage only primes and returns zero."""
         chosen = np.arange(self.blocks) if rows is None else rows.cpu().numpy()
         self.counts[chosen] += 1
-        storage = Storage(self.coded, watch=self.watch)
+        storage = Storage(self.encoded, watch=self.watch)
         state = State(self.tensors, self.block, self.path, rows, mask, storage).scope(self.stage.label)
         context = self.context(chosen)
         if self.lagging and (context.steps == 0).any():
