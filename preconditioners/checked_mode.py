@@ -46,10 +46,14 @@ class Call:
 
 
 class Checks(Watch):
-    """Follows the stages of one stack. declared: the slots by "<stage path>/<slot>"."""
+    """Follows the stages of one stack.
+
+    declared: the slots by "<stage path>/<slot>".
+    written: keys of the slots that were written back so far.
+    """
 
     def __init__(self, declared: Mapping[str, Slot]) -> None:
-        self.declared = declared
+        self.declared, self.written = declared, set[str]()
         self._calls: list[Call] = []
 
     def loaded(self, key: str, value: Tensor) -> None:
@@ -69,6 +73,7 @@ class Checks(Watch):
             self._require_finite(f"wrote slot '{name}'", value)
 
     def stored(self, key: str, value: Tensor) -> None:
+        self.written.add(key)
         loads = [load for call in self._calls for load in call.loads.pop(key, ())]
         if any(tensor is value for tensor, _ in loads):  # still the state itself; any other tensor has been copied
             self.loaded(key, value)

@@ -46,7 +46,7 @@ class Broken(Stage):
     late: bool = False
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
-        spare = {"spare": Slot(block)} if self.fault == "idle slot" else {}
+        spare = {"spare": Slot(block)} if self.fault in ("idle slot", "a slot that is only read") else {}
         return {"v": Slot(block, role="second_moment"), "root": Slot(block, role="root"), **spare}
 
     def cadence(self) -> Cadence:
@@ -105,6 +105,7 @@ APPLY: dict[str, Any] = {
     "a number for each stack": lambda s, g, d, c: d.sum() + s["root"].sum(),
     "another dtype": lambda s, g, d, c: sound(s, g, d, c).half(),
     "a direction that is not finite": lambda s, g, d, c: d / (s["root"] - s["root"]),
+    "a slot that is only read": lambda s, g, d, c: sound(s, g, d, c) + s["spare"],
     "an exception": lambda s, g, d, c: torch.bmm(d, d),
     "an unknown signal": lambda s, g, d, c: d * c.signal("curvature"),
     "zero over zero": lambda s, g, d, c: torch.where(d == 0, d / d, sound(s, g, d, c)),
@@ -133,6 +134,10 @@ CONTRACT = {
 """What a stage may do wrong by itself, and what it is told, in a law and in a run."""
 LAWS = {
     "idle slot": (r"every slot of slots\(\) .* not used: update\.broken_for_test/spare", "the contract is kept"),
+    "a slot that is only read": (
+        r"`state\[\"spare\"\] = \.\.\.` is required for update\.broken_for_test/spare, .* in 14 steps",
+        "the contract is kept",
+    ),
     "an exception": (r"no exception is required, got RuntimeError.*apply\(\) at step 1", "the contract is kept"),
     "zero over zero": (r"a zero direction for a zero gradient is required, got nan", "a zero gradient moves nothing"),
     "not blind to scale": (r"scales by the power 0 .* got 0\.\d+", "scaling all gradients scales the direction"),

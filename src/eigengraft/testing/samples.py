@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-STEPS = 14
+TRAJECTORY_STEPS = 14
 """Steps of a trajectory: enough for a cadence to come round."""
 
 
@@ -31,8 +31,8 @@ def definite(n: int = 4, d: int = 6, dtype: torch.dtype = torch.float64) -> Tens
 
 
 def gradients(block: tuple[int, ...], blocks: int = 3, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
-    """Standard normal gradients `[STEPS, blocks, *block]`."""
-    return standard_normal(STEPS, blocks, *block, seed=seed + sum(block), dtype=dtype)
+    """Standard normal gradients `[TRAJECTORY_STEPS, blocks, *block]`."""
+    return standard_normal(TRAJECTORY_STEPS, blocks, *block, seed=seed + sum(block), dtype=dtype)
 
 
 def difficult(block: tuple[int, ...]) -> Iterator[tuple[str, Tensor]]:

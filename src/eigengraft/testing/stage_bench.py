@@ -113,6 +113,17 @@ class StageBench:
         alone.seeds = self.seeds[block : block + 1]
         return alone
 
+    def require_written(self) -> None:
+        """Raises a LawError for slots that nothing was assigned to since checked mode began."""
+        assert self.watch is not None
+        for key in sorted(self.declared.keys() - self.watch.written):
+            name = key.rpartition("/")[2]
+            require(
+                False,
+                f'`state["{name}"] = ...` is required for {key}, got a slot that keeps its initial value in '
+                f"{self.counts.max()} steps (for one that refresh() writes: does cadence() return a cadence?)",
+            )
+
     def require_used(self) -> None:
         """Raises a LawError for slots that were declared and never read nor written."""
         idle = ", ".join(sorted(self.declared.keys() - self.tensors.used))

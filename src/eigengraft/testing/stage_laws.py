@@ -12,7 +12,7 @@ from torch import Tensor
 from eigengraft.quantization import Float32
 
 from .laws import Law, require, require_close, the_declaration_survives
-from .samples import STEPS, difficult, gradients, rotation, standard_normal
+from .samples import TRAJECTORY_STEPS, difficult, gradients, rotation, standard_normal
 from .stage_bench import StageBench
 from .stage_case import StageCase, on
 from .stage_state_laws import (
@@ -25,7 +25,7 @@ from .stage_state_laws import (
 
 def the_contract_is_kept(case: StageCase) -> None:
     """In checked mode: slots declared and of their shape, state written back, inputs left alone, a direction of the
-    right shape, all finite. Every slot is used."""
+    right shape, all finite. Every slot is read or written, and written at least once."""
     for block in case.blocks:
         for quantizer in (None, Float32(min_elements=1)):
             with on(block):
@@ -34,6 +34,7 @@ def the_contract_is_kept(case: StageCase) -> None:
                     bench.step(gradient, standard_normal(*gradient.shape, seed=t).float() if t % 2 else gradient)
                 if quantizer is None:
                     bench.require_used()
+                    bench.require_written()
 
 
 def a_stack_is_its_blocks(case: StageCase) -> None:
@@ -67,12 +68,12 @@ def masked_rows_change_nothing(case: StageCase) -> None:
     """A row whose gradient is not finite keeps its state bit for bit; the others do not notice it."""
     mask = torch.tensor([True, False, True])
     for block in case.blocks:
-        with on(block):
+        with on(block, "a block with a gradient of nan is computed and then dropped: it must not raise"):
             given, stack = gradients(block), case.bench(block)
-            stack.run(given[: STEPS // 2])
+            stack.run(given[: TRAJECTORY_STEPS // 2])
             reference = stack.copy()
             before = {key: tensor.clone() for key, tensor in stack.tensors.items()}
-            for gradient in given[STEPS // 2 :]:
+            for gradient in given[TRAJECTORY_STEPS // 2 :]:
                 spoiled = gradient.clone()
                 spoiled[1] = torch.nan
                 ours = stack.step(spoiled, mask=mask)[mask]

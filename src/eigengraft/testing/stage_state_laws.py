@@ -9,7 +9,7 @@ from eigengraft import Optimizer
 from eigengraft.quantization import Float32
 
 from .laws import require
-from .samples import STEPS, gradients, standard_normal
+from .samples import TRAJECTORY_STEPS, gradients, standard_normal
 from .stage_bench import StageBench
 from .stage_case import StageCase, on
 
@@ -19,9 +19,9 @@ def a_copy_of_the_state_resumes_exactly(case: StageCase) -> None:
     for block in case.blocks:
         with on(block):
             given, stack = gradients(block), case.bench(block)
-            stack.run(given[: STEPS // 2])
+            stack.run(given[: TRAJECTORY_STEPS // 2])
             twin = stack.copy()
-            same = torch.equal(twin.run(given[STEPS // 2 :]), stack.run(given[STEPS // 2 :]))
+            same = torch.equal(twin.run(given[TRAJECTORY_STEPS // 2 :]), stack.run(given[TRAJECTORY_STEPS // 2 :]))
             require(
                 same, "the same directions from a copy of the state are required, got others; is there other memory?"
             )
@@ -62,12 +62,12 @@ def a_checkpoint_resumes_exactly(case: StageCase) -> None:
             given = gradients(block, 2, torch.float32)
             parameters = [nn.Parameter(standard_normal(*block, seed=i).float()) for i in range(2)]
             optimizer = Optimizer(parameters, declared, lr=0.1)
-            _train(optimizer, parameters, given[: STEPS // 2])
+            _train(optimizer, parameters, given[: TRAJECTORY_STEPS // 2])
             copies = [nn.Parameter(parameter.detach().clone()) for parameter in parameters]
             resumed = Optimizer(copies, declared, lr=0.1)
             resumed.load_state_dict(optimizer.state_dict())
-            _train(optimizer, parameters, given[STEPS // 2 :])
-            _train(resumed, copies, given[STEPS // 2 :])
+            _train(optimizer, parameters, given[TRAJECTORY_STEPS // 2 :])
+            _train(resumed, copies, given[TRAJECTORY_STEPS // 2 :])
             same = all(torch.equal(a, b) for a, b in zip(parameters, copies, strict=True))
             require(
                 same, "the same parameters after a resume are required, got others; is there memory beside the slots?"
