@@ -73,8 +73,10 @@ def data_files() -> set[str]:
 
 
 def modules() -> set[str]:
-    ground = {f"eigengraft/{path.name}" for path in (ROOT / "src" / "eigengraft").glob("*.py")}
-    rooms = {name.split(".")[1] for name in PACKAGES if "." in name}
+    floor = ROOT / "src" / "eigengraft"
+    paths = [*floor.glob("*.py"), *(floor / "testing").glob("*.py")]
+    ground = {path.relative_to(floor.parent).as_posix() for path in paths}
+    rooms = {name.split(".")[1] for name in PACKAGES if "." in name} - {"testing"}
     paths = [path for room in rooms for path in (ROOT / room).rglob("*.py")]
     return ground | {f"eigengraft/{path.relative_to(ROOT).as_posix()}" for path in paths}
 

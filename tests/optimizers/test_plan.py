@@ -394,10 +394,11 @@ def test_the_command_refuses(call: Any, arguments: list[str], message: str) -> N
 
 def test_measured_work_is_of_every_block_shape_and_decides_on_owners() -> None:
     shapes = [("a.weight", (24, 16)), ("b.weight", (16, 16)), ("c.bias", (16,)), ("huge.weight", (1 << 13, 1 << 12))]
-    recipe = load_recipe("soap", ["blocking.size=16", "blocking.merge=null"])
+    unmerged = ["blocking.keep_axes=1", "blocking.merge=null"]
+    recipe = load_recipe("soap", ["blocking.size=16", *unmerged])
     work = measured_work(recipe, known(shapes[:3]))
     assert set(work) == {"16x16", "8x16", "16"} and min(work.values()) > 0
-    whole = load_recipe("soap", ["blocking.size=null", "blocking.merge=null"])
+    whole = load_recipe("soap", ["blocking.size=null", *unmerged])
     assert measured_work(whole, known(shapes[3:])) == {}
 
     def loads(times: Mapping[str, float]) -> list[float]:
