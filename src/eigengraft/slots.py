@@ -29,14 +29,17 @@ Frame = Literal["vector", "square", "row", "column", "none"]
 class Slot:
     """One named state tensor of a stage.
 
-    shape: per block. fill: initial value, or "identity" for a matrix (its first columns if it is tall), times scale.
-    role: what it is for; storage is chosen by it. "failures": how often in a row a block's root or basis could not be
-    computed, an int32 of shape (), which the optimizer reads after refreshes.
-    frame: how it follows a change of basis R = Q_old^T Q_new of the frame it lives in: "vector" is rotated, "square" is
-    transported by the Hadamard square, v <- (R*R)^T v on each axis; "row" and "column" are squares without the last and
-    without the last but one axis; "none" stays.
-    sensitive: whether the size of every update depends on it, so that no storage takes it by its role.
-    axes: the axes of the block that a "vector" or "square" slot has, in order; default: all of them.
+    shape: shape per block, without the stack axis.
+    fill: initial value, or "identity" for a matrix (its first columns if it is tall).
+    role: what the slot is for; storage is chosen by it. "failures" counts how often in a row a block's root or basis
+        could not be computed: an int32 of shape (), which the optimizer reads after refreshes.
+    frame: how the slot follows a change of basis R = Q_old^T Q_new of the frame it lives in. "vector": rotated;
+        "square": transported by the Hadamard square, v <- (R*R)^T v on each axis; "row" and "column": squares without
+        the last and without the last but one axis; "none": unchanged.
+    dtype: dtype of the slot; default: the dtype that the block is computed in.
+    axes: axes of the block that a "vector" or "square" slot has, in order; default: all of them.
+    scale: factor of the initial identity.
+    sensitive: whether the size of every update depends on the slot, so that no storage takes it by its role.
     """
 
     shape: tuple[int, ...]
@@ -105,9 +108,10 @@ class Watch(Protocol):
 
 @dataclass(frozen=True)
 class Storage:
-    """The encoded slots of a stack, by key, and what random numbers for the selected rows are made of.
+    """Encoded slots of a stack, and the counters behind the random numbers of the selected rows.
 
-    seeds, steps `[n]`: int64; a number depends on them, on the slot and on the place in it alone.
+    encoded: the encoded slots, by key.
+    seeds, steps: int64 `[n]`; a random number depends on them, on the slot and on the place in the slot alone.
     watch: checks how stages use their state; None outside checked mode.
     """
 
@@ -117,13 +121,13 @@ class Storage:
     watch: Watch | None = None
 
     def slice_rows(self, start: int, stop: int) -> Storage:
-        """For rows start to stop of those selected."""
+        """Storage of the selected rows start to stop."""
         if self.seeds is None or self.steps is None:
             return self
         return replace(self, seeds=self.seeds[start:stop], steps=self.steps[start:stop])
 
     def uniform(self, key: str) -> Uniform | None:
-        """The random numbers of one slot."""
+        """Random numbers for stochastic rounding of one slot; None where rounding is to nearest."""
         seeds, steps = self.seeds, self.steps
         if seeds is None or steps is None:
             return None
