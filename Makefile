@@ -14,7 +14,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo   compare AdamW, Shampoo, SOAP and Muon on two small tasks, and write a report (under 5 minutes)"
+	@echo "make demo   compare AdamW, Shampoo, SOAP and Muon on three small tasks, and write a report (under 5 minutes)"
 	@echo "make quick  run the tests that start no process and train nothing, while writing a stage (under a minute)"
 	@echo "make test   run all tests            (make test ARGS='-k house' for some of them; -n 0 in one process)"
 	@echo "make check  lint, formatting, types"

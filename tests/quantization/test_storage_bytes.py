@@ -114,7 +114,7 @@ def test_a_matrix_of_any_shape_holds_what_the_formula_says(recipe: str, shape: S
 
 
 def test_second_order_state_is_smaller_than_that_of_adam() -> None:
-    """In bytes a parameter of the demo: `soap_4bit` below AdamW's 8, `shampoo_4bit` below 5, of which moments in 8 bits
+    """In bytes per parameter of the demo: `soap_4bit` below AdamW's 8, `shampoo_4bit` below 5, of which moments in 8 bits
     are 2.1. Both triangles of the roots would make it 5.4, both and moments in float32 11.3."""
     model = demo()
     parameters = sum(p.numel() for p in model.parameters())
@@ -127,7 +127,7 @@ def test_second_order_state_is_smaller_than_that_of_adam() -> None:
 
 
 TRIANGLES = 2 * 1025 / 2048
-WIDE = {  # one matrix of 1024 x 1024, bytes a parameter of everything: see the reasons beside
+WIDE = {  # one matrix of 1024 x 1024, bytes per parameter of everything: see the reasons beside
     "adamw_8bit": 2 * (1 + 4 / 256),
     "adamw_4bit": 2 * (0.5 + 4 / 128),
     "muon_8bit": 1 + 4 / 1024,  # rows of 1024 are shorter than the block of 2048
