@@ -42,7 +42,7 @@ def demo_command(
     out: Annotated[Path, typer.Option(help="directory of the study")] = Path("runs/demo"),
     workers: Workers = None,
 ) -> None:
-    """Compare AdamW, Shampoo, SOAP and Muon, each with its tuned learning rate, on three small tasks; write a report."""
+    """Compare AdamW, Shampoo, SOAP and Muon, each at its tuned learning rate, on three small tasks; write a report."""
     from ..reports.report import write_report
 
     directory = _run("demo", [], out, workers)

@@ -114,7 +114,7 @@ def test_a_matrix_of_any_shape_holds_what_the_formula_says(recipe: str, shape: S
 
 
 def test_second_order_state_is_smaller_than_that_of_adam() -> None:
-    """In bytes per parameter of the demo: `soap_4bit` below AdamW's 8, `shampoo_4bit` below 5, of which moments in 8 bits
+    """Bytes per parameter of the demo: `soap_4bit` below AdamW's 8, `shampoo_4bit` below 5, of which moments in 8 bits
     are 2.1. Both triangles of the roots would make it 5.4, both and moments in float32 11.3."""
     model = demo()
     parameters = sum(p.numel() for p in model.parameters())
