@@ -128,3 +128,22 @@ def test_a_transformer_is_divided_evenly(name: str, ranks: int) -> None:
     assign([cost.work for cost in costs], [float(cost.state) for cost in costs], loads)
     for carried in (loads.work, loads.state):
         assert max(carried) <= 1.1 * sum(carried) / ranks
+
+
+@given(pairs=pairs, ranks=worlds)
+def test_items_go_where_the_definition_says(pairs: list[tuple[float, float]], ranks: int) -> None:
+    """The rule of `assign`, by asking every rank for every item: a rank that was full is asked again for less work."""
+    work, state = [w for w, _ in pairs], [s for _, s in pairs]
+    all_work, all_state = sum(work) or 1.0, sum(state) or 1.0
+    limit = SLACK * max([all_work / ranks, *work])
+    shares = [(w / all_work, s / all_state) for w, s in pairs]
+    loads, owners = [(0.0, 0.0)] * ranks, [0] * len(pairs)
+    for item in sorted(range(len(pairs)), key=lambda i: (-max(shares[i]), -sum(shares[i]), i)):
+        w, s = pairs[item]
+        able = [rank for rank in range(ranks) if loads[rank][0] + w <= limit]
+        parts = {rank: (loads[rank][0] / all_work, loads[rank][1] / all_state) for rank in able}
+        owner = min(able, key=lambda rank: (max(parts[rank]), sum(parts[rank]), rank), default=-1)
+        if not able:
+            owner = min(range(ranks), key=lambda rank: loads[rank])
+        owners[item], loads[owner] = owner, (loads[owner][0] + w, loads[owner][1] + s)
+    assert assign(work, state, Loads(ranks)) == owners
