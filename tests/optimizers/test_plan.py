@@ -37,7 +37,7 @@ from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.tasks.model_shapes import LLAMAS, parameters_of, read_shapes
 from eigengraft.optimizers.planning.measure import measured_work
 from eigengraft.optimizers.planning.plan import Plan, known, plan
-from eigengraft.optimizers.planning.traffic import holding
+from eigengraft.optimizers.planning.traffic import all_reduced, holding
 from eigengraft.optimizers.recipe.loading import load_recipe
 from eigengraft.optimizers.recipe.routing import describe_model
 from eigengraft.optimizers.sharding.cost_model import block_cost
@@ -408,3 +408,11 @@ def test_measured_work_is_of_every_block_shape_and_decides_on_owners() -> None:
     # blocks: 16x16, 8x16 of a and 16x16 of b; one rank has the expensive one, the other what is left
     assert loads({"16x16": 1.0, "8x16": 5.0}) == [2.0, 5.0]
     assert loads({"16x16": 3.0, "8x16": 1.0}) == [3.0, 4.0]
+
+
+def test_an_all_reduce_in_a_ring_sends_each_rank_all_but_its_own_part_twice() -> None:
+    """Reduce-scatter and all-gather of 3 and 8 float64 over 4 ranks: 2 * 3/4 of 24 and of 64 bytes."""
+    traffic = all_reduced([3, 8], 4)
+    assert traffic.sent.tolist() == traffic.received.tolist() == [36 + 96] * 4
+    assert traffic.messages.tolist() == [2] * 4 and traffic.buffers.tolist() == [24 + 64] * 4
+    assert not all_reduced([3, 8], 1).sent.any()
