@@ -127,6 +127,7 @@ def awkward(x: Tensor, layout: int) -> Tensor:
     return x
 
 
+@pytest.mark.slow
 @given(
     shapes=st.lists(full_shapes, min_size=1, max_size=4),
     blocking=blockings,

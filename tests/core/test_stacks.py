@@ -77,6 +77,7 @@ def trained(recipe: str, steps: int, start: dict[str, Any] | None = None) -> tup
     return optimizer, [parameter.detach() for parameter in held]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", COVER)
 def test_cut_stacks_make_the_same_steps(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """float64, in which a batch of products may be rounded otherwise than one of them."""
@@ -90,6 +91,7 @@ def test_cut_stacks_make_the_same_steps(recipe: str, monkeypatch: pytest.MonkeyP
     assert {key: sorted(value) for key, value in ours.items()} == {key: sorted(value) for key, value in theirs.items()}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_does_not_know_how_stacks_were_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, _ = trained("soap_int8", 7)
     saved = whole.state_dict()
@@ -118,6 +120,7 @@ def test_what_a_stage_spans_stays_in_one_stack(monkeypatch: pytest.MonkeyPatch) 
     torch.testing.assert_close(update, parameter.grad.sign() * parameter.grad.norm() / 32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["adamw", "shampoo", "soap", "muon", "adamw_8bit", "soap_int8", "soap_4bit"])
 def test_a_step_makes_nothing_larger_than_a_stack(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the number of blocks; steps up to the third fill caches, the tenth or eleventh refreshes all blocks."""

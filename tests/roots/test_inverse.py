@@ -29,6 +29,8 @@ from ..laws.rows import Row
 from ..laws.table import TABLE
 from ..trajectories import normal
 
+pytestmark = pytest.mark.slow  # sweeps over solvers; the laws of solvers are quick
+
 QUARTER, HALF, ONE = Fraction(1, 4), Fraction(1, 2), Fraction(1)
 UNIT = {torch.float32: 2.0**-23, torch.float64: 2.0**-52}
 DTYPES = pytest.mark.parametrize("dtype", UNIT, ids=["float32", "float64"])

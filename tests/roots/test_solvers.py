@@ -12,6 +12,8 @@ from eigengraft.preconditioners import CoupledNewton, Eigh, EighBasis, PowerQR
 
 from ..trajectories import normal
 
+pytestmark = pytest.mark.slow  # sweeps over solvers; the laws of solvers are quick
+
 EXPONENTS = [Fraction(1, p) for p in range(1, 9)] + [Fraction(*q) for q in ((3, 4), (2, 3), (3, 2), (2, 1), (5, 8))]
 EPS = {torch.float32: 2.0**-23, torch.float64: 2.0**-52}
 DTYPES = pytest.mark.parametrize("dtype", EPS, ids=["float32", "float64"])
