@@ -15,7 +15,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 help:
 	@echo "make demo   compare AdamW, Shampoo, SOAP and Muon on three small tasks, and write a report (under 5 minutes)"
-	@echo "make quick  run the tests that start no process and train nothing, while writing a stage (under a minute)"
+	@echo "make quick  run the tests that start no process and train nothing, while writing a stage (about a minute)"
 	@echo "make test   run all tests            (make test ARGS='-k house' for some of them; -n 0 in one process)"
 	@echo "make check  lint, formatting, types"
 	@echo "make docs   build the documentation into site/, without a network"

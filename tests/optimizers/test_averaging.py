@@ -25,6 +25,8 @@ from ..recipes import COVER
 from ..trajectories import normal
 from .test_kernels import Kernels
 
+pytestmark = pytest.mark.slow  # whole sequences of iterates, recipe by recipe
+
 LR, RATE, STEPS = 0.2, 0.3, 24
 ROWS = TABLE["averaging"]
 every_row = pytest.mark.parametrize("row", ROWS, ids=str)
