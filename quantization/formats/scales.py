@@ -13,7 +13,7 @@ from eigengraft.numerics import per_block
 from eigengraft.slots import Encoded
 
 from .codebooks import Codebook, dynamic
-from .scale_blocks import block_count, block_maxima, map_blocks, multiply_blocks_
+from .scale_blocks import block_maxima, map_blocks, multiply_blocks_
 
 BLOCK = 256
 _ZERO, _BROKEN = 0, 1
@@ -52,8 +52,3 @@ def decode_scales(encoded: Encoded) -> Tensor:
     s = (rest + per_block(encoded["offsets"], rest)).clamp_min(0)
     s = torch.where(codes == _ZERO, 0.0, torch.where(codes == _BROKEN, torch.nan, s))
     return s.reshape(stored.shape)
-
-
-def double_bytes(blocks: int) -> int:
-    """Bytes of the doubly quantized scales of one row of a stack."""
-    return blocks + 4 * block_count(blocks, BLOCK) + 4
