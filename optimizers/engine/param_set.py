@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from eigengraft.distributed.gradients import local_gradient
 from eigengraft.distributed.layouts import local
 from eigengraft.distributed.rank_group import RankGroup
 
@@ -97,7 +98,7 @@ class ParamSet:
     def prepare(self, hyper: Hyper) -> Step | None:
         """Checks the gradients and changes nothing; None if there is nothing to do. Raises as the finite check does."""
         self.local[:] = [local(parameter) for parameter in self.parameters]
-        gradients = [None if parameter.grad is None else local(parameter.grad) for parameter in self.parameters]
+        gradients = [local_gradient(name, p) for name, p in zip(self.names, self.parameters, strict=True)]
         present = np.array([p.grad is not None and p.numel() > 0 for p in self.parameters], dtype=np.bool_)
         active, mask = self.finite_check.check(gradients, present, hyper.lr)
         if not active.any() and mask is None:
