@@ -49,8 +49,11 @@ def convert_storage(state_dict: Mapping[str, Any], optimizer: Optimizer) -> dict
             if StateKey.parse(key).block is None:  # steps and iterates, which belong to no block
                 target.state[parameter][key].copy_(value)
     converted = target.state_dict()
-    own = {"recipe": optimizer.recipe.to_json()}
-    return {**converted, "param_groups": [{**group, **own} for group in groups]}
+    own = [
+        {key: group[key] for key in ("params", "param_names") if key in group} for group in converted["param_groups"]
+    ]
+    wanted = {"recipe": optimizer.recipe.to_json()}
+    return {**converted, "param_groups": [{**old, **new, **wanted} for old, new in zip(groups, own, strict=True)]}
 
 
 def _require_alike(saved: Recipe, wanted: Recipe) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from .param_groups import check_keys, check_values, number, require_matches
 from .recipe.loading import RecipeSource, load_recipe
 from .recipe.overrides import Overrides
 from .recipe.recipe import Recipe
-from .recipe.routing import DescribedParameters, describe_parameter
+from .recipe.routing import DescribedParameters, ParamInfo, describe_named, describe_parameter
 from .reporting import RoutedParameter, SlotSize, describe, routing_table, slot_bytes, slot_sizes
 
 
@@ -36,6 +36,9 @@ class Optimizer(torch.optim.Optimizer):
 
     All state is allocated here; parameters with `requires_grad=False` get theirs if they are thawed later.
     """
+
+    _known: Mapping[int, ParamInfo] | None = None
+    """What the constructor knows of parameters, by id, while it adds the groups; None: all groups are there."""
 
     def __init__(
         self,
@@ -58,9 +61,10 @@ class Optimizer(torch.optim.Optimizer):
                 "params: parameters are required, got a module; use eigengraft.compose or model.named_parameters()"
             )
         described = params if isinstance(params, DescribedParameters) else DescribedParameters(params)
-        self._known = dict(described.infos)
+        described = described.completed()
+        self._known = described.infos
         super().__init__(described.params, defaults)
-        self._known = {}
+        self._known = None
         require_matches(self.recipe, [info for infos in self.param_sets.infos for info in infos])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -85,9 +89,11 @@ class Optimizer(torch.optim.Optimizer):
         group.setdefault("peak_lr", float(group["lr"]))
         group["recipe"] = self.recipe.to_json()
         group["iterate"] = self.param_groups[0]["iterate"] if index else "train"
-        names = group.get("param_names") or [None] * len(group["params"])
-        named = zip(names, group["params"], strict=True)
-        param_sets.declare(group["params"], [self._known.get(id(p)) or describe_parameter(n, p) for n, p in named])
+        known = self._known
+        if known is None:
+            named = list(zip(group.get("param_names", ()), group["params"], strict=False))
+            known = describe_named(named, param_sets.names())
+        param_sets.declare(group["params"], [known.get(id(p)) or describe_parameter(None, p) for p in group["params"]])
         param_sets.agree(index, group)
         trained = param_sets.build(index, {id(p) for p in group["params"] if p.requires_grad})
         param_sets.install(index, trained, self.state, group["iterate"])

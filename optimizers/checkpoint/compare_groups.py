@@ -1,4 +1,4 @@
-"""Comparison of the param groups of a state dict with an optimizer's: sizes, names, recipe and mode."""
+"""Comparison of the param groups of a state dict with an optimizer's: parameters, recipe and mode."""
 
 from __future__ import annotations
 
@@ -9,14 +9,22 @@ from typing import Any
 from ..apply.mode import MODES, Mode
 from ..param_groups import check_values
 from ..recipe.overrides import differences
+from ..recipe.param_names import canonical_names
 from ..recipe.recipe import SCHEMA_VERSION
 
 
-def compare_groups(groups: Sequence[Mapping[str, Any]], saved: Any) -> None:
-    """Raises ValueError for the first difference that forbids loading the saved groups."""
+def compare_groups(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str | None]], saved: Any) -> list[Any]:
+    """For each group, the saved key of each of its parameters; ValueError for what forbids loading the saved groups.
+
+    names: canonical names of the parameters of each group. Where they are known on both sides the order plays no role.
+    """
     if not isinstance(saved, list) or not all(isinstance(other, Mapping) and "params" in other for other in saved):
         raise ValueError("state_dict: 'param_groups' must be a list of groups with 'params'")
     sizes = [len(group["params"]) for group in groups], [len(other["params"]) for other in saved]
+    keys = []
+    if len(groups) == len(saved):
+        for index, (own, other, got) in enumerate(zip(names, saved, _saved_names(saved), strict=True)):
+            keys.append(_matched(f"group {index}", own, other, got))
     if sizes[0] != sizes[1]:
         raise ValueError(f"state_dict: param groups of sizes {sizes[0]} are required, got {sizes[1]}")
     for index, (group, other) in enumerate(zip(groups, saved, strict=True)):
@@ -26,8 +34,8 @@ def compare_groups(groups: Sequence[Mapping[str, Any]], saved: Any) -> None:
         if missing:
             raise ValueError(f"state_dict: group {index} must have '{missing[0]}', got {sorted(other)}")
         check_values({**other, "params": []})
-        _compare_names(group.get("param_names"), other.get("param_names"))
         _compare_recipes(group["recipe"], other["recipe"])
+    return keys
 
 
 def saved_mode(groups: Sequence[Mapping[str, Any]], averages: bool) -> Mode:
@@ -42,10 +50,43 @@ def saved_mode(groups: Sequence[Mapping[str, Any]], averages: bool) -> Mode:
     return "eval" if "eval" in found else "train"
 
 
-def _compare_names(own: list[str] | None, got: list[str] | None) -> None:
-    for mine, other in zip(own or [], got or [], strict=False):
-        if mine != other:
-            raise ValueError(f"state_dict: the parameters are in another order, '{mine}' is required, got '{other}'")
+def _saved_names(saved: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Canonical names of the parameters of each saved group; an empty list where they are not known.
+
+    Keys that torch.distributed.checkpoint has made names of count before `param_names`, which it does not reorder.
+    """
+    names: list[list[str]] = []
+    for other in saved:
+        written = other["params"] if _texts(other["params"]) else other.get("param_names", ())
+        known = _texts(written) and len(written) == len(other["params"])
+        names.append(list(written) if known else [])
+    canonical = iter(canonical_names([name for own in names for name in own]))
+    return [[next(canonical) for _ in own] for own in names]
+
+
+def _texts(names: Any) -> bool:
+    return isinstance(names, (list, tuple)) and len(names) > 0 and all(isinstance(name, str) for name in names)
+
+
+def _matched(where: str, own: Sequence[str | None], other: Mapping[str, Any], got: Sequence[str]) -> list[Any]:
+    """The saved key of each parameter of a group: by name, or by order where a name is unknown or not unique."""
+    keys, here, there = list(other["params"]), {*own}, {*got}
+    if None in here or not got or len(here) < len(own) or len(there) < len(got):
+        return keys
+    missing, unexpected = [name for name in own if name not in there], [name for name in got if name not in here]
+    if not missing and not unexpected:
+        place = dict(zip(got, keys, strict=True))
+        return [place[str(name)] for name in own]
+    if _texts(keys) and len(keys) == len(own):  # names of a model, in the optimizer's order: torch has put them there
+        return keys
+    raise ValueError(
+        f"state_dict: {where}: parameters are missing: {_listed(missing)}, unexpected: {_listed(unexpected)}"
+    )
+
+
+def _listed(names: Sequence[str | None]) -> str:
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return ", ".join(f"'{name}'" for name in names[:8]) + more if names else "none"
 
 
 def _compare_recipes(own: str, got: Any) -> None:

@@ -38,7 +38,7 @@ class LoadPlan:
     mode: which iterate the saved parameters hold.
     groups: for each param group, the parameter sets it will have and the values of their state.
     state: the mapping that the optimizer showed before the load and shows after it.
-    rest: the state dict without its state, which torch loads.
+    rest: the state dict without its state and names, which torch loads.
     """
 
     mode: Mode
@@ -54,19 +54,21 @@ class LoadPlan:
                 f"state_dict: a mapping with 'state' and 'param_groups' is required, got a {type(state_dict).__name__}"
             )
         saved = state_dict["param_groups"]
-        compare_groups(optimizer.param_groups, saved)
+        names = [[info.name for info in infos] for infos in optimizer.param_sets.infos]
+        keys = compare_groups(optimizer.param_groups, names, saved)
         mode = saved_mode(saved, optimizer.recipe.averaging is not None)
         known = {index for group in saved for index in group["params"]}
         faults = [f"state for an unknown parameter {index!r}" for index in state_dict["state"] if index not in known]
         groups = []
-        for index, (group, other) in enumerate(zip(optimizer.param_groups, saved, strict=True)):
-            pairs = zip(group["params"], other["params"], strict=True)
+        for index, (group, own) in enumerate(zip(optimizer.param_groups, keys, strict=True)):
+            pairs = zip(group["params"], own, strict=True)
             values = {parameter: state_dict["state"].get(key, {}) for parameter, key in pairs}
             groups.append((_fitting(optimizer, index, values), values))
             faults += [fault for param_set in groups[-1][0] for fault in _set_faults(param_set, values, mode)]
         _refuse(faults, [param_set for param_sets, _ in groups for param_set in param_sets])
         local = [(param_sets, _local_values(param_sets, values, mode)) for param_sets, values in groups]
-        return cls(mode, local, optimizer.state, {**state_dict, "state": {}})
+        rest = [{key: value for key, value in other.items() if key != "param_names"} for other in saved]
+        return cls(mode, local, optimizer.state, {**state_dict, "state": {}, "param_groups": rest})
 
     def install(self, optimizer: Loadable) -> None:
         """Puts the values into the optimizer, whose param groups torch has just replaced by the saved ones."""

@@ -56,6 +56,10 @@ class ParamSets:
         del self.infos[index:], self.groups[index:], self.parameters[index:]
         self._assignments.forget(index)
 
+    def names(self) -> set[str]:
+        """Names of all parameters that have one."""
+        return {info.name for infos in self.infos for info in infos if info.name is not None}
+
     def labels(self, index: int) -> list[str]:
         """What errors and counts call the parameters of a group."""
         return [info.name or f"group {index} parameter {place}" for place, info in enumerate(self.infos[index])]

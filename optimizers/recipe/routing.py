@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -11,6 +11,8 @@ from pydantic import BeforeValidator, Field, field_validator
 from torch import Tensor, nn
 
 from eigengraft.component import Component
+
+from .param_names import canonical_names, canonical_path
 
 ParamRole = Literal["embedding", "head", "norm", "bias", "scalar", "vector", "hidden"]
 _HEAD = re.compile(r"((^|\.)(lm_head|head|classifier|embed_out|logits)|^(model\.)?(output|output_projection))$")
@@ -22,7 +24,7 @@ _NORM = re.compile(r"(^|\.|_)((layer|rms|batch|group|instance)?_?norm|bn|ln)(_?\
 class ParamInfo:
     """Description of a parameter, which rules match.
 
-    name: qualified name; None: unnamed.
+    name: qualified name, without the attributes of wrappers; None: unnamed.
     shape, numel: of the whole parameter.
     role: what the parameter is for.
     why: how the role was found.
@@ -48,18 +50,38 @@ class DescribedParameters:
     params: Iterable[Any]
     infos: Mapping[int, ParamInfo] = field(default_factory=dict)
 
+    def completed(self) -> DescribedParameters:
+        """The same, with a description of every parameter that has a name; names are canonical among all of them."""
+        if isinstance(self.params, Tensor):
+            return self
+        params = [_listed(entry) for entry in self.params]
+        groups = [entry.get("params", ()) if isinstance(entry, dict) else [entry] for entry in params]
+        named = [entry for group in groups if not isinstance(group, Tensor) for entry in group]
+        pairs = [entry for entry in named if isinstance(entry, tuple) and len(entry) == 2]
+        infos = describe_named([(name, parameter) for name, parameter in pairs if id(parameter) not in self.infos])
+        return DescribedParameters(params, {**infos, **self.infos})
+
+
+def _listed(entry: Any) -> Any:
+    """A param group whose parameters can be read twice; anything else as it is, for torch to take or refuse."""
+    if isinstance(entry, dict) and isinstance(entry.get("params"), Iterable):
+        ordered = not isinstance(entry["params"], (Tensor, set))
+        return {**entry, "params": list(entry["params"])} if ordered else entry
+    return entry
+
 
 def describe_parameter(
     name: str | None, parameter: Tensor, holders: Iterable[tuple[str, nn.Module]] = (), head: str = ""
 ) -> ParamInfo:
     """Description of one parameter, with the role it plays.
 
+    name: qualified name; a role that is told by a name is told by the canonical one.
     holders: (path, module) of the modules that hold the parameter, several if it is tied.
     head: why it is an output head; "" if it is none.
     """
     shape = tuple(parameter.shape)
     kinds = [cls.__name__ for _, module in holders for cls in type(module).__mro__ if cls is not object]
-    paths = [path for path, _ in holders] or ([name.rpartition(".")[0]] if name else [])
+    paths = [canonical_path(path) for path, _ in holders] or ([canonical_path(name.rpartition(".")[0])] if name else [])
 
     def info(role: ParamRole, why: str) -> ParamInfo:
         return ParamInfo(name, shape, parameter.numel(), role, why, tuple(dict.fromkeys(kinds)))
@@ -77,6 +99,13 @@ def describe_parameter(
     return info("hidden", f"{parameter.ndim}-d weight")
 
 
+def describe_named(named: Sequence[tuple[str, Tensor]], taken: Container[str] = ()) -> dict[int, ParamInfo]:
+    """ParamInfo of named parameters by `id`, under canonical names; a name that is taken already stays as it is."""
+    names = [name for name, _ in named]
+    pairs = zip(names, canonical_names(names), (parameter for _, parameter in named), strict=True)
+    return {id(p): describe_parameter(name if new in taken else new, p) for name, new, p in pairs}
+
+
 def describe_model(model: nn.Module) -> dict[int, ParamInfo]:
     """ParamInfo of every parameter of a model by `id`."""
     holders: dict[int, list[tuple[str, nn.Module]]] = {}
@@ -84,8 +113,9 @@ def describe_model(model: nn.Module) -> dict[int, ParamInfo]:
         for parameter in module.parameters(recurse=False):
             holders.setdefault(id(parameter), []).append((path, module))
     head = _unnamed_head(model)
+    parameters = dict(model.named_parameters())
     infos = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in zip(canonical_names(list(parameters), model), parameters.values(), strict=True):
         why = "last Linear onto a vocabulary" if parameter is head else ""
         infos[id(parameter)] = describe_parameter(name, parameter, holders[id(parameter)], why)
     return infos
@@ -100,7 +130,7 @@ def _unnamed_head(model: nn.Module) -> Tensor | None:
     tables = [m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
     linears = [(path, m) for path, m in model.named_modules() if isinstance(m, nn.Linear)]
     tied = any(linear.weight is table.weight for _, linear in linears for table in tables)
-    if tied or any(_HEAD.search(path) for path, _ in linears):
+    if tied or any(_HEAD.search(canonical_path(path)) for path, _ in linears):
         return None
     onto = [m.weight for _, m in linears if m.out_features in {table.num_embeddings for table in tables}]
     return onto[-1] if onto else None

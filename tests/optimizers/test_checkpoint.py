@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 import eigengraft
@@ -214,7 +215,11 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no peak": (edit("param_groups", 0, "peak_lr", drop=True), "state_dict: .*peak_lr"),
     "nan lr": (edit("param_groups", 0, "lr", to=float("nan")), "lr: a finite number"),
     "negative decay": (edit("param_groups", 0, "weight_decay", to=-1.0), "weight_decay: a finite number"),
-    "other names": (edit("param_groups", 0, "param_names", to=["b", "w"]), "state_dict: .*w.*b"),
+    "other names": (
+        edit("param_groups", 0, "param_names", to=["w", "c"]),
+        "state_dict: group 0: parameters are missing: 'b', unexpected: 'c'",
+    ),
+    "names of others": (edit("param_groups", 0, "param_names", to=["b", "w"]), r"w: '0/.*\(3, 2\) is required"),
     "no groups": (edit("param_groups", drop=True), "state_dict: .*param_groups"),
     "no state": (edit("state", drop=True), "state_dict: .*state"),
     "torch": (lambda _: torch.optim.AdamW(parameters(torch.float32, [(3, 2), (2,)])).state_dict(), "has no recipe"),
@@ -242,6 +247,75 @@ def test_a_wrong_state_dict_is_refused_and_changes_nothing(case: str) -> None:
     drive(optimizer, params, range(5, 7))
     drive(twin, twin_params, range(5, 7))
     assert same(snapshot(optimizer), snapshot(twin))
+
+
+def shuffled(names: str, groups: int = 1, names_known: bool = True) -> tuple[dict[str, Tensor], Optimizer]:
+    """Parameters by name, which say their shapes and values, and an optimizer that has them in that order."""
+    found = {}
+    for name in names.split():
+        generator = torch.Generator().manual_seed(ord(name[-1]))
+        found[name] = nn.Parameter(torch.randn(3, 2 + (name[-1] == "d"), generator=generator))
+    entries: list[Any] = list(found.items() if names_known else found.values())
+    size = -(-len(entries) // groups)
+    return found, Optimizer([{"params": entries[i : i + size]} for i in range(0, len(entries), size)], "psgd_kron")
+
+
+def train(found: dict[str, Tensor], optimizer: Optimizer, steps: range) -> None:
+    for step in steps:
+        for name, p in found.items():
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * step + ord(name[-1])))
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "groups"),
+    [
+        ("a b c d", "d b a c", 1),
+        ("module.a module.b module.c module.d", "c d a b", 1),
+        ("d _orig_mod.c b._checkpoint_wrapped_module.b a", "module.a b.b c module._fsdp_wrapped_module.d", 1),
+        ("a b c d", "module.b module.a module.d module.c", 2),
+    ],
+)
+def test_parameters_with_names_are_loaded_in_any_order(saved: str, here: str, groups: int) -> None:
+    run, resumed = shuffled(saved, groups), shuffled(here, groups)
+    train(*run, range(5))
+    for name, p in resumed[0].items():
+        p.data.copy_(next(q for other, q in run[0].items() if other[-1] == name[-1]))
+    resumed[1].load_state_dict(through_a_file(run[1].state_dict()))
+    assert [name for group in resumed[1].param_groups for name in group["param_names"]] == here.split()
+    train(*run, range(5, 9))
+    train(*resumed, range(5, 9))
+    for name, p in resumed[0].items():
+        assert torch.equal(p, next(q for other, q in run[0].items() if other[-1] == name[-1]))
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "groups", "message"),
+    [
+        ("a b c", "a b d", 1, "group 0: parameters are missing: 'd', unexpected: 'c'"),
+        ("a b", "a b c d", 1, "group 0: parameters are missing: 'c', 'd', unexpected: none"),
+        ("a b c d", "b a", 1, "group 0: parameters are missing: none, unexpected: 'c', 'd'"),
+        ("a b c d", "a c b d", 2, "group 0: parameters are missing: 'c', unexpected: 'b'"),
+        ("a b c d", "a b c d e f", 3, r"param groups of sizes \[2, 2, 2\] are required, got \[2, 2\]"),
+    ],
+)
+def test_parameters_that_do_not_match_are_named(saved: str, here: str, groups: int, message: str) -> None:
+    run, resumed = shuffled(saved, min(groups, 2)), shuffled(here, groups)
+    train(*run, range(2))
+    before = snapshot(resumed[1])
+    with pytest.raises(ValueError, match=message):
+        resumed[1].load_state_dict(run[1].state_dict())
+    assert same(snapshot(resumed[1]), before)
+
+
+@pytest.mark.parametrize("known", ["neither", "saved", "here"])
+def test_without_names_on_one_side_the_order_counts(known: str) -> None:
+    run, resumed = shuffled("a b c", 1, known == "saved"), shuffled("c b a", 1, known == "here")
+    train(*run, range(4))
+    resumed[1].load_state_dict(run[1].state_dict())
+    assert ("param_names" in resumed[1].param_groups[0]) == (known == "here")
+    for p, q in zip(run[0].values(), resumed[0].values(), strict=True):
+        assert same(run[1].state[p], resumed[1].state[q])
 
 
 @pytest.mark.parametrize(
@@ -305,6 +379,29 @@ def make(recipe: str) -> tuple[Net, Optimizer]:
     torch.manual_seed(0)
     net = Net()
     return net, eigengraft.compose(recipe, net)
+
+
+class Reordered(nn.Module):
+    """The parameters of `Net` in another order, in what wrappers make of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.norm, self.body, self.tokens = nn.LayerNorm(3), checkpoint_wrapper(nn.Linear(4, 3)), nn.Embedding(6, 4)
+
+
+@pytest.mark.parametrize(("flat", "full"), [(False, False), (True, False), (False, True)])
+def test_the_state_dict_api_of_torch_reorders_and_unwraps(flat: bool, full: bool) -> None:
+    options = StateDictOptions(flatten_optimizer_state_dict=flat, full_state_dict=full)
+    run = make("psgd_kron")
+    drive(run[1], run[0].parameters(), range(3))
+    net = Reordered()
+    resumed = eigengraft.compose("psgd_kron", net)
+    saved = copy.deepcopy(get_optimizer_state_dict(*run, options=options))
+    set_optimizer_state_dict(net, resumed, saved, options=options)
+    other = {name.replace("_checkpoint_wrapped_module.", ""): p for name, p in net.named_parameters()}
+    assert all(same(run[1].state[p], resumed.state[other[name]]) for name, p in run[0].named_parameters())
+    assert resumed.param_groups[0]["param_names"] == [name for name, _ in net.named_parameters()]
 
 
 def continues_alike(*runs: tuple[Net, Optimizer]) -> bool:

@@ -1,13 +1,16 @@
 """Which parameter goes where, and why."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import eigengraft
 from eigengraft import Optimizer, compose
+from eigengraft.optimizers.recipe.param_names import canonical_name, canonical_names
 
 
 class Block(nn.Module):
@@ -130,6 +133,108 @@ def test_names_that_only_look_special(name: str) -> None:
 def test_without_names_shapes_decide() -> None:
     optimizer = Optimizer([nn.Parameter(torch.ones(s)) for s in ((3, 2), (3,), (), (2, 2, 2))], "soap")
     assert [row.route for row in optimizer.routing_table()] == ["", "routes.adam", "routes.adam", ""]
+
+
+@pytest.mark.parametrize(
+    ("name", "canonical"),
+    [
+        ("weight", "weight"),
+        ("module", "module"),
+        ("module.weight", "weight"),
+        ("module.module.output.weight", "output.weight"),
+        ("module._orig_mod.module.up.weight", "up.weight"),
+        ("_orig_mod.module.up.weight", "up.weight"),
+        ("blocks.0._checkpoint_wrapped_module._orig_mod.up.weight", "blocks.0.up.weight"),
+        ("_fsdp_wrapped_module.blocks.0._fsdp_wrapped_module.scale", "blocks.0.scale"),
+        ("blocks.module.weight", "blocks.module.weight"),
+        ("my_orig_mod.weight", "my_orig_mod.weight"),
+        ("blocks._orig_mod", "blocks._orig_mod"),
+    ],
+)
+def test_names_are_those_without_wrappers(name: str, canonical: str) -> None:
+    assert canonical_name(name) == canonical == canonical_name(canonical)
+
+
+def test_names_that_would_be_equal_stay_as_they_are() -> None:
+    names = ["module.a", "a", "_orig_mod.b", "module.c.d"]
+    assert canonical_names(names) == ["module.a", "a", "b", "c.d"]
+    assert canonical_names(canonical_names(names)) == canonical_names(names)
+    tensors = [nn.Parameter(torch.ones(2, 2)) for _ in names]
+    groups = [{"params": [pair]} for pair in zip(names, tensors, strict=True)]
+    optimizer = Optimizer(groups, "soap")
+    assert list(routes(optimizer)) == ["module.a", "a", "b", "c.d"]
+    optimizer.add_param_group({"params": [("module.b", nn.Parameter(torch.ones(2))), ("module.e", nn.Parameter())]})
+    assert list(routes(optimizer))[4:] == ["module.b", "e"]
+
+
+class Held(nn.Module):
+    """A wrapper that keeps a model in the attribute of that name."""
+
+    def __init__(self, attribute: str, model: nn.Module) -> None:
+        super().__init__()
+        self.add_module(attribute, model)
+
+
+class Output(nn.Module):
+    """A model whose head is known by where it stands, and with two matrices for random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.output = nn.Linear(4, 3)
+
+
+def inside(model: Output) -> nn.Module:
+    model.body[0] = checkpoint_wrapper(model.body[0])
+    model.body[1] = torch.compile(model.body[1], backend="eager")
+    return model
+
+
+def data_parallel(model: Output) -> nn.Module:
+    model.body = nn.DataParallel(model.body)  # type: ignore[assignment]
+    return nn.DataParallel(model)
+
+
+WRAPPED: dict[str, Callable[[Output], nn.Module]] = {
+    "plain": lambda model: model,
+    "data parallel": lambda model: Held("module", model),
+    "data parallel inside": data_parallel,
+    "compiled": lambda model: torch.compile(model, backend="eager"),  # type: ignore[return-value,arg-type]
+    "checkpointed": checkpoint_wrapper,
+    "compiled and checkpointed inside": inside,
+    "fsdp": lambda model: Held("_fsdp_wrapped_module", model),
+    "all": lambda model: Held("module", torch.compile(Held("_fsdp_wrapped_module", inside(model)), backend="eager")),
+}
+
+
+@pytest.mark.parametrize("wrapped", WRAPPED)
+@pytest.mark.parametrize("recipe", ["psgd_kron", "soap"])
+def test_wrappers_change_neither_routes_nor_random_numbers(recipe: str, wrapped: str) -> None:
+    def run(wrap: Callable[[Output], nn.Module]) -> tuple[Optimizer, list[Tensor]]:
+        torch.manual_seed(0)
+        model = wrap(Output())
+        optimizer = compose(recipe, model)
+        for step in range(3):
+            generator = torch.Generator().manual_seed(step)
+            for p in model.parameters():
+                p.grad = torch.randn(p.shape, generator=generator)
+            optimizer.step()
+        return optimizer, list(model.parameters())
+
+    (plain, expected), (optimizer, found) = run(WRAPPED["plain"]), run(WRAPPED[wrapped])
+    assert routes(optimizer) == routes(plain) and routes(plain)["output.weight"][1] == "output head by name"
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    names = [name for name, _ in WRAPPED[wrapped](Output()).named_parameters()]
+    assert optimizer.param_groups[0]["param_names"] == names  # as torch stored them
+    assert optimizer.state_dict()["param_groups"][0]["param_names"] == list(routes(plain))
+
+
+def test_errors_and_counts_use_the_names_without_wrappers() -> None:
+    model = Held("module", Output())
+    optimizer = compose("soap", model)
+    next(model.parameters()).grad = torch.full((4, 4), float("nan"))
+    optimizer.step()
+    assert dict(optimizer.skipped) == {"body.0.weight": 1}
 
 
 def rule(called: str, **match: Any) -> dict[str, Any]:

@@ -1,0 +1,56 @@
+"""Names of parameters without what wrappers of modules put into them, so that no result depends on a wrapper."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+"""Attributes in which torch.compile, activation checkpointing and FSDP keep the module that they wrap."""
+_PARALLEL = "module"
+"""The attribute in which DistributedDataParallel and DataParallel keep theirs: a name that any module may use."""
+
+
+def canonical_name(name: str) -> str:
+    """A qualified name without the attributes of wrappers; `module` counts as one where it comes first.
+
+    "module._orig_mod.blocks.0._checkpoint_wrapped_module.up.weight" is "blocks.0.up.weight".
+    """
+    *path, own = name.split(".")
+    path = [attribute for attribute in path if attribute not in _WRAPPERS]
+    while path and path[0] == _PARALLEL:
+        del path[0]
+    return ".".join([*path, own])
+
+
+def canonical_path(path: str) -> str:
+    """The path of a module without the attributes of wrappers; "" for the model itself."""
+    return canonical_name(f"{path}.weight").rpartition(".")[0]
+
+
+def canonical_names(names: Sequence[str], model: nn.Module | None = None) -> list[str]:
+    """The canonical names of all parameters of an optimizer, or of a model; names that would be equal stay as they are.
+
+    model: what the names are of; wrappers for data parallelism inside of it are known by their types.
+    """
+    inside = (
+        [] if model is None else [f"{path}." for path, module in model.named_modules() if path and _parallel(module)]
+    )
+    found = [canonical_name(_without(inside, name)) for name in names]
+    counts = Counter(found)
+    return [new if counts[new] == 1 else name for new, name in zip(found, names, strict=True)]
+
+
+def _parallel(module: nn.Module) -> bool:
+    return isinstance(module, (DistributedDataParallel, DataParallel))
+
+
+def _without(inside: Iterable[str], name: str) -> str:
+    """A name without the `module` that follows each of the prefixes."""
+    for prefix in sorted(inside, key=len, reverse=True):
+        if name.startswith(f"{prefix}{_PARALLEL}."):
+            name = prefix + name.removeprefix(f"{prefix}{_PARALLEL}.")
+    return name
