@@ -60,6 +60,7 @@ class Layout:
     replicas: tuple[int, ...]
 
     @classmethod
+    @lru_cache(maxsize=1024)
     def replicate(cls, shape: tuple[int, ...], ranks: int) -> Layout:
         """The layout of a plain tensor (DDP): every rank holds all entries."""
         return cls(shape, (Box((0,) * len(shape), shape),) * ranks, tuple(range(ranks)))
@@ -101,6 +102,10 @@ class Layout:
     def fractions(self) -> list[float]:
         """`[R]`, fraction of the parameter that each rank holds."""
         return [box.numel / max(math.prod(self.shape), 1) for box in self.boxes]
+
+    def holders(self, rank: int) -> tuple[int, ...]:
+        """Ranks that hold the same entries as this one, the rank itself among them."""
+        return tuple(r for r, box in enumerate(self.boxes) if box == self.boxes[rank])
 
     def sources(self, rank: int) -> list[int]:
         """Ranks of the same replica that hold any entries, the rank itself among them."""

@@ -65,6 +65,7 @@ class Optimizer(torch.optim.Optimizer):
         self._known = described.infos
         super().__init__(described.params, defaults)
         self._known = None
+        self.param_sets.require_same_groups()
         require_matches(self.recipe, [info for infos in self.param_sets.infos for info in infos])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

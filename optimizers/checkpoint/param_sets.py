@@ -51,6 +51,10 @@ class ParamSets:
         """Raises ValueError on every rank if ranks were not given the same recipe and param group."""
         self._assignments.agree(index, group)
 
+    def require_same_groups(self) -> None:
+        """Raises ValueError on every rank if some ranks have more param groups than others."""
+        self._assignments.require_same_groups()
+
     def forget(self, index: int) -> None:
         """Removes the groups from `index` on."""
         del self.infos[index:], self.groups[index:], self.parameters[index:]

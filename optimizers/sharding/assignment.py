@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from eigengraft.distributed.rank_group import RankGroup, mesh_group
 
 from ..recipe.recipe import Recipe
 from ..recipe.routing import ParamInfo
+from .agreement import require_agreement
 from .placement import ParamSpec, assign_owners, place
 
 REPLICATED = "replicated"
@@ -98,30 +98,40 @@ class Assignments:
 
     def agree(self, index: int, group: Mapping[str, Any]) -> None:
         """Raises ValueError on every rank if ranks were not given the same recipe and param group."""
-        for rank_group, specs in self._groups[index].shared().items():
-            parameters = [(f"{s.name} {s.dtype}", s.shape, s.placement and s.placement.owners) for s in specs]
-            mine = {
+        assignment = self._groups[index]
+        for rank_group, specs in assignment.shared().items():
+            pairs = zip(group["params"], assignment.rank_groups, strict=True)
+            own = [parameter for parameter, shared_by in pairs if shared_by is rank_group]
+            texts = {
                 "recipe": self.recipe.to_json(),
-                "parameters": repr(parameters),
-                "requires_grad": repr([parameter.requires_grad for parameter in group["params"]]),
+                "parameters": repr([_describe(spec, p) for spec, p in zip(specs, own, strict=True)]),
+                "requires_grad": repr([parameter.requires_grad for parameter in own]),
                 "lr and weight_decay": repr([float(group[key]) for key in ("lr", "weight_decay")]),
             }
-            digests = {key: hashlib.blake2b(text.encode(), digest_size=16).hexdigest() for key, text in mine.items()}
-            found = rank_group.all_gather_object(digests, f"agreement on param group {index}")
-            for key in mine:
-                others = [rank for rank, other in enumerate(found) if other[key] != found[0][key]]
-                if others:
-                    raise ValueError(
-                        f"param group {index}: all ranks must have the same {key}, got others than rank 0's on "
-                        f"{'ranks' if len(others) > 1 else 'rank'} {', '.join(map(str, others[:8]))}"
-                    )
+            require_agreement(f"param group {index}", rank_group, texts, specs, own)
+
+    def require_same_groups(self) -> None:
+        """Raises ValueError on every rank if some ranks have more param groups than others."""
+        for rank_group in self._rank_groups.values():
+            require_agreement("no more param groups", rank_group, {}, (), ())
+
+
+def _describe(spec: ParamSpec, parameter: Tensor) -> tuple[Any, ...]:
+    """What must be the same of a parameter on all ranks."""
+    placements = parameter.placements if isinstance(parameter, DTensor) else None
+    return spec.name, spec.dtype, spec.shape, placements, spec.placement and spec.placement.owners
 
 
 def scope(parameter: Tensor, distribution: Distribution) -> Any:
     """What parameters that are exchanged together have in common: a device mesh, or REPLICATED; None: no exchange.
 
-    Raises ValueError if the recipe asks for parameters of the other kind.
+    Raises ValueError if the recipe asks for parameters of the other kind, and for flat parameters, which torch marks.
     """
+    if distribution.mode != "local" and getattr(parameter, "_fsdp_flattened", False):
+        raise ValueError(
+            "a parameter of its own shape is required, got a flat one of FullyShardedDataParallel (FSDP1); use "
+            "torch.distributed.fsdp.fully_shard (FSDP2)"
+        )
     sharded = isinstance(parameter, DTensor)
     if distribution.mode in ("replicated", "local") and sharded:
         raise ValueError(f"distribution.mode: '{distribution.mode}' takes plain tensors, got a DTensor")

@@ -33,6 +33,26 @@ ENDS = {
     "other_frozen": (GROUP, GROUP),
     "other_lr": (GROUP, GROUP),
 }
+COPIES = "ValueError: param group 0: ranks that hold the same entries of a parameter must hold the same values, got "
+COPIES += "others than the lowest of them on rank 1 for "
+SEED = "; set the same seed or load the same weights on all ranks before composing"
+DDP = f"{SEED}, or wrap the model in DistributedDataParallel, which broadcasts; plain tensors that are no copies"
+LOCAL = r"; plain tensors that are no copies .* need `distribution.mode: local`, or to be DTensors on a mesh of"
+FLAT = "a parameter of its own shape is required, got a flat one of .* \\(FSDP1\\); use .*fully_shard \\(FSDP2\\)$"
+MORE = (
+    "ValueError: param groups: all ranks must have equally many, got no more param groups on rank 0, param group 1 on"
+)
+REFUSED = {
+    "other_values plain": f"{COPIES}emb.weight, up.weight{DDP}",
+    "other_values hsdp": f"{COPIES}emb.weight, up.weight{SEED}$",
+    "experts plain": f"{COPIES}experts.weight, experts.bias{DDP}",
+    "stages plain": f"{GROUP} parameters{OTHERS}{LOCAL}",
+    "flat plain": rf"ValueError: _fsdp_wrapped_module\._flat_param: {FLAT}",
+    "flat_original plain": rf"ValueError: (_fsdp_wrapped_module\.)?weight: {FLAT}",
+    "another_group plain": MORE,
+    "another_group fsdp": MORE,
+}
+"""What both ranks say of what cannot be composed, by fault and place."""
 SURVIVED: dict[str, dict[str, Any]] = {
     "nan skip": {"fault": "nan", "policy": "skip"},
     "nan raise": {"fault": "nan", "policy": "raise"},
@@ -52,6 +72,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome
         for name, job in jobs.items():
             fails = name not in (*SURVIVED, "roots")
             runs.append(Run(f"{name} {place}", "faults:run", 2, {**job, "place": place}, TIMEOUT, fails))
+    for name in REFUSED:
+        fault, place = name.split()
+        runs.append(Run(name, "faults:run", 2, {"fault": fault, "place": place}, TIMEOUT, True))
     return launch_once(runs, tmp_path_factory, "faults", limit=300)
 
 
@@ -63,6 +86,12 @@ def test_every_rank_ends_with_a_cause(outcomes: dict[str, list[Outcome]], fault:
         assert outcome.code == (-9 if cause is None else 1), f"rank {rank}: {outcome.output}"
         if cause is not None:
             assert re.match(cause, outcome.error), f"rank {rank}: {outcome.error}"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_composed_is_refused_by_all(outcomes: dict[str, list[Outcome]], name: str) -> None:
+    for outcome in outcomes[name]:
+        assert outcome.code == 1 and re.match(REFUSED[name], outcome.error), outcome.error
 
 
 @pytest.mark.parametrize("place", PLACES)

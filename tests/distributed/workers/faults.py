@@ -13,6 +13,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import eigengraft
 from eigengraft import Optimizer, load_recipe
@@ -165,6 +166,44 @@ def other_frozen(place: str) -> None:
     advance(module, optimizer, 0)
 
 
+def other_values(place: str) -> None:
+    """One rank has other values of two parameters."""
+    module = lay_out(model(), place)
+    for weight in (module.emb.weight, module.up.weight):  # type: ignore[union-attr]
+        (weight.to_local() if place == "hsdp" else weight).data += bad()  # type: ignore[union-attr,operator]
+    eigengraft.compose("soap", module)
+
+
+def experts(place: str) -> None:
+    """Every rank has experts of its own, of equal names and shapes."""
+    torch.manual_seed(dist.get_rank())
+    eigengraft.compose("soap", nn.ModuleDict({"experts": nn.Linear(6, 4)}))
+
+
+def stages(place: str) -> None:
+    """Every rank has layers of its own, of other names and shapes."""
+    eigengraft.compose("soap", nn.ModuleDict({f"layer{dist.get_rank()}": nn.Linear(6, 4 + dist.get_rank())}))
+
+
+def flat(place: str) -> None:
+    """Parameters are flat ones of FSDP1."""
+    eigengraft.compose("soap", FullyShardedDataParallel(nn.Linear(6, 4), device_id=torch.device("cpu")))
+
+
+def flat_original(place: str) -> None:
+    """Parameters are views of flat ones of FSDP1, by their own names."""
+    inner = nn.Linear(6, 4)
+    module = FullyShardedDataParallel(inner, use_orig_params=True, device_id=torch.device("cpu"))
+    eigengraft.compose("soap", module)
+
+
+def another_group(place: str) -> None:
+    """One rank has a param group more, the last one."""
+    module = lay_out(model(), place)
+    groups: list[dict[str, Any]] = [{"params": [("scale", module.scale)]}, {"params": [("up", module.up.weight)]}]  # type: ignore[union-attr]
+    Optimizer(groups if bad() else groups[:1], "soap")
+
+
 def other_lr(place: str) -> None:
     """One rank has another learning rate, which is not part of a recipe."""
     module = lay_out(model(), place)
@@ -235,6 +274,12 @@ FAULTS: dict[str, Callable[..., Any]] = {
         other_order,
         fewer,
         other_frozen,
+        other_values,
+        experts,
+        stages,
+        flat,
+        flat_original,
+        another_group,
         other_lr,
         alone,
         stalls,
