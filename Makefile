@@ -9,6 +9,9 @@ READY := $(VENV)/ready-$(shell pwd | cksum | cut -d ' ' -f 1)
 # Keeps the checkout itself off the import path, where its folders would hide installed packages of the same name.
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Two processes. A file's tests stay in one, so that what they share (launched ranks, builds, caches) is made once; files
+# go out by name, which leaves those that take long for neither end.
+SHARED := -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help demo quick test check docs clean links
 .DEFAULT_GOAL := help
@@ -25,10 +28,10 @@ demo: $(READY)
 	$(BIN)/eigengraft demo $(ARGS)
 
 quick: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest $(SHARED) -m "not slow and not gpu" $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest $(SHARED) $(ARGS)
 
 check: $(READY)
 	$(BIN)/python -m ruff check .

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .ranks import Outcome, Run, launch_once
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
+pytestmark = pytest.mark.slow
 
 SMALL = ["blocking.size=8", "blocking.merge=8"]
 SOAP = [*SMALL, "update.eigenbasis.refresh.steps=5", "distribution.bucket=700"]

@@ -8,7 +8,7 @@ import torch
 from .ranks import Outcome, Run, launch
 from .test_distributed import CASES
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed checkpoint")]
+pytestmark = pytest.mark.slow
 
 SOURCES = ("plain2", "fsdp2", "fsdp3", "hsdp4")
 TARGETS = ("plain1", "plain2", "plain3", "plain4", "fsdp1", "fsdp2", "fsdp3", "fsdp4", "hsdp4")

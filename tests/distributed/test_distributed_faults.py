@@ -12,7 +12,7 @@ import torch
 
 from .ranks import Outcome, Run, launch_once
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
+pytestmark = pytest.mark.slow
 
 PLACES = ("plain", "fsdp")
 TIMEOUT, STALL = 20.0, 2.0

@@ -6,7 +6,7 @@ import pytest
 
 from .ranks import Outcome, Run, launch_once
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
+pytestmark = pytest.mark.slow
 
 BLOCKS = ["blocking.size=16", "blocking.merge=16"]
 CASES: dict[str, dict[str, Any]] = {

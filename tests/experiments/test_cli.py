@@ -17,6 +17,8 @@ import eigengraft
 from eigengraft.experiments import load_experiment
 from eigengraft.experiments.cli.main import app
 
+from ..processes import Process, start
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -172,7 +174,7 @@ class TestImports:
         finish(process("train", "there/exp.yaml"))
         # what a run has recorded is enough to run it again in a process that knows nothing, in another directory
         Path("else/where").mkdir(parents=True)
-        finish(process("train", "../../runs/exp/config.json", "--out", "again", cwd="else/where"))
+        finish(process("train", "../../runs/exp/config.json", "--out", "again", folder="else/where"))
         assert Path("else/where/again/result.json").exists()
 
     def test_checked_names_the_stage_and_the_step_that_went_wrong(self) -> None:
@@ -337,23 +339,21 @@ def test_a_wrong_input_gets_one_clear_message(case: str, trained: Path) -> None:
     assert [part for part in parts if part not in result.stderr] == [], result.stderr
 
 
-def process(*arguments: str, cwd: str = ".") -> "subprocess.Popen[str]":
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONSAFEPATH": "1"}
-    command = [sys.executable, "-m", "eigengraft", *arguments]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=cwd, env=environment, stdout=pipe, stderr=pipe, text=True)
+def process(*arguments: str, folder: str = ".") -> Process:
+    return start("-m", "eigengraft", *arguments, folder=Path(folder).resolve())
 
 
-def finish(child: "subprocess.Popen[str]") -> None:
+def finish(child: Process) -> None:
     output = child.communicate()
     assert child.returncode == 0, output
 
 
 def test_a_real_process_reports_an_error_in_a_box() -> None:
-    child = process("train", "nowhere.yaml")
-    output, errors = child.communicate()
-    assert (child.returncode, output) == (2, "")
-    assert errors.startswith("╭") and "nowhere.yaml" in errors and "Traceback" not in errors
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONSAFEPATH": "1"}
+    command = [sys.executable, "-m", "eigengraft", "train", "nowhere.yaml"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("╭") and "nowhere.yaml" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_debug_lets_the_error_itself_through() -> None:

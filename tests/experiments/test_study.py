@@ -1,12 +1,8 @@
 """Studies: expansion and its errors, running, failing runs, and continuing after a kill."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -16,6 +12,8 @@ from eigengraft.experiments.studies.plan import plan_runs, refuse_changed
 from eigengraft.experiments.studies.running import prepare_study, run_study
 from eigengraft.experiments.studies.study import Study, load_study, shipped_studies
 from eigengraft.experiments.training.train import train
+
+from ..processes import run, start
 
 pytestmark = pytest.mark.slow
 
@@ -39,14 +37,6 @@ def study(**fields):
 
 def complete(directory):
     return {path.parent.relative_to(directory).as_posix() for path in directory.rglob("result.json")}
-
-
-def command(*arguments):
-    return [sys.executable, "-m", "eigengraft", *map(str, arguments)]
-
-
-def own_environment():
-    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
 
 
 def test_expansion():
@@ -203,18 +193,13 @@ def test_a_failing_run_does_not_stop_the_others(tmp_path):
         "axes: {task: {good: {task.width: 4}, bad: {task: {kind: breaking_digits}}}}\n"
     )
     out = tmp_path / "out"
-    done = subprocess.run(
-        command("ablate", tmp_path / "trial.yaml", "--out", out, "--workers", 1),
-        env=own_environment(),
-        capture_output=True,
-        text=True,
-    )
+    done = run("-m", "eigengraft", "ablate", "trial.yaml", "--out", out, "--workers", "1", folder=tmp_path)
     assert done.returncode == 1
     assert "RuntimeError: [bold]no more data" in done.stderr
     assert "1 of 2 runs failed" in done.stderr and "Traceback" not in done.stderr
     assert complete(out) == {"task=good/seed-0"}
     assert "no more data" in (out / "task=bad" / "seed-0.error.txt").read_text()
-    report = subprocess.run(command("report", out), env=own_environment(), capture_output=True, text=True, check=True)
+    report = run("-m", "eigengraft", "report", out, folder=tmp_path)
     assert report.stdout == f"{out / 'report.html'}\n"
     assert "[bold]no more data" in (out / "report.html").read_text()
 
@@ -227,17 +212,43 @@ def wait_for(condition):
     pytest.fail("waited a minute in vain")
 
 
+GATED = """
+import time
+from pathlib import Path
+from typing import Literal
+from eigengraft.experiments.tasks import Task
+from eigengraft.experiments.tasks.digits import Digits, Images
+
+class Gated(Images):
+    def batch(self, seed, step):
+        while step == 30 and not Path("open").exists():
+            time.sleep(0.01)
+        return super().batch(seed, step)
+
+class GatedDigits(Task):
+    kind: Literal["gated_digits"] = "gated_digits"
+    def load(self): return Gated(8)
+    def build(self): return Digits(layers=1, width=8).build()
+"""
+
+
 @pytest.fixture
-def started(tmp_path):
-    """A study in a process of its own: a short run that has ended and a long one with a checkpoint."""
-    axes = {"method": {"short": {"steps": 5}, "long": {"recipe": "soap", "steps": 600, "checkpoint_every": 20}}}
-    (tmp_path / "trial.yaml").write_text(json.dumps({"base": TINY, "axes": axes}))
-    arguments = command("ablate", tmp_path / "trial.yaml", "--out", tmp_path / "out", "--workers", 2)
-    process = subprocess.Popen(arguments, env=own_environment(), stderr=subprocess.PIPE, text=True)
-    short, long = (tmp_path / "out" / f"method={method}" / "seed-0" for method in ("short", "long"))
-    wait_for(lambda: (long / "checkpoint.pt").exists() and (short / "result.json").exists())
-    assert not (long / "result.json").exists()
-    yield process, short, long
+def started(tmp_path, monkeypatch):
+    """A study in a process of its own: a run that has ended (the one with more steps is first), and a run with a
+    checkpoint that waits in step 31 until there is a file `open`."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gated.py").write_text(GATED)
+    gated = {"recipe": "soap", "steps": 40, "checkpoint_every": 20, "task": {"kind": "gated_digits"}}
+    base = {**TINY, "imports": [str(tmp_path / "gated.py")]}
+    study = {"base": base, "axes": {"method": {"ended": {"steps": 41}, "gated": gated}}}
+    (tmp_path / "trial.yaml").write_text(json.dumps(study))
+    command = ("-m", "eigengraft", "ablate", "trial.yaml", "--out", "out", "--workers", "1")
+    process = start(*command, folder=tmp_path)
+    ended, gated = (tmp_path / "out" / f"method={method}" / "seed-0" for method in ("ended", "gated"))
+    wait_for(lambda: process.poll() is not None or (gated / "checkpoint.pt").exists())
+    assert process.poll() is None, process.communicate()
+    assert (ended / "result.json").exists() and not (gated / "result.json").exists()
+    yield process, ended, gated
     process.kill()
     process.wait()
 
@@ -248,26 +259,27 @@ def losses(run):
 
 
 def test_a_killed_study_continues_with_the_same_trajectory(started, tmp_path):
-    process, short, long = started
+    process, ended, gated = started
     process.kill()
     process.communicate()
-    assert not (long / "result.json").exists()
-    stamp = (short / "result.json").stat().st_mtime_ns
-    subprocess.run(process.args, env=own_environment(), capture_output=True, check=True)
-    assert (short / "result.json").stat().st_mtime_ns == stamp
+    assert not (gated / "result.json").exists()
+    stamp = (ended / "result.json").stat().st_mtime_ns
+    (tmp_path / "open").touch()
+    assert run(*process.args, folder=tmp_path).returncode == 0
+    assert (ended / "result.json").stat().st_mtime_ns == stamp
     straight = tmp_path / "straight"
     train(plan_runs(load_study(tmp_path / "trial.yaml"))[1].experiment, straight)
-    assert len(losses(long)) == 600
-    assert losses(long) == losses(straight)
+    assert len(losses(gated)) == 40
+    assert losses(gated) == losses(straight)
 
 
 def test_an_interrupted_study_ends_cleanly(started):
-    process, _, long = started
+    process, _, gated = started
     process.send_signal(signal.SIGINT)
     _, message = process.communicate()
     assert process.returncode == 130
     assert "interrupted" in message and "Traceback" not in message
-    assert not (long / "result.json").exists()
+    assert not (gated / "result.json").exists()
 
 
 @pytest.mark.parametrize("name", sorted(shipped_studies()))

@@ -3,9 +3,7 @@
 import hashlib
 import json
 import math
-import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -17,6 +15,8 @@ import torch
 
 from eigengraft import RecipeError
 from eigengraft.experiments import Experiment, Tick, load_experiment, train
+
+from .. import processes
 
 pytestmark = pytest.mark.slow
 
@@ -209,17 +209,14 @@ train(load_experiment(sys.argv[1]), sys.argv[2], lambda tick: time.sleep(0.02))
 
 def kill_after(step: int, experiment: Path, directory: Path) -> None:
     """Train in another process and kill it once metrics of `step` are there."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONSAFEPATH": "1"}
-    command = [sys.executable, "-c", CHILD, str(experiment), str(directory)]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
-        metrics = directory / "metrics.jsonl"
-        while not metrics.exists() or f'"step": {step},' not in metrics.read_text():
-            assert child.poll() is None, child.communicate()
-            time.sleep(0.005)
-        child.send_signal(signal.SIGKILL)
-        output = child.communicate()
+    child = processes.start("-c", CHILD, experiment, directory, folder=experiment.parent)
+    metrics = directory / "metrics.jsonl"
+    while not metrics.exists() or f'"step": {step},' not in metrics.read_text():
+        assert child.poll() is None, child.communicate()
+        time.sleep(0.005)
+    child.kill()
+    assert child.communicate() == ("", "")
     assert child.returncode == -signal.SIGKILL
-    assert output == (b"", b"")
 
 
 def test_a_run_killed_twice_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:

@@ -22,10 +22,7 @@ from eigengraft.experiments.training.parallel.ranks import Ranks
 
 from ..distributed.ranks import Outcome, Run, launch
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.xdist_group("train_parallel"),
-]  # launches of ranks are shared by the tests of this file
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = "train_parallel:run"

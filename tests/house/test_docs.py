@@ -22,6 +22,7 @@ from eigengraft.experiments.studies.study import Study, load_study
 from eigengraft.experiments.training.loading import load_experiment
 from eigengraft.optimizers.recipe.yaml_files import parse_yaml
 
+from ..processes import run
 from .pages import PAGES, ROOT, blocks, files, script, text
 
 
@@ -35,10 +36,7 @@ def test_python_examples_run(page: str, tmp_path: Path) -> None:
     for name, source in files(page).items():
         (tmp_path / name).write_text(source)
     (tmp_path / "example.py").write_text(script(page))
-    paths = os.pathsep.join([str(ROOT / "src"), str(tmp_path)])
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "example.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = run("example.py", folder=tmp_path, PYTHONPATH=os.pathsep.join([str(ROOT / "src"), str(tmp_path)]))
     assert done.returncode == 0, done.stderr
 
 
@@ -203,7 +201,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("site")
 def test_the_site_builds_strictly_with_a_page_for_everything(site: Path) -> None:
     for page in PAGES:
         built = "index.html" if page == "README.md" else page.removeprefix("docs/").removesuffix(".md") + ".html"
@@ -214,7 +211,6 @@ def test_the_site_builds_strictly_with_a_page_for_everything(site: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("site")
 def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
     """So that the site opens from a folder: every script, style sheet and picture lies beside the pages."""
     for page in site.rglob("*.html"):

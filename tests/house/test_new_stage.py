@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from ..processes import run
 from .pages import ROOT, blocks, files, text
 
 PAGE = "docs/guide/new-stage.md"
@@ -54,26 +54,25 @@ torch.testing.assert_close(ours, w, rtol=1e-12, atol=1e-15)
 """
 
 
-def run(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+def run_beside_the_files(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A process that can import the files of the page."""
     for name, source in files(PAGE).items():
         (folder / name).write_text(source)
-    paths = os.pathsep.join([str(ROOT / "src"), str(folder)])
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
+    return run(*arguments, folder=folder, PYTHONPATH=os.pathsep.join([str(ROOT / "src"), str(folder)]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("code", [ADOPT, LION, LOW_RANK], ids=["adopt", "lion", "low rank"])
 def test_the_stages_of_the_guide_follow_their_formulas(code: str, tmp_path: Path) -> None:
-    done = run(["-c", PREPARE + code], tmp_path)
+    done = run_beside_the_files(tmp_path, "-c", PREPARE + code)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
 def test_the_experiment_of_the_guide_trains(tmp_path: Path) -> None:
     (tmp_path / "experiment.yaml").write_text(next(block for block in blocks(PAGE, "yaml") if "imports" in block))
-    command = ["-m", "eigengraft.experiments.cli.main", "train", "experiment.yaml", "steps=20", "--out", "run"]
-    done = run(command, tmp_path)
+    command = ["-m", "eigengraft", "train", "experiment.yaml", "steps=20", "--out", "run"]
+    done = run_beside_the_files(tmp_path, *command)
     assert done.returncode == 0, done.stderr
     assert "validation loss" in done.stdout
 
@@ -109,5 +108,5 @@ def test_the_messages_of_the_guide_are_those_of_the_checks(tmp_path: Path) -> No
     assert len(ROWS) == 4
     for mistake, message in ROWS:
         values = f"MISTAKE, DECLARED = {mistake!r}, {'add_' in mistake}"
-        done = run(["-c", values + MISTAKES], tmp_path)
+        done = run_beside_the_files(tmp_path, "-c", values + MISTAKES)
         assert f"update.mine: {message}" in done.stdout, done.stdout + done.stderr

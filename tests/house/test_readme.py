@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from ..processes import run
 from .pages import ROOT, blocks, files, links, script, text
 
 README = "README.md"
-
-
-def run(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
 
 
 def test_the_front_page_is_short() -> None:
@@ -41,7 +34,7 @@ def test_links_of_the_front_page_lead_somewhere() -> None:
 @pytest.mark.slow
 def test_the_python_example_runs(tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text(script(README) + "\nprint(optimizer)\n")
-    done = run(["example.py"], tmp_path)
+    done = run("example.py", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "Optimizer(recipe=" in done.stdout
 
@@ -55,7 +48,7 @@ def test_the_new_stage_trains_from_one_file_and_yaml(tmp_path: Path, place: str)
     experiment = f"imports: [belief.py]\ntask: {{kind: digits, model: mlp}}\nlr: 0.002\nrecipe: {{update: {update}}}\n"
     (tmp_path / "experiment.yaml").write_text(experiment)
     quick = ["steps=30", "eval_every=15", "--out", "run"]
-    done = run(["-m", "eigengraft.experiments.cli.main", "train", "experiment.yaml", *quick], tmp_path)
+    done = run("-m", "eigengraft", "train", "experiment.yaml", *quick, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     losses = [float(m[1]) for row in rows if (m := re.search(r'"loss": ([0-9.e+-]+)', row))]
