@@ -65,7 +65,7 @@ class Optimizer(torch.optim.Optimizer):
         self._known = described.infos
         super().__init__(described.params, defaults)
         self._known = None
-        self.param_sets.require_same_groups()
+        self.param_sets.complete(0, self.param_groups, self.state)
         require_matches(self.recipe, [info for infos in self.param_sets.infos for info in infos])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -78,14 +78,16 @@ class Optimizer(torch.optim.Optimizer):
         index = len(self.param_groups)
         super().add_param_group(group)
         try:
-            self._complete_group(index)
+            self._declare_group(index)
+            if self._known is None:
+                self.param_sets.complete(index, self.param_groups, self.state)
         except Exception:
             del self.param_groups[index:]
             self.param_sets.forget(index)
             raise
 
-    def _complete_group(self, index: int) -> None:
-        group, param_sets = self.param_groups[index], self.param_sets
+    def _declare_group(self, index: int) -> None:
+        group = self.param_groups[index]
         check_values(group)
         group.setdefault("peak_lr", float(group["lr"]))
         group["recipe"] = self.recipe.to_json()
@@ -93,11 +95,9 @@ class Optimizer(torch.optim.Optimizer):
         known = self._known
         if known is None:
             named = list(zip(group.get("param_names", ()), group["params"], strict=False))
-            known = describe_named(named, param_sets.names())
-        param_sets.declare(group["params"], [known.get(id(p)) or describe_parameter(None, p) for p in group["params"]])
-        param_sets.agree(index, group)
-        trained = param_sets.build(index, {id(p) for p in group["params"] if p.requires_grad})
-        param_sets.install(index, trained, self.state, group["iterate"])
+            known = describe_named(named, self.param_sets.names())
+        infos = [known.get(id(p)) or describe_parameter(None, p) for p in group["params"]]
+        self.param_sets.declare(group["params"], infos)
 
     @property
     def iterate(self) -> Mode:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from ..apply.mode import Mode
@@ -27,6 +28,7 @@ class ParamSets:
     infos: for each group, a description of each parameter.
     parameters: for each group, its parameters.
     groups: for each group, its parameter sets, one for each device and set of ranks.
+    batches: how many groups there were each time when owners were decided.
     """
 
     def __init__(self, recipe: Recipe, checked: bool = False) -> None:
@@ -34,6 +36,7 @@ class ParamSets:
         self.infos: list[list[ParamInfo]] = []
         self.groups: list[list[ParamSet]] = []
         self.parameters: list[Sequence[Tensor]] = []
+        self.batches: list[int] = []
         self._assignments = Assignments(recipe)
 
     def __iter__(self) -> Iterator[ParamSet]:
@@ -41,23 +44,44 @@ class ParamSets:
             yield from param_sets
 
     def declare(self, parameters: Sequence[Tensor], infos: list[ParamInfo]) -> None:
-        """Adds a group without state, and decides which rank owns which block."""
+        """Adds a group without state, whose blocks have no owners yet."""
         self.infos.append(infos)
         self.groups.append([])
         self.parameters.append(parameters)
         self._assignments.add(parameters, infos, self.labels(len(self.infos) - 1))
 
-    def agree(self, index: int, group: Mapping[str, Any]) -> None:
-        """Raises ValueError on every rank if ranks were not given the same recipe and param group."""
-        self._assignments.agree(index, group)
+    def assign(self, index: int) -> None:
+        """Decides which rank owns which block of the groups from `index` on, and when the blocks of all are due."""
+        self._assignments.assign(index)
+        self.batches.append(len(self.infos))
 
-    def require_same_groups(self) -> None:
-        """Raises ValueError on every rank if some ranks have more param groups than others."""
+    def complete(self, index: int, groups: Sequence[Mapping[str, Any]], state: MutableMapping[Tensor, Any]) -> None:
+        """Gives owners and fresh state to the groups from `index` on, all at once, so that no number depends on groups.
+
+        groups: all param groups. Raises ValueError on every rank if ranks were not given the same recipe and groups.
+        """
+        self.assign(index)
+        for number in range(index, len(groups)):
+            self._assignments.agree(number, groups[number])
         self._assignments.require_same_groups()
+        trained = [{id(p) for p in group["params"] if p.requires_grad} for group in groups[index:]]
+        built = [self.build(number, wanted) for number, wanted in enumerate(trained, start=index)]
+        for number, param_sets in enumerate(built, start=index):
+            self.install(number, param_sets, state, groups[number]["iterate"])
+        self._spread_refreshes()
+
+    def _spread_refreshes(self) -> None:
+        """Tells blocks that have state when they are due now that there are more of them."""
+        phases = self._assignments.phases
+        for param_set in self:
+            for stack_state in param_set.stack_states:
+                due = [phases[param_set.specs[position].key][key] for _, position, key in stack_state.rows()]
+                stack_state.phases = np.array(due, dtype=np.float64)
 
     def forget(self, index: int) -> None:
         """Removes the groups from `index` on."""
         del self.infos[index:], self.groups[index:], self.parameters[index:]
+        self.batches = [groups for groups in self.batches if groups <= index]
         self._assignments.forget(index)
 
     def names(self) -> set[str]:
@@ -75,7 +99,7 @@ class ParamSets:
         """
         parameters = self.parameters[index]
         chosen = [position for position, parameter in enumerate(parameters) if id(parameter) in wanted]
-        return make_param_sets(parameters, self._assignments[index], self.recipe, chosen)
+        return make_param_sets(parameters, self._assignments[index], self.recipe, self._assignments.phases, chosen)
 
     def install(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +24,7 @@ def snapshot(optimizer: Any) -> dict[str, Any]:
         "recipe": param_sets.recipe,
         "checked": param_sets.checked,
         "infos": param_sets.infos,
+        "batches": param_sets.batches,
         "skipped": [[param_set.skipped for param_set in group] for group in param_sets.groups],
     }
 
@@ -34,8 +36,12 @@ def restored(cls: type[T], saved: dict[str, Any]) -> T:
     param_sets = ParamSets(saved["recipe"], saved["checked"])
     torch_state = {"defaults": saved["defaults"], "param_groups": saved["param_groups"], "state": state}
     optimizer.__setstate__({**torch_state, "recipe": saved["recipe"], "param_sets": param_sets})
-    for index, group in enumerate(optimizer.param_groups):
-        param_sets.declare(group["params"], saved["infos"][index])
+    groups = optimizer.param_groups
+    for first, end in pairwise([0, *saved["batches"]]):  # owners depend on what was there before
+        for index in range(first, end):
+            param_sets.declare(groups[index]["params"], saved["infos"][index])
+        param_sets.assign(first)
+    for index, group in enumerate(groups):
         wanted = {id(p) for p in group["params"] if p in saved["state"]}
         param_sets.install(index, param_sets.build(index, wanted), state, group["iterate"], saved["state"])
         for param_set, counts in zip(param_sets.groups[index], saved["skipped"][index], strict=True):

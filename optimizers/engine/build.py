@@ -24,6 +24,7 @@ from eigengraft.stacks import Stack, blocks_that_fit, max_blocks, split_ranges
 
 from ..recipe.recipe import Recipe
 from ..recipe.slot_keys import require_slots, slot_keys
+from ..sharding.phases import Phases
 from ..sharding.placement import ParamSpec
 from .stack_state import StackState
 
@@ -39,7 +40,7 @@ class BlockKind(NamedTuple):
 
 @dataclass(frozen=True)
 class EqualBlocks:
-    """N blocks of one kind, in the order of their parameters.
+    """N blocks of one kind, those that are due together next to each other.
 
     grids: blocks of one parameter, with the position of the parameter.
     phases: `[N]` in [0, 1), where in a refresh interval each block is due.
@@ -66,33 +67,35 @@ class EqualBlocks:
 
 
 def build(
-    specs: Sequence[ParamSpec], recipe: Recipe, rank_group: RankGroup | None = None
+    specs: Sequence[ParamSpec], recipe: Recipe, phases: Phases, rank_group: RankGroup | None = None
 ) -> tuple[list[StackState], list[BlockGroup]]:
     """The stacks that this rank computes, and the block groups that are exchanged (none without a rank group)."""
     if rank_group is None:
-        found = _equal_blocks(_cut(specs, recipe), recipe)
+        found = _equal_blocks(_cut(specs, recipe), specs, phases)
         require_slots(recipe, [(blocks.kind.path, blocks.kind.shape) for blocks in found])
         return _stack_states(found, specs, recipe), []
     rank, stack_states, block_groups = rank_group.rank, list[StackState](), list[BlockGroup]()
-    for group, phases in divide(specs, recipe, rank_group.size):
+    for group, due in divide(specs, recipe, phases, rank_group.size):
         owned = np.array([block.owner == rank for block in group.blocks])
         if owned.any():
             kind = BlockKind(group.path, group.shape, group.dtype, group.device)
             grids = [(block.position, block.grid) for block in group.owned(rank)]
-            stack_states.append(_stack_state(EqualBlocks(kind, grids, phases[owned]), specs, recipe))
+            stack_states.append(_stack_state(EqualBlocks(kind, grids, due[owned]), specs, recipe))
             stack_states[-1].block_group = len(block_groups)
         block_groups.append(group)
     require_slots(recipe, [(group.path, group.shape) for group in block_groups])
-    in_place = _equal_blocks(_in_place(specs, rank), recipe)
+    in_place = _equal_blocks(_in_place(specs, rank), specs, phases)
     return [*stack_states, *_stack_states(in_place, specs, recipe)], block_groups
 
 
-def divide(specs: Sequence[ParamSpec], recipe: Recipe, ranks: int) -> Iterator[tuple[BlockGroup, NDArray[np.float64]]]:
+def divide(
+    specs: Sequence[ParamSpec], recipe: Recipe, phases: Phases, ranks: int
+) -> Iterator[tuple[BlockGroup, NDArray[np.float64]]]:
     """The block groups with the owner of each block, and the phases `[N]` of their blocks.
 
     No block group is larger than a bucket of messages or than one stack on every rank, if its blocks may be parted.
     """
-    for blocks in _equal_blocks(_cut(specs, recipe), recipe):
+    for blocks in _equal_blocks(_cut(specs, recipe), specs, phases):
         fit = blocks_that_fit(bucket_bytes(recipe, ranks), math.prod(blocks.kind.shape), blocks.kind.dtype)
         for some in blocks.split(min(fit, ranks * _stack_length(blocks.kind, recipe)), recipe):
             yield _place(some, specs, recipe, ranks), some.phases
@@ -135,24 +138,19 @@ def _require_one_stack(spec: ParamSpec, recipe: Recipe, grids: Sequence[BlockGri
             )
 
 
-def _equal_blocks(cut: Iterable[tuple[BlockKind, int, BlockGrid]], recipe: Recipe) -> list[EqualBlocks]:
-    """Blocks by kind, in the order in which kinds are met.
-
-    A block's phase is the share of the refresh cost of all blocks before it: equal parts of a refresh interval cost the
-    same.
-    """
+def _equal_blocks(
+    cut: Iterable[tuple[BlockKind, int, BlockGrid]], specs: Sequence[ParamSpec], phases: Phases
+) -> list[EqualBlocks]:
+    """Blocks by kind, in the order in which kinds are met, by phase within each."""
     found: dict[BlockKind, list[tuple[int, BlockGrid]]] = {}
     for kind, position, grid in cut:
         found.setdefault(kind, []).append((position, grid))
-    updates = recipe.updates()
-    costs = {kind: sum(stage.refresh_cost(kind.shape) for _, stage in updates[kind.path].stages()) for kind in found}
-    counts = {kind: sum(len(grid.keys) for _, grid in grids) for kind, grids in found.items()}
-    total = sum(costs[kind] * counts[kind] for kind in found)
-    before, lists = 0.0, []
+
+    lists = []
     for kind, grids in found.items():
-        phases = (before + costs[kind] * np.arange(counts[kind])) / total if total else np.zeros(counts[kind])
-        lists.append(EqualBlocks(kind, grids, np.asarray(phases, dtype=np.float64)))
-        before += costs[kind] * counts[kind]
+        due = {position: phases[specs[position].key][list(grid.keys)] for position, grid in grids}
+        grids.sort(key=lambda item: float(due[item[0]][0]))
+        lists.append(EqualBlocks(kind, grids, np.concatenate([due[position] for position, _ in grids])))
     return lists
 
 

@@ -19,6 +19,7 @@ from ..apply.mode import Mode
 from ..apply.write import write
 from ..recipe.recipe import Recipe
 from ..sharding.assignment import Assignment
+from ..sharding.phases import Phases
 from ..sharding.placement import ParamSpec
 from .build import build
 from .exchange import BlockExchange, LocalExchange, RankExchange
@@ -43,6 +44,7 @@ class ParamSet:
         parameters: Sequence[Tensor],
         specs: Sequence[ParamSpec],
         recipe: Recipe,
+        phases: Phases,
         rank_group: RankGroup | None = None,
     ) -> None:
         self.parameters, self.specs = list(parameters), list(specs)
@@ -52,7 +54,7 @@ class ParamSet:
         self.step_counts = torch.zeros(len(parameters), dtype=torch.int64)
         self._counts: NDArray[np.int64] = self.step_counts.numpy()
         self._priming = np.array([self.updates[spec.path].lagging() for spec in specs], dtype=np.int64)
-        self.stack_states, self.block_groups = build(specs, recipe, rank_group)
+        self.stack_states, self.block_groups = build(specs, recipe, phases, rank_group)
         constraints = {path: update.constraints for path, update in self.updates.items()}
         paths = [spec.path for spec in specs]
         self.iterates = IterateStore(recipe.averaging, constraints, self.local, paths)
@@ -172,14 +174,14 @@ class ParamSet:
 
 
 def make_param_sets(
-    parameters: Sequence[Tensor], assignment: Assignment, recipe: Recipe, chosen: Iterable[int]
+    parameters: Sequence[Tensor], assignment: Assignment, recipe: Recipe, phases: Phases, chosen: Iterable[int]
 ) -> list[ParamSet]:
     """Fresh parameter sets for the chosen positions of a param group, one for each device and set of ranks."""
     found: dict[tuple[torch.device, RankGroup | None], list[int]] = {}
     for position in chosen:
         found.setdefault((parameters[position].device, assignment.rank_groups[position]), []).append(position)
     return [
-        ParamSet([parameters[p] for p in own], [assignment.specs[p] for p in own], recipe, rank_group)
+        ParamSet([parameters[p] for p in own], [assignment.specs[p] for p in own], recipe, phases, rank_group)
         for (_, rank_group), own in found.items()
     ]
 

@@ -23,6 +23,7 @@ from ..engine.build import bucket_bytes, divide
 from ..recipe.loading import RecipeSource, load_recipe
 from ..recipe.recipe import Recipe
 from ..recipe.routing import ParamInfo, describe_parameter
+from ..sharding.phases import refresh_phases
 from ..sharding.placement import ParamPlacement, ParamSpec, assign_owners, place
 from .loads import count_owned, least_work, state_bytes
 from .traffic import Traffic, all_reduced, wire
@@ -95,7 +96,8 @@ def plan(
     loads = Loads(len(layouts[0].boxes))
     assign_owners(specs, recipe, loads)
     ranks, work = loads.ranks, np.array(loads.work)
-    block_groups = [block_group for block_group, _ in divide(specs, recipe, ranks)]
+    phases = refresh_phases(recipe, (spec.key for spec in specs))
+    block_groups = [block_group for block_group, _ in divide(specs, recipe, phases, ranks)]
     return Plan(
         {spec.name: spec.placement for spec in specs if spec.placement is not None},
         sum((count_owned(block_group, ranks) for block_group in block_groups), np.zeros(ranks, dtype=np.int64)),

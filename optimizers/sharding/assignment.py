@@ -19,6 +19,7 @@ from eigengraft.distributed.rank_group import RankGroup, mesh_group
 from ..recipe.recipe import Recipe
 from ..recipe.routing import ParamInfo
 from .agreement import require_agreement
+from .phases import Phases, refresh_phases
 from .placement import ParamSpec, assign_owners, place
 
 REPLICATED = "replicated"
@@ -46,10 +47,15 @@ class Assignment:
 
 
 class Assignments:
-    """The assignment of every param group of an optimizer, in order: what ranks carry of earlier groups counts."""
+    """The assignment of every param group of an optimizer: what ranks carry of groups that were there before counts.
+
+    recipe: declares the updates.
+    phases: where in a refresh interval each block of all groups is due.
+    """
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
+        self.phases: Phases = {}
         self._rank_groups: dict[Any, RankGroup] = {}
         self._loads: dict[RankGroup, Loads] = {}
         self._groups: list[Assignment] = []
@@ -60,7 +66,7 @@ class Assignments:
         return self._groups[index]
 
     def add(self, parameters: Sequence[Tensor], infos: Sequence[ParamInfo], names: Sequence[str]) -> None:
-        """Assigns the next group; frozen parameters too, so that no owner changes when one is thawed."""
+        """Adds the next group, whose blocks have no owners and phases yet."""
         specs, rank_groups = [], []
         for parameter, info, name in zip(parameters, infos, names, strict=True):
             try:
@@ -69,16 +75,31 @@ class Assignments:
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
             rank_groups.append(rank_group)
-        assignment = Assignment(specs, rank_groups)
         self._loads_before.append({rank_group: deepcopy(loads) for rank_group, loads in self._loads.items()})
-        self._groups.append(assignment)
-        for rank_group, own in assignment.shared().items():
+        self._groups.append(Assignment(specs, rank_groups))
+
+    def assign(self, index: int) -> None:
+        """Decides who owns which block of the groups from `index` on, and when the blocks of all groups are due.
+
+        Frozen parameters count, so that nothing changes when one is thawed. Owners of earlier groups stay, because
+        state lies there.
+        """
+        shared: dict[RankGroup, list[ParamSpec]] = {}
+        for assignment in self._groups[index:]:
+            for rank_group, own in assignment.shared().items():
+                shared.setdefault(rank_group, []).extend(own)
+        for rank_group, own in shared.items():
             assign_owners(own, self.recipe, self._loads[rank_group])
+        self._spread()
+
+    def _spread(self) -> None:
+        self.phases = refresh_phases(self.recipe, (spec.key for group in self._groups for spec in group.specs))
 
     def forget(self, index: int) -> None:
         """Takes back all groups from that one on, after a failure."""
         self._loads = next(iter(self._loads_before[index:]), self._loads)
         del self._groups[index:], self._loads_before[index:]
+        self._spread()
 
     def _rank_group(self, parameter: Tensor) -> RankGroup | None:
         where = scope(parameter, self.recipe.distribution)

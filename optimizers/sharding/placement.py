@@ -15,6 +15,7 @@ from eigengraft.quantization import choose
 from ..recipe.recipe import Recipe
 from ..recipe.slot_keys import slot_keys
 from .cost_model import block_cost
+from .phases import ParamKey, natural_order
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,11 @@ class ParamSpec:
     device: torch.device
     placement: ParamPlacement | None = None
 
+    @property
+    def key(self) -> ParamKey:
+        """What the phases of its blocks follow from."""
+        return ParamKey(self.name, self.path, self.shape)
+
 
 def place(recipe: Recipe, path: str, layout: Layout) -> ParamPlacement:
     """The placement of a parameter of that layout before its blocks have owners.
@@ -79,11 +85,12 @@ def _updates_in_place(recipe: Recipe, path: str, layout: Layout) -> bool:
 def assign_owners(specs: Sequence[ParamSpec], recipe: Recipe, loads: Loads) -> None:
     """Fills in the owners of all blocks of parameters that the same ranks share; loads: what ranks carry, updated.
 
+    The order of the parameters plays no role.
     Parameters that are updated in place are counted before any block is assigned. Blocks of a parameter that a stage
     takes norms over go to one owner.
     """
     items: list[tuple[dict[int, int], list[int], float, float]] = []
-    for spec in specs:
+    for spec in sorted(specs, key=lambda spec: natural_order(spec.name)):
         assert spec.placement is not None
         owners, layout = spec.placement.owners, spec.placement.layout
         rule, dtype = recipe.updates()[spec.path], compute_dtype(spec.dtype)

@@ -14,6 +14,7 @@ from eigengraft.optimizers.engine.build import bucket_bytes, build, divide
 from eigengraft.optimizers.recipe.loading import load_recipe
 from eigengraft.optimizers.recipe.recipe import Recipe
 from eigengraft.optimizers.recipe.routing import describe_parameter
+from eigengraft.optimizers.sharding.phases import refresh_phases
 from eigengraft.optimizers.sharding.placement import ParamSpec, assign_owners, place
 
 SHAPES = {"a.weight": (17, 12), "b.weight": (24, 8), "c.weight": (12, 17), "norm.weight": (12,), "none.weight": (0, 4)}
@@ -40,12 +41,14 @@ def specs_of(recipe: Recipe, ranks: int | None) -> list[ParamSpec]:
 @pytest.mark.parametrize("name", RECIPES)
 def test_phases_do_not_depend_on_the_number_of_ranks(name: str, ranks: int) -> None:
     recipe = load_recipe(RECIPES[name])
-    stacks, none = build(specs_of(recipe, None), recipe)
+    specs = specs_of(recipe, None)
+    table = refresh_phases(recipe, (spec.key for spec in specs))
+    stacks, none = build(specs, recipe, table)
     alone = {(position, key): state.phases[row] for state in stacks for row, position, key in state.rows()}
     assert none == []
     assert len(set(alone.values())) > 1 or name == "adafactor"  # which has nothing to refresh
     divided = {}
-    for group, phases in divide(specs_of(recipe, ranks), recipe, ranks):
+    for group, phases in divide(specs_of(recipe, ranks), recipe, table, ranks):
         assert group.dtype == compute_dtype(torch.float32)
         for block, phase in zip(group.blocks, phases, strict=True):
             divided[block.position, block.grid.keys[0]] = phase
@@ -57,7 +60,9 @@ def test_phases_do_not_depend_on_the_number_of_ranks(name: str, ranks: int) -> N
 def test_rows_of_an_owner_count_its_blocks(name: str, ranks: int) -> None:
     """Every block has one owner, rows are numbered from 0 on each, and a bucket holds each group that can be split."""
     recipe = load_recipe(RECIPES[name])
-    for group, _ in divide(specs_of(recipe, ranks), recipe, ranks):
+    specs = specs_of(recipe, ranks)
+    phases = refresh_phases(recipe, (spec.key for spec in specs))
+    for group, _ in divide(specs, recipe, phases, ranks):
         for rank in range(ranks):
             assert [block.row for block in group.owned(rank)] == list(range(len(group.owned(rank))))
         positions = {block.position for block in group.blocks}
@@ -70,6 +75,6 @@ def test_seeds_depend_on_names_and_keys_alone() -> None:
     specs = specs_of(recipe, None)
     seeds = []
     for own in (specs, specs[::-1]):
-        stacks, _ = build(own, recipe)
+        stacks, _ = build(own, recipe, refresh_phases(recipe, (spec.key for spec in own)))
         seeds.append({(own[p].name, key): state.seeds[row] for state in stacks for row, p, key in state.rows()})
     assert seeds[0] == seeds[1] and len(set(seeds[0].values())) == len(seeds[0])

@@ -20,6 +20,8 @@ from ..recipes import COVER, EVERY, SHIPPED, with_options
 
 SHAPES = ((), (0,), (0, 3), (1,), (5,), (4, 3), (3, 4), (1, 6), (2, 3, 2), (3, 2, 1, 2), (2, 1, 2, 2, 2))
 FAST_SOAP = load_recipe("soap", ["update.eigenbasis.refresh.steps=3"])
+AT_ONCE = load_recipe(FAST_SOAP, ["update.eigenbasis.refresh.stagger=none"])
+"""Refreshes are spread over all parameters of an optimizer; without that, parameters know nothing of each other."""
 
 
 def parameters(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype = torch.float64, seed: int = 0) -> list[Tensor]:
@@ -153,8 +155,8 @@ def test_groups_have_their_own_lr_and_weight_decay() -> None:
     ours, alone = parameters(shapes), parameters(shapes)
     settings: list[dict[str, Any]] = [{"lr": 0.01, "weight_decay": 0.2}, {"lr": 0.1}, {"weight_decay": 0.0}]
     groups = [{"params": [p], **s} for p, s in zip(ours, settings, strict=True)]
-    separate = [Optimizer([p], FAST_SOAP, **s) for p, s in zip(alone, settings, strict=True)]
-    one = Optimizer(groups, FAST_SOAP)
+    separate = [Optimizer([p], AT_ONCE, **s) for p, s in zip(alone, settings, strict=True)]
+    one = Optimizer(groups, AT_ONCE)
     for row in gradients(ours, 8):
         drive(one, ours, [row])
         for optimizer, p, g in zip(separate, alone, row, strict=True):
@@ -168,7 +170,7 @@ def test_the_order_of_groups_does_not_matter() -> None:
     for order in ((0, 1), (1, 0)):
         params = parameters(shapes)
         drive(
-            Optimizer([{"params": [params[i]], "lr": 0.01 * (i + 1)} for i in order], FAST_SOAP),
+            Optimizer([{"params": [(f"p{i}", params[i])], "lr": 0.01 * (i + 1)} for i in order], FAST_SOAP),
             params,
             gradients(params, 8),
         )
@@ -180,12 +182,12 @@ def test_the_order_of_groups_does_not_matter() -> None:
 def test_a_group_may_come_later(late: int) -> None:
     ours, alone = parameters([(4, 3), (3, 4)]), parameters([(4, 3), (3, 4)])
     rows = gradients(ours, 9)
-    one = Optimizer([ours[0]], FAST_SOAP)
+    one = Optimizer([ours[0]], AT_ONCE)
     drive(one, ours[:1], [row[:1] for row in rows[:late]])
     one.add_param_group({"params": ours[1], "lr": 0.05, "weight_decay": 0.5})
     drive(one, ours, rows[late:])
-    drive(Optimizer([alone[0]], FAST_SOAP), alone[:1], [row[:1] for row in rows])
-    drive(Optimizer([alone[1]], FAST_SOAP, lr=0.05, weight_decay=0.5), alone[1:], [row[1:] for row in rows[late:]])
+    drive(Optimizer([alone[0]], AT_ONCE), alone[:1], [row[:1] for row in rows])
+    drive(Optimizer([alone[1]], AT_ONCE, lr=0.05, weight_decay=0.5), alone[1:], [row[1:] for row in rows[late:]])
     assert equal(ours, alone)
 
 

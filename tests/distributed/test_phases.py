@@ -1,0 +1,139 @@
+"""Refresh phases: a pure function of the names, updates and shapes of all parameters of an optimizer, and of nothing
+else."""
+
+import copy
+import itertools
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import eigengraft
+from eigengraft.optimizers.recipe.loading import load_recipe
+from eigengraft.optimizers.sharding.phases import ParamKey, natural_order, refresh_phases
+
+ROUTE = {"name": "mixed", "match": {"name": "mix"}, "update": {"kind": "shampoo", "solver": "eigh"}, "optional": True}
+RECIPE: Any = {"base": "soap", "blocking": {"size": 5}, "routes": [ROUTE, "default"]}
+SHAPES = {
+    "layers.10.a": (5, 5),
+    "layers.2.a": (5, 5),
+    "layers.2.b": (7, 10),
+    "layers.0.mix": (5, 5),
+    "layers.1.mix": (12, 3),
+    "norm": (5,),
+    "none": (0, 5),
+}
+
+
+def keys() -> list[ParamKey]:
+    def path(name: str) -> str:
+        return "routes.mixed" if "mix" in name else "routes.adam" if name == "norm" else ""
+
+    return [ParamKey(name, path(name), shape) for name, shape in SHAPES.items()]
+
+
+def groups_of(*groups: Sequence[str], dtypes: Sequence[torch.dtype] = (torch.float32,)) -> list[dict[str, Any]]:
+    """Param groups of these names; the dtypes of parameters take turns."""
+    turns = itertools.cycle(dtypes)
+    return [{"params": [(n, torch.nn.Parameter(torch.ones(SHAPES[n], dtype=next(turns)))) for n in g]} for g in groups]
+
+
+def due(optimizer: eigengraft.Optimizer) -> dict[tuple[str, int], float]:
+    """The phase of every block that has state."""
+    return {
+        (param_set.names[position], key): float(stack_state.phases[row])
+        for param_set in optimizer.param_sets
+        for stack_state in param_set.stack_states
+        for row, position, key in stack_state.rows()
+    }
+
+
+def test_a_phase_is_the_share_of_the_cost_before() -> None:
+    """The definition in exact numbers: blocks in the order of path, shape, name and key; costs are whole numbers."""
+    recipe = load_recipe(RECIPE)
+    blocks = []
+    for param in keys():
+        rule = recipe.updates()[param.path]
+        for grid in rule.blocking.grids(param.shape):
+            cost = Fraction(sum(stage.refresh_cost(grid.tile) for _, stage in rule.stages()))
+            blocks += [((param.path, grid.tile, natural_order(param.name), key), param, cost) for key in grid.keys]
+    phases, before, total = refresh_phases(recipe, keys()), Fraction(0), sum(cost for *_, cost in blocks)
+    assert len({cost for *_, cost in blocks}) > 3 and sum(map(len, phases.values())) == len(blocks)
+    for place, param, cost in sorted(blocks):
+        assert phases[param][place[-1]] == pytest.approx(float(before / total), rel=1e-15)
+        before += cost
+
+
+def test_the_order_of_the_parameters_enters_nothing() -> None:
+    recipe, given = load_recipe(RECIPE), keys()
+    phases = refresh_phases(recipe, given)
+    for order in (given[::-1], given[3:] + given[:3]):
+        found = refresh_phases(recipe, order)
+        assert found.keys() == phases.keys()
+        assert all(np.array_equal(found[param], phases[param]) for param in given)
+
+
+def test_numbers_in_names_count_as_numbers() -> None:
+    names = ["layers.10.a", "layers.2.b", "layers.2.a", "layers.2", "head"]
+    assert sorted(names, key=natural_order) == ["head", "layers.2", "layers.2.a", "layers.2.b", "layers.10.a"]
+
+
+def test_nothing_is_due_where_nothing_is_refreshed() -> None:
+    phases = refresh_phases(load_recipe("muon"), [ParamKey("a", "", (5, 5)), ParamKey("b", "routes.adam", (5,))])
+    assert [values.tolist() for values in phases.values()] == [[0.0], [0.0]]
+
+
+def test_groups_dtypes_and_order_change_no_phase() -> None:
+    names = list(SHAPES)
+    together = due(eigengraft.Optimizer(groups_of(names), RECIPE))
+    assert len(set(together.values())) > 5
+    mixed = (torch.float32, torch.float64, torch.bfloat16)
+    for groups in ([names[::-1]], [names[:3], names[3:]], [names[4:], names[:1], names[1:4]]):
+        assert due(eigengraft.Optimizer(groups_of(*groups), RECIPE)) == together
+        assert due(eigengraft.Optimizer(groups_of(*groups, dtypes=mixed), RECIPE)) == together
+
+
+def test_groups_that_come_later_and_frozen_parameters_are_as_if_there_from_the_start() -> None:
+    names = list(SHAPES)
+    together = due(eigengraft.Optimizer(groups_of(names), RECIPE))
+    first, second = groups_of(names[:3], names[3:])
+    frozen: torch.nn.Parameter = first["params"][1][1].requires_grad_(False)
+    optimizer = eigengraft.Optimizer([first], RECIPE)
+    before = due(optimizer)
+    optimizer.add_param_group(second)
+    after = due(optimizer)
+    assert after == {place: phase for place, phase in together.items() if place[0] != names[1]}
+    assert before != {place: after[place] for place in before}
+    assert due(copy.deepcopy(optimizer)) == after
+    frozen.requires_grad_()
+    frozen.grad = torch.ones_like(frozen)
+    optimizer.step()
+    assert due(optimizer) == together
+
+
+def test_a_group_that_cannot_be_added_leaves_the_phases() -> None:
+    names = list(SHAPES)
+    optimizer = eigengraft.Optimizer(groups_of(names[:3]), RECIPE)
+    before = due(optimizer)
+    (later,) = groups_of(names[3:])
+    with pytest.raises(ValueError, match="lr"):
+        optimizer.add_param_group({**later, "lr": -1.0})
+    assert due(optimizer) == before and len(optimizer.param_groups) == 1
+    optimizer.add_param_group(later)
+    assert due(optimizer) == due(eigengraft.Optimizer(groups_of(names), RECIPE))
+
+
+def test_blocks_of_a_stack_that_are_due_together_are_neighbours() -> None:
+    optimizer = eigengraft.Optimizer(groups_of(list(SHAPES)), RECIPE)
+    stacks = [stack_state.phases for stack_state in optimizer.stack_states()]
+    assert max(map(len, stacks)) > 3 and all(np.all(np.diff(phases) >= 0) for phases in stacks)
+
+
+def test_a_copy_takes_a_group_too() -> None:
+    names = list(SHAPES)
+    optimizer = copy.deepcopy(eigengraft.Optimizer(groups_of(names[:3]), RECIPE))
+    optimizer.add_param_group(groups_of(names[3:])[0])
+    assert due(optimizer) == due(eigengraft.Optimizer(groups_of(names), RECIPE))
