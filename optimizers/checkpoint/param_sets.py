@@ -60,10 +60,10 @@ class ParamSets:
 
         groups: all param groups. Raises ValueError on every rank if ranks were not given the same recipe and groups.
         """
-        self.assign(index)
         for number in range(index, len(groups)):
             self._assignments.agree(number, groups[number])
-        self._assignments.require_same_groups()
+        self.assign(index)
+        self._assignments.require_same_owners(index)
         trained = [{id(p) for p in group["params"] if p.requires_grad} for group in groups[index:]]
         built = [self.build(number, wanted) for number, wanted in enumerate(trained, start=index)]
         for number, param_sets in enumerate(built, start=index):

@@ -84,13 +84,17 @@ class Assignments:
         Frozen parameters count, so that nothing changes when one is thawed. Owners of earlier groups stay, because
         state lies there.
         """
-        shared: dict[RankGroup, list[ParamSpec]] = {}
-        for assignment in self._groups[index:]:
-            for rank_group, own in assignment.shared().items():
-                shared.setdefault(rank_group, []).extend(own)
-        for rank_group, own in shared.items():
+        for rank_group, own in self._shared(index).items():
             assign_owners(own, self.recipe, self._loads[rank_group])
         self._spread()
+
+    def _shared(self, index: int) -> dict[RankGroup, list[ParamSpec]]:
+        """Parameters of the groups from `index` on, by the ranks that share them."""
+        found: dict[RankGroup, list[ParamSpec]] = {}
+        for assignment in self._groups[index:]:
+            for rank_group, own in assignment.shared().items():
+                found.setdefault(rank_group, []).extend(own)
+        return found
 
     def _spread(self) -> None:
         self.phases = refresh_phases(self.recipe, (spec.key for group in self._groups for spec in group.specs))
@@ -131,16 +135,21 @@ class Assignments:
             }
             require_agreement(f"param group {index}", rank_group, texts, specs, own)
 
-    def require_same_groups(self) -> None:
-        """Raises ValueError on every rank if some ranks have more param groups than others."""
-        for rank_group in self._rank_groups.values():
-            require_agreement("no more param groups", rank_group, {}, (), ())
+    def require_same_owners(self, index: int) -> None:
+        """Raises ValueError on every rank if some ranks have more param groups than others, or other owners.
+
+        index: the first group that ranks may not agree on yet.
+        """
+        shared = self._shared(index)
+        for rank_group in shared if index else self._rank_groups.values():
+            owners = [spec.placement and spec.placement.owners for spec in shared.get(rank_group, ())]
+            require_agreement("no more param groups", rank_group, {"owners": repr(owners)}, (), ())
 
 
 def _describe(spec: ParamSpec, parameter: Tensor) -> tuple[Any, ...]:
     """What must be the same of a parameter on all ranks."""
     placements = parameter.placements if isinstance(parameter, DTensor) else None
-    return spec.name, spec.dtype, spec.shape, placements, spec.placement and spec.placement.owners
+    return spec.name, spec.dtype, spec.shape, placements
 
 
 def scope(parameter: Tensor, distribution: Distribution) -> Any:
