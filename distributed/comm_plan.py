@@ -91,6 +91,7 @@ class Bucket:
     sent[r]: the subset of held[r] whose gradients this rank sends to r; one replica of each entry sends.
     owned[r]: transfers between blocks that this rank owns and the shards of rank r, where updates go to.
     received[r]: the subset of owned[r] whose gradients this rank receives from r.
+    lengths[r]: entries of all blocks that rank r owns.
     """
 
     groups: list[int]
@@ -98,6 +99,7 @@ class Bucket:
     sent: list[list[Transfer]]
     owned: list[list[Transfer]]
     received: list[list[Transfer]]
+    lengths: list[int]
 
 
 class CommPlan:
@@ -134,12 +136,26 @@ class CommPlan:
         """Number of the bucket that each block group is sent in."""
         return {group: index for index, bucket in enumerate(self.buckets) for group in bucket.groups}
 
+    @cached_property
+    def completed_by(self) -> list[list[int]]:
+        """For each bucket, the parameters whose last blocks are in it, by position."""
+        last = {
+            block.position: index
+            for index, bucket in enumerate(self.buckets)
+            for group in bucket.groups
+            for block in self.block_groups[group].blocks
+        }
+        return [[position for position, at in last.items() if at == index] for index in range(len(self.buckets))]
+
     def _bucket(self, groups: list[int]) -> Bucket:
         ranks, me = range(self.rank_group.size), self.rank_group.rank
+        lengths = [0 for _ in ranks]
+        for block in (block for group in groups for block in self.block_groups[group].blocks):
+            lengths[block.owner] += math.prod(block.grid.tile)
         held: list[list[Transfer]] = [[] for _ in ranks]
         owned: list[list[Transfer]] = [[] for _ in ranks]
         if self.replicated:
-            return Bucket(groups, held, held, owned, owned)
+            return Bucket(groups, held, held, owned, owned, lengths)
         for group in groups:
             for block in self.block_groups[group].blocks:
                 held[block.owner] += self._transfers(group, block, me)
@@ -148,7 +164,7 @@ class CommPlan:
                         owned[rank] += self._transfers(group, block, rank)
         sent = [[transfer for transfer in own if self._sends(me, rank, transfer)] for rank, own in enumerate(held)]
         received = [[transfer for transfer in own if self._sends(rank, me, transfer)] for rank, own in enumerate(owned)]
-        return Bucket(groups, held, sent, owned, received)
+        return Bucket(groups, held, sent, owned, received, lengths)
 
     def _transfers(self, group: int, block: PlacedBlock, rank: int) -> list[Transfer]:
         """What a rank holds of a block."""

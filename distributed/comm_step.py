@@ -3,181 +3,188 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from .comm_plan import Bucket, CommPlan, Transfer
-from .rank_group import Work
+from .comm_plan import Bucket, CommPlan
+from .transfers import block_views, copy_all, count, flattened, stretches
+from .work import Work
+
+Source = Callable[[int], Tensor | None]
+"""What this rank holds of a tensor, by position of the parameter; None: there is none."""
+
+IN_FLIGHT = 2
+"""Buckets that are on their way at once, in each direction."""
 
 
 class CommStep:
-    """Messages of one step. Every rank calls `send` for the same things, then `gather` and `deliver` for each block
-    group that it owns blocks of, then `close`.
+    """Messages of one step. Every rank calls `gather` and `deliver` for the block groups that it owns blocks of, in
+    order, and then `close`.
 
-    Updates of a bucket are sent as soon as its last block group is delivered, in the order of the buckets, so that they
-    travel while the next bucket is computed.
+    Legend: G_k, gradients (and what else is sent to owners) of bucket k; U_k, updates of bucket k.
+    Every rank starts the collectives in one order, G_0 G_1 U_0 G_2 U_1 G_3 ..., and U_k as soon as its own blocks of
+    bucket k are computed. So buckets travel while others are computed, and memory is needed for a few of them only.
+    Replicated parameters need no G: there a rank computes on while IN_FLIGHT buckets of updates are under way.
+
+    sources: what is sent to owners, by name; nothing if every rank holds all of it.
     """
 
-    def __init__(self, comm_plan: CommPlan) -> None:
+    def __init__(self, comm_plan: CommPlan, sources: Mapping[str, Source]) -> None:
         self.comm_plan = comm_plan
-        self._arriving: dict[str, list[Work]] = {}
+        self.sources: Mapping[str, Source] = {} if comm_plan.replicated else sources
+        self._arriving: dict[tuple[str, int], Work[Tensor]] = {}
         self._arrived: dict[tuple[str, int], Tensor] = {}
+        self._delivered: dict[int, Tensor] = {}
+        self._sent = 0
+        self._returning: deque[tuple[int, Work[Tensor] | Work[list[Tensor]]]] = deque()
         self._updates: dict[int, Tensor] = {}
-        self._returning: list[Work] = []
-
-    def send(self, local: Sequence[Tensor | None], source: str) -> None:
-        """Starts to send this rank's shards of tensors, by position of the parameter, to the owners of blocks.
-
-        source: what the tensors are, for `gather` and for errors.
-        """
-        self._arriving[source] = [self._send_bucket(bucket, local, source) for bucket in self.comm_plan.buckets]
+        self._complete: dict[int, Tensor] = {}
+        for index in range(IN_FLIGHT):
+            self._send(index)
 
     def carries(self, source: str) -> bool:
-        """Whether that was sent; if not, every rank holds all of it."""
-        return source in self._arriving
+        """Whether that is sent; if not, every rank holds all of it."""
+        return source in self.sources
 
-    def _send_bucket(self, bucket: Bucket, local: Sequence[Tensor | None], source: str) -> Work:
+    def _send(self, index: int) -> None:
+        """Starts to send this rank's shards of a bucket to the owners of blocks."""
+        for name, source in self.sources.items() if index < len(self.comm_plan.buckets) else ():
+            self._arriving[name, index] = self._send_bucket(self.comm_plan.buckets[index], name, source)
+
+    def _send_bucket(self, bucket: Bucket, name: str, source: Source) -> Work[Tensor]:
         plan, me = self.comm_plan, self.comm_plan.rank_group.rank
-        first = plan.block_groups[bucket.groups[0]]
-        out = torch.empty(sum(map(_numel, bucket.sent)), dtype=first.gradient_dtype, device=first.device)
+        first, flat = plan.block_groups[bucket.groups[0]], flattened(bucket.sent)
+        local = {position: source(position) for position in dict.fromkeys(t.block.position for t in flat)}
+        out = torch.empty(sum(map(count, bucket.sent)), dtype=first.gradient_dtype, device=first.device)
         targets, sources = [], []
-        for transfer, target in zip(_flat(bucket.sent), _stretches(out, _flat(bucket.sent)), strict=True):
+        for transfer, target in zip(flat, stretches(out, flat), strict=True):
             shard = local[transfer.block.position]
             if shard is not None:
                 targets.append(target)
                 sources.append(transfer.region.in_shard(shard, plan.layouts[transfer.block.position].boxes[me]))
-        _copy(targets, sources)
-        sending, receiving = [_numel(own) for own in bucket.sent], [_numel(own) for own in bucket.received]
-        return plan.rank_group.all_to_all(out, sending, receiving, self._label(bucket, source))
+        copy_all(targets, sources)
+        sending, receiving = [count(own) for own in bucket.sent], [count(own) for own in bucket.received]
+        return plan.rank_group.all_to_all(out, sending, receiving, self._label(bucket, name))
 
     def gather(self, group: int, source: str) -> Tensor:
         """The blocks `[n, *block]` of a block group that this rank owns, from the shards that were sent."""
         if (source, group) not in self._arrived:
             index = self.comm_plan.bucket_of[group]
-            bucket, data = self.comm_plan.buckets[index], self._arriving[source][index].wait()
+            bucket, data = self.comm_plan.buckets[index], self._arriving.pop((source, index)).wait()
             stacks = {own: self.comm_plan.empty(own) for own in bucket.groups}
-            transfers = _flat(bucket.received)
-            _copy(_block_views(transfers, stacks), list(_stretches(data, transfers)))
+            transfers = flattened(bucket.received)
+            copy_all(block_views(transfers, stacks), list(stretches(data, transfers)))
             self._arrived.update({(source, own): stack for own, stack in stacks.items()})
         return self._arrived[source, group]
 
     def deliver(self, group: int, rows: Tensor | None, directions: Tensor) -> None:
         """Takes the directions of some rows of a block group; rows: None for all."""
         if rows is None:
-            self._updates[group] = directions
+            self._delivered[group] = directions
             return
-        if group not in self._updates:
-            self._updates[group] = self.comm_plan.empty(group)
-        self._updates[group].index_copy_(0, rows, directions)
+        if group not in self._delivered:
+            self._delivered[group] = self.comm_plan.empty(group)
+        self._delivered[group].index_copy_(0, rows, directions)
 
-    def send_updates(self, before: int) -> None:
-        """Sends the updates of buckets whose block groups all have numbers below `before`: nothing more is delivered
-        for these."""
-        for bucket in self.comm_plan.buckets[len(self._returning) :]:
-            if bucket.groups[-1] >= before:
-                break
-            self._returning.append(self._return_bucket(bucket))
+    def advance(self, before: int) -> None:
+        """Sends what can be sent and receives what has arrived, as block groups below `before` are delivered."""
+        self._advance(before, patient=not self.comm_plan.replicated)
 
-    def _delivered(self, group: int) -> Tensor:
-        """The directions that were delivered; rows without one are left uninitialized, no rank uses them."""
-        return self._updates.pop(group) if group in self._updates else self.comm_plan.empty(group)
-
-    def _return_bucket(self, bucket: Bucket) -> Work:
-        plan, label = self.comm_plan, self._label(bucket, "updates")
-        stacks = {group: self._delivered(group) for group in bucket.groups}
-        first = plan.block_groups[bucket.groups[0]]
-        if plan.replicated:
-            out = torch.empty(self._longest(bucket), dtype=first.update_dtype, device=first.device)
-            at = 0
-            for stack in stacks.values():
-                out[at : at + stack.numel()].view(stack.shape).copy_(stack)
-                at += stack.numel()
-            return plan.rank_group.all_gather(out, label)
-        transfers = _flat(bucket.owned)
-        out = torch.empty(_numel(transfers), dtype=first.update_dtype, device=first.device)
-        _copy(list(_stretches(out, transfers)), _block_views(transfers, stacks))
-        sending, receiving = [_numel(own) for own in bucket.owned], [_numel(own) for own in bucket.held]
-        return plan.rank_group.all_to_all(out, sending, receiving, label)
-
-    def _longest(self, bucket: Bucket) -> int:
-        """Entries of a bucket that the rank with the most of them owns."""
-        loads = [0] * self.comm_plan.rank_group.size
-        for group in bucket.groups:
-            for block in self.comm_plan.block_groups[group].blocks:
-                loads[block.owner] += math.prod(block.grid.tile)
-        return max(loads)
+    def take(self) -> dict[int, Tensor]:
+        """The updates of this rank's shards that are complete, by position of the parameter, each of them once."""
+        complete, self._complete = self._complete, {}
+        return complete
 
     def close(self) -> dict[int, Tensor]:
-        """Waits for all messages; returns the updates of this rank's shards, by position of the parameter."""
-        self.send_updates(len(self.comm_plan.block_groups))
-        for arriving in self._arriving.values():  # taken or not: a message must not outlive its buffers
-            for work in arriving:
-                work.wait()
-        updates: dict[int, Tensor] = {}
-        for bucket, work in zip(self.comm_plan.buckets, self._returning, strict=True):
-            if self.comm_plan.replicated:
-                self._receive_gathered(bucket, work.wait(), updates)
-            else:
-                self._receive(bucket, work.wait(), updates)
-        return updates
+        """Waits for all messages; returns the updates that `take` has not returned."""
+        self._advance(len(self.comm_plan.block_groups), patient=True)
+        while self._returning:
+            self._receive()
+        return self.take()
 
-    def _receive(self, bucket: Bucket, data: Tensor, updates: dict[int, Tensor]) -> None:
+    def _advance(self, before: int, patient: bool) -> None:
+        """patient: whether to wait for earlier buckets where IN_FLIGHT of them are under way."""
+        for key in [key for key in self._arrived if key[1] < before]:
+            del self._arrived[key]
+        for index in range(self._sent, len(self.comm_plan.buckets)):
+            if self.comm_plan.buckets[index].groups[-1] >= before:
+                break
+            if len(self._returning) == IN_FLIGHT:
+                if not patient and not self._returning[0][1].done():
+                    break
+                self._receive()
+            self._return(index)
+        while self._returning and self._returning[0][1].done():
+            self._receive()
+
+    def _return(self, index: int) -> None:
+        """Starts to send the updates of a bucket, and the gradients of the next bucket but one."""
+        for name in self.sources:  # taken or not: a message must not outlive its buffers
+            if (name, index) in self._arriving:
+                self._arriving.pop((name, index)).wait()
+        self._returning.append((index, self._return_bucket(self.comm_plan.buckets[index])))
+        self._sent = index + 1
+        self._send(index + IN_FLIGHT)
+
+    def _return_bucket(self, bucket: Bucket) -> Work[Tensor] | Work[list[Tensor]]:
+        plan, label = self.comm_plan, self._label(bucket, "updates")
+        # rows without a direction are left uninitialized: no rank uses them
+        stacks = {g: self._delivered.pop(g) if g in self._delivered else plan.empty(g) for g in bucket.groups}
+        first = plan.block_groups[bucket.groups[0]]
+        if plan.replicated:
+            flat = [stack.reshape(-1).to(first.update_dtype) for stack in stacks.values()]
+            return plan.rank_group.all_gather_uneven(
+                torch.cat(flat) if len(flat) > 1 else flat[0], bucket.lengths, label
+            )
+        transfers = flattened(bucket.owned)
+        out = torch.empty(count(transfers), dtype=first.update_dtype, device=first.device)
+        copy_all(list(stretches(out, transfers)), block_views(transfers, stacks))
+        sending, receiving = [count(own) for own in bucket.owned], [count(own) for own in bucket.held]
+        return plan.rank_group.all_to_all(out, sending, receiving, label)
+
+    def _receive(self) -> None:
+        """Waits for the updates of the bucket that was sent first, and copies them to where they belong."""
+        index, work = self._returning.popleft()
+        bucket, data = self.comm_plan.buckets[index], work.wait()
+        if isinstance(data, Tensor):
+            self._receive_shards(bucket, data)
+        else:
+            self._receive_blocks(bucket, data)
+        positions = [position for position in self.comm_plan.completed_by[index] if position in self._updates]
+        self._complete.update({position: self._updates.pop(position) for position in positions})
+
+    def _receive_shards(self, bucket: Bucket, data: Tensor) -> None:
         """Copies the updates of a bucket `[n]` from their owners into the updates of this rank's shards."""
         plan, me = self.comm_plan, self.comm_plan.rank_group.rank
-        transfers, targets = _flat(bucket.held), []
+        transfers, targets = flattened(bucket.held), []
         for transfer in transfers:
             position, group = transfer.block.position, plan.block_groups[transfer.group]
             box = plan.layouts[position].boxes[me]
-            if position not in updates:
-                updates[position] = torch.empty(box.shape, dtype=group.dtype, device=group.device)
-            targets.append(transfer.region.in_shard(updates[position], box))
-        _copy(targets, list(_stretches(data, transfers)))
+            if position not in self._updates:
+                self._updates[position] = torch.empty(box.shape, dtype=group.dtype, device=group.device)
+            targets.append(transfer.region.in_shard(self._updates[position], box))
+        copy_all(targets, list(stretches(data, transfers)))
 
-    def _receive_gathered(self, bucket: Bucket, data: Tensor, updates: dict[int, Tensor]) -> None:
-        """Copies the updates of a bucket `[R, longest]` into the updates of parameters that every rank holds."""
+    def _receive_blocks(self, bucket: Bucket, data: Sequence[Tensor]) -> None:
+        """Copies the blocks `[lengths[r]]` of all ranks r into the updates of parameters that every rank holds."""
         targets, sources, ends = [], [], [0] * self.comm_plan.rank_group.size
         for group in (self.comm_plan.block_groups[index] for index in bucket.groups):
             for block in sorted(group.blocks, key=lambda one: (one.owner, one.row)):
                 grid, at = block.grid, ends[block.owner]
                 ends[block.owner] = at + math.prod(grid.tile)
-                source = data[block.owner, at : ends[block.owner]].view(grid.tile)
-                if grid.is_parameter and data.dtype == group.dtype:
-                    updates[block.position] = source
+                source = data[block.owner][at : ends[block.owner]].view(grid.tile)
+                if grid.is_parameter and source.dtype == group.dtype:
+                    self._updates[block.position] = source
                     continue
-                if block.position not in updates:
-                    updates[block.position] = torch.empty(grid.merged, dtype=group.dtype, device=group.device)
-                targets.append(grid.cut(updates[block.position]).reshape(grid.tile))
+                if block.position not in self._updates:
+                    empty = torch.empty(grid.merged, dtype=group.dtype, device=group.device)
+                    self._updates[block.position] = empty
+                targets.append(grid.cut(self._updates[block.position]).reshape(grid.tile))
                 sources.append(source)
-        _copy(targets, sources)
+        copy_all(targets, sources)
 
     def _label(self, bucket: Bucket, what: str) -> str:
         return f"{what} of {self.comm_plan.describe(bucket)}"
-
-
-def _flat(transfers: Sequence[Sequence[Transfer]]) -> list[Transfer]:
-    return [transfer for own in transfers for transfer in own]
-
-
-def _numel(transfers: Sequence[Transfer]) -> int:
-    return sum(transfer.region.box.numel for transfer in transfers)
-
-
-def _stretches(data: Tensor, transfers: Sequence[Transfer]) -> Iterator[Tensor]:
-    """Views of a message `[n]`, one for each transfer, in order."""
-    at = 0
-    for transfer in transfers:
-        end = at + transfer.region.box.numel
-        yield data[at:end].view(transfer.region.box.shape)
-        at = end
-
-
-def _block_views(transfers: Sequence[Transfer], stacks: dict[int, Tensor]) -> list[Tensor]:
-    """Views of stacks `[n, *block]`, given by the number of their block group, one for each transfer."""
-    return [transfer.region.in_block(stacks[transfer.group][transfer.block.row]) for transfer in transfers]
-
-
-def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
-    if targets:
-        torch._foreach_copy_(targets, sources)

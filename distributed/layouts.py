@@ -67,6 +67,13 @@ class Layout:
 
     @classmethod
     @lru_cache(maxsize=1024)
+    def by_rows(cls, shape: tuple[int, ...], ranks: int) -> Layout:
+        """The layout of a tensor that is cut along its first axis, as torch.chunk cuts."""
+        boxes = tuple(_box(shape, [(Shard(0), ranks, rank)]) for rank in range(ranks))
+        return cls(shape, boxes, (0,) * ranks)
+
+    @classmethod
+    @lru_cache(maxsize=1024)
     def from_placements(
         cls, shape: tuple[int, ...], mesh: tuple[int, ...], placements: tuple[Placement, ...]
     ) -> Layout:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -13,32 +12,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from .work import Work
+
 
 class DistributedError(RuntimeError):
     """A collective failed. The message says which one, on which rank, and what is known of the cause."""
 
 
-@dataclass
-class Work:
-    """A collective under way.
+PADDING = 1.1
+"""Factor by which padding may lengthen the messages of an all-gather of uneven lengths."""
 
-    work: the handle that torch gave; None: it is finished.
-    result: tensor that the collective writes.
-    finish: waits for a handle; raises DistributedError.
-    inputs: tensors that must live until the collective is finished.
+
+def pads(lengths: Sequence[int]) -> bool:
+    """Whether messages of these lengths, one of each rank, are padded to the longest and gathered at once.
+
+    Where padding would lengthen them by more than a tenth, each rank broadcasts its own.
     """
-
-    work: Any
-    result: Tensor
-    finish: Callable[[Any], None]
-    inputs: Sequence[Tensor] = ()
-
-    def wait(self) -> Tensor:
-        """The result, after the collective has finished. Raises DistributedError."""
-        if self.work is not None:
-            self.finish(self.work)
-            self.work = None
-        return self.result
+    return max(lengths) * len(lengths) <= PADDING * sum(lengths)
 
 
 class RankGroup:
@@ -67,20 +57,38 @@ class RankGroup:
             self._wait(dist.all_reduce(values, group=self.group, async_op=True))
         return values
 
-    def all_gather(self, mine: Tensor, what: str) -> Work:
+    def all_gather(self, mine: Tensor, what: str) -> Work[Tensor]:
         """Starts to gather `[n]` of every rank, all of one length, as `[R, n]`."""
-        result = mine.new_empty(self.size, mine.numel())
+        found = mine.new_empty(self.size, mine.numel())
         if not mine.numel():
-            return Work(None, result, self._finish(what))
+            return Work((), found, self._finish(what))
         with self._named(what):
-            work = _all_gather(as_bytes(result), as_bytes(mine), group=self.group, async_op=True)
-        return Work(work, result, self._finish(what), (mine,))
+            handle = _all_gather(as_bytes(found), as_bytes(mine), group=self.group, async_op=True)
+        return Work((handle,), found, self._finish(what), (mine,))
 
-    def all_to_all(self, sent: Tensor, sending: Sequence[int], receiving: Sequence[int], what: str) -> Work:
+    def all_gather_uneven(self, mine: Tensor, lengths: Sequence[int], what: str) -> Work[list[Tensor]]:
+        """Starts to gather `[lengths[r]]` of every rank r, by rank; mine: what this rank gives."""
+        if pads(lengths):
+            padded = mine.new_zeros(max(lengths))
+            padded[: mine.numel()] = mine
+            work = self.all_gather(padded if len(padded) > mine.numel() else mine, what)
+            found = [row[:length] for row, length in zip(work.result, lengths, strict=True)]
+            return Work(work.handles, found, work.finish, work.inputs)
+        found = list(torch.split(mine.new_empty(sum(lengths)), list(lengths)))
+        found[self.rank].copy_(mine)
+        with self._named(what):
+            handles = [
+                dist.broadcast(as_bytes(own), dist.get_global_rank(self.group, rank), self.group, async_op=True)
+                for rank, own in enumerate(found)
+                if own.numel()
+            ]
+        return Work(handles, found, self._finish(what))
+
+    def all_to_all(self, sent: Tensor, sending: Sequence[int], receiving: Sequence[int], what: str) -> Work[Tensor]:
         """Starts to send `sending[r]` entries of `sent` to each rank r and to receive `receiving[r]`, by rank."""
         result, width = sent.new_empty(sum(receiving)), sent.element_size()
         with self._named(what):
-            work = dist.all_to_all_single(
+            handle = dist.all_to_all_single(
                 as_bytes(result),
                 as_bytes(sent),
                 [n * width for n in receiving],
@@ -88,7 +96,7 @@ class RankGroup:
                 group=self.group,
                 async_op=True,
             )
-        return Work(work, result, self._finish(what), (sent,))
+        return Work((handle,), result, self._finish(what), (sent,))
 
     def all_gather_object(self, mine: Any, what: str) -> list[Any]:
         """A small Python object of every rank, by rank."""

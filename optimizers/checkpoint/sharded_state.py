@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from eigengraft.distributed.layouts import local
 from eigengraft.distributed.rank_group import RankGroup
@@ -148,17 +150,27 @@ def _rank_group(param_set: ParamSet) -> RankGroup:
 
 
 def _as_parameter(tensor: Tensor, param_set: ParamSet, position: int) -> Tensor:
-    parameter = param_set.parameters[position]
-    if not isinstance(parameter, DTensor) or not is_divided(tensor, param_set, position):
+    if not is_divided(tensor, param_set, position):
         return tensor
+    mesh, placements = _division(param_set, position)
+    parameter = param_set.parameters[position]
     return DTensor.from_local(
         tensor.clone(),  # of its own storage: asynchronous saving cannot stage rows of a stack
-        parameter.device_mesh,
-        parameter.placements,
+        mesh,
+        placements,
         run_check=False,
         shape=parameter.shape,
         stride=parameter.stride(),
     )
+
+
+def _division(param_set: ParamSet, position: int) -> tuple[DeviceMesh, Sequence[Placement]]:
+    """How state with an entry for each entry of a parameter is divided: as the parameter is, or by rows."""
+    parameter, placement = param_set.parameters[position], param_set.specs[position].placement
+    assert placement is not None
+    if isinstance(parameter, DTensor) and not placement.gathers_rows:
+        return parameter.device_mesh, parameter.placements
+    return _rank_group(param_set).mesh(parameter.device), (Shard(0),)
 
 
 def _evenly(value: Tensor, rank_group: RankGroup, device: torch.device) -> Tensor:
@@ -172,12 +184,10 @@ def _evenly(value: Tensor, rank_group: RankGroup, device: torch.device) -> Tenso
 
 def _shard(value: Tensor, param_set: ParamSet, position: int, like: Tensor) -> Tensor:
     """The shard that this rank holds of a value divided as its parameter is; any other value as a plain tensor."""
-    parameter = param_set.parameters[position]
     if not is_divided(like, param_set, position):
         return local(value)
-    if isinstance(value, DTensor) and isinstance(parameter, DTensor):
-        same = value.device_mesh == parameter.device_mesh and value.placements == parameter.placements
-        if same:
+    if isinstance(value, DTensor):
+        if (value.device_mesh, tuple(value.placements)) == _division(param_set, position):
             return value.to_local()
         value = value.full_tensor()
     box = layout_of_parameter(param_set, position).boxes[_rank_group(param_set).rank]

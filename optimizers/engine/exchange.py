@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eigengraft.distributed.comm_plan import BlockGroup, CommPlan
-from eigengraft.distributed.comm_step import CommStep
+from eigengraft.distributed.comm_step import CommStep, Source
+from eigengraft.distributed.layouts import local
+from eigengraft.distributed.param_gather import ParamGather
 from eigengraft.distributed.rank_group import RankGroup
 from eigengraft.numerics import compute_dtype
 from eigengraft.stacks import Stack
@@ -50,13 +52,13 @@ class BlockExchange(Protocol):
         """The root mean square of the full parameter that each block belongs to, `[n]`."""
 
     def deliver(self, blocks: ActiveBlocks, direction: Tensor) -> Mapping[int, Tensor]:
-        """Takes the directions of blocks; returns the updates that are complete, by position of the parameter."""
+        """Takes the directions of blocks; returns updates that are complete by now, by position of the parameter."""
 
     def report_failed_roots(self, path: str, positions: Sequence[int]) -> None:
         """Says that roots of these parameters have failed too often: ArithmeticError, here or on all ranks."""
 
     def finish(self) -> Mapping[int, Tensor]:
-        """The updates that no `deliver` has returned, by position of the parameter."""
+        """The updates that no `deliver` has returned, by position; all updates that it has returned are written."""
 
 
 class LocalExchange:
@@ -120,6 +122,7 @@ class RankExchange:
     def __init__(
         self,
         local: LocalExchange,
+        parameters: Sequence[Tensor],
         specs: Sequence[ParamSpec],
         recipe: Recipe,
         rank_group: RankGroup,
@@ -130,6 +133,9 @@ class RankExchange:
         layouts = [spec.placement.layout for spec in specs if spec.placement is not None]
         names, size = [spec.name for spec in specs], bucket_bytes(recipe, rank_group.size)
         self.comm_plan = CommPlan(rank_group, layouts, block_groups, names, size)
+        self._param_gather = ParamGather(rank_group, names, recipe.distribution.bucket)
+        self._parameters = parameters
+        self._gathered = [i for i, spec in enumerate(specs) if spec.placement and spec.placement.gathers_rows]
         used = [recipe.updates()[path] for path in dict.fromkeys(self.paths)]
         self._needs_rms = any("parameter_rms" in stage.requires for rule in used for _, stage in rule.stages())
         self._needs_parameters = any(rule.after_decay for rule in used)
@@ -147,14 +153,13 @@ class RankExchange:
 
     def begin(self, step: Step) -> None:
         self.local.begin(step)
-        self._comm_step = CommStep(self.comm_plan)
-        if self.comm_plan.replicated:
-            return
-        if self._needs_rms:
+        if self._needs_rms and not self.comm_plan.replicated:
             self._rms = self.rank_sync.parameter_rms(self.local.iterates.parameters)
-        self._comm_step.send([self._decayed(position, step) for position in range(len(self.paths))], "gradients")
+        sources: dict[str, Source] = {"gradients": lambda position: self._decayed(position, step)}
         if self._needs_parameters:
-            self._comm_step.send(self.local.iterates.decaying(), "parameters")
+            decaying = self.local.iterates.decaying()
+            sources["parameters"] = lambda position: decaying[position]
+        self._comm_step = CommStep(self.comm_plan, sources)
 
     def _decayed(self, position: int, step: Step) -> Tensor | None:
         """What this rank holds of a gradient, with the decay that belongs into it."""
@@ -169,7 +174,7 @@ class RankExchange:
         group = blocks.stack_state.block_group
         if group is None:
             return self.local.gather(blocks, source)
-        self.comm_step.send_updates(group)
+        self.comm_step.advance(group)
         if not self.comm_step.carries(source):
             return self.local.gather(blocks, source)
         stack = self.comm_step.gather(group, source)
@@ -185,12 +190,14 @@ class RankExchange:
         if group is None:
             return self.local.deliver(blocks, direction)
         self.comm_step.deliver(group, blocks.rows, direction)
-        return {}
+        return self.comm_step.take()
 
     def report_failed_roots(self, path: str, positions: Sequence[int]) -> None:
         self.rank_sync.failed.update(positions)
 
     def finish(self) -> Mapping[int, Tensor]:
-        updates = {**self.local.finish(), **self.comm_step.close()}
+        active, updates = self.local.step.active, {**self.local.finish(), **self.comm_step.close()}
         self._comm_step, self._rms = None, None
+        gathered = {position: local(self._parameters[position]) for position in self._gathered if active[position]}
+        self._param_gather.run({position: parameter.detach() for position, parameter in gathered.items()})
         return updates

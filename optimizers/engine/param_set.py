@@ -33,7 +33,7 @@ class ParamSet:
     """P parameters of one param group on one device that the same ranks share, by position 0 .. P - 1.
 
     specs: name, update and placement of each parameter.
-    local: what this rank holds of each parameter: the parameter itself if it is no DTensor.
+    local: what this rank holds of each parameter, or updates of it: the parameter itself in one process.
     rank_group: ranks that share the parameters; None: this process alone.
     step_counts: `[P]`, gradients that each parameter has had; `state["step"]` is a view of it.
     block_groups: blocks that are exchanged between ranks; none without a rank group.
@@ -50,7 +50,7 @@ class ParamSet:
         self.parameters, self.specs = list(parameters), list(specs)
         self.recipe, self.rank_group, self.updates = recipe, rank_group, recipe.updates()
         self.names = [spec.name for spec in specs]
-        self.local = [local(parameter) for parameter in parameters]
+        self.local = self._local(parameters)
         self.step_counts = torch.zeros(len(parameters), dtype=torch.int64)
         self._counts: NDArray[np.int64] = self.step_counts.numpy()
         self._priming = np.array([self.updates[spec.path].lagging() for spec in specs], dtype=np.int64)
@@ -61,7 +61,7 @@ class ParamSet:
         exchange = LocalExchange(specs, self.iterates, recipe.failure.roots)
         self.exchange: BlockExchange = exchange
         if rank_group is not None:
-            self.exchange = RankExchange(exchange, specs, recipe, rank_group, self.block_groups)
+            self.exchange = RankExchange(exchange, self.parameters, specs, recipe, rank_group, self.block_groups)
         self.finite_check = FiniteCheck(recipe.failure, self.names, self.exchange.survey)
 
     @property
@@ -97,10 +97,23 @@ class ParamSet:
             state.update(self.iterates.view(position, mode))
         return states
 
+    def _local(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """What this rank holds or updates of one tensor of each parameter, as views."""
+        return [self._rows(position, local(tensor)) for position, tensor in enumerate(tensors)]
+
+    def _rows(self, position: int, tensor: Tensor) -> Tensor:
+        """The rows that this rank updates of a parameter that every rank holds; any other tensor as it is."""
+        placement = self.specs[position].placement
+        if placement is None or self.rank_group is None or not placement.gathers_rows or tensor.is_sparse:
+            return tensor
+        box = placement.layout.boxes[self.rank_group.rank]
+        return tensor.detach()[box.start[0] : box.stop[0]]
+
     def prepare(self, hyper: Hyper) -> Step | None:
         """Checks the gradients and changes nothing; None if there is nothing to do. Raises as the finite check does."""
-        self.local[:] = [local(parameter) for parameter in self.parameters]
-        gradients = [local_gradient(name, p) for name, p in zip(self.names, self.parameters, strict=True)]
+        self.local[:] = self._local(self.parameters)
+        found = [local_gradient(name, p) for name, p in zip(self.names, self.parameters, strict=True)]
+        gradients = [None if gradient is None else self._rows(i, gradient) for i, gradient in enumerate(found)]
         present = np.array([p.grad is not None and p.numel() > 0 for p in self.parameters], dtype=np.bool_)
         active, mask = self.finite_check.check(gradients, present, hyper.lr)
         if not active.any() and mask is None:
@@ -117,12 +130,7 @@ class ParamSet:
         for stack_state in self.stack_states:
             for blocks, priming in self._active_blocks(stack_state, step.active):
                 self._advance(blocks, step, priming)
-        updates: dict[str, dict[int, Tensor]] = {}
-        for position, update in self.exchange.finish().items():
-            if moved[position]:
-                updates.setdefault(self.specs[position].path, {})[position] = update
-        for path, own in updates.items():
-            self._write(path, own, step)
+        self._write(self.exchange.finish(), step)
 
     def _active_blocks(self, stack_state: StackState, active: NDArray[np.bool_]) -> Iterator[tuple[ActiveBlocks, bool]]:
         """(active blocks of a stack, whether this gradient only primes their statistics)."""
@@ -149,25 +157,32 @@ class ParamSet:
                 scale = step.rates.step_scale(state.path)
                 term = scale.decay_term(exchange.gather(blocks, "parameters"), direction)
                 direction = state.after_decay(gradient, direction + term, rows, mask, context)
-            self._write(state.path, exchange.deliver(blocks, direction), step)
+            self._write(exchange.deliver(blocks, direction), step)
         bad = state.failing(context, self.recipe.failure.roots)
         if bad:
             exchange.report_failed_roots(state.path, state.stack.param_ids[bad].tolist())
 
-    def _write(self, path: str, updates: Mapping[int, Tensor], step: Step) -> None:
-        """Moves parameters of one path by their updates, by position."""
-        if not updates:
-            return
-        positions = list(updates)
+    def _write(self, updates: Mapping[int, Tensor], step: Step) -> None:
+        """Moves parameters by their updates, by position; those that were only primed stay."""
+        moved = step.active & (self.update_counts > 0)
+        paths: dict[str, list[int]] = {}
+        for position in updates:
+            if moved[position]:
+                paths.setdefault(self.specs[position].path, []).append(position)
+        for path, positions in paths.items():
+            self._move(path, positions, [updates[position] for position in positions], step)
+
+    def _move(self, path: str, positions: Sequence[int], updates: Sequence[Tensor], step: Step) -> None:
+        """Moves parameters of one path, by their updates."""
         parameters = [self.local[position] for position in positions]
-        pairs = zip(updates.values(), parameters, strict=True)
+        pairs = zip(updates, parameters, strict=True)
         shaped = [update if update.shape == p.shape else update.reshape(p.shape) for update, p in pairs]
         masks = None if step.mask is None else [step.mask[position] for position in positions]
         scale = step.rates.step_scale(path)
         if self.updates[path].after_decay:
             scale = scale.without_decay
         if self.iterates:
-            lr, counts = step.rates.hyper.lr, self.update_counts[positions]
+            lr, counts = step.rates.hyper.lr, self.update_counts[list(positions)]
             self.iterates.step(positions, counts, ParameterUpdate(shaped, scale, masks), lr)
         else:
             write(parameters, shaped, scale, masks)

@@ -26,7 +26,7 @@ from ..recipe.routing import ParamInfo, describe_parameter
 from ..sharding.phases import refresh_phases
 from ..sharding.placement import ParamPlacement, ParamSpec, assign_owners, place
 from .loads import count_owned, least_work, state_bytes
-from .traffic import Traffic, all_reduced, wire
+from .traffic import Traffic, all_reduced, gathered_rows, together, wire
 
 DataParallelKind = Literal["ddp", "fsdp2", "hsdp"]
 Floats = NDArray[np.float64]
@@ -134,7 +134,8 @@ def _traffic(
     vectors = [3 * len(specs), *[len(specs)] * norms]
     buckets = pack(block_groups, bucket_bytes(recipe, ranks)) if ranks > 1 else []
     there, back = wire(block_groups, buckets, layouts, 1 + any(rule.after_decay for rule in used))
-    return {"gradients": there, "updates": back, "agreement": all_reduced(vectors, ranks)}
+    rows = gathered_rows(specs, ranks, recipe.distribution.bucket)
+    return {"gradients": there, "updates": together(back, rows), "agreement": all_reduced(vectors, ranks)}
 
 
 def _info(name: str, shape: Sequence[int], dtype: torch.dtype) -> ParamInfo:

@@ -5,6 +5,7 @@ Legend: R ranks; o, r: one of the ranks; c[r]: entries of a block that rank r ho
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -14,7 +15,11 @@ from numpy.typing import NDArray
 from eigengraft.blocking import BlockGrid
 from eigengraft.distributed.comm_plan import BlockGroup
 from eigengraft.distributed.layouts import Box, Layout
+from eigengraft.distributed.param_gather import pack_rows
+from eigengraft.distributed.rank_group import pads
 from eigengraft.distributed.regions import regions
+
+from ..sharding.placement import ParamSpec
 
 Counts = NDArray[np.int64]
 AxisNumbers = tuple[int, ...]
@@ -63,6 +68,24 @@ class Traffic:
         self.messages += others if each else 0
         self.buffers += (1 + self.ranks) * each
 
+    def add_all_gather_uneven(self, lengths: Counts) -> None:
+        """Adds an all-gather of `lengths[r]` bytes from each rank r, padded or as broadcasts."""
+        if pads(lengths.tolist()):
+            self.add_all_gather(int(lengths.max()))
+            return
+        self.sent += (self.ranks - 1) * lengths
+        self.received += lengths.sum() - lengths
+        self.messages += (self.ranks - 1) * (lengths > 0)
+        self.buffers += lengths + lengths.sum()
+
+
+def together(first: Traffic, second: Traffic) -> Traffic:
+    """The messages of both."""
+    found = Traffic(first.ranks)
+    for name in ("sent", "received", "messages", "buffers"):
+        setattr(found, name, getattr(first, name) + getattr(second, name))
+    return found
+
 
 def all_reduced(vectors: Sequence[int], ranks: int) -> Traffic:
     """All-reduces of float64 vectors of these lengths in a ring: a rank sends 2 (R - 1) / R of each to a neighbour."""
@@ -92,19 +115,30 @@ def wire(
     for bucket in buckets:
         own = [block_groups[index] for index in bucket]
         if layouts[0].replicated:
-            back.add_all_gather(_longest(own, ranks))
+            back.add_all_gather_uneven(_lengths(own, ranks))
         else:
             _exchange(own, layouts, holdings, (there, back), rounds)
     return there, back
 
 
-def _longest(block_groups: Sequence[BlockGroup], ranks: int) -> int:
-    """Bytes of the updates of the rank that owns most of them."""
+def gathered_rows(specs: Sequence[ParamSpec], ranks: int, limit: int) -> Traffic:
+    """Rows that each rank has updated of parameters that every rank holds, sent to all others."""
+    found = Traffic(ranks)
+    own = {position: spec for position, spec in enumerate(specs) if spec.placement and spec.placement.gathers_rows}
+    shapes = {position: spec.shape for position, spec in own.items()}
+    for bucket in pack_rows(shapes, {position: spec.dtype for position, spec in own.items()}, ranks, limit):
+        entries = sum((rows.stop - rows.start) * math.prod(shapes[rows.position][1:]) for rows in bucket)
+        found.add_all_gather(entries * own[bucket[0].position].dtype.itemsize)
+    return found
+
+
+def _lengths(block_groups: Sequence[BlockGroup], ranks: int) -> Counts:
+    """`[R]`, bytes of the updates that each rank computes."""
     total = np.zeros(ranks, dtype=np.int64)
     for block_group in block_groups:
         each = block_group.nbytes // max(len(block_group.blocks), 1)
         total += each * np.bincount([block.owner for block in block_group.blocks], minlength=ranks)
-    return int(total.max())
+    return total
 
 
 def _exchange(

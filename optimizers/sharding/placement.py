@@ -22,12 +22,14 @@ from .phases import ParamKey, natural_order
 class ParamPlacement:
     """Where one parameter lies and which ranks update it.
 
-    layout: what each rank holds of the parameter.
-    owners: rank that owns each block, by block key; None: every rank updates what it holds, and no block travels.
+    layout: what each rank holds of the parameter, or updates of it where rows are gathered.
+    owners: rank that owns each block, by block key; None: every rank updates what the layout says, no block travels.
+    gathers_rows: whether every rank holds the parameter, updates some rows of it, and is sent the others.
     """
 
     layout: Layout
     owners: dict[int, int] | None
+    gathers_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,24 +64,33 @@ def place(recipe: Recipe, path: str, layout: Layout) -> ParamPlacement:
     """
     if recipe.updates()[path].constraints and not layout.replicated:
         raise ValueError(f"{path or 'recipe'}.constraints: whole parameters are required, got a sharded one")
-    return ParamPlacement(layout, None if _updates_in_place(recipe, path, layout) else {})
+    if not _updates_in_place(recipe, path, layout.shape):
+        return ParamPlacement(layout, {})
+    ranks = len(layout.boxes)
+    if layout.copies == 1 < ranks:
+        return ParamPlacement(layout, None)
+    if layout.replicated and _rows_fit(recipe, path, layout.shape, ranks):
+        return ParamPlacement(Layout.by_rows(layout.shape, ranks), None, gathers_rows=True)
+    return ParamPlacement(layout, {})
 
 
-def _updates_in_place(recipe: Recipe, path: str, layout: Layout) -> bool:
-    """Whether every rank can update what it holds: the update mixes no entries, and no entry is held twice, so that
-    the state is divided as evenly as the parameter."""
+def _updates_in_place(recipe: Recipe, path: str, shape: tuple[int, ...]) -> bool:
+    """Whether a rank can update any entries alone: the update mixes no entries, and has one slot entry for each, so
+    that the state is divided as evenly as the parameter."""
     rule = recipe.updates()[path]
-    grids = list(rule.blocking.grids(layout.shape))
-    if layout.copies > 1 or len(layout.boxes) == 1:
-        return False
-    if any(grid.merged != layout.shape or not grid.is_parameter for grid in grids):
+    if any(grid.merged != shape or not grid.is_parameter for grid in rule.blocking.grids(shape)):
         return False
     slots = [
-        choose(recipe.storage, key.rpartition("/")[0], key.rpartition("/")[2], slot) is None
-        and slot.shape == layout.shape
-        for key, slot in slot_keys(rule, path, layout.shape).items()
+        choose(recipe.storage, key.rpartition("/")[0], key.rpartition("/")[2], slot) is None and slot.shape == shape
+        for key, slot in slot_keys(rule, path, shape).items()
     ]
     return all(slots) and all(stage.entrywise() and not stage.requires for _, stage in rule.stages())
+
+
+def _rows_fit(recipe: Recipe, path: str, shape: tuple[int, ...], ranks: int) -> bool:
+    """Whether a replicated parameter can be cut by rows: no rank may need the others' rows of it between steps."""
+    local = recipe.averaging is None and not recipe.updates()[path].constraints
+    return local and 1 < ranks <= (shape[0] if shape else 0) and 0 not in shape
 
 
 def assign_owners(specs: Sequence[ParamSpec], recipe: Recipe, loads: Loads) -> None:

@@ -2,8 +2,11 @@
 
 import itertools
 import math
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -23,22 +26,38 @@ from .test_regions import all_placements, blockings, meshes, shapes, slices
 pytestmark = pytest.mark.slow
 
 
-class Wire:
-    """Stands for the ranks of one of R ranks in one process: its n-th message meets the n-th of the others."""
+class Mail:
+    """Messages between threads that stand for ranks, by (rank, number): a list with one tensor for each rank."""
 
-    def __init__(self, rank: int, size: int, mail: dict[tuple[int, int], list[Tensor]]) -> None:
+    def __init__(self) -> None:
+        self.sent: dict[tuple[int, int], list[Tensor]] = {}
+        self.changed = threading.Condition()
+
+    def post(self, rank: int, number: int, parts: list[Tensor]) -> None:
+        with self.changed:
+            self.sent[rank, number] = parts
+            self.changed.notify_all()
+
+    def arrived(self, number: int, ranks: int) -> bool:
+        return all((rank, number) in self.sent for rank in range(ranks))
+
+
+class Wire:
+    """Stands for the ranks of a group on one of its ranks: its n-th message meets the n-th of the others."""
+
+    def __init__(self, rank: int, size: int, mail: Mail) -> None:
         self.rank, self.size, self.mail, self.number = rank, size, mail, 0
 
     def all_to_all(self, sent: Tensor, sending: Sequence[int], receiving: Sequence[int], what: str) -> "Letter":
-        return self._post(list(sent.split(list(sending))), list(receiving))
+        return self._post(list(torch.split(sent, list(sending))), list(receiving), gathered=False)
 
-    def all_gather(self, mine: Tensor, what: str) -> "Letter":
-        return self._post([mine] * self.size, None)
+    def all_gather_uneven(self, mine: Tensor, lengths: Sequence[int], what: str) -> "Letter":
+        return self._post([mine] * self.size, list(lengths), gathered=True)
 
-    def _post(self, parts: list[Tensor], receiving: list[int] | None) -> "Letter":
-        self.mail[self.rank, self.number] = parts
+    def _post(self, parts: list[Tensor], lengths: list[int], gathered: bool) -> "Letter":
+        self.mail.post(self.rank, self.number, parts)
         self.number += 1
-        return Letter(self, self.number - 1, receiving)
+        return Letter(self, self.number - 1, lengths, gathered)
 
 
 @dataclass
@@ -47,15 +66,19 @@ class Letter:
 
     wire: Wire
     number: int
-    receiving: list[int] | None
+    lengths: list[int]
+    gathered: bool
 
-    def wait(self) -> Tensor:
-        wire = self.wire
-        found = [wire.mail[rank, self.number][wire.rank] for rank in range(wire.size)]
-        if self.receiving is None:
-            return torch.stack(found)
-        assert [len(part) for part in found] == self.receiving
-        return torch.cat(found)
+    def done(self) -> bool:
+        return self.wire.mail.arrived(self.number, self.wire.size)
+
+    def wait(self) -> Any:
+        wire, mail = self.wire, self.wire.mail
+        with mail.changed:
+            assert mail.changed.wait_for(self.done, timeout=20)
+        found = [mail.sent[rank, self.number][wire.rank] for rank in range(wire.size)]
+        assert [len(part) for part in found] == self.lengths
+        return found if self.gathered else torch.cat(found)
 
 
 def block_groups_of(
@@ -92,27 +115,35 @@ def test_gradients_reach_owners_and_updates_return(
     owners = itertools.cycle(data.draw(st.lists(st.integers(0, 11), min_size=1, max_size=7)))
     block_groups = block_groups_of(chosen, blocking, owners, ranks)
     tensors = [normal(*shape, seed=position) for position, shape in enumerate(chosen)]
-    mail: dict[tuple[int, int], list[Tensor]] = {}
-    names = [f"p{position}" for position in range(len(chosen))]
-    plans = [CommPlan(Wire(rank, ranks, mail), layouts, block_groups, names, limit) for rank in range(ranks)]  # type: ignore[arg-type]
-    steps = [CommStep(comm_plan) for comm_plan in plans]
-    for rank, comm_step in enumerate(steps):
-        comm_step.send([x[slices(layout.boxes[rank])] for x, layout in zip(tensors, layouts, strict=True)], "gradients")
-    if not plans[0].replicated:  # each entry is sent to one owner by one rank
-        assert sum(len(part) for parts in mail.values() for part in parts) == sum(x.numel() for x in tensors)
-    for rank, comm_step in enumerate(steps):
+    mail, names = Mail(), [f"p{position}" for position in range(len(chosen))]
+
+    def run(rank: int) -> bool:
+        wire = Wire(rank, ranks, mail)
+        plan = CommPlan(wire, layouts, block_groups, names, limit)  # type: ignore[arg-type]
+        local = [x[slices(layout.boxes[rank])] for x, layout in zip(tensors, layouts, strict=True)]
+        comm_step, updates = CommStep(plan, {"gradients": lambda position: local[position]}), dict[int, Tensor]()
         for index, block_group in enumerate(block_groups):
             own = block_group.owned(rank)
-            if own and not plans[rank].replicated:
-                want = [b.grid.cut(tensors[b.position].reshape(b.grid.merged)).reshape(b.grid.tile) for b in own]
-                assert torch.equal(comm_step.gather(index, "gradients"), torch.stack(want))
-            if own:
-                stack = [b.grid.cut(tensors[b.position].reshape(b.grid.merged)).reshape(b.grid.tile) for b in own]
-                comm_step.deliver(index, None, 2 * torch.stack(stack) + 1)
-        comm_step.send_updates(len(block_groups))
-    for rank, comm_step in enumerate(steps):
-        updates = comm_step.close()
-        for position, (x, layout) in enumerate(zip(tensors, layouts, strict=True)):
-            part = x[slices(layout.boxes[rank])]
+            if not own:
+                continue
+            stack = torch.stack(
+                [b.grid.cut(tensors[b.position].reshape(b.grid.merged)).reshape(b.grid.tile) for b in own]
+            )
+            comm_step.advance(index)
+            if comm_step.carries("gradients"):
+                assert torch.equal(comm_step.gather(index, "gradients"), stack)
+            comm_step.deliver(index, None, 2 * stack + 1)
+            updates |= comm_step.take()
+        updates |= comm_step.close()
+        for position, part in enumerate(local):
             if part.numel():
                 assert torch.equal(updates[position].reshape(part.shape), 2 * part + 1)
+
+        return plan.replicated
+
+    with ThreadPoolExecutor(ranks) as threads:
+        replicated = any(threads.map(run, range(ranks)))
+    if not replicated:  # one rank sends each entry to one owner, which sends its update to all ranks that hold it
+        held = sum(box.numel for layout in layouts for box in layout.boxes)
+        sent = sum(len(part) for parts in mail.sent.values() for part in parts)
+        assert sent == sum(x.numel() for x in tensors) + held

@@ -32,7 +32,8 @@ from eigengraft.component import RecipeError
 from eigengraft.distributed.distribution import Distribution
 from eigengraft.distributed.layouts import Layout
 from eigengraft.distributed.ownership import Loads, assign
-from eigengraft.distributed.rank_group import RankGroup, Work
+from eigengraft.distributed.rank_group import RankGroup, pads
+from eigengraft.distributed.work import Work
 from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.tasks.model_shapes import LLAMAS, parameters_of, read_shapes
 from eigengraft.optimizers.planning.measure import measured_work
@@ -96,12 +97,20 @@ class Counted:
             me, others = rank_group.rank, [r for r in range(rank_group.size) if r != rank_group.rank]
             peered = sum(out[r] > 0 for r in others)
             self.add(what, sum(out) - out[me], sum(into) - into[me], peered, sum(out) + sum(into))
-            return Work(None, sent.new_zeros(sum(receiving)), lambda wait: None)
+            return Work((), sent.new_zeros(sum(receiving)), lambda wait: None)
 
         def gathered(rank_group: RankGroup, mine: Tensor, what: str) -> Any:
             each, others = mine.nbytes, rank_group.size - 1
             self.add(what, others * each, others * each, others if each else 0, (1 + rank_group.size) * each)
-            return Work(None, mine.new_zeros(rank_group.size, mine.numel()), lambda wait: None)
+            return Work((), mine.new_zeros(rank_group.size, mine.numel()), lambda wait: None)
+
+        def cast(rank_group: RankGroup, mine: Tensor, lengths: list[int], what: str) -> Any:
+            if pads(lengths):
+                work = gathered(rank_group, mine.new_zeros(max(lengths)), what)
+                return Work((), [row[:length] for row, length in zip(work.result, lengths, strict=True)], work.finish)
+            own, total, others = mine.nbytes, sum(lengths) * mine.element_size(), rank_group.size - 1
+            self.add(what, others * own, total - own, others if own else 0, own + total)
+            return Work((), [mine.new_zeros(length) for length in lengths], lambda wait: None)
 
         def totalled(rank_group: RankGroup, values: Tensor, what: str) -> Tensor:
             self.add("agreement", 0, 0, 1, values.nbytes)
@@ -109,6 +118,7 @@ class Counted:
 
         monkeypatch.setattr(RankGroup, "all_to_all", swapped)
         monkeypatch.setattr(RankGroup, "all_gather", gathered)
+        monkeypatch.setattr(RankGroup, "all_gather_uneven", cast)
         monkeypatch.setattr(RankGroup, "all_reduce", totalled)
         monkeypatch.setattr(RankGroup, "all_gather_object", lambda rank_group, mine, what: [mine] * rank_group.size)
 
@@ -188,7 +198,8 @@ def test_bytes_of_one_block() -> None:
     assert copied["updates"].sent.tolist() == [384, 0, 0, 0] and copied["updates"].messages[0] == 3
     assert copied["updates"].received.tolist() == [0, 128, 128, 128]
     whole = one_block((4,), "ddp").traffic
-    assert not whole["gradients"].sent.any() and whole["updates"].received.tolist() == [3 * 256] * 4
+    assert not whole["gradients"].sent.any() and whole["updates"].sent.tolist() == [3 * 256, 0, 0, 0]
+    assert whole["updates"].received.tolist() == [0, 256, 256, 256]
     alone = one_block((1,), "ddp").traffic
     assert not any(traffic.sent.any() or traffic.messages.any() for traffic in alone.values())
 

@@ -48,7 +48,8 @@ def follow(recipe: Any, place: str, overrides: Sequence[str] = (), gaps: bool = 
         "parameters": values(module),
         "evaluated": evaluated,
         "bytes": optimizer.state_bytes(),
-        "blocks": sum(len(unit.stack.param_ids) for unit in optimizer.stack_states()),
+        # routes are for entry-wise updates, which every rank computes some rows of
+        "blocks": sum(len(unit.stack.param_ids) for unit in optimizer.stack_states() if not unit.path),
         "skipped": dict(optimizer.skipped),
         "steps": {n: int(optimizer.state[p]["step"]) for n, p in module.named_parameters() if p in optimizer.state},
     }
