@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .comm_plan import Bucket, CommPlan
-from .transfers import block_views, copy_all, count, flattened, stretches
+from .transfers import copy_all, count, flattened, stack_views, stretches
 from .work import Work
 
 Source = Callable[[int], Tensor | None]
@@ -76,7 +76,7 @@ class CommStep:
             bucket, data = self.comm_plan.buckets[index], self._arriving.pop((source, index)).wait()
             stacks = {own: self.comm_plan.empty(own) for own in bucket.groups}
             transfers = flattened(bucket.received)
-            copy_all(block_views(transfers, stacks), list(stretches(data, transfers)))
+            copy_all(stack_views(transfers, stacks), list(stretches(data, transfers)))
             self._arrived.update({(source, own): stack for own, stack in stacks.items()})
         return self._arrived[source, group]
 
@@ -141,7 +141,7 @@ class CommStep:
             )
         transfers = flattened(bucket.owned)
         out = torch.empty(count(transfers), dtype=first.update_dtype, device=first.device)
-        copy_all(list(stretches(out, transfers)), block_views(transfers, stacks))
+        copy_all(list(stretches(out, transfers)), stack_views(transfers, stacks))
         sending, receiving = [count(own) for own in bucket.owned], [count(own) for own in bucket.held]
         return plan.rank_group.all_to_all(out, sending, receiving, label)
 

@@ -29,7 +29,7 @@ def stretches(data: Tensor, transfers: Sequence[Transfer]) -> Iterator[Tensor]:
         at = end
 
 
-def block_views(transfers: Sequence[Transfer], stacks: dict[int, Tensor]) -> list[Tensor]:
+def stack_views(transfers: Sequence[Transfer], stacks: dict[int, Tensor]) -> list[Tensor]:
     """Views of stacks `[n, *block]`, given by the number of their block group, one for each transfer."""
     return [transfer.region.in_block(stacks[transfer.group][transfer.block.row]) for transfer in transfers]
 

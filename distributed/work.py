@@ -8,11 +8,11 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-Result = TypeVar("Result")
+Received = TypeVar("Received")
 
 
 @dataclass
-class Work(Generic[Result]):
+class Work(Generic[Received]):
     """A collective under way.
 
     handles: what torch gave to wait for; none: the collective is finished.
@@ -22,7 +22,7 @@ class Work(Generic[Result]):
     """
 
     handles: Sequence[Any]
-    result: Result
+    result: Received
     finish: Callable[[Any], None]
     inputs: Sequence[Tensor] = ()
 
@@ -30,7 +30,7 @@ class Work(Generic[Result]):
         """Whether the collective has finished or failed, so that `wait` returns or raises at once."""
         return all(handle.is_completed() for handle in self.handles)
 
-    def wait(self) -> Result:
+    def wait(self) -> Received:
         """The result, after the collective has finished. Raises DistributedError."""
         for handle in self.handles:
             self.finish(handle)

@@ -54,10 +54,10 @@ def is_divided(tensor: Tensor, param_set: ParamSet, position: int) -> bool:
 
 
 def layout_of_parameter(param_set: ParamSet, position: int) -> Layout:
-    """The boxes of a parameter that ranks hold."""
+    """The boxes of a parameter that ranks hold, or update in place; its entry-wise state lies there."""
     placement = param_set.specs[position].placement
     assert placement is not None
-    return placement.layout
+    return placement.updated
 
 
 def _templates(param_set: ParamSet) -> Iterator[dict[str, tuple[tuple[int, ...], torch.dtype]]]:

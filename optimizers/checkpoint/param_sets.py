@@ -10,7 +10,8 @@ import numpy as np
 from torch import Tensor
 
 from ..apply.mode import Mode
-from ..engine.param_set import ParamSet, inherit_counts, make_param_sets
+from ..engine.make_param_sets import inherit_counts, make_param_sets
+from ..engine.param_set import ParamSet
 from ..recipe.recipe import Recipe
 from ..recipe.routing import ParamInfo
 from ..sharding.assignment import Assignments

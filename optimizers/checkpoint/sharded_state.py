@@ -168,7 +168,7 @@ def _division(param_set: ParamSet, position: int) -> tuple[DeviceMesh, Sequence[
     """How state with an entry for each entry of a parameter is divided: as the parameter is, or by rows."""
     parameter, placement = param_set.parameters[position], param_set.specs[position].placement
     assert placement is not None
-    if isinstance(parameter, DTensor) and not placement.gathers_rows:
+    if isinstance(parameter, DTensor) and placement.rows is None:
         return parameter.device_mesh, parameter.placements
     return _rank_group(param_set).mesh(parameter.device), (Shard(0),)
 

@@ -121,7 +121,7 @@ def _in_place(specs: Sequence[ParamSpec], rank: int) -> Iterator[tuple[BlockKind
     """(kind, position, grid) of what a rank holds of the parameters that every rank updates in place."""
     for position, spec in enumerate(specs):
         if spec.placement is not None and spec.placement.owners is None:
-            box = spec.placement.layout.boxes[rank]
+            box = spec.placement.updated.boxes[rank]
             if box.numel:
                 kind = BlockKind(spec.path, box.shape, compute_dtype(spec.dtype), spec.device)
                 yield kind, position, BlockGrid.single(box.shape)

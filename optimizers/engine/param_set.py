@@ -18,12 +18,12 @@ from ..apply import IterateStore, ParameterUpdate
 from ..apply.mode import Mode
 from ..apply.write import write
 from ..recipe.recipe import Recipe
-from ..sharding.assignment import Assignment
 from ..sharding.phases import Phases
 from ..sharding.placement import ParamSpec
 from .build import build
-from .exchange import BlockExchange, LocalExchange, RankExchange
+from .exchange import BlockExchange, LocalExchange
 from .finite_check import FiniteCheck
+from .rank_exchange import RankExchange
 from .signals import find_signals
 from .stack_state import ActiveBlocks, StackState
 from .step_inputs import Hyper, Rates, Step
@@ -104,9 +104,9 @@ class ParamSet:
     def _rows(self, position: int, tensor: Tensor) -> Tensor:
         """The rows that this rank updates of a parameter that every rank holds; any other tensor as it is."""
         placement = self.specs[position].placement
-        if placement is None or self.rank_group is None or not placement.gathers_rows or tensor.is_sparse:
+        if placement is None or placement.rows is None or self.rank_group is None or tensor.is_sparse:
             return tensor
-        box = placement.layout.boxes[self.rank_group.rank]
+        box = placement.rows.boxes[self.rank_group.rank]
         return tensor.detach()[box.start[0] : box.stop[0]]
 
     def prepare(self, hyper: Hyper) -> Step | None:
@@ -186,25 +186,3 @@ class ParamSet:
             self.iterates.step(positions, counts, ParameterUpdate(shaped, scale, masks), lr)
         else:
             write(parameters, shaped, scale, masks)
-
-
-def make_param_sets(
-    parameters: Sequence[Tensor], assignment: Assignment, recipe: Recipe, phases: Phases, chosen: Iterable[int]
-) -> list[ParamSet]:
-    """Fresh parameter sets for the chosen positions of a param group, one for each device and set of ranks."""
-    found: dict[tuple[torch.device, RankGroup | None], list[int]] = {}
-    for position in chosen:
-        found.setdefault((parameters[position].device, assignment.rank_groups[position]), []).append(position)
-    return [
-        ParamSet([parameters[p] for p in own], [assignment.specs[p] for p in own], recipe, phases, rank_group)
-        for (_, rank_group), own in found.items()
-    ]
-
-
-def inherit_counts(param_sets: Iterable[ParamSet], before: Iterable[ParamSet]) -> None:
-    """Adds to new parameter sets what was counted of their parameters in the sets before."""
-    counts = {param_set: dict(param_set.skipped) for param_set in before}
-    for param_set in param_sets:
-        for other, skipped in counts.items():
-            if other is not param_set:
-                param_set.skipped.update({name: count for name, count in skipped.items() if name in param_set.names})

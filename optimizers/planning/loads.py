@@ -58,7 +58,7 @@ def _local_bytes(recipe: Recipe, spec: ParamSpec) -> NDArray[np.int64]:
             total += block_cost(rule, spec.path, shape, computed, recipe.storage).state
         return total
 
-    shapes = [box.shape for box in placement.layout.boxes]
+    shapes = [box.shape for box in placement.updated.boxes]
     sizes = {shape: size(shape) for shape in set(shapes)}
     return np.array([sizes[shape] for shape in shapes], dtype=np.int64)
 

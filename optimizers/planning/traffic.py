@@ -124,7 +124,7 @@ def wire(
 def gathered_rows(specs: Sequence[ParamSpec], ranks: int, limit: int) -> Traffic:
     """Rows that each rank has updated of parameters that every rank holds, sent to all others."""
     found = Traffic(ranks)
-    own = {position: spec for position, spec in enumerate(specs) if spec.placement and spec.placement.gathers_rows}
+    own = {position: spec for position, spec in enumerate(specs) if spec.placement and spec.placement.rows}
     shapes = {position: spec.shape for position, spec in own.items()}
     for bucket in pack_rows(shapes, {position: spec.dtype for position, spec in own.items()}, ranks, limit):
         entries = sum((rows.stop - rows.start) * math.prod(shapes[rows.position][1:]) for rows in bucket)

@@ -22,14 +22,20 @@ from .phases import ParamKey, natural_order
 class ParamPlacement:
     """Where one parameter lies and which ranks update it.
 
-    layout: what each rank holds of the parameter, or updates of it where rows are gathered.
-    owners: rank that owns each block, by block key; None: every rank updates what the layout says, no block travels.
-    gathers_rows: whether every rank holds the parameter, updates some rows of it, and is sent the others.
+    layout: what each rank holds of the parameter.
+    owners: rank that owns each block, by block key; None: every rank updates entries in place, and no block travels.
+    rows: rows that each rank updates in place of a parameter that all ranks hold, who are then sent all rows; None: a
+        rank updates in place what it holds.
     """
 
     layout: Layout
     owners: dict[int, int] | None
-    gathers_rows: bool = False
+    rows: Layout | None = None
+
+    @property
+    def updated(self) -> Layout:
+        """What each rank updates in place, which is where the state of such an update lies."""
+        return self.layout if self.rows is None else self.rows
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,7 @@ def place(recipe: Recipe, path: str, layout: Layout) -> ParamPlacement:
     if layout.copies == 1 < ranks:
         return ParamPlacement(layout, None)
     if layout.replicated and _rows_fit(recipe, path, layout.shape, ranks):
-        return ParamPlacement(Layout.by_rows(layout.shape, ranks), None, gathers_rows=True)
+        return ParamPlacement(layout, None, Layout.by_rows(layout.shape, ranks))
     return ParamPlacement(layout, {})
 
 
@@ -103,7 +109,7 @@ def assign_owners(specs: Sequence[ParamSpec], recipe: Recipe, loads: Loads) -> N
     items: list[tuple[dict[int, int], list[int], float, float]] = []
     for spec in sorted(specs, key=lambda spec: natural_order(spec.name)):
         assert spec.placement is not None
-        owners, layout = spec.placement.owners, spec.placement.layout
+        owners, layout = spec.placement.owners, spec.placement.updated
         rule, dtype = recipe.updates()[spec.path], compute_dtype(spec.dtype)
         if owners is None:
             cost = block_cost(rule, spec.path, layout.shape, dtype, recipe.storage)

@@ -29,7 +29,7 @@ class RankSync:
         self.names = [spec.name for spec in specs]
         self.failed: set[int] = set()
         self._device = specs[0].device
-        layouts = [spec.placement.layout for spec in specs if spec.placement is not None]
+        layouts = [spec.placement.updated for spec in specs if spec.placement is not None]
         self._copies = torch.tensor([float(layout.copies) for layout in layouts], dtype=torch.float64)
         self._numels = torch.tensor([float(math.prod(spec.shape)) for spec in specs], dtype=torch.float64)
         self._dtypes = [compute_dtype(spec.dtype) for spec in specs]

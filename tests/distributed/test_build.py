@@ -47,12 +47,14 @@ def test_phases_do_not_depend_on_the_number_of_ranks(name: str, ranks: int) -> N
     alone = {(position, key): state.phases[row] for state in stacks for row, position, key in state.rows()}
     assert none == []
     assert len(set(alone.values())) > 1 or name == "adafactor"  # which has nothing to refresh
-    divided = {}
-    for group, phases in divide(specs_of(recipe, ranks), recipe, table, ranks):
+    divided, placed = {}, specs_of(recipe, ranks)
+    for group, phases in divide(placed, recipe, table, ranks):
         assert group.dtype == compute_dtype(torch.float32)
         for block, phase in zip(group.blocks, phases, strict=True):
             divided[block.position, block.grid.keys[0]] = phase
-    assert divided == alone
+    in_place = {position for position, spec in enumerate(placed) if spec.placement and spec.placement.owners is None}
+    assert divided == {key: phase for key, phase in alone.items() if key[0] not in in_place}
+    assert in_place or ranks == 1 or name == "adafactor"
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
