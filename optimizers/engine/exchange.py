@@ -10,9 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from eigengraft.stacks import Stack
@@ -22,7 +20,7 @@ from ..sharding.placement import ParamSpec
 from ..sharding.rank_sync import failed_roots
 from .finite_check import GradientSurvey, LocalSurvey
 from .stack_state import ActiveBlocks
-from .step_inputs import GatherSource, Step
+from .step_inputs import GatherSource, GivenGradients, Step
 
 
 class BlockExchange(Protocol):
@@ -31,8 +29,8 @@ class BlockExchange(Protocol):
     In a step: `survey`, `begin`, then for every stack in order `gather` and `deliver`, then `finish`.
     """
 
-    def survey(self, gradients: Sequence[Tensor | None], present: NDArray[np.bool_]) -> GradientSurvey:
-        """What is known of the full gradients; present: `[P]`, which parameters have one here."""
+    def survey(self, given: GivenGradients) -> GradientSurvey:
+        """What is known of the full gradients."""
 
     def begin(self, step: Step) -> None:
         """Starts the exchange of one step."""
@@ -69,8 +67,8 @@ class LocalExchange:
         assert self._step is not None
         return self._step
 
-    def survey(self, gradients: Sequence[Tensor | None], present: NDArray[np.bool_]) -> GradientSurvey:
-        return LocalSurvey(gradients, present)
+    def survey(self, given: GivenGradients) -> GradientSurvey:
+        return LocalSurvey(given.gradients, given.present)
 
     def begin(self, step: Step) -> None:
         self._step, self._updates = step, {}

@@ -15,6 +15,7 @@ from torch import Tensor
 from eigengraft.numerics import compute_dtype
 
 from ..recipe.recipe import Failure
+from .step_inputs import GivenGradients
 
 
 class GradientSurvey(Protocol):
@@ -75,22 +76,20 @@ class FiniteCheck:
         self,
         failure: Failure,
         names: Sequence[str],
-        survey: Callable[[Sequence[Tensor | None], NDArray[np.bool_]], GradientSurvey],
+        survey: Callable[[GivenGradients], GradientSurvey],
     ) -> None:
         self.failure, self.names, self.survey = failure, list(names), survey
         self.skipped: Counter[str] = Counter()
         self._deferred: tuple[list[int], Tensor, torch.cuda.Event | None] | None = None
 
-    def check(
-        self, gradients: Sequence[Tensor | None], present: NDArray[np.bool_], lr: float | Tensor
-    ) -> tuple[NDArray[np.bool_], Tensor | None]:
+    def check(self, given: GivenGradients) -> tuple[NDArray[np.bool_], Tensor | None]:
         """(active `[P]` on the host, mask `[P]` on the device or None). Changes nothing but the count.
 
         With lr 0 and gradients 0 nothing is active: torch.distributed.checkpoint steps so to have state allocated.
         Raises TypeError for sparse gradients, FloatingPointError if the recipe asks for it, and what the survey raises.
         """
-        self._require_dense(gradients)
-        survey = self.survey(gradients, present)
+        self._require_dense(given.gradients)
+        survey, present, lr = self.survey(given), given.present, given.numbers["lr"]
         if self._on_host(survey.device):
             present = survey.agreed()
         if isinstance(lr, float) and lr == 0 and not survey.nonzero():

@@ -26,7 +26,7 @@ from .finite_check import FiniteCheck
 from .rank_exchange import RankExchange
 from .signals import find_signals
 from .stack_state import ActiveBlocks, StackState
-from .step_inputs import Hyper, Rates, Step
+from .step_inputs import GivenGradients, Hyper, Rates, Step
 
 
 class ParamSet:
@@ -115,7 +115,8 @@ class ParamSet:
         found = [local_gradient(name, p) for name, p in zip(self.names, self.parameters, strict=True)]
         gradients = [None if gradient is None else self._rows(i, gradient) for i, gradient in enumerate(found)]
         present = np.array([p.grad is not None and p.numel() > 0 for p in self.parameters], dtype=np.bool_)
-        active, mask = self.finite_check.check(gradients, present, hyper.lr)
+        numbers = hyper.numbers(int(self._counts.max()))
+        active, mask = self.finite_check.check(GivenGradients(gradients, present, numbers))
         if not active.any() and mask is None:
             return None
         return Step(gradients, active, mask, Rates(self.recipe, self.updates, hyper))

@@ -18,13 +18,14 @@ from eigengraft.numerics import compute_dtype
 from eigengraft.stacks import Stack
 
 from ..recipe.recipe import Recipe
+from ..sharding.fingerprint import AGAIN, UsedGradients
 from ..sharding.placement import ParamSpec
 from ..sharding.rank_sync import RankSync
 from .build import bucket_bytes
 from .exchange import LocalExchange
 from .finite_check import GradientSurvey
 from .stack_state import ActiveBlocks
-from .step_inputs import GatherSource, Step
+from .step_inputs import GatherSource, GivenGradients, Step
 
 
 class RankExchange:
@@ -45,7 +46,7 @@ class RankExchange:
         names, size = [spec.name for spec in specs], bucket_bytes(recipe, rank_group.size)
         self.comm_plan = CommPlan(rank_group, layouts, block_groups, names, size)
         self._param_gather = ParamGather(rank_group, names, recipe.distribution.bucket)
-        self._parameters = parameters
+        self._parameters, self._used_gradients = parameters, UsedGradients(parameters)
         self._gathered = [i for i, spec in enumerate(specs) if spec.placement and spec.placement.rows]
         used = [recipe.updates()[path] for path in dict.fromkeys(self.paths)]
         self._needs_rms = any("parameter_rms" in stage.requires for rule in used for _, stage in rule.stages())
@@ -59,11 +60,13 @@ class RankExchange:
         assert self._comm_step is not None
         return self._comm_step
 
-    def survey(self, gradients: Sequence[Tensor | None], present: NDArray[np.bool_]) -> GradientSurvey:
-        return self.rank_sync.survey(gradients, present)
+    def survey(self, given: GivenGradients) -> GradientSurvey:
+        numbers = {**given.numbers, AGAIN: float(self._used_gradients.times())}
+        return self.rank_sync.survey(given.gradients, given.present, numbers)
 
     def begin(self, step: Step) -> None:
         self.local.begin(step)
+        self._used_gradients.use()
         if self._needs_rms and not self.comm_plan.replicated:
             self._rms = self.rank_sync.parameter_rms(self.local.iterates.parameters)
         sources: dict[str, Source] = {"gradients": lambda position: self._decayed(position, step)}

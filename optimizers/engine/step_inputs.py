@@ -13,6 +13,7 @@ from torch import Tensor
 from ..apply.weight_decay import WeightDecay
 from ..apply.write import StepScale
 from ..recipe.recipe import Recipe, Route
+from ..sharding.fingerprint import STEPS, StepNumbers
 
 GatherSource = Literal["gradients", "parameters"]
 """What is gathered into blocks: gradients, or the tensors that weight decay acts on."""
@@ -30,6 +31,10 @@ class Hyper:
     lr: float | Tensor
     peak_lr: float
     weight_decay: float
+
+    def numbers(self, steps: int) -> StepNumbers:
+        """What all ranks must step with; steps: steps before this one."""
+        return {"lr": self.lr, "peak_lr": self.peak_lr, "weight_decay": self.weight_decay, STEPS: float(steps)}
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,20 @@ class Rates:
         if isinstance(rule, Route) and rule.weight_decay is not None:
             return rule.weight_decay, rule.weight_decay.rate
         return self.recipe.weight_decay, self.hyper.weight_decay
+
+
+@dataclass(frozen=True)
+class GivenGradients:
+    """Gradients of P parameters that a step is asked to take.
+
+    gradients: what this rank holds of each gradient, by position; None: no gradient.
+    present: `[P]` on the host, parameters that have a gradient here.
+    numbers: what all ranks must step with.
+    """
+
+    gradients: Sequence[Tensor | None]
+    present: NDArray[np.bool_]
+    numbers: StepNumbers
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from ..engine.build import bucket_bytes, divide
 from ..recipe.loading import RecipeSource, load_recipe
 from ..recipe.recipe import Recipe
 from ..recipe.routing import ParamInfo, describe_parameter
+from ..sharding import fingerprint
 from ..sharding.phases import refresh_phases
 from ..sharding.placement import ParamPlacement, ParamSpec, assign_owners, place
 from .loads import count_owned, least_work, state_bytes
@@ -131,7 +132,7 @@ def _traffic(
     used, ranks = [recipe.updates()[path] for path in dict.fromkeys(s.path for s in specs)], len(layouts[0].boxes)
     replicated = all(layouts[block.position].replicated for group in block_groups for block in group.blocks)
     norms = not replicated and any("parameter_rms" in stage.requires for rule in used for _, stage in rule.stages())
-    vectors = [3 * len(specs), *[len(specs)] * norms]
+    vectors = [3 * len(specs) + fingerprint.LENGTH, *[len(specs)] * norms]
     buckets = pack(block_groups, bucket_bytes(recipe, ranks)) if ranks > 1 else []
     there, back = wire(block_groups, buckets, layouts, 1 + any(rule.after_decay for rule in used))
     rows = gathered_rows(specs, ranks, recipe.distribution.bucket)

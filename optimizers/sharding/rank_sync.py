@@ -1,4 +1,4 @@
-"""Agreement between the ranks that share parameters: which gradients are usable, norms, roots that failed."""
+"""Agreement between the ranks that share parameters in every step: usable gradients, norms, failed roots, rates."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from eigengraft.distributed.rank_group import DistributedError, RankGroup
 from eigengraft.numerics import compute_dtype
 
 from ..recipe.recipe import Failure
+from .fingerprint import StepNumbers, differing, fill_from_device, fingerprint, tell_apart
 from .placement import ParamSpec
 
 
@@ -33,41 +34,58 @@ class RankSync:
         self._copies = torch.tensor([float(layout.copies) for layout in layouts], dtype=torch.float64)
         self._numels = torch.tensor([float(math.prod(spec.shape)) for spec in specs], dtype=torch.float64)
         self._dtypes = [compute_dtype(spec.dtype) for spec in specs]
-        self._failures: tuple[Tensor, torch.cuda.Event | None] | None = None
+        self._told: _Told | None = None
 
-    def survey(self, gradients: Sequence[Tensor | None], present: NDArray[np.bool_]) -> RankSurvey:
+    def survey(
+        self, gradients: Sequence[Tensor | None], present: NDArray[np.bool_], numbers: StepNumbers
+    ) -> RankSurvey:
         """What all ranks together know of their gradients; every rank must call it, whatever it holds.
 
-        Raises ArithmeticError on every rank if on one of them roots had failed too often one step ago; on a device the
-        numbers are read one step later still, so that the host never waits for them.
+        Raises DistributedError on every rank if they step with other numbers, and ArithmeticError if on one of them
+        roots had failed too often one step ago; on a device both are read one step later still, so that the host never
+        waits for them.
         """
-        self._raise_failed()
+        self._raise_told()
         total = len(gradients)
         device = next((gradient.device for gradient in gradients if gradient is not None), self._device)
         absent = [float(gradient is None) for gradient in gradients]
         failed = [float(position in self.failed) for position in range(total)]
         self.failed.clear()
         squares = self._squares(gradients, device)
-        found = torch.cat([squares, torch.tensor([*absent, *failed], dtype=torch.float64).to(device)])
-        self.rank_group.all_reduce(found, f"agreement on gradients ({self.names[0]} and {total - 1} more)")
+        told = [*absent, *failed, *fingerprint(numbers)]
+        found = torch.cat([squares, torch.tensor(told, dtype=torch.float64).to(device)])
+        fill_from_device(found[3 * total :], numbers)
+        self.rank_group.all_reduce(found, f"agreement on gradients ({self._named()})")
         event = None
-        failures = found[2 * total :].to("cpu", non_blocking=True)
+        sums = found[2 * total :].to("cpu", non_blocking=True)
         if device.type == "cuda":
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-        self._failures = (failures, event)
+        kept = {name: x.clone() if isinstance(x, Tensor) else x for name, x in numbers.items()}
+        self._told = _Told(sums, event, kept)
         if device.type == "cpu":
-            self._raise_failed()
+            self._raise_told("nothing was changed")
         return RankSurvey(self, present, found[:total], found[total : 2 * total])
 
-    def _raise_failed(self) -> None:
-        """Raises ArithmeticError for roots that some rank has reported."""
-        if self._failures is None:
+    def _named(self) -> str:
+        """The first parameter, and how many more there are."""
+        return f"{self.names[0]} and {len(self.names) - 1} more"
+
+    def _raise_told(self, outcome: str = "found one step later") -> None:
+        """Raises DistributedError for numbers that differ between ranks, ArithmeticError for roots that have failed."""
+        if self._told is None:
             return
-        failures, event = self._failures
-        self._failures = None
-        if event is not None:
-            event.synchronize()
+        told, self._told = self._told, None
+        if told.event is not None:
+            told.event.synchronize()
+        failures, sums = told.sums[: len(self.names)], told.sums[len(self.names) :]
+        names = differing(sums.tolist())
+        if names:
+            mine = {name: float(value) for name, value in told.numbers.items()}
+            found = self.rank_group.all_gather_object(mine, f"numbers of a step ({self._named()})")
+            raise DistributedError(
+                f"step of {self._named()}: all ranks must have {tell_apart(names, found)}; {outcome}"
+            )
         bad = torch.nonzero(failures).flatten().tolist()
         if bad:
             raise failed_roots("update", self.failure.roots, [self.names[position] for position in bad])
@@ -104,6 +122,21 @@ class RankSync:
             squares[torch.tensor([position for position, _ in own], device=device)] = norms.double()
         self._copies = self._copies.to(device)
         return squares / self._copies
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What ranks have told each other in one step.
+
+    sums: on the host, or on the way there: ranks on which the roots of each parameter have failed `[P]`, and the sum of
+        fingerprints.
+    event: when the sums have arrived; None: they have.
+    numbers: what this rank has stepped with.
+    """
+
+    sums: Tensor
+    event: torch.cuda.Event | None
+    numbers: StepNumbers
 
 
 @dataclass(frozen=True)

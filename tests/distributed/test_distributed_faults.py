@@ -57,6 +57,11 @@ SURVIVED: dict[str, dict[str, Any]] = {
     "nan skip": {"fault": "nan", "policy": "skip"},
     "nan raise": {"fault": "nan", "policy": "raise"},
     "one_sided": {"fault": "one_sided"},
+    "other lr": {"fault": "changed", "key": "lr"},
+    "other lr in a tensor": {"fault": "changed", "key": "lr", "tensor": True},
+    "other weight_decay": {"fault": "changed", "key": "weight_decay"},
+    "twice": {"fault": "twice"},
+    "ahead": {"fault": "ahead"},
 }
 
 
@@ -137,6 +142,26 @@ def test_a_nan_on_one_rank_is_skipped_or_raised_on_all(outcomes: dict[str, list[
 def test_a_gradient_on_some_ranks_only_is_refused_by_all(outcomes: dict[str, list[Outcome]], place: str) -> None:
     said = "DistributedError: gradients: all ranks or none must have one of a parameter, got some ranks for up.weight"
     for outcome in outcomes[f"one_sided {place}"]:
+        assert outcome.result["changed"] == [] and outcome.result["said"] == f"{said}; nothing was changed"
+
+
+NUMBERS = {
+    "other lr": "lr, got 0.003 on rank 0, 0.5 on rank 1",
+    "other lr in a tensor": "lr, got 0.003 on rank 0, 0.5 on rank 1",
+    "other weight_decay": "weight_decay, got 0.01 on rank 0, 0.5 on rank 1",
+    "twice": "number of steps since the gradients were written, got 0 on rank 0, 1 on rank 1; "
+    "a rank calls step() more often than others",
+    "ahead": "number of steps, got 2 on rank 0, 1 on rank 1",
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("fault", NUMBERS)
+def test_another_number_on_one_rank_is_refused_by_all(
+    outcomes: dict[str, list[Outcome]], fault: str, place: str
+) -> None:
+    said = f"DistributedError: step of scale and 12 more: all ranks must have the same {NUMBERS[fault]}"
+    for outcome in outcomes[f"{fault} {place}"]:
         assert outcome.result["changed"] == [] and outcome.result["said"] == f"{said}; nothing was changed"
 
 

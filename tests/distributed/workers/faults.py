@@ -54,8 +54,8 @@ def bad() -> bool:
     return dist.get_rank() == BAD
 
 
-def survive(module: nn.Module, optimizer: Optimizer) -> Result:
-    """What is said when a step fails, what it changed, and whether the next ones go well."""
+def survive(module: nn.Module, optimizer: Optimizer, mend: Callable[[], object] = lambda: None) -> Result:
+    """What is said when a step fails, what it changed, and whether the next ones go well; mend: what is done before."""
     before, said = values(module), ""
     try:
         optimizer.step()
@@ -63,6 +63,7 @@ def survive(module: nn.Module, optimizer: Optimizer) -> Result:
         said = f"{type(error).__name__}: {error}"
     after = values(module)
     changed = [name for name, value in after.items() if not torch.equal(value, before[name])]
+    mend()
     for step in (5, 6):
         advance(module, optimizer, step)
     return {"said": said, "changed": changed, "skipped": dict(optimizer.skipped), "parameters": values(module)}
@@ -122,6 +123,34 @@ def one_sided(place: str) -> Result:
     if bad():
         module.up.weight.grad = None  # type: ignore[union-attr,assignment]
     return survive(module, optimizer)
+
+
+def changed(place: str, key: str, tensor: bool = False) -> Result:
+    """One rank has another value in its param group after a few steps."""
+    module, optimizer = start(place)
+    give(module, 2, gaps=False)
+    group = optimizer.param_groups[0]
+    kept, other = group[key], torch.tensor(0.5, dtype=torch.float64) if tensor else 0.5
+    group[key] = other if bad() else kept
+    return survive(module, optimizer, lambda: group.update({key: kept}))
+
+
+def twice(place: str) -> Result:
+    """One rank calls step twice after one backward."""
+    module, optimizer = start(place)
+    advance(module, optimizer, 2)
+    if not bad():
+        give(module, 3, gaps=False)
+    return survive(module, optimizer)
+
+
+def ahead(place: str) -> Result:
+    """One rank has loaded a state that is a step older, say."""
+    module, optimizer = start(place)
+    give(module, 2, gaps=False)
+    steps = [state["step"] for state in optimizer.state.values()]
+    torch._foreach_sub_(steps, int(bad()))
+    return survive(module, optimizer, lambda: torch._foreach_add_(steps, int(bad())))
 
 
 def sparse(place: str) -> Result:
@@ -268,6 +297,9 @@ FAULTS: dict[str, Callable[..., Any]] = {
         raises_in_step,
         nan,
         one_sided,
+        changed,
+        twice,
+        ahead,
         sparse,
         other_recipe,
         other_shapes,
