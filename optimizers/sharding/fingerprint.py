@@ -74,23 +74,27 @@ def _on_host(x: float | Tensor) -> bool:
 
 
 class UsedGradients:
-    """The gradients of the last step, to notice a rank that steps again before they are written again."""
+    """The gradients of the last step, to notice a rank that steps again before they are written again.
 
-    def __init__(self) -> None:
+    parameters: those that are shared with other ranks, a list that may change.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.parameters = parameters
         self._used: list[tuple[ref[Tensor], int]] = []
         self._times = 0
 
-    def times(self, parameters: Sequence[Tensor]) -> int:
+    def times(self) -> int:
         """How many steps have used the present gradients since one of them was written; 0 if there is none."""
-        now = _versions(parameters)
+        now = _versions(self.parameters)
         pairs = zip(self._used, now, strict=False)
         same = len(self._used) == len(now) and all(old() is x and was == version for (old, was), (x, version) in pairs)
         return self._times if same else 0
 
-    def use(self, parameters: Sequence[Tensor]) -> None:
+    def use(self) -> None:
         """Says that a step uses the present gradients."""
-        self._times = self.times(parameters) + 1
-        self._used = [(ref(gradient), version) for gradient, version in _versions(parameters)]
+        self._times = self.times() + 1
+        self._used = [(ref(gradient), version) for gradient, version in _versions(self.parameters)]
 
 
 def _versions(parameters: Sequence[Tensor]) -> list[tuple[Tensor, int]]:

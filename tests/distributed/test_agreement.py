@@ -83,22 +83,22 @@ def test_a_tensor_on_a_device_has_the_fingerprint_of_its_value(
 
 
 def test_used_gradients_are_known_until_one_is_written() -> None:
-    model, used = nn.Linear(3, 2), UsedGradients()
-    parameters = list(model.parameters())
+    model = nn.Linear(3, 2)
+    used = UsedGradients(list(model.parameters()))
 
     def backward(steps: int) -> None:
         model(torch.ones(1, 3)).sum().backward()
-        assert used.times(parameters) == 0
+        assert used.times() == 0
         for step in range(steps):
-            assert used.times(parameters) == step
-            used.use(parameters)
+            assert used.times() == step
+            used.use()
 
-    assert used.times(parameters) == 0
+    assert used.times() == 0
     backward(3)
     backward(2)  # into the same tensors
     model.zero_grad(set_to_none=False)
-    assert used.times(parameters) == 0
-    used.use(parameters)
+    assert used.times() == 0
+    used.use()
     model.zero_grad()
-    assert used.times(parameters) == 0
+    assert used.times() == 0
     backward(1)
