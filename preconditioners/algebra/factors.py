@@ -54,7 +54,7 @@ def spectral_norm(a: Tensor) -> Tensor:
     x = a.gather(-1, longest[:, None, None].expand(-1, a.shape[-1], 1))  # [N, d, 1]
     for _ in range(2):
         x = x / torch.linalg.vector_norm(x, dim=-2, keepdim=True).clamp_min(tiny(a.dtype))
-        x = torch.bmm(a, x)
+        x = (a * x.mT).sum(-1, keepdim=True)
     norm: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1)).clamp_min(1.0) * peak
     return norm
 
