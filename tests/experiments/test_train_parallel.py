@@ -20,7 +20,7 @@ from eigengraft.experiments import Experiment, load_experiment, train
 from eigengraft.experiments.tasks import Batch
 from eigengraft.experiments.training.parallel.ranks import Ranks
 
-from ..distributed.ranks import Outcome, Run, launch
+from ..distributed.ranks.launch import Outcome, Run, launch
 
 pytestmark = pytest.mark.slow
 

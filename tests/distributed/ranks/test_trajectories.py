@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from .ranks import Outcome, Run, launch_once
+from .launch import Outcome, Run, launch_once
 
 pytestmark = pytest.mark.slow
 

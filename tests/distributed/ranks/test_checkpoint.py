@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from .ranks import Outcome, Run, launch
-from .test_distributed import CASES
+from .launch import Outcome, Run, launch
+from .test_trajectories import CASES
 
 pytestmark = pytest.mark.slow
 

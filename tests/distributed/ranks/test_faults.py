@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from .ranks import Outcome, Run, launch_once
+from .launch import Outcome, Run, launch_once
 
 pytestmark = pytest.mark.slow
 

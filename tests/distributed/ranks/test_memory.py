@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from .ranks import Outcome, Run, launch_once
+from .launch import Outcome, Run, launch_once
 
 pytestmark = pytest.mark.slow
 
