@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from eigengraft import Optimizer, load_recipe, noise
-from eigengraft.preconditioners.algebra.factors import spectral_norm
+from eigengraft.preconditioners.algebra.factors import gram, spectral_norm
 from eigengraft.preconditioners.learned.psgd import PROBE
 from eigengraft.testing.stage_bench import StageBench
 
@@ -87,6 +87,13 @@ def test_the_bound_of_the_spectral_norm() -> None:
     assert close(spectral_norm(one), torch.linalg.matrix_norm(one, ord=2))
     assert torch.equal(spectral_norm(a[..., 0].abs()), a[..., 0].abs().amax(1))
     assert close(spectral_norm(a * 1e200) / 1e200, spectral_norm(a))
+
+
+@pytest.mark.parametrize("side", [37, 90, 147])
+def test_a_spectral_norm_does_not_depend_on_the_matrices_beside_it(side: int) -> None:
+    a = gram(torch.randn(3, side, side), 0, full=True)
+    alone = torch.cat([spectral_norm(matrix[None].clone()) for matrix in a])
+    assert torch.equal(spectral_norm(a), alone)
 
 
 def psgd_terms(form: str, q: list[Tensor], h: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor]]:

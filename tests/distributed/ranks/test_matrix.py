@@ -31,14 +31,7 @@ RECIPES = {
     "splus": [*EXPERTS, "update.eigenbasis.refresh.steps=3"],
 }
 RANKS = (2, 4)
-SPREAD = ("soap", "shampoo", "soap_kl", "shampoo_4bit", "splus")
-CELLS = [
-    (layout, ranks, recipe)
-    for layout in LAYOUTS
-    for ranks in RANKS
-    for recipe in RECIPES
-    if layout not in ("tp", "tp_fsdp", "ep") or recipe not in SPREAD
-]
+CELLS = [(layout, ranks, recipe) for layout in LAYOUTS for ranks in RANKS for recipe in RECIPES]
 
 
 @pytest.fixture(scope="module")
