@@ -57,6 +57,15 @@ class RankGroup:
             self._wait(dist.all_reduce(values, group=self.group, async_op=True))
         return values
 
+    def meet(self, what: str) -> None:
+        """Waits until all ranks are here; on a device the next collective does.
+
+        No other collective of gloo answers a barrier, so that a rank that does something else is missed, not crashed.
+        """
+        if dist.get_backend(self.group) == "gloo":
+            with self._named(what):
+                self._wait(dist.barrier(group=self.group, async_op=True))
+
     def all_gather(self, mine: Tensor, what: str) -> Work[Tensor]:
         """Starts to gather `[n]` of every rank, all of one length, as `[R, n]`."""
         found = mine.new_empty(self.size, mine.numel())
@@ -101,6 +110,7 @@ class RankGroup:
     def all_gather_object(self, mine: Any, what: str) -> list[Any]:
         """A small Python object of every rank, by rank."""
         found: list[Any] = [None] * self.size
+        self.meet(what)  # torch gives what follows no time-out of its own
         with self._named(what):
             dist.all_gather_object(found, mine, group=self.group)
         return found

@@ -1,6 +1,7 @@
 """Recipes, and the optimizers they become."""
 
 from .apply.weight_decay import WeightDecay as WeightDecay
+from .checkpoint.trainer_callback import ConsolidateOnSave as ConsolidateOnSave
 from .composer import compose as compose
 from .convert_storage import convert_storage as convert_storage
 from .optimizer import Optimizer as Optimizer

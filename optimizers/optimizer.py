@@ -10,17 +10,18 @@ import torch
 from torch import Tensor
 
 from .apply.mode import Mode
+from .checkpoint.consolidation import consolidate, divided_state, full_state
 from .checkpoint.load_plan import strict_loading
 from .checkpoint.param_sets import ParamSets
 from .checkpoint.pickling import restored, snapshot
-from .checkpoint.sharded_state import gathered, shard_hook
+from .checkpoint.replaced_params import adopt_parameters
 from .engine.stack_state import StackState
 from .engine.step_inputs import Hyper
-from .param_groups import check_keys, check_values, number, require_matches
+from .param_groups import check_keys, check_values, group_infos, number, require_matches
 from .recipe.loading import RecipeSource, load_recipe
 from .recipe.overrides import Overrides
 from .recipe.recipe import Recipe
-from .recipe.routing import DescribedParameters, ParamInfo, describe_named, describe_parameter
+from .recipe.routing import DescribedParameters, ParamInfo
 from .reporting import RoutedParameter, SlotSize, describe, routing_table, slot_bytes, slot_sizes
 
 
@@ -56,12 +57,7 @@ class Optimizer(torch.optim.Optimizer):
             "lr": self.recipe.lr if lr is None else lr,
             "weight_decay": self.recipe.weight_decay.rate if weight_decay is None else weight_decay,
         }
-        if isinstance(params, torch.nn.Module):
-            raise TypeError(
-                "params: parameters are required, got a module; use eigengraft.compose or model.named_parameters()"
-            )
-        described = params if isinstance(params, DescribedParameters) else DescribedParameters(params)
-        described = described.completed()
+        described = DescribedParameters.of(params)
         self._known = described.infos
         super().__init__(described.params, defaults)
         self._known = None
@@ -92,12 +88,7 @@ class Optimizer(torch.optim.Optimizer):
         group.setdefault("peak_lr", float(group["lr"]))
         group["recipe"] = self.recipe.to_json()
         group["iterate"] = self.param_groups[0]["iterate"] if index else "train"
-        known = self._known
-        if known is None:
-            named = list(zip(group.get("param_names", ()), group["params"], strict=False))
-            known = describe_named(named, self.param_sets.names())
-        infos = [known.get(id(p)) or describe_parameter(None, p) for p in group["params"]]
-        self.param_sets.declare(group["params"], infos)
+        self.param_sets.declare(group["params"], group_infos(group, self._known, self.param_sets.names()))
 
     @property
     def iterate(self) -> Mode:
@@ -119,6 +110,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _swap_iterate(self, mode: Mode) -> None:
         if self.recipe.averaging is not None and self.iterate != mode:
+            self._settle()
             self.param_sets.swap_iterate(mode, self.state)
             for group in self.param_groups:
                 group["iterate"] = mode
@@ -131,11 +123,11 @@ class Optimizer(torch.optim.Optimizer):
                 "Optimizer.step: the parameters must hold the training iterate, got the evaluated one; "
                 "call optimizer.train() first"
             )
-        loss = None
+        self.param_sets.consolidated, loss = None, None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.param_sets.resolve_deferred()
+        self._settle()
         ready = []
         for index, group in enumerate(self.param_groups):
             self.param_sets.thaw(index, self.state, "train")
@@ -145,6 +137,11 @@ class Optimizer(torch.optim.Optimizer):
             if inputs is not None:
                 param_set.step(inputs)
         return loss
+
+    def _settle(self) -> None:
+        """Takes over parameters that a host has put in place of others, and takes back steps that were no steps."""
+        self.param_sets.resolve_deferred()
+        adopt_parameters(self)
 
     @property
     def skipped(self) -> Counter[str]:
@@ -177,23 +174,25 @@ class Optimizer(torch.optim.Optimizer):
         are divided over ranks all of them must call it: state comes as DTensors, which cannot be pickled as they are;
         torch.distributed.checkpoint takes them, or `full_state_dict`.
         """
-        self.param_sets.resolve_deferred()
-        handle = self.register_state_dict_post_hook(shard_hook, prepend=True)
-        try:
+        self._settle()
+        with divided_state(self):
             return super().state_dict()
-        finally:
-            handle.remove()
 
     def full_state_dict(self) -> dict[str, Any]:
         """The state dict with all state as plain tensors on the CPU, for torch.save; all ranks call it."""
-        full: dict[str, Any] = gathered(self.state_dict())
-        return full
+        return full_state(self)
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Gathers all state on rank `to`, whose `state_dict` returns it alone until it changes; all ranks call this."""
+        self._settle()
+        consolidate(self, to)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Bit-exact, strict: another recipe, missing, extra or misshapen state is one ValueError, nothing changes."""
-        self.param_sets.resolve_deferred()
+        self._settle()
         with strict_loading(self):
             super().load_state_dict(state_dict)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        self._settle()
         return restored, (type(self), snapshot(self))

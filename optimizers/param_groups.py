@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from .recipe.recipe import Recipe
-from .recipe.routing import ParamInfo
+from .recipe.routing import ParamInfo, describe_named, describe_parameter
 
 _KEYS = ("params", "param_names", "lr", "weight_decay", "name", "initial_lr", "peak_lr", "recipe", "iterate")
 
@@ -39,6 +39,15 @@ def check_values(group: Mapping[str, Any]) -> None:
     for parameter in group["params"]:
         if not parameter.is_floating_point():
             raise ValueError(f"params: real floating-point tensors are required, got {parameter.dtype}")
+
+
+def group_infos(
+    group: Mapping[str, Any], known: Mapping[int, ParamInfo] | None, taken: Container[str]
+) -> list[ParamInfo]:
+    """Descriptions of a group's parameters; known: by id, what was found before; taken: names of other parameters."""
+    if known is None:
+        known = describe_named(list(zip(group.get("param_names", ()), group["params"], strict=False)), taken)
+    return [known.get(id(parameter)) or describe_parameter(None, parameter) for parameter in group["params"]]
 
 
 def number(group: Mapping[str, Any], key: str) -> float | Tensor:

@@ -15,6 +15,7 @@ from ..engine.param_set import ParamSet
 from ..recipe.recipe import Recipe
 from ..recipe.routing import ParamInfo
 from ..sharding.assignment import Assignments
+from .consolidation import ConsolidatedState
 from .sharded_state import fill, visible_state
 
 StateValues = Mapping[Tensor, Mapping[str, Tensor]]
@@ -30,6 +31,7 @@ class ParamSets:
     parameters: for each group, its parameters.
     groups: for each group, its parameter sets, one for each device and set of ranks.
     batches: how many groups there were each time when owners were decided.
+    consolidated: the full state on one rank, as it is now; None: it was not gathered since it changed.
     """
 
     def __init__(self, recipe: Recipe, checked: bool = False) -> None:
@@ -38,6 +40,7 @@ class ParamSets:
         self.groups: list[list[ParamSet]] = []
         self.parameters: list[Sequence[Tensor]] = []
         self.batches: list[int] = []
+        self.consolidated: ConsolidatedState | None = None
         self._assignments = Assignments(recipe)
 
     def __iter__(self) -> Iterator[ParamSet]:
@@ -48,7 +51,7 @@ class ParamSets:
         """Adds a group without state, whose blocks have no owners yet."""
         self.infos.append(infos)
         self.groups.append([])
-        self.parameters.append(parameters)
+        self.parameters.append(list(parameters))  # a host may put others into the group's list
         self._assignments.add(parameters, infos, self.labels(len(self.infos) - 1))
 
     def assign(self, index: int) -> None:
@@ -120,6 +123,7 @@ class ParamSets:
                 fill(state[parameter], (values or {}).get(parameter, {}))
         inherit_counts(param_sets, self.groups[index])
         self.groups[index] = param_sets
+        self.consolidated = None
 
     def thaw(self, index: int, state: MutableMapping[Tensor, Any], mode: Mode) -> None:
         """Gives state to parameters of a group that were frozen and now have a gradient."""
@@ -137,6 +141,7 @@ class ParamSets:
     def swap_iterate(self, mode: Mode, state: MutableMapping[Tensor, Any]) -> None:
         """Makes all parameters hold the iterate of a mode."""
         self.resolve_deferred()
+        self.consolidated = None
         for param_set in self:
             param_set.swap_iterate(mode)
             show(param_set, state)

@@ -99,17 +99,11 @@ def local_state(
 
 
 def shard_hook(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-    """State dict hook: canonical names, and DTensors for state that is divided over ranks."""
+    """State dict hook: replaces state that is divided over ranks, of which this rank shows its own, by DTensors."""
     divided = False
-    for group, param_sets, saved, infos in zip(
-        optimizer.param_groups,
-        optimizer.param_sets.groups,
-        state_dict["param_groups"],
-        optimizer.param_sets.infos,
-        strict=True,
+    for group, param_sets, saved in zip(
+        optimizer.param_groups, optimizer.param_sets.groups, state_dict["param_groups"], strict=True
     ):
-        if "param_names" in saved:
-            saved["param_names"] = [info.name for info in infos]
         index = dict(zip(map(id, group["params"]), saved["params"], strict=True))
         for param_set in param_sets:
             if param_set.rank_group is not None:

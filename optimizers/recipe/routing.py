@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator
 from torch import Tensor, nn
@@ -50,16 +50,24 @@ class DescribedParameters:
     params: Iterable[Any]
     infos: Mapping[int, ParamInfo] = field(default_factory=dict)
 
-    def completed(self) -> DescribedParameters:
-        """The same, with a description of every parameter that has a name; names are canonical among all of them."""
-        if isinstance(self.params, Tensor):
-            return self
-        params = [_listed(entry) for entry in self.params]
+    @classmethod
+    def of(cls, params: Iterable[Any] | DescribedParameters) -> Self:
+        """Parameters with a description of every one that has a name; names are canonical among all of them."""
+        if isinstance(params, nn.Module):
+            raise TypeError(
+                "params: parameters are required, got a module; use eigengraft.compose or model.named_parameters()"
+            )
+        given = params if isinstance(params, DescribedParameters) else cls(params)
+        return cls(given.params, given.infos) if isinstance(given.params, Tensor) else cls._completed(given)
+
+    @classmethod
+    def _completed(cls, given: DescribedParameters) -> Self:
+        params = [_listed(entry) for entry in given.params]
         groups = [entry.get("params", ()) if isinstance(entry, dict) else [entry] for entry in params]
         named = [entry for group in groups if not isinstance(group, Tensor) for entry in group]
         pairs = [entry for entry in named if isinstance(entry, tuple) and len(entry) == 2]
-        infos = describe_named([(name, parameter) for name, parameter in pairs if id(parameter) not in self.infos])
-        return DescribedParameters(params, {**infos, **self.infos})
+        infos = describe_named([(name, parameter) for name, parameter in pairs if id(parameter) not in given.infos])
+        return cls(params, {**infos, **given.infos})
 
 
 def _listed(entry: Any) -> Any:

@@ -71,6 +71,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome
     runs = []
     for place in PLACES:
         jobs: dict[str, dict[str, Any]] = {name: {"fault": name} for name in (*ENDS, "alone", "roots")} | SURVIVED
+        jobs["saves_alone"] = {"fault": "saves_alone", "timeout": STALL}
         jobs["stalls"] = {"fault": "stalls", "folder": folder, "timeout": STALL}
         if place == "plain":
             jobs["sparse"] = {"fault": "sparse"}  # a DTensor is never sparse
@@ -112,6 +113,14 @@ def test_a_rank_that_takes_no_part_is_missed(outcomes: dict[str, list[Outcome]],
         assert second.code == 0
     else:
         assert second.error == "ValueError: scale: distribution.mode: 'local' takes plain tensors, got a DTensor"
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_state_dict_of_one_rank_alone_says_what_to_call(outcomes: dict[str, list[Outcome]], place: str) -> None:
+    first, second = outcomes[f"saves_alone {place}"]
+    said = r"DistributedError: state_dict: all ranks must call it; .* call optimizer.consolidate_state_dict\(\) on all"
+    assert re.match(said, second.error) and re.match(AGREEMENT, first.error)
+    assert max(first.seconds, second.seconds) < TIMEOUT
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -63,6 +63,7 @@ PLACES = {
     "fsdp4": ["few", "soap"],
     "hsdp4": ["few", "after_decay", "per_parameter", "adamw with gaps", "soap with gaps"],
     "mixed4": ["few", "muon", "per_parameter", "shampoo with gaps", "averaged with gaps"],
+    "late2": ["adamw", "averaged", "soap with gaps"],
     "strided4": ["adamw", "soap with gaps"],
     "strided6": ["adamw", "soap"],  # three uneven parts of two uneven halves
 }

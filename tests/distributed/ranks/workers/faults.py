@@ -246,6 +246,14 @@ def alone(place: str) -> None:
     advance(module, optimizer, 0)
 
 
+def saves_alone(place: str, timeout: float) -> None:
+    """One rank asks for the state dict while the others go on with the next step."""
+    module, optimizer = start(place, [f"distribution.timeout={timeout}"])
+    if bad():
+        optimizer.state_dict()
+    advance(module, optimizer, 2)
+
+
 def stalls(place: str, folder: str, timeout: float) -> float:
     """One rank never comes to the step. Returns how long the others waited for it."""
     module, optimizer = start(place, [f"distribution.timeout={timeout}"])
@@ -314,6 +322,7 @@ FAULTS: dict[str, Callable[..., Any]] = {
         another_group,
         other_lr,
         alone,
+        saves_alone,
         stalls,
         roots,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +48,13 @@ def state_of(module: nn.Module, optimizer: Optimizer, kind: str) -> tuple[dict[s
 
 def save(job: dict[str, Any]) -> dict[str, Any]:
     """job: {case: {folder, place, recipe, overrides}}. Files of every kind; whether reading moved a parameter."""
-    found = {}
+    found, group = {}, dist.new_group(backend="gloo")  # asynchronous saves must not share a group with training
     for name, case in job.items():
         folder = Path(case.pop("folder"))
         module, optimizer = start(**case)
         go_on(module, optimizer, 0, HALF)
         before = values(module)
         dcp.save(state_of(module, optimizer, "tree")[0], checkpoint_id=folder / "tree")
-        dcp.async_save(state_of(module, optimizer, "flat")[0], checkpoint_id=folder / "flat").result()
         whole = {"optimizer": optimizer.full_state_dict(), "parameters": before}
         full = state_of(module, optimizer, "full")[0]
         if dist.get_rank() == 0:
@@ -66,8 +66,38 @@ def save(job: dict[str, Any]) -> dict[str, Any]:
         except RuntimeError as error:
             refused = str(error)
         after = values(module)
-        found[name] = {"refused": refused, "moved": [n for n in before if not torch.equal(before[n], after[n])]}
+        state = state_of(module, optimizer, "flat")[0]
+        saved = dcp.async_save(state, checkpoint_id=folder / "flat", process_group=group)
+        said = consolidate(optimizer, whole["optimizer"])
+        go_on(module, optimizer, HALF, STEPS)
+        saved.result()
+        found[name] = {
+            "consolidated": said,
+            "refused": refused,
+            "moved": [n for n in before if not torch.equal(before[n], after[n])],
+        }
     return found
+
+
+def consolidate(optimizer: Optimizer, expected: dict[str, Any]) -> str:
+    """Consolidates on the last rank, which alone takes the state dict; what the others are told, what is stale."""
+    last = dist.get_world_size() - 1
+    optimizer.consolidate_state_dict(to=last)
+    if dist.get_rank() < last:
+        try:
+            optimizer.state_dict()
+        except RuntimeError as error:
+            return str(error)
+        return "taken"
+    found, buffer = optimizer.state_dict(), io.BytesIO()
+    torch.save(found, buffer)
+    keys = [{key: sorted(state) for key, state in some["state"].items()} for some in (found, expected)]
+    same = keys[0] == keys[1] and all(
+        torch.equal(value, expected["state"][index][key]) and value.device.type == "cpu"
+        for index, state in found["state"].items()
+        for key, value in state.items()
+    )
+    return f"whole: {same and found['param_groups'] == expected['param_groups']}"
 
 
 def load(job: dict[str, Any]) -> dict[str, Any]:

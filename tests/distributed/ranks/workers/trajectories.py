@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import eigengraft
 from eigengraft import load_recipe
 
+from .hosts import prepare
 from .models import divided, lay_out, model, whole
 
 STEPS = 30
@@ -26,13 +27,16 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 def follow(recipe: Any, place: str, overrides: Sequence[str] = (), gaps: bool = False, **of_model: Any) -> Any:
     """Thirty steps of one case; what is common to all ranks, and what is this rank's own.
 
+    place: where `lay_out` puts the parameters; late: a host shards them after the optimizer was made.
     gaps: whether some parameters miss a step that others take. of_model: what `build` takes.
     """
     looks = range(STEPS) if of_model.pop("always", False) else EVALUATED
-    module = lay_out(build(**of_model), place)
+    module = lay_out(build(**of_model), "plain" if place == "late" else place)
     # a model's frozen parameters are left out, those of a list may be thawed
     parameters = module.named_parameters() if gaps else module
     optimizer = eigengraft.compose(load_recipe(recipe, list(overrides)), parameters)
+    if place == "late":
+        prepare(module, optimizer)
     evaluated = []
     for step in range(STEPS):
         if gaps and step == THAWED:

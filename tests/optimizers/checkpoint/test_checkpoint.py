@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 import eigengraft
 from eigengraft import Optimizer, load_recipe
 
-from ..recipes import SHIPPED, with_options
+from ...recipes import SHIPPED, with_options
 
 SHAPES = ((6, 4), (6, 4), (4, 4), (5,), (), (0,), (3, 2, 2))
 STAGE = r"\d+/(routes\.\w+\.)?(update|after_decay)(\.[A-Za-z_]\w*)+"

@@ -1,0 +1,64 @@
+"""Parameters that a host puts into param groups in place of others, as accelerate does when it shards a model."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from operator import is_
+from typing import Any
+
+from torch import Tensor
+
+from ..engine.make_param_sets import inherit_counts
+from ..param_groups import check_values
+from .param_sets import ParamSets
+
+
+def adopt_parameters(optimizer: Any) -> None:
+    """Gives fresh state to parameters that have taken the place of others since the optimizer was made.
+
+    Names, routes and groups stay. Raises ValueError, and nothing changes, if the optimizer has made a step or holds the
+    state of one, or if shapes differ or there are more or fewer parameters.
+    """
+    groups, param_sets = optimizer.param_groups, optimizer.param_sets
+    if len(groups) == len(param_sets.parameters) and all(
+        len(group["params"]) == len(own) and all(map(is_, group["params"], own))
+        for group, own in zip(groups, param_sets.parameters, strict=True)
+    ):
+        return
+    _require_alike(groups, param_sets)
+    fresh, state = ParamSets(param_sets.recipe, param_sets.checked), defaultdict[Tensor, Any](dict)
+    for index, group in enumerate(groups):
+        fresh.declare(group["params"], param_sets.infos[index])
+    fresh.complete(0, groups, state)
+    inherit_counts(fresh, param_sets)
+    optimizer.state, optimizer.param_sets = state, fresh
+
+
+def _require_alike(groups: Sequence[Mapping[str, Any]], param_sets: ParamSets) -> None:
+    if len(groups) != len(param_sets.parameters):
+        made = len(param_sets.parameters)
+        raise ValueError(f"param_groups: {made} groups are required, got {len(groups)}; call optimizer.add_param_group")
+    stepped = any(bool(param_set.step_counts.any()) for param_set in param_sets)
+    for index, (group, own, infos) in enumerate(zip(groups, param_sets.parameters, param_sets.infos, strict=True)):
+        found, names = group["params"], param_sets.labels(index)
+        if len(found) != len(own):
+            hint = (
+                "add parameters with optimizer.add_param_group" if len(found) > len(own) else "freeze, not remove, them"
+            )
+            raise ValueError(f"param group {index}: {len(own)} parameters are required, got {len(found)}; {hint}")
+        replaced = [name for name, new, old in zip(names, found, own, strict=True) if new is not old]
+        if replaced and {*map(id, found)} == {*map(id, own)}:
+            raise ValueError(
+                f"param group {index}: its parameters must stay in order, got others from {replaced[0]} on"
+            )
+        if replaced and stepped:
+            raise ValueError(
+                f"param group {index}: after a step the parameter {replaced[0]} must stay, got another in its place; "
+                "wrap or shard the model before the first step and before load_state_dict, or compose an "
+                "optimizer of the new parameters and load the state dict into that"
+            )
+        for name, new, info in zip(names, found, infos, strict=True):
+            if tuple(new.shape) != info.shape:
+                raise ValueError(f"{name}: a parameter of shape {info.shape} is required, got {tuple(new.shape)}")
+        check_values(group)
