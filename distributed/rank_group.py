@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -58,13 +59,25 @@ class RankGroup:
         return values
 
     def meet(self, what: str) -> None:
-        """Waits until all ranks are here; on a device the next collective does.
+        """Raises DistributedError on every rank if some come to something else; on gloo only, others would wait long.
 
-        No other collective of gloo answers a barrier, so that a rank that does something else is missed, not crashed.
+        gloo ends a process without a word where messages of one kind of collective differ in length. No other
+        collective answers its barrier: a rank that does something else is missed. Those that come tell what they want.
         """
-        if dist.get_backend(self.group) == "gloo":
-            with self._named(what):
-                self._wait(dist.barrier(group=self.group, async_op=True))
+        if dist.get_backend(self.group) != "gloo":
+            return
+        with self._named(what):
+            self._wait(dist.barrier(group=self.group, async_op=True))
+        digest = bytearray(hashlib.blake2b(what.encode(), digest_size=16).digest())
+        found = self.all_gather(torch.frombuffer(digest, dtype=torch.uint8), what).wait()
+        if bool((found == found[0]).all()):
+            return
+        every: list[Any] = [None] * self.size
+        dist.all_gather_object(every, what, group=self.group)
+        raise DistributedError(
+            f"{what}: all ranks must come to it together, got "
+            f"{', '.join(f'{other!r} on rank {rank}' for rank, other in enumerate(every[:8]))}; nothing was changed"
+        )
 
     def all_gather(self, mine: Tensor, what: str) -> Work[Tensor]:
         """Starts to gather `[n]` of every rank, all of one length, as `[R, n]`."""

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eigengraft.distributed.gradients import local_gradient
+from eigengraft.distributed.gradients import local_gradients
 from eigengraft.distributed.layouts import local
 from eigengraft.distributed.rank_group import RankGroup
 
@@ -112,7 +112,7 @@ class ParamSet:
     def prepare(self, hyper: Hyper) -> Step | None:
         """Checks the gradients and changes nothing; None if there is nothing to do. Raises as the finite check does."""
         self.local[:] = self._local(self.parameters)
-        found = [local_gradient(name, p) for name, p in zip(self.names, self.parameters, strict=True)]
+        found = local_gradients(self.names, self.parameters, self.rank_group)
         gradients = [None if gradient is None else self._rows(i, gradient) for i, gradient in enumerate(found)]
         present = np.array([p.grad is not None and p.numel() > 0 for p in self.parameters], dtype=np.bool_)
         numbers = hyper.numbers(int(self._counts.max()))

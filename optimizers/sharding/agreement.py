@@ -43,8 +43,8 @@ def require_agreement(
     """
     checksums = checksum_copies(specs, parameters, rank_group.rank)
     digests = {title: _digest(text) for title, text in texts.items()}
-    what = f"agreement on {subject}"
-    found = rank_group.all_gather_object((subject, digests, _digest_copies(specs, checksums, rank_group.rank)), what)
+    mine = subject, digests, _digest_copies(specs, checksums, rank_group.rank)
+    found = rank_group.all_gather_object(mine, "agreement on param groups")
     if len({other for other, _, _ in found}) > 1:
         raise ValueError(
             "param groups: all ranks must have equally many, got "

@@ -46,7 +46,8 @@ class RankSync:
         waits for them.
         """
         self._raise_told()
-        total = len(gradients)
+        total, what = len(gradients), f"agreement on gradients ({self._named()})"
+        self.rank_group.meet(what)
         device = next((gradient.device for gradient in gradients if gradient is not None), self._device)
         absent = [float(gradient is None) for gradient in gradients]
         failed = [float(position in self.failed) for position in range(total)]
@@ -55,7 +56,7 @@ class RankSync:
         told = [*absent, *failed, *fingerprint(numbers)]
         found = torch.cat([squares, torch.tensor(told, dtype=torch.float64).to(device)])
         fill_from_device(found[3 * total :], numbers)
-        self.rank_group.all_reduce(found, f"agreement on gradients ({self._named()})")
+        self.rank_group.all_reduce(found, what)
         event = None
         sums = found[2 * total :].to("cpu", non_blocking=True)
         if device.type == "cuda":

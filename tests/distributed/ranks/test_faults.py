@@ -42,6 +42,16 @@ FLAT = "a parameter of its own shape is required, got a flat one of .* \\(FSDP1\
 MORE = (
     "ValueError: param groups: all ranks must have equally many, got no more param groups on rank 0, param group 1 on"
 )
+
+
+def together(first: str, second: str) -> str:
+    """What both ranks say if they come to different things."""
+    said = f": all ranks must come to it together, got '{first}' on rank 0, '{second}' on rank 1; nothing was changed"
+    return f"DistributedError: ({re.escape(first)}|{re.escape(second)}){re.escape(said)}$"
+
+
+GRADIENTS = "agreement on gradients (scale and {} more)"
+SUMS = "redistribution of gradients (scale and {} more{})"
 REFUSED = {
     "other_values plain": f"{COPIES}emb.weight, up.weight{DDP}",
     "other_values hsdp": f"{COPIES}emb.weight, up.weight{SEED}$",
@@ -49,10 +59,13 @@ REFUSED = {
     "stages plain": f"{GROUP} parameters{OTHERS}{LOCAL}",
     "flat plain": f"ValueError: _flat_param: {FLAT}",
     "flat_original plain": f"ValueError: weight: {FLAT}",
+    "thawed plain": together(GRADIENTS.format(12), GRADIENTS.format(13)),
+    "thawed fsdp": together(GRADIENTS.format(12), GRADIENTS.format(13)),
+    "added plain": together(GRADIENTS.format(12), "agreement on param groups"),
     "another_group plain": MORE,
     "another_group fsdp": MORE,
 }
-"""What both ranks say of what cannot be composed, by fault and place."""
+"""What both ranks say of what they cannot do together, by fault and place."""
 SURVIVED: dict[str, dict[str, Any]] = {
     "nan skip": {"fault": "nan", "policy": "skip"},
     "nan raise": {"fault": "nan", "policy": "raise"},
@@ -75,6 +88,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome
         jobs["stalls"] = {"fault": "stalls", "folder": folder, "timeout": STALL}
         if place == "plain":
             jobs["sparse"] = {"fault": "sparse"}  # a DTensor is never sparse
+            jobs["one_sided_sum"] = {"fault": "one_sided_sum"}
         for name, job in jobs.items():
             fails = name not in (*SURVIVED, "roots")
             runs.append(Run(f"{name} {place}", "faults:run", 2, {**job, "place": place}, TIMEOUT, fails))
@@ -95,7 +109,7 @@ def test_every_rank_ends_with_a_cause(outcomes: dict[str, list[Outcome]], fault:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_composed_is_refused_by_all(outcomes: dict[str, list[Outcome]], name: str) -> None:
+def test_what_cannot_be_done_together_is_refused_by_all(outcomes: dict[str, list[Outcome]], name: str) -> None:
     for outcome in outcomes[name]:
         assert outcome.code == 1 and re.match(REFUSED[name], outcome.error), outcome.error
 
@@ -108,7 +122,7 @@ def test_a_bucket_is_named_by_its_parameters(outcomes: dict[str, list[Outcome]],
 @pytest.mark.parametrize("place", PLACES)
 def test_a_rank_that_takes_no_part_is_missed(outcomes: dict[str, list[Outcome]], place: str) -> None:
     first, second = outcomes[f"alone {place}"]
-    assert re.match(rf"DistributedError: agreement on param group 0{LEFT}", first.error) and first.seconds < TIMEOUT
+    assert re.match(rf"DistributedError: agreement on param groups{LEFT}", first.error) and first.seconds < TIMEOUT
     if place == "plain":
         assert second.code == 0
     else:
@@ -172,6 +186,12 @@ def test_another_number_on_one_rank_is_refused_by_all(
     said = f"DistributedError: step of scale and 12 more: all ranks must have the same {NUMBERS[fault]}"
     for outcome in outcomes[f"{fault} {place}"]:
         assert outcome.result["changed"] == [] and outcome.result["said"] == f"{said}; nothing was changed"
+
+
+def test_a_partial_sum_on_some_ranks_only_is_refused_by_all(outcomes: dict[str, list[Outcome]]) -> None:
+    cause = together(SUMS.format(13, ""), SUMS.format(12, "; none of up.weight"))
+    for outcome in outcomes["one_sided_sum plain"]:
+        assert outcome.result["changed"] == [] and re.match(cause, outcome.result["said"])
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -13,13 +13,15 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Partial, distribute_module
 
 import eigengraft
 from eigengraft import Optimizer, load_recipe
 from eigengraft.distributed.comm_step import CommStep
 
-from .models import lay_out, model
+from .models import divided, lay_out, model
 from .trajectories import give, values
 
 BAD = 1
@@ -153,6 +155,18 @@ def ahead(place: str) -> Result:
     return survive(module, optimizer, lambda: torch._foreach_add_(steps, int(bad())))
 
 
+def one_sided_sum(place: str) -> Result:
+    """One rank has no gradient where the others have a partial sum."""
+    mesh = init_device_mesh("cpu", (2,))
+    module = distribute_module(model(), mesh)
+    optimizer = eigengraft.compose("soap", module, overrides=RECIPE)
+    for parameter in filter(lambda parameter: parameter.requires_grad, module.parameters()):
+        parameter.grad = DTensor.from_local(torch.ones(parameter.shape), mesh, [Partial()])
+    if bad():
+        module.up.weight.grad = None  # type: ignore[union-attr,assignment]
+    return survive(module, optimizer)
+
+
 def sparse(place: str) -> Result:
     """A gradient is not dense, on one rank."""
     module, optimizer = start(place)
@@ -233,6 +247,26 @@ def another_group(place: str) -> None:
     Optimizer(groups if bad() else groups[:1], "soap")
 
 
+def thawed(place: str) -> None:
+    """One rank has a gradient of a parameter that is frozen."""
+    module = lay_out(model(), place)
+    optimizer = Optimizer(module.named_parameters(), "soap", overrides=RECIPE)
+    advance(module, optimizer, 0)
+    give(module, 1, gaps=False)
+    if bad():
+        frozen = module.frozen.weight  # type: ignore[union-attr]
+        frozen.grad = divided(torch.ones(frozen.shape), frozen)  # type: ignore[union-attr,arg-type]
+    optimizer.step()
+
+
+def added(place: str) -> None:
+    """One rank adds a param group, and the others take a step."""
+    module, optimizer = start(place)
+    if bad():
+        optimizer.add_param_group({"params": [("more", nn.Parameter(torch.ones(3, 3)))]})
+    advance(module, optimizer, 2)
+
+
 def other_lr(place: str) -> None:
     """One rank has another learning rate, which is not part of a recipe."""
     module = lay_out(model(), place)
@@ -308,6 +342,7 @@ FAULTS: dict[str, Callable[..., Any]] = {
         changed,
         twice,
         ahead,
+        one_sided_sum,
         sparse,
         other_recipe,
         other_shapes,
@@ -320,6 +355,8 @@ FAULTS: dict[str, Callable[..., Any]] = {
         flat,
         flat_original,
         another_group,
+        thawed,
+        added,
         other_lr,
         alone,
         saves_alone,
