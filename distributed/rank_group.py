@@ -59,21 +59,21 @@ class RankGroup:
         return values
 
     def meet(self, what: str) -> None:
-        """Raises DistributedError on every rank if some come to something else; on gloo only, others would wait long.
+        """Raises DistributedError on every rank if some come to something else; asks on gloo only, where nobody waits.
 
-        gloo ends a process without a word where messages of one kind of collective differ in length. No other
-        collective answers its barrier: a rank that does something else is missed. Those that come tell what they want.
+        gloo ends a process without a word where messages of one kind of collective differ in length. Nothing but the
+        exchange of blocks is an all-to-all: a rank that does something else does not answer, and is missed.
         """
         if dist.get_backend(self.group) != "gloo":
             return
-        with self._named(what):
-            self._wait(dist.barrier(group=self.group, async_op=True))
-        digest = bytearray(hashlib.blake2b(what.encode(), digest_size=16).digest())
-        found = self.all_gather(torch.frombuffer(digest, dtype=torch.uint8), what).wait()
-        if bool((found == found[0]).all()):
+        digest = torch.frombuffer(bytearray(hashlib.blake2b(what.encode(), digest_size=16).digest()), dtype=torch.uint8)
+        each = [digest.numel()] * self.size
+        found = self.all_to_all(digest.repeat(self.size), each, each, what).wait()
+        if torch.equal(found, digest.repeat(self.size)):
             return
         every: list[Any] = [None] * self.size
-        dist.all_gather_object(every, what, group=self.group)
+        with self._named(what):
+            dist.all_gather_object(every, what, group=self.group)
         raise DistributedError(
             f"{what}: all ranks must come to it together, got "
             f"{', '.join(f'{other!r} on rank {rank}' for rank, other in enumerate(every[:8]))}; nothing was changed"
