@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -87,11 +87,25 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, turns: Sequence[Sequence[Pl
 
 
 def whole(x: Tensor) -> Tensor:
-    """A copy of a tensor, gathered if it is divided: by the parts as they are, not by what DTensor makes of them."""
-    if not isinstance(x, DTensor):
-        return x.detach().clone()
-    parts: list[Tensor] = [torch.empty(0)] * dist.get_world_size()
-    dist.all_gather_object(parts, x.detach().to_local())
+    """A copy of a tensor, gathered if it is divided."""
+    return wholes([x])[0]
+
+
+def wholes(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Copies of tensors, gathered where they are divided: by the parts as they are, not by what DTensor makes of
+    them."""
+    found = [x.detach() for x in tensors]
+    divided = {place: x for place, x in enumerate(found) if isinstance(x, DTensor)}
+    parts: list[dict[int, Tensor]] = [{}] * dist.get_world_size() if divided else []
+    if divided:  # in one message
+        dist.all_gather_object(parts, {place: x.to_local() for place, x in divided.items()})
+    return [
+        _joined(divided[place], [own[place] for own in parts]) if place in divided else x.clone()
+        for place, x in enumerate(found)
+    ]
+
+
+def _joined(x: DTensor, parts: Sequence[Tensor]) -> Tensor:
     full = parts[0].new_full(x.shape, torch.nan)
     for part, box in zip(parts, _boxes(x) if _strided(x) else _held(x), strict=True):
         full[box] = part

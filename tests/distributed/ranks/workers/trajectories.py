@@ -12,10 +12,10 @@ import eigengraft
 from eigengraft import load_recipe
 
 from .hosts import prepare
-from .models import divided, lay_out, model, whole
+from .models import divided, lay_out, model, wholes
 
-STEPS = 30
-EVALUATED, EMPTY, SPOILT, THAWED = (9, 20), 11, 13, 12
+STEPS = 16
+EVALUATED, EMPTY, SPOILT, THAWED = (5, 11), 6, 8, 7
 """Steps after which the other iterate is looked at, without gradients, with one that is not finite, and of thawing."""
 
 
@@ -25,7 +25,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def follow(recipe: Any, place: str, overrides: Sequence[str] = (), gaps: bool = False, **of_model: Any) -> Any:
-    """Thirty steps of one case; what is common to all ranks, and what is this rank's own.
+    """All steps of one case; what is common to all ranks, and what is this rank's own.
 
     place: where `lay_out` puts the parameters; late: a host shards them after the optimizer was made.
     gaps: whether some parameters miss a step that others take. of_model: what `build` takes.
@@ -81,4 +81,5 @@ def give(module: nn.Module, step: int, gaps: bool) -> None:
 
 def values(module: nn.Module) -> dict[str, Tensor]:
     """Whole parameters by name."""
-    return {name: whole(parameter) for name, parameter in module.named_parameters()}
+    named = dict(module.named_parameters())
+    return dict(zip(named, wholes(named.values()), strict=True))
