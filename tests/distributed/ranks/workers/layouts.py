@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -31,10 +32,10 @@ class Layer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up = nn.Linear(37, 53)
+        self.up = nn.Linear(37, 53, bias=False)
         self.wide = nn.Linear(147, 64)
         self.square = nn.Linear(90, 90, bias=False)
-        self.norm = nn.LayerNorm(90)
+        self.norm = nn.LayerNorm(90, bias=False)
 
 
 class Stack(nn.Module):
@@ -45,7 +46,7 @@ class Stack(nn.Module):
         self.emb = nn.Embedding(41, 20)
         self.layers = nn.ModuleDict({name: Layer() for name in ("0", "1")})
         self.experts = Experts()
-        self.output = nn.Linear(20, 43)
+        self.output = nn.Linear(20, 43, bias=False)
 
 
 def stack() -> Stack:
@@ -133,11 +134,13 @@ LAYOUTS: dict[str, Callable[[Stack], nn.Module]] = {
 }
 
 
+@cache
 def flat() -> DeviceMesh:
-    """All ranks in a row."""
+    """All ranks in a row; process groups are made once."""
     return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
+@cache
 def grid(rows: str, columns: str) -> DeviceMesh:
     """Two rows of ranks, or two columns of those that divide something over pairs."""
     ranks = dist.get_world_size()
@@ -161,6 +164,7 @@ def pruned(module: Stack, stage: int) -> Stack:
 # gradients
 
 
+@cache
 def gradient(name: str, shape: torch.Size, step: int) -> Tensor:
     """The gradient of a parameter: multiples of 2^-8 below 2^8, so that sums of parts are exact in any order."""
     generator = torch.Generator().manual_seed(sum(name.encode()) * 1000 + step)
@@ -173,7 +177,7 @@ def lay_gradient(x: Tensor, like: Tensor, name: str, seed: int) -> Tensor:
     For DTensors that every rank has whole, each rank gets a part of the sum.
     """
     if not isinstance(like, DTensor):
-        return x
+        return x.clone()
     mesh = like.device_mesh
     if not all(placement.is_replicate() for placement in like.placements):
         return distribute_tensor(x, mesh, like.placements, src_data_rank=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -55,21 +56,34 @@ def lay_out(module: nn.Module, place: str) -> nn.Module:
     mixed: DTensors on a mesh of 2 x the rest, with another pair of placements for each parameter in turn.
     strided: rows divided by 2 ranks as for tensor parallelism, what is left by fully_shard over the rest.
     """
-    if place == "fsdp":
-        fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    elif place == "hsdp":
-        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("copy", "shard"))
+    if place == "plain":
+        return module
+    mesh = _mesh(place)
+    if place in ("fsdp", "hsdp"):
         fully_shard(module, mesh=mesh)
     elif place == "mixed":
         turns = [(Shard(0), Shard(1)), (Shard(1), Replicate()), (Replicate(), Shard(0)), (Shard(0), Shard(0))]
-        _distribute(module, init_device_mesh("cpu", (2, dist.get_world_size() // 2)), turns)
-    elif place == "strided":
-        mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "rows"))
+        _distribute(module, mesh, turns)
+    else:
         _distribute(module, mesh["rows"], [(Shard(0),)])
         fully_shard(module, mesh=mesh["data"])
-    elif place != "plain":
-        raise ValueError(f"place: plain, fsdp, hsdp, mixed or strided is required, got {place}")
     return module
+
+
+@cache
+def _mesh(place: str) -> DeviceMesh:
+    """The mesh of a place; process groups are made once."""
+    ranks = dist.get_world_size()
+    meshes: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
+        "fsdp": ((ranks,), ("shard",)),
+        "hsdp": ((2, ranks // 2), ("copy", "shard")),
+        "mixed": ((2, ranks // 2), ("outer", "inner")),
+        "strided": ((ranks // 2, 2), ("data", "rows")),
+    }
+    if place not in meshes:
+        raise ValueError(f"place: plain, {', '.join(meshes)} are known, got {place}")
+    shape, names = meshes[place]
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 def _distribute(module: nn.Module, mesh: DeviceMesh, turns: Sequence[Sequence[Placement]]) -> None:
