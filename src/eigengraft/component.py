@@ -34,7 +34,6 @@ class Component(BaseModel):
         validate_by_name=True,
         validate_by_alias=True,
         serialize_by_alias=True,
-        use_attribute_docstrings=True,
     )
     family_name: ClassVar[str | None] = None
     members: ClassVar[dict[str, type[Component]]] = {}
