@@ -10,6 +10,7 @@ from torch import Tensor
 from eigengraft import Optimizer, RecipeError, Stage
 from eigengraft.component import Component, checked, families
 from eigengraft.testing.laws import Law
+from eigengraft.testing.stage_case import StageCase
 from eigengraft.testing.stage_laws import CONTRACT, STAGE_LAWS
 
 from .rows import Row
@@ -77,17 +78,19 @@ def test_a_component_survives_its_own_declaration(family: str, row: Row) -> None
 FIRST = {row.kind: row for row in reversed(STAGES)}
 """The first row of each kind: the laws of these are quick, those of other modes slow."""
 
+CASES = [(row, row.stage()) for row in STAGES]
+"""Each row with its case, which keeps the trajectory that laws compare with."""
 APPLICABLE = [
-    pytest.param(law, row, id=f"{law} - {row}", marks=() if row is FIRST[row.kind] else pytest.mark.slow)
+    pytest.param(law, case, id=f"{law} - {row}", marks=() if row is FIRST[row.kind] else pytest.mark.slow)
     for law in (CONTRACT, *STAGE_LAWS)
-    for row in STAGES
-    if law.skip(row.stage()) is None
+    for row, case in CASES
+    if law.skip(case) is None
 ]
 
 
-@pytest.mark.parametrize(("law", "row"), APPLICABLE)
-def test_a_law_of_stages(law: Law[Any], row: Row) -> None:
-    law.require(row.stage())
+@pytest.mark.parametrize(("law", "case"), APPLICABLE)
+def test_a_law_of_stages(law: Law[Any], case: StageCase) -> None:
+    law.require(case)
 
 
 @pytest.mark.gpu
@@ -101,7 +104,7 @@ def test_the_laws_of_stages_on_an_accelerator(row: Row) -> None:
 
 @pytest.mark.parametrize("law", STAGE_LAWS, ids=str)
 def test_every_law_of_stages_is_asked_of_many(law: Law[Any]) -> None:
-    assert sum(law.skip(row.stage()) is None for row in STAGES) > 20
+    assert sum(law.skip(case) is None for _, case in CASES) > 20
 
 
 def test_a_third_party_stage_works_from_a_recipe() -> None:

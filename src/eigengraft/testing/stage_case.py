@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from eigengraft.component import Component, ContractError
 from eigengraft.preconditioners import Stage
 
 from .laws import LawError
+from .samples import gradients
 from .stage_bench import StageBench
 
 BLOCKS = ((6, 5), (7,), (3, 2, 4), (1, 1))
@@ -48,6 +51,18 @@ class StageCase:
     def bench(self, block: tuple[int, ...], blocks: int = 3, dtype: torch.dtype = torch.float64) -> StageBench:
         """Fresh state for so many blocks."""
         return StageBench(self.stage, block, blocks, dtype)
+
+    @cached_property
+    def _trajectories(self) -> dict[tuple[tuple[int, ...], torch.dtype], tuple[Tensor, StageBench]]:
+        return {}
+
+    def trajectory(self, block: tuple[int, ...], dtype: torch.dtype = torch.float64) -> tuple[Tensor, StageBench]:
+        """The directions of three blocks from fresh state for `gradients(block)`, and the bench after them: what laws
+        compare with. Made once for each shape and dtype; laws do not step the bench."""
+        if (block, dtype) not in self._trajectories:
+            bench = self.bench(block, dtype=dtype)
+            self._trajectories[block, dtype] = bench.run(gradients(block, dtype=dtype)), bench
+        return self._trajectories[block, dtype]
 
     def degree_on(self, block: tuple[int, ...]) -> float:
         """The degree for blocks of that shape."""

@@ -41,8 +41,7 @@ def a_stack_is_its_blocks(case: StageCase) -> None:
     """N blocks in a stack get the directions that each gets alone."""
     for block in case.blocks:
         with on(block):
-            given, stack = gradients(block), case.bench(block)
-            stacked = stack.run(given)
+            given, (stacked, stack) = gradients(block), case.trajectory(block)
             for i in range(3):
                 alone = stack.only(i).run(given[:, i : i + 1])[:, 0]
                 what = f"block {i} alone as in a stack of 3 (does a sum or mean run over the stack axis 0?)"
@@ -69,15 +68,14 @@ def masked_rows_change_nothing(case: StageCase) -> None:
     mask = torch.tensor([True, False, True])
     for block in case.blocks:
         with on(block, "a block with a gradient of nan is computed and then dropped: it must not raise"):
-            given, stack = gradients(block), case.bench(block)
+            given, stack, (expected, _) = gradients(block), case.bench(block), case.trajectory(block)
             stack.run(given[: TRAJECTORY_STEPS // 2])
-            reference = stack.copy()
             before = {key: tensor.clone() for key, tensor in stack.tensors.items()}
-            for gradient in given[TRAJECTORY_STEPS // 2 :]:
-                spoiled = gradient.clone()
+            for t in range(TRAJECTORY_STEPS // 2, TRAJECTORY_STEPS):
+                spoiled = given[t].clone()
                 spoiled[1] = torch.nan
                 ours = stack.step(spoiled, mask=mask)[mask]
-                require_close(ours, reference.step(gradient)[mask], 1e-10, "blocks beside one whose gradient is nan")
+                require_close(ours, expected[t][mask], 1e-10, "blocks beside one whose gradient is nan")
             for key, tensor in stack.tensors.items():
                 same = torch.equal(tensor[1], before[key][1])
                 require(same, f"unchanged state of a block whose gradient is nan is required, got another {key}")
@@ -129,18 +127,18 @@ def scaling_all_gradients_scales_the_direction(case: StageCase) -> None:
     for block in case.blocks:
         for scale in (2.0**-10, 2.0**10):
             with on(block, f"gradients times {scale:g}"):
-                given, degree = gradients(block), case.degree_on(block)
-                plain, scaled = case.bench(block).run(given)[-1], case.bench(block).run(given * scale)[-1]
+                degree, (plain, _) = case.degree_on(block), case.trajectory(block)
+                scaled = case.bench(block).run(gradients(block) * scale)[-1]
                 what = f"a direction that scales by the power {degree:g} of the gradients' scale,"
-                require_close(scaled * scale**-degree, plain, 1e-7, what)
+                require_close(scaled * scale**-degree, plain[-1], 1e-7, what)
 
 
 def rotating_all_gradients_rotates_the_direction(case: StageCase) -> None:
     """U G V^T gives U D V^T."""
     for block in ((6, 5), (5, 5)):
         with on(block):
-            u, v, given = rotation(block[0], 1), rotation(block[1], 2), gradients(block)
-            straight, turned = case.bench(block).run(given), case.bench(block).run(u @ given @ v.T)
+            u, v = rotation(block[0], 1), rotation(block[1], 2)
+            straight, turned = case.trajectory(block)[0], case.bench(block).run(u @ gradients(block) @ v.T)
             require_close(turned, u @ straight @ v.T, 1e-9, "a direction that turns with the gradients")
 
 
@@ -149,9 +147,9 @@ def dtype_and_device_are_kept(case: StageCase) -> None:
     for block in case.blocks:
         for dtype in (torch.float32, torch.float64):
             with on(block, str(dtype)):
-                given, stack = gradients(block, dtype=dtype), case.bench(block, dtype=dtype)
-                before = {key: _kind(tensor) for key, tensor in stack.tensors.items()}
-                out, want = stack.run(given), _kind(given)
+                want = _kind(gradients(block, dtype=dtype))
+                before = {key: _kind(tensor) for key, tensor in case.bench(block, dtype=dtype).tensors.items()}
+                out, stack = case.trajectory(block, dtype)
                 require(
                     _kind(out) == want, f"directions of (dtype, device, shape) {want} are required, got {_kind(out)}"
                 )

@@ -18,10 +18,10 @@ def a_copy_of_the_state_resumes_exactly(case: StageCase) -> None:
     """All that a stage remembers is in its slots."""
     for block in case.blocks:
         with on(block):
-            given, stack = gradients(block), case.bench(block)
+            given, stack, (expected, _) = gradients(block), case.bench(block), case.trajectory(block)
             stack.run(given[: TRAJECTORY_STEPS // 2])
             twin = stack.copy()
-            same = torch.equal(twin.run(given[TRAJECTORY_STEPS // 2 :]), stack.run(given[TRAJECTORY_STEPS // 2 :]))
+            same = torch.equal(twin.run(given[TRAJECTORY_STEPS // 2 :]), expected[TRAJECTORY_STEPS // 2 :])
             require(
                 same, "the same directions from a copy of the state are required, got others; is there other memory?"
             )
@@ -31,10 +31,8 @@ def storage_makes_no_difference(case: StageCase) -> None:
     """State kept as it is and state encoded and decoded without loss give the same bits, in float32."""
     for block in case.blocks:
         with on(block):
-            given = gradients(block, dtype=torch.float32)
-            plain, coded = (
-                StageBench(case.stage, block, 3, torch.float32, q).run(given) for q in (None, Float32(min_elements=1))
-            )
+            coder = StageBench(case.stage, block, 3, torch.float32, Float32(min_elements=1))
+            plain, coded = case.trajectory(block, torch.float32)[0], coder.run(gradients(block, dtype=torch.float32))
             require(torch.equal(plain, coded), "the same directions from encoded state are required, got others")
 
 
@@ -42,8 +40,7 @@ def state_is_reported_to_the_byte(case: StageCase) -> None:
     """Slots declared = slots used = bytes reported."""
     for block in case.blocks:
         with on(block):
-            stack = case.bench(block, 2)
-            stack.run(gradients(block, 2))
+            _, stack = case.trajectory(block)
             stack.require_used()
             size = sum(tensor[0].numel() * tensor.element_size() for tensor in stack.tensors.values())
             parameter = nn.Parameter(torch.zeros(block, dtype=torch.float64))
