@@ -141,12 +141,12 @@ def test_gather_and_scatter_are_inverse(
     before = [x.clone() for x in tensors]
     merged = [blocking.merged(shape) for shape in shapes]
     buffers = {i: torch.full(m, torch.nan, dtype=torch.float64) for i, m in enumerate(merged)}
+    blocks = [blocks_by_hand(x.double().reshape(m), blocking.size) for x, m in zip(tensors, merged, strict=True)]
     for stack in stacks_of(shapes, blocking):
         rows = stack.gather(tensors)
         assert rows.shape == (len(stack.param_ids), *stack.block) and rows.dtype == torch.float64
         for row, owner, key in zip(rows, stack.param_ids, stack.keys, strict=True):
-            x = tensors[owner].double().reshape(merged[owner])
-            assert torch.equal(row, blocks_by_hand(x, blocking.size)[key])
+            assert torch.equal(row, blocks[owner][key])
         stack.scatter(rows, buffers)
     for i, (x, shape) in enumerate(zip(tensors, shapes, strict=True)):
         assert torch.equal(buffers[i].reshape(shape), x.double())

@@ -107,7 +107,7 @@ def test_gradients_reach_owners_and_updates_return(
     counts = [sum(len(grid.keys) for grid in blocking.grids(shape)) for shape in chosen]
     assume(sum(counts) <= 30)
     whole = data.draw(st.booleans())
-    ways = [[(Replicate(),) * len(mesh)] if whole else list(all_placements(len(shape), mesh)) for shape in chosen]
+    ways = [[(Replicate(),) * len(mesh)] if whole else all_placements(len(shape), mesh) for shape in chosen]
     layouts = [
         Layout.from_placements(shape, mesh, data.draw(st.sampled_from(way)))
         for shape, way in zip(chosen, ways, strict=True)

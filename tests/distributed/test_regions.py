@@ -37,8 +37,13 @@ blockings = st.builds(Blocking, size=sizes) | st.builds(
 )
 
 
-def all_placements(ndim: int, mesh: tuple[int, ...]) -> Iterator[tuple[Placement, ...]]:
+@cache
+def all_placements(ndim: int, mesh: tuple[int, ...]) -> tuple[tuple[Placement, ...], ...]:
     """Every way to lay a tensor out; a shard may be strided if a later mesh axis divides the same tensor axis."""
+    return tuple(_placements(ndim, mesh))
+
+
+def _placements(ndim: int, mesh: tuple[int, ...]) -> Iterator[tuple[Placement, ...]]:
     kinds = [None, *((axis, strided) for axis in range(ndim) for strided in (False, True))]
     for choice in itertools.product(kinds, repeat=len(mesh)):
         found: list[Placement] = []
@@ -81,6 +86,26 @@ def held_indices(
     return chunked(length, tuple(cuts))
 
 
+@cache
+def held_by_torch(
+    length: int, mesh: tuple[int, ...], coordinate: tuple[int, ...], placements: tuple[Placement, ...]
+) -> tuple[int, int]:
+    """Length and offset on an axis that is cut so, by torch's own arithmetic; axes know nothing of each other."""
+    (own,), (offset,) = _compute_local_shape_and_global_offset((length,), mesh, list(coordinate), placements)
+    return own, offset
+
+
+def along(axis: int, placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
+    """What is done to one axis of a tensor, as if it were the only one."""
+    return tuple(_alone(axis, placement) for placement in placements)
+
+
+def _alone(axis: int, placement: Placement) -> Placement:
+    if getattr(placement, "dim", None) != axis:
+        return Replicate()
+    return _StridedShard(0, split_factor=placement.split_factor) if isinstance(placement, _StridedShard) else Shard(0)
+
+
 def slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
 
@@ -92,6 +117,7 @@ def check_layout(shape: tuple[int, ...], mesh: tuple[int, ...], placements: tupl
     not come out even, where its answer is not what `fully_shard` leaves on a rank (the test on real ranks has those).
     """
     layout = Layout.from_placements(shape, mesh, placements)
+    ways = [along(axis, placements) for axis in range(len(shape))]
     even = all(length % math.prod(mesh) == 0 for length in shape)
     held = {replica: np.zeros(shape, dtype=np.int64) for replica in layout.replicas}
     for rank, coordinate in enumerate(itertools.product(*map(range, mesh))):
@@ -100,8 +126,9 @@ def check_layout(shape: tuple[int, ...], mesh: tuple[int, ...], placements: tupl
             own = held_indices(axis, length, mesh, coordinate, placements)
             assert own == tuple(range(box.start[axis], box.stop[axis]))
         if even or not any(isinstance(placement, _StridedShard) for placement in placements):
-            own_shape, offset = _compute_local_shape_and_global_offset(shape, mesh, list(coordinate), placements)
-            assert box.shape == own_shape and (not box.numel or box.start == offset)
+            theirs = [held_by_torch(n, mesh, coordinate, ways[axis]) for axis, n in enumerate(shape)]
+            assert box.shape == tuple(own for own, _ in theirs)
+            assert not box.numel or box.start == tuple(offset for _, offset in theirs)
         held[layout.replicas[rank]][slices(box)] += 1
     copies = math.prod(ranks for ranks, p in zip(mesh, placements, strict=True) if isinstance(p, Replicate))
     assert len(held) == layout.copies == copies
@@ -139,7 +166,7 @@ def test_layouts_and_regions_hold_every_entry_once() -> None:
         merged = torch.from_numpy(ids).reshape(blocking.merged(shape))
         owned = [block.cut(merged).flatten() for block in blocks]
         assert sorted(torch.cat([torch.empty(0, dtype=torch.int64), *owned]).tolist()) == list(range(ids.size))
-        found = list(all_placements(len(shape), mesh))
+        found = all_placements(len(shape), mesh)
         parts: set[Box] = set()
         for placements in (found[start % len(found) :] + found[: start % len(found)])[:25]:
             parts.update(check_layout(shape, mesh, placements).boxes)
