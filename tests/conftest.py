@@ -9,18 +9,17 @@ from collections.abc import Iterator
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["PYTHONSAFEPATH"] = "1"
 
-import numpy as np
 import pytest
-import torch
-from hypothesis import settings
-
-from eigengraft.component import families
-
-settings.register_profile("fixed", derandomize=True, deadline=None, database=None, max_examples=50)
-settings.load_profile("fixed")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None):
+        return  # this process hands out tests to others: it need not import torch
+    import torch
+    from hypothesis import settings
+
+    settings.register_profile("fixed", derandomize=True, deadline=None, database=None, max_examples=50)
+    settings.load_profile("fixed")
     torch.set_num_threads(1)
     # a shell's background job ignores SIGINT, and so would the processes that tests start to interrupt them
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -29,6 +28,8 @@ def pytest_configure() -> None:
 @pytest.fixture
 def registry() -> Iterator[None]:
     """Members defined in a test are gone after it."""
+    from eigengraft.component import families
+
     before = {family: dict(family.members) for family in families().values()}
     yield
     for family, members in before.items():
@@ -37,6 +38,8 @@ def registry() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -45,6 +48,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _same_start() -> Iterator[None]:
+    import numpy as np
+    import torch
+
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)

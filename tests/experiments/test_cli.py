@@ -349,11 +349,10 @@ def finish(child: Process) -> None:
 
 
 def test_a_real_process_reports_an_error_in_a_box() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONSAFEPATH": "1"}
-    command = [sys.executable, "-m", "eigengraft", "train", "nowhere.yaml"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("╭") and "nowhere.yaml" in done.stderr and "Traceback" not in done.stderr
+    child = process("train", "nowhere.yaml")
+    output, errors = child.communicate()
+    assert (child.returncode, output) == (2, "")
+    assert errors.startswith("╭") and "nowhere.yaml" in errors and "Traceback" not in errors
 
 
 def test_debug_lets_the_error_itself_through() -> None:

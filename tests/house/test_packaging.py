@@ -147,14 +147,14 @@ def test_the_installed_command_works_outside_the_checkout(installed: Path, tmp_p
 def test_the_editable_install_reads_the_checkout(editable: Path, checkout: Path, tmp_path: Path) -> None:
     imports = "\n".join(f"import {package}" for package in PACKAGES)
     where = "import eigengraft.optimizers; print(eigengraft.optimizers.__file__)"
-    printed = run(editable, "-c", f"{imports}\n{where}\n{TRAIN}", cwd=tmp_path)
-    assert Path(printed.strip()).samefile(checkout / "optimizers" / "__init__.py")
     added = checkout / "preconditioners" / "added_later.py"
     added.write_text("HERE = True\n")
+    later = "from eigengraft.preconditioners.added_later import HERE"
     try:
-        run(editable, "-c", "from eigengraft.preconditioners.added_later import HERE", cwd=tmp_path)
+        printed = run(editable, "-c", f"{imports}\n{where}\n{later}\n{TRAIN}", cwd=tmp_path)
     finally:
         added.unlink()
+    assert Path(printed.strip()).samefile(checkout / "optimizers" / "__init__.py")
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
@@ -179,5 +179,5 @@ def test_the_bare_checkout_is_importable(checkout: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("variables", [{"PYTHONSAFEPATH": "1"}, {}], ids=["safe path", "plain"])
 def test_an_installed_distributed_is_not_hidden(variables: dict[str, str], editable: Path, checkout: Path) -> None:
-    code = f"{TRAIN}\nimport distributed\nprint(distributed.WHO)"
+    code = "import eigengraft.distributed, distributed\nprint(distributed.WHO)"
     assert run(editable, "-c", code, cwd=checkout, **variables).strip() == "an installed package"
