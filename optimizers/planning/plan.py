@@ -21,6 +21,7 @@ from eigengraft.distributed.ownership import Loads
 
 from ..engine.build import bucket_bytes, divide
 from ..recipe.loading import RecipeSource, load_recipe
+from ..recipe.param_names import canonical_names
 from ..recipe.recipe import Recipe
 from ..recipe.routing import ParamInfo, describe_parameter
 from ..sharding import fingerprint
@@ -112,8 +113,10 @@ def plan(
 def known(
     parameters: Iterable[tuple[str, Sequence[int]] | ParamInfo], dtype: torch.dtype = torch.float32
 ) -> list[ParamInfo]:
-    """Infos of parameters, where only names and shapes may be given."""
-    return [given if isinstance(given, ParamInfo) else _info(*given, dtype) for given in parameters]
+    """Infos of parameters, where only names and shapes may be given; names are canonical, as an optimizer's."""
+    rows = list(parameters)
+    names = iter(canonical_names([given[0] for given in rows if not isinstance(given, ParamInfo)]))
+    return [given if isinstance(given, ParamInfo) else _info(next(names), given[1], dtype) for given in rows]
 
 
 def _spec(recipe: Recipe, name: str, info: ParamInfo, layout: Layout, dtype: torch.dtype) -> ParamSpec:

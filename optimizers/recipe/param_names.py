@@ -36,21 +36,28 @@ def canonical_names(names: Sequence[str], model: nn.Module | None = None) -> lis
 
     model: what the names are of; wrappers for data parallelism inside of it are known by their types.
     """
-    inside = (
-        [] if model is None else [f"{path}." for path, module in model.named_modules() if path and _parallel(module)]
-    )
+    inside = [] if model is None else _inside(model)
     found = [canonical_name(_without(inside, name)) for name in names]
     counts = Counter(found)
     return [new if counts[new] == 1 else name for new, name in zip(found, names, strict=True)]
 
 
-def _parallel(module: nn.Module) -> bool:
-    return isinstance(module, (DistributedDataParallel, DataParallel))
+def canonical_paths(model: nn.Module) -> dict[str, str]:
+    """The canonical path of every module of a model, by path; several may be equal."""
+    inside = _inside(model)
+    return {path: canonical_path(_without(inside, f"{path}.")[:-1]) for path, _ in model.named_modules()}
+
+
+def _inside(model: nn.Module) -> list[str]:
+    """Prefixes of names inside of each wrapper for data parallelism in a model, the longest first."""
+    kinds = (DistributedDataParallel, DataParallel)
+    found = [f"{path}." for path, module in model.named_modules() if path and isinstance(module, kinds)]
+    return sorted(found, key=len, reverse=True)
 
 
 def _without(inside: Iterable[str], name: str) -> str:
     """A name without the `module` that follows each of the prefixes."""
-    for prefix in sorted(inside, key=len, reverse=True):
+    for prefix in inside:
         if name.startswith(f"{prefix}{_PARALLEL}."):
             name = prefix + name.removeprefix(f"{prefix}{_PARALLEL}.")
     return name

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from eigengraft.component import Component
 
-from .param_names import canonical_names, canonical_path
+from .param_names import canonical_names, canonical_path, canonical_paths
 
 ParamRole = Literal["embedding", "head", "norm", "bias", "scalar", "vector", "hidden"]
 _HEAD = re.compile(r"((^|\.)(lm_head|head|classifier|embed_out|logits)|^(model\.)?(output|output_projection))$")
@@ -117,9 +117,10 @@ def describe_named(named: Sequence[tuple[str, Tensor]], taken: Container[str] = 
 def describe_model(model: nn.Module) -> dict[int, ParamInfo]:
     """ParamInfo of every parameter of a model by `id`."""
     holders: dict[int, list[tuple[str, nn.Module]]] = {}
+    paths = canonical_paths(model)
     for path, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
-            holders.setdefault(id(parameter), []).append((path, module))
+            holders.setdefault(id(parameter), []).append((paths[path], module))
     head = _unnamed_head(model)
     parameters = dict(model.named_parameters())
     infos = {}
@@ -138,7 +139,8 @@ def _unnamed_head(model: nn.Module) -> Tensor | None:
     tables = [m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
     linears = [(path, m) for path, m in model.named_modules() if isinstance(m, nn.Linear)]
     tied = any(linear.weight is table.weight for _, linear in linears for table in tables)
-    if tied or any(_HEAD.search(canonical_path(path)) for path, _ in linears):
+    paths = canonical_paths(model)
+    if tied or any(_HEAD.search(paths[path]) for path, _ in linears):
         return None
     onto = [m.weight for _, m in linears if m.out_features in {table.num_embeddings for table in tables}]
     return onto[-1] if onto else None

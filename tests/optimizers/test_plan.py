@@ -134,6 +134,15 @@ def spread(model: nn.Module, parallel: str) -> None:
         fully_shard(model, mesh=init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("copies", "parts")))
 
 
+def test_names_are_an_optimizers() -> None:
+    found = known([("module.output.weight", (4, 3)), ("module.a", (2,)), ("a", (2,))])
+    assert [(info.name, info.role) for info in found] == [
+        ("output.weight", "head"),
+        ("module.a", "vector"),
+        ("a", "vector"),
+    ]
+
+
 @pytest.fixture(params=range(RANKS))
 def rank(request: pytest.FixtureRequest) -> Iterator[int]:
     dist.init_process_group("fake", rank=request.param, world_size=RANKS, store=FakeStore())
