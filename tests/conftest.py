@@ -2,14 +2,18 @@
 
 import os
 import random
+import re
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 # Read when torch and BLAS load, here and in every process that a test starts.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["PYTHONSAFEPATH"] = "1"
 
 import pytest
+
+ALL_SLOW = re.compile(r"^pytestmark = .*pytest\.mark\.slow", flags=re.MULTILINE)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -23,6 +27,13 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     # a shell's background job ignores SIGINT, and so would the processes that tests start to interrupt them
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Where slow tests are left out, a file that has no others is not even imported."""
+    if "not slow" not in config.getoption("markexpr") or collection_path.suffix != ".py":
+        return None
+    return True if ALL_SLOW.search(collection_path.read_text()) else None
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from torch import nn
 
 from eigengraft import Optimizer, load_recipe, stacks
 
-from ..distributed.workers.memory import Watch
+from ..distributed.ranks.workers.memory import Watch
 from ..laws.quantizers import small
 from ..optimizers.test_kernels import at_once
 from ..recipes import COVER

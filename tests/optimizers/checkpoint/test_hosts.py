@@ -60,7 +60,11 @@ def loaded_at_once(optimizer: Optimizer) -> None:
     optimizer.load_state_dict(optimizer.state_dict())
 
 
-@pytest.mark.parametrize("first", [Optimizer.state_dict, loaded_at_once, copy.deepcopy, Optimizer.eval, None], ids=str)
+@pytest.mark.parametrize(
+    "first",
+    [Optimizer.state_dict, loaded_at_once, copy.deepcopy, Optimizer.eval, None],
+    ids=["saved", "loaded", "copied", "evaluated", "neither"],
+)
 @pytest.mark.parametrize("recipe", ["soap", "schedule_free_adamw"])
 def test_replaced_parameters_are_taken_over_before_the_first_step(recipe: str, first: Any) -> None:
     (expected, reference), (model, optimizer) = start(recipe), start(recipe)
