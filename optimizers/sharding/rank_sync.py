@@ -64,9 +64,13 @@ class RankSync:
             event.record()
         kept = {name: x.clone() if isinstance(x, Tensor) else x for name, x in numbers.items()}
         self._told = _Told(sums, event, kept)
-        if device.type == "cpu":
+        if self._is_read_at_once(device):
             self._raise_told("nothing was changed")
         return RankSurvey(self, present, found[:total], found[total : 2 * total])
+
+    def _is_read_at_once(self, device: torch.device) -> bool:
+        """Whether the host has what ranks told each other, without waiting for the device."""
+        return device.type == "cpu"
 
     def _named(self) -> str:
         """The first parameter, and how many more there are."""

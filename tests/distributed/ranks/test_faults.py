@@ -89,6 +89,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome
         if place == "plain":
             jobs["sparse"] = {"fault": "sparse"}  # a DTensor is never sparse
             jobs["one_sided_sum"] = {"fault": "one_sided_sum"}
+            jobs["changed_on_device"] = {"fault": "changed_on_device"}
         for name, job in jobs.items():
             fails = name not in (*SURVIVED, "roots")
             runs.append(Run(f"{name} {place}", "faults:run", 2, {**job, "place": place}, TIMEOUT, fails))
@@ -187,6 +188,12 @@ def test_another_number_on_one_rank_is_refused_by_all(
     said = f"DistributedError: step of scale and 12 more: all ranks must have the same {NUMBERS[fault]}"
     for outcome in outcomes[f"{fault} {place}"]:
         assert outcome.result["changed"] == [] and outcome.result["said"] == f"{said}; nothing was changed"
+
+
+def test_another_number_is_found_one_step_later_on_a_device(outcomes: dict[str, list[Outcome]]) -> None:
+    said = f"DistributedError: step of scale and 12 more: all ranks must have the same {NUMBERS['other lr']}"
+    for outcome in outcomes["changed_on_device plain"]:
+        assert outcome.result["changed"] == [] and outcome.result["said"] == f"{said}; found one step later"
 
 
 def test_a_partial_sum_on_some_ranks_only_is_refused_by_all(outcomes: dict[str, list[Outcome]]) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, distribute_module
 import eigengraft
 from eigengraft import Optimizer, load_recipe
 from eigengraft.distributed.comm_step import CommStep
+from eigengraft.optimizers.sharding.rank_sync import RankSync
 
 from .models import divided, lay_out, model
 from .trajectories import give, values
@@ -135,6 +136,18 @@ def changed(place: str, key: str, tensor: bool = False) -> Result:
     kept, other = group[key], torch.tensor(0.5, dtype=torch.float64) if tensor else 0.5
     group[key] = other if bad() else kept
     return survive(module, optimizer, lambda: group.update({key: kept}))
+
+
+def changed_on_device(place: str) -> Result:
+    """One rank has another lr in one step, and ranks read what they told each other one step later."""
+    module, optimizer = start(place)
+    group = optimizer.param_groups[0]
+    with patch.object(RankSync, "_is_read_at_once", lambda *_: False):
+        group["lr"], kept = 0.5 if bad() else group["lr"], group["lr"]
+        advance(module, optimizer, 2)
+        group["lr"] = kept
+        give(module, 3, gaps=False)
+        return survive(module, optimizer)
 
 
 def twice(place: str) -> Result:
@@ -340,6 +353,7 @@ FAULTS: dict[str, Callable[..., Any]] = {
         nan,
         one_sided,
         changed,
+        changed_on_device,
         twice,
         ahead,
         one_sided_sum,
