@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import itertools
 import json
+import multiprocessing.process
 import os
 import runpy
 import signal
@@ -168,6 +169,7 @@ def _child(files: str, arguments: list[str], folder: str, environment: dict[str,
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.chdir(folder)
+        multiprocessing.process.ORIGINAL_DIR = folder  # where processes that this one spawns look for its script
         os.environ.clear()
         os.environ.update(environment)
         known = [path for path in sys.path if Path(path) != ROOT / "src"]

@@ -9,6 +9,8 @@ import pytest
 
 from eigengraft.experiments.studies.pool import run_pool
 
+from ..processes import ROOT, start
+
 pytestmark = pytest.mark.slow
 
 JOBS = """
@@ -62,24 +64,21 @@ def test_no_jobs():
 
 
 def test_workers_end_with_a_killed_parent(work, tmp_path):
-    import signal
-    import subprocess
-
-    script = tmp_path / "parent.py"
-    script.write_text(
-        "from pool_jobs import work\nfrom eigengraft.experiments.studies.pool import run_pool\n"
+    (tmp_path / "parent.py").write_text(
+        "from pathlib import Path\nfrom pool_jobs import work\n"
+        "from eigengraft.experiments.studies.pool import run_pool\n"
         "if __name__ == '__main__':\n"
         "    for event in run_pool(work, ['wait'], workers=1):\n"
-        "        print(event.value, flush=True)\n"
+        "        Path(event.kind).write_text(f'{event.value}\\n')\n"
     )
-    paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2] / "src")])
-    parent = subprocess.Popen(
-        [sys.executable, str(script)], env={**os.environ, "PYTHONPATH": paths}, stdout=subprocess.PIPE, text=True
-    )
-    assert parent.stdout is not None
-    assert parent.stdout.readline() == "None\n"  # started
-    pid = int(parent.stdout.readline())
-    parent.send_signal(signal.SIGKILL)
+    parent = start("parent.py", folder=tmp_path, PYTHONPATH=os.pathsep.join([str(ROOT / "src"), str(tmp_path)]))
+    told = tmp_path / "progress"
+    while not (told.exists() and told.read_text().endswith("\n")):
+        assert parent.poll() is None, parent.communicate()
+        time.sleep(0.02)
+    assert (tmp_path / "started").read_text() == "None\n"
+    pid = int(told.read_text())
+    parent.kill()
     parent.wait()
     for _ in range(100):
         if not Path(f"/proc/{pid}").exists():
