@@ -183,7 +183,7 @@ class Optimizer(torch.optim.Optimizer):
         return full_state(self)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Gathers all state on rank `to`, whose `state_dict` returns it alone until it changes; all ranks call this."""
+        """Gathers all state on rank `to`, where `state_dict` returns it until it changes; all ranks call this."""
         self._settle()
         consolidate(self, to)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eigengraft.distributed.rank_group import DistributedError, RankGroup
 
-from .sharded_state import full_tensor, gathered, shard_hook, sharded_state
+from .sharded_state import ShardedStateDict, full_tensor, gathered, shard_hook, sharded_state
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,11 @@ class ConsolidatedState:
     rank: int
     state: dict[int, dict[str, Tensor]] | None
 
-    def here(self) -> dict[int, dict[str, Tensor]]:
-        """The state; RuntimeError on another rank than its own."""
+    def shown(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """A state dict with the state; on other ranks one without, which cannot be pickled."""
         if self.state is None:
-            raise RuntimeError(
-                f"state_dict: the state was consolidated on rank {self.rank}, which has it until the next step, got "
-                f"a call on rank {dist.get_rank()}; call full_state_dict on all ranks"
-            )
-        return self.state
+            return ShardedStateDict({**state_dict, "state": {}})
+        return {**state_dict, "state": self.state}
 
 
 @contextmanager
@@ -85,9 +82,9 @@ def _state_hook(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any] | 
     for saved, infos in zip(state_dict["param_groups"], optimizer.param_sets.infos, strict=True):
         if "param_names" in saved:
             saved["param_names"] = [info.name for info in infos]
-    consolidated = optimizer.param_sets.consolidated
+    consolidated: ConsolidatedState | None = optimizer.param_sets.consolidated
     if consolidated is not None:
-        return {**state_dict, "state": consolidated.here()}
+        return consolidated.shown(state_dict)
     with _all_ranks("state_dict"):
         _meet(_rank_groups(optimizer), "state_dict")
         return shard_hook(optimizer, state_dict)

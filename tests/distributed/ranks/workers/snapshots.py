@@ -80,17 +80,18 @@ def save(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def consolidate(optimizer: Optimizer, expected: dict[str, Any]) -> str:
-    """Consolidates on the last rank, which alone takes the state dict; what the others are told, what is stale."""
+    """Consolidates on the last rank, which alone has the state then; what the others are told if they save it."""
     last = dist.get_world_size() - 1
     optimizer.consolidate_state_dict(to=last)
     if dist.get_rank() < last:
+        part = optimizer.state_dict()
         try:
-            optimizer.state_dict()
+            torch.save(part, io.BytesIO())
         except RuntimeError as error:
-            return str(error)
-        return "taken"
-    found, buffer = optimizer.state_dict(), io.BytesIO()
-    torch.save(found, buffer)
+            return f"{len(part['state'])}: {error}"
+        return "saved"
+    found = optimizer.state_dict()
+    torch.save(found, io.BytesIO())
     keys = [{key: sorted(state) for key, state in some["state"].items()} for some in (found, expected)]
     same = keys[0] == keys[1] and all(
         torch.equal(value, expected["state"][index][key]) and value.device.type == "cpu"
