@@ -17,8 +17,8 @@ from .placement import ParamSpec
 Checksum = tuple[int, int]
 """The sum of the bits of all entries, and the sum weighted by position, both modulo 2^64."""
 
-CHUNK = 1 << 22
-"""Entries that are summed at once, so that the checksum of a large tensor takes little memory."""
+CHUNK, GPU_CHUNK = 1 << 17, 1 << 24
+"""Entries that are summed at once: on a CPU as many as its cache holds, on a GPU what takes little memory."""
 
 BROADCAST = ", or wrap the model in DistributedDataParallel, which broadcasts"
 NO_COPIES = (
@@ -86,10 +86,12 @@ def sum_bits(x: Tensor) -> Tensor:
     widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
     bits = x.detach().contiguous().view(-1).view(widths.get(x.element_size(), torch.int64))
     sums = torch.zeros(2, dtype=torch.int64, device=x.device)
-    for start in range(0, bits.numel(), CHUNK):
-        some = bits[start : start + CHUNK].long()
-        weights = torch.arange(start + 1, start + 1 + some.numel(), device=x.device)
-        sums += torch.stack([some.sum(), (some * weights).sum()])
+    size = CHUNK if x.device.type == "cpu" else GPU_CHUNK
+    weights = torch.arange(1, min(size, bits.numel()) + 1, device=x.device)
+    for start in range(0, bits.numel(), size):
+        some = bits[start : start + size].long()
+        total = some.sum()
+        sums += torch.stack([total, (some * weights[: some.numel()]).sum() + start * total])
     return sums
 
 
