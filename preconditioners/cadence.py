@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from eigengraft.component import Component
 from eigengraft.noise import uniform
@@ -17,6 +17,8 @@ from eigengraft.step_context import StepContext
 
 DRAWS = 1 << 32
 """First of the streams of random numbers that decide on refreshes, far from those that stages use."""
+ROUNDED = 1e-9
+"""Part of a step that a phase may be short of it: n times k / n may be less than k."""
 
 
 class Cadence(Component, ABC, family="cadence"):
@@ -26,6 +28,23 @@ class Cadence(Component, ABC, family="cadence"):
     def interval(self) -> float:
         """Steps between two refreshes of a block, on average; blocks are divided over ranks by it."""
         return 1.0
+
+    @property
+    def period(self) -> int | None:
+        """Steps after which the same blocks are due again; None: no fixed number."""
+        return None
+
+    def steps_due(self, phases: NDArray[np.float64]) -> NDArray[np.int64]:
+        """The step of a period, 0 .. period - 1, at which blocks of these phases are due."""
+        return np.zeros(len(phases), dtype=np.int64)
+
+    def waves(self, refreshes: float, at_once: int | None = None) -> int | None:
+        """In how many equal parts of a period blocks are due; None: in as many as it has steps.
+
+        refreshes: work of all refreshes in a period, in units of the costliest one.
+        at_once: least work in one part, in the same unit; default: what the cadence says.
+        """
+        return None
 
     @abstractmethod
     def due(self, context: StepContext, earliest: int) -> Iterator[tuple[int, int, bool]]:
@@ -39,7 +58,8 @@ class Every(Cadence):
     """Due at t = start and then whenever (t - offset) % steps == 0, shifted within the interval by the block's phase.
 
     t is the block's own step. With `stagger: cost` the phases spread the blocks so that every step pays about the same;
-    with `none` all are due at once, as in the published codes.
+    with `none` all are due at once, as in the published codes. Between both, `at_once` has as many blocks due in one
+    step as ranks can refresh side by side: where fewer are due than there are ranks, the others wait.
     """
 
     kind: Literal["every"] = "every"
@@ -51,16 +71,41 @@ class Every(Cadence):
     stagger: Literal["cost", "none"] = Field(
         default="cost", description="spread refreshes over the interval, or do all at once"
     )
+    at_once: int = Field(
+        default=1,
+        ge=1,
+        description="least refresh work in one step, in units of the costliest block; the number of ranks (or more), "
+        "so that none waits for another",
+    )
+
+    @model_validator(mode="after")
+    def _spreads(self) -> Self:
+        if self.stagger == "none" and self.at_once > 1:
+            raise ValueError(
+                f"at_once: `stagger: cost` is required, without which all blocks are due at once, got {self.at_once}"
+            )
+        return self
 
     @property
     def interval(self) -> float:
         return float(self.steps)
 
+    @property
+    def period(self) -> int:
+        return self.steps
+
+    def steps_due(self, phases: NDArray[np.float64]) -> NDArray[np.int64]:
+        spread = phases if self.stagger == "cost" else np.zeros_like(phases)
+        return (np.floor(spread * self.steps + ROUNDED).astype(np.int64) + self.offset) % self.steps
+
+    def waves(self, refreshes: float, at_once: int | None = None) -> int | None:
+        least = at_once or self.at_once
+        return None if least == 1 or self.stagger == "none" else max(1, min(self.steps, int(refreshes / least)))
+
     def due(self, context: StepContext, earliest: int) -> Iterator[tuple[int, int, bool]]:
         start = self.start if self.start is not None else earliest
         steps = context.steps
-        shift = np.floor(context.phases * self.steps).astype(np.int64) if self.stagger == "cost" else 0
-        again = (steps > start) & ((steps - shift - self.offset) % self.steps == 0)
+        again = (steps > start) & ((steps - self.steps_due(context.phases)) % self.steps == 0)
         yield from spans(np.where(steps == start, 2, again.astype(np.int64)))
 
 

@@ -67,8 +67,17 @@ def remarks(plan: Plan, unit: str) -> list[str]:
         f"imbalance (largest / mean) of work {plan.imbalance:.3f}, at best {plan.least_imbalance:.3f}: the "
         f"busiest rank has at least {amount(plan.bound, unit)}, however blocks are assigned; "
         f"of state {plan.state_imbalance:.3f}",
+        f"critical path of {plan.interval} steps, each as long as its busiest rank works: "
+        f"{amount(plan.balance.critical_path, unit)}, at best {amount(plan.balance.least, unit)}: efficiency "
+        f"{plan.balance.efficiency:.3f}",
         "messages: to other ranks, summed over the collectives of a step; buffers: bytes that these read and write",
     ]
+    if plan.advice is not None:
+        better = " ".join(f"{name}={plan.advice.at_once}" for name in plan.advice.fields)
+        lines.append(
+            f"ranks wait for the one that refreshes: {better} gives an efficiency of "
+            f"{plan.advice.balance.efficiency:.3f}, in another trajectory (that of one process with the same value)"
+        )
     if home:
         lines.append(
             f"{len(home)} of {len(plan.placements)} parameters are updated by the ranks that hold them and send nothing"

@@ -68,6 +68,8 @@ class ParamSets:
             self._assignments.agree(number, groups[number])
         self.assign(index)
         self._assignments.require_same_owners(index)
+        if index == 0:
+            self._assignments.warn_of_waiting()
         trained = [{id(p) for p in group["params"] if p.requires_grad} for group in groups[index:]]
         built = [self.build(number, wanted) for number, wanted in enumerate(trained, start=index)]
         for number, param_sets in enumerate(built, start=index):

@@ -1,9 +1,8 @@
-"""Loads of the ranks of a plan: bytes of state, and how evenly work can be divided at best."""
+"""Loads of the ranks of a plan: blocks and bytes of state."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -61,24 +60,3 @@ def _local_bytes(recipe: Recipe, spec: ParamSpec) -> NDArray[np.int64]:
     shapes = [box.shape for box in placement.updated.boxes]
     sizes = {shape: size(shape) for shape in set(shapes)}
     return np.array([sizes[shape] for shape in shapes], dtype=np.int64)
-
-
-def least_work(recipe: Recipe, block_groups: Sequence[BlockGroup], work: NDArray[np.float64]) -> float:
-    """A lower bound of the largest work: the mean, a rank's updates in place, or what the items make unavoidable.
-
-    Some rank has k + 1 of the kR + 1 largest items, at least as much as the smallest k + 1 of these (k = 0: the largest
-    item). Items are blocks, or all blocks of a parameter if a stage spans it. work: `[R]`.
-    """
-    ranks, items, in_place = len(work), [0.0], work.copy()
-    for block_group in block_groups:
-        rule = recipe.updates()[block_group.path]
-        cost = block_cost(rule, block_group.path, block_group.shape, block_group.dtype, recipe.storage)
-        each = recipe.distribution.measured(block_group.shape, cost.work)
-        in_place -= each * count_owned(block_group, ranks)
-        together = any(stage.spans_parameter() for _, stage in rule.stages())
-        counts = Counter(block.position for block in block_group.blocks).values()
-        items += [each * count for count in counts] if together else [each] * len(block_group.blocks)
-    sizes = np.sort(items)[::-1]
-    before = np.concatenate([[0.0], np.cumsum(sizes)])
-    k = np.arange((len(sizes) - 1) // ranks + 1)
-    return float(max(work.mean(), in_place.max(), (before[k * ranks + 1] - before[k * ranks - k]).max()))

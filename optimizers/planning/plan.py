@@ -19,19 +19,24 @@ from eigengraft.distributed.comm_plan import BlockGroup, pack
 from eigengraft.distributed.layouts import Layout
 from eigengraft.distributed.ownership import Loads
 
-from ..engine.block_groups import bucket_bytes, divide
+from ..engine.build import bucket_bytes, divide
 from ..recipe.loading import RecipeSource, load_recipe
 from ..recipe.param_names import canonical_names
 from ..recipe.recipe import Recipe
 from ..recipe.routing import ParamInfo, describe_parameter
 from ..sharding import fingerprint
+from ..sharding.cost_model import common_interval
+from ..sharding.critical_path import Advice, advise
+from ..sharding.owners import Balance, assign_owners
 from ..sharding.phases import refresh_phases
-from ..sharding.placement import ParamPlacement, ParamSpec, assign_owners, place
-from .loads import count_owned, least_work, state_bytes
+from ..sharding.placement import ParamPlacement, ParamSpec, place
+from .loads import count_owned, state_bytes
 from .traffic import Traffic, all_reduced, gathered_rows, together, wire
 
 DataParallelKind = Literal["ddp", "fsdp2", "hsdp"]
 Floats = NDArray[np.float64]
+EFFICIENT = 0.9
+"""Efficiency below which a plan looks for a better number of refreshes at once."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,9 @@ class Plan:
     state: `[R]`, bytes of state.
     work: `[R]`, operations per step, or milliseconds if the recipe has measured times.
     traffic: messages of a step: "gradients" to owners, "updates" back, and the "agreement" on usable gradients.
-    bound: the largest work that no assignment of owners can avoid.
+    interval: steps after which the same refreshes are due again.
+    balance: how even the work is at every step of an interval.
+    advice: where ranks wait for each other, how many refreshes at once would change that.
     """
 
     placements: Mapping[str, ParamPlacement]
@@ -51,7 +58,14 @@ class Plan:
     state: NDArray[np.int64]
     work: Floats
     traffic: Mapping[str, Traffic]
-    bound: float
+    interval: int
+    balance: Balance
+    advice: Advice | None
+
+    @property
+    def bound(self) -> float:
+        """The largest work that no assignment of owners can avoid."""
+        return self.balance.least / self.interval
 
     @property
     def imbalance(self) -> float:
@@ -95,18 +109,19 @@ def plan(
         )
     layouts = _layouts(recipe, names, [info.shape for info in infos], mesh, parallel)
     specs = [_spec(recipe, *row, dtype) for row in zip(names, infos, layouts, strict=True)]
-    loads = Loads(len(layouts[0].boxes))
-    assign_owners(specs, recipe, loads)
-    ranks, work = loads.ranks, np.array(loads.work)
     phases = refresh_phases(recipe, (spec.key for spec in specs))
+    loads = Loads(len(layouts[0].boxes), common_interval(recipe))
+    balance, ranks = assign_owners(specs, recipe, phases, loads), loads.ranks
     block_groups = [block_group for block_group, _ in divide(specs, recipe, phases, ranks)]
     return Plan(
         {spec.name: spec.placement for spec in specs if spec.placement is not None},
         sum((count_owned(block_group, ranks) for block_group in block_groups), np.zeros(ranks, dtype=np.int64)),
         state_bytes(recipe, specs, block_groups, ranks),
-        work,
+        loads.work,
         _traffic(recipe, specs, block_groups, layouts),
-        least_work(recipe, block_groups, work),
+        loads.interval,
+        balance,
+        advise(specs, recipe, phases, ranks, balance) if balance.efficiency < EFFICIENT else None,
     )
 
 
@@ -136,7 +151,7 @@ def _traffic(
     replicated = all(layouts[block.position].replicated for group in block_groups for block in group.blocks)
     norms = not replicated and any("parameter_rms" in stage.requires for rule in used for _, stage in rule.stages())
     vectors = [3 * len(specs) + fingerprint.LENGTH, *[len(specs)] * norms]
-    buckets = pack(block_groups, bucket_bytes(specs, recipe, ranks)) if ranks > 1 else []
+    buckets = pack(block_groups, bucket_bytes(recipe, ranks)) if ranks > 1 else []
     there, back = wire(block_groups, buckets, layouts, 1 + any(rule.after_decay for rule in used))
     rows = gathered_rows(specs, ranks, recipe.distribution.bucket)
     return {"gradients": there, "updates": together(back, rows), "agreement": all_reduced(vectors, ranks)}

@@ -12,15 +12,17 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from eigengraft.distributed.distribution import Distribution
-from eigengraft.distributed.layouts import Layout
 from eigengraft.distributed.ownership import Loads
 from eigengraft.distributed.rank_group import RankGroup, mesh_group
 
 from ..recipe.recipe import Recipe
 from ..recipe.routing import ParamInfo
 from .agreement import require_agreement
-from .phases import Phases, refresh_phases
-from .placement import ParamSpec, assign_owners, place
+from .cost_model import common_interval
+from .critical_path import warn_of_waiting
+from .owners import Balance, assign_owners
+from .phases import ParamKey, Phases, refresh_phases
+from .placement import ParamSpec, layout_of, place
 
 REPLICATED = "replicated"
 """The scope of plain parameters that every rank of the default process group holds."""
@@ -60,6 +62,7 @@ class Assignments:
         self._loads: dict[RankGroup, Loads] = {}
         self._groups: list[Assignment] = []
         self._loads_before: list[dict[RankGroup, Loads]] = []
+        self._balances: dict[RankGroup, Balance] = {}
 
     def __getitem__(self, index: int) -> Assignment:
         """The assignment of one param group."""
@@ -84,9 +87,9 @@ class Assignments:
         Frozen parameters count, so that nothing changes when one is thawed. Owners of earlier groups stay, because
         state lies there.
         """
-        for rank_group, own in self._shared(index).items():
-            assign_owners(own, self.recipe, self._loads[rank_group])
         self._spread()
+        for rank_group, own in self._shared(index).items():
+            self._balances[rank_group] = assign_owners(own, self.recipe, self.phases, self._loads[rank_group])
 
     def _shared(self, index: int) -> dict[RankGroup, list[ParamSpec]]:
         """Parameters of the groups from `index` on, by the ranks that share them."""
@@ -96,8 +99,17 @@ class Assignments:
                 found.setdefault(rank_group, []).extend(own)
         return found
 
+    def warn_of_waiting(self) -> None:
+        """Warns, on one rank, if ranks will spend much of their time waiting for each other's refreshes."""
+        for rank_group, own in self._shared(0).items():
+            if rank_group.rank == 0:
+                warn_of_waiting(own, self.recipe, self._keys(), rank_group.size, self._balances[rank_group])
+
     def _spread(self) -> None:
-        self.phases = refresh_phases(self.recipe, (spec.key for group in self._groups for spec in group.specs))
+        self.phases = refresh_phases(self.recipe, self._keys())
+
+    def _keys(self) -> list[ParamKey]:
+        return [spec.key for group in self._groups for spec in group.specs]
 
     def forget(self, index: int) -> None:
         """Takes back all groups from that one on, after a failure."""
@@ -113,7 +125,7 @@ class Assignments:
             group = dist.group.WORLD if where == REPLICATED else mesh_group(where)
             self._rank_groups[where] = RankGroup(group, self.recipe.distribution.timeout)
         rank_group = self._rank_groups[where]
-        self._loads.setdefault(rank_group, Loads(rank_group.size))
+        self._loads.setdefault(rank_group, Loads(rank_group.size, common_interval(self.recipe)))
         return rank_group
 
     def _spec(self, parameter: Tensor, info: ParamInfo, name: str, rank_group: RankGroup | None) -> ParamSpec:
@@ -171,23 +183,3 @@ def scope(parameter: Tensor, distribution: Distribution) -> Any:
         return parameter.device_mesh  # type: ignore[attr-defined]
     alone = distribution.mode == "local" or not (dist.is_available() and dist.is_initialized())
     return None if alone or dist.get_world_size() == 1 else REPLICATED
-
-
-def layout_of(parameter: Tensor, rank_group: RankGroup) -> Layout:
-    """What each rank of a group holds of a parameter."""
-    shape = tuple(parameter.shape)
-    if not isinstance(parameter, DTensor):
-        return Layout.replicate(shape, rank_group.size)
-    mesh = parameter.device_mesh
-    layout = Layout.from_placements(shape, tuple(mesh.mesh.shape), parameter.placements)
-    ranks = [dist.get_group_rank(rank_group.group, rank) for rank in mesh.mesh.flatten().tolist()]
-    order = sorted(range(len(ranks)), key=ranks.__getitem__)
-    if order != sorted(order):
-        layout = Layout(shape, tuple(layout.boxes[i] for i in order), tuple(layout.replicas[i] for i in order))
-    held = tuple(parameter.to_local().shape)
-    if held != layout.boxes[rank_group.rank].shape:
-        raise ValueError(
-            f"placement: {parameter.placements} of a tensor of shape {shape} on a mesh of shape "
-            f"{tuple(mesh.mesh.shape)} should leave {layout.boxes[rank_group.rank].shape} here, got {held}"
-        )
-    return layout

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from eigengraft.distributed.layouts import Layout
-from eigengraft.distributed.ownership import Loads, assign
-from eigengraft.numerics import compute_dtype
+from eigengraft.distributed.rank_group import RankGroup
 from eigengraft.quantization import choose
 
 from ..recipe.recipe import Recipe
 from ..recipe.slot_keys import slot_keys
-from .cost_model import block_cost
-from .phases import ParamKey, natural_order
+from .phases import ParamKey
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,26 @@ class ParamSpec:
         return ParamKey(self.name, self.path, self.shape)
 
 
+def layout_of(parameter: Tensor, rank_group: RankGroup) -> Layout:
+    """What each rank of a group holds of a parameter."""
+    shape = tuple(parameter.shape)
+    if not isinstance(parameter, DTensor):
+        return Layout.replicate(shape, rank_group.size)
+    mesh = parameter.device_mesh
+    layout = Layout.from_placements(shape, tuple(mesh.mesh.shape), parameter.placements)
+    ranks = [dist.get_group_rank(rank_group.group, rank) for rank in mesh.mesh.flatten().tolist()]
+    order = sorted(range(len(ranks)), key=ranks.__getitem__)
+    if order != sorted(order):
+        layout = Layout(shape, tuple(layout.boxes[i] for i in order), tuple(layout.replicas[i] for i in order))
+    held = tuple(parameter.to_local().shape)
+    if held != layout.boxes[rank_group.rank].shape:
+        raise ValueError(
+            f"placement: {parameter.placements} of a tensor of shape {shape} on a mesh of shape "
+            f"{tuple(mesh.mesh.shape)} should leave {layout.boxes[rank_group.rank].shape} here, got {held}"
+        )
+    return layout
+
+
 def place(recipe: Recipe, path: str, layout: Layout) -> ParamPlacement:
     """The placement of a parameter of that layout before its blocks have owners.
 
@@ -97,31 +117,3 @@ def _rows_fit(recipe: Recipe, path: str, shape: tuple[int, ...], ranks: int) -> 
     """Whether a replicated parameter can be cut by rows: no rank may need the others' rows of it between steps."""
     local = recipe.averaging is None and not recipe.updates()[path].constraints
     return local and 1 < ranks <= (shape[0] if shape else 0) and 0 not in shape
-
-
-def assign_owners(specs: Sequence[ParamSpec], recipe: Recipe, loads: Loads) -> None:
-    """Fills in the owners of all blocks of parameters that the same ranks share; loads: what ranks carry, updated.
-
-    The order of the parameters plays no role.
-    Parameters that are updated in place are counted before any block is assigned. Blocks of a parameter that a stage
-    takes norms over go to one owner.
-    """
-    items: list[tuple[dict[int, int], list[int], float, float]] = []
-    for spec in sorted(specs, key=lambda spec: natural_order(spec.name)):
-        assert spec.placement is not None
-        owners, layout = spec.placement.owners, spec.placement.updated
-        rule, dtype = recipe.updates()[spec.path], compute_dtype(spec.dtype)
-        if owners is None:
-            cost = block_cost(rule, spec.path, layout.shape, dtype, recipe.storage)
-            work = recipe.distribution.measured(layout.shape, cost.work)
-            loads.carry(layout.fractions, work, float(cost.state))
-            continue
-        together = any(stage.spans_parameter() for _, stage in rule.stages())
-        for grid in rule.blocking.grids(spec.shape):
-            cost = block_cost(rule, spec.path, grid.tile, dtype, recipe.storage)
-            work = recipe.distribution.measured(grid.tile, cost.work)
-            groups = [list(grid.keys)] if together else [[key] for key in grid.keys]
-            items += [(owners, keys, work * len(keys), float(cost.state * len(keys))) for keys in groups]
-    ranks = assign([work for _, _, work, _ in items], [state for _, _, _, state in items], loads)
-    for (owners, keys, _, _), rank in zip(items, ranks, strict=True):
-        owners.update(dict.fromkeys(keys, rank))

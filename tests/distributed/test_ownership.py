@@ -1,21 +1,31 @@
-"""Who owns which block: a pure function, balanced in work and in memory, that remembers earlier groups."""
+"""Who owns which block: a pure function, balanced at every step and in memory, that remembers earlier groups."""
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eigengraft import load_recipe
-from eigengraft.distributed.ownership import SLACK, Loads, assign
+from eigengraft import Optimizer, load_recipe
+from eigengraft.distributed.ownership import SLACK, Item, Loads, assign
+from eigengraft.optimizers.planning.plan import plan
 from eigengraft.optimizers.sharding.cost_model import block_cost
 
-sizes = st.lists(st.integers(0, 50).map(float), max_size=40)
-pairs = st.lists(st.tuples(st.integers(0, 50).map(float), st.integers(0, 50).map(float)), max_size=40)
+INTERVAL = 4
+number = st.integers(0, 50).map(float)
+dues = st.lists(st.tuples(st.integers(0, INTERVAL - 1), number), max_size=2, unique_by=lambda due: due[0])
+lists = st.lists(st.builds(Item, number, number, dues.map(lambda due: tuple(sorted(due)))), max_size=40)
 worlds = st.integers(1, 9)
+
+
+def constants(work: Sequence[float], state: Sequence[float]) -> list[Item]:
+    """Items that are never due."""
+    return [Item(*pair) for pair in zip(work, state, strict=True)]
 
 
 def sums(values: Sequence[float], owners: Sequence[int], ranks: int) -> list[float]:
@@ -31,42 +41,67 @@ def best(values: Sequence[float], ranks: int) -> float:
     return min(max(sums(values, owners, ranks)) for owners in ways)
 
 
-@given(pairs=pairs, ranks=worlds)
-def test_it_is_a_function_of_its_arguments(pairs: list[tuple[float, float]], ranks: int) -> None:
-    work, state = [w for w, _ in pairs], [s for _, s in pairs]
-    given_work, given_state = list(work), list(state)
-    loads = Loads(ranks)
-    owners = assign(work, state, loads)
-    assert owners == assign(work, state, Loads(ranks))
-    assert (work, state) == (given_work, given_state)
+@given(items=lists, ranks=worlds)
+def test_it_is_a_function_of_its_arguments(items: list[Item], ranks: int) -> None:
+    copy, loads = list(items), Loads(ranks, INTERVAL)
+    owners = assign(items, loads)
+    assert items == copy and owners == assign(items, Loads(ranks, INTERVAL))
     assert all(0 <= owner < ranks for owner in owners)
-    assert loads.work == sums(work, owners, ranks) and loads.state == sums(state, owners, ranks)
+    assert loads.constant.tolist() == sums([item.constant for item in items], owners, ranks)
+    assert loads.state.tolist() == sums([item.state for item in items], owners, ranks)
+    for step in range(INTERVAL):
+        assert loads.refresh[:, step].tolist() == sums([dict(item.due).get(step, 0.0) for item in items], owners, ranks)
     # units do not matter; powers of two change no rounding
-    assert owners == assign([w / 1024 for w in work], [s * 4096 for s in state], Loads(ranks))
+    other = [Item(c / 1024, s * 4096, tuple((step, w / 1024) for step, w in due)) for c, s, due in items]
+    assert owners == assign(other, Loads(ranks, INTERVAL))
 
 
-@given(values=st.lists(st.integers(0, 20).map(float), max_size=7), ranks=st.integers(1, 3), which=st.integers(0, 2))
+@given(values=st.lists(st.integers(0, 20).map(float), max_size=7), ranks=st.integers(1, 3), which=st.integers(0, 3))
 def test_one_measure_is_within_the_bound_of_longest_first(values: list[float], ranks: int, which: int) -> None:
-    """Graham 1969: the fullest rank has at most 4/3 - 1/(3R) times the least possible. which: work, state, or both."""
-    nothing = [0.0] * len(values)
-    work, state = [(values, nothing), (nothing, values), (values, [8 * value for value in values])][which]
-    owners = assign(work, state, Loads(ranks))
+    """Graham 1969: the fullest rank has at most 4/3 - 1/(3R) times the least possible.
+
+    which: work of every step, state, both, or refreshes that are all due at one step.
+    """
+    loads = Loads(ranks, INTERVAL)
+    ways = [(1.0, 0.0), (0.0, 1.0), (1.0, 8.0), (0.0, 0.0)]
+    refreshes = [((2, value),) if which == 3 and value else () for value in values]
+    work, state = ways[which]
+    owners = assign([Item(work * v, state * v, due) for v, due in zip(values, refreshes, strict=True)], loads)
     # integers below 2^53, but shares are rounded when they are compared
-    assert max(sums(values, owners, ranks)) <= (4 / 3 - 1 / (3 * ranks)) * best(values, ranks) * (1 + 1e-12)
+    bound = (4 / 3 - 1 / (3 * ranks)) * best(values, ranks) * (1 + 1e-12)
+    assert max(sums(values, owners, ranks)) <= bound
+    assert which != 3 or loads.critical_path <= bound
 
 
-@given(pairs=pairs, ranks=worlds)
-def test_no_rank_works_much_more_than_the_mean(pairs: list[tuple[float, float]], ranks: int) -> None:
-    work = [w for w, _ in pairs]
-    owners = assign(work, [s for _, s in pairs], Loads(ranks))
+@given(items=lists, ranks=worlds)
+def test_no_rank_works_much_more_than_the_mean(items: list[Item], ranks: int) -> None:
+    loads = Loads(ranks, INTERVAL)
+    assign(items, loads)
+    work = [item.work(INTERVAL) for item in items]
     mean, largest = sum(work) / ranks, max(work, default=0.0)
-    bound = max(mean + largest, SLACK * max(mean, largest))
-    assert max(sums(work, owners, ranks)) <= bound * (1 + 1e-12)
+    assert max(loads.work) <= max(mean + largest, SLACK * max(mean, largest)) * (1 + 1e-12)
+
+
+@given(counts=st.lists(st.integers(0, 25), min_size=INTERVAL, max_size=INTERVAL), ranks=worlds)
+def test_equal_refreshes_are_dealt_out_at_every_step(counts: list[int], ranks: int) -> None:
+    """However many are due at a step, no rank does more of them than it must, nor more of all."""
+    loads = Loads(ranks, INTERVAL)
+    assign([Item(2.0, 3.0, ((step, 10.0),)) for step, count in enumerate(counts) for _ in range(count)], loads)
+    assert (loads.refresh.max(0) / 10).tolist() == [math.ceil(count / ranks) for count in counts]
+    assert loads.state.max() <= 3 * math.ceil(sum(counts) / ranks)
+
+
+def test_a_rank_that_refreshes_at_a_step_leaves_the_others_that_are_due() -> None:
+    """Two large refreshes at one step, two at another: averages are even too if a rank does both of a step."""
+    items = [Item(0.0, 1.0, ((step, 8.0),)) for step in (0, 2, 0, 2)]
+    loads = Loads(2, INTERVAL)
+    assign(items, loads)
+    assert loads.refresh.tolist() == [[8.0, 0.0, 8.0, 0.0]] * 2 and loads.critical_path == 16.0
 
 
 def test_equal_blocks_are_dealt_out() -> None:
     for count, ranks in itertools.product((0, 1, 7, 12, 13), (1, 3, 4)):
-        owners = assign([2.0] * count, [3.0] * count, Loads(ranks))
+        owners = assign([Item(2.0, 3.0)] * count, Loads(ranks))
         held = [owners.count(rank) for rank in range(ranks)]
         assert max(held) == math.ceil(count / ranks) and min(held) == count // ranks
         assert owners[:ranks] == list(range(min(count, ranks)))  # ties go to the lower rank
@@ -74,27 +109,26 @@ def test_equal_blocks_are_dealt_out() -> None:
 
 def test_work_and_memory_that_pull_apart_are_both_balanced() -> None:
     """Half of the blocks cost time, the other half memory: each rank gets half of both."""
-    work, state = [1.0] * 8 + [0.0] * 8, [0.0] * 8 + [1.0] * 8
     loads = Loads(4)
-    assign(work, state, loads)
-    assert loads.work == loads.state == [2.0] * 4
+    assign([Item(1.0, 0.0)] * 8 + [Item(0.0, 1.0)] * 8, loads)
+    assert loads.work.tolist() == loads.state.tolist() == [2.0] * 4
 
 
 def test_blocks_that_cost_nothing_have_owners() -> None:
-    assert assign([0.0] * 5, [0.0] * 5, Loads(2)) == [0, 0, 0, 0, 0]
-    assert assign([], [], Loads(3)) == []
+    assert assign([Item(0.0, 0.0)] * 5, Loads(2)) == [0, 0, 0, 0, 0]
+    assert assign([], Loads(3)) == []
 
 
-@given(pairs=pairs, ranks=worlds, at=st.integers(0, 40))
-def test_groups_one_after_the_other_see_what_lies_there(pairs: list[tuple[float, float]], ranks: int, at: int) -> None:
+@given(items=lists, ranks=worlds, at=st.integers(0, 40))
+def test_groups_one_after_the_other_see_what_lies_there(items: list[Item], ranks: int, at: int) -> None:
     """Each group is balanced on top of those before: no rank has more than the mean of all and the largest, or what it
     had been given before."""
-    loads = Loads(ranks)
-    first = assign([w for w, _ in pairs[:at]], [s for _, s in pairs[:at]], loads)
-    before = list(loads.work)
-    second = assign([w for w, _ in pairs[at:]], [s for _, s in pairs[at:]], loads)
-    work = [w for w, _ in pairs]
-    assert loads.work == sums(work, [*first, *second], ranks)
+    loads = Loads(ranks, INTERVAL)
+    first = assign(items[:at], loads)
+    before = loads.work.tolist()
+    second = assign(items[at:], loads)
+    work = [item.work(INTERVAL) for item in items]
+    assert loads.work.tolist() == pytest.approx(sums(work, [*first, *second], ranks), rel=1e-12)
     mean, largest = sum(work) / ranks, max(work[at:], default=0.0)
     for rank in range(ranks):
         bound = max(mean + largest, SLACK * max(mean, largest), before[rank])
@@ -103,16 +137,16 @@ def test_groups_one_after_the_other_see_what_lies_there(pairs: list[tuple[float,
 
 def test_a_full_rank_gets_nothing_more() -> None:
     loads = Loads(3)
-    assert assign([30.0], [1.0], loads) == [0]
-    assert set(assign([5.0, 5.0, 5.0, 5.0], [0.0] * 4, loads)) == {1, 2}
-    assert loads.work == [30.0, 10.0, 10.0]
+    assert assign([Item(30.0, 1.0)], loads) == [0]
+    assert set(assign([Item(5.0, 0.0)] * 4, loads)) == {1, 2}
+    assert loads.work.tolist() == [30.0, 10.0, 10.0]
 
 
 def test_what_stays_at_home_counts_where_it_is() -> None:
     loads = Loads(2)
     loads.carry([0.75, 0.25], work=8.0, state=80.0)
-    assert (loads.work, loads.state) == ([6.0, 2.0], [60.0, 20.0])
-    assert assign([4.0], [40.0], loads) == [1]
+    assert (loads.work.tolist(), loads.state.tolist()) == ([6.0, 2.0], [60.0, 20.0])
+    assert assign([Item(4.0, 40.0)], loads) == [1]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
@@ -125,25 +159,95 @@ def test_a_transformer_is_divided_evenly(name: str, ranks: int) -> None:
     blocks = [p.tile for shape in shapes for p in recipe.blocking.grids(shape) for _ in p.keys]
     costs = [block_cost(recipe, "", block, torch.float32, recipe.storage) for block in blocks]
     loads = Loads(ranks)
-    assign([cost.work for cost in costs], [float(cost.state) for cost in costs], loads)
+    assign([Item(cost.work, float(cost.state)) for cost in costs], loads)
     for carried in (loads.work, loads.state):
         assert max(carried) <= 1.1 * sum(carried) / ranks
 
 
-@given(pairs=pairs, ranks=worlds)
-def test_items_go_where_the_definition_says(pairs: list[tuple[float, float]], ranks: int) -> None:
+@given(items=lists, ranks=worlds)
+def test_items_go_where_the_definition_says(items: list[Item], ranks: int) -> None:
     """The rule of `assign`, by asking every rank for every item: a rank that was full is asked again for less work."""
-    work, state = [w for w, _ in pairs], [s for _, s in pairs]
-    all_work, all_state = sum(work) or 1.0, sum(state) or 1.0
-    limit = SLACK * max([all_work / ranks, *work])
-    shares = [(w / all_work, s / all_state) for w, s in pairs]
-    loads, owners = [(0.0, 0.0)] * ranks, [0] * len(pairs)
-    for item in sorted(range(len(pairs)), key=lambda i: (-max(shares[i]), -sum(shares[i]), i)):
-        w, s = pairs[item]
-        able = [rank for rank in range(ranks) if loads[rank][0] + w <= limit]
-        parts = {rank: (loads[rank][0] / all_work, loads[rank][1] / all_state) for rank in able}
-        owner = min(able, key=lambda rank: (max(parts[rank]), sum(parts[rank]), rank), default=-1)
-        if not able:
-            owner = min(range(ranks), key=lambda rank: loads[rank])
-        owners[item], loads[owner] = owner, (loads[owner][0] + w, loads[owner][1] + s)
-    assert assign(work, state, Loads(ranks)) == owners
+    work = [item.work(INTERVAL) for item in items]
+    totals = sum(work) or 1.0, sum(item.state for item in items) or 1.0
+    shares = [(w / totals[0], item.state / totals[1]) for w, item in zip(work, items, strict=True)]
+    order = sorted(range(len(items)), key=lambda i: (-max(shares[i]), -sum(shares[i]), i))
+    steps = [tuple(step for step, _ in item.due) for item in items]
+    largest = max((max(shares[i]) for i in order if steps[i]), default=0.0)
+    rank_of = {own: place for place, own in enumerate(dict.fromkeys(steps[i] for i in order if steps[i]), start=1)}
+    order.sort(key=lambda i: rank_of[steps[i]] if steps[i] else (math.inf, 0)[max(shares[i]) > largest])
+    carried, states, refreshes = [0.0] * ranks, [0.0] * ranks, np.zeros((ranks, INTERVAL))
+    owners, limit, current = [0] * len(items), SLACK * max([totals[0] / ranks, *work, 0.0]), None
+    most, done = math.inf, [0.0] * ranks
+    for i in order:
+        due = max((refresh for _, refresh in items[i].due), default=0.0)
+        if steps[i] != current:
+            current, done, most = steps[i], [0.0] * ranks, math.inf
+            if current:
+                done = refreshes[:, list(current)].max(1).tolist()
+                own = [max(refresh for _, refresh in items[k].due) for k in order if steps[k] == current]
+                most = max(SLACK * (sum(done) + sum(own)) / ranks, longest_first(done, own)) * (1 + 1e-12)
+        able = [r for r in range(ranks) if carried[r] + work[i] <= limit]
+        both = [r for r in able if done[r] + due <= most]
+        parts = [(carried[r] / totals[0], states[r] / totals[1]) for r in range(ranks)]
+        if both:
+            owner = min(both, key=lambda r: (max(parts[r]), sum(parts[r]), r))
+        elif able:
+            owner = min(able, key=lambda r: (done[r], parts[r][0], r))
+        else:
+            owner = min(range(ranks), key=lambda r: (*parts[r], r))
+        owners[i], carried[owner], states[owner] = owner, carried[owner] + work[i], states[owner] + items[i].state
+        done[owner] += due
+        for step, refresh in items[i].due:
+            refreshes[owner, step] += refresh
+    assert assign(items, Loads(ranks, INTERVAL)) == owners
+
+
+def longest_first(before: Sequence[float], refreshes: Sequence[float]) -> float:
+    """The most that any rank has that takes a refresh, largest first, each to the rank that has least."""
+    done, most = list(before), 0.0
+    for refresh in sorted(refreshes, reverse=True):
+        rank = done.index(min(done))
+        done[rank] += refresh
+        most = max(most, done[rank])
+    return most
+
+
+GPT = {f"h.{i}.{k}": s for i in range(4) for k, s in enumerate([(768, 256), (256, 256), (1024, 256), (256, 1024)])}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_refreshes_at_once_keep_all_ranks_busy(ranks: int) -> None:
+    """16 blocks over 10 steps: where they are spread ranks wait; 16 at once, or as many as advised, and they do not."""
+    waiting = plan("shampoo", GPT.items(), (ranks,), "ddp")
+    assert waiting.balance.efficiency < 0.75 and waiting.advice is not None
+    field = "update.graft.direction.shampoo.refresh.at_once"
+    assert waiting.advice.fields == [field]
+    for at_once in (16, waiting.advice.at_once):
+        busy = plan(load_recipe("shampoo", {field: at_once}), GPT.items(), (ranks,), "ddp")
+        assert busy.balance.efficiency >= 0.92 and busy.advice is None
+    assert busy.balance == waiting.advice.balance
+
+
+def test_the_critical_path_is_what_the_owners_and_phases_give() -> None:
+    """Counted from the owners of the plan and the steps at which the optimizer finds blocks due."""
+    paper = plan("shampoo", GPT.items(), (3,), "ddp")
+    recipe = load_recipe("shampoo")
+    params = [(name, torch.nn.Parameter(torch.zeros(shape))) for name, shape in GPT.items()]
+    optimizer = Optimizer(params, recipe)
+    work, constant = Counter[tuple[int, int]](), Counter[int]()
+    for stack_state in optimizer.stack_states():
+        cost = block_cost(recipe, "", stack_state.stack.block, torch.float32, {})
+        ((cadence, refresh),) = cost.refreshes
+        for row, position, key in stack_state.rows():
+            owners = paper.placements[list(GPT)[position]].owners
+            assert owners is not None
+            constant[owners[key]] += cost.constant
+            for step in range(100, 110):
+                counts = np.full(len(GPT), step)
+                context = stack_state.context(stack_state.stack, torch.tensor([row]), counts, {})
+                if list(cadence.due(context, 1)):
+                    work[step, owners[key]] += refresh
+    path = sum(max(constant[rank] + work[step, rank] for rank in range(3)) for step in range(100, 110))
+    assert paper.balance.critical_path == pytest.approx(path, rel=1e-12)
+    total = 10 * sum(constant.values()) + sum(work.values())
+    assert paper.interval == 10 and paper.balance.least == pytest.approx(total / 3, rel=1e-12)

@@ -12,8 +12,15 @@ import pytest
 import torch
 
 import eigengraft
+from eigengraft.distributed.layouts import Layout
+from eigengraft.distributed.ownership import Loads
 from eigengraft.optimizers.recipe.loading import load_recipe
-from eigengraft.optimizers.sharding.phases import ParamKey, natural_order, refresh_phases
+from eigengraft.optimizers.sharding.critical_path import at_once_fields, warn_of_waiting
+from eigengraft.optimizers.sharding.owners import Balance, assign_owners
+from eigengraft.optimizers.sharding.phases import ParamKey, natural_order, refresh_phases, refresh_units
+from eigengraft.optimizers.sharding.placement import ParamSpec, place
+
+CPU = torch.device("cpu")
 
 ROUTE = {"name": "mixed", "match": {"name": "mix"}, "update": {"kind": "shampoo", "solver": "eigh"}, "optional": True}
 RECIPE: Any = {"base": "soap", "blocking": {"size": 5}, "routes": [ROUTE, "default"]}
@@ -62,8 +69,8 @@ def test_a_phase_is_the_share_of_the_cost_before() -> None:
             blocks += [((param.path, grid.tile, natural_order(param.name), key), param, cost) for key in grid.keys]
     phases, before, total = refresh_phases(recipe, keys()), Fraction(0), sum(cost for *_, cost in blocks)
     assert len({cost for *_, cost in blocks}) > 3 and sum(map(len, phases.values())) == len(blocks)
-    for place, param, cost in sorted(blocks):
-        assert phases[param][place[-1]] == pytest.approx(float(before / total), rel=1e-15)
+    for order, param, cost in sorted(blocks):
+        assert phases[param][order[-1]] == pytest.approx(float(before / total), rel=1e-15)
         before += cost
 
 
@@ -137,3 +144,51 @@ def test_a_copy_takes_a_group_too() -> None:
     optimizer = copy.deepcopy(eigengraft.Optimizer(groups_of(names[:3]), RECIPE))
     optimizer.add_param_group(groups_of(names[3:])[0])
     assert due(optimizer) == due(eigengraft.Optimizer(groups_of(names), RECIPE))
+
+
+def test_waves_round_phases_down() -> None:
+    """With half of the work at once, in units of the costliest block, there are two waves; routes have their own."""
+    recipe, params = load_recipe(RECIPE), [param for param in keys() if param.name != "layers.1.mix"]
+    spread, units = refresh_phases(recipe, params), refresh_units(recipe, params)
+    assert units > 4
+    waves = load_recipe(recipe, {"update.eigenbasis.refresh.at_once": int(units / 2)})
+    found = refresh_phases(waves, params)
+    for param in params:
+        halves = np.floor(2 * spread[param]) / 2
+        assert np.array_equal(found[param], spread[param] if param.path else halves)
+    assert {phase for param in params if not param.path for phase in found[param]} == {0.0, 0.5}
+    assert all(np.array_equal(refresh_phases(recipe, params, 1)[param], spread[param]) for param in params)
+
+
+def test_the_fields_that_decide_on_waves_are_named() -> None:
+    recipe = load_recipe(RECIPE)
+    fields = ["update.eigenbasis.refresh.at_once", "routes.mixed.update.shampoo.refresh.at_once"]
+    assert at_once_fields(recipe, ["", "routes.mixed", "routes.adam"]) == fields
+    for field in fields:
+        assert load_recipe(recipe, {field: 3}) != recipe
+    at_once = load_recipe("soap", ["update.eigenbasis.refresh.stagger=none"])
+    assert at_once_fields(at_once, [""]) == []
+
+
+def test_ranks_that_wait_much_are_told_what_helps() -> None:
+    """32 blocks of a matrix of order 1024 on 64 ranks: at most 4 of them refresh at a step, and the others wait."""
+    recipe, layout = load_recipe("shampoo"), Layout.replicate((1024, 1024), 64)
+    placements = [place(recipe, "", layout) for _ in range(32)]
+    specs = [ParamSpec(f"{i}", "", layout.shape, torch.float32, CPU, own) for i, own in enumerate(placements)]
+    params = [spec.key for spec in specs]
+    balance = assign_owners(specs, recipe, refresh_phases(recipe, params), Loads(64, 10))
+    before = [dict(own.owners or {}) for own in placements]
+    assert balance.efficiency < 0.3
+    said = r"graft.direction.shampoo.refresh.at_once: 64 ranks wait .* efficiency 0\.\d\d .*; with 32 it is 1\.00"
+    with pytest.warns(UserWarning, match=said):
+        warn_of_waiting(specs, recipe, params, 64, balance)
+    assert [own.owners for own in placements] == before  # advice changes nothing
+
+
+def test_ranks_that_wait_little_are_not_warned(recwarn: pytest.WarningsRecorder) -> None:
+    recipe, layout = load_recipe("shampoo"), Layout.replicate((8, 8), 64)
+    specs = [ParamSpec("small", "", layout.shape, torch.float32, CPU, place(recipe, "", layout))]
+    balance = assign_owners(specs, recipe, refresh_phases(recipe, [specs[0].key]), Loads(64, 10))
+    warn_of_waiting(specs, recipe, [specs[0].key], 64, balance)
+    warn_of_waiting(specs, recipe, [specs[0].key], 64, Balance(2e10, 1.9e10))
+    assert not recwarn.list

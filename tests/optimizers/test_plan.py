@@ -31,7 +31,7 @@ from eigengraft.blocking import Blocking
 from eigengraft.component import RecipeError
 from eigengraft.distributed.distribution import Distribution
 from eigengraft.distributed.layouts import Layout
-from eigengraft.distributed.ownership import Loads, assign
+from eigengraft.distributed.ownership import Item, Loads, assign
 from eigengraft.distributed.rank_group import RankGroup, pads
 from eigengraft.distributed.work import Work
 from eigengraft.experiments.cli.main import app
@@ -255,8 +255,8 @@ def test_the_bound_is_below_the_best_division(sizes: list[tuple[int, int]], rank
         max(math.fsum(w for w, own in zip(work, owners, strict=True) if own == r) for r in range(ranks))
         for owners in itertools.product(range(ranks), repeat=len(work))
     )
-    # sums of at most 7 numbers, in different orders: 7 roundings
-    assert paper.bound <= best * (1 + 1e-15) ** 7 and best <= paper.work.max() * (1 + 1e-15) ** 7
+    # sums of at most 7 numbers in different orders, refreshes apart: 14 roundings, and 2 for those of an interval
+    assert paper.bound <= best * (1 + 1e-15) ** 16 and best <= paper.work.max() * (1 + 1e-15) ** 16
     assert paper.work.sum() == pytest.approx(math.fsum(work), rel=1e-14)
 
 
@@ -268,8 +268,9 @@ def test_the_bound_is_below_the_best_division(sizes: list[tuple[int, int]], rank
 def test_no_owner_works_much_more_than_the_mean(items: list[tuple[int, int]], carried: list[int]) -> None:
     """At most the mean and the largest item together, or 1.08 times the larger of both, or what it carried before."""
     work, state = [float(w) for w, _ in items], [float(s) for _, s in items]
-    loads = Loads(len(carried), [float(w) for w in carried], [1.0] * len(carried))
-    owners = assign(work, state, loads)
+    loads = Loads(len(carried))
+    loads.constant[:], loads.state[:] = carried, 1
+    owners = assign([Item(*pair) for pair in zip(work, state, strict=True)], loads)
     for rank, before in enumerate(carried):
         assert loads.work[rank] == before + sum(w for w, own in zip(work, owners, strict=True) if own == rank)
         assert loads.state[rank] == 1 + sum(s for s, own in zip(state, owners, strict=True) if own == rank)
@@ -281,7 +282,7 @@ def test_no_owner_works_much_more_than_the_mean(items: list[tuple[int, int]], ca
 def test_memory_is_even_where_work_is() -> None:
     """Many small items of two kinds, one of nothing but work, one of nothing but bytes: both are divided evenly."""
     loads = Loads(7)
-    assign([1.0] * 700 + [0.0] * 700, [0.0] * 700 + [1.0] * 700, loads)
+    assign([Item(1.0, 0.0)] * 700 + [Item(0.0, 1.0)] * 700, loads)
     assert max(loads.work) <= 108 and max(loads.state) <= 108
 
 
@@ -310,6 +311,7 @@ def test_llama_70b_on_1024_ranks() -> None:
     tiles = sum(math.prod(-(-n // 1024) for n in shape) for name, shape in shapes.items() if "_proj" in name)
     assert paper.blocks.sum() == tiles and paper.blocks.max() == -(-tiles // 1024)
     assert paper.least_imbalance <= paper.imbalance < 1.1 and paper.state_imbalance < 1.1
+    assert paper.balance.efficiency >= 0.95 and paper.advice is None
     there, back = paper.traffic["gradients"], paper.traffic["updates"]
     assert there.sent.sum() == there.received.sum() and back.sent.sum() == back.received.sum()
     hidden = 2**20 * tiles  # every block is full; bfloat16 goes there, float32 comes back
@@ -426,8 +428,8 @@ def test_measured_work_is_of_every_block_shape_and_decides_on_owners() -> None:
         return sorted(plan(timed, shapes[:2], (2,), "ddp").work.tolist())
 
     # blocks: 16x16, 8x16 of a and 16x16 of b; one rank has the expensive one, the other what is left
-    assert loads({"16x16": 1.0, "8x16": 5.0}) == [2.0, 5.0]
-    assert loads({"16x16": 3.0, "8x16": 1.0}) == [3.0, 4.0]
+    assert loads({"16x16": 1.0, "8x16": 5.0}) == pytest.approx([2.0, 5.0], rel=1e-15)
+    assert loads({"16x16": 3.0, "8x16": 1.0}) == pytest.approx([3.0, 4.0], rel=1e-15)
 
 
 def test_an_all_reduce_in_a_ring_sends_each_rank_all_but_its_own_part_twice() -> None:

@@ -34,3 +34,21 @@ def test_a_phase_delays_the_refreshes_after_the_first_by_its_part_of_the_interva
 def test_without_stagger_all_blocks_are_due_at_once(fields: dict[str, int], steps: list[int]) -> None:
     cadence = Every.model_validate({**fields, "stagger": "none"})
     assert due(cadence, [0.0, 0.3, 0.95], 12) == [steps] * 3
+
+
+def test_at_once_makes_waves() -> None:
+    """Of 20 refreshes in all: as many waves of at least so many, but no more than there are steps, and at least one."""
+    waves = {at_once: Every(steps=5, at_once=at_once).waves(20.0) for at_once in (1, 2, 4, 5, 9, 20, 21)}
+    assert waves == {1: None, 2: 5, 4: 5, 5: 4, 9: 2, 20: 1, 21: 1}
+    assert Every(steps=5, stagger="none").waves(20.0, 4) is None
+
+
+def test_all_at_once_are_not_spread() -> None:
+    with pytest.raises(ValueError, match=r"at_once: `stagger: cost` is required, .*, got 4"):
+        Every(stagger="none", at_once=4)
+
+
+@pytest.mark.parametrize("steps", [3, 10, 29, 100])
+def test_blocks_of_equal_parts_are_due_at_different_steps(steps: int) -> None:
+    """n times k / n may round to less than k, and yet every step has one block."""
+    assert sorted(Every(steps=steps).steps_due(np.arange(steps) / steps)) == list(range(steps))
