@@ -30,7 +30,7 @@ class Distribution(Component):
     bucket: int = Field(
         default=1 << 25,
         ge=1,
-        description="bytes of updates that a rank puts into one message, which is sent while the next is computed",
+        description="bytes of updates that a rank receives in one round of messages, sent while the next is computed",
     )
     timeout: float | None = Field(
         default=None, gt=0, description="seconds to wait for other ranks on a CPU; default: the process group's"
