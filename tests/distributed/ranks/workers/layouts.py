@@ -49,6 +49,31 @@ class Stack(nn.Module):
         self.output = nn.Linear(20, 43, bias=False)
 
 
+class Pair(nn.Module):
+    """A layer of few entries, for tests of what is written of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(5, 7)
+        self.wide = nn.Linear(9, 4, bias=False)
+        self.norm = nn.LayerNorm(3, bias=False)
+
+
+class Small(nn.Module):
+    """Two small layers, one matrix of which is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({name: Pair() for name in ("0", "1")})
+        self.layers["1"].wide.requires_grad_(False)  # type: ignore[operator,union-attr]
+
+
+def small() -> Small:
+    """The same on every rank."""
+    torch.manual_seed(0)
+    return Small()
+
+
 def stack() -> Stack:
     """The same on every rank."""
     torch.manual_seed(0)
@@ -63,12 +88,12 @@ def plain_name(name: str) -> str:
 # layouts
 
 
-def ddp(module: Stack) -> nn.Module:
+def ddp(module: Stack | Small) -> nn.Module:
     """Replicas in DistributedDataParallel: "module." before every name."""
     return DistributedDataParallel(module)
 
 
-def compiled(module: Stack) -> nn.Module:
+def compiled(module: Stack | Small) -> nn.Module:
     """Wrapped in three ways; nothing is compiled, because nothing runs forward."""
     if dist.get_world_size() > 2:
         fully_shard(module, mesh=flat())
@@ -79,22 +104,22 @@ def compiled(module: Stack) -> nn.Module:
     return whole
 
 
-def fsdp2(module: Stack) -> nn.Module:
+def fsdp2(module: Stack | Small) -> nn.Module:
     """Every parameter divided over all ranks."""
     fully_shard(module, mesh=flat())
     return module
 
 
-def hsdp(module: Stack) -> nn.Module:
+def hsdp(module: Stack | Small) -> nn.Module:
     """Two replicas, each divided over half of the ranks."""
     fully_shard(module, mesh=grid("copy", "shard"))
     return module
 
 
-def tp(module: Stack) -> nn.Module:
+def tp(module: Stack | Small) -> nn.Module:
     """Layers divided over all ranks by rows or columns, the rest plain replicas."""
     for layer in module.layers.values():
-        parallelize_module(layer, flat(), plan())
+        parallelize_module(layer, flat(), {name: style for name, style in plan().items() if hasattr(layer, name)})
     return module
 
 

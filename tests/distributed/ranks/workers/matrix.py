@@ -1,19 +1,29 @@
-"""Trajectories of every recipe in every layout along given gradients, compared on the spot with one process."""
+"""Trajectories in every layout along given gradients, compared on the spot with one process: those of every recipe, and
+those that stop in one layout and go on in another."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 import eigengraft
-from eigengraft import load_recipe
+from eigengraft import Optimizer, load_recipe
 
-from .layouts import LAYOUTS, gradient, lay_gradient, plain_name, pruned, stack
+from .layouts import LAYOUTS, gradient, lay_gradient, plain_name, pruned, small, stack
 
 STEPS = 8
 
@@ -62,12 +72,16 @@ def cell(
 
 def follow(module: nn.Module, recipe: str, overrides: list[str]) -> None:
     """All steps of one optimizer."""
-    optimizer = eigengraft.compose(load_recipe(recipe, overrides), module)
-    for step in range(STEPS):
+    go_on(module, eigengraft.compose(load_recipe(recipe, overrides), module), range(STEPS))
+
+
+def go_on(module: nn.Module, optimizer: Optimizer, steps: Iterable[int]) -> None:
+    """Some steps."""
+    for step in steps:
         for full, parameter in module.named_parameters():
             name = plain_name(full)
             whole = gradient(name, parameter.shape, step)
-            parameter.grad = lay_gradient(whole, parameter, name, step)
+            parameter.grad = lay_gradient(whole, parameter, name, step) if parameter.requires_grad else None
         optimizer.step()
 
 
@@ -82,3 +96,92 @@ def compare(parameter: Tensor, expected: Tensor) -> list[float]:
         box = tuple(slice(a, a + n) for a, n in zip(offset, shape, strict=True))
     apart = (local - expected[box]).abs()
     return [float(apart.max()) if apart.numel() else 0.0, float(expected.abs().max()), local.numel()]
+
+
+# stopped in one layout, gone on with in another
+
+
+FLAGS = {
+    "flat": "flatten_optimizer_state_dict",
+    "full": "full_state_dict",
+    "offload": "cpu_offload",
+    "broadcast": "broadcast_from_rank0",
+    "trained": "ignore_frozen_params",
+}
+
+
+def start(layout: str, recipe: Any, overrides: list[str]) -> tuple[nn.Module, Optimizer]:
+    """The small model in a layout; plain: as it is."""
+    module = small() if layout == "plain" else LAYOUTS[layout](small())  # type: ignore[arg-type]
+    return module, eigengraft.compose(load_recipe(recipe, overrides), module)
+
+
+def uninterrupted(job: dict[str, Any]) -> None:
+    """job: {path, recipe, overrides}. Saves the parameters after all steps."""
+    module, optimizer = start("plain", job["recipe"], job["overrides"])
+    go_on(module, optimizer, range(STEPS))
+    torch.save({name: p.detach() for name, p in module.named_parameters()}, job["path"])
+
+
+def state_of(module: nn.Module, optimizer: Optimizer, kind: str) -> tuple[dict[str, Any], StateDictOptions]:
+    """What torch's functions read; kind: the flags that are set, apart from those that only loading has."""
+    flags = [] if kind == "tree" else kind.split()
+    options = StateDictOptions(strict="trained" not in flags, **{FLAGS[flag]: True for flag in flags})
+    model, state = get_state_dict(module, optimizer, options=options)
+    return {"model": model, "optimizer": state}, options
+
+
+def save(job: dict[str, Any]) -> None:
+    """job: {folder, kinds, layout, recipe, overrides}. Files of every kind after half of the steps."""
+    folder, kinds = Path(job.pop("folder")), job.pop("kinds")
+    module, optimizer = start(**job)
+    go_on(module, optimizer, range(STEPS // 2))
+    for kind in kinds:
+        if kind == "whole":
+            model = state_of(module, optimizer, "full")[0]["model"]
+            state = {"model": model, "optimizer": optimizer.full_state_dict()}
+        else:
+            state, _ = state_of(module, optimizer, kind)
+        if "full" in kind or kind == "whole":
+            if dist.get_rank() == 0:
+                torch.save(state, folder / f"{kind}.pt")
+        else:
+            dcp.save(state, checkpoint_id=folder / kind)
+
+
+def load(job: dict[str, Any]) -> dict[str, dict[str, list[float]] | str]:
+    """job: {path, folders, layout, recipe, overrides}; folders: {"source, kind": folder}. What `compare` finds of each
+    parameter after the other half of the steps, or an error."""
+    expected, folders = torch.load(job.pop("path"), weights_only=True), job.pop("folders")
+    found: dict[str, dict[str, list[float]] | str] = {}
+    for name, folder in folders.items():
+        module, optimizer = start(**job)
+        try:
+            resume(module, optimizer, Path(folder), name.partition(", ")[2])
+            go_on(module, optimizer, range(STEPS // 2, STEPS))
+            found[name] = {
+                plain_name(n): compare(p.detach(), expected[plain_name(n)]) for n, p in module.named_parameters()
+            }
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def resume(module: nn.Module, optimizer: Optimizer, folder: Path, kind: str) -> None:
+    """Loads what was saved; with broadcast, the first rank alone has read it."""
+    saved = folder / kind.replace(" broadcast", "")
+    if kind == "whole":
+        state = torch.load(saved.with_suffix(".pt"), weights_only=True)
+        optimizer.load_state_dict(state["optimizer"])
+        set_model_state_dict(module, state["model"], options=StateDictOptions(full_state_dict=True))
+        return
+    if "full" in kind:
+        options = StateDictOptions(**{FLAGS[flag]: True for flag in kind.split()})
+        alone = "broadcast" in kind and dist.get_rank() > 0
+        state = {"model": {}, "optimizer": {}} if alone else torch.load(saved.with_suffix(".pt"), weights_only=True)
+    else:
+        state, options = state_of(module, optimizer, kind)
+        dcp.load(state, checkpoint_id=saved)
+    set_state_dict(
+        module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options
+    )

@@ -1,0 +1,79 @@
+"""Every layout goes on with what every other one has saved, in every way that torch has. Real processes, gloo.
+
+Every pair of layouts at least once, and every kind from every layout and into every layout: after half of the steps the
+state is saved, another layout goes on with it, and ends where one process does, bit for bit.
+"""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .launch import Outcome, Run, launch
+
+pytestmark = pytest.mark.slow
+
+LAYOUTS = ("plain 1", "ddp 2", "fsdp2 2", "tp 2", "compiled 2", "fsdp2 3", "hsdp 4", "tp 4", "ddp 4")
+"""Layout and number of ranks."""
+SAVED = [" ".join(flags).strip() for flags in itertools.product(("", "flat"), ("", "full"), ("", "offload"))]
+SAVED = ["tree" if not kind else " ".join(kind.split()) for kind in SAVED] + ["trained", "whole"]
+KINDS = SAVED + [f"{kind} broadcast" for kind in SAVED if "full" in kind]
+"""Flags of torch's StateDictOptions; tree: none; whole: `full_state_dict` of the optimizer."""
+CELLS = [
+    (LAYOUTS[(place + turn) % len(LAYOUTS)], target, kind)
+    for place, target in enumerate(LAYOUTS)
+    for turn, kind in enumerate(KINDS)
+]
+"""(source, target, kind)."""
+SLOTS = ["statistic.inner.inner", "basis.inner", "first_moment", "second_moment"]
+ADAM = {
+    "name": "adam",
+    "match": {"role": ["norm", "bias"]},
+    "update": [{"kind": "momentum", "beta": 0.9}, {"kind": "rms", "beta": 0.99}],
+}
+RECIPE = {
+    "recipe": {"base": "soap_int8", "averaging": {"kind": "schedule_free", "beta": 0.9}, "routes": [ADAM]},
+    "overrides": [
+        *("blocking.size=8", "blocking.merge=8", "update.eigenbasis.refresh.steps=2", "lr=0.05"),
+        *(f"storage.{slot}.min_elements=1" for slot in SLOTS),
+    ],
+}
+"""State of every sort: coded, of blocks, divided as its parameter is, and iterates."""
+
+
+def case(layout: str) -> dict[str, Any]:
+    return {"layout": layout.split()[0], **RECIPE}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
+    root = tmp_path_factory.mktemp("state_dicts")
+    path = str(root / "one.pt")
+    runs = [Run("one", "matrix:uninterrupted", 0, {"path": path, **RECIPE})]
+    for layout in LAYOUTS:
+        folder = root / layout
+        folder.mkdir()
+        job = {"folder": str(folder), "kinds": SAVED, **case(layout)}
+        runs.append(Run(f"save {layout}", "matrix:save", int(layout[-1]), job))
+    for layout in LAYOUTS:
+        folders = {f"{source}, {kind}": str(root / source) for source, target, kind in CELLS if target == layout}
+        job = {"path": path, "folders": folders, **case(layout)}
+        runs.append(Run(f"load {layout}", "matrix:load", int(layout[-1]), job))
+    return launch(runs, Path(tmp_path_factory.mktemp("ranks")), limit=300)
+
+
+def test_every_pair_and_every_kind_is_there() -> None:
+    assert {(source, target) for source, target, _ in CELLS} == set(itertools.product(LAYOUTS, LAYOUTS))
+    for side in (0, 1):
+        assert {(cell[side], cell[2]) for cell in CELLS} == set(itertools.product(LAYOUTS, KINDS))
+
+
+@pytest.mark.parametrize(("source", "target", "kind"), CELLS)
+def test_it_goes_on_elsewhere_as_if_it_had_not_stopped(
+    outcomes: dict[str, list[Outcome]], source: str, target: str, kind: str
+) -> None:
+    for outcome in outcomes[f"load {target}"]:
+        found = outcome.result[f"{source}, {kind}"]
+        assert not isinstance(found, str), found
+        assert {name: error for name, (error, _, _) in found.items() if error} == {}
