@@ -185,4 +185,5 @@ _GROUPS: dict[tuple[int, ...], Any] = {}
 
 def as_bytes(x: Tensor) -> Tensor:
     """The bytes of a tensor, `[n]` uint8; a view if it is dense."""
-    return x.contiguous().view(-1).view(torch.uint8)
+    # `view(-1)` would keep the stride of a single entry, which may be any number
+    return x.contiguous().as_strided((x.numel(),), (1,)).view(torch.uint8)

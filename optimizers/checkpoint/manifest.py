@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -51,6 +51,29 @@ def is_divided(tensor: Tensor, param_set: ParamSet, position: int) -> bool:
     """Whether a tensor has an entry for each entry of a shard, so that it is divided as the parameter is."""
     same = tensor.shape == param_set.local[position].shape
     return same and tensor.ndim > 0 and not layout_of_parameter(param_set, position).replicated
+
+
+def numbers_of_holders(param_set: ParamSet, views: Sequence[Mapping[str, Tensor]]) -> dict[int, dict[str, Tensor]]:
+    """The iterates' numbers of parameters of which some ranks hold no entry, by position: such a rank takes no part in
+    their updates, and a checkpoint may take a number from any rank."""
+    rank_group = param_set.rank_group
+    assert rank_group is not None
+    holders = {
+        position: [rank for rank, box in enumerate(layout_of_parameter(param_set, position).boxes) if box.numel]
+        for position in range(len(param_set.parameters))
+    }
+    sources = {position: ranks[0] for position, ranks in holders.items() if 0 < len(ranks) < rank_group.size}
+    mine = {
+        position: {key: x.cpu() for key, x in views[position].items() if key.startswith("averaging/") and not x.ndim}
+        for position, rank in sources.items()
+        if rank == rank_group.rank
+    }
+    if not sources or not param_set.iterates:
+        return {}
+    device, found = param_set.local[0].device, {}
+    for numbers in rank_group.all_gather_object(mine, "numbers of iterates"):
+        found.update({position: {key: x.to(device) for key, x in own.items()} for position, own in numbers.items()})
+    return found
 
 
 def layout_of_parameter(param_set: ParamSet, position: int) -> Layout:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -18,7 +18,7 @@ from eigengraft.distributed.resharding import collect, spread
 
 from ..apply.mode import Mode
 from ..engine.param_set import ParamSet
-from .manifest import empty_state, is_divided, layout_of_parameter, manifest
+from .manifest import empty_state, is_divided, layout_of_parameter, manifest, numbers_of_holders
 
 
 class ShardedStateDict(dict[str, Any]):
@@ -69,8 +69,9 @@ def sharded_state(param_set: ParamSet) -> list[dict[str, Tensor]]:
     sent = spread(rank_group, flat, owned, rank_group.mesh(device), device)
     for (position, key), value in zip(where, sent, strict=True):
         found[position][key] = value
+    followed = numbers_of_holders(param_set, views)
     for position, state in enumerate(views):
-        here = {**empty_state(param_set, position), **state}
+        here = {**empty_state(param_set, position), **state, **followed.get(position, {})}
         for key, entry in entries[position].items():
             if entry.owner is None:
                 found[position][key] = _as_parameter(here[key], param_set, position)

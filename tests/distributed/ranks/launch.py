@@ -72,7 +72,7 @@ def launch_once(runs: Sequence[Run], factory: Any, name: str, limit: float) -> d
 
 
 def launch(runs: Sequence[Run], folder: Path, limit: float = 150.0, together: bool = False) -> dict[str, list[Outcome]]:
-    """The outcome of every rank of every run, by name; one run after the other, or all at once.
+    """The outcome of every rank of every run, by name; one run after the other up to one that fails, or all at once.
 
     limit: seconds for all of it, after which every process is killed. Fails, with what the ranks printed, if that
     happens or if a rank ends with an error in a run that must not.
@@ -92,12 +92,13 @@ def launch(runs: Sequence[Run], folder: Path, limit: float = 150.0, together: bo
 
 
 def _outcomes(runs: Sequence[Run], folder: Path) -> dict[str, list[Outcome]]:
-    outcomes = {run.name: [_outcome(folder, run, rank) for rank in range(max(run.world, 1))] for run in runs}
+    found = {}
     for run in runs:
-        if not run.fails and any(outcome.code for outcome in outcomes[run.name]):
-            codes = [outcome.code for outcome in outcomes[run.name]]
+        found[run.name] = [_outcome(folder, run, rank) for rank in range(max(run.world, 1))]
+        codes = [outcome.code for outcome in found[run.name]]
+        if any(codes) and not run.fails:
             raise RanksError(f"ranks: those of {run.name} ended with {codes}\n{_logs(folder, run.name)}")
-    return outcomes
+    return found
 
 
 def _end(parent: Process) -> None:

@@ -24,27 +24,32 @@ def main(folder: Path) -> None:
     functions = {run.function: _function(run.function) for run in runs}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     for batch in [runs] if task["together"] else [[run] for run in runs]:
-        _batch(batch, functions, folder)
+        if not _batch(batch, functions, folder):
+            break
 
 
-def _batch(batch: Sequence[SimpleNamespace], functions: dict[str, Callable[[Any], Any]], folder: Path) -> None:
-    """Some runs at once. Their ranks are waited for, come what may: killed ones, too, would stay as zombies."""
-    begin, pids = time.monotonic(), {}
+def _batch(batch: Sequence[SimpleNamespace], functions: dict[str, Callable[[Any], Any]], folder: Path) -> bool:
+    """Some runs at once; whether all have ended well that must. Their ranks are waited for, come what may: killed ones,
+    too, would stay as zombies."""
+    begin, pids, well = time.monotonic(), {}, True
     try:
         for run in batch:
             for rank in range(max(run.world, 1)):
                 pid = os.fork()
                 if pid == 0:
                     _rank(functions[run.function], run, rank, folder)
-                pids[pid] = folder / f"{run.name}-{rank}.end"
+                pids[pid] = (run, folder / f"{run.name}-{rank}.end")
         while pids:
             pid, status = os.wait()
             end = [os.waitstatus_to_exitcode(status), time.monotonic() - begin]
-            pids.pop(pid).write_text(json.dumps(end))
+            run, path = pids.pop(pid)
+            path.write_text(json.dumps(end))
+            well &= run.fails or end[0] == 0
     finally:
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
+    return well
 
 
 def _function(name: str) -> Callable[[Any], Any]:

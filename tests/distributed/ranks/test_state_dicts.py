@@ -16,10 +16,10 @@ pytestmark = pytest.mark.slow
 
 LAYOUTS = ("plain 1", "ddp 2", "fsdp2 2", "tp 2", "compiled 2", "fsdp2 3", "hsdp 4", "tp 4", "ddp 4")
 """Layout and number of ranks."""
-SAVED = [" ".join(flags).strip() for flags in itertools.product(("", "flat"), ("", "full"), ("", "offload"))]
-SAVED = ["tree" if not kind else " ".join(kind.split()) for kind in SAVED] + ["trained", "whole"]
-KINDS = SAVED + [f"{kind} broadcast" for kind in SAVED if "full" in kind]
-"""Flags of torch's StateDictOptions; tree: none; whole: `full_state_dict` of the optimizer."""
+SAVED = ["tree", "offload", "full", "full offload", "flat", "flat offload", "trained", "whole"]
+KINDS = [*SAVED, "full broadcast", "full offload broadcast"]
+"""Flags of torch's StateDictOptions; tree: none; whole: `full_state_dict` of the optimizer. What torch flattens and
+gathers in one it cannot load itself, not even for its own AdamW (2.13: KeyError of 'param_groups.0.params.0')."""
 CELLS = [
     (LAYOUTS[(place + turn) % len(LAYOUTS)], target, kind)
     for place, target in enumerate(LAYOUTS)
@@ -55,12 +55,12 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome
         folder = root / layout
         folder.mkdir()
         job = {"folder": str(folder), "kinds": SAVED, **case(layout)}
-        runs.append(Run(f"save {layout}", "matrix:save", int(layout[-1]), job))
+        runs.append(Run(f"save {layout}", "matrix:save", int(layout[-1]), job, 20.0))
     for layout in LAYOUTS:
         folders = {f"{source}, {kind}": str(root / source) for source, target, kind in CELLS if target == layout}
         job = {"path": path, "folders": folders, **case(layout)}
-        runs.append(Run(f"load {layout}", "matrix:load", int(layout[-1]), job))
-    return launch(runs, Path(tmp_path_factory.mktemp("ranks")), limit=300)
+        runs.append(Run(f"load {layout}", "matrix:load", int(layout[-1]), job, 20.0))
+    return launch(runs, Path(tmp_path_factory.mktemp("ranks")), limit=240)
 
 
 def test_every_pair_and_every_kind_is_there() -> None:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
     set_model_state_dict,
-    set_state_dict,
+    set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -182,6 +182,6 @@ def resume(module: nn.Module, optimizer: Optimizer, folder: Path, kind: str) -> 
     else:
         state, options = state_of(module, optimizer, kind)
         dcp.load(state, checkpoint_id=saved)
-    set_state_dict(
-        module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options
-    )
+    # not `set_state_dict`: it takes a rank that has read nothing for one that has no model
+    set_model_state_dict(module, state["model"], options=options)
+    set_optimizer_state_dict(module, optimizer, state["optimizer"], options=options)
