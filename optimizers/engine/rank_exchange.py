@@ -19,7 +19,7 @@ from ..recipe.recipe import Recipe
 from ..sharding.fingerprint import AGAIN, UsedGradients
 from ..sharding.placement import ParamSpec
 from ..sharding.rank_sync import RankSync
-from .build import bucket_bytes
+from .block_groups import bucket_bytes
 from .exchange import LocalExchange
 from .finite_check import GradientSurvey
 from .stack_state import ActiveBlocks
@@ -41,7 +41,7 @@ class RankExchange:
         self.local, self.rank_sync = local, RankSync(rank_group, specs, recipe.failure)
         self.paths = [spec.path for spec in specs]
         layouts = [spec.placement.layout for spec in specs if spec.placement is not None]
-        names, size = [spec.name for spec in specs], bucket_bytes(recipe, rank_group.size)
+        names, size = [spec.name for spec in specs], bucket_bytes(specs, recipe, rank_group.size)
         self.comm_plan = CommPlan(rank_group, layouts, block_groups, names, size)
         self._param_gather = ParamGather(rank_group, names, recipe.distribution.bucket)
         self._parameters, self._used_gradients = parameters, UsedGradients(parameters)

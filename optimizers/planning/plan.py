@@ -19,7 +19,7 @@ from eigengraft.distributed.comm_plan import BlockGroup, pack
 from eigengraft.distributed.layouts import Layout
 from eigengraft.distributed.ownership import Loads
 
-from ..engine.build import bucket_bytes, divide
+from ..engine.block_groups import bucket_bytes, divide
 from ..recipe.loading import RecipeSource, load_recipe
 from ..recipe.param_names import canonical_names
 from ..recipe.recipe import Recipe
@@ -151,7 +151,7 @@ def _traffic(
     replicated = all(layouts[block.position].replicated for group in block_groups for block in group.blocks)
     norms = not replicated and any("parameter_rms" in stage.requires for rule in used for _, stage in rule.stages())
     vectors = [3 * len(specs) + fingerprint.LENGTH, *[len(specs)] * norms]
-    buckets = pack(block_groups, bucket_bytes(recipe, ranks)) if ranks > 1 else []
+    buckets = pack(block_groups, bucket_bytes(specs, recipe, ranks)) if ranks > 1 else []
     there, back = wire(block_groups, buckets, layouts, 1 + any(rule.after_decay for rule in used))
     rows = gathered_rows(specs, ranks, recipe.distribution.bucket)
     return {"gradients": there, "updates": together(back, rows), "agreement": all_reduced(vectors, ranks)}
