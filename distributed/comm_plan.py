@@ -121,6 +121,7 @@ class CommPlan:
         limit: int,
     ) -> None:
         self.rank_group, self.layouts, self.block_groups, self.names = rank_group, layouts, block_groups, names
+        self.limit = limit
         self.replicated = all(layouts[block.position].replicated for group in block_groups for block in group.blocks)
         self.buckets = [self._bucket(groups) for groups in pack(block_groups, limit)]
 

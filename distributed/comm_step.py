@@ -17,7 +17,7 @@ Source = Callable[[int], Tensor | None]
 """What this rank holds of a tensor, by position of the parameter; None: there is none."""
 
 IN_FLIGHT = 2
-"""Buckets that are on their way at once, in each direction."""
+"""Buckets that are on their way at once: of gradients, one that is computed next and one more; of gathered updates."""
 
 
 class CommStep:
@@ -26,8 +26,9 @@ class CommStep:
 
     Legend: G_k, gradients (and what else is sent to owners) of bucket k; U_k, updates of bucket k.
     Every rank starts the collectives in one order, G_0 G_1 U_0 G_2 U_1 G_3 ..., and U_k as soon as its own blocks of
-    bucket k are computed. So buckets travel while others are computed, and memory is needed for a few of them only.
-    Replicated parameters need no G: there a rank computes on while IN_FLIGHT buckets of updates are under way.
+    bucket k are computed and U_(k-1) has arrived. So buckets travel while others are computed, and memory is needed for
+    a few of them only. Replicated parameters need no G: there a rank computes on while IN_FLIGHT buckets of updates are
+    under way, until more than IN_FLIGHT block groups and buckets of its own are waiting.
 
     sources: what is sent to owners, by name; nothing if every rank holds all of it.
     """
@@ -91,7 +92,13 @@ class CommStep:
 
     def advance(self, before: int) -> None:
         """Sends what can be sent and receives what has arrived, as block groups below `before` are delivered."""
-        self._advance(before, patient=not self.comm_plan.replicated)
+        self._advance(before, self._must_wait())
+
+    def _must_wait(self) -> bool:
+        """Whether earlier buckets are waited for before a later one is computed."""
+        plan, waiting = self.comm_plan, list(self._delivered.values())
+        much = sum(x.numel() * x.element_size() for x in waiting) > IN_FLIGHT * plan.limit
+        return not plan.replicated or (much and len(waiting) > IN_FLIGHT)
 
     def take(self) -> dict[int, Tensor]:
         """The updates of this rank's shards that are complete, by position of the parameter, each of them once."""
@@ -100,20 +107,21 @@ class CommStep:
 
     def close(self) -> dict[int, Tensor]:
         """Waits for all messages; returns the updates that `take` has not returned."""
-        self._advance(len(self.comm_plan.block_groups), patient=True)
+        self._advance(len(self.comm_plan.block_groups), wait=True)
         while self._returning:
             self._receive()
         return self.take()
 
-    def _advance(self, before: int, patient: bool) -> None:
-        """patient: whether to wait for earlier buckets where IN_FLIGHT of them are under way."""
+    def _advance(self, before: int, wait: bool) -> None:
+        """Sends and receives; wait: whether to wait for earlier buckets where as many as allowed are under way."""
+        allowed = IN_FLIGHT if self.comm_plan.replicated else 1
         for key in [key for key in self._arrived if key[1] < before]:
             del self._arrived[key]
         for index in range(self._sent, len(self.comm_plan.buckets)):
             if self.comm_plan.buckets[index].groups[-1] >= before:
                 break
-            if len(self._returning) == IN_FLIGHT:
-                if not patient and not self._returning[0][1].done():
+            if len(self._returning) == allowed:
+                if not wait and not self._returning[0][1].done():
                     break
                 self._receive()
             self._return(index)

@@ -1,7 +1,8 @@
-"""What an optimizer keeps on a rank, and the largest tensor that a step of it makes."""
+"""What an optimizer keeps on a rank, the largest tensor that a step of it makes, and all that it holds at once."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,13 +17,21 @@ from eigengraft import load_recipe
 from .models import lay_out, model
 from .trajectories import give
 
+LAYERS, BUCKET = 128, 2 * 4 * 64 * 64
+"""Matrices of the model of `hold`, and bytes of a bucket."""
+
 
 class Watch(TorchDispatchMode):
-    """largest: bytes of the largest memory that an operation has allocated for what it returns."""
+    """largest: bytes of the largest memory that an operation has allocated for what it returns.
+
+    peak: bytes of all such memory that was there at once.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.largest = 0
+        self.largest = self.peak = 0
+        self._living: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._bytes = 0
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -31,7 +40,22 @@ class Watch(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         made = [x for x in tree_leaves(out) if isinstance(x, Tensor) and _address(x) not in known]
         self.largest = max([self.largest, *(x.untyped_storage().nbytes() for x in made)])
+        for x in made:
+            self._follow(x.untyped_storage())
+        self.peak = max(self.peak, self._bytes)
         return out
+
+    def _follow(self, storage: torch.UntypedStorage) -> None:
+        """Counts the bytes of a storage as long as it lives."""
+        key, nbytes = storage._cdata, storage.nbytes()
+
+        def freed(_: Any) -> None:
+            del self._living[key]
+            self._bytes -= nbytes
+
+        if key not in self._living:
+            self._living[key] = weakref.ref(storage, freed)
+            self._bytes += nbytes
 
 
 def _address(x: Tensor) -> int:
@@ -74,3 +98,21 @@ def watch(recipe: str, overrides: Sequence[str], place: str) -> int:
         with watched:
             optimizer.step()
     return watched.largest
+
+
+def hold(job: dict[str, Any]) -> dict[str, int]:
+    """By case (recipe, place): bytes that a step holds at once beside state, for LAYERS matrices of [64, 64]."""
+    return {name: peak(**case) for name, case in job.items()}
+
+
+def peak(recipe: str, place: str) -> int:
+    """One case; its buckets have room for the updates of two matrices."""
+    torch.manual_seed(0)
+    module = lay_out(nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(LAYERS))), place)
+    optimizer = eigengraft.compose(load_recipe(recipe, [f"distribution.bucket={BUCKET}"]), module)
+    watched = Watch()
+    for step in range(3):
+        give(module, step, gaps=False)
+        with watched:
+            optimizer.step()
+    return watched.peak
