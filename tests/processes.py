@@ -30,7 +30,7 @@ from typing import IO
 ROOT = Path(__file__).resolve().parents[1]
 PRELOADED = (
     *("torch._dynamo", "eigengraft", "numpy", "typer", "rich.console", "rich.panel", "rich.progress", "rich.table"),
-    *("ruamel.yaml", "jinja2", "matplotlib.figure", "sklearn.datasets", "scipy.stats"),
+    "ruamel.yaml",
 )
 
 

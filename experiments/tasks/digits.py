@@ -5,8 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import ClassVar, Literal
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor, nn
@@ -63,13 +66,16 @@ class Images(Dataset):
 
 @lru_cache(maxsize=1)
 def read_digits() -> tuple[Tensor, Tensor, str]:
-    """All images [N, 1, 8, 8] in [0, 1], their digits [N], and the sha256 of both."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError:
-        raise ValueError("digits: scikit-learn is required; install eigengraft[experiments]") from None
-    bunch = load_digits()
-    pixels, digits = bunch.images.astype("uint8"), bunch.target.astype("uint8")
+    """All images [N, 1, 8, 8] in [0, 1], their digits [N], and the sha256 of both.
+
+    Reads the file that `sklearn.datasets.load_digits` reads, which imports most of scipy first: a second a process.
+    """
+    found = find_spec("sklearn")
+    if found is None or found.origin is None:
+        raise ValueError("digits: scikit-learn is required; install eigengraft[experiments]")
+    file = Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    rows = np.loadtxt(file, delimiter=",").astype("uint8")
+    pixels, digits = rows[:, :-1].reshape(-1, SIDE, SIDE), rows[:, -1].copy()
     sha256 = hashlib.sha256(pixels.tobytes() + digits.tobytes()).hexdigest()
     images = torch.from_numpy(pixels).float().div(16).unsqueeze(1)
     return images, torch.from_numpy(digits).long(), sha256

@@ -106,6 +106,14 @@ def test_gpt_has_the_parameters_of_its_definition() -> None:
     assert sum(p.numel() for p in task.new_model(0).parameters()) == expected
 
 
+def test_digits_are_those_that_scikit_learn_loads() -> None:
+    from sklearn.datasets import load_digits
+
+    bunch, (images, digits, _) = load_digits(), read_digits()
+    assert (images[:, 0] * 16 == torch.from_numpy(bunch.images)).all()
+    assert digits.tolist() == bunch.target.tolist()
+
+
 def test_digits_are_split_once_and_an_epoch_shows_every_image_once() -> None:
     task = Digits(batch_size=64)
     data, (images, digits, _) = task.load(), read_digits()
