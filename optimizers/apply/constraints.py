@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Literal
 
 import torch
@@ -18,12 +18,16 @@ from eigengraft.slots import Slot
 Slots = Mapping[str, Sequence[Tensor]]
 """The slots of n parameters, by name."""
 
+Norms = Callable[[Sequence[Tensor]], Tensor]
+"""The Frobenius norms `[n]` of n whole tensors, of which this rank may hold shards: then all ranks call it."""
+
 
 class Constraint(Component, ABC, family="constraint"):
     """Changes n updates U before the write (`adjust`) and n parameters W after it (`retract`).
 
     The write between the two is W <- W - lr alpha W - lr U. W and U are whole parameters in the dtype they are computed
-    in. With an averaging whose base iterate is not the parameter, the base iterate is written and constrained.
+    in, or a rank's shards of them, if the constraint is `shardable`. With an averaging whose base iterate is not the
+    parameter, the base iterate is written and constrained.
     """
 
     name: str | None = Field(
@@ -41,15 +45,26 @@ class Constraint(Component, ABC, family="constraint"):
         """The state of one parameter."""
         return {}
 
-    def begin(self, slots: Slots, parameters: Sequence[Tensor]) -> None:
+    def shardable(self) -> bool:
+        """Whether shards of parameters are enough: the constraint mixes no entries of a parameter but by `norms`."""
+        return False
+
+    def begin(self, slots: Slots, parameters: Sequence[Tensor], norms: Norms) -> None:
         """Set the slots that depend on where the parameters are; called before the first update."""
 
-    def adjust(self, slots: Slots, parameters: Sequence[Tensor], updates: Sequence[Tensor]) -> Sequence[Tensor]:
+    def adjust(
+        self, slots: Slots, parameters: Sequence[Tensor], updates: Sequence[Tensor], norms: Norms
+    ) -> Sequence[Tensor]:
         """The updates to take; the given ones may not be written to."""
         return updates
 
     def retract(
-        self, slots: Slots, parameters: Sequence[Tensor], updates: Sequence[Tensor], moved: Sequence[Tensor]
+        self,
+        slots: Slots,
+        parameters: Sequence[Tensor],
+        updates: Sequence[Tensor],
+        moved: Sequence[Tensor],
+        norms: Norms,
     ) -> Sequence[Tensor]:
         """The parameters after the step, `moved` being where the update took them; nothing given may be written to."""
         return moved
@@ -70,10 +85,15 @@ class Hyperball(Constraint):
     def slots(self, shape: tuple[int, ...]) -> Mapping[str, Slot]:
         return {"radius": Slot((), role="iterate")}
 
-    def begin(self, slots: Slots, parameters: Sequence[Tensor]) -> None:
+    def shardable(self) -> bool:
+        return True
+
+    def begin(self, slots: Slots, parameters: Sequence[Tensor], norms: Norms) -> None:
         torch._foreach_copy_(list(slots["radius"]), list(norms(parameters).unbind(0)))
 
-    def adjust(self, slots: Slots, parameters: Sequence[Tensor], updates: Sequence[Tensor]) -> Sequence[Tensor]:
+    def adjust(
+        self, slots: Slots, parameters: Sequence[Tensor], updates: Sequence[Tensor], norms: Norms
+    ) -> Sequence[Tensor]:
         if not self.relative:
             return updates
         free = torch.stack(list(slots["radius"])) == 0
@@ -82,7 +102,12 @@ class Hyperball(Constraint):
         return [update * scale for update, scale in zip(updates, scales, strict=True)]
 
     def retract(
-        self, slots: Slots, parameters: Sequence[Tensor], updates: Sequence[Tensor], moved: Sequence[Tensor]
+        self,
+        slots: Slots,
+        parameters: Sequence[Tensor],
+        updates: Sequence[Tensor],
+        moved: Sequence[Tensor],
+        norms: Norms,
     ) -> Sequence[Tensor]:
         radii, there = torch.stack(list(slots["radius"])), norms(moved)
         still = (norms(updates) == 0) | (there == 0)
@@ -92,7 +117,7 @@ class Hyperball(Constraint):
         return [torch.where(stay, old, new * scale) for old, new, scale, stay in rows]
 
 
-def norms(tensors: Sequence[Tensor]) -> Tensor:
+def local_norms(tensors: Sequence[Tensor]) -> Tensor:
     """The Frobenius norms of tensors of one dtype, `[n]`, without overflow or underflow of the squares."""
     dtype = compute_dtype(tensors[0].dtype)
     if dtype == torch.float64:

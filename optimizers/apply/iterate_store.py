@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from eigengraft.numerics import compute_dtype
 from eigengraft.slots import Slot
 
 from .averaging import Averaging, IterateBatch
-from .constraints import Constraint
+from .constraints import Constraint, local_norms
 from .mode import Mode
 from .parameter_update import BoundConstraint, ParameterUpdate
 
@@ -29,6 +30,8 @@ class IterateStore:
     constraints: those of every update, by the update's path in the recipe.
     parameters: P tensors, what this rank holds of each parameter.
     paths: P paths, the update of each parameter.
+    shard_norms: norms `[n]` of whole tensors at n positions, of which this rank holds shards; None: it holds all of
+        them.
     tensors: P dicts, by "averaging/<slot>" and "<path>.constraints.<label>/<slot>".
     held: P training iterates while the parameters hold the evaluated ones; None in training.
     """
@@ -39,6 +42,7 @@ class IterateStore:
         constraints: Mapping[str, Sequence[Constraint]],
         parameters: Sequence[Tensor],
         paths: Sequence[str],
+        shard_norms: Callable[[Sequence[int], Sequence[Tensor]], Tensor] | None = None,
     ) -> None:
         self.averaging, self.constraints, self.parameters, self.paths = averaging, constraints, parameters, paths
         self.tensors = [
@@ -46,7 +50,8 @@ class IterateStore:
             for parameter, path in zip(parameters, paths, strict=True)
         ]
         self.held: list[Tensor] | None = None
-        self.begin(range(len(parameters)))
+        self.shard_norms = shard_norms
+        self._begin(range(len(parameters)), constrained=shard_norms is None)
 
     def __bool__(self) -> bool:
         """Whether there are iterates or constraints."""
@@ -65,15 +70,18 @@ class IterateStore:
     def _allocate(self, slot: Slot, parameter: Tensor) -> Tensor:
         return slot.allocate(1, compute_dtype(parameter.dtype), parameter.device)[0]
 
-    @torch.no_grad()
     def begin(self, positions: Sequence[int]) -> None:
-        """Sets the slots that depend on where parameters are; called before their first update."""
+        """Sets the slots that depend on where parameters are; called before their first update, by all ranks."""
+        self._begin(positions, constrained=True)
+
+    @torch.no_grad()
+    def _begin(self, positions: Sequence[int], constrained: bool) -> None:
         for path, own in self._alike(positions):
             batch = self._batch(own, np.zeros(len(own), dtype=np.int64))
             if self.averaging is not None:
                 self.averaging.begin(batch)
-            for bound in self._bound(path, own):
-                bound.constraint.begin(bound.slots, batch.parameters)
+            for bound in self._bound(path, own) if constrained else ():
+                bound.constraint.begin(bound.slots, batch.parameters, bound.norms)
 
     def step(
         self, positions: Sequence[int], steps: NDArray[np.int64], update: ParameterUpdate, lr: float | Tensor
@@ -106,7 +114,8 @@ class IterateStore:
         return IterateBatch([self.parameters[p] for p in positions], self._named(positions, "averaging"), steps)
 
     def _bound(self, path: str, positions: Sequence[int]) -> list[BoundConstraint]:
-        return [BoundConstraint(c, self._named(positions, _prefix(path, c))) for c in self.constraints[path]]
+        norms = local_norms if self.shard_norms is None else partial(self.shard_norms, positions)
+        return [BoundConstraint(c, self._named(positions, _prefix(path, c)), norms) for c in self.constraints[path]]
 
     def _named(self, positions: Sequence[int], prefix: str) -> Mapping[str, list[Tensor]]:
         keys = [key for key in self.tensors[positions[0]] if key.startswith(f"{prefix}/")]

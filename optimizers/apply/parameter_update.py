@@ -8,16 +8,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .constraints import Constraint, Slots
+from .constraints import Constraint, Norms, Slots
 from .write import StepScale, decayed, moved, write
 
 
 @dataclass(frozen=True)
 class BoundConstraint:
-    """A constraint and its slots, for the n tensors of one update."""
+    """A constraint and its slots, for the n tensors of one update, and what finds the norms of such tensors."""
 
     constraint: Constraint
     slots: Slots
+    norms: Norms
 
 
 @dataclass(frozen=True)
@@ -43,10 +44,10 @@ class ParameterUpdate:
         updates = self.updates
         before: Sequence[Tensor] = [tensor.to(u.dtype) for tensor, u in zip(tensors, updates, strict=True)]
         for bound in self.constraints:
-            updates = bound.constraint.adjust(bound.slots, before, updates)
+            updates = bound.constraint.adjust(bound.slots, before, updates, bound.norms)
         after: Sequence[Tensor] = [moved(tensor, u, self.step_scale) for tensor, u in zip(before, updates, strict=True)]
         for bound in self.constraints:
-            after = bound.constraint.retract(bound.slots, before, updates, after)
+            after = bound.constraint.retract(bound.slots, before, updates, after, bound.norms)
         self._set(tensors, after)
 
     def slice_rows(self, chosen: Sequence[int], constraints: Sequence[BoundConstraint]) -> ParameterUpdate:

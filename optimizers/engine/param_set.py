@@ -20,6 +20,7 @@ from ..apply.write import write
 from ..recipe.recipe import Recipe
 from ..sharding.phases import Phases
 from ..sharding.placement import ParamSpec
+from ..sharding.rank_sync import RankSync
 from .build import build
 from .exchange import BlockExchange, LocalExchange
 from .finite_check import FiniteCheck
@@ -57,12 +58,19 @@ class ParamSet:
         self.stack_states, self.block_groups = build(specs, recipe, phases, rank_group)
         constraints = {path: update.constraints for path, update in self.updates.items()}
         paths = [spec.path for spec in specs]
-        self.iterates = IterateStore(recipe.averaging, constraints, self.local, paths)
+        rank_sync = None if rank_group is None else RankSync(rank_group, specs, recipe.failure)
+        shard_norms = rank_sync.norms if rank_sync is not None and self._constrains_shards() else None
+        self.iterates = IterateStore(recipe.averaging, constraints, self.local, paths, shard_norms)
         exchange = LocalExchange(specs, self.iterates, recipe.failure.roots)
         self.exchange: BlockExchange = exchange
-        if rank_group is not None:
-            self.exchange = RankExchange(exchange, self.parameters, specs, recipe, rank_group, self.block_groups)
+        if rank_sync is not None:
+            self.exchange = RankExchange(exchange, self.parameters, specs, recipe, rank_sync, self.block_groups)
         self.finite_check = FiniteCheck(recipe.failure, self.names, self.exchange.survey)
+
+    def _constrains_shards(self) -> bool:
+        """Whether a parameter under a constraint is divided over ranks."""
+        placed = [(self.updates[spec.path], spec.placement) for spec in self.specs if spec.placement is not None]
+        return any(update.constraints and not placement.layout.replicated for update, placement in placed)
 
     @property
     def skipped(self) -> Counter[str]:

@@ -11,7 +11,6 @@ from eigengraft.distributed.comm_plan import BlockGroup, CommPlan
 from eigengraft.distributed.comm_step import CommStep, Source
 from eigengraft.distributed.layouts import local
 from eigengraft.distributed.param_gather import ParamGather
-from eigengraft.distributed.rank_group import RankGroup
 from eigengraft.numerics import compute_dtype
 from eigengraft.stacks import Stack
 
@@ -35,10 +34,10 @@ class RankExchange:
         parameters: Sequence[Tensor],
         specs: Sequence[ParamSpec],
         recipe: Recipe,
-        rank_group: RankGroup,
+        rank_sync: RankSync,
         block_groups: Sequence[BlockGroup],
     ) -> None:
-        self.local, self.rank_sync = local, RankSync(rank_group, specs, recipe.failure)
+        self.local, self.rank_sync, rank_group = local, rank_sync, rank_sync.rank_group
         self.paths = [spec.path for spec in specs]
         layouts = [spec.placement.layout for spec in specs if spec.placement is not None]
         names, size = [spec.name for spec in specs], bucket_bytes(specs, recipe, rank_group.size)
@@ -46,9 +45,11 @@ class RankExchange:
         self._param_gather = ParamGather(rank_group, names, recipe.distribution.bucket)
         self._parameters, self._used_gradients = parameters, UsedGradients(parameters)
         self._gathered = [i for i, spec in enumerate(specs) if spec.placement and spec.placement.rows]
+        self._exchanged = [i for i, spec in enumerate(specs) if spec.placement and spec.placement.owners is not None]
         used = [recipe.updates()[path] for path in dict.fromkeys(self.paths)]
         self._needs_rms = any("parameter_rms" in stage.requires for rule in used for _, stage in rule.stages())
         self._needs_parameters = any(rule.after_decay for rule in used)
+        self._moves_at_once = local.iterates.shard_norms is not None
         self._rms: Tensor | None = None
         self._comm_step: CommStep | None = None
 
@@ -102,13 +103,16 @@ class RankExchange:
         if group is None:
             return self.local.deliver(blocks, direction)
         self.comm_step.deliver(group, blocks.rows, direction)
-        return self.comm_step.take()
+        return {} if self._moves_at_once else self.comm_step.take()
 
     def report_failed_roots(self, path: str, positions: Sequence[int]) -> None:
         self.rank_sync.failed.update(positions)
 
     def finish(self) -> Mapping[int, Tensor]:
         active, updates = self.local.step.active, {**self.local.finish(), **self.comm_step.close()}
+        if self._moves_at_once:  # whatever ranks hold, they take the norms of the same parameters together
+            shards = {i: self.local.iterates.parameters[i] for i in self._exchanged if active[i]}
+            updates = {i: updates.get(i, torch.zeros_like(shard)) for i, shard in shards.items()}
         self._comm_step, self._rms = None, None
         gathered = {position: local(self._parameters[position]) for position in self._gathered if active[position]}
         self._param_gather.run({position: parameter.detach() for position, parameter in gathered.items()})

@@ -88,8 +88,10 @@ def place(recipe: Recipe, path: str, layout: Layout) -> ParamPlacement:
 
     Raises ValueError where the update needs more of the parameter in one place than the layout gives.
     """
-    if recipe.updates()[path].constraints and not layout.replicated:
-        raise ValueError(f"{path or 'recipe'}.constraints: whole parameters are required, got a sharded one")
+    for constraint in recipe.updates()[path].constraints if not layout.replicated else ():
+        if not constraint.shardable():
+            where = f"{path or 'recipe'}.constraints.{constraint.label}"
+            raise ValueError(f"{where}: whole parameters are required, got a sharded one")
     if not _updates_in_place(recipe, path, layout.shape):
         return ParamPlacement(layout, {})
     ranks = len(layout.boxes)
@@ -104,6 +106,8 @@ def _updates_in_place(recipe: Recipe, path: str, shape: tuple[int, ...]) -> bool
     """Whether a rank can update any entries alone: the update mixes no entries, and has one slot entry for each, so
     that the state is divided as evenly as the parameter."""
     rule = recipe.updates()[path]
+    if rule.constraints:  # the norms of which all ranks take together
+        return False
     if any(grid.merged != shape or not grid.is_parameter for grid in rule.blocking.grids(shape)):
         return False
     slots = [
@@ -115,5 +119,4 @@ def _updates_in_place(recipe: Recipe, path: str, shape: tuple[int, ...]) -> bool
 
 def _rows_fit(recipe: Recipe, path: str, shape: tuple[int, ...], ranks: int) -> bool:
     """Whether a replicated parameter can be cut by rows: no rank may need the others' rows of it between steps."""
-    local = recipe.averaging is None and not recipe.updates()[path].constraints
-    return local and 1 < ranks <= (shape[0] if shape else 0) and 0 not in shape
+    return recipe.averaging is None and 1 < ranks <= (shape[0] if shape else 0) and 0 not in shape

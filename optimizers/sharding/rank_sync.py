@@ -117,6 +117,13 @@ class RankSync:
         self.rank_group.all_reduce(squares, "norms of parameters")
         return (squares / self._numels.to(squares)).sqrt()
 
+    def norms(self, positions: Sequence[int], local: Sequence[Tensor]) -> Tensor:
+        """The Frobenius norms `[n]` of full tensors at n positions; local: what this rank holds of them."""
+        squares = torch.stack(torch._foreach_norm(list(local), 2, dtype=torch.float64)).square()
+        squares /= self._copies.to(squares.device)[list(positions)]
+        self.rank_group.all_reduce(squares, "norms of constrained parameters")
+        return squares.sqrt().to(compute_dtype(local[0].dtype))
+
     def _squares(self, local: Sequence[Tensor | None], device: torch.device) -> Tensor:
         """This rank's share of the sum of squares of each full tensor, `[P]` float64."""
         squares = torch.zeros(len(local), dtype=torch.float64, device=device)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import eigengraft
 from eigengraft import Optimizer, RecipeError, load_recipe
 from eigengraft.optimizers.apply import Constraint
+from eigengraft.optimizers.planning.plan import plan
 
 from ..laws.table import TABLE
 from ..trajectories import normal
@@ -206,12 +207,19 @@ def test_a_constraint_may_come_from_outside() -> None:
 
         kind: Any = "box_for_test"
 
-        def retract(self, slots: Any, parameters: Any, updates: Any, moved: Any) -> Any:
+        def retract(self, slots: Any, parameters: Any, updates: Any, moved: Any, norms: Any) -> Any:
             return [new.clamp(-1, 1) for new in moved]
 
+    declared = recipe(["hyperball", {"kind": "box_for_test"}])
     try:
-        path = run(recipe(["hyperball", {"kind": "box_for_test"}]), normal(4, 3, seed=1))
+        path = run(declared, normal(4, 3, seed=1))
         assert float(path.abs().max()) == 1.0
+        plan(declared, [("a", (4, 3))], (2,), "ddp")
+        plan(recipe("hyperball"), [("a", (4, 3))], (2,), "fsdp2")
+        with pytest.raises(
+            ValueError, match=r"^a: recipe.constraints.box_for_test: whole parameters are required, got"
+        ):
+            plan(declared, [("a", (4, 3))], (2,), "fsdp2")  # it does not say that shards are enough
     finally:
         del Constraint.members["box_for_test"]
 

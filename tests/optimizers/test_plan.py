@@ -339,13 +339,6 @@ def test_more_ranks_change_no_sum() -> None:
         ("soap", [("a", (2, 2))], (2, 2), "fsdp2", "mesh: 1 axes are required"),
         ("soap", [("a", (2, 2))], (4,), "hsdp", "mesh: 2 axes are required"),
         ("soap", [("a", (2, 2))], (0,), "ddp", "each of at least one rank"),
-        (
-            {**SOAP, "constraints": [{"kind": "hyperball"}]},
-            [("a", (2, 2))],
-            (2,),
-            "fsdp2",
-            "a: recipe.constraints: whole",
-        ),
         ({**SOAP, "distribution": {"mode": "local"}}, [("a", (2, 2))], (2,), "ddp", "distribution.mode: 'local'"),
         ({**SOAP, "distribution": {"mode": "sharded"}}, [("a", (2, 2))], (2,), "ddp", "'sharded' does not"),
         ({**SOAP, "distribution": {"mode": "replicated"}}, [("a", (2, 2))], (2,), "fsdp2", "'replicated' does not"),

@@ -1,8 +1,8 @@
 """The same trajectory on one process and on many, whatever holds the parameters. Real processes, gloo.
 
-Results are equal bit for bit, with two exceptions in the last place: the norms of whole parameters that Adafactor takes
-are summed in another order, and the sums of averaging are fused where all weights of a call are one number, which
-depends on what lies together. Ranks among themselves are equal without exception.
+Results are equal bit for bit, with two exceptions in the last place: the norms of whole parameters that Adafactor and
+constraints take are summed in another order, and the sums of averaging are fused where all weights of a call are one
+number, which depends on what lies together. Ranks among themselves are equal without exception.
 """
 
 from collections.abc import Mapping
@@ -43,17 +43,16 @@ CASES: dict[str, dict[str, Any]] = {
         "sizes": [12, 18],
     },
     "adafactor": {"recipe": "adafactor"},
+    "hyper": {"recipe": {"base": "muon", "constraints": "hyperball"}},
 }
-CASES |= {
-    f"{name} with gaps": {**CASES[name], "gaps": True} for name in ("soap", "turning", "shampoo", "adamw", "averaged")
-}
+GAPS = [f"{name} with gaps" for name in ("soap", "turning", "shampoo", "adamw", "averaged", "hyper")]
+CASES |= {name: {**CASES[name.removesuffix(" with gaps")], "gaps": True} for name in GAPS}
 PLAIN = {"recipe": "sgd", "overrides": [*SMALL, "update.heavy_ball.beta=0"]}
 BF16 = ["distribution.dtype=bf16", "distribution.bucket=700"]
 ROUGH = {"rounded": {**PLAIN, "overrides": [*PLAIN["overrides"], *BF16]}}
 TRAINED = ("ddp2", "ddp3", "fsdp2", "fsdp3", "hsdp4")
-GAPS = [name for name in CASES if name.endswith("gaps")]
-CLOSE = ("adafactor", "averaged with gaps")
-STORED = ["soap", "quantized", "turning", "l2", "averaged", "bfloat16", "few", "per_parameter", "adafactor"]
+CLOSE = ("adafactor", "averaged with gaps", "hyper", "hyper with gaps")
+STORED = ["soap", "quantized", "turning", "l2", "averaged", "bfloat16", "few", "per_parameter", "adafactor", "hyper"]
 PLACES = {
     "plain1": ["adamw", "soap"],
     "fsdp1": ["adamw", "soap"],
@@ -63,8 +62,8 @@ PLACES = {
     "fsdp3": ["soap", *GAPS],
     "plain4": ["few", "soap"],
     "fsdp4": ["few", "soap"],
-    "hsdp4": ["few", "after_decay", "per_parameter", "adamw with gaps", "soap with gaps"],
-    "mixed4": ["few", "muon", "psgd", "per_parameter", "shampoo with gaps", "averaged with gaps"],
+    "hsdp4": ["few", "hyper", "after_decay", "per_parameter", "adamw with gaps", "soap with gaps"],
+    "mixed4": ["few", "muon", "psgd", "per_parameter", *(GAPS[i] for i in (2, 4, 5))],
     "late2": ["adamw", "averaged", "soap with gaps"],
     "strided4": ["adamw", "soap with gaps"],
     "strided6": ["adamw", "soap"],  # three uneven parts of two uneven halves
