@@ -178,6 +178,12 @@ def test_layouts_and_regions_hold_every_entry_once() -> None:
     assert cases >= 20_000
 
 
+def test_meshes_of_four_axes() -> None:
+    """Every way to lay a matrix of odd sides out on 2 x 2 x 2 x 2 ranks."""
+    for placements in all_placements(2, (2, 2, 2, 2)):
+        check_layout((7, 12), (2, 2, 2, 2), placements)
+
+
 def test_placements_that_nobody_owns_are_refused() -> None:
     with pytest.raises(ValueError, match=r"placement: Shard or Replicate on each mesh axis is required, got"):
         Layout.from_placements((4,), (2,), (Partial(),))

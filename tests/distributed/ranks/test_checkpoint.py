@@ -46,7 +46,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome
         kept = [name for name in NAMES if name != "quantized" or source == "fsdp3"]
         job = {name: case(name, source, folder=folder(source, name)) for name in kept}
         saves.append(Run(f"save {source}", "snapshots:save", int(source[-1]), job))
-    found = launch(saves, tmp_path_factory.mktemp("saves"), limit=200)
+    found = launch(saves, tmp_path_factory.mktemp("saves"), limit=400)
     loads = []
     for target in TARGETS:
         job = {

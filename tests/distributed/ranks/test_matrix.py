@@ -41,7 +41,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome
     runs = [Run("one", "matrix:alone", 0, {"path": path, "recipes": recipes})]
     job = {"path": path, "recipes": recipes, "layouts": list(LAYOUTS)}
     runs += [Run(f"{ranks} ranks", "matrix:run", ranks, job) for ranks in RANKS]
-    return launch_once(runs, tmp_path_factory, "matrix", limit=200)
+    return launch_once(runs, tmp_path_factory, "matrix", limit=400)
 
 
 @pytest.mark.parametrize(("layout", "ranks", "recipe"), CELLS)

@@ -60,7 +60,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome
         folders = {f"{source}, {kind}": str(root / source) for source, target, kind in CELLS if target == layout}
         job = {"path": path, "folders": folders, **case(layout)}
         runs.append(Run(f"load {layout}", "matrix:load", int(layout[-1]), job, 20.0))
-    return launch(runs, Path(tmp_path_factory.mktemp("ranks")), limit=240)
+    return launch(runs, Path(tmp_path_factory.mktemp("ranks")), limit=400)
 
 
 def test_every_pair_and_every_kind_is_there() -> None:
