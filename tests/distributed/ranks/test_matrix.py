@@ -24,7 +24,7 @@ RECIPES = {
     "psgd_kron": [],
     "shampoo_4bit": [
         *EXPERTS,
-        f"{SHAMPOO}.refresh.steps=4",
+        f"{SHAMPOO}.refresh.steps=2",
         f"{SHAMPOO}.statistic.interval=2",
         *(f"storage.{slot}.min_elements=1" for slot in SMALL),
     ],

@@ -25,7 +25,7 @@ from eigengraft import Optimizer, load_recipe
 
 from .layouts import LAYOUTS, gradient, lay_gradient, plain_name, pruned, small, stack
 
-STEPS = 8
+STEPS = 6
 
 
 def alone(job: dict[str, Any]) -> None:
