@@ -49,12 +49,15 @@ def ranks_table(plan: Plan, title: str, unit: str) -> Table:
 
 
 def growth(plans: Sequence[Plan], unit: str) -> Table:
-    """A row per number of ranks, in Markdown: the largest value over ranks of each column."""
-    titles = ["ranks", "state", "/ mean", f"{unit} per step", "/ mean", "at best", "gradients sent", "received"]
-    table = _table("", [*titles, "updates sent", "received", "messages", "buffers"], box.MARKDOWN)
+    """A row per number of ranks, in Markdown: the largest value over ranks of each column, and the part of an interval
+    that ranks need not spend waiting."""
+    titles = ["ranks", "state", "/ mean", f"{unit} per step", "/ mean", "at best", "efficiency"]
+    sent = ["gradients sent", "received", "updates sent", "received", "messages", "buffers"]
+    table = _table("", [*titles, *sent], box.MARKDOWN)
     for plan in plans:
         told = [(np.asarray(values(plan)).max(), of) for _, values, of in columns(unit)]
-        ratios = [(plan.state_imbalance, "x"), (plan.imbalance, "x"), (plan.least_imbalance, "x")]
+        found = plan.state_imbalance, plan.imbalance, plan.least_imbalance, plan.balance.efficiency
+        ratios = [(ratio, "x") for ratio in found]
         _row(table, str(len(plan.work)), [told[1], ratios[0], told[2], *ratios[1:], *told[4:]])
     return table
 

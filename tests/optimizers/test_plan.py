@@ -388,6 +388,8 @@ def test_the_command_writes_how_it_grows(call: Any) -> None:
     table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in result.output.splitlines() if "|" in line]
     assert table[0][0] == "ranks" and set(table[1][0]) == {"-"} and [row[0] for row in table[2:]] == ["2", "4", "16"]
     assert len({len(row) for row in table}) == 1
+    efficiency = table[0].index("efficiency")
+    assert all(0 < float(row[efficiency]) <= 1 for row in table[2:])
 
 
 @pytest.mark.parametrize(
