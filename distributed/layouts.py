@@ -18,6 +18,11 @@ def local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
+def chunk_length(length: int, ranks: int) -> int:
+    """The length of each rank's part of an axis as torch.chunk cuts it; the last parts may be shorter, or empty."""
+    return -(-length // ranks)
+
+
 @dataclass(frozen=True)
 class Box:
     """Entries of a tensor with start <= index < stop on every axis."""
@@ -147,7 +152,7 @@ def _box(shape: tuple[int, ...], cuts: Sequence[tuple[Placement, int, int]]) -> 
             continue
         axis: int = placement.dim  # type: ignore[attr-defined]
         length = stop[axis] - start[axis]
-        size = -(-length // ranks)
+        size = chunk_length(length, ranks)
         first = start[axis]
         start[axis] = first + min(rank * size, length)
         stop[axis] = first + min((rank + 1) * size, length)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .comm_step import IN_FLIGHT
+from .layouts import chunk_length
 from .rank_group import RankGroup
 from .transfers import copy_all
 from .work import Work
@@ -33,11 +34,6 @@ class Rows:
     stop: int
 
 
-def rows_per_rank(shape: Sequence[int], ranks: int) -> int:
-    """The number of rows c that a rank updates at most."""
-    return -(-shape[0] // ranks)
-
-
 def pack_rows(
     shapes: Mapping[int, tuple[int, ...]], dtypes: Mapping[int, torch.dtype], ranks: int, limit: int
 ) -> Iterator[list[Rows]]:
@@ -45,7 +41,7 @@ def pack_rows(
     bucket, size, last = list[Rows](), 0, None
     for position, shape in shapes.items():
         row = math.prod(shape[1:]) * dtypes[position].itemsize * ranks
-        step, rows = max(1, limit // max(row, 1)), rows_per_rank(shape, ranks)
+        step, rows = max(1, limit // max(row, 1)), chunk_length(shape[0], ranks)
         for start in range(0, rows, step):
             own = Rows(position, start, min(start + step, rows))
             nbytes = (own.stop - own.start) * row
@@ -89,7 +85,7 @@ class ParamGather:
         targets, sources = [], []
         for rows, stretch in zip(bucket, torch.split(message, sizes), strict=True):
             parameter = parameters[rows.position]
-            begin = me * rows_per_rank(parameter.shape, ranks)
+            begin = me * chunk_length(len(parameter), ranks)
             source = parameter[begin + rows.start : begin + rows.stop]
             targets.append(stretch.view(rows.stop - rows.start, *parameter.shape[1:])[: len(source)])
             sources.append(source)
@@ -110,7 +106,7 @@ class ParamGather:
 
 def _copy_rows(parameter: Tensor, rows: Rows, data: Tensor) -> None:
     """Copies rows of all ranks `[R, count, ...]` into a parameter."""
-    each = rows_per_rank(parameter.shape, len(data))
+    each = chunk_length(len(parameter), len(data))
     full = len(parameter) // each
     torch.unflatten(parameter[: full * each], 0, (full, each))[:, rows.start : rows.stop].copy_(data[:full])
     rest = parameter[full * each :][rows.start : rows.stop]

@@ -91,9 +91,8 @@ class RankGroup:
     def all_gather_uneven(self, mine: Tensor, lengths: Sequence[int], what: str) -> Work[list[Tensor]]:
         """Starts to gather `[lengths[r]]` of every rank r, by rank; mine: what this rank gives."""
         if pads(lengths):
-            padded = mine.new_zeros(max(lengths))
-            padded[: mine.numel()] = mine
-            work = self.all_gather(padded if len(padded) > mine.numel() else mine, what)
+            missing = max(lengths) - mine.numel()
+            work = self.all_gather(torch.cat([mine, mine.new_zeros(missing)]) if missing else mine, what)
             found = [row[:length] for row, length in zip(work.result, lengths, strict=True)]
             return Work(work.handles, found, work.finish, work.inputs)
         found = list(torch.split(mine.new_empty(sum(lengths)), list(lengths)))

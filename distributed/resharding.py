@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from .layouts import chunk_length
 from .rank_group import RankGroup, as_bytes
 
 
@@ -35,7 +36,7 @@ class Entry:
     def rows(self, rank: int, ranks: int) -> tuple[int, int]:
         """(first, end) of the rows that a rank has in a checkpoint."""
         n = self.shape[0]
-        size = -(-n // ranks)
+        size = chunk_length(n, ranks)
         return min(rank * size, n), min((rank + 1) * size, n)
 
     def shard_shape(self, rank: int, ranks: int) -> tuple[int, ...]:

@@ -58,6 +58,8 @@ def numbers_of_holders(param_set: ParamSet, views: Sequence[Mapping[str, Tensor]
     their updates, and a checkpoint may take a number from any rank."""
     rank_group = param_set.rank_group
     assert rank_group is not None
+    if not param_set.iterates:
+        return {}
     holders = {
         position: [rank for rank, box in enumerate(layout_of_parameter(param_set, position).boxes) if box.numel]
         for position in range(len(param_set.parameters))
@@ -68,7 +70,7 @@ def numbers_of_holders(param_set: ParamSet, views: Sequence[Mapping[str, Tensor]
         for position, rank in sources.items()
         if rank == rank_group.rank
     }
-    if not sources or not param_set.iterates:
+    if not sources:
         return {}
     device, found = param_set.local[0].device, {}
     for numbers in rank_group.all_gather_object(mine, "numbers of iterates"):

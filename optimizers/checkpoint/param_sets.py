@@ -74,12 +74,12 @@ class ParamSets:
         built = [self.build(number, wanted) for number, wanted in enumerate(trained, start=index)]
         for number, param_sets in enumerate(built, start=index):
             self.install(number, param_sets, state, groups[number]["iterate"])
-        self._spread_refreshes()
+        self._spread_refreshes(index)
 
-    def _spread_refreshes(self) -> None:
-        """Tells blocks that have state when they are due now that there are more of them."""
+    def _spread_refreshes(self, end: int) -> None:
+        """Tells blocks of the groups before `end`, which have state, when they are due now that there are more."""
         phases = self._assignments.phases
-        for param_set in self:
+        for param_set in (param_set for param_sets in self.groups[:end] for param_set in param_sets):
             for stack_state in param_set.stack_states:
                 due = [phases[param_set.specs[position].key][key] for _, position, key in stack_state.rows()]
                 stack_state.phases = np.array(due, dtype=np.float64)

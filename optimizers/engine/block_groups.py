@@ -38,8 +38,8 @@ def divide(
 
 def bucket_bytes(specs: Sequence[ParamSpec], recipe: Recipe, ranks: int) -> int:
     """Bytes of updates that all ranks together send in one round of messages: a rank receives a bucket of them."""
-    placements = [spec.placement for spec in specs if spec.placement is not None and spec.placement.owners is not None]
-    replicated = all(placement.layout.replicated for placement in placements)
+    placements = [spec.placement for spec in specs if not spec.in_place]
+    replicated = all(placement is None or placement.layout.replicated for placement in placements)
     return recipe.distribution.bucket * (1 if replicated else ranks)
 
 

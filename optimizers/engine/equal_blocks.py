@@ -64,7 +64,7 @@ def cut_blocks(
     """(kind, position, grid) of the blocks of some parameters, but of those that every rank updates in place."""
     for position in positions:
         spec = specs[position]
-        if spec.placement is not None and spec.placement.owners is None:
+        if spec.in_place:
             continue
         grids = list(recipe.updates()[spec.path].blocking.grids(spec.shape))
         _require_one_stack(spec, recipe, grids)
@@ -75,7 +75,7 @@ def cut_blocks(
 def blocks_in_place(specs: Sequence[ParamSpec], rank: int) -> Iterator[tuple[BlockKind, int, BlockGrid]]:
     """(kind, position, grid) of what a rank holds of the parameters that every rank updates in place."""
     for position, spec in enumerate(specs):
-        if spec.placement is not None and spec.placement.owners is None:
+        if spec.placement is not None and spec.in_place:
             box = spec.placement.updated.boxes[rank]
             if box.numel:
                 kind = BlockKind(spec.path, box.shape, compute_dtype(spec.dtype), spec.device)

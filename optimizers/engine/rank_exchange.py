@@ -45,7 +45,7 @@ class RankExchange:
         self._param_gather = ParamGather(rank_group, names, recipe.distribution.bucket)
         self._parameters, self._used_gradients = parameters, UsedGradients(parameters)
         self._gathered = [i for i, spec in enumerate(specs) if spec.placement and spec.placement.rows]
-        self._exchanged = [i for i, spec in enumerate(specs) if spec.placement and spec.placement.owners is not None]
+        self._exchanged = [i for i, spec in enumerate(specs) if not spec.in_place]
         used = [recipe.updates()[path] for path in dict.fromkeys(self.paths)]
         self._needs_rms = any("parameter_rms" in stage.requires for rule in used for _, stage in rule.stages())
         self._needs_parameters = any(rule.after_decay for rule in used)

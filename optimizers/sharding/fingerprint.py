@@ -86,15 +86,18 @@ class UsedGradients:
 
     def times(self) -> int:
         """How many steps have used the present gradients since one of them was written; 0 if there is none."""
-        now = _versions(self.parameters)
-        pairs = zip(self._used, now, strict=False)
-        same = len(self._used) == len(now) and all(old() is x and was == version for (old, was), (x, version) in pairs)
-        return self._times if same else 0
+        return self._count(_versions(self.parameters))
 
     def use(self) -> None:
         """Says that a step uses the present gradients."""
-        self._times = self.times() + 1
-        self._used = [(ref(gradient), version) for gradient, version in _versions(self.parameters)]
+        now = _versions(self.parameters)
+        self._times = self._count(now) + 1
+        self._used = [(ref(gradient), version) for gradient, version in now]
+
+    def _count(self, now: Sequence[tuple[Tensor, int]]) -> int:
+        pairs = zip(self._used, now, strict=False)
+        same = len(self._used) == len(now) and all(old() is x and was == version for (old, was), (x, version) in pairs)
+        return self._times if same else 0
 
 
 def _versions(parameters: Sequence[Tensor]) -> list[tuple[Tensor, int]]:

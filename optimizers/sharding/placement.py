@@ -58,6 +58,11 @@ class ParamSpec:
     placement: ParamPlacement | None = None
 
     @property
+    def in_place(self) -> bool:
+        """Whether every rank updates entries of the parameter in place, so that no block of it travels."""
+        return self.placement is not None and self.placement.owners is None
+
+    @property
     def key(self) -> ParamKey:
         """What the phases of its blocks follow from."""
         return ParamKey(self.name, self.path, self.shape)
