@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
 import torch
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from eigengraft.numerics import block_norm, identity_like, per_block
 
-from .solvers import PolarSolver, Triple, require_used, schedule
+from .solvers import PolarSolver, Triples, require_used
 
 
 class GramNewtonSchulz(PolarSolver):
@@ -23,9 +23,9 @@ class GramNewtonSchulz(PolarSolver):
 
     kind: Literal["gram_newton_schulz"] = "gram_newton_schulz"
     steps: int = Field(default=5, ge=1, le=50, description="number of polynomial steps")
-    coefficients: Annotated[
-        tuple[Triple, ...], BeforeValidator(schedule, json_schema_input_type=Triple | tuple[Triple, ...])
-    ] = Field(default=((3.4445, -4.7750, 2.0315),), min_length=1, description="triples (a, b, c), or one triple")
+    coefficients: Triples = Field(
+        default=((3.4445, -4.7750, 2.0315),), min_length=1, description="triples (a, b, c), or one triple"
+    )
     restart: int = Field(default=2, ge=1, description="steps between two Gram matrices made of X itself")
     eps: float = Field(default=1e-8, gt=0, description="the least norm divided by, in units of the direction")
 

@@ -42,6 +42,10 @@ def schedule(value: Any) -> Any:
     )
 
 
+Triples = Annotated[tuple[Triple, ...], BeforeValidator(schedule, json_schema_input_type=Triple | tuple[Triple, ...])]
+"""Coefficients (a, b, c) of each step."""
+
+
 def require_used(coefficients: tuple[Triple, ...], steps: int) -> None:
     """Raises where a schedule holds more triples than there are steps, so that some would never be used."""
     if len(coefficients) > steps:
@@ -57,9 +61,9 @@ class NewtonSchulz(PolarSolver):
 
     kind: Literal["newton_schulz"] = "newton_schulz"
     steps: int = Field(default=5, ge=1, le=50, description="number of polynomial steps")
-    coefficients: Annotated[
-        tuple[Triple, ...], BeforeValidator(schedule, json_schema_input_type=Triple | tuple[Triple, ...])
-    ] = Field(default=((3.4445, -4.7750, 2.0315),), min_length=1, description="triples (a, b, c), or one triple")
+    coefficients: Triples = Field(
+        default=((3.4445, -4.7750, 2.0315),), min_length=1, description="triples (a, b, c), or one triple"
+    )
     eps: float = Field(default=1e-8, gt=0, description="the least norm divided by, in units of the direction")
     precision: Literal["input", "bfloat16"] = Field(default="input", description="dtype of the products")
 
