@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from .apply.mode import Mode
+from .apply.write import Hyper
 from .checkpoint.consolidation import consolidate, divided_state, full_state
 from .checkpoint.load_plan import strict_loading
-from .checkpoint.param_sets import ParamSets
 from .checkpoint.pickling import restored, snapshot
 from .checkpoint.replaced_params import adopt_parameters
+from .engine.param_sets import ParamSets
 from .engine.stack_state import StackState
-from .engine.step_inputs import Hyper
 from .param_groups import check_keys, check_values, group_infos, number, require_matches
 from .recipe.loading import RecipeSource, load_recipe
 from .recipe.overrides import Overrides

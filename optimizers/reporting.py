@@ -13,7 +13,7 @@ from torch import Tensor
 from eigengraft.state_key import StateKey
 
 from .apply.mode import Mode
-from .checkpoint.param_sets import ParamSets
+from .engine.param_sets import ParamSets
 from .engine.stack_state import StackState
 
 

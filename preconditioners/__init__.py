@@ -21,9 +21,9 @@ from .elementwise.clip_rms import ClipRMS as ClipRMS
 from .elementwise.heavy_ball import HeavyBall as HeavyBall
 from .elementwise.identity_and_sign import Identity as Identity
 from .elementwise.identity_and_sign import Sign as Sign
-from .elementwise.momentum import Momentum as Momentum
+from .elementwise.moments import RMS as RMS
+from .elementwise.moments import Momentum as Momentum
 from .elementwise.normalize import Normalize as Normalize
-from .elementwise.rms import RMS as RMS
 from .elementwise.scale import Scale as Scale
 from .elementwise.standardize import Standardize as Standardize
 from .kronecker.eigenbasis import Eigenbasis as Eigenbasis

@@ -1,9 +1,10 @@
-"""The write into the parameters:  W <- W - lr alpha W - lr U, in place and nowhere else."""
+"""The write into the parameters:  W <- W - lr alpha W - lr U, in place and nowhere else, and the rates lr and alpha."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +34,61 @@ class StepScale:
         """alpha W, or alpha W [U W > 0] for cautious decay; in the dtype of the update."""
         term = parameter.to(update.dtype) * self.alpha
         return torch.where(update * parameter > 0, term, 0.0) if self.decay.cautious else term
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """Values of a param group at one step.
+
+    lr: learning rate.
+    peak_lr: learning rate that the group began with.
+    weight_decay: decay rate.
+    """
+
+    lr: float | Tensor
+    peak_lr: float
+    weight_decay: float
+
+
+class RouteRates(NamedTuple):
+    """Rates of a route's own.
+
+    lr_ratio: factor of the group's learning rate.
+    decay: rule of weight decay, which does not follow the group's rate; None: the recipe's, which does.
+    """
+
+    lr_ratio: float
+    decay: WeightDecay | None
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Learning rate and weight decay of every update of a recipe at one step.
+
+    decay: the recipe's, which is that of every route without a decay of its own.
+    routes: rates of routes, by path.
+    hyper: values of the param group.
+    """
+
+    decay: WeightDecay
+    routes: Mapping[str, RouteRates]
+    hyper: Hyper
+
+    def step_scale(self, path: str) -> StepScale:
+        """Learning rate and decay factor of the update at a path."""
+        decay, rate = self._decay(path)
+        ratio, hyper = self.routes[path].lr_ratio if path in self.routes else 1.0, self.hyper
+        return StepScale(hyper.lr * ratio, decay.alpha(rate, hyper.lr * ratio, hyper.peak_lr * ratio), decay)
+
+    def gradient_decay(self, path: str) -> float:
+        """Rate of a decay that is added to the gradient; 0 if the decay acts elsewhere."""
+        decay, rate = self._decay(path)
+        return rate if decay.in_gradient else 0.0
+
+    def _decay(self, path: str) -> tuple[WeightDecay, float]:
+        """The decay of an update and its rate."""
+        own = self.routes[path].decay if path in self.routes else None
+        return (self.decay, self.hyper.weight_decay) if own is None else (own, own.rate)
 
 
 def write(

@@ -1,1 +1,1 @@
-"""State as torch and checkpoints see it: parameter sets by group, strict loads, pickles, state divided over ranks."""
+"""State as checkpoints hold it: strict loads, pickles, copies, state divided over ranks."""

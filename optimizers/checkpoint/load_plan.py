@@ -14,11 +14,11 @@ from torch import Tensor
 from eigengraft.state_key import FORMAT, StateKey
 
 from ..apply.mode import Mode
+from ..engine.manifest import manifest
 from ..engine.param_set import ParamSet
+from ..engine.param_sets import ParamSets, StateValues
 from ..recipe.recipe import Recipe
 from .compare_groups import compare_groups, saved_mode
-from .manifest import manifest
-from .param_sets import ParamSets, StateValues
 from .sharded_state import full_tensor, local_state
 
 

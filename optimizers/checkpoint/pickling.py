@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from .param_sets import ParamSets
+from ..engine.param_sets import ParamSets
 
 T = TypeVar("T", bound=torch.optim.Optimizer)
 

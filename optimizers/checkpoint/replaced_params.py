@@ -9,9 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..engine.make_param_sets import inherit_counts
+from ..engine.param_sets import ParamSets, inherit_counts
 from ..param_groups import check_values
-from .param_sets import ParamSets
 
 
 def adopt_parameters(optimizer: Any) -> None:

@@ -17,8 +17,8 @@ from eigengraft.distributed.rank_group import RankGroup
 from eigengraft.distributed.resharding import collect, spread
 
 from ..apply.mode import Mode
+from ..engine.manifest import empty_state, is_divided, layout_of_parameter, manifest, numbers_of_holders
 from ..engine.param_set import ParamSet
-from .manifest import empty_state, is_divided, layout_of_parameter, manifest, numbers_of_holders
 
 
 class ShardedStateDict(dict[str, Any]):
@@ -36,21 +36,6 @@ class ShardedStateDict(dict[str, Any]):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedStateDict:
         return ShardedStateDict({key: deepcopy(value, memo) for key, value in self.items()})
-
-
-def visible_state(param_set: ParamSet) -> list[dict[str, Tensor]]:
-    """The state of each parameter as `optimizer.state` shows it: this rank's views, empty tensors for other ranks'.
-
-    The keys are the same on every rank; torch.distributed.checkpoint reads them there.
-    """
-    views = param_set.views()
-    if param_set.rank_group is None:
-        return views
-    entries = manifest(param_set)
-    return [
-        {key: view[key] if key in view else torch.empty(0, dtype=entry.dtype) for key, entry in own.items()}
-        for view, own in zip(views, entries, strict=True)
-    ]
 
 
 def sharded_state(param_set: ParamSet) -> list[dict[str, Tensor]]:
@@ -112,17 +97,6 @@ def shard_hook(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any] | N
                 states = zip(param_set.parameters, sharded_state(param_set), strict=True)
                 state_dict["state"].update({index[id(parameter)]: state for parameter, state in states})
     return ShardedStateDict(state_dict) if divided else None
-
-
-def fill(state: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    """Copies values into the state of a parameter; ValueError for empty tensors that stand for another rank's."""
-    for key, value in values.items():
-        if value.shape != state[key].shape:
-            raise ValueError(
-                f"state '{key}': {tuple(state[key].shape)} is required, got {tuple(value.shape)}; a pickle of an "
-                "optimizer that is divided over ranks is one rank's part, use torch.distributed.checkpoint"
-            )
-        state[key].copy_(value)
 
 
 def gathered(state_dict: Any) -> Any:

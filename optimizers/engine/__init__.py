@@ -1,1 +1,1 @@
-"""One step of a parameter set: check gradients, gather blocks, run the chain of stages, deliver updates."""
+"""Parameter sets and one step of them: check gradients, gather blocks, run the chain of stages, deliver updates."""

@@ -8,19 +8,41 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from eigengraft.stacks import Stack
 
 from ..apply import IterateStore
+from ..apply.write import Rates
 from ..sharding.placement import ParamSpec
 from ..sharding.rank_sync import failed_roots
-from .finite_check import GradientSurvey, LocalSurvey
+from .finite_check import GivenGradients, GradientSurvey, LocalSurvey
 from .stack_state import ActiveBlocks
-from .step_inputs import GatherSource, GivenGradients, Step
+
+GatherSource = Literal["gradients", "parameters"]
+"""What is gathered into blocks: gradients, or the tensors that weight decay acts on."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of P parameters.
+
+    gradients: what this rank holds of each gradient, by position; None: no gradient.
+    active: `[P]` on the host, parameters that are updated.
+    mask: `[P]` on the device, gradients that are usable; None: those of all active parameters.
+    rates: learning rate and weight decay of each update.
+    """
+
+    gradients: Sequence[Any]
+    active: NDArray[np.bool_]
+    mask: Tensor | None
+    rates: Rates
 
 
 class BlockExchange(Protocol):

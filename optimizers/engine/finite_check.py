@@ -15,7 +15,21 @@ from torch import Tensor
 from eigengraft.numerics import compute_dtype
 
 from ..recipe.recipe import Failure
-from .step_inputs import GivenGradients
+from ..sharding.fingerprint import StepNumbers
+
+
+@dataclass(frozen=True)
+class GivenGradients:
+    """Gradients of P parameters that a step is asked to take.
+
+    gradients: what this rank holds of each gradient, by position; None: no gradient.
+    present: `[P]` on the host, parameters that have a gradient here.
+    numbers: what all ranks must step with.
+    """
+
+    gradients: Sequence[Tensor | None]
+    present: NDArray[np.bool_]
+    numbers: StepNumbers
 
 
 class GradientSurvey(Protocol):

@@ -16,18 +16,18 @@ from eigengraft.distributed.rank_group import RankGroup
 
 from ..apply import IterateStore, ParameterUpdate
 from ..apply.mode import Mode
-from ..apply.write import write
-from ..recipe.recipe import Recipe
+from ..apply.write import Hyper, Rates, RouteRates, write
+from ..recipe.recipe import Recipe, Route
+from ..sharding.fingerprint import step_numbers
 from ..sharding.phases import Phases
 from ..sharding.placement import ParamSpec
 from ..sharding.rank_sync import RankSync
 from .build import build
-from .exchange import BlockExchange, LocalExchange
-from .finite_check import FiniteCheck
+from .exchange import BlockExchange, LocalExchange, Step
+from .finite_check import FiniteCheck, GivenGradients
 from .rank_exchange import RankExchange
 from .signals import find_signals
 from .stack_state import ActiveBlocks, StackState
-from .step_inputs import GivenGradients, Hyper, Rates, Step
 
 
 class ParamSet:
@@ -50,6 +50,8 @@ class ParamSet:
     ) -> None:
         self.parameters, self.specs = list(parameters), list(specs)
         self.recipe, self.rank_group, self.updates = recipe, rank_group, recipe.updates()
+        routes = {path: rule for path, rule in self.updates.items() if isinstance(rule, Route)}
+        self._routes = {path: RouteRates(route.lr_ratio, route.weight_decay) for path, route in routes.items()}
         self.names = [spec.name for spec in specs]
         self.local = self._local(parameters)
         self.step_counts = torch.zeros(len(parameters), dtype=torch.int64)
@@ -123,11 +125,11 @@ class ParamSet:
         found = local_gradients(self.names, self.parameters, self.rank_group)
         gradients = [None if gradient is None else self._rows(i, gradient) for i, gradient in enumerate(found)]
         present = np.array([p.grad is not None and p.numel() > 0 for p in self.parameters], dtype=np.bool_)
-        numbers = hyper.numbers(int(self._counts.max()))
+        numbers = step_numbers(hyper, int(self._counts.max()))
         active, mask = self.finite_check.check(GivenGradients(gradients, present, numbers))
         if not active.any() and mask is None:
             return None
-        return Step(gradients, active, mask, Rates(self.recipe, self.updates, hyper))
+        return Step(gradients, active, mask, Rates(self.recipe.weight_decay, self._routes, hyper))
 
     def step(self, step: Step) -> None:
         """One update of every parameter that has a usable gradient."""

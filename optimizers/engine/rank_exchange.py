@@ -19,10 +19,9 @@ from ..sharding.fingerprint import AGAIN, UsedGradients
 from ..sharding.placement import ParamSpec
 from ..sharding.rank_sync import RankSync
 from .block_groups import bucket_bytes
-from .exchange import LocalExchange
-from .finite_check import GradientSurvey
+from .exchange import GatherSource, LocalExchange, Step
+from .finite_check import GivenGradients, GradientSurvey
 from .stack_state import ActiveBlocks
-from .step_inputs import GatherSource, GivenGradients, Step
 
 
 class RankExchange:

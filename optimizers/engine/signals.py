@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from .exchange import BlockExchange
+from .exchange import BlockExchange, Step
 from .stack_state import ActiveBlocks
-from .step_inputs import Step
 
 Provider = Callable[[ActiveBlocks, Step, BlockExchange], Tensor | float]
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from eigengraft.distributed.layouts import local
 
+from ..apply.write import Hyper
 from .agreement import name_ranks
 
 StepNumbers = Mapping[str, float | Tensor]
@@ -27,6 +28,11 @@ NUMBERS = ("lr", "peak_lr", "weight_decay", STEPS, AGAIN)
 LENGTH = 1 + 8 * len(NUMBERS)
 """Entries of a fingerprint."""
 SHIFTS = np.array([0, 16, 32, 48], dtype=np.int64)
+
+
+def step_numbers(hyper: Hyper, steps: int) -> StepNumbers:
+    """What all ranks must step with; steps: steps before this one."""
+    return {"lr": hyper.lr, "peak_lr": hyper.peak_lr, "weight_decay": hyper.weight_decay, STEPS: float(steps)}
 
 
 def fingerprint(numbers: StepNumbers) -> list[float]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eigengraft.numerics import apply_aligned, per_block, tiny
 
-from .mode_product import fold, mode_product, unfold
+from .basis_change import fold, mode_product, unfold
 
 Factors = Mapping[int, Tensor]
 

@@ -13,12 +13,11 @@ from eigengraft.numerics import per_block, tiny
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
-from ..algebra.mode_product import mode_product, unfold
-from ..algebra.transport import require_frameless, transport
+from ..algebra.basis_change import mode_product, require_frameless, transport, unfold
 from ..base import Stage, Stages, run_chain
 from ..cadence import Cadence, Every
 from ..roots.base import eigh
-from ..roots.bases.orthogonal_iteration import householder
+from ..roots.bases.power_qr import householder
 
 
 class Split(Stage):

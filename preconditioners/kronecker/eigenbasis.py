@@ -15,8 +15,7 @@ from eigengraft.orthonormal import rectified
 from eigengraft.slots import State
 from eigengraft.step_context import Rotation, StepContext
 
-from ..algebra.mode_product import rotate
-from ..algebra.transport import Transport, order_or_identity, require_frameless, transport
+from ..algebra.basis_change import Transport, order_or_identity, require_frameless, rotate, transport
 from ..base import Stages, run_chain
 from ..roots import BasisSolver, PowerQR
 from ..statistics import Power, has_data, mean_eigenvalue

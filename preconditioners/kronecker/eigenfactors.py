@@ -14,9 +14,9 @@ from eigengraft.numerics import per_block, tiny, to_power
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
+from ..algebra.basis_change import rotate
 from ..algebra.exponents import Exponents, exponent_of
 from ..algebra.factors import gram
-from ..algebra.mode_product import rotate
 from ..cadence import Cadence, Every
 from ..learned.base import LearnedFactors, is_informative
 from ..roots import BasisSolver, PowerQR

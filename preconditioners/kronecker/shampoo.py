@@ -14,8 +14,8 @@ from eigengraft.numerics import identity_like, per_block, to_power
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
+from ..algebra.basis_change import rotate
 from ..algebra.exponents import Exponents, exponent_of
-from ..algebra.mode_product import rotate
 from ..roots import Eigh, RootSolver
 from ..statistics import Power, has_data, mean_eigenvalue
 from .base import Factored

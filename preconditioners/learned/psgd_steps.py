@@ -16,8 +16,8 @@ from torch import Tensor
 
 from eigengraft.numerics import identity_like, per_block, symmetrized
 
+from ..algebra.basis_change import rotate
 from ..algebra.factors import Factors, gram, solved
-from ..algebra.mode_product import rotate
 from .base import peak_of
 
 Terms = dict[int, tuple[Tensor, Tensor]]

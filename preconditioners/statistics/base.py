@@ -16,6 +16,7 @@ from eigengraft.numerics import per_block, symmetrized, tiny, to_power
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
+from ..algebra.basis_change import unfold
 from ..axes import Axes
 from ..polar.solvers import NewtonSchulz, PolarSolver
 
@@ -160,6 +161,20 @@ class Statistic(Component, ABC, family="statistic"):
     def _observations(self, step: Tensor) -> Tensor:
         """The number of observations up to a step; at least 1, for a lagged stage observes at step 0 as well."""
         return 1 + torch.div((step - 1).clamp_min(0), self.interval, rounding_mode="floor")
+
+
+class Gram(Statistic):
+    """O_k = mat_k(G) mat_k(G)^T, all other axes contracted (Algorithm 2 of the paper; Shi et al. 2023, section 3).
+
+    normalize: `dimension` divides by the product of the other axes' lengths, so that factors do not grow with width.
+    """
+
+    kind: Literal["gram"] = "gram"
+    normalize: Literal["none", "dimension"] = Field(default="none", description="what a contribution is divided by")
+
+    def contribution(self, state: State, x: Tensor, axis: int, powers: Powers) -> tuple[Tensor, Tensor, Tensor | float]:
+        y = unfold(x, axis)
+        return y, y, 1.0 if self.normalize == "none" else 1.0 / max(1, y.shape[-1])
 
 
 def mean_eigenvalue(factor: Tensor) -> Tensor:

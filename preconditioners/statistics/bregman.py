@@ -13,8 +13,8 @@ from torch import Tensor
 from eigengraft.numerics import block_norm, may_branch_on_values, per_block, tiny, to_power
 from eigengraft.slots import State
 
+from ..algebra.basis_change import mode_product, unfold
 from ..algebra.exponents import Rational0
-from ..algebra.mode_product import mode_product, unfold
 from .base import Powers, Statistic
 
 

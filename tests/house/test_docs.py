@@ -242,3 +242,11 @@ def test_the_walks_name_what_is_in_the_files(path: str, names: str) -> None:
 
 def test_the_walks_are_found() -> None:
     assert len(WALK.findall(text("docs/architecture.md"))) >= 35
+
+
+def test_a_step_is_followed_through_few_files() -> None:
+    """Ten for AdamW and six more for SOAP, as the page says; a file counts once."""
+    walk = text("docs/architecture.md").partition("## A gradient")[2].partition("\n## ")[0]
+    adamw, soap = walk.split("The recipe `soap`")
+    found = [{path for path, _ in WALK.findall(part)} for part in (adamw, soap)]
+    assert [len(found[0]), len(found[1] - found[0])] == [10, 6]

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 import eigengraft
 from eigengraft import Optimizer, RecipeError, load_recipe
-from eigengraft.optimizers.engine.step_inputs import Hyper
+from eigengraft.optimizers.apply.write import Hyper
 
 from ..laws.table import TABLE
 from ..recipes import COVER

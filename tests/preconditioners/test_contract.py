@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from eigengraft import Optimizer, Stage, State, StepContext
 from eigengraft.preconditioners import Cadence, Every
-from eigengraft.preconditioners.algebra.mode_product import fold, unfold
+from eigengraft.preconditioners.algebra.basis_change import fold, unfold
 from eigengraft.slots import Slot
 
 from ..trajectories import normal

@@ -11,7 +11,7 @@ from torch import Tensor
 from eigengraft.numerics import apply_aligned
 
 from ..base import Basis, BasisSolver, leading_eigenvectors
-from .orthogonal_iteration import householder, identity_order, ordered_step, same_signs, unit_sized
+from .power_qr import householder, identity_order, ordered_step, same_signs, unit_sized
 
 
 class CholeskyQR(BasisSolver):

@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ..base import Basis, BasisSolver, eigh
-from .orthogonal_iteration import off_diagonal, unit_sized
+from .power_qr import off_diagonal, unit_sized
 
 
 class EighBasis(BasisSolver):

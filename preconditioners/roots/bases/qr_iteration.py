@@ -11,7 +11,7 @@ from torch import Tensor
 from eigengraft.numerics import apply_aligned, identity_like, may_branch_on_values
 
 from ..base import Basis, BasisSolver, eigh
-from .orthogonal_iteration import identity_order, off_diagonal, same_signs, unit_sized
+from .power_qr import identity_order, off_diagonal, same_signs, unit_sized
 
 
 class QRIteration(BasisSolver):

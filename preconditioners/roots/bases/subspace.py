@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ..base import Basis, BasisSolver, leading_eigenvectors
-from .orthogonal_iteration import householder, identity_order, ordered_step, unit_sized
+from .power_qr import householder, identity_order, ordered_step, unit_sized
 
 
 class Subspace(BasisSolver):

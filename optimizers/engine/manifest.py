@@ -1,9 +1,10 @@
-"""The list of all state of a parameter set that is divided over ranks; it is the same on every rank."""
+"""The list of all state of a parameter set, the same on every rank, and the state that torch is shown."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,9 +17,9 @@ from eigengraft.numerics import compute_dtype
 from eigengraft.stacks import Stack
 
 from ..apply.mode import Mode
-from ..engine.param_set import ParamSet
-from ..engine.stack_state import StackState
 from ..recipe.slot_keys import slot_keys
+from .param_set import ParamSet
+from .stack_state import StackState
 
 
 def manifest(param_set: ParamSet, mode: Mode | None = None) -> list[dict[str, Entry]]:
@@ -34,6 +35,37 @@ def manifest(param_set: ParamSet, mode: Mode | None = None) -> list[dict[str, En
                 divided = is_divided(tensor, param_set, position)
                 entries[position][key] = Entry(tuple(parameter.shape if divided else tensor.shape), tensor.dtype)
     return entries
+
+
+def show(param_set: ParamSet, state: MutableMapping[Tensor, Any]) -> None:
+    """Puts the state of a parameter set where torch looks for it."""
+    state.update(zip(param_set.parameters, _visible(param_set), strict=True))
+
+
+def _visible(param_set: ParamSet) -> list[dict[str, Tensor]]:
+    """The state of each parameter as `optimizer.state` shows it: this rank's views, empty tensors for other ranks'.
+
+    The keys are the same on every rank; torch.distributed.checkpoint reads them there.
+    """
+    views = param_set.views()
+    if param_set.rank_group is None:
+        return views
+    entries = manifest(param_set)
+    return [
+        {key: view[key] if key in view else torch.empty(0, dtype=entry.dtype) for key, entry in own.items()}
+        for view, own in zip(views, entries, strict=True)
+    ]
+
+
+def fill(state: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Copies values into the state of a parameter; ValueError for empty tensors that stand for another rank's."""
+    for key, value in values.items():
+        if value.shape != state[key].shape:
+            raise ValueError(
+                f"state '{key}': {tuple(state[key].shape)} is required, got {tuple(value.shape)}; a pickle of an "
+                "optimizer that is divided over ranks is one rank's part, use torch.distributed.checkpoint"
+            )
+        state[key].copy_(value)
 
 
 def empty_state(param_set: ParamSet, position: int) -> dict[str, Tensor]:

@@ -1,22 +1,24 @@
-"""The parameter sets of every param group, and the state that torch sees of them."""
+"""The parameter sets of every param group: how they are built, shown to torch, and built again."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from eigengraft.distributed.rank_group import RankGroup
+
 from ..apply.mode import Mode
-from ..engine.make_param_sets import inherit_counts, make_param_sets
-from ..engine.param_set import ParamSet
 from ..recipe.recipe import Recipe
 from ..recipe.routing import ParamInfo
-from ..sharding.assignment import Assignments
-from .consolidation import ConsolidatedState
-from .sharded_state import fill, visible_state
+from ..sharding.assignment import Assignment, Assignments
+from ..sharding.phases import Phases
+from .manifest import fill, show
+from .param_set import ParamSet
 
 StateValues = Mapping[Tensor, Mapping[str, Tensor]]
 """State by parameter and state key."""
@@ -31,7 +33,7 @@ class ParamSets:
     parameters: for each group, its parameters.
     groups: for each group, its parameter sets, one for each device and set of ranks.
     batches: how many groups there were each time when owners were decided.
-    consolidated: the full state on one rank, as it is now; None: it was not gathered since it changed.
+    consolidated: what `consolidate` has gathered of the state as it is now; None: it has changed since.
     """
 
     def __init__(self, recipe: Recipe, checked: bool = False) -> None:
@@ -40,7 +42,7 @@ class ParamSets:
         self.groups: list[list[ParamSet]] = []
         self.parameters: list[Sequence[Tensor]] = []
         self.batches: list[int] = []
-        self.consolidated: ConsolidatedState | None = None
+        self.consolidated: object | None = None
         self._assignments = Assignments(recipe)
 
     def __iter__(self) -> Iterator[ParamSet]:
@@ -105,7 +107,7 @@ class ParamSets:
         """
         parameters = self.parameters[index]
         chosen = [position for position, parameter in enumerate(parameters) if id(parameter) in wanted]
-        return make_param_sets(parameters, self._assignments[index], self.recipe, self._assignments.phases, chosen)
+        return _make(parameters, self._assignments[index], self.recipe, self._assignments.phases, chosen)
 
     def install(
         self,
@@ -154,6 +156,23 @@ class ParamSets:
         return sum((param_set.skipped for param_set in self), Counter())
 
 
-def show(param_set: ParamSet, state: MutableMapping[Tensor, Any]) -> None:
-    """Puts the state of a parameter set where torch looks for it."""
-    state.update(zip(param_set.parameters, visible_state(param_set), strict=True))
+def inherit_counts(param_sets: Iterable[ParamSet], before: Iterable[ParamSet]) -> None:
+    """Adds to new parameter sets what was counted of their parameters in the sets before."""
+    counts = {param_set: dict(param_set.skipped) for param_set in before}
+    for param_set in param_sets:
+        for other, skipped in counts.items():
+            if other is not param_set:
+                param_set.skipped.update({name: count for name, count in skipped.items() if name in param_set.names})
+
+
+def _make(
+    parameters: Sequence[Tensor], assignment: Assignment, recipe: Recipe, phases: Phases, chosen: Iterable[int]
+) -> list[ParamSet]:
+    """Fresh parameter sets for the chosen positions of a param group, one for each device and set of ranks."""
+    found: dict[tuple[torch.device, RankGroup | None], list[int]] = {}
+    for position in chosen:
+        found.setdefault((parameters[position].device, assignment.rank_groups[position]), []).append(position)
+    return [
+        ParamSet([parameters[p] for p in own], [assignment.specs[p] for p in own], recipe, phases, rank_group)
+        for (_, rank_group), own in found.items()
+    ]
