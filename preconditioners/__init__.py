@@ -14,10 +14,12 @@ from .combinators.chain_and_sum import Path as Path
 from .combinators.chain_and_sum import Sum as Sum
 from .combinators.graft import Graft as Graft
 from .combinators.split import Split as Split
+from .combinators.transform import Transform as Transform
 from .elementwise.adafactor import Adafactor as Adafactor
 from .elementwise.adafactor import RelativeStep as RelativeStep
 from .elementwise.cautious import Cautious as Cautious
-from .elementwise.clip_rms import ClipRMS as ClipRMS
+from .elementwise.clipping import ClipNorm as ClipNorm
+from .elementwise.clipping import ClipRMS as ClipRMS
 from .elementwise.heavy_ball import HeavyBall as HeavyBall
 from .elementwise.identity_and_sign import Identity as Identity
 from .elementwise.identity_and_sign import Sign as Sign
@@ -25,6 +27,7 @@ from .elementwise.moments import RMS as RMS
 from .elementwise.moments import Momentum as Momentum
 from .elementwise.normalize import Normalize as Normalize
 from .elementwise.scale import Scale as Scale
+from .elementwise.standardize import Center as Center
 from .elementwise.standardize import Standardize as Standardize
 from .kronecker.eigenbasis import Eigenbasis as Eigenbasis
 from .kronecker.eigenfactors import Eigenfactors as Eigenfactors

@@ -61,6 +61,13 @@ class Stage(Component, ABC, family="stage"):
         """A slot of the chain called `part` as this stage wants it declared; the default changes nothing."""
         return slot
 
+    def inner_gradient(self, part: str, state: State, gradient: Tensor, context: StepContext) -> Tensor:
+        """What the chain called `part` inside this stage sees of a first gradient that only primes statistics.
+
+        To be overridden by a stage that gives its chains another gradient than its own.
+        """
+        return gradient
+
     def cadence(self) -> Cadence | None:
         """The cadence of `refresh`; None: never."""
         return None
@@ -154,9 +161,12 @@ class Stage(Component, ABC, family="stage"):
             observed = self.observed(gradient, gradient)
             self._observe_and_refresh(state, observed, context.with_rotation(self.rotation(state, observed)))
         for part, stages in self.chains().items():
+            if not any(stage.lagged() for _, stage in walk(stages)):
+                continue
+            inside = state.scope(part, self.inner_block(part, state.block))
+            seen = self.inner_gradient(part, state, gradient, context)
             for stage in stages:
-                inside = state.scope(part, self.inner_block(part, state.block)).scope(stage.label)
-                stage.prime(inside, gradient, context)
+                stage.prime(inside.scope(stage.label), seen, context)
 
     @final
     def _observe_and_refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:

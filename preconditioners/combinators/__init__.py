@@ -1,1 +1,1 @@
-"""Stages that hold other stages: chain, sum, split, graft."""
+"""Stages that hold other stages: chain, sum, split, graft, transform."""

@@ -58,6 +58,10 @@ class Split(Stage):
         axis = self._axis(block)
         return (*block[:axis], min(self.rank, block[axis]), *block[axis + 1 :])
 
+    def inner_gradient(self, part: str, state: State, gradient: Tensor, context: StepContext) -> Tensor:
+        inside, outside = self._divided(state, gradient)
+        return inside if part == "inside" else outside
+
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
         if len(block) < 2:
             return {}
@@ -92,7 +96,8 @@ class Split(Stage):
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         inner = state.scope("inside", self.inner_block("inside", state.block))
-        (g_in, g_out), (d_in, d_out) = self._divided(state, gradient), self._divided(state, direction)
+        g_in, g_out = self._divided(state, gradient)
+        d_in, d_out = (g_in, g_out) if direction is gradient else self._divided(state, direction)
         mapped = run_chain(self.inside, inner, g_in, d_in, context)
         rest = run_chain(self.outside, state.scope("outside"), g_out, d_out, context)
         if len(state.block) < 2:

@@ -1,4 +1,4 @@
-"""Standardized rows (SWAN, Ma et al. 2024, arXiv:2412.13148, GradNorm)."""
+"""Rows and slices with their means taken out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from ..base import Stage
 
 
 class Standardize(Stage):
-    """(d - mean(d)) / sd(d), mean and standard deviation over the last axis; constant rows become 0.
+    """(d - mean(d)) / sd(d), mean and standard deviation over the last axis; constant rows become 0 (SWAN, Ma et al.
+    2024, arXiv:2412.13148, GradNorm).
 
     `center: false` divides by the root mean square instead.
     """
@@ -32,3 +33,17 @@ class Standardize(Stage):
         spread = rows.square().mean(-1, keepdim=True).sqrt()
         floor = 8 * torch.finfo(direction.dtype).eps  # what rounding leaves of a constant row
         return (rows / spread.clamp_min(floor)) * (spread > floor)
+
+
+class Center(Stage):
+    """d - mean(d), the mean over all axes but the first; blocks with one axis stay (Yong et al. 2020, arXiv:2004.01461)
+
+    Gradient centralization is this stage as `before` of a `transform`. The first axis is that of a weight's outputs.
+    """
+
+    kind: Literal["center"] = "center"
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        if direction.ndim < 3:
+            return direction
+        return direction - direction.mean(tuple(range(2, direction.ndim)), keepdim=True)

@@ -86,6 +86,9 @@ class Eigenbasis(Factored):
     def chains(self) -> Mapping[str, Stages]:
         return {"inner": self.inner}
 
+    def inner_gradient(self, part: str, state: State, gradient: Tensor, context: StepContext) -> Tensor:
+        return self._rotated(state, gradient).rotated
+
     def lagged(self) -> bool:
         return self.timing == "lagged"
 

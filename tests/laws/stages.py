@@ -94,6 +94,17 @@ STAGES = (
         faults=(unknown("clip_rms"), Fault({"kind": "clip_rms", "threshold": -1.0}, "threshold: .*greater than 0")),
     ),
     Row(
+        {"kind": "clip_norm", "max_norm": 0.5},
+        rotates=True,
+        faults=(
+            unknown("clip_norm"),
+            Fault({"kind": "clip_norm", "max_norm": 0.0}, "max_norm: .*greater than 0"),
+            Fault({"kind": "clip_norm", "per": "row"}, "per: .*'block' or 'parameter', got 'row'"),
+        ),
+    ),
+    Row({"kind": "clip_norm", "per": "parameter"}, "whole"),
+    Row({"kind": "center"}, degree=1, faults=(unknown("center"),)),
+    Row(
         {"kind": "scale"},
         degree=1,
         rotates=True,
@@ -215,6 +226,25 @@ STAGES = (
             Fault({"kind": "chain", "stages": 3}, "stages.*: a stage is required"),
             Fault({"kind": "chain", "stages": [{"beta": 1}]}, "stages.*: a stage is required"),
         ),
+    ),
+    Row(
+        {"kind": "transform", "before": {"kind": "clip_norm"}, "inner": [MOMENTUM, RMS]},
+        faults=(
+            unknown("transform"),
+            Fault({"kind": "transform", "before": "center"}, "inner: required, got nothing"),
+            Fault({"kind": "transform", "before": [], "inner": "rms"}, "before: .*at least 1 item"),
+            Fault(
+                {
+                    "kind": "transform",
+                    "before": {"kind": "eigenbasis", "inner": "rms", "timing": "lagged"},
+                    "inner": "rms",
+                },
+                r"before\.eigenbasis: a stage that maps every gradient is required, got one that is lagged",
+            ),
+        ),
+    ),
+    Row(
+        {"kind": "transform", "before": MOMENTUM, "inner": [basis(MOMENTUM, RMS, timing="lagged")]}, "lagged", degree=0
     ),
     Row(
         {"kind": "cautious"},

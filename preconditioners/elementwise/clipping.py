@@ -1,0 +1,46 @@
+"""Clipping: directions and gradients that are not longer than a bound."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from pydantic import Field
+from torch import Tensor
+
+from eigengraft.numerics import block_norm, per_block
+from eigengraft.slots import State
+from eigengraft.step_context import StepContext
+
+from ..base import Stage
+
+
+class ClipRMS(Stage):
+    """d / max(1, RMS(d) / threshold), per block (Shazeer & Stern 2018, section 6: update clipping)."""
+
+    kind: Literal["clip_rms"] = "clip_rms"
+    threshold: float = Field(default=1.0, gt=0, description="the largest update RMS that passes unchanged")
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        rms = block_norm(direction) / math.sqrt(max(1, direction[0].numel()))
+        return direction / per_block((rms / self.threshold).clamp_min_(1.0), direction)
+
+
+class ClipNorm(Stage):
+    """d / max(1, ||d|| / max_norm), Frobenius norms (Pascanu, Mikolov & Bengio 2013, arXiv:1211.5063, algorithm 1).
+
+    As `before` of a `transform` it clips gradients; elsewhere in a chain it clips the direction.
+    """
+
+    kind: Literal["clip_norm"] = "clip_norm"
+    max_norm: float = Field(default=1.0, gt=0, description="the largest norm that passes unchanged")
+    per: Literal["block", "parameter"] = Field(default="block", description="what the norm is taken over")
+
+    def spans_parameter(self) -> bool:
+        return self.per == "parameter"
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        norm = block_norm(direction)
+        if self.per == "parameter":
+            norm = context.parameter_sum(norm.square()).sqrt()
+        return direction / per_block((norm / self.max_norm).clamp_min_(1.0), direction)
