@@ -11,12 +11,16 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from eigengraft.blocking import BlockGrid
 
-from .layouts import Box
+from .layouts import Box, Layout
+
+Counts = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,17 @@ def regions(shape: tuple[int, ...], block: BlockGrid, held: Box) -> Iterator[Reg
         if box is not None:
             offsets = tuple(at - start for (at, _, _), start in zip(boxes, block.start, strict=True))
             yield Region(box, outer, offsets, groups)
+
+
+def holding(layout: Layout, block: BlockGrid) -> Counts:
+    """`[R]`, number of entries of a block that each rank holds."""
+    start = np.array([box.start for box in layout.boxes]).reshape(len(layout.boxes), -1)  # [R, axes]
+    stop = np.array([box.stop for box in layout.boxes]).reshape(len(layout.boxes), -1)
+    found = np.zeros(len(layout.boxes), dtype=np.int64)
+    for region in regions(layout.shape, block, Box((0,) * len(layout.shape), layout.shape)):
+        common = np.minimum(stop, region.box.stop) - np.maximum(start, region.box.start)
+        found += common.clip(min=0).prod(1).astype(np.int64)
+    return found
 
 
 def grouping(shape: tuple[int, ...], merged: tuple[int, ...]) -> tuple[int, ...]:

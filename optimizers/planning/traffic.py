@@ -10,18 +10,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
-from eigengraft.blocking import BlockGrid
 from eigengraft.distributed.comm_plan import BlockGroup
-from eigengraft.distributed.layouts import Box, Layout
+from eigengraft.distributed.layouts import Layout
 from eigengraft.distributed.param_gather import pack_rows
 from eigengraft.distributed.rank_group import pads
-from eigengraft.distributed.regions import regions
+from eigengraft.distributed.regions import Counts, holding
 
 from ..sharding.placement import ParamSpec
 
-Counts = NDArray[np.int64]
 AxisNumbers = tuple[int, ...]
 Place = tuple[AxisNumbers, AxisNumbers, AxisNumbers, AxisNumbers]
 """Where a block lies: shape of its parameter, merged shape, first index and shape of the block."""
@@ -183,14 +180,3 @@ def _alike(
         owners.setdefault(place, []).append(block.owner)
     for where, own in owners.items():
         yield holdings[where], np.bincount(own, minlength=len(holdings[where])).astype(np.int64)
-
-
-def holding(layout: Layout, block: BlockGrid) -> Counts:
-    """`[R]`, number of entries of a block that each rank holds."""
-    start = np.array([box.start for box in layout.boxes]).reshape(len(layout.boxes), -1)  # [R, axes]
-    stop = np.array([box.stop for box in layout.boxes]).reshape(len(layout.boxes), -1)
-    found = np.zeros(len(layout.boxes), dtype=np.int64)
-    for region in regions(layout.shape, block, Box((0,) * len(layout.shape), layout.shape)):
-        common = np.minimum(stop, region.box.stop) - np.maximum(start, region.box.start)
-        found += common.clip(min=0).prod(1).astype(np.int64)
-    return found

@@ -14,6 +14,7 @@ from eigengraft.numerics import compute_dtype
 
 from ..recipe.recipe import Recipe
 from .cost_model import Cost, block_cost
+from .near_owners import Held, Holdings, exchange_owners
 from .phases import Phases, natural_order
 from .placement import ParamSpec
 
@@ -36,30 +37,35 @@ class Balance:
 
 
 class _OwnedTogether(NamedTuple):
-    """Blocks of a parameter that have one owner: the owners to fill in, keys of the blocks, and what they cost."""
+    """Blocks of a parameter that have one owner: the owners to fill in, keys of the blocks, what they cost, and what
+    ranks hold of them."""
 
     owners: dict[int, int]
     keys: Sequence[int]
     item: Item
+    held: Held
 
 
 def assign_owners(specs: Sequence[ParamSpec], recipe: Recipe, phases: Phases, loads: Loads) -> Balance:
     """Fills in the owners of all blocks of parameters that the same ranks share; loads: what ranks carry, updated.
 
     The order of the parameters plays no role. Parameters that are updated in place are counted before any block is
-    assigned. Blocks of a parameter that a stage takes norms over go to one owner.
+    assigned. Blocks of a parameter that a stage takes norms over go to one owner. Of blocks that cost the same, ranks
+    own those that they hold much of already, which then need not travel.
     """
-    found: list[_OwnedTogether] = []
+    found, holdings = list[_OwnedTogether](), Holdings()
     for spec in sorted(specs, key=lambda spec: natural_order(spec.name)):
         assert spec.placement is not None
         if spec.placement.owners is not None:
-            found += _blocks(spec, spec.placement.owners, recipe, phases, loads.interval)
+            found += _blocks(spec, recipe, phases, loads.interval, holdings)
             continue
         layout = spec.placement.updated
         cost = _cost(spec, layout.shape, recipe)
         loads.carry(layout.fractions, recipe.distribution.measured(layout.shape, cost.work), float(cost.state))
     least = least_work([blocks.item.work(loads.interval) for blocks in found], loads.work)
-    for blocks, rank in zip(found, assign([blocks.item for blocks in found], loads), strict=True):
+    items = [blocks.item for blocks in found]
+    owners = exchange_owners(items, assign(items, loads), [blocks.held for blocks in found])
+    for blocks, rank in zip(found, owners, strict=True):
         blocks.owners.update(dict.fromkeys(blocks.keys, rank))
     return Balance(loads.critical_path, least * loads.interval)
 
@@ -69,10 +75,11 @@ def _cost(spec: ParamSpec, block: tuple[int, ...], recipe: Recipe) -> Cost:
 
 
 def _blocks(
-    spec: ParamSpec, owners: dict[int, int], recipe: Recipe, phases: Phases, interval: int
+    spec: ParamSpec, recipe: Recipe, phases: Phases, interval: int, holdings: Holdings
 ) -> Iterator[_OwnedTogether]:
     """The blocks of a parameter, those of one grid together if a stage takes norms over them."""
-    rule = recipe.updates()[spec.path]
+    assert spec.placement is not None and spec.placement.owners is not None
+    rule, placement, owners = recipe.updates()[spec.path], spec.placement, spec.placement.owners
     together = any(stage.spans_parameter() for _, stage in rule.stages())
     for grid in rule.blocking.grids(spec.shape):
         cost = _cost(spec, grid.tile, recipe)
@@ -86,7 +93,8 @@ def _blocks(
                 for step in [step for row in rows for step in steps[row]]:
                     due[step] = due.get(step, 0.0) + refresh * scale
             item = Item(constant * len(rows), float(cost.state * len(rows)), tuple(sorted(due.items())))
-            yield _OwnedTogether(owners, [grid.keys[row] for row in rows], item)
+            keys, held = [grid.keys[row] for row in rows], holdings.of(placement.layout, grid, rows)
+            yield _OwnedTogether(owners, keys, item, held)
 
 
 def _refreshes(

@@ -15,6 +15,7 @@ from eigengraft import Optimizer, load_recipe
 from eigengraft.distributed.ownership import SLACK, Item, Loads, assign
 from eigengraft.optimizers.planning.plan import plan
 from eigengraft.optimizers.sharding.cost_model import block_cost
+from eigengraft.optimizers.sharding.near_owners import exchange_owners
 
 INTERVAL = 4
 number = st.integers(0, 50).map(float)
@@ -251,3 +252,33 @@ def test_the_critical_path_is_what_the_owners_and_phases_give() -> None:
     assert paper.balance.critical_path == pytest.approx(path, rel=1e-12)
     total = 10 * sum(constant.values()) + sum(work.values())
     assert paper.interval == 10 and paper.balance.least == pytest.approx(total / 3, rel=1e-12)
+
+
+costs = st.sampled_from([Item(1.0, 2.0), Item(3.0, 1.0), Item(1.0, 2.0, ((2, 5.0),))])
+holders = st.dictionaries(st.integers(0, 4), st.integers(1, 9), max_size=4)
+
+
+@given(rows=st.lists(st.tuples(costs, st.integers(0, 4), holders), max_size=25))
+def test_owners_are_exchanged_at_no_cost(rows: list[tuple[Item, int, dict[int, int]]]) -> None:
+    """Each rank owns as many items of every cost as before, and what nobody holds stays where it was."""
+    items, before, held = (list(column) for column in zip(*rows, strict=True)) if rows else ([], [], [])
+    after = exchange_owners(items, before, held)
+    assert Counter(zip(items, after, strict=True)) == Counter(zip(items, before, strict=True))
+    assert all(old == new for old, new, own in zip(before, after, held, strict=True) if not own)
+
+
+def test_a_rank_owns_what_it_holds() -> None:
+    """Item i lies on rank i mod 3; a fourth item has halves on two ranks, one of which has nothing better."""
+    items, before = [Item(1.0, 1.0)] * 7, [0, 0, 0, 1, 1, 2, 2]
+    held: list[dict[int, int]] = [{i % 3: 8} for i in range(6)] + [{0: 4, 1: 4}]
+    assert exchange_owners(items, before, held) == [0, 1, 2, 0, 1, 2, 0]
+
+
+@pytest.mark.parametrize(("ranks", "parallel", "copies"), [((4,), "fsdp2", 1), ((2, 4), "hsdp", 2)])
+def test_blocks_that_lie_within_shards_do_not_travel(ranks: tuple[int, ...], parallel: str, copies: int) -> None:
+    """64 rows on 4 ranks are two rows of blocks on each: no gradient is sent, and updates only to other copies."""
+    recipe = load_recipe("soap", ["blocking.size=8", "blocking.merge=8", "update.eigenbasis.refresh.steps=2"])
+    paper = plan(recipe, [("a.weight", (64, 32)), ("b.weight", (64, 16))], ranks, parallel)  # type: ignore[arg-type]
+    assert not paper.traffic["gradients"].sent.any()
+    assert paper.traffic["updates"].sent.sum() == (copies - 1) * 4 * 64 * 48
+    assert len(set(paper.blocks.tolist())) == 1

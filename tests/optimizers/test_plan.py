@@ -33,12 +33,13 @@ from eigengraft.distributed.distribution import Distribution
 from eigengraft.distributed.layouts import Layout
 from eigengraft.distributed.ownership import Item, Loads, assign
 from eigengraft.distributed.rank_group import RankGroup, pads
+from eigengraft.distributed.regions import holding
 from eigengraft.distributed.work import Work
 from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.tasks.model_shapes import LLAMAS, parameters_of, read_shapes
 from eigengraft.optimizers.planning.measure import measured_work
 from eigengraft.optimizers.planning.plan import Plan, known, plan
-from eigengraft.optimizers.planning.traffic import all_reduced, holding
+from eigengraft.optimizers.planning.traffic import all_reduced
 from eigengraft.optimizers.recipe.loading import load_recipe
 from eigengraft.optimizers.recipe.routing import describe_model
 from eigengraft.optimizers.sharding.cost_model import block_cost
