@@ -27,15 +27,16 @@ def exchange_owners(items: Sequence[Item], owners: Sequence[int], held: Sequence
     """
     found = list(owners)
     alike: dict[Item, list[int]] = {}
-    for index, item in enumerate(items):
+    for index, cost in enumerate(items):
         if held[index]:
-            alike.setdefault(item, []).append(index)
+            alike.setdefault(cost, []).append(index)
     for own in alike.values():
         spare: dict[int, int] = {}
         for index in own:
             spare[owners[index]] = spare.get(owners[index], 0) + 1
         free = set(own)
-        for _, index, rank in sorted((-count, index, rank) for index in own for rank, count in held[index].items()):
+        pairs = sorted((-count, item, rank) for item in own for rank, count in held[item].items())
+        for _, index, rank in pairs:
             if index in free and spare.get(rank):
                 free.remove(index)
                 spare[rank] -= 1
