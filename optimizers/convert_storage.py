@@ -78,7 +78,7 @@ def _twin(optimizer: Optimizer, recipe: Recipe) -> Optimizer:
 
 
 def _recode(old: StackState, new: StackState) -> None:
+    block = old.stack.block
     for key, _ in old.slots():
-        slot, block = StateKey.parse(key), old.stack.block
-        there = State(new.tensors, block, slot.stage, storage=Storage(new.encoded))
-        there[slot.slot] = State(old.tensors, block, slot.stage, storage=Storage(old.encoded))[slot.slot]
+        there = State(new.tensors, block, key.stage, storage=Storage(new.encoded))
+        there[key.slot] = State(old.tensors, block, key.stage, storage=Storage(old.encoded))[key.slot]

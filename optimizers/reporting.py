@@ -62,12 +62,12 @@ def slot_sizes(stack_states: Iterable[StackState], states: Iterable[Mapping[str,
     found: dict[tuple[str, str, str], list[int]] = {}
     for stack_state in stack_states:
         for key, slot in stack_state.slots():
-            coded = stack_state.encoded.get(key)
+            coded = stack_state.encoded.get(str(key))
             kind = str(getattr(coded.codec, "kind", "")) if coded is not None else ""
             dtype = slot.dtype or stack_state.stack.dtype
             declared = len(stack_state.stack.param_ids) * math.prod(slot.shape) * dtype.itemsize
             stored = sum(tensor.numel() * tensor.element_size() for tensor in stack_state.stored(key))
-            sizes = found.setdefault((key, slot.role, kind), [0, 0])
+            sizes = found.setdefault((str(key), slot.role, kind), [0, 0])
             sizes[0], sizes[1] = sizes[0] + declared, sizes[1] + stored
     for state in states:
         for text, tensor in state.items():

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from eigengraft.component import ContractError
 from eigengraft.slots import Slot, State, Watch
+from eigengraft.state_key import StateKey
 from eigengraft.step_context import StepContext
 
 
@@ -61,7 +62,7 @@ class Checks(Watch):
             self._calls[-1].loads.setdefault(key, []).append((value, value._version))
 
     def storing(self, key: str, value: object, rows: int, dtype: torch.dtype) -> None:
-        path, _, name = key.rpartition("/")
+        path, name = StateKey.parse(key)[1:3]
         required = f"{path}: slot '{name}' takes a {dtype} tensor of shape {_stack(self.declared[key].shape)}"
         if not isinstance(value, Tensor):
             raise ContractError(f"{required}, got {type(value).__name__}")
@@ -168,7 +169,7 @@ def _require_untouched(inputs: Mapping[str, Tensor], versions: Mapping[str, int]
 def _require_written_back(call: Call) -> None:
     for key, loads in call.loads.items():
         if any(tensor._version != version for tensor, version in loads):
-            name = key.rpartition("/")[2]
+            name = StateKey.parse(key).slot
             raise ContractError(
                 f"{call.what} changed slot '{name}' in place and did not write it back: `state[\"{name}\"] = ...` is "
                 "required after the last change (other storage, bf16 for example, would lose it)"

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from eigengraft.component import Component
 from eigengraft.slots import Encoded, Slot, Uniform
+from eigengraft.state_key import StateKey
 
 FORMAT_VERSION = 2
 """Goes up when tensors stored by the same declaration change their meaning."""
@@ -60,18 +61,18 @@ class Quantizer(Component, ABC, family="quantizer"):
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def choose(storage: Mapping[str, Quantizer], path: str, name: str, slot: Slot) -> Quantizer | None:
-    """The quantizer of a slot: by "path/slot", else by its stage's path, else by its role if it can be stored so.
+def choose(storage: Mapping[str, Quantizer], key: StateKey, slot: Slot) -> Quantizer | None:
+    """The quantizer of a slot: by its key, else by its stage's path, else by its role if it can be stored so.
 
     Sensitive slots, the second moments of a graft's magnitude, are never taken by their role: they set the size of
     every update, and quantizing them is what hurts (DALL-E mini's study).
     """
-    for key in (f"{path}/{name}", path):
-        if key in storage:
-            problem = storage[key].unsupported(slot)
-            if problem and key != path:
-                raise ValueError(f"storage.{key}: {problem}")
-            return None if problem else storage[key]
+    for where in (key.name, key.stage):
+        if where in storage:
+            problem = storage[where].unsupported(slot)
+            if problem and where != key.stage:
+                raise ValueError(f"storage.{where}: {problem}")
+            return None if problem else storage[where]
     by_role = storage.get(slot.role)
     if by_role is None or slot.sensitive:
         return None

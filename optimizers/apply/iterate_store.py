@@ -13,14 +13,15 @@ from torch import Tensor
 
 from eigengraft.numerics import compute_dtype
 from eigengraft.slots import Slot
+from eigengraft.state_key import AVERAGING, StateKey
 
 from .averaging import Averaging, IterateBatch
 from .constraints import Constraint, local_norms
 from .mode import Mode
 from .parameter_update import BoundConstraint, ParameterUpdate
 
-HELD = "averaging/train"
-"""State key of the training iterate, present while the parameter holds the evaluated one."""
+HELD = StateKey(None, AVERAGING, "train")
+"""Key of the training iterate, present while the parameter holds the evaluated one."""
 
 
 class IterateStore:
@@ -32,7 +33,7 @@ class IterateStore:
     paths: P paths, the update of each parameter.
     shard_norms: norms `[n]` of whole tensors at n positions, of which this rank holds shards; None: it holds all of
         them.
-    tensors: P dicts, by "averaging/<slot>" and "<path>.constraints.<label>/<slot>".
+    tensors: P dicts of slots by name, by AVERAGING and by "<path>.constraints.<label>".
     held: P training iterates while the parameters hold the evaluated ones; None in training.
     """
 
@@ -45,10 +46,7 @@ class IterateStore:
         shard_norms: Callable[[Sequence[int], Sequence[Tensor]], Tensor] | None = None,
     ) -> None:
         self.averaging, self.constraints, self.parameters, self.paths = averaging, constraints, parameters, paths
-        self.tensors = [
-            {key: self._allocate(slot, parameter) for key, slot in self._slots(parameter, path)}
-            for parameter, path in zip(parameters, paths, strict=True)
-        ]
+        self.tensors = [self._allocate(parameter, path) for parameter, path in zip(parameters, paths, strict=True)]
         self.held: list[Tensor] | None = None
         self.shard_norms = shard_norms
         self._begin(range(len(parameters)), constrained=shard_norms is None)
@@ -57,18 +55,16 @@ class IterateStore:
         """Whether there are iterates or constraints."""
         return self.averaging is not None or any(self.constraints.values())
 
-    def _slots(self, parameter: Tensor, path: str) -> Iterator[tuple[str, Slot]]:
-        shape = tuple(parameter.shape)
+    def _allocate(self, parameter: Tensor, path: str) -> dict[str, dict[str, Tensor]]:
+        shape, dtype = tuple(parameter.shape), compute_dtype(parameter.dtype)
+        declared: dict[str, Mapping[str, Slot]] = {}
         if self.averaging is not None:
-            low_precision = compute_dtype(parameter.dtype) != parameter.dtype
-            for name, slot in self.averaging.slots(shape, low_precision).items():
-                yield f"averaging/{name}", slot
-        for constraint in self.constraints[path]:
-            for name, slot in constraint.slots(shape).items():
-                yield f"{_prefix(path, constraint)}/{name}", slot
-
-    def _allocate(self, slot: Slot, parameter: Tensor) -> Tensor:
-        return slot.allocate(1, compute_dtype(parameter.dtype), parameter.device)[0]
+            declared[AVERAGING] = self.averaging.slots(shape, dtype != parameter.dtype)
+        declared.update({_stage(path, constraint): constraint.slots(shape) for constraint in self.constraints[path]})
+        return {
+            stage: {name: slot.allocate(1, dtype, parameter.device)[0] for name, slot in slots.items()}
+            for stage, slots in declared.items()
+        }
 
     def begin(self, positions: Sequence[int]) -> None:
         """Sets the slots that depend on where parameters are; called before their first update, by all ranks."""
@@ -111,15 +107,15 @@ class IterateStore:
             yield path, own
 
     def _batch(self, positions: Sequence[int], steps: NDArray[np.int64]) -> IterateBatch:
-        return IterateBatch([self.parameters[p] for p in positions], self._named(positions, "averaging"), steps)
+        return IterateBatch([self.parameters[p] for p in positions], self._named(positions, AVERAGING), steps)
 
     def _bound(self, path: str, positions: Sequence[int]) -> list[BoundConstraint]:
         norms = local_norms if self.shard_norms is None else partial(self.shard_norms, positions)
-        return [BoundConstraint(c, self._named(positions, _prefix(path, c)), norms) for c in self.constraints[path]]
+        return [BoundConstraint(c, self._named(positions, _stage(path, c)), norms) for c in self.constraints[path]]
 
-    def _named(self, positions: Sequence[int], prefix: str) -> Mapping[str, list[Tensor]]:
-        keys = [key for key in self.tensors[positions[0]] if key.startswith(f"{prefix}/")]
-        return {key.rpartition("/")[2]: [self.tensors[position][key] for position in positions] for key in keys}
+    def _named(self, positions: Sequence[int], stage: str) -> Mapping[str, list[Tensor]]:
+        names = self.tensors[positions[0]].get(stage, {})
+        return {name: [self.tensors[position][stage][name] for position in positions] for name in names}
 
     def decaying(self) -> Sequence[Tensor]:
         """The tensors that weight decay acts on, by position."""
@@ -134,11 +130,12 @@ class IterateStore:
 
     def view(self, position: int, mode: Mode | None = None) -> dict[str, Tensor]:
         """The state of a parameter in a mode, right in keys and shapes; default: the present mode."""
-        tensors = dict(self.tensors[position])
+        own = self.tensors[position].items()
+        tensors = {str(StateKey(None, stage, name)): x for stage, slots in own for name, x in slots.items()}
         if self.held is not None and mode != "train":
-            tensors[HELD] = self.held[position]
+            tensors[str(HELD)] = self.held[position]
         elif mode == "eval" and self.averaging is not None:
-            tensors[HELD] = self.parameters[position]
+            tensors[str(HELD)] = self.parameters[position]
         return tensors
 
     def hold(self, mode: Mode) -> None:
@@ -161,5 +158,5 @@ class IterateStore:
             torch._foreach_copy_([self.parameters[position] for position in own], list(values))
 
 
-def _prefix(path: str, constraint: Constraint) -> str:
+def _stage(path: str, constraint: Constraint) -> str:
     return f"{path}.constraints.{constraint.label}" if path else f"constraints.{constraint.label}"

@@ -15,6 +15,7 @@ from eigengraft.distributed.layouts import Layout
 from eigengraft.distributed.resharding import Entry
 from eigengraft.numerics import compute_dtype
 from eigengraft.stacks import Stack
+from eigengraft.state_key import AVERAGING, StateKey
 
 from ..apply.mode import Mode
 from ..recipe.slot_keys import slot_keys
@@ -27,8 +28,8 @@ def manifest(param_set: ParamSet, mode: Mode | None = None) -> list[dict[str, En
     entries: list[dict[str, Entry]] = [{} for _ in param_set.parameters]
     for block_group, template in zip(param_set.block_groups, _templates(param_set), strict=True):
         for block in block_group.blocks:
-            for path, (shape, dtype) in template.items():
-                entries[block.position][f"{block.grid.keys[0]}/{path}"] = Entry(shape, dtype, block.owner)
+            for name, (shape, dtype) in template.items():
+                entries[block.position][StateKey.join(block.grid.keys[0], name)] = Entry(shape, dtype, block.owner)
     for position, (state, parameter) in enumerate(zip(param_set.views(mode), param_set.parameters, strict=True)):
         for key, tensor in {**empty_state(param_set, position), **state}.items():
             if key not in entries[position]:
@@ -74,9 +75,9 @@ def empty_state(param_set: ParamSet, position: int) -> dict[str, Tensor]:
     assert spec.placement is not None
     if spec.placement.owners is not None or shard.numel() or not math.prod(spec.shape):
         return {}
-    slots = slot_keys(param_set.updates[spec.path], spec.path, spec.shape)
-    dtype = compute_dtype(shard.dtype)
-    return {f"0/{key}": shard.new_empty(shard.shape, dtype=slot.dtype or dtype) for key, slot in slots.items()}
+    declared, dtype = slot_keys(param_set.updates[spec.path], spec.path, spec.shape), compute_dtype(shard.dtype)
+    slots = {str(key._replace(block=0)): slot for key, slot in declared.items()}
+    return {key: shard.new_empty(shard.shape, dtype=slot.dtype or dtype) for key, slot in slots.items()}
 
 
 def is_divided(tensor: Tensor, param_set: ParamSet, position: int) -> bool:
@@ -98,7 +99,7 @@ def numbers_of_holders(param_set: ParamSet, views: Sequence[Mapping[str, Tensor]
     }
     sources = {position: ranks[0] for position, ranks in holders.items() if 0 < len(ranks) < rank_group.size}
     mine = {
-        position: {key: x.cpu() for key, x in views[position].items() if key.startswith("averaging/") and not x.ndim}
+        position: {key: x.cpu() for key, x in views[position].items() if _is_number(key, x)}
         for position, rank in sources.items()
         if rank == rank_group.rank
     }
@@ -108,6 +109,11 @@ def numbers_of_holders(param_set: ParamSet, views: Sequence[Mapping[str, Tensor]
     for numbers in rank_group.all_gather_object(mine, "numbers of iterates"):
         found.update({position: {key: x.to(device) for key, x in own.items()} for position, own in numbers.items()})
     return found
+
+
+def _is_number(key: str, x: Tensor) -> bool:
+    """Whether a state tensor is a number of the iterates."""
+    return x.ndim == 0 and StateKey.parse(key).stage == AVERAGING
 
 
 def layout_of_parameter(param_set: ParamSet, position: int) -> Layout:

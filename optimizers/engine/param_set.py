@@ -13,6 +13,7 @@ from torch import Tensor
 from eigengraft.distributed.gradients import local_gradients
 from eigengraft.distributed.layouts import local
 from eigengraft.distributed.rank_group import RankGroup
+from eigengraft.state_key import StateKey
 
 from ..apply import IterateStore, ParameterUpdate
 from ..apply.mode import Mode
@@ -102,7 +103,7 @@ class ParamSet:
         states: list[dict[str, Tensor]] = [{"step": step} for step in self.step_counts.unbind(0)]
         for stack_state in self.stack_states:
             for row, position, key in stack_state.rows():
-                states[position].update((f"{key}/{path}", tensor[row]) for path, tensor in stack_state.tensors.items())
+                states[position].update((StateKey.join(key, k), x[row]) for k, x in stack_state.tensors.items())
         for position, state in enumerate(states):
             state.update(self.iterates.view(position, mode))
         return states

@@ -17,6 +17,7 @@ from eigengraft.preconditioners.checked_mode import Checks
 from eigengraft.quantization import Quantizer, choose
 from eigengraft.slots import EncodedSlot, Slot, State, Storage
 from eigengraft.stacks import Stack
+from eigengraft.state_key import FORMAT, StateKey
 from eigengraft.step_context import StepContext
 
 from ..recipe.recipe import Recipe, Route
@@ -54,26 +55,24 @@ class StackState:
         for key, slot in self.slots():
             self._allocate(key, slot, len(self.stack.param_ids))
 
-    def slots(self) -> Iterator[tuple[str, Slot]]:
-        """(key, slot) of all state that the stages declare."""
+    def slots(self) -> Iterator[tuple[StateKey, Slot]]:
+        """(key, slot) of all state that the stages declare; the keys name no block."""
         yield from slot_keys(self.rule, self.path, self.stack.block).items()
 
-    def stored(self, key: str) -> list[Tensor]:
+    def stored(self, key: StateKey) -> list[Tensor]:
         """The tensors that a slot is stored in: one, or its codes."""
-        coded = key in self.encoded
-        return [tensor for own, tensor in self.tensors.items() if own == key or (coded and own.startswith(f"{key}/"))]
+        return [tensor for own, tensor in self.tensors.items() if StateKey.parse(own).name == key.name]
 
-    def _allocate(self, key: str, slot: Slot, blocks: int) -> None:
+    def _allocate(self, key: StateKey, slot: Slot, blocks: int) -> None:
         value = slot.allocate(blocks, self.stack.dtype, self.stack.device)
-        path, _, name = key.rpartition("/")
-        quantizer = choose(self.storage, path, name, slot)
+        quantizer = choose(self.storage, key, slot)
         if quantizer is None:
-            self.tensors[key] = value
+            self.tensors[str(key)] = value
             return
         codes = quantizer.encode(value)
-        self.encoded[key] = EncodedSlot(slot, quantizer, tuple(codes), value.dtype)
-        self.tensors.update({f"{key}/{name}": stored for name, stored in codes.items()})
-        self.tensors[f"{key}/format"] = torch.full((blocks,), quantizer.format(), device=self.stack.device)
+        self.encoded[str(key)] = EncodedSlot(slot, quantizer, tuple(codes), value.dtype)
+        coded = {**codes, FORMAT: torch.full((blocks,), quantizer.format(), device=self.stack.device)}
+        self.tensors.update({str(key._replace(part=part)): stored for part, stored in coded.items()})
 
     @cached_property
     def signals(self) -> frozenset[str]:
@@ -83,7 +82,7 @@ class StackState:
     @cached_property
     def _failure_counts(self) -> tuple[str, ...]:
         """The slots in which stages count failures of their roots and bases."""
-        return tuple(key for key, slot in self.slots() if slot.role == "failures")
+        return tuple(str(key) for key, slot in self.slots() if slot.role == "failures")
 
     @cached_property
     def lagging(self) -> bool:
@@ -105,7 +104,7 @@ class StackState:
 
     def check(self) -> None:
         """Checks the contract of every stage from now on, at every step."""
-        self.checks = Checks(dict(self.slots()))
+        self.checks = Checks({str(key): slot for key, slot in self.slots()})
 
     def state(
         self, chain: Literal["update", "after_decay"], rows: Tensor | None, mask: Tensor | None, context: StepContext

@@ -16,6 +16,7 @@ from eigengraft.distributed.distribution import Distribution
 from eigengraft.preconditioners import RMS, Momentum, Stages, chain_slots, walk
 from eigengraft.quantization import Quantizer
 from eigengraft.slots import Role
+from eigengraft.state_key import StateKey
 
 from ..apply import Averaging, Constraints
 from ..apply.weight_decay import Decoupled, WeightDecay
@@ -169,7 +170,7 @@ class Recipe(Update):
     def _storage_has_slots(self) -> Self:
         stages = [path for where, rule in self.updates().items() for path, _ in rule.stages(where)]
         for key in self.storage:
-            stage = key.partition("/")[0]
+            stage = StateKey.parse(key).stage or key
             if key in get_args(Role):
                 _require_role(key, {role for rule in self.updates().values() for role in rule.storable_roles()})
             elif stage not in stages:
@@ -181,8 +182,7 @@ class Recipe(Update):
     def route(self, info: ParamInfo) -> tuple[str, str]:
         """(path of the update, reason) of one parameter; the path is "" or "routes.<name>"."""
         for route in self.routes:
-            reason = route.match.reason(info)
-            if reason is not None:
+            if (reason := route.match.reason(info)) is not None:
                 return f"routes.{route.name}", reason
         return "", f"{info.why}, no route takes it"
 

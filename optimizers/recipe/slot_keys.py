@@ -6,16 +6,17 @@ from collections.abc import Iterable
 
 from eigengraft.preconditioners import chain_slots
 from eigengraft.slots import Slot
+from eigengraft.state_key import StateKey
 
 from .recipe import Recipe, Route
 
 
-def slot_keys(rule: Recipe | Route, path: str, block: tuple[int, ...]) -> dict[str, Slot]:
-    """The slots of a block under the update at `path` of a recipe, by "<stage path>/<slot>"."""
+def slot_keys(rule: Recipe | Route, path: str, block: tuple[int, ...]) -> dict[StateKey, Slot]:
+    """The slots of a block under the update at `path` of a recipe, by a key that names no block."""
     found = {}
     for stages, chain in ((rule.update, "update"), (rule.after_decay, "after_decay")):
         for stage, name, slot in chain_slots(stages, block, f"{path}.{chain}" if path else chain):
-            found[f"{stage}/{name}"] = slot
+            found[StateKey(None, stage, name)] = slot
     return found
 
 
@@ -25,8 +26,8 @@ def require_slots(recipe: Recipe, blocks: Iterable[tuple[str, tuple[int, ...]]])
     blocks: (path of the update, shape) of the blocks that there are.
     """
     slots = {key for path, block in blocks for key in slot_keys(recipe.updates()[path], path, block)}
-    for key in recipe.storage:
-        stage, slash, _ = key.partition("/")
-        near = sorted(slot for slot in slots if slot.rpartition("/")[0] == stage)
-        if slash and near and key not in slots:
-            raise ValueError(f"storage: a slot of the stage is required ({', '.join(near)}), got '{key}'")
+    for text in recipe.storage:
+        key = StateKey.parse(text)
+        near = sorted(str(slot) for slot in slots if slot.stage == key.stage)
+        if near and key not in slots:
+            raise ValueError(f"storage: a slot of the stage is required ({', '.join(near)}), got '{text}'")

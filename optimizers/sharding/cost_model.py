@@ -53,8 +53,7 @@ def block_cost(
             refreshes.append((cadence, FACTORIZATION * stage.refresh_cost(block)))
     state = 0
     for key, slot in slot_keys(rule, path, block).items():
-        stage_path, _, name = key.rpartition("/")
-        state += _bytes(slot.shape, slot.dtype or dtype, choose(storage, stage_path, name, slot))
+        state += _bytes(slot.shape, slot.dtype or dtype, choose(storage, key, slot))
     return Cost(constant, tuple(refreshes), state)
 
 

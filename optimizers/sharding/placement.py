@@ -116,7 +116,7 @@ def _updates_in_place(recipe: Recipe, path: str, shape: tuple[int, ...]) -> bool
     if any(grid.merged != shape or not grid.is_parameter for grid in rule.blocking.grids(shape)):
         return False
     slots = [
-        choose(recipe.storage, key.rpartition("/")[0], key.rpartition("/")[2], slot) is None and slot.shape == shape
+        choose(recipe.storage, key, slot) is None and slot.shape == shape
         for key, slot in slot_keys(rule, path, shape).items()
     ]
     return all(slots) and all(stage.entrywise() and not stage.requires for _, stage in rule.stages())

@@ -20,6 +20,7 @@ from torch import Tensor
 from . import noise
 from .component import ContractError
 from .numerics import per_block
+from .state_key import StateKey
 
 Role = Literal["statistic", "root", "basis", "first_moment", "second_moment", "iterate", "count", "failures"]
 Frame = Literal["vector", "square", "row", "column", "none"]
@@ -166,7 +167,7 @@ class State:
         """The slot `[n, *shape]`, safe to work on in place; nothing is kept before it is assigned back."""
         value = self._load(name)
         if self.storage.watch is not None:
-            self.storage.watch.loaded(f"{self.path}/{name}", value)
+            self.storage.watch.loaded(StateKey.join(self.path, name), value)
         return value
 
     def __setitem__(self, name: str, value: Tensor) -> None:
@@ -175,12 +176,12 @@ class State:
             self._store(name, value)
             return
         known = self._load(name)
-        watch.storing(f"{self.path}/{name}", value, len(known), known.dtype)
+        watch.storing(StateKey.join(self.path, name), value, len(known), known.dtype)
         self._store(name, value)
-        watch.stored(f"{self.path}/{name}", value)
+        watch.stored(StateKey.join(self.path, name), value)
 
     def _load(self, name: str) -> Tensor:
-        key = f"{self.path}/{name}"
+        key = StateKey.join(self.path, name)
         how = self.storage.encoded.get(key)
         if how is not None:
             return how.codec.decode(self._encoded(key, how), how.slot, how.dtype)
@@ -193,26 +194,26 @@ class State:
         return value
 
     def _store(self, name: str, value: Tensor) -> None:
-        key = f"{self.path}/{name}"
+        key = StateKey.join(self.path, name)
         how = self.storage.encoded.get(key)
         if how is not None:
             parts = how.codec.encode(value, self._encoded(key, how), self.storage.uniform(key))
             for part, stored in parts.items():
-                self._write(self.tensors[f"{key}/{part}"], stored)
+                self._write(self.tensors[StateKey.join(key, part)], stored)
         elif key not in self.tensors:
             raise self._undeclared(name)
         elif self.mask is not None or isinstance(self.rows, Tensor) or value is not self._loaded.get(name):
             self._write(self.tensors[key], value)
 
     def _undeclared(self, name: str) -> ContractError:
-        places = [key.rpartition("/") for key in (*self.tensors, *self.storage.encoded)]
-        declared = dict.fromkeys(slot for path, _, slot in places if path == self.path)
+        keys = [StateKey.parse(text) for text in (*self.tensors, *self.storage.encoded)]
+        declared = dict.fromkeys(key.slot for key in keys if key.stage == self.path)
         return ContractError(
             f"{self.path}: slot '{name}' is not declared in slots() (declared: {', '.join(declared) or 'none'})"
         )
 
     def _encoded(self, key: str, how: EncodedSlot) -> Encoded:
-        return {part: self._select(self.tensors[f"{key}/{part}"]) for part in how.names}
+        return {part: self._select(self.tensors[StateKey.join(key, part)]) for part in how.names}
 
     def _write(self, target: Tensor, value: Tensor) -> None:
         if self.mask is not None:
@@ -223,7 +224,7 @@ class State:
             self._select(target).copy_(value)
 
     def __contains__(self, name: str) -> bool:
-        key = f"{self.path}/{name}"
+        key = StateKey.join(self.path, name)
         return key in self.tensors or key in self.storage.encoded
 
     def _select(self, tensor: Tensor) -> Tensor:

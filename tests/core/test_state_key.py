@@ -1,5 +1,7 @@
 """State keys: text and fields say the same, for the keys of every kind of state."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,8 @@ from torch import nn
 import eigengraft
 from eigengraft import Optimizer
 from eigengraft.state_key import FORMAT, StateKey
+
+from ..house.test_house import sources
 
 KEYS = {
     "step": StateKey(None, "", "step"),
@@ -33,3 +37,18 @@ def test_state_of_a_block_belongs_to_a_stage_that_the_recipe_has(recipe: str) ->
             key = StateKey.parse(text)
             assert str(key) == text
             assert key.stage in stages if key.block is not None else text == "step" or key.stage == "averaging"
+
+
+SPELLED = re.compile(r"""partition\("/"\)|split\("/"|\}/\{""")
+OTHERS = {
+    "eigengraft.slots": "the purpose of random numbers",
+    "eigengraft.optimizers.engine.build": "the seed of a block",
+}
+"""Modules that put a slash between two texts which are no state key, and what they are."""
+
+
+def test_state_keys_are_spelled_in_one_place() -> None:
+    rooms = ("eigengraft.optimizers.", "eigengraft.preconditioners.", "eigengraft.quantization.", "eigengraft.testing.")
+    texts = {name: path.read_text() for name, path in sources().items() if name.startswith(rooms) or name in OTHERS}
+    assert [name for name, text in texts.items() if SPELLED.search(text) and name not in OTHERS] == []
+    assert all(SPELLED.search(texts[name]) for name in OTHERS)

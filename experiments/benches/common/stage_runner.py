@@ -8,6 +8,7 @@ from torch import Tensor
 
 from eigengraft.preconditioners import Stage, chain_slots, run_chain, walk
 from eigengraft.slots import State
+from eigengraft.state_key import StateKey
 from eigengraft.step_context import StepContext
 
 
@@ -18,7 +19,7 @@ class StageRunner:
         self.stages, self.blocks = stages, blocks
         self.lagging = any(stage.lagged() for _, stage in walk(stages))
         tensors = {
-            f"{path}/{name}": slot.allocate(blocks, like.dtype, like.device)
+            StateKey.join(path, name): slot.allocate(blocks, like.dtype, like.device)
             for path, name, slot in chain_slots(stages, block)
         }
         self.state, self.steps = State(tensors, block), 0

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import eigengraft
+from eigengraft.state_key import StateKey
 
 from ...training.loading import load_experiment
 from .recorded import FILE
@@ -60,7 +61,7 @@ def record(
 def _triangles(state: dict[str, Tensor], step: int) -> dict[str, NDArray[np.float32]]:
     found = {}
     for key, value in state.items():
-        name = key.rpartition("/")[2]
+        name = StateKey.parse(key).slot
         if name.startswith("factor.") and len(value) == FACTOR_SIZE:
             rows, columns = torch.triu_indices(FACTOR_SIZE, FACTOR_SIZE)
             found[name] = (value[rows, columns] / (1 - 0.95**step)).float().numpy()

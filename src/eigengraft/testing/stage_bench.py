@@ -12,6 +12,7 @@ from eigengraft.preconditioners import Stage, chain_slots, walk
 from eigengraft.preconditioners.checked_mode import Checks
 from eigengraft.quantization import Quantizer
 from eigengraft.slots import EncodedSlot, State, Storage
+from eigengraft.state_key import StateKey
 from eigengraft.step_context import StepContext
 
 from .laws import require
@@ -45,7 +46,7 @@ class StageBench:
         self.stage: Any = stage
         self.block, self.blocks, self.dtype, self.quantizer, self.path = block, blocks, dtype, quantizer, path
         slots = chain_slots((stage,), block, path)
-        self.declared = {f"{where}/{name}": slot for where, name, slot in slots}
+        self.declared = {StateKey.join(where, name): slot for where, name, slot in slots}
         self.tensors, self.encoded = Recorder(), dict[str, EncodedSlot]()
         self.watch: Checks | None = None
         for key in self.declared:
@@ -64,7 +65,7 @@ class StageBench:
             return
         parts = self.quantizer.encode(value)
         self.encoded[key] = EncodedSlot(slot, self.quantizer, tuple(parts), value.dtype)
-        self.tensors.update({f"{key}/{part}": stored for part, stored in parts.items()})
+        self.tensors.update({StateKey.join(key, part): stored for part, stored in parts.items()})
 
     def checked(self) -> StageBench:
         """This bench, in checked mode from now on."""
@@ -117,7 +118,7 @@ class StageBench:
         """Raises a LawError for slots that nothing was assigned to since checked mode began."""
         assert self.watch is not None
         for key in sorted(self.declared.keys() - self.watch.written):
-            name = key.rpartition("/")[2]
+            name = StateKey.parse(key).slot
             require(
                 False,
                 f'`state["{name}"] = ...` is required for {key}, got a slot that keeps its initial value in '
