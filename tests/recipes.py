@@ -27,14 +27,46 @@ def cover(names: Iterable[str]) -> tuple[str, ...]:
 COVER = cover(SHIPPED)
 """One recipe of each combination of stage kinds: the others differ from it in numbers, statistics or storage."""
 
+
+def machinery(name: str) -> frozenset[str]:
+    """What a step of a recipe takes beside its stages: code of the engine that runs for some recipes only."""
+    recipe = load_recipe(name)
+    stages = [stage for rule in recipe.updates().values() for _, stage in rule.stages()]
+    asked = {
+        "priming": any(stage.lagged() for stage in stages),
+        "stacks of whole parameters": any(stage.spans_parameter() for stage in stages),
+        "a rotation that verbs share": any(getattr(stage, "statistic_frame", "fixed") != "fixed" for stage in stages),
+        "stages after decay": any(rule.after_decay for rule in recipe.updates().values()),
+        "decay in gradients": recipe.decays_in_gradient(),
+        f"averaging {getattr(recipe.averaging, 'kind', '')}": recipe.averaging is not None,
+    }
+    return frozenset(what for what, is_asked in asked.items() if is_asked)
+
+
+def beyond(names: Iterable[str], cover: Iterable[str]) -> tuple[str, ...]:
+    """The recipes that ask for machinery which no recipe of the cover, nor one before them, asks for."""
+    seen, found = set().union(*map(machinery, cover)), list[str]()
+    for name in names:
+        if machinery(name) - seen:
+            found.append(name)
+            seen |= machinery(name)
+    return tuple(found)
+
+
+BEYOND = beyond(SHIPPED, COVER)
+"""Recipes that are asked for every option beside the cover. Storage, which many of the others differ in, is no reason:
+parameters of these tests are too small to be coded, and tests of storage ask every quantizer."""
+
 EVERY = [pytest.param(name, marks=() if name in COVER else pytest.mark.slow) for name in SHIPPED]
 """Every shipped recipe; those outside of the cover are slow."""
 
 
 def with_options(usual: Any, *others: Any) -> list[Any]:
-    """Every shipped recipe with the usual option, and one of each combination of stages with the other options.
+    """Every shipped recipe with the usual option, and the cover and what lies beyond it with the other options.
 
     Tests with the usual option of recipes in the cover are quick, the others slow.
     """
     first = [pytest.param(name, usual, marks=() if name in COVER else pytest.mark.slow) for name in SHIPPED]
-    return first + [pytest.param(name, option, marks=pytest.mark.slow) for option in others for name in COVER]
+    return first + [
+        pytest.param(name, option, marks=pytest.mark.slow) for option in others for name in (*COVER, *BEYOND)
+    ]
