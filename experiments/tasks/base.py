@@ -13,6 +13,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -86,7 +87,8 @@ class Task(Component, family="task"):
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats of logits [B, ..., classes] against classes [B, ...]."""
-        return functional.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+        logits = rearrange(outputs, "batch ... classes -> (batch ...) classes")
+        return functional.cross_entropy(logits, rearrange(targets, "batch ... -> (batch ...)"))
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, dataset: Dataset, device: torch.device) -> Metrics:

@@ -38,7 +38,11 @@ class Basis(NamedTuple):
 
 
 class RootSolver(Component, ABC, family="root_solver"):
-    """A^(-e) for symmetric positive semi-definite A."""
+    """A^(-e) for symmetric positive semi-definite A `[N, d, d]`, e > 0 a fraction; in units of A to the power -e.
+
+    Matrices are solved apart: one that fails is marked, the others keep every bit. An exponent that a solver cannot
+    take is a ValueError when a stage is made.
+    """
 
     @abstractmethod
     def root(self, a: Tensor, exponent: Fraction) -> Root:
@@ -69,7 +73,10 @@ _LONGER_THAN_ANY_AXIS = 1 << 30
 
 
 class BasisSolver(Component, ABC, family="basis_solver"):
-    """Orthonormal Q that (nearly) diagonalises a symmetric A as Q^T A Q."""
+    """Q `[N, d, r]`, orthonormal columns that (nearly) diagonalise symmetric A `[N, d, d]` as Q^T A Q; r <= d.
+
+    Q has no unit. Matrices are solved apart: one that fails is marked, the others keep every bit.
+    """
 
     def columns(self, d: int) -> int:
         """How many eigenvectors of a `[d, d]` matrix are kept: d, or fewer where the basis spans a subspace."""

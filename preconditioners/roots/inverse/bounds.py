@@ -17,7 +17,7 @@ from eigengraft.numerics import tiny
 
 
 class EigenvalueBound(Component, ABC, family="eigenvalue_bound"):
-    """An upper bound of the largest eigenvalue of symmetric positive semi-definite A, or an estimate of it."""
+    """b >= lambda_max(A), or an estimate of it, of positive semi-definite A `[N, d, d]`; b `[N]` in units of A."""
 
     @final
     def upper(self, a: Tensor) -> Tensor:

@@ -37,10 +37,13 @@ def _pairs(value: Any) -> Any:
 class CANS(Iterative):
     """Y <- Y E,  Z <- E Z,  E = a I + b Z Y  over the pairs (a, b), from  Y = C,  Z = I:  Z tends to C^(-1/2)
 
-    Three products a step, the same for every matrix: nothing to look at, nothing to wait for. C^(-1/4) takes a second
-    pass on the Y of the first. The first pair is negative just above 1: an eigenvalue of C there converges to a root of
-    the wrong sign, which max |Z C Z - I| does not show. Hence a guaranteed bound as size, times `safety`, and the check
-    of definiteness.
+    Chebyshev-accelerated Newton-Schulz (CANS, arXiv:2506.10935). Y, Z `[N, d, d]`; C is A with its ridge, divided by
+    its size and by `safety`, so that its eigenvalues lie in (0, 1). Three products a step, the same for every matrix:
+    nothing to look at, nothing to wait for. Takes e = 1/2 and 1/4, the latter in a second pass on the Y of the first.
+
+    The first pair is negative just above 1: an eigenvalue of C there converges to a root of the wrong sign, which the
+    residual max |Z C Z - I| does not show. Hence a guaranteed bound as size, times `safety`, and the check of
+    definiteness.
     """
 
     kind: Literal["cans"] = "cans"

@@ -25,11 +25,13 @@ def _pair(value: Any) -> Any:
 class Chebyshev(Iterative):
     """sum over k <= degree of c_k T_k(S),  S = (2 C - (low + high) I) / (high - low)
 
-    c_k are the coefficients of x^(-1/p) on [low, high]; C^(-q/p) is the q-th power. Summed by Clenshaw's recurrence,
-    one product for each degree. The interval must hold the eigenvalues of C, [r / t, 1] with r the ridge and t the size
-    with it. The error falls as exp(-2 degree sqrt(low / high)), so that a ridge of 1e-3 takes about a hundred terms. A
-    fit on a wider interval has a bias: [1e-10, 1] with 20 terms, as in DASH, is off by more than a tenth already at
-    condition 9. The residual is max |X^p C - I|.
+    c_k are the coefficients of x^(-1/p) on [low, high]; C^(-q/p) is the q-th power (DASH, arXiv:2602.02016). Summed by
+    Clenshaw's recurrence, one product of `[N, d, d]` for each degree. The interval, in units of the size t, must hold
+    the eigenvalues of C, [r / t, 1] with r the ridge and t the size with it. Takes e = q/p with p <= 64 and q <= 8.
+
+    The error falls as exp(-2 degree sqrt(low / high)), so that a ridge of 1e-3 takes about a hundred terms. A fit on a
+    wider interval has a bias: [1e-10, 1] with 20 terms, as in DASH, is off by more than a tenth already at condition 9.
+    The residual is max |X^p C - I|.
     """
 
     kind: Literal["chebyshev"] = "chebyshev"

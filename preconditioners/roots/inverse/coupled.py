@@ -27,8 +27,11 @@ class Best(NamedTuple):
 
 
 class Coupled(Iterative):
-    """In floating point ||M - I|| grows again once it has reached rounding, so every matrix keeps its best iterate and
-    stops when its error no longer falls: no matrix is carried past convergence.
+    """X_k -> C^(-1/p),  M_k = X_k^p C -> I `[N, d, d]`:  the X_k of least ||M_k - I||, k <= max_iterations
+
+    In floating point ||M - I|| grows again once it has reached rounding, so every matrix keeps its best iterate and
+    stops when its error no longer falls: no matrix is carried past convergence. The residual is that least error; it
+    has no unit.
 
     The eigenvalues of M rise to 1 one after the other, and a single one near 0 is an error of 1 in the Frobenius norm,
     but only of 1 / d in the largest entry: with `norm: max`, the rule of Distributed Shampoo, a root of a large matrix

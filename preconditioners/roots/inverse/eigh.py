@@ -15,14 +15,19 @@ from ..base import Root, RootSolver, eigh
 
 
 class Eigh(RootSolver):
-    """Q f(lambda)^(-e) Q^T with A = Q diag(lambda) Q^T; f treats rank deficiency.
+    """Q f(lambda)^(-e) Q^T with A = Q diag(lambda) Q^T `[N, d, d]`; f treats rank deficiency.
 
-    add: max(lambda, 0) + r.  floor: max(lambda, r).  clip_shift: lambda + r, shifted up so that the least is r (Shi et
-    al. 2023, section 3.2.1; the ridge is added once).  perturb_before: the same with the ridge inside the
-    decomposition: lambda of A + r I, all shifted up where the least is below r so that it is r (the default of
-    Distributed Shampoo); equal to clip_shift up to rounding, which here never meets a singular matrix.
+    add: max(lambda, 0) + r.
+    floor: max(lambda, r).
+    clip_shift: lambda + r, shifted up so that the least is r (Shi et al. 2023, section 3.2.1; the ridge is added once).
+    perturb_before: the same with the ridge inside the decomposition: lambda of A + r I, all shifted up where the least
+    is below r so that it is r (the default of Distributed Shampoo); equal to clip_shift up to rounding, which here
+    never meets a singular matrix.
     pseudo_inverse: eigenvalues up to max(r, atol, rtol * lambda_max) are dropped, 0 in the root.
-    r = eps, or eps * lambda_max if `relative`.
+
+    r = eps, or eps * lambda_max if `relative`; in units of A. Takes every e > 0, exact up to rounding: an error of
+    about d u lambda_max in each eigenvalue, u the rounding unit, so that r below that is noise. Fails where A or the
+    root is not finite; a decomposition that does not converge in float32 is tried again in float64.
     """
 
     kind: Literal["eigh"] = "eigh"

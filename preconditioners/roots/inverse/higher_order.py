@@ -19,10 +19,11 @@ from .iterative import Solved, largest_entry
 class HigherOrder(Coupled):
     """X <- X T,  M <- T^p M,  T = sum over i < order of b_i (I - M)^i,  from  X = I,  M = C
 
-    b_i = prod over j <= i of (1 + (j - 1) p) / (j p): the series of M^(-1/p) around I. Order 2 is Newton's iteration,
-    which the first step always is. X tends to C^(-1/p), of which the q-th power is taken. The ridge is
-    max(eps * largest row sum, floor), the size the trace. The residual is at least that of the matrix itself,
-    max |X^p C - I|: in float32 about p times the condition times 1e-7, hence the larger default ridge.
+    b_i = prod over j <= i of (1 + (j - 1) p) / (j p): the series of M^(-1/p) around I (Lakic 1998). Order 2 is Newton's
+    iteration, which the first step always is. X `[N, d, d]` tends to C^(-1/p), of which the q-th power is taken. C is A
+    with its ridge, divided by its trace; the ridge is max(eps * largest row sum, floor). Takes e = q/p with p <= 64 and
+    q <= 8. The residual is at least that of the matrix itself, max |X^p C - I|: in float32 about p times the condition
+    times 1e-7, hence the larger default ridge.
     """
 
     kind: Literal["higher_order"] = "higher_order"

@@ -28,12 +28,15 @@ class Solved(NamedTuple):
 
 
 class Iterative(RootSolver):
-    """t^-e C^-e  with  C = (A + r I) / t,  t the `scaling` of A + r I, r the ridge: added here, and only here.
+    """t^(-e) C^(-e)  with  C = (A + r I) / t `[N, d, d]`,  t `[N]` the `scaling` of A + r I,  r `[N]` the ridge
 
-    Where t is a bound the eigenvalues of C lie in [r / t, 1], whatever the size of A. A root counts as failed if it is
-    not finite, its residual is not below `max_error`, or it has no Cholesky factor: the iterations have fixed points
-    with eigenvalues of the wrong sign, which no residual of an even power shows. A matrix that is not finite is solved
-    as the identity and rejected; products never mix matrices, so the others keep every bit.
+    The ridge is added here, and only here: r = max(eps * size, floor), or max(eps, floor) if not `relative`. Where t is
+    a bound the eigenvalues of C lie in [r / t, 1], whatever the size of A; t, r and `floor` are in units of A.
+
+    Fails where the root is not finite, where its residual, which has no unit, is not below `max_error`, and where it
+    has no Cholesky factor: the iterations have fixed points with eigenvalues of the wrong sign, which no residual of an
+    even power shows. A matrix that is not finite is solved as the identity and fails. What failed is solved again
+    `retries` times, with ten times the ridge each; products never mix matrices, so the others keep every bit.
     """
 
     eps: float = Field(default=1e-6, ge=0, le=1, description="ridge, in units of the matrix, or of its size")

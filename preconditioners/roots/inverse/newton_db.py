@@ -19,9 +19,11 @@ from .iterative import Solved
 class NewtonDB(Coupled):
     """Y <- Y E,  Z <- E Z,  E = (3 I - Z Y) / 2,  from  Y = C,  Z = I:  Y tends to C^(1/2), Z to C^(-1/2)
 
-    C^(-1/4) takes two calls: the second on the Y of the first (DASH, arXiv:2602.02016). Each step raises the
-    smallest eigenvalues of Z Y by 9/4. In float32 it loses the coupling of Y and Z where the condition of C approaches
-    1e7; the residual then stays large.
+    Denman and Beavers' iteration, Newton-Schulz form (Higham 2008, equation 6.35). Y, Z `[N, d, d]`; C is A with its
+    ridge, divided by its size: the eigenvalues of Z Y start in (0, 1], and each step raises the smallest by 9/4. Takes
+    e = 1/2 and 1/4, the latter in two calls, the second on the Y of the first (DASH, arXiv:2602.02016). The residual is
+    ||Z Y - I||. In float32 Y and Z lose their coupling where the condition of C approaches 1e7; the residual then stays
+    large.
     """
 
     kind: Literal["newton_db"] = "newton_db"
