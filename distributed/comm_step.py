@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from .comm_plan import Bucket, CommPlan
-from .transfers import copy_all, count, flattened, stack_views, stretches
+from .transfers import Source, copy_all, count, flattened, send_shards, stack_views, stretches
 from .work import Work
-
-Source = Callable[[int], Tensor | None]
-"""What this rank holds of a tensor, by position of the parameter; None: there is none."""
 
 IN_FLIGHT = 2
 """Buckets that are on their way at once: of gradients, one that is computed next and one more; of gathered updates."""
@@ -31,12 +29,18 @@ class CommStep:
     under way, until more than IN_FLIGHT block groups and buckets of its own are waiting.
 
     sources: what is sent to owners, by name; nothing if every rank holds all of it.
+    begun: messages to owners that are under way already, by name and number of the bucket.
     """
 
-    def __init__(self, comm_plan: CommPlan, sources: Mapping[str, Source]) -> None:
+    def __init__(
+        self,
+        comm_plan: CommPlan,
+        sources: Mapping[str, Source],
+        begun: Mapping[tuple[str, int], Work[Tensor]] = MappingProxyType({}),
+    ) -> None:
         self.comm_plan = comm_plan
         self.sources: Mapping[str, Source] = {} if comm_plan.replicated else sources
-        self._arriving: dict[tuple[str, int], Work[Tensor]] = {}
+        self._arriving = dict(begun)
         self._arrived: dict[tuple[str, int], Tensor] = {}
         self._delivered: dict[int, Tensor] = {}
         self._sent = 0
@@ -51,24 +55,10 @@ class CommStep:
         return source in self.sources
 
     def _send(self, index: int) -> None:
-        """Starts to send this rank's shards of a bucket to the owners of blocks."""
+        """Starts to send this rank's shards of a bucket to the owners of blocks, if that has not begun."""
         for name, source in self.sources.items() if index < len(self.comm_plan.buckets) else ():
-            self._arriving[name, index] = self._send_bucket(self.comm_plan.buckets[index], name, source)
-
-    def _send_bucket(self, bucket: Bucket, name: str, source: Source) -> Work[Tensor]:
-        plan, me = self.comm_plan, self.comm_plan.rank_group.rank
-        first, flat = plan.block_groups[bucket.groups[0]], flattened(bucket.sent)
-        local = {position: source(position) for position in dict.fromkeys(t.block.position for t in flat)}
-        out = torch.empty(sum(map(count, bucket.sent)), dtype=first.gradient_dtype, device=first.device)
-        targets, sources = [], []
-        for transfer, target in zip(flat, stretches(out, flat), strict=True):
-            shard = local[transfer.block.position]
-            if shard is not None:
-                targets.append(target)
-                sources.append(transfer.region.in_shard(shard, plan.layouts[transfer.block.position].boxes[me]))
-        copy_all(targets, sources)
-        sending, receiving = [count(own) for own in bucket.sent], [count(own) for own in bucket.received]
-        return plan.rank_group.all_to_all(out, sending, receiving, self._label(bucket, name))
+            if (name, index) not in self._arriving:
+                self._arriving[name, index] = send_shards(self.comm_plan, index, name, source)
 
     def gather(self, group: int, source: str) -> Tensor:
         """The blocks `[n, *block]` of a block group that this rank owns, from the shards that were sent."""
@@ -138,7 +128,7 @@ class CommStep:
         self._send(index + IN_FLIGHT)
 
     def _return_bucket(self, bucket: Bucket) -> Work[Tensor] | Work[list[Tensor]]:
-        plan, label = self.comm_plan, self._label(bucket, "updates")
+        plan, label = self.comm_plan, f"updates of {self.comm_plan.describe(bucket)}"
         # rows without a direction are left uninitialized: no rank uses them
         stacks = {g: self._delivered.pop(g) if g in self._delivered else plan.empty(g) for g in bucket.groups}
         first = plan.block_groups[bucket.groups[0]]
@@ -193,6 +183,3 @@ class CommStep:
                 targets.append(grid.cut(self._updates[block.position]).reshape(grid.tile))
                 sources.append(source)
         copy_all(targets, sources)
-
-    def _label(self, bucket: Bucket, what: str) -> str:
-        return f"{what} of {self.comm_plan.describe(bucket)}"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from eigengraft.component import Component
 
@@ -32,6 +32,10 @@ class Distribution(Component):
         ge=1,
         description="bytes of updates that a rank receives in one round of messages, sent while the next is computed",
     )
+    overlap_backward: bool = Field(
+        default=False,
+        description="whether gradients of sharded parameters go to owners during backward, as soon as they are there",
+    )
     timeout: float | None = Field(
         default=None, gt=0, description="seconds to wait for other ranks on a CPU; default: the process group's"
     )
@@ -39,6 +43,14 @@ class Distribution(Component):
         default={},
         description="measured milliseconds of a step of one block, by shape as '1024x256'; default: counted",
     )
+
+    @model_validator(mode="after")
+    def _has_gradients_to_send(self) -> Self:
+        if self.overlap_backward and self.mode in ("replicated", "local"):
+            raise ValueError(
+                f"overlap_backward: mode 'auto' or 'sharded' is required, got '{self.mode}', where no gradient travels"
+            )
+        return self
 
     def measured(self, block: tuple[int, ...], counted: float) -> float:
         """Work of one step of a block: the time measured for its shape, else the operations counted.

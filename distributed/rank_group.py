@@ -52,6 +52,12 @@ class RankGroup:
             self._mesh = DeviceMesh.from_group(self.group, device.type)
         return self._mesh
 
+    def twin(self) -> RankGroup:
+        """These ranks in a process group of its own, whose messages never wait for others; all ranks call it."""
+        ranks = dist.get_process_group_ranks(self.group)
+        span = None if self.timeout is None else timedelta(seconds=self.timeout)
+        return RankGroup(dist.new_group(ranks, timeout=span, use_local_synchronization=True), self.timeout)
+
     def all_reduce(self, values: Tensor, what: str) -> Tensor:
         """Sums `values` over all ranks, in place."""
         with self._named(what):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from .comm_plan import Transfer
+from .comm_plan import CommPlan, Transfer
+from .rank_group import RankGroup
+from .work import Work
+
+Source = Callable[[int], Tensor | None]
+"""What this rank holds of a tensor, by position of the parameter; None: there is none."""
 
 
 def flattened(transfers: Sequence[Sequence[Transfer]]) -> list[Transfer]:
@@ -38,3 +43,26 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copies each of some tensors into its target."""
     if targets:
         torch._foreach_copy_(targets, sources)
+
+
+def send_shards(
+    plan: CommPlan, index: int, name: str, source: Source, rank_group: RankGroup | None = None
+) -> Work[Tensor]:
+    """Starts to send what this rank holds of the blocks of a bucket to their owners.
+
+    index: number of the bucket. name: what errors call that which is sent. rank_group: the ranks; default: the plan's.
+    """
+    bucket, me = plan.buckets[index], plan.rank_group.rank
+    first, flat = plan.block_groups[bucket.groups[0]], flattened(bucket.sent)
+    local = {position: source(position) for position in dict.fromkeys(t.block.position for t in flat)}
+    out = torch.empty(sum(map(count, bucket.sent)), dtype=first.gradient_dtype, device=first.device)
+    targets, sources = [], []
+    for transfer, target in zip(flat, stretches(out, flat), strict=True):
+        shard = local[transfer.block.position]
+        if shard is not None:
+            targets.append(target)
+            sources.append(transfer.region.in_shard(shard, plan.layouts[transfer.block.position].boxes[me]))
+    copy_all(targets, sources)
+    sending, receiving = [count(own) for own in bucket.sent], [count(own) for own in bucket.received]
+    label = f"{name} of {plan.describe(bucket)}"
+    return (rank_group or plan.rank_group).all_to_all(out, sending, receiving, label)

@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 
 from eigengraft.distributed.comm_plan import BlockGroup, CommPlan
-from eigengraft.distributed.comm_step import CommStep, Source
+from eigengraft.distributed.comm_step import CommStep
+from eigengraft.distributed.gradients import BackwardGather
 from eigengraft.distributed.layouts import local
 from eigengraft.distributed.param_gather import ParamGather
+from eigengraft.distributed.transfers import Source
+from eigengraft.distributed.work import Work
 from eigengraft.numerics import compute_dtype
 from eigengraft.stacks import Stack
 
@@ -41,6 +44,14 @@ class RankExchange:
         layouts = [spec.placement.layout for spec in specs if spec.placement is not None]
         names, size = [spec.name for spec in specs], bucket_bytes(specs, recipe, rank_group.size)
         self.comm_plan = CommPlan(rank_group, layouts, block_groups, names, size)
+        overlaps = recipe.distribution.overlap_backward and not self.comm_plan.replicated
+        if overlaps and recipe.decays_in_gradient():
+            raise ValueError(
+                "distribution.overlap_backward: a weight decay outside of gradients is required, which are sent before "
+                "step() knows its rate, got one that is added to them"
+            )
+        self._backward_gather = BackwardGather(self.comm_plan, parameters) if overlaps else None
+        self._gathering: dict[int, Work[Tensor]] = {}
         self._param_gather = ParamGather(rank_group, names, recipe.distribution.bucket)
         self._parameters, self._used_gradients = parameters, UsedGradients(parameters)
         self._gathered = [i for i, spec in enumerate(specs) if spec.placement and spec.placement.rows]
@@ -60,7 +71,13 @@ class RankExchange:
 
     def survey(self, given: GivenGradients) -> GradientSurvey:
         numbers = {**given.numbers, AGAIN: float(self._used_gradients.times())}
-        return self.rank_sync.survey(given.gradients, given.present, numbers)
+        if self._backward_gather is None:
+            return self.rank_sync.survey(given.gradients, given.present, numbers)
+        for work in self._gathering.values():  # of a step that used no gradient
+            work.wait()
+        survey = self.rank_sync.survey(given.gradients, given.present, numbers, self._backward_gather.tell())
+        self._gathering = self._backward_gather.settle(survey.notes.tolist())
+        return survey
 
     def begin(self, step: Step) -> None:
         self.local.begin(step)
@@ -71,7 +88,8 @@ class RankExchange:
         if self._needs_parameters:
             decaying = self.local.iterates.decaying()
             sources["parameters"] = lambda position: decaying[position]
-        self._comm_step = CommStep(self.comm_plan, sources)
+        begun, self._gathering = {("gradients", index): work for index, work in self._gathering.items()}, {}
+        self._comm_step = CommStep(self.comm_plan, sources, begun)
 
     def _decayed(self, position: int, step: Step) -> Tensor | None:
         """What this rank holds of a gradient, with the decay that belongs into it."""

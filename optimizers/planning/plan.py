@@ -150,8 +150,9 @@ def _traffic(
     used, ranks = [recipe.updates()[path] for path in dict.fromkeys(s.path for s in specs)], len(layouts[0].boxes)
     replicated = all(layouts[block.position].replicated for group in block_groups for block in group.blocks)
     norms = not replicated and any("parameter_rms" in stage.requires for rule in used for _, stage in rule.stages())
-    vectors = [3 * len(specs) + fingerprint.LENGTH, *[len(specs)] * norms]
     buckets = pack(block_groups, bucket_bytes(specs, recipe, ranks)) if ranks > 1 else []
+    begun = 2 * len(buckets) if recipe.distribution.overlap_backward and not replicated else 0
+    vectors = [3 * len(specs) + fingerprint.LENGTH + begun, *[len(specs)] * norms]
     there, back = wire(block_groups, buckets, layouts, 1 + any(rule.after_decay for rule in used))
     rows = gathered_rows(specs, ranks, recipe.distribution.bucket)
     return {"gradients": there, "updates": together(back, rows), "agreement": all_reduced(vectors, ranks)}

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eigengraft.distributed.layouts import local
+from eigengraft.distributed.gradients import count_writes
 
 from ..apply.write import Hyper
 from .agreement import name_ranks
@@ -107,7 +107,5 @@ class UsedGradients:
 
 
 def _versions(parameters: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
-    """(what this rank holds, number of writes) of each gradient; torch counts writes of a DTensor and of its local
-    tensor apart, and none where gradients are made in inference mode."""
-    found = [(local(p.grad), p.grad) for p in parameters if p.grad is not None]
-    return [(own, sum(x._version for x in (own, gradient) if not x.is_inference())) for own, gradient in found]
+    """(what this rank holds, number of writes) of each gradient."""
+    return [count_writes(parameter.grad) for parameter in parameters if parameter.grad is not None]

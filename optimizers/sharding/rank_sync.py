@@ -37,9 +37,13 @@ class RankSync:
         self._told: _Told | None = None
 
     def survey(
-        self, gradients: Sequence[Tensor | None], present: NDArray[np.bool_], numbers: StepNumbers
+        self,
+        gradients: Sequence[Tensor | None],
+        present: NDArray[np.bool_],
+        numbers: StepNumbers,
+        notes: Sequence[float] = (),
     ) -> RankSurvey:
-        """What all ranks together know of their gradients; every rank must call it, whatever it holds.
+        """What all ranks together know of their gradients, and sums of their notes; every rank must call it.
 
         Raises DistributedError on every rank if they step with other numbers, and ArithmeticError if on one of them
         roots had failed too often one step ago; on a device both are read one step later still, so that the host never
@@ -52,21 +56,22 @@ class RankSync:
         absent = [float(gradient is None) for gradient in gradients]
         failed = [float(position in self.failed) for position in range(total)]
         self.failed.clear()
-        squares = self._squares(gradients, device)
-        told = [*absent, *failed, *fingerprint(numbers)]
-        found = torch.cat([squares, torch.tensor(told, dtype=torch.float64).to(device)])
-        fill_from_device(found[3 * total :], numbers)
+        told = [*absent, *failed, *fingerprint(numbers), *notes]
+        found = torch.cat([self._squares(gradients, device), torch.tensor(told, dtype=torch.float64).to(device)])
+        end = len(found) - len(notes)
+        fill_from_device(found[3 * total : end], numbers)
         self.rank_group.all_reduce(found, what)
         event = None
-        sums = found[2 * total :].to("cpu", non_blocking=True)
+        sums = found[2 * total : end].to("cpu", non_blocking=True)
         if device.type == "cuda":
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-        kept = {name: x.clone() if isinstance(x, Tensor) else x for name, x in numbers.items()}
-        self._told = _Told(sums, event, kept)
+        self._told = _Told(
+            sums, event, {name: x.clone() if isinstance(x, Tensor) else x for name, x in numbers.items()}
+        )
         if self._is_read_at_once(device):
             self._raise_told("nothing was changed")
-        return RankSurvey(self, present, found[:total], found[total : 2 * total])
+        return RankSurvey(self, present, found[:total], found[total : 2 * total], found[end:])
 
     def _is_read_at_once(self, device: torch.device) -> bool:
         """Whether the host has what ranks told each other, without waiting for the device."""
@@ -86,11 +91,9 @@ class RankSync:
         failures, sums = told.sums[: len(self.names)], told.sums[len(self.names) :]
         names = differing(sums.tolist())
         if names:
-            mine = {name: float(value) for name, value in told.numbers.items()}
-            found = self.rank_group.all_gather_object(mine, f"numbers of a step ({self._named()})")
-            raise DistributedError(
-                f"step of {self._named()}: all ranks must have {tell_apart(names, found)}; {outcome}"
-            )
+            mine, step = {name: float(value) for name, value in told.numbers.items()}, f"step of {self._named()}"
+            found = self.rank_group.all_gather_object(mine, f"numbers of a {step}")
+            raise DistributedError(f"{step}: all ranks must have {tell_apart(names, found)}; {outcome}")
         bad = torch.nonzero(failures).flatten().tolist()
         if bad:
             raise failed_roots("update", self.failure.roots, [self.names[position] for position in bad])
@@ -158,12 +161,14 @@ class RankSurvey:
     present: `[P]`, which parameters have a gradient on this rank.
     squares: `[P]` float64 on the device, sum of squares of each full gradient.
     absent:  `[P]` float64 on the device, number of ranks without a gradient.
+    notes: float64 on the device, what else was summed.
     """
 
     rank_sync: RankSync
     present: NDArray[np.bool_]
     squares: Tensor
     absent: Tensor
+    notes: Tensor
 
     @property
     def device(self) -> torch.device:

@@ -60,6 +60,7 @@ GRAFT = {"kind": "graft", "direction": {"kind": "shampoo"}, "magnitude": {"kind"
 RECIPES: dict[str, Any] = {
     "soap": SOAP,
     "in many messages, rounded": {**SOAP, "distribution": {"dtype": "bf16", "bucket": 256}},
+    "begun in backward": {**SOAP, "distribution": {"overlap_backward": True, "bucket": 256}},
     "quantized": {**SOAP, "storage": {"basis": {"kind": "int8", "min_elements": 1}}},
     "averaged": {**SOAP, "averaging": {"kind": "ema"}},
     "by parameter": {"update": [{"kind": "momentum"}, GRAFT], "weight_decay": {"kind": "l2", "rate": 0.1}},
@@ -189,6 +190,19 @@ def test_a_plan_is_what_the_optimizer_does(
         assert counted.counts.get(kind, [0] * 4) == found, kind
     agreement = paper.traffic["agreement"]
     assert counted.counts["agreement"][2:] == [agreement.messages[rank], agreement.buffers[rank]]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_gradients_that_step_changes_are_not_sent_before() -> None:
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    module = nn.Linear(8, 8, bias=False)
+    fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    early = ["distribution.overlap_backward=true", "weight_decay.kind=l2", "weight_decay.rate=0.1"]
+    with pytest.raises(ValueError, match=r"overlap_backward: a weight decay outside of gradients .* added to them"):
+        eigengraft.compose(eigengraft.load_recipe("muon", early), module)
+    dist.destroy_process_group()
+    with pytest.raises(ValueError, match=r"overlap_backward: mode 'auto' or 'sharded' is required, got 'local'"):
+        Distribution(mode="local", overlap_backward=True)
 
 
 def one_block(mesh: tuple[int, ...], parallel: Any, dtype: torch.dtype = torch.float32) -> Plan:

@@ -45,7 +45,9 @@ CASES: dict[str, dict[str, Any]] = {
     "adafactor": {"recipe": "adafactor"},
     "hyper": {"recipe": {"base": "muon", "constraints": "hyperball"}},
 }
-GAPS = [f"{name} with gaps" for name in ("soap", "turning", "shampoo", "adamw", "averaged", "hyper")]
+EARLY = ["distribution.overlap_backward=true"]
+CASES["early"] = {"recipe": "soap", "overrides": [*SOAP, *EARLY], "early": True}
+GAPS = [f"{name} with gaps" for name in ("soap", "early", "turning", "shampoo", "adamw", "averaged", "hyper")]
 CASES |= {name: {**CASES[name.removesuffix(" with gaps")], "gaps": True} for name in GAPS}
 PLAIN = {"recipe": "sgd", "overrides": [*SMALL, "update.heavy_ball.beta=0"]}
 BF16 = ["distribution.dtype=bf16", "distribution.bucket=700"]
@@ -57,20 +59,21 @@ PLACES = {
     "plain1": ["adamw", "soap"],
     "fsdp1": ["adamw", "soap"],
     "plain2": STORED,
-    "fsdp2": STORED,
+    "fsdp2": ["early", *STORED],
     "plain3": GAPS,
     "fsdp3": ["soap", *GAPS],
     "plain4": ["few", "soap"],
     "fsdp4": ["few", "soap"],
-    "hsdp4": ["few", "hyper", "after_decay", "per_parameter", "adamw with gaps", "soap with gaps"],
-    "mixed4": ["few", "muon", "psgd", "per_parameter", *(GAPS[i] for i in (2, 4, 5))],
+    "hsdp4": ["few", "hyper", "after_decay", "per_parameter", "adamw with gaps", "soap with gaps", "early with gaps"],
+    "mixed4": ["few", "muon", "psgd", "per_parameter", *(GAPS[i] for i in (1, 3, 5, 6))],
     "late2": ["adamw", "averaged", "soap with gaps"],
-    "strided4": ["adamw", "soap with gaps"],
+    "strided4": ["adamw", "soap with gaps", "early"],
     "strided6": ["adamw", "soap"],  # three uneven parts of two uneven halves
 }
 """What the matrix of layouts and recipes leaves out: blocks within parameters in many buckets, storage, other dtypes,
 steps that parameters miss, averages, and placements that torch's wrappers do not make."""
-PAIRS = [pytest.param(place, case, id=f"{place}-{case}") for place, cases in PLACES.items() for case in cases]
+PLACED = [(place, case) for place, cases in PLACES.items() for case in cases]
+PAIRS = [pytest.param(place, case, id=f"{place}-{case}") for place, case in PLACED]
 SAME = 1e-6
 """Of the largest entry of a parameter: eight units in the last place of float32."""
 
@@ -87,6 +90,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome
     for place in ("plain1", *TRAINED):
         runs.append(Run(f"{place} trained", "training:run", int(place[-1]), {"place": place[:-1], "overrides": []}))
     runs.append(Run("rounded trained", "training:run", 2, {"place": "fsdp", "overrides": BF16}))
+    runs.append(Run("early trained", "training:run", 2, {"place": "fsdp", "overrides": EARLY}))
     runs += [Run(f"{place} copied", "copies:run", 2, place) for place in ("plain", "fsdp")]
     runs.append(Run("partial", "partial:run", 2))
     return launch_once(runs, tmp_path_factory, "trajectories", limit=400)
@@ -182,6 +186,26 @@ def test_training_has_the_losses_of_one_process(outcomes: dict[str, list[Outcome
     for outcome in outcomes[f"{place} trained"]:
         # sums of gradients in another order, float32: a few 1e-7, which assignments by small moments enlarge
         assert outcome.result == pytest.approx(one, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("place", "case"), [(place, case) for place, case in PLACED if case.startswith("early") and place != "plain3"]
+)
+def test_gradients_travel_during_backward(outcomes: dict[str, list[Outcome]], place: str, case: str) -> None:
+    """Buckets begin before the step. What was sent too early is sent again: not all, where the rank that has written
+    gradients once more holds none of a bucket."""
+    counts = [rank["early"] for rank in results(outcomes, place, case)]
+    for own in counts:
+        begun, good = own["plain"]
+        assert 0 < good <= begun
+        assert all(own[kind][0] > own[kind][1] for kind in ("scaled", "accumulated"))
+        assert own["assigned"][1] == 0
+    assert counts[0]["assigned"][0] > 0 == counts[1]["assigned"][0]
+    assert len({own["plain"][1] for own in counts}) == 1  # all ranks find the same
+
+
+def test_training_is_the_same_with_early_gradients(outcomes: dict[str, list[Outcome]]) -> None:
+    assert [rank.result for rank in outcomes["early trained"]] == [rank.result for rank in outcomes["fsdp2 trained"]]
 
 
 @pytest.mark.parametrize("kind", ["deepcopy", "pickle"])

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import eigengraft
 from eigengraft import load_recipe
+from eigengraft.distributed.gradients import BackwardGather
+from eigengraft.distributed.layouts import local
 
 from .hosts import prepare
 from .models import divided, lay_out, model, wholes
@@ -21,14 +26,27 @@ EVALUATED, EMPTY, SPOILT, THAWED = (5, 11), 6, 8, 7
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """job: {name: case}; case: see `follow`."""
-    return {name: follow(**case) for name, case in job.items()}
+    found = {}
+    for name, case in job.items():
+        early = Early() if case.pop("early", False) else None
+        with nullcontext() if early is None else patch.object(BackwardGather, "settle", early.settle):
+            found[name] = follow(**case, early=early)
+    return found
 
 
-def follow(recipe: Any, place: str, overrides: Sequence[str] = (), gaps: bool = False, **of_model: Any) -> Any:
+def follow(
+    recipe: Any,
+    place: str,
+    overrides: Sequence[str] = (),
+    gaps: bool = False,
+    early: Early | None = None,
+    **of_model: Any,
+) -> Any:
     """All steps of one case; what is common to all ranks, and what is this rank's own.
 
     place: where `lay_out` puts the parameters; late: a host shards them after the optimizer was made.
     gaps: whether some parameters miss a step that others take. of_model: what `build` takes.
+    early: has gradients written by backward, and counts what is sent by then; None: they are assigned.
     """
     looks = range(STEPS) if of_model.pop("always", False) else EVALUATED
     module = lay_out(build(**of_model), "plain" if place == "late" else place)
@@ -42,6 +60,8 @@ def follow(recipe: Any, place: str, overrides: Sequence[str] = (), gaps: bool = 
         if gaps and step == THAWED:
             module.frozen.requires_grad_(True)  # type: ignore[union-attr]
         give(module, step, gaps)
+        if early is not None:
+            early.backward(module, step)
         optimizer.step()
         if step in looks:
             optimizer.eval()
@@ -55,6 +75,7 @@ def follow(recipe: Any, place: str, overrides: Sequence[str] = (), gaps: bool = 
         # routes are for entry-wise updates, which every rank computes some rows of
         "blocks": sum(len(unit.stack.param_ids) for unit in optimizer.stack_states() if not unit.path),
         "skipped": dict(optimizer.skipped),
+        "early": {} if early is None else early.counts,
         "steps": {n: int(optimizer.state[p]["step"]) for n, p in module.named_parameters() if p in optimizer.state},
     }
 
@@ -83,3 +104,42 @@ def values(module: nn.Module) -> dict[str, Tensor]:
     """Whole parameters by name."""
     named = dict(module.named_parameters())
     return dict(zip(named, wholes(named.values()), strict=True))
+
+
+class Early:
+    """Gradients that backward writes, so that they may travel before the step.
+
+    counts: by kind of step, (buckets begun on this rank before the step, buckets of these that were not sent again).
+    """
+
+    def __init__(self) -> None:
+        self.counts: dict[str, tuple[int, int]] = {}
+        self.kind, settle = "", BackwardGather.settle
+
+        def counted(gather: BackwardGather, told: Sequence[float]) -> Any:
+            begun, good = len(gather._works), settle(gather, told)
+            before = self.counts.get(self.kind, (0, 0))
+            self.counts[self.kind] = before[0] + begun, before[1] + len(good)
+            return good
+
+        self.settle = counted
+
+    def backward(self, module: nn.Module, step: int) -> None:
+        """The gradients that are there, by backward; at every other step something happens to them on one rank."""
+        rank, self.kind = dist.get_rank() if dist.is_initialized() else 0, KINDS[step % len(KINDS)]
+        given = [(p, p.grad) for p in module.parameters() if p.grad is not None]
+        if self.kind == "assigned" and rank == 1:
+            return
+        for parameter, _ in given:
+            parameter.grad = None
+        for part in (0.5, 0.5) if self.kind == "accumulated" else (1.0,):
+            pairs = ((local(parameter), part * local(gradient)) for parameter, gradient in given)
+            sum((torch.sum(x * g) for x, g in pairs), torch.zeros((), requires_grad=True)).backward()
+        if self.kind == "scaled" and rank == 0:
+            for parameter, _ in given:
+                parameter.grad.mul_(1)  # type: ignore[union-attr]
+
+
+KINDS = ("plain", "plain", "scaled", "plain", "assigned", "plain", "plain", "accumulated")
+"""What happens to gradients at a step: nothing; one rank writes them once more; one has them without backward, which
+the other ranks cannot know; they come in two halves, exactly."""
