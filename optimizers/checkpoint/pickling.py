@@ -24,6 +24,7 @@ def snapshot(optimizer: Any) -> dict[str, Any]:
         "recipe": param_sets.recipe,
         "checked": param_sets.checked,
         "infos": param_sets.infos,
+        "frozen": param_sets.frozen,
         "batches": param_sets.batches,
         "skipped": [[param_set.skipped for param_set in group] for group in param_sets.groups],
     }
@@ -39,7 +40,7 @@ def restored(cls: type[T], saved: dict[str, Any]) -> T:
     groups = optimizer.param_groups
     for first, end in pairwise([0, *saved["batches"]]):  # owners depend on what was there before
         for index in range(first, end):
-            param_sets.declare(groups[index]["params"], saved["infos"][index])
+            param_sets.declare(groups[index]["params"], saved["infos"][index], saved["frozen"][index])
         param_sets.assign(first)
     for index, group in enumerate(groups):
         wanted = {id(p) for p in group["params"] if p in saved["state"]}

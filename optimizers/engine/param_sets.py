@@ -31,6 +31,7 @@ class ParamSets:
     checked: whether the contract of every stage is checked at every step.
     infos: for each group, a description of each parameter.
     parameters: for each group, its parameters.
+    frozen: for each group, which of its parameters had no gradients when it was added.
     groups: for each group, its parameter sets, one for each device and set of ranks.
     batches: how many groups there were each time when owners were decided.
     consolidated: what `consolidate` has gathered of the state as it is now; None: it has changed since.
@@ -41,6 +42,7 @@ class ParamSets:
         self.infos: list[list[ParamInfo]] = []
         self.groups: list[list[ParamSet]] = []
         self.parameters: list[Sequence[Tensor]] = []
+        self.frozen: list[list[bool]] = []
         self.batches: list[int] = []
         self.consolidated: object | None = None
         self._assignments = Assignments(recipe)
@@ -49,12 +51,13 @@ class ParamSets:
         for param_sets in self.groups:
             yield from param_sets
 
-    def declare(self, parameters: Sequence[Tensor], infos: list[ParamInfo]) -> None:
-        """Adds a group without state, whose blocks have no owners yet."""
+    def declare(self, parameters: Sequence[Tensor], infos: list[ParamInfo], frozen: list[bool] | None = None) -> None:
+        """Adds a group without state, whose blocks have no owners yet; frozen: default, those that are frozen now."""
         self.infos.append(infos)
         self.groups.append([])
         self.parameters.append(list(parameters))  # a host may put others into the group's list
-        self._assignments.add(parameters, infos, self.labels(len(self.infos) - 1))
+        self.frozen.append([not p.requires_grad for p in parameters] if frozen is None else frozen)
+        self._assignments.add(parameters, infos, self.labels(len(self.infos) - 1), self.frozen[-1])
 
     def assign(self, index: int) -> None:
         """Decides which rank owns which block of the groups from `index` on, and when the blocks of all are due."""
@@ -88,7 +91,7 @@ class ParamSets:
 
     def forget(self, index: int) -> None:
         """Removes the groups from `index` on."""
-        del self.infos[index:], self.groups[index:], self.parameters[index:]
+        del self.infos[index:], self.groups[index:], self.parameters[index:], self.frozen[index:]
         self.batches = [groups for groups in self.batches if groups <= index]
         self._assignments.forget(index)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -68,13 +68,15 @@ class Assignments:
         """The assignment of one param group."""
         return self._groups[index]
 
-    def add(self, parameters: Sequence[Tensor], infos: Sequence[ParamInfo], names: Sequence[str]) -> None:
+    def add(
+        self, parameters: Sequence[Tensor], infos: Sequence[ParamInfo], names: Sequence[str], frozen: Sequence[bool]
+    ) -> None:
         """Adds the next group, whose blocks have no owners and phases yet."""
         specs, rank_groups = [], []
-        for parameter, info, name in zip(parameters, infos, names, strict=True):
+        for parameter, info, name, is_frozen in zip(parameters, infos, names, frozen, strict=True):
             try:
                 rank_group = self._rank_group(parameter)
-                specs.append(self._spec(parameter, info, name, rank_group))
+                specs.append(replace(self._spec(parameter, info, name, rank_group), frozen=is_frozen))
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
             rank_groups.append(rank_group)
@@ -84,8 +86,8 @@ class Assignments:
     def assign(self, index: int) -> None:
         """Decides who owns which block of the groups from `index` on, and when the blocks of all groups are due.
 
-        Frozen parameters count, so that nothing changes when one is thawed. Owners of earlier groups stay, because
-        state lies there.
+        Frozen parameters count, so that nothing changes when one is thawed; their owners are decided last. Owners of
+        earlier groups stay, because state lies there.
         """
         self._spread()
         for rank_group, own in self._shared(index).items():

@@ -51,8 +51,18 @@ def assign_owners(specs: Sequence[ParamSpec], recipe: Recipe, phases: Phases, lo
 
     The order of the parameters plays no role. Parameters that are updated in place are counted before any block is
     assigned. Blocks of a parameter that a stage takes norms over go to one owner. Of blocks that cost the same, ranks
-    own those that they hold much of already, which then need not travel.
+    own those that they hold much of already, which then need not travel. Frozen parameters come last, so that work is
+    even without them: the balance is that of the others.
     """
+    frozen = [spec for spec in specs if spec.frozen]
+    balance = _assign([spec for spec in specs if not spec.frozen], recipe, phases, loads)
+    if frozen:
+        _assign(frozen, recipe, phases, loads)
+    return balance
+
+
+def _assign(specs: Sequence[ParamSpec], recipe: Recipe, phases: Phases, loads: Loads) -> Balance:
+    """Fills in the owners of all blocks of some parameters, beside what ranks carry."""
     found, holdings = list[_OwnedTogether](), Holdings()
     for spec in sorted(specs, key=lambda spec: natural_order(spec.name)):
         assert spec.placement is not None

@@ -48,6 +48,7 @@ class ParamSpec:
     dtype: dtype of the parameter.
     device: device of the parameter.
     placement: where it lies among ranks; None: this process updates all of it, whatever other ranks do.
+    frozen: whether it had no gradients when the optimizer was made.
     """
 
     name: str
@@ -56,6 +57,7 @@ class ParamSpec:
     dtype: torch.dtype
     device: torch.device
     placement: ParamPlacement | None = None
+    frozen: bool = False
 
     @property
     def in_place(self) -> bool:

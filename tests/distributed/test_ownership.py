@@ -1,5 +1,6 @@
 """Who owns which block: a pure function, balanced at every step and in memory, that remembers earlier groups."""
 
+import copy
 import itertools
 import math
 from collections import Counter
@@ -8,8 +9,11 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from eigengraft import Optimizer, load_recipe
 from eigengraft.distributed.ownership import SLACK, Item, Loads, assign
@@ -282,3 +286,32 @@ def test_blocks_that_lie_within_shards_do_not_travel(ranks: tuple[int, ...], par
     assert not paper.traffic["gradients"].sent.any()
     assert paper.traffic["updates"].sent.sum() == (copies - 1) * 4 * 64 * 48
     assert len(set(paper.blocks.tolist())) == 1
+
+
+def owners_of(optimizer: Optimizer) -> dict[str, set[int]]:
+    """The ranks that own blocks of each parameter that an optimizer has state of."""
+    return {
+        spec.name: set(((spec.placement and spec.placement.owners) or {}).values())
+        for param_set in optimizer.param_sets
+        for spec in param_set.specs
+    }
+
+
+def test_work_is_even_over_trained_parameters_alone() -> None:
+    """Eight small weights are trained beside three large frozen ones: each of 4 ranks owns two, also after a thaw."""
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        shapes = {**{f"base{i}": 24 for i in range(3)}, **{f"lora{i}": 8 for i in range(8)}}
+        named = [(f"{name}.weight", nn.Parameter(torch.ones(side, side))) for name, side in shapes.items()]
+        for _, parameter in named[:3]:
+            parameter.requires_grad_(False)
+        optimizer = Optimizer(named, "soap")
+        trained = owners_of(optimizer)
+        assert set(trained) == {name for name, _ in named[3:]}
+        assert Counter(rank for ranks in trained.values() for rank in ranks) == dict.fromkeys(range(4), 2)
+        for _, parameter in named[:3]:
+            parameter.requires_grad_()
+        again = owners_of(copy.deepcopy(optimizer))
+        assert {name: again[name] for name in trained} == trained
+    finally:
+        dist.destroy_process_group()
