@@ -1,4 +1,4 @@
-"""Directions as they come, and their signs."""
+"""Directions as they come, their signs, and the signs of the gradient."""
 
 from __future__ import annotations
 
@@ -34,3 +34,18 @@ class Sign(Stage):
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         return direction.sign()
+
+
+class GradientSign(Stage):
+    """|d| sign(g): the sizes of the direction with the signs of the gradient, 0 where either is.
+
+    After Adam it is Grams (Cao, Li & Song 2024, arXiv:2412.17107, Algorithm 1).
+    """
+
+    kind: Literal["gradient_sign"] = "gradient_sign"
+
+    def entrywise(self) -> bool:
+        return True
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        return direction.abs().mul_(gradient.sign())

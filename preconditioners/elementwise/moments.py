@@ -10,11 +10,15 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from eigengraft.numerics import per_block
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
 from ..algebra.exponents import Exponents, exponent_of
 from ..base import Stage
+
+_MEAN_OVER = {"row": -1, "column": -2}
+"""The axis over which squares are averaged."""
 
 
 class Momentum(Stage):
@@ -75,7 +79,8 @@ class RMS(Stage):
     Sum (b = 1) and `damped: false`: w = 1, c = 1 (AdaGrad, Duchi et al. 2011). With `eps_on: raw` the division is by
     (v^e + eps) / c^e, as in the codes that fold the correction into the step size.
     x is the gradient, or the direction (NorMuon and AdaMuon: of the orthogonalized momentum). With `per: row` or
-    `column` v holds the mean of x^2 over the last axis, or over the last but one.
+    `column` v holds the mean of x^2 over the last axis, or over the last but one, with `block` over all of the block
+    (Adam-mini, Zhang et al. 2024, arXiv:2406.16793).
     """
 
     kind: Literal["rms"] = "rms"
@@ -87,8 +92,9 @@ class RMS(Stage):
         default=True, description="whether squares enter with weight 1 - beta; false: with weight 1, uncorrected"
     )
     source: Literal["gradient", "direction"] = Field(default="gradient", description="what is squared")
-    per: Literal["entry", "row", "column"] = Field(
-        default="entry", description="one v for each entry, row or column; blocks with one axis keep entries"
+    per: Literal["entry", "row", "column", "block"] = Field(
+        default="entry",
+        description="one v for each entry, row, column or block; with row and column blocks of one axis keep entries",
     )
     exponent: Exponents = Field(default=None, description="power e, or one for each order of block; default 1/2")
 
@@ -116,7 +122,7 @@ class RMS(Stage):
         return self.per == "entry"
 
     def _per(self, block: tuple[int, ...]) -> str:
-        return self.per if len(block) > 1 else "entry"
+        return self.per if len(block) > 1 or self.per == "block" else "entry"
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
         per = self._per(block)
@@ -124,14 +130,18 @@ class RMS(Stage):
             return {"v": Slot(block[:-1], role="second_moment", frame="row")}
         if per == "column":
             return {"v": Slot((*block[:-2], block[-1]), role="second_moment", frame="column")}
+        if per == "block":
+            return {"v": Slot((), role="second_moment")}
         return {"v": Slot(block, role="second_moment", frame="square")}
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         v = self._accumulate(state, gradient if self.source == "gradient" else direction)
         exponent = exponent_of(self.exponent, len(state.block), 0, Fraction(1, 2))
         denominator = v.sqrt() if exponent == Fraction(1, 2) else v.pow(float(exponent))
-        if self._per(state.block) != "entry":
-            denominator = denominator.unsqueeze(-1 if self.per == "row" else -2).expand_as(direction).clone()
+        per = self._per(state.block)
+        if per != "entry":
+            wide = per_block(denominator, direction) if per == "block" else denominator.unsqueeze(_MEAN_OVER[per])
+            denominator = wide.expand_as(direction).clone()
         if not self._corrected():
             return torch.div(direction, denominator.add_(self.eps), out=denominator)
         root = context.correction(self.beta, direction, exponent=float(exponent))
@@ -149,6 +159,7 @@ class RMS(Stage):
         if per == "entry":
             v.mul_(self.beta).addcmul_(x, x, value=weight)
         else:
-            v.mul_(self.beta).add_(x.square().mean(-1 if per == "row" else -2), alpha=weight)
+            mean = x.square().flatten(1).mean(1) if per == "block" else x.square().mean(_MEAN_OVER[per])
+            v.mul_(self.beta).add_(mean, alpha=weight)
         state["v"] = v
         return v

@@ -23,12 +23,13 @@ class Scale(Stage):
     spectral:      sqrt(m / n) (Yang et al. 2023)
     inverse_mean:  2 / (m + n) (Frans et al. 2025, SPlus)
     dimensions:    sqrt(m / n) / (sqrt(m) + sqrt(n)) (OKLS)
+    fan_in:        1 / n (Pethick et al. 2025, Scion, for signs)
 
     Factors that depend on the norm of d are the stage `normalize`.
     """
 
     kind: Literal["scale"] = "scale"
-    rule: Literal["constant", "match_rms", "aspect", "spectral", "inverse_mean", "dimensions"] = Field(
+    rule: Literal["constant", "match_rms", "aspect", "spectral", "inverse_mean", "dimensions", "fan_in"] = Field(
         default="constant", description="how the factor depends on the shape"
     )
     factor: float | None = Field(
@@ -50,5 +51,6 @@ class Scale(Stage):
             "spectral": math.sqrt(m / n),
             "inverse_mean": 2 / (m + n),
             "dimensions": math.sqrt(m / n) / (math.sqrt(m) + math.sqrt(n)),
+            "fan_in": 1 / n,
         }
         return rules.get(self.rule, 1.0)

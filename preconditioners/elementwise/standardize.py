@@ -1,4 +1,4 @@
-"""Rows and slices with their means taken out."""
+"""Rows and slices with their means taken out, rows and columns of one size."""
 
 from __future__ import annotations
 
@@ -47,3 +47,26 @@ class Center(Stage):
         if direction.ndim < 3:
             return direction
         return direction - direction.mean(tuple(range(2, direction.ndim)), keepdim=True)
+
+
+class Sinkhorn(Stage):
+    """Rows of RMS 1, then columns of RMS 1, `rounds` times;  X seen as a matrix, first axis x the rest.
+
+    The entries' squares go to the doubly stochastic matrix of Sinkhorn & Knopp (1967); a stateless optimizer of its own
+    (Scetbon et al. 2025, arXiv:2502.06742, Algorithm 3, SinkGD), and an inner map of ARO. A vector is of RMS 1.
+    Rows and columns that are rounding beside the largest entry become 0.
+    """
+
+    kind: Literal["sinkhorn"] = "sinkhorn"
+    rounds: int = Field(default=5, ge=1, le=100, description="how often rows and columns are normalized")
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        x = direction.reshape(len(direction), direction.shape[1] if direction.ndim > 1 else 1, -1)
+        x = x / x.abs().amax((-2, -1), keepdim=True).clamp_min(tiny(x.dtype))  # squares neither over- nor underflow
+        rounding = 32 * torch.finfo(x.dtype).eps  # what a change of basis leaves of rows and columns of zeros
+        axes = (-1, -2) if direction.ndim > 2 else (-2,)
+        for _ in range(self.rounds):
+            for axis in axes:
+                spread = x.square().mean(axis, keepdim=True).sqrt()
+                x = x * torch.where(spread > rounding, 1 / spread, 0.0)
+        return x.reshape(direction.shape)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from eigengraft.numerics import block_norm, identity_like, per_block
 
-from .solvers import PolarSolver, Triples, require_used
+from .coefficients import Coefficients, require_used, triples
+from .solvers import PolarSolver
 
 
 class GramNewtonSchulz(PolarSolver):
@@ -23,8 +24,8 @@ class GramNewtonSchulz(PolarSolver):
 
     kind: Literal["gram_newton_schulz"] = "gram_newton_schulz"
     steps: int = Field(default=5, ge=1, le=50, description="number of polynomial steps")
-    coefficients: Triples = Field(
-        default=((3.4445, -4.7750, 2.0315),), min_length=1, description="triples (a, b, c), or one triple"
+    coefficients: Coefficients = Field(
+        default=((3.4445, -4.7750, 2.0315),), description="triples (a, b, c), one triple, or the name of published ones"
     )
     restart: int = Field(default=2, ge=1, description="steps between two Gram matrices made of X itself")
     eps: float = Field(default=1e-8, gt=0, description="the least norm divided by, in units of the direction")
@@ -37,13 +38,13 @@ class GramNewtonSchulz(PolarSolver):
     def polar(self, x: Tensor) -> Tensor:
         y = x / per_block(block_norm(x).clamp_min(self.eps), x)
         tall = y.shape[1] > y.shape[2]
-        y = y.mT if tall else y
+        y, coefficients = y.mT if tall else y, triples(self.coefficients, self.steps)
         for start in range(0, self.steps, self.restart):
             gram = torch.bmm(y, y.mT)
             q: Tensor | None = None
             last = min(start + self.restart, self.steps) - 1
             for step in range(start, last + 1):
-                a, b, c = self.coefficients[min(step, len(self.coefficients) - 1)]
+                a, b, c = coefficients[step]
                 p = torch.baddbmm(gram, gram, gram, beta=b, alpha=c) + a * identity_like(gram)
                 q = p if q is None else torch.bmm(p, q)
                 if step < last:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Annotated, Any, Literal, Self, final
+from typing import Literal, Self, final
 
 import torch
 from einops import rearrange
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from eigengraft.component import Component
-from eigengraft.numerics import apply_aligned, block_norm, per_block
+from eigengraft.numerics import apply_aligned, block_norm, per_block, safe_ratio
+
+from .coefficients import Coefficients, require_used, triples
 
 
 class PolarSolver(Component, ABC, family="polar_solver"):
@@ -28,41 +30,24 @@ class PolarSolver(Component, ABC, family="polar_solver"):
         return self.polar(matrices).reshape(x.shape)
 
 
-Triple = tuple[float, float, float]
-
-
-def schedule(value: Any) -> Any:
-    """A single triple is a schedule of one."""
-    flat = isinstance(value, (list, tuple)) and len(value) == 3 and not isinstance(value[0], (list, tuple))
-    value = (value,) if flat else value
-    return (
-        tuple(tuple(row) if isinstance(row, list) else row for row in value)
-        if isinstance(value, (list, tuple))
-        else value
-    )
-
-
-Triples = Annotated[tuple[Triple, ...], BeforeValidator(schedule, json_schema_input_type=Triple | tuple[Triple, ...])]
-"""Coefficients (a, b, c) of each step."""
-
-
-def require_used(coefficients: tuple[Triple, ...], steps: int) -> None:
-    """Raises where a schedule holds more triples than there are steps, so that some would never be used."""
-    if len(coefficients) > steps:
-        raise ValueError(f"coefficients: at most {steps} triples (steps) are required, got {len(coefficients)}")
-
-
 class NewtonSchulz(PolarSolver):
     """X <- a X + b (X X^T) X + c (X X^T)^2 X  from X = G / max(||G||_F, eps), the product taken on the shorter side.
 
     The default coefficients have the steepest slope at zero: five steps bring singular values from [0.01, 1] into
     [0.68, 1.14], not to 1 (Jordan et al. 2024). Step k uses the k-th triple, the last one repeats.
+
+    `scaling: almost_orthogonal` divides row i of the shorter side by (sum_j |X X^T|_ij)^(1/2) before the first step
+    (Boissin et al. 2025, arXiv:2512.04632, Turbo-Muon): no singular value is above 1, and all are closer to it, which
+    saves a step. What comes out is the polar factor of the matrix with scaled rows, not of G.
     """
 
     kind: Literal["newton_schulz"] = "newton_schulz"
     steps: int = Field(default=5, ge=1, le=50, description="number of polynomial steps")
-    coefficients: Triples = Field(
-        default=((3.4445, -4.7750, 2.0315),), min_length=1, description="triples (a, b, c), or one triple"
+    coefficients: Coefficients = Field(
+        default=((3.4445, -4.7750, 2.0315),), description="triples (a, b, c), one triple, or the name of published ones"
+    )
+    scaling: Literal["frobenius", "almost_orthogonal"] = Field(
+        default="frobenius", description="what brings singular values below 1 before the first step"
     )
     eps: float = Field(default=1e-8, gt=0, description="the least norm divided by, in units of the direction")
     precision: Literal["input", "bfloat16"] = Field(default="input", description="dtype of the products")
@@ -78,8 +63,10 @@ class NewtonSchulz(PolarSolver):
             y = y.bfloat16()
         tall = y.shape[1] > y.shape[2]
         y = y.mT if tall else y
-        for step in range(self.steps):
-            a, b, c = self.coefficients[min(step, len(self.coefficients) - 1)]
+        if self.scaling == "almost_orthogonal":
+            sums = torch.bmm(y, y.mT).abs().sum(-1, keepdim=True).sqrt()
+            y = y * safe_ratio(torch.ones_like(sums), sums)
+        for a, b, c in triples(self.coefficients, self.steps):
             gram = torch.bmm(y, y.mT)
             y = torch.baddbmm(y, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
         return (y.mT if tall else y).to(x.dtype)
@@ -88,9 +75,7 @@ class NewtonSchulz(PolarSolver):
 class SVD(PolarSolver):
     """U V^T by a singular value decomposition; directions whose singular value is rounding are left out.
 
-    A singular value counts as rounding at or below `cutoff` * max(m, n) * machine epsilon * the largest. With
-    `nuclear_norm` the result is sum(S) U V^T, the steepest descent step of the spectral norm (Bernstein & Newhouse
-    2024, Proposition 5).
+    A singular value counts as rounding at or below `cutoff` * max(m, n) * machine epsilon * the largest.
     """
 
     kind: Literal["svd"] = "svd"
@@ -98,16 +83,13 @@ class SVD(PolarSolver):
         default=1.0, ge=0, description="in units of max(m, n) * machine epsilon * the largest singular value"
     )
 
-    nuclear_norm: bool = Field(default=False, description="multiply by the sum of the singular values")
-
     def polar(self, x: Tensor) -> Tensor:
         x = torch.where(x.isfinite(), x, 0.0)  # LAPACK refuses inf and nan; what is masked out must not stop the rest
         peak = torch.linalg.vector_norm(x, ord=float("inf"), dim=(1, 2), keepdim=True)
         peak = torch.where(peak > 0, peak, 1.0)
         u, s, vh = apply_aligned(_svd, x / peak)
         floor = s[:, :1] * (self.cutoff * max(x.shape[1:]) * torch.finfo(x.dtype).eps)
-        factor = torch.bmm(u * (s > floor).to(x.dtype).unsqueeze(1), vh)
-        return factor * (s.sum(-1)[:, None, None] * peak) if self.nuclear_norm else factor
+        return torch.bmm(u * (s > floor).to(x.dtype).unsqueeze(1), vh)
 
 
 def _svd(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

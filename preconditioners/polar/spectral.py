@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field
 from torch import Tensor
 
+from eigengraft.numerics import per_block
 from eigengraft.slots import State
 from eigengraft.step_context import StepContext
 
@@ -18,11 +19,14 @@ from .solvers import NewtonSchulz, PolarSolver
 class Spectral(Stage):
     """polar(d) = U V^T for d = U S V^T: steepest descent in the spectral norm.
 
-    Blocks are seen as matrices, first axis x the rest; a vector is one column, its polar factor d / ||d||.
+    Blocks are seen as matrices, first axis x the rest; a vector is one column, its polar factor d / ||d||. With
+    `nuclear_norm` the result is <d, polar(d)> polar(d), where <d, U V^T> = sum(S): the step of steepest descent with
+    its length (Bernstein & Newhouse 2024, Proposition 5; PolarGrad, Lau, Long & Su 2025, arXiv:2505.21799).
     """
 
     kind: Literal["spectral"] = "spectral"
     solver: PolarSolver = Field(default=NewtonSchulz(), description="how the polar factor is computed")
+    nuclear_norm: bool = Field(default=False, description="multiply by <d, polar(d)>, in units of the direction")
 
     def work(self, block: tuple[int, ...]) -> float:
         rows = block[0] if block else 1
@@ -30,4 +34,7 @@ class Spectral(Stage):
         return 30.0 * min(rows, columns) * rows * columns  # five iterations of three products, each with 2 operations
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
-        return self.solver.of_blocks(direction)
+        polar = self.solver.of_blocks(direction)
+        if not self.nuclear_norm:
+            return polar
+        return polar * per_block((direction * polar).flatten(1).sum(1), polar)

@@ -436,7 +436,7 @@ class TestGrafting:
 class TestPolar:
     def test_bands_and_distances_that_are_known(self) -> None:
         exact, steps = bench_polar(
-            solvers=["svd", {"kind": "newton_schulz", "coefficients": [[1.5, -0.5, 0.0]], "steps": 3}],
+            solvers=["svd", {"kind": "newton_schulz", "coefficients": "cubic", "steps": 3}],
             shapes="6x9", conditions=10.0, dtypes="float64", **FAST,
         )  # fmt: skip
         assert (exact.low, exact.high) == pytest.approx((1, 1)) and exact.distance < 1e-12

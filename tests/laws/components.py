@@ -15,8 +15,22 @@ POLAR_SOLVERS = (
                 r"coefficients: at most 1 triples \(steps\) are required, got 2",
             ),
             Fault({"kind": "newton_schulz", "precision": "float16"}, "precision: .*, got 'float16'"),
+            Fault(
+                {"kind": "newton_schulz", "coefficients": "jorden"},
+                "coefficients: .*names jordan, you, .*, got 'jorden'",
+            ),
+            Fault({"kind": "newton_schulz", "coefficients": "deepseek"}, "steps: at least 10 .* 'deepseek', got 5"),
+            Fault({"kind": "newton_schulz", "scaling": "rows"}, "scaling: .*, got 'rows'"),
         ),
     ),
+    Row({"kind": "newton_schulz", "steps": 10, "coefficients": "cans"}, "by name"),
+    Row({"kind": "newton_schulz", "scaling": "almost_orthogonal"}, "scaled rows", rotates=False),
+    Row(
+        {"kind": "triangular"},
+        rotates=False,
+        faults=(unknown("triangular"), Fault({"kind": "triangular", "passes": 0}, "passes: .*or equal to 1, got 0")),
+    ),
+    Row({"kind": "triangular", "passes": 2}, "twice", rotates=False),
     Row({"kind": "newton_schulz", "steps": 3, "coefficients": [[2.0, -1.5, 0.5], [1.5, -0.5, 0.0]]}, "schedule"),
     Row(
         {"kind": "gram_newton_schulz"},

@@ -5,6 +5,7 @@ from .rows import Fault, Make, Row
 
 BREGMAN: Make = {"kind": "bregman", "beta": 0.9}
 DIAGONAL: Make = {"kind": "gram", "beta": 0.9, "axes": {"entries": "diagonal"}}
+PROJECTED: Make = {"kind": "projected", "inner": [MOMENTUM, RMS], "rank": 3, "renewal": SPREAD}
 RIDGE: Make = {"kind": "eigh", "eps": 1e-3}
 
 
@@ -16,6 +17,7 @@ MODES = (
     Row({**RMS, "source": "direction"}, "of the direction", degree=0),
     Row({**RMS, "per": "row"}, "of rows", degree=0),
     Row({**RMS, "per": "column", "source": "direction"}, "of columns", degree=0),
+    Row({**RMS, "per": "block"}, "of blocks", degree=0),
     Row({**RMS, "exponent": "1/4"}, "fourth root", degree=0.5),
     Row({**RMS, "damped": False, "exponent": {2: "1/4"}}, "undamped", degree=lambda order: 0.5 if order == 2 else 0),
     Row({**MOMENTUM, "beta3": 0.5}, "filtered", degree=1, rotates=True),
@@ -101,6 +103,33 @@ COMBINED = (
     Row({"kind": "split", "inside": "identity", "outside": "identity", "rank": 3}, "nothing", degree=1, rotates=True),
     Row({"kind": "split", "inside": RMS, "outside": "spectral", "side": "smaller", "rank": 64}, "of all", degree=0),
     Row({"kind": "split", "inside": "sign", "outside": MOMENTUM, "side": "left", "rank": 1}, "left"),
+    Row(
+        {**PROJECTED, "result": "lift_and_rest", "growth": 1.01},
+        degree=0,
+        faults=(
+            unknown("projected"),
+            Fault({"kind": "projected"}, "inner: required, got nothing"),
+            Fault({**PROJECTED, "rank": 0}, "rank: .*or equal to 1, got 0"),
+            Fault({**PROJECTED, "growth": 1.01}, "growth: null is required with result 'lift', .*got 1.01"),
+            Fault({**PROJECTED, "per": "block"}, "per: 'column' is required with result 'lift', .*got 'block'"),
+            Fault(
+                {**PROJECTED, "projection": "random", "result": "lift_and_rest"},
+                "projection: 'leading' is required .*, got 'random'",
+            ),
+        ),
+    ),
+    Row({**PROJECTED, "side": "left", "renewal": LATE}, "lifted, left", degree=0),
+    Row({**PROJECTED, "projection": "random", "result": "rescale", "per": "block"}, "rescaled", degree=0),
+    Row(
+        {"kind": "adaptive_rotation", "inner": "sinkhorn"},
+        degree=0,
+        faults=(
+            unknown("adaptive_rotation"),
+            Fault({"kind": "adaptive_rotation", "inner": []}, "inner: .*at least 1"),
+            Fault({"kind": "adaptive_rotation", "inner": ["sign", "momentum"]}, "without state .*some, momentum"),
+        ),
+    ),
+    Row({"kind": "adaptive_rotation", "inner": "sign", "side": "left", "renewal": SPREAD}, "left", degree=0),
 )
 
 COMPOSITIONS = (*MODES, *FACTORED, *COMBINED)

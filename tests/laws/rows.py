@@ -15,6 +15,8 @@ Make = Mapping[str, Any]
 
 STOPPING = ("coupled_newton", "higher_order", "newton_db")
 """Root solvers that stop at a tolerance, 1e-6 at most: the rounding of c A may give them one step more."""
+COSINES = {"svd": 1 - 1e-12, "triangular": 0.8}
+"""Least cosines between P(X) and U V^T, where it is not 0.9; rows of `triangular` are orthogonal to first order."""
 RESTLESS = "qr_iteration"
 """Ascending order and single steps: does not settle, as its docstring says and `test_bases.py` measures."""
 
@@ -32,7 +34,8 @@ class Row:
     """make: the component. note: tells the rows of one kind apart. faults: error inputs, once for each kind.
 
     degree: d if scaling all gradients by c scales the result by c^d, a number or a function of the number of axes of
-    the block; None: no such law. rotates: whether U G V^T gives U D V^T. blocks: the shapes to try.
+    the block; None: no such law. rotates: whether U G V^T gives U D V^T; None: polar solvers do, others do not.
+    blocks: the shapes to try.
     singular: whether bases or roots are taken of singular statistics; in their null space numbers are rounding, so that
     laws that compare two computations do not apply.
     """
@@ -40,7 +43,7 @@ class Row:
     make: Make
     note: str = ""
     degree: float | Callable[[int], float] | None = None
-    rotates: bool = False
+    rotates: bool | None = None
     blocks: tuple[tuple[int, ...], ...] = BLOCKS
     faults: tuple[Fault, ...] = ()
     singular: bool = False
@@ -52,7 +55,7 @@ class Row:
     def stage(self) -> StageCase:
         """The case of a row about a stage."""
         stage = checked(Stage, dict(self.make))  # type: ignore[type-abstract]
-        return StageCase(stage, self.blocks, self.degree, self.rotates, self.singular)
+        return StageCase(stage, self.blocks, self.degree, bool(self.rotates), self.singular)
 
     def solver(self, family: str) -> SolverCase:
         """The case of a row about a solver of that family."""
@@ -60,8 +63,8 @@ class Row:
         made: Any = checked(kinds[family], dict(self.make))  # type: ignore[type-abstract]
         degree = self.degree(2) if callable(self.degree) else self.degree
         tolerance = 1e-5 if self.kind in STOPPING else ROUNDING
-        cosine = 1 - 1e-12 if self.kind == "svd" else 0.9
-        return SolverCase(made, degree, self.rotates, tolerance, str(self) != RESTLESS, cosine)
+        settles, cosine = str(self) != RESTLESS, COSINES.get(self.kind, 0.9)
+        return SolverCase(made, degree, self.rotates, tolerance, settles, cosine)
 
     def __str__(self) -> str:
         return f"{self.kind} {self.note}".strip()

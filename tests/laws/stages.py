@@ -8,6 +8,51 @@ HEAVY_BALL = {"kind": "heavy_ball", "beta": 0.9, "dampening": 0.3}
 STAGES = (
     Row({"kind": "identity"}, degree=1, rotates=True, faults=(unknown("identity"),)),
     Row({"kind": "sign"}, degree=0, faults=(unknown("sign"),)),
+    Row({"kind": "gradient_sign"}, degree=1, faults=(unknown("gradient_sign"),)),
+    Row(
+        {"kind": "lagged_rms", "beta": 0.9},
+        faults=(
+            unknown("lagged_rms"),
+            Fault({"kind": "lagged_rms", "beta": 1.0}, r"beta: .*less than 1, got 1\.0"),
+            Fault({"kind": "lagged_rms", "eps": 0.0}, r"eps: .*greater than 0, got 0\.0"),
+            Fault({"kind": "lagged_rms", "clip_power": -0.25}, r"clip_power: .*or equal to 0, got -0\.25"),
+        ),
+    ),
+    Row({"kind": "lagged_rms", "beta": 0.9, "eps": 1e-30, "clip_power": None}, "unclipped", degree=0),
+    Row(
+        {"kind": "atan2", "beta": 0.9},
+        degree=0,
+        faults=(
+            unknown("atan2"),
+            Fault({"kind": "atan2", "beta": 1.0}, r"beta: .*less than 1, got 1\.0"),
+            Fault({"kind": "atan2", "scale": 0.0}, r"scale: .*greater than 0, got 0\.0"),
+            Fault({"kind": "atan2", "width": -1.0}, r"width: .*greater than 0, got -1\.0"),
+        ),
+    ),
+    Row(
+        {"kind": "sinkhorn", "rounds": 2},
+        degree=0,
+        faults=(unknown("sinkhorn"), Fault({"kind": "sinkhorn", "rounds": 0}, "rounds: .*or equal to 1, got 0")),
+    ),
+    Row(
+        {"kind": "dion", "beta": 0.9, "rank": 3},
+        degree=0,
+        faults=(
+            unknown("dion"),
+            Fault({"kind": "dion", "beta": 1.0}, r"beta: .*less than 1, got 1\.0"),
+            Fault({"kind": "dion", "rank": 0}, "rank: .*or equal to 1, got 0"),
+        ),
+    ),
+    Row(
+        {"kind": "dion2", "fraction": 0.5},
+        degree=0,
+        faults=(
+            unknown("dion2"),
+            Fault({"kind": "dion2", "fraction": 0.0}, r"fraction: .*greater than 0, got 0\.0"),
+            Fault({"kind": "dion2", "side": "all"}, "side: .*, got 'all'"),
+            Fault({"kind": "dion2", "solver": "qr"}, "unknown polar_solver kind 'qr'"),
+        ),
+    ),
     Row(
         MOMENTUM,
         degree=1,
@@ -195,6 +240,7 @@ STAGES = (
         faults=(unknown("spectral"), Fault({"kind": "spectral", "solver": "qr"}, "unknown polar_solver kind 'qr'")),
     ),
     Row({"kind": "spectral", "solver": "svd"}, "svd", degree=0, rotates=True),
+    Row({"kind": "spectral", "nuclear_norm": True}, "nuclear norm", degree=1, rotates=True),
     Row({"kind": "spectral", "solver": {"kind": "newton_schulz", "precision": "bfloat16"}}, "bfloat16"),
     Row(
         {"kind": "graft", "direction": [MOMENTUM, shampoo()], "magnitude": RMS},

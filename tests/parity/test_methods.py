@@ -47,10 +47,12 @@ def power(a: Tensor, p: float, ridge: float = 0.0) -> Tensor:
     return (q * (values + ridge).pow(p)) @ q.T
 
 
-def newton_schulz(x: Tensor, steps: int = 5, triple: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)) -> Tensor:
-    """X <- a X + b (X X^T) X + c (X X^T)^2 X  from X / ||X||."""
+def newton_schulz(
+    x: Tensor, steps: int = 5, triple: tuple[float, float, float] = (3.4445, -4.7750, 2.0315), scaled: bool = True
+) -> Tensor:
+    """X <- a X + b (X X^T) X + c (X X^T)^2 X  from X / ||X||, or from X where it is not scaled."""
     a, b, c = triple
-    x = x / x.norm()
+    x = x / x.norm() if scaled else x
     for _ in range(steps):
         gram = x @ x.T if x.shape[0] <= x.shape[1] else x.T @ x
         polynomial = b * gram + c * gram @ gram

@@ -159,6 +159,7 @@ RULES: dict[str, Callable[[int, int], float]] = {
     "spectral": lambda m, n: math.sqrt(m / n),
     "inverse_mean": lambda m, n: 2 / (m + n),
     "dimensions": lambda m, n: math.sqrt(m / n) / (math.sqrt(m) + math.sqrt(n)),
+    "fan_in": lambda m, n: 1 / n,
 }
 VIEWS = {(6, 4): (6, 4), (4, 6): (4, 6), (5,): (5, 1), (3, 2, 4): (3, 8)}
 """A block, and the matrix that it is seen as."""

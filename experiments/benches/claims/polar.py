@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
 from eigengraft.preconditioners import NewtonSchulz, PolarSolver
+from eigengraft.preconditioners.polar.coefficients import NAMED_COEFFICIENTS, CoefficientName
 
-from ..polar.schedules import CUBIC, JORDAN, POLAR_EXPRESS, YOU
 from ..problems.spectra import orthogonal
 from . import published_iterations as published
 from .registry import Measured, claim
@@ -25,7 +25,7 @@ def gram_form_of_newton_schulz(quick: bool) -> Iterator[Measured]:
     g = g / torch.linalg.matrix_norm(g)
     direct = NewtonSchulz().polar(g.unsqueeze(0))[0]
     for name, restart in (("with a restart", 2), ("without", -1)):
-        found = published.gram_newton_schulz(g, JORDAN * 5, restart)
+        found = published.gram_newton_schulz(g, NAMED_COEFFICIENTS["jordan"] * 5, restart)
         yield Measured(f"published, {name}: relative difference, float64", _relative(found, direct), high=1e-10)
     if "gram_newton_schulz" in PolarSolver.members:
         for restart in (1, 2, 5):
@@ -40,26 +40,26 @@ def newton_schulz_bands(quick: bool) -> Iterator[Measured]:
 
     Source: Jordan et al. 2024 (Muon); J. You (modded-nanogpt); Amsel et al. 2025, arXiv:2505.16932; bands measured.
     """
-    bands = (
-        ("Jordan, 5 steps", JORDAN, 5, (0.682, 1.134)),
-        ("You, 5 steps", YOU, 5, (0.978, 1.032)),
-        ("Polar Express, 5 steps", POLAR_EXPRESS, 5, (0.859, 1.141)),
-        ("cubic, 8 steps", CUBIC, 8, (0.25, 1.0)),
+    bands: tuple[tuple[CoefficientName, int, tuple[float, float]], ...] = (
+        ("jordan", 5, (0.682, 1.134)),
+        ("you", 5, (0.978, 1.032)),
+        ("polar_express", 5, (0.859, 1.141)),
+        ("cubic", 8, (0.25, 1.0)),
     )
-    for name, schedule, steps, (low, high) in bands:
-        values = image(schedule, steps, 1000 if quick else 20_000)
-        yield Measured(f"{name}: least", float(values.min()), low - 0.005, low + 0.005)
-        yield Measured(f"{name}: largest", float(values.max()), high - 0.005, high + 0.005)
+    for name, steps, (low, high) in bands:
+        values = image(name, steps, 1000 if quick else 20_000)
+        yield Measured(f"{name}, {steps} steps: least", float(values.min()), low - 0.005, low + 0.005)
+        yield Measured(f"{name}, {steps} steps: largest", float(values.max()), high - 0.005, high + 0.005)
 
 
-def image(schedule: Sequence[Sequence[float]], steps: int, points: int) -> torch.Tensor:
-    """Images of singular values from 0.01 to 1 under a schedule.
+def image(coefficients: CoefficientName, steps: int, points: int) -> torch.Tensor:
+    """Images of singular values from 0.01 to 1 under steps with these coefficients.
 
     The matrices are diag(cos t, sin t): their Frobenius norm is 1, so that the solver's scaling changes no value.
     """
     t = torch.logspace(-2, 0, points, dtype=torch.float64).clamp(0.01, 1).asin()
     values = torch.stack([t.cos(), t.sin()], dim=-1)
-    solver = NewtonSchulz(steps=steps, coefficients=tuple((row[0], row[1], row[2]) for row in schedule))
+    solver = NewtonSchulz(steps=steps, coefficients=coefficients)
     return solver.polar(torch.diag_embed(values)).diagonal(dim1=-2, dim2=-1)[values >= 0.01]
 
 

@@ -20,25 +20,22 @@ from ..common.results import FigurePanel, ResultTable
 from ..common.timing import milliseconds, relative_error, worst
 from ..problems.spectra import orthogonal
 from .rows import PolarRow
-from .schedules import CUBIC, POLAR_EXPRESS, YOU
 from .view import polar_advice, polar_panels, polar_summary
 
 _PREFERRED: tuple[Declaration, ...] = (
     {"kind": "newton_schulz"},
-    {"kind": "newton_schulz", "coefficients": YOU},
-    {"kind": "newton_schulz", "coefficients": POLAR_EXPRESS},
-    {"kind": "newton_schulz", "coefficients": CUBIC, "steps": 8},
+    {"kind": "newton_schulz", "coefficients": "you"},
+    {"kind": "newton_schulz", "coefficients": "polar_express"},
+    {"kind": "newton_schulz", "coefficients": "cubic", "steps": 8},
     {"kind": "newton_schulz", "precision": "bfloat16"},
     {"kind": "svd"},
 )
-NAMES = {str(YOU): "You", str(POLAR_EXPRESS): "Polar Express", str(CUBIC): "cubic"}
 
 
 def polar_label(solver: PolarSolver) -> str:
-    """The solver's name, with the name of its schedule where that has one."""
-    schedule = getattr(solver, "coefficients", None)
-    known = NAMES.get(str([list(row) for row in schedule])) if schedule is not None else None
-    if known is None:
+    """The solver's name, with the name of its coefficients where they have one."""
+    known = getattr(solver, "coefficients", None)
+    if not isinstance(known, str):
         return label(solver)
     usual = type(solver).model_fields["coefficients"].default
     text = label(solver.replace(coefficients=usual))

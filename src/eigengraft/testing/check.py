@@ -44,14 +44,15 @@ def check_solver(
     solver: RootSolver | BasisSolver | PolarSolver,
     *,
     degree: float | None = None,
-    rotates: bool = False,
+    rotates: bool | None = None,
     tolerance: float = ROUNDING,
     settles: bool = True,
 ) -> Report:
     """Tries a root, basis or polar solver on the laws of its family; raises one `LawError` that names what is broken.
 
     degree: of a root solver, -1 if (c A)^-e = c^-e A^-e, which an absolute ridge breaks; default: not asked.
-    rotates: of a root solver, whether (U A U^T)^-e = U A^-e U^T; default: not asked.
+    rotates: of a root solver, whether (U A U^T)^-e = U A^-e U^T; default: not asked. Of a polar solver, whether
+    P(U X V^T) = U P(X) V^T; default: asked.
     tolerance: of these two laws; 1e-5 for solvers that stop at a tolerance.
     settles: of a basis solver, whether repeated refreshes of one matrix converge to its eigenvectors.
     """

@@ -25,7 +25,8 @@ class SolverCase:
     """solver: to be checked.
 
     degree: for roots, -1 if (c A)^-e = c^-e A^-e, which an absolute ridge breaks; None: no such law.
-    rotates: for roots, whether (U A U^T)^-e = U A^-e U^T.
+    rotates: for roots, whether (U A U^T)^-e = U A^-e U^T; for polar factors, whether P(U X V^T) = U P(X) V^T. None: no
+    for roots, yes for polar factors.
     tolerance: for roots, of these two laws; solvers that stop at a tolerance take a step more for other roundings.
     settles: for bases, whether repeated refreshes of one matrix converge to its eigenvectors.
     cosine: for polar factors, the least cosine between the result and U V^T.
@@ -33,7 +34,7 @@ class SolverCase:
 
     solver: Solver
     degree: float | None = None
-    rotates: bool = False
+    rotates: bool | None = None
     tolerance: float = ROUNDING
     settles: bool = True
     cosine: float = 0.9

@@ -1,0 +1,80 @@
+"""A basis that follows what a chain makes of the direction in it (ARO, arXiv:2602.09006)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from eigengraft.slots import Slot, State
+from eigengraft.step_context import StepContext
+
+from ..algebra.mode_product import mode_product, unfold
+from ..base import Stage, Stages, chain_slots, run_chain, walk
+from ..cadence import Cadence, Every
+from ..roots.bases.orthogonal_iteration import householder
+
+
+class AdaptiveRotation(Stage):
+    """Q f(Q^T d)  with  Q <- qr(d f(Q^T d)^T),  f = inner, one step of the power method towards max <d, Q f(Q^T d)>
+
+    Adaptively rotated optimization: steepest descent under the norm of f in the coordinates in which that norm of d is
+    largest. f keeps no state: signs, `sinkhorn`, rows of unit size. Rotated is the shorter axis, or the first one as in
+    the authors' code: of a tall d, rows of Q^T d are rounding there, which signs make large. Blocks with one axis go to
+    `inner` as they are.
+    """
+
+    kind: Literal["adaptive_rotation"] = "adaptive_rotation"
+    inner: Stages = Field(min_length=1, description="the chain f, of stages without state")
+    side: Literal["left", "smaller"] = Field(default="smaller", description="which axis is rotated")
+    renewal: Cadence = Field(default=Every(steps=1), description="when Q is renewed")
+
+    @model_validator(mode="after")
+    def _inner_keeps_nothing(self) -> Self:
+        stateful = next((path for block in ((3, 2), (3,)) for path, _, _ in chain_slots(self.inner, block)), None)
+        lagged = next((path for path, stage in walk(self.inner) if stage.lagged()), None)
+        if stateful or lagged:
+            raise ValueError(f"inner: stages without state are required, got one that has some, {stateful or lagged}")
+        return self
+
+    def chains(self) -> Mapping[str, Stages]:
+        return {"inner": self.inner}
+
+    def _axis(self, block: tuple[int, ...]) -> int:
+        return 0 if self.side == "left" else min(range(len(block)), key=lambda axis: block[axis])
+
+    def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
+        if len(block) < 2:
+            return {}
+        d = block[self._axis(block)]
+        return {"q": Slot((d, d), fill="identity", role="basis")}
+
+    def cadence(self) -> Cadence:
+        return self.renewal
+
+    def refresh_cost(self, block: tuple[int, ...]) -> float:
+        return 0.0 if len(block) < 2 else float(block[self._axis(block)]) ** 3
+
+    def observed(self, gradient: Tensor, direction: Tensor) -> Tensor:
+        return direction
+
+    def refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:
+        if len(state.block) < 2:
+            return
+        q, axis = state["q"], self._axis(state.block)
+        mapped = unfold(self._mapped(state, gradient, q, axis, context), axis)
+        state["q"] = householder(torch.bmm(unfold(gradient, axis), mapped.mT), q)
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        if len(state.block) < 2:
+            return run_chain(self.inner, state.scope("inner"), gradient, direction, context)
+        q, axis = state["q"], self._axis(state.block)
+        return mode_product(self._mapped(state, direction, q, axis, context), q, axis)
+
+    def _mapped(self, state: State, direction: Tensor, q: Tensor, axis: int, context: StepContext) -> Tensor:
+        """f(Q^T d)."""
+        turned = mode_product(direction, q.mT, axis)
+        return run_chain(self.inner, state.scope("inner"), turned, turned, context)

@@ -1,0 +1,137 @@
+"""A chain on a few coordinates of the gradient, and what is done with the rest (GaLore, Fira, APOLLO)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from eigengraft import noise
+from eigengraft.numerics import block_norm, per_block, safe_ratio
+from eigengraft.slots import Slot, State
+from eigengraft.step_context import StepContext
+
+from ..algebra.mode_product import mode_product, unfold
+from ..base import Stage, Stages, run_chain
+from ..cadence import Cadence, Every
+from ..roots.base import leading_eigenvectors
+from ..roots.bases.orthogonal_iteration import same_signs, unit_sized
+
+DRAW = 1 << 34
+"""The stream of random projections."""
+
+
+class Projected(Stage):
+    """N = inner(P^T g, R)  with  R = P^T d,  P `[n, r]` renewed now and then, r coordinates in place of n on one axis.
+
+    lift:           P N                                    (GaLore, Zhao et al. 2024, arXiv:2403.03507, Algorithm 2)
+    lift_and_rest:  P N + limited((d - P R) diag(s))       (Fira, Chen et al. 2024, arXiv:2410.01623, Algorithm 1)
+    rescale:        limited(d diag(s))                     (APOLLO, Zhu et al. 2024, arXiv:2412.05270, Algorithm 1)
+
+    s_j = ||N_j|| / ||R_j|| over the coordinates, one for each index of the other axes, or with `per: block` one in all.
+    limited(X): X, or X shortened to `growth` times the norm that it had at the last step. P holds the leading singular
+    vectors of the gradient at a renewal, or random numbers of variance 1 / r. The state of `inner` stays as it is when
+    P changes, as in the papers. Blocks with one axis go to `inner` as they are.
+    """
+
+    kind: Literal["projected"] = "projected"
+    inner: Stages = Field(min_length=1, description="the chain on the coordinates")
+    rank: int = Field(default=128, ge=1, description="number r of coordinates, at most the length of the axis")
+    side: Literal["left", "right", "smaller"] = Field(default="smaller", description="which axis is projected")
+    projection: Literal["leading", "random"] = Field(
+        default="leading", description="singular vectors of the gradient, or random numbers"
+    )
+    result: Literal["lift", "lift_and_rest", "rescale"] = Field(
+        default="lift", description="what is made of the chain's direction"
+    )
+    per: Literal["column", "block"] = Field(default="column", description="what a scale s is taken over")
+    growth: float | None = Field(
+        default=None, gt=1, description="the largest ratio of the norms of what is scaled, from step to step"
+    )
+    renewal: Cadence = Field(default=Every(steps=200), description="when P is renewed")
+
+    @model_validator(mode="after")
+    def _options_matter(self) -> Self:
+        scaled = self.result != "lift"
+        if not scaled and self.growth is not None:
+            raise ValueError(f"growth: null is required with result 'lift', which scales nothing, got {self.growth}")
+        if not scaled and self.per != "column":
+            raise ValueError(f"per: 'column' is required with result 'lift', which scales nothing, got '{self.per}'")
+        if self.result == "lift_and_rest" and self.projection == "random":
+            raise ValueError("projection: 'leading' is required with result 'lift_and_rest', got 'random'")
+        return self
+
+    def chains(self) -> Mapping[str, Stages]:
+        return {"inner": self.inner}
+
+    def _axis(self, block: tuple[int, ...]) -> int:
+        if self.side == "smaller":
+            return min(range(len(block)), key=lambda axis: (block[axis], -axis))
+        return 0 if self.side == "left" else len(block) - 1
+
+    def _columns(self, block: tuple[int, ...]) -> int:
+        return min(self.rank, block[self._axis(block)])
+
+    def inner_block(self, part: str, block: tuple[int, ...]) -> tuple[int, ...]:
+        if len(block) < 2:
+            return block
+        axis = self._axis(block)
+        return (*block[:axis], self._columns(block), *block[axis + 1 :])
+
+    def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
+        if len(block) < 2:
+            return {}
+        p = Slot((block[self._axis(block)], self._columns(block)), fill="identity", role="basis")
+        limit = {"size": Slot((), sensitive=True)} if self.growth is not None else {}
+        return {"p": p, **limit}
+
+    def cadence(self) -> Cadence:
+        return self.renewal
+
+    def refresh_cost(self, block: tuple[int, ...]) -> float:
+        return 0.0 if len(block) < 2 else float(block[self._axis(block)]) ** 3
+
+    def refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:
+        if len(state.block) < 2:
+            return
+        old = state["p"]
+        if self.projection == "random":
+            seeds = torch.from_numpy(context.seeds).to(old.device)
+            state["p"] = noise.normal(seeds, context.step, tuple(old.shape[1:]), old.dtype, DRAW) / old.shape[-1] ** 0.5
+            return
+        x, ok = unit_sized(unfold(gradient, self._axis(state.block)))
+        new, _, fine = leading_eigenvectors(torch.bmm(x, x.mT), old.shape[-1])
+        state["p"] = torch.where(per_block(ok & fine & x.any(-1).any(-1), old), same_signs(new, old), old)
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        inner = state.scope("inner", self.inner_block("inner", state.block))
+        if len(state.block) < 2:
+            return run_chain(self.inner, inner, gradient, direction, context)
+        p, axis = state["p"], self._axis(state.block)
+        r = mode_product(direction, p.mT, axis)
+        seen = r if direction is gradient else mode_product(gradient, p.mT, axis)
+        n = run_chain(self.inner, inner, seen, r, context)
+        if self.result == "lift":
+            return mode_product(n, p, axis)
+        if self.result == "rescale":
+            return self._limited(state, direction * self._scales(n, r, axis))
+        rest = (direction - mode_product(r, p, axis)) * self._scales(n, r, axis)
+        return mode_product(n, p, axis) + self._limited(state, rest)
+
+    def _scales(self, n: Tensor, r: Tensor, axis: int) -> Tensor:
+        """||N_j|| / ||R_j||, shaped to multiply blocks; 0 where R_j is."""
+        if self.per == "block":
+            return per_block(safe_ratio(block_norm(n), block_norm(r)), n)
+        norms = (torch.linalg.vector_norm(x, dim=axis + 1, keepdim=True) for x in (n, r))
+        return safe_ratio(*norms)
+
+    def _limited(self, state: State, x: Tensor) -> Tensor:
+        if self.growth is None:
+            return x
+        before, norm = state["size"], block_norm(x)
+        allowed = torch.where(before > 0, torch.minimum(norm, before * self.growth), norm)
+        state["size"] = allowed
+        return x * per_block(safe_ratio(allowed, norm), x)

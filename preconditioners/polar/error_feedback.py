@@ -1,0 +1,106 @@
+"""Momenta that lose only what an update took of them: low-rank and partial orthogonalization (Dion, Dion2)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from einops import rearrange
+from pydantic import Field
+from torch import Tensor
+
+from eigengraft import noise
+from eigengraft.numerics import apply_aligned, safe_ratio, tiny
+from eigengraft.slots import Slot, State
+from eigengraft.step_context import StepContext
+
+from ..base import Stage
+from .solvers import NewtonSchulz, PolarSolver
+
+START = 1 << 35
+"""The stream of random starts of subspaces."""
+
+
+def _matrices(x: Tensor) -> Tensor:
+    """Blocks `[N, *block]` as matrices, first axis x the rest; a vector is one column."""
+    return rearrange(x, "n rows ... -> n rows (...)") if x.ndim > 1 else x.reshape(-1, 1, 1)
+
+
+class Dion(Stage):
+    """P Q^T  with  M <- M + d,  P = qr(M Q),  R = M^T P,  M <- M - (1 - beta) P R^T,  Q <- R / column norms
+
+    A momentum that is orthogonalized on r directions, found by one power step from the last ones, and that keeps what
+    is left for later (Ahn et al. 2025, arXiv:2504.05295, Algorithm 1; the step sqrt(m / n) of the paper is the stage
+    `scale`). Blocks are seen as matrices, first axis x the rest. The first Q is random.
+    """
+
+    kind: Literal["dion"] = "dion"
+    beta: float = Field(default=0.95, ge=0, lt=1, description="part of an update's directions that M keeps, per step")
+    rank: int = Field(default=64, ge=1, description="number r of directions, at most the shorter side")
+
+    def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
+        rows, columns = block[0] if block else 1, math.prod(block[1:])
+        r = min(self.rank, rows, columns)
+        m = Slot(block, role="first_moment", frame="vector")
+        return {"m": m, "q": Slot((columns, r), fill="identity", role="basis")}
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        m = state["m"] + direction
+        x, q = _matrices(m), self._started(state["q"], context)
+        peak = x.abs().amax((-2, -1), keepdim=True).clamp_min(tiny(x.dtype))
+        unit = x / peak  # squares neither over- nor underflow
+        p = apply_aligned(_orthonormal, torch.bmm(unit, q))
+        r = torch.bmm(unit.mT, p)
+        norms = torch.linalg.vector_norm(r, dim=-2, keepdim=True)
+        q = r * safe_ratio(torch.ones_like(norms), norms)
+        state["m"] = torch.baddbmm(x, p * peak, r.mT, alpha=self.beta - 1).reshape(m.shape)
+        state["q"] = q
+        return torch.bmm(p, q.mT).reshape(direction.shape)
+
+    def _started(self, q: Tensor, context: StepContext) -> Tensor:
+        """Q, random in blocks that are updated for the first time."""
+        if context.steps.min() > 1:
+            return q
+        seeds = torch.from_numpy(context.seeds).to(q.device)
+        fresh = noise.normal(seeds, context.step, tuple(q.shape[1:]), q.dtype, START)
+        return torch.where((context.step <= 1)[:, None, None], fresh, q)
+
+
+def _orthonormal(x: Tensor) -> Tensor:
+    q: Tensor = torch.linalg.qr(x).Q
+    return q
+
+
+class Dion2(Stage):
+    """polar(M_S) on the rows S of largest sum |M_ij|, zero elsewhere, with  M <- M + d;  then  M_S <- beta M_S
+
+    S holds a fraction of the rows (rounded up), or of the columns where these are fewer: the others wait, and are the
+    larger for it (Ahn et al. 2025, arXiv:2512.16928, Algorithm 1, and microsoft/dion). Blocks are seen as matrices,
+    first axis x the rest. Without a fraction (1) it is Muon with an undamped momentum.
+    """
+
+    kind: Literal["dion2"] = "dion2"
+    beta: float = Field(default=0.95, ge=0, lt=1, description="decay of the rows that were used, per step")
+    fraction: float = Field(default=0.25, gt=0, le=1, description="part of the rows that is used in a step")
+    side: Literal["left", "right", "smaller"] = Field(
+        default="smaller", description="whether rows or columns are taken"
+    )
+    solver: PolarSolver = Field(default=NewtonSchulz(), description="how the polar factor is computed")
+
+    def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
+        return {"m": Slot(block, role="first_moment", frame="vector")}
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        m = state["m"].add_(direction)
+        x = _matrices(m)
+        rows = self.side == "left" or (self.side == "smaller" and x.shape[1] <= x.shape[2])
+        x = x if rows else x.mT
+        chosen = x.abs().sum(-1).topk(math.ceil(self.fraction * x.shape[1]), dim=-1).indices.sort(dim=-1).values
+        index = chosen.unsqueeze(-1).expand(-1, -1, x.shape[2])
+        taken = x.gather(1, index)
+        out = torch.zeros_like(x).scatter_(1, index, self.solver.of_blocks(taken))
+        left = x.scatter(1, index, taken * self.beta)
+        state["m"] = (left if rows else left.mT).reshape(m.shape)
+        return (out if rows else out.mT).reshape(direction.shape)

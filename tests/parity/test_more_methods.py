@@ -1,0 +1,435 @@
+"""More shipped recipes against the formulas of their papers, in float64: signs, Adam's relatives, Muon's, low rank.
+
+As in `test_methods.py`: each definition gives the updates U_t from the gradients alone, and a recipe has to follow
+W <- (1 - lr decay) W - lr U.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from eigengraft import Optimizer, load_recipe, noise
+
+from ..trajectories import distance, follow, normal, random_gradients, recipe
+from .test_methods import (
+    BASIS,
+    KL,
+    LR,
+    RMS,
+    Gram,
+    Mean,
+    OwnRMS,
+    adam,
+    ahead,
+    by_qr,
+    cadence,
+    in_basis,
+    moved,
+    muon,
+    newton_schulz,
+    of_rms,
+)
+
+pytestmark = pytest.mark.slow
+
+STEPS = 12
+SHAPES = [(5, 8), (8, 5), (6, 6)]
+Updates = Callable[[Sequence[Tensor]], list[Tensor]]
+
+
+def means(given: Sequence[Tensor], beta: float, corrected: bool = False) -> list[Tensor]:
+    """M <- b M + (1 - b) G;  M, or M / (1 - b^t)."""
+    mean, found = Mean(beta, *given[0].shape), []
+    for g in given:
+        mean(g)
+        found.append(mean.value() if corrected else mean.raw)
+    return found
+
+
+# Signs and Adam's relatives.
+
+
+def lion(given: Sequence[Tensor]) -> list[Tensor]:
+    m, found = torch.zeros_like(given[0]), []
+    for g in given:
+        found.append((0.9 * m + 0.1 * g).sign())
+        m = 0.99 * m + 0.01 * g
+    return found
+
+
+def signum(given: Sequence[Tensor]) -> list[Tensor]:
+    return [m.sign() for m in means(given, 0.9)]
+
+
+def laprop(given: Sequence[Tensor]) -> list[Tensor]:
+    v, m = Mean(0.999, *given[0].shape), Mean(0.9, *given[0].shape)
+    return [m(g / (v(g.square()).sqrt() + 1e-15)) for g in given]
+
+
+def adopt(given: Sequence[Tensor]) -> list[Tensor]:
+    """v_0 = G_0^2, no step;  m <- 0.9 m + 0.1 clip(G / max(sqrt(v), eps), t^(1/4));  v <- b v + (1 - b) G^2."""
+    v, m, found = given[0].square(), torch.zeros_like(given[0]), [torch.zeros_like(given[0])]
+    for t, g in enumerate(given[1:], start=1):
+        bound = t**0.25
+        m = 0.9 * m + 0.1 * (g / v.sqrt().clamp(min=1e-6)).clamp(-bound, bound)
+        v = 0.9999 * v + 0.0001 * g.square()
+        found.append(m)
+    return found
+
+
+def adam_atan2(given: Sequence[Tensor]) -> list[Tensor]:
+    m, v = Mean(0.9, *given[0].shape), Mean(0.999, *given[0].shape)
+    return [1.27 * torch.atan2(m(g), v(g.square()).sqrt()) for g in given]
+
+
+def grams(given: Sequence[Tensor]) -> list[Tensor]:
+    return [u.abs() * g.sign() for u, g in zip(adam(given, 0.9, 0.999), given, strict=True)]
+
+
+def adam_mini(given: Sequence[Tensor]) -> list[Tensor]:
+    m, v = Mean(0.9, *given[0].shape), Mean(0.95, len(given[0]), 1)
+    return [m(g) / (v(g.square().mean(1, keepdim=True)).sqrt() + 1e-8) for g in given]
+
+
+# Muon's relatives.
+
+
+def steps_of(x: Tensor, triples: Sequence[tuple[float, float, float]]) -> Tensor:
+    """X <- a X + b (X X^T) X + c (X X^T)^2 X with another triple at each step; X as it is given."""
+    for a, b, c in triples:
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
+
+
+def matched(x: Tensor) -> Tensor:
+    return x * (0.2 * math.sqrt(max(x.shape)))
+
+
+def spectrally(x: Tensor) -> Tensor:
+    return x * math.sqrt(x.shape[0] / x.shape[1])
+
+
+def muon_squared(given: Sequence[Tensor]) -> list[Tensor]:
+    """NS_3(M / (sqrt(V) + eps)) sqrt(m / n), both means without correction."""
+    v = means([g.square() for g in given], 0.95)
+    return [spectrally(newton_schulz(m / (x.sqrt() + 1e-8), 3)) for m, x in zip(means(given, 0.95), v, strict=True)]
+
+
+def polargrad(given: Sequence[Tensor]) -> list[Tensor]:
+    """||M||_* U V^T, to what the steps leave: 8 of Muon's, 2 that end at 1."""
+    found = []
+    for m in means(given, 0.95):
+        u = newton_schulz(newton_schulz(m, 8), 2, (2.0, -1.5, 0.5), scaled=False)
+        found.append(u * float((m * u).sum()))
+    return found
+
+
+def muoneq(given: Sequence[Tensor]) -> list[Tensor]:
+    return [matched(newton_schulz(x / x.norm(dim=1, keepdim=True))) for x in ahead(given, 0.95)]
+
+
+def mud(given: Sequence[Tensor]) -> list[Tensor]:
+    """V <- b V + G, M = G + b V;  rows of size 1, tril(Q Q^T)^-1 Q, rows of size 1, on the shorter side."""
+    v, found = torch.zeros_like(given[0]), []
+    for g in given:
+        v = 0.95 * v + g
+        x = g + 0.95 * v
+        q = x if x.shape[0] <= x.shape[1] else x.T
+        q = q / q.norm(dim=1, keepdim=True)
+        q = torch.linalg.inv((q @ q.T).tril()) @ q
+        q = q / q.norm(dim=1, keepdim=True)
+        found.append(matched(q if x.shape[0] <= x.shape[1] else q.T))
+    return found
+
+
+YOU = ((3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037), (2.8769, -3.1427, 1.2046), (2.8366, -3.0525, 1.2012))
+
+
+def turbo_muon(given: Sequence[Tensor]) -> list[Tensor]:
+    """X <- diag(s) X with s_i = (sum_j |X X^T|_ij)^(-1/2), rows of the shorter side, then four steps."""
+    found = []
+    for m in ahead(given, 0.95):
+        x = m if m.shape[0] <= m.shape[1] else m.T
+        x = steps_of(x / (x @ x.T).abs().sum(1, keepdim=True).sqrt(), YOU)
+        found.append(matched(x if m.shape[0] <= m.shape[1] else x.T))
+    return found
+
+
+EXPRESS = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+
+
+def polar_express(given: Sequence[Tensor]) -> list[Tensor]:
+    """The steps on X / (1.02 ||X||)."""
+    found = []
+    for m in ahead(given, 0.95):
+        x = m if m.shape[0] <= m.shape[1] else m.T
+        x = steps_of(x / (1.02 * x.norm()), EXPRESS)
+        found.append(matched(x if m.shape[0] <= m.shape[1] else x.T))
+    return found
+
+
+def sinkhorn(x: Tensor) -> Tensor:
+    for _ in range(5):
+        x = x / x.square().mean(1, keepdim=True).sqrt()
+        x = x / x.square().mean(0, keepdim=True).sqrt()
+    return x
+
+
+def aro(given: Sequence[Tensor]) -> list[Tensor]:
+    """Q <- qr(M f(Q^T M)^T);  Q f(Q^T M), an RMS of 0.2; on the right of tall matrices. Signs cancel, as f is odd."""
+    tall = given[0].shape[0] > given[0].shape[1]
+    q, found = torch.eye(min(given[0].shape), dtype=torch.float64), []
+    for m in means(given, 0.95):
+        q = torch.linalg.qr(m.T @ sinkhorn(m @ q) if tall else m @ sinkhorn(q.T @ m).T).Q
+        found.append(of_rms(sinkhorn(m @ q) @ q.T if tall else q @ sinkhorn(q.T @ m), 0.2))
+    return found
+
+
+def sinksoap(given: Sequence[Tensor]) -> list[Tensor]:
+    shape, v, found = given[0].shape, Mean(0.95, len(given[0]), 1), []
+    for x in in_basis(given, ahead(given, 0.95), Gram(shape, 0.9), by_qr, OwnRMS(shape, 0.9)):
+        o = newton_schulz(sinkhorn(x), 12, (2.0, -1.5, 0.5))
+        v(o.square().mean(1, keepdim=True))
+        found.append(of_rms(o / (v.raw.sqrt() + 1e-8), 0.2))
+    return found
+
+
+# Low rank, and momenta with error feedback.
+
+RANK = 3
+
+
+def leading(g: Tensor, old: Tensor | None) -> Tensor:
+    """The leading left singular vectors, with the signs of the old ones."""
+    p = torch.linalg.svd(g, full_matrices=False)[0][:, :RANK]
+    old = torch.eye(len(g), RANK, dtype=torch.float64) if old is None else old
+    return p * torch.where((p * old).sum(0) < 0, -1.0, 1.0)
+
+
+def wide(given: Sequence[Tensor], update: Callable[[Sequence[Tensor]], list[Tensor]]) -> list[Tensor]:
+    """The method on matrices whose first axis is the projected one: of tall and of square ones the transposes."""
+    m, n = given[0].shape
+    return update(given) if m < n else [u.T for u in update([g.T for g in given])]
+
+
+def projected(given: Sequence[Tensor], finish: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> list[Tensor]:
+    """finish(G, P, R, N) with R = P^T G, N = Adam's direction of R; P renewed at updates 1, 4, 8, 12."""
+    m, v = (Mean(beta, RANK, given[0].shape[1]) for beta in (0.9, 0.999))
+    p, found = None, []
+    for t, g in enumerate(given, start=1):
+        p = leading(g, p) if t == 1 or t % 4 == 0 else p
+        assert p is not None
+        r = p.T @ g
+        found.append(finish(g, p, r, m(r) / (v(r.square()).sqrt() + 1e-6)))
+    return found
+
+
+class Limiter:
+    """X, or X shortened to 1.01 times the norm that the last one had in the end."""
+
+    def __init__(self) -> None:
+        self.size: float | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        norm = float(x.norm())
+        self.size = norm if self.size is None else min(norm, 1.01 * self.size)
+        return x * (self.size / norm)
+
+
+def galore(given: Sequence[Tensor]) -> list[Tensor]:
+    return wide(given, lambda gs: projected(gs, lambda g, p, r, n: 0.25 * p @ n))
+
+
+def fira(given: Sequence[Tensor]) -> list[Tensor]:
+    limited = Limiter()
+
+    def finish(g: Tensor, p: Tensor, r: Tensor, n: Tensor) -> Tensor:
+        return 0.25 * (p @ n + limited((g - p @ r) * (n.norm(dim=0) / r.norm(dim=0))))
+
+    return wide(given, lambda gs: projected(gs, finish))
+
+
+def dion2(given: Sequence[Tensor]) -> list[Tensor]:
+    """Two of five or six rows with the largest sum of sizes, decayed by 0.95 where they are used."""
+
+    def update(gs: Sequence[Tensor]) -> list[Tensor]:
+        m, found = torch.zeros_like(gs[0]), []
+        for g in gs:
+            m = m + g
+            rows = m.abs().sum(1).argsort(descending=True)[:2]
+            x = m[rows] / (1.02 * m[rows].norm())
+            found.append(torch.zeros_like(m).index_copy(0, rows, steps_of(x, EXPRESS)))
+            m = m.index_copy(0, rows, 0.95 * m[rows])
+        return found
+
+    m, n = given[0].shape
+    updates = update(given) if m <= n else [u.T for u in update([g.T for g in given])]
+    return [spectrally(u) for u in updates]
+
+
+EXACT = "update.spectral.solver.precision=input"
+LOW_RANK = ("update.projected.rank=3", "update.projected.renewal.steps=4", "update.projected.renewal.stagger=none")
+
+METHODS: dict[str, tuple[Updates, float, tuple[str, ...]]] = {
+    "lion": (lion, 0.1, ()),
+    "signum": (signum, 0.0, ()),
+    "laprop": (laprop, 0.0, ()),
+    "adopt": (adopt, 0.0, ()),
+    "adam_atan2": (adam_atan2, 0.01, ()),
+    "grams": (grams, 0.01, ()),
+    "adam_mini": (adam_mini, 0.1, ()),
+    "muon_squared": (muon_squared, 0.01, ()),
+    "polargrad": (polargrad, 0.01, ()),
+    "muoneq": (muoneq, 0.01, (EXACT,)),
+    "mud": (mud, 0.01, ()),
+    "turbo_muon": (turbo_muon, 0.01, (EXACT,)),
+    "polar_express": (polar_express, 0.01, (EXACT,)),
+    "aro": (aro, 0.01, ()),
+    "sinksoap": (sinksoap, 0.01, cadence(BASIS)),
+    "galore": (galore, 0.0, LOW_RANK),
+    "fira": (fira, 0.0, LOW_RANK),
+    "dion2": (dion2, 0.01, ()),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", METHODS)
+def test_a_recipe_is_its_papers_formula(name: str, shape: tuple[int, int]) -> None:
+    """1e-9 for the reasons given in `test_methods.py`."""
+    defined, decay, overrides = METHODS[name]
+    init, gradients = [normal(*shape, seed=5)], random_gradients([shape], STEPS)
+    ours = follow(recipe(name, *overrides, lr=LR), init, gradients)
+    assert distance(ours, [moved(init[0], defined([g for (g,) in gradients]), decay)], init) <= 1e-9
+
+
+def test_no_two_of_these_formulas_are_the_same() -> None:
+    given = [g for (g,) in random_gradients([(5, 8)], STEPS)]
+    init = torch.zeros(5, 8, dtype=torch.float64)
+    paths = [moved(init, defined(given)) for defined, _, _ in METHODS.values()]
+    for i, one in enumerate(paths):
+        assert all(distance([one], [other], [init]) > 1e-2 for other in paths[:i])
+
+
+def soap_h(given: Sequence[Tensor], factors: Gram | KL) -> list[Tensor]:
+    return in_basis(given, 0.95, factors, by_qr, RMS(given[0].shape), lambda t: t >= 2)
+
+
+ON_SPHERES: dict[str, tuple[Updates, tuple[str, ...]]] = {
+    "muon_h": (muon, (EXACT,)),
+    "adam_h": (lambda given: adam(given, 0.9, 0.95), ()),
+    "soap_h": (lambda given: soap_h(given, Gram(given[0].shape)), ()),
+    "soap_kl_h": (lambda given: soap_h(given, KL(given[0].shape)), ()),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", ON_SPHERES)
+def test_steps_on_spheres_are_those_of_the_method(name: str, shape: tuple[int, int]) -> None:
+    """W <- (W - lr U ||W|| / ||U||) ||W_0|| / ||.||. 1e-9 as above."""
+    defined, overrides = ON_SPHERES[name]
+    init, gradients = [normal(*shape, seed=5)], random_gradients([shape], STEPS)
+    path, w, radius = [], init[0], init[0].norm()
+    for u in defined([g for (g,) in gradients]):
+        w = w - LR * u * (w.norm() / u.norm())
+        w = w * (radius / w.norm())
+        path.append(w)
+    assert distance(follow(recipe(name, *overrides, lr=LR), init, gradients), [torch.stack(path)], init) <= 1e-9
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tensor]:
+    """What a stage draws, which only the shape decides here: standard normal numbers `shape`."""
+
+    def draw(*shape: int) -> Tensor:
+        return normal(*shape, seed=77)
+
+    def stacked(seeds: Tensor, step: Tensor, shape: tuple[int, ...], dtype: torch.dtype, stream: int = 0) -> Tensor:
+        return draw(*shape).to(dtype).expand(len(seeds), *shape)
+
+    monkeypatch.setattr(noise, "normal", stacked)
+    return draw
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", ["apollo", "apollo_mini"])
+def test_apollo_scales_the_gradient(name: str, shape: tuple[int, int], drawn: Callable[..., Tensor]) -> None:
+    """limited(G diag(s)), s_j = ||N_j|| / ||R_j||, R = P G with P of variance 1 / r; one s and sqrt(128) in the mini.
+
+    1e-9 as above.
+    """
+    rank, mini = (1, True) if name == "apollo_mini" else (3, False)
+
+    def update(gs: Sequence[Tensor]) -> list[Tensor]:
+        p, limited, found = drawn(len(gs[0]), rank).T / math.sqrt(rank), Limiter(), []
+        m, v = (Mean(beta, rank, gs[0].shape[1]) for beta in (0.9, 0.999))
+        for g in gs:
+            r = p @ g
+            n = m(r) / (v(r.square()).sqrt() + 1e-6)
+            found.append(limited(g * (n.norm() / r.norm() if mini else n.norm(dim=0) / r.norm(dim=0))))
+        return [x * math.sqrt(128) for x in found] if mini else found
+
+    init, gradients = [normal(*shape, seed=5)], random_gradients([shape], STEPS)
+    ours = follow(recipe(name, f"update.projected.rank={rank}", lr=LR), init, gradients)
+    assert distance(ours, [moved(init[0], wide([g for (g,) in gradients], update), 0.0)], init) <= 1e-9
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_dion_orthogonalizes_what_a_power_step_finds(shape: tuple[int, int], drawn: Callable[..., Tensor]) -> None:
+    """P = qr(M Q), R = M^T P, M <- M - 0.05 P R^T, Q = R over its column norms, P Q^T sqrt(m / n). 1e-9 as above."""
+    init, gradients = [normal(*shape, seed=5)], random_gradients([shape], STEPS)
+    m, q, updates = torch.zeros(shape, dtype=torch.float64), drawn(shape[1], RANK), []
+    for (g,) in gradients:
+        m = m + g
+        p = torch.linalg.qr(m @ q).Q
+        r = m.T @ p
+        m, q = m - 0.05 * p @ r.T, r / r.norm(dim=0)
+        updates.append(spectrally(p @ q.T))
+    ours = follow(recipe("dion", "update.dion.rank=3", lr=LR), init, gradients)
+    assert distance(ours, [moved(init[0], updates)], init) <= 1e-9
+
+
+ROLES: dict[str, dict[str, tuple[tuple[int, ...], Updates]]] = {
+    "scion": {
+        "layer.weight": ((5, 8), lambda g: [50 * spectrally(newton_schulz(m)) for m in means(g, 0.9)]),
+        "lm_head.weight": ((6, 4), lambda g: [3000 / 4 * m.sign() for m in means(g, 0.9)]),
+        "wte.weight": ((6, 4), lambda g: [50 * m / m.square().mean(1, keepdim=True).sqrt() for m in means(g, 0.9)]),
+        "layer.bias": ((7,), lambda g: [50 * m / m.square().mean().sqrt() for m in means(g, 0.9)]),
+    },
+    "adam_mini": {
+        "wte.weight": ((6, 4), adam_mini),
+        "norm.weight": (
+            (7,),
+            lambda g: [
+                m / (v.sqrt() + 1e-8)
+                for m, v in zip(means(g, 0.9, True), means([x.square().mean() for x in g], 0.95, True), strict=True)
+            ],
+        ),
+    },
+}
+
+
+@pytest.mark.parametrize("name", ROLES)
+def test_each_role_has_its_norm(name: str) -> None:
+    """1e-9 as above; weight decay is the recipe's own."""
+    shapes = [shape for shape, _ in ROLES[name].values()]
+    init, gradients = [normal(*shape, seed=i) for i, shape in enumerate(shapes)], random_gradients(shapes, STEPS)
+    params = [torch.nn.Parameter(x.clone()) for x in init]
+    optimizer = Optimizer(list(zip(ROLES[name], params, strict=True)), name, lr=LR)
+    for row in gradients:
+        for p, g in zip(params, row, strict=True):
+            p.grad = g.clone()
+        optimizer.step()
+    rate = load_recipe(name).weight_decay.rate
+    for i, (_, defined) in enumerate(ROLES[name].values()):
+        expected = moved(init[i], defined([row[i] for row in gradients]), rate)[-1]
+        assert float((params[i].detach() - expected).abs().max()) <= 1e-9 * float(expected.abs().max())
