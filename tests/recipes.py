@@ -16,16 +16,29 @@ def stage_kinds(name: str) -> frozenset[str]:
     return frozenset(str(getattr(stage, "kind")) for _, stage in walk(load_recipe(name).update))  # noqa: B009
 
 
+def plain(name: str) -> bool:
+    """Whether a recipe is one stage after another: then the laws, which ask each stage for every option, ask it too."""
+    return not any(stage.chains() for _, stage in walk(load_recipe(name).update))
+
+
 def cover(names: Iterable[str]) -> tuple[str, ...]:
-    """The first recipe of each combination of stage kinds."""
+    """The first recipe of each combination of stage kinds; of plain ones only those with a kind that is new there."""
     found: dict[frozenset[str], str] = {}
+    known: set[str] = set()
     for name in names:
-        found.setdefault(stage_kinds(name), name)
+        if not plain(name) or stage_kinds(name) - known:
+            found.setdefault(stage_kinds(name), name)
+        if plain(name):
+            known |= stage_kinds(name)
     return tuple(found.values())
 
 
 COVER = cover(SHIPPED)
-"""One recipe of each combination of stage kinds: the others differ from it in numbers, statistics or storage."""
+"""Recipes that stand for the others, which differ from them in numbers, statistics or storage, or in the order of
+stages."""
+
+BROAD = tuple(name for name in SHIPPED if name in COVER or not plain(name))
+"""Recipes that are asked for what an optimizer has to do; a plain one outside of the cover does it by its stages."""
 
 
 def machinery(name: str) -> frozenset[str]:
@@ -60,13 +73,16 @@ parameters of these tests are too small to be coded, and tests of storage ask ev
 EVERY = [pytest.param(name, marks=() if name in COVER else pytest.mark.slow) for name in SHIPPED]
 """Every shipped recipe; those outside of the cover are slow."""
 
+EVERY_BROAD = [pytest.param(name, marks=() if name in COVER else pytest.mark.slow) for name in BROAD]
+"""Every broad recipe; those outside of the cover are slow."""
+
 
 def with_options(usual: Any, *others: Any) -> list[Any]:
-    """Every shipped recipe with the usual option, and the cover and what lies beyond it with the other options.
+    """Every broad recipe with the usual option, and the cover and what lies beyond it with the other options.
 
     Tests with the usual option of recipes in the cover are quick, the others slow.
     """
-    first = [pytest.param(name, usual, marks=() if name in COVER else pytest.mark.slow) for name in SHIPPED]
+    first = [pytest.param(name, usual, marks=() if name in COVER else pytest.mark.slow) for name in BROAD]
     return first + [
         pytest.param(name, option, marks=pytest.mark.slow) for option in others for name in (*COVER, *BEYOND)
     ]

@@ -12,10 +12,10 @@ from torch import Tensor
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
-from ..algebra.mode_product import mode_product, unfold
+from ..algebra.basis_change import mode_product, unfold
 from ..base import Stage, Stages, chain_slots, run_chain, walk
 from ..cadence import Cadence, Every
-from ..roots.bases.orthogonal_iteration import householder
+from ..roots.bases.power_qr import householder
 
 
 class AdaptiveRotation(Stage):

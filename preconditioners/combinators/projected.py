@@ -14,11 +14,11 @@ from eigengraft.numerics import block_norm, per_block, safe_ratio
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
-from ..algebra.mode_product import mode_product, unfold
-from ..base import Stage, Stages, run_chain
+from ..algebra.basis_change import mode_product, unfold
+from ..base import Stage, Stages, run_chain, walk
 from ..cadence import Cadence, Every
 from ..roots.base import leading_eigenvectors
-from ..roots.bases.orthogonal_iteration import same_signs, unit_sized
+from ..roots.bases.power_qr import same_signs, unit_sized
 
 DRAW = 1 << 34
 """The stream of random projections."""
@@ -62,6 +62,13 @@ class Projected(Stage):
             raise ValueError(f"per: 'column' is required with result 'lift', which scales nothing, got '{self.per}'")
         if self.result == "lift_and_rest" and self.projection == "random":
             raise ValueError("projection: 'leading' is required with result 'lift_and_rest', got 'random'")
+        return self
+
+    @model_validator(mode="after")
+    def _inner_waits_for_no_basis(self) -> Self:
+        for path, stage in walk(self.inner, "inner"):
+            if stage.lagged():
+                raise ValueError(f"{path}: a stage that needs no first gradient before P is required, got a lagged one")
         return self
 
     def chains(self) -> Mapping[str, Stages]:

@@ -109,6 +109,7 @@ COMBINED = (
         faults=(
             unknown("projected"),
             Fault({"kind": "projected"}, "inner: required, got nothing"),
+            Fault({**PROJECTED, "inner": {"kind": "lagged_rms"}}, "inner.lagged_rms: .* got a lagged one"),
             Fault({**PROJECTED, "rank": 0}, "rank: .*or equal to 1, got 0"),
             Fault({**PROJECTED, "growth": 1.01}, "growth: null is required with result 'lift', .*got 1.01"),
             Fault({**PROJECTED, "per": "block"}, "per: 'column' is required with result 'lift', .*got 'block'"),

@@ -10,16 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import eigengraft
 from eigengraft import Optimizer, RecipeError, load_recipe
 from eigengraft.optimizers.apply import Constraint
 from eigengraft.optimizers.planning.plan import plan
 
 from ..laws.table import TABLE
+from ..recipes import BROAD
 from ..trajectories import normal
 
 LR = 0.1
-SHIPPED = eigengraft.shipped_recipes()
 
 
 def recipe(constraints: Any = "hyperball", update: Any = "identity", **more: Any) -> dict[str, Any]:
@@ -68,7 +67,7 @@ def test_weight_decay_only_lengthens_the_step() -> None:
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        *((name, torch.float32) for name in SHIPPED),
+        *((name, torch.float32) for name in BROAD),
         *((name, dtype) for name in ("adamw", "soap", "muon") for dtype in (torch.float64, torch.bfloat16)),
     ],
     ids=str,

@@ -16,7 +16,7 @@ import eigengraft
 from eigengraft import Optimizer, load_recipe
 from eigengraft.optimizers.apply.weight_decay import WeightDecay
 
-from ..recipes import COVER, EVERY, SHIPPED, with_options
+from ..recipes import BROAD, COVER, EVERY_BROAD, with_options
 
 SHAPES = ((), (0,), (0, 3), (1,), (5,), (4, 3), (3, 4), (1, 6), (2, 3, 2), (3, 2, 1, 2), (2, 1, 2, 2, 2))
 FAST_SOAP = load_recipe("soap", ["update.eigenbasis.refresh.steps=3"])
@@ -367,7 +367,7 @@ def test_every_shape_moves_and_stays_finite(recipe: str, dtype: torch.dtype) -> 
 OTHER_DECAYS = [("soap", decay) for decay in sorted(WeightDecay.members) if decay != "decoupled"]
 
 
-@pytest.mark.parametrize(("recipe", "decay"), [*((name, "decoupled") for name in SHIPPED), *OTHER_DECAYS])
+@pytest.mark.parametrize(("recipe", "decay"), [*((name, "decoupled") for name in BROAD), *OTHER_DECAYS])
 def test_gradients_are_never_written(recipe: str, decay: str) -> None:
     changed = load_recipe(recipe, [f"weight_decay.kind={decay}", "weight_decay.rate=0.1"])
     for shapes in ([(4, 3)], [(4, 3), (4, 3), (3,), ()]):
@@ -379,7 +379,7 @@ def test_gradients_are_never_written(recipe: str, decay: str) -> None:
             assert equal([g for g in grads if g is not None], row)
 
 
-@pytest.mark.parametrize("recipe", EVERY)
+@pytest.mark.parametrize("recipe", EVERY_BROAD)
 def test_a_parameter_without_gradient_is_not_part_of_the_step(recipe: str) -> None:
     shapes = [(4, 3), (4, 3), (3,), (3,)]
     ours, dense = parameters(shapes), parameters(shapes)
@@ -468,7 +468,7 @@ def test_zero_grad() -> None:
     assert params[0].grad is None
 
 
-@pytest.mark.parametrize("recipe", EVERY)
+@pytest.mark.parametrize("recipe", EVERY_BROAD)
 def test_state_bytes_are_those_of_the_tensors(recipe: str) -> None:
     net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Linear(5, 70))
     optimizer = eigengraft.compose(recipe, net)

@@ -21,7 +21,7 @@ def polar_factors_are_odd_blind_to_scale_and_turn_with_the_matrix(case: SolverCa
             require_close(
                 solve(case.solver, u @ x @ v.T), u @ polar @ v.T, ROUNDING, f"P(U X V^T) = U P(X) V^T {where}"
             )
-        if case.rotates is not False or shape[0] != shape[1]:
+        if case.rotates is not False or x.shape[1] != x.shape[2]:
             require_close(solve(case.solver, x.mT), polar.mT, ROUNDING, f"P(X^T) = P(X)^T {where}")
         require_close(solve(case.solver, -x), -polar, ROUNDING, f"P(-X) = -P(X) {where}")
         require_close(solve(case.solver, x * 2.0**30), polar, ROUNDING, f"P(2^30 X) = P(X) {where}")
