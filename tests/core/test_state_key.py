@@ -31,12 +31,18 @@ def test_a_key_and_its_text_say_the_same(text: str) -> None:
 def test_state_of_a_block_belongs_to_a_stage_that_the_recipe_has(recipe: str) -> None:
     parameters = [nn.Parameter(torch.zeros(4, 3)), nn.Parameter(torch.zeros(3))]
     optimizer = Optimizer(parameters, recipe)
-    stages = {path for where, rule in optimizer.recipe.updates().items() for path, _ in rule.stages(where)}
+    updates = optimizer.recipe.updates().items()
+    stages = {path for where, rule in updates for path, _ in rule.stages(where)}
+    constraints = {f"{where}.constraints.{c.label}".lstrip(".") for where, rule in updates for c in rule.constraints}
     for state in optimizer.state.values():
         for text in state:
             key = StateKey.parse(text)
             assert str(key) == text
-            assert key.stage in stages if key.block is not None else text == "step" or key.stage == "averaging"
+            assert (
+                key.stage in stages
+                if key.block is not None
+                else text == "step" or key.stage in constraints | {"averaging"}
+            )
 
 
 SPELLED = re.compile(r"""partition\("/"\)|split\("/"|\}/\{""")
