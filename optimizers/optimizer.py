@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .apply.mode import Mode
-from .apply.write import Hyper
 from .checkpoint.consolidation import consolidate, divided_state, full_state
 from .checkpoint.load_plan import strict_loading
 from .checkpoint.pickling import restored, snapshot
 from .checkpoint.replaced_params import adopt_parameters
+from .engine.given_signals import Given
 from .engine.param_sets import ParamSets
 from .engine.stack_state import StackState
-from .param_groups import check_keys, check_values, group_infos, number, require_matches
+from .param_groups import check_keys, check_values, group_infos, require_matches
 from .recipe.loading import RecipeSource, load_recipe
 from .recipe.overrides import Overrides
 from .recipe.recipe import Recipe
@@ -119,24 +120,25 @@ class Optimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update. A closure is called once, with gradients enabled, before anything else; its value is returned."""
         if self.iterate != "train":
-            raise RuntimeError(
-                "Optimizer.step: the parameters must hold the training iterate, got the evaluated one; "
-                "call optimizer.train() first"
-            )
+            held = "the parameters must hold the training iterate, got the evaluated one"
+            raise RuntimeError(f"Optimizer.step: {held}; call optimizer.train() first")
         self.param_sets.consolidated, loss = None, None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+            if isinstance(loss, (Tensor, float)):
+                self.provide("loss", loss)
         self._settle()
-        ready = []
-        for index, group in enumerate(self.param_groups):
-            self.param_sets.thaw(index, self.state, "train")
-            hyper = Hyper(number(group, "lr"), float(group["peak_lr"]), float(number(group, "weight_decay")))
-            ready += [(param_set, param_set.prepare(hyper)) for param_set in self.param_sets.groups[index]]
-        for param_set, inputs in ready:
-            if inputs is not None:
-                param_set.step(inputs)
+        self.param_sets.step(self.param_groups, self.state)
         return loss
+
+    def provide(self, name: str, value: Given) -> bool:
+        """Gives a signal to the stages of the next step: a number, or {parameter: number or tensor}.
+
+        Tensors are of the parameter's shape, or DTensors like it, and the same wherever ranks hold the same entries;
+        numbers may differ between ranks. Returns whether a stage asks for it; else nothing is kept.
+        """
+        return self.param_sets.signals.provide(name, value, chain.from_iterable(self.param_sets.parameters))
 
     def _settle(self) -> None:
         """Takes over parameters that a host has put in place of others, and takes back steps that were no steps."""

@@ -38,7 +38,13 @@ class Stage(Component, ABC, family="stage"):
         description="what the stage is called in paths; default: its kind. Needed where a kind repeats in a chain",
     )
     requires: ClassVar[frozenset[str]] = frozenset()
-    """Signals the optimizer must provide on the context: `lr`, `parameter_rms`."""
+    """Signals that the optimizer must provide on the context, by name; the names are registered."""
+    accepts: ClassVar[frozenset[str]] = frozenset()
+    """Signals that are on the context in those steps only for which they were provided."""
+
+    def signals(self) -> frozenset[str]:
+        """The signals that must be there: `requires`, or what follows from fields."""
+        return self.requires
 
     @property
     def label(self) -> str:

@@ -118,7 +118,7 @@ def show_command(
         experiment = load_experiment({"task": task, "recipe": source}, overrides or (), imports or ())
         typer.echo(to_yaml(experiment.recipe.declaration()))
     model = experiment.task.new_model(experiment.seed)
-    optimizer = eigengraft.compose(experiment.recipe, model, lr=experiment.lr)
+    optimizer = eigengraft.compose(experiment.run_recipe, model, lr=experiment.lr)
     print_table(routing_table_of(optimizer))
     print_table(storage_table(optimizer))
 

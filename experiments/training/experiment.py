@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_core.core_schema import ValidationInfo
 
 import eigengraft
+from eigengraft.chains import follows_run
 from eigengraft.component import Component, checked
 from eigengraft.optimizers.recipe.inheritance import raw_recipe
 from eigengraft.optimizers.recipe.yaml_files import parse_yaml
@@ -65,6 +66,13 @@ class Experiment(Component):
         if schedule is not None and steps <= schedule.warmup_steps:
             raise ValueError(f"more than the schedule's {schedule.warmup_steps} warmup_steps are required")
         return steps
+
+    @property
+    def run_recipe(self) -> eigengraft.Recipe:
+        """The recipe, told the length of the run if something in it follows the run's fraction."""
+        if self.recipe.total_steps is not None or not follows_run(self.recipe.updates()):
+            return self.recipe
+        return self.recipe.replace(total_steps=self.steps)
 
 
 def resolved(data: Mapping[str, Any]) -> dict[str, Any]:

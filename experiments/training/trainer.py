@@ -39,7 +39,7 @@ class Trainer:
         self.model = experiment.task.new_model(experiment.seed).to(self.device)
         self.module = experiment.parallel.wrap(self.model, self.ranks)  # before the optimizer, which reads placements
         self.optimizer = eigengraft.compose(
-            experiment.recipe, self.model, experiment.lr, experiment.weight_decay, checked=checked
+            experiment.run_recipe, self.model, experiment.lr, experiment.weight_decay, checked=checked
         )
         self.scheduler = experiment.schedule.scheduler(self.optimizer, experiment.steps)
         self.step, self.seconds, self.window = 0, 0.0, MetricsWindow()
@@ -74,6 +74,7 @@ class Trainer:
         if self.experiment.grad_clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.experiment.grad_clip)
         middle = self._now()
+        self.optimizer.provide("loss", loss)
         self.optimizer.step()
         end = self._now()
         self.scheduler.step()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -25,8 +25,8 @@ from ..sharding.rank_sync import failed_roots
 from .finite_check import GivenGradients, GradientSurvey, LocalSurvey
 from .stack_state import ActiveBlocks
 
-GatherSource = Literal["gradients", "parameters"]
-"""What is gathered into blocks: gradients, or the tensors that weight decay acts on."""
+GatherSource = Literal["gradients", "parameters"] | str
+"""What is gathered into blocks: gradients, the tensors that weight decay acts on, or a signal with entries, by name."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,18 @@ class Step:
     active: `[P]` on the host, parameters that are updated.
     mask: `[P]` on the device, gradients that are usable; None: those of all active parameters.
     rates: learning rate and weight decay of each update.
+    survey: what is known of the full gradients.
+    numbers: signals that are numbers or `[P]`, and totals of slots, by name.
+    entries: signals that have a number for each entry of parameters, by name and position.
     """
 
     gradients: Sequence[Any]
     active: NDArray[np.bool_]
     mask: Tensor | None
     rates: Rates
+    survey: GradientSurvey
+    numbers: Mapping[str, Tensor | float] = field(default_factory=dict)
+    entries: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
 
 class BlockExchange(Protocol):
@@ -58,7 +64,7 @@ class BlockExchange(Protocol):
         """Starts the exchange of one step."""
 
     def gather(self, blocks: ActiveBlocks, source: GatherSource) -> Tensor:
-        """The blocks of gradients, with the decay that belongs into them, or of what decays, `[n, *block]`."""
+        """The blocks of gradients, with their decay, of what decays or of a signal, `[n, *block]`."""
 
     def parameter_rms(self, stack: Stack) -> Tensor:
         """The root mean square of the full parameter that each block belongs to, `[n]`."""
@@ -96,6 +102,8 @@ class LocalExchange:
         self._step, self._updates = step, {}
 
     def gather(self, blocks: ActiveBlocks, source: GatherSource) -> Tensor:
+        if source in self.step.entries:
+            return blocks.stack.gather(self.step.entries[source])
         if source == "parameters":
             return blocks.stack.gather(self.iterates.decaying())
         gradient = blocks.stack.gather(self.step.gradients)

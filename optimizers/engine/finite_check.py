@@ -48,6 +48,10 @@ class GradientSurvey(Protocol):
     def usable(self, positions: Sequence[int], finite: bool) -> Tensor | None:
         """`[n]` on the device, gradients that can be used, or None for all; finite: whether they must be finite."""
 
+    @property
+    def squares(self) -> Tensor:
+        """`[P]` float64 on the device, sum of squares of each full gradient; 0 where there is none."""
+
 
 @dataclass(frozen=True)
 class LocalSurvey:
@@ -74,6 +78,15 @@ class LocalSurvey:
         found = [gradient for position in positions if (gradient := self.gradients[position]) is not None]
         return finite_squares(found) if found and finite else None
 
+    @property
+    def squares(self) -> Tensor:
+        norms = torch.zeros(len(self.gradients), dtype=torch.float64, device=self.device)
+        here = [(place, gradient) for place, gradient in enumerate(self.gradients) if gradient is not None]
+        if here:
+            found = torch._foreach_norm([gradient for _, gradient in here], 2, dtype=torch.float64)
+            norms[[place for place, _ in here]] = torch.stack(found)
+        return norms.square()
+
 
 class FiniteCheck:
     """Finds gradients with inf or nan, or too large to be squared in the dtype of the state, and counts them.
@@ -96,8 +109,8 @@ class FiniteCheck:
         self.skipped: Counter[str] = Counter()
         self._deferred: tuple[list[int], Tensor, torch.cuda.Event | None] | None = None
 
-    def check(self, given: GivenGradients) -> tuple[NDArray[np.bool_], Tensor | None]:
-        """(active `[P]` on the host, mask `[P]` on the device or None). Changes nothing but the count.
+    def check(self, given: GivenGradients) -> tuple[NDArray[np.bool_], Tensor | None, GradientSurvey]:
+        """(active `[P]` on the host, mask `[P]` on the device or None, survey). Changes nothing but the count.
 
         With lr 0 and gradients 0 nothing is active: torch.distributed.checkpoint steps so to have state allocated.
         Raises TypeError for sparse gradients, FloatingPointError if the recipe asks for it, and what the survey raises.
@@ -107,10 +120,10 @@ class FiniteCheck:
         if self._on_host(survey.device):
             present = survey.agreed()
         if isinstance(lr, float) and lr == 0 and not survey.nonzero():
-            return np.zeros_like(present), None
+            return np.zeros_like(present), None, survey
         positions = np.flatnonzero(present).tolist()
         usable = survey.usable(positions, self.failure.nonfinite != "ignore")
-        return (present, None) if usable is None else self._decide(positions, usable, present)
+        return (*((present, None) if usable is None else self._decide(positions, usable, present)), survey)
 
     def _decide(
         self, positions: list[int], usable: Tensor, present: NDArray[np.bool_]

@@ -110,9 +110,9 @@ class ParamSet:
 
     def _local(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """What this rank holds or updates of one tensor of each parameter, as views."""
-        return [self._rows(position, local(tensor)) for position, tensor in enumerate(tensors)]
+        return [self.rows(position, local(tensor)) for position, tensor in enumerate(tensors)]
 
-    def _rows(self, position: int, tensor: Tensor) -> Tensor:
+    def rows(self, position: int, tensor: Tensor) -> Tensor:
         """The rows that this rank updates of a parameter that every rank holds; any other tensor as it is."""
         placement = self.specs[position].placement
         if placement is None or placement.rows is None or self.rank_group is None or tensor.is_sparse:
@@ -124,13 +124,13 @@ class ParamSet:
         """Checks the gradients and changes nothing; None if there is nothing to do. Raises as the finite check does."""
         self.local[:] = self._local(self.parameters)
         found = local_gradients(self.names, self.parameters, self.rank_group)
-        gradients = [None if gradient is None else self._rows(i, gradient) for i, gradient in enumerate(found)]
+        gradients = [None if gradient is None else self.rows(i, gradient) for i, gradient in enumerate(found)]
         present = np.array([p.grad is not None and p.numel() > 0 for p in self.parameters], dtype=np.bool_)
         numbers = step_numbers(hyper, int(self._counts.max()))
-        active, mask = self.finite_check.check(GivenGradients(gradients, present, numbers))
+        active, mask, survey = self.finite_check.check(GivenGradients(gradients, present, numbers))
         if not active.any() and mask is None:
             return None
-        return Step(gradients, active, mask, Rates(self.recipe.weight_decay, self._routes, hyper))
+        return Step(gradients, active, mask, Rates(self.recipe.weight_decay, self._routes, hyper), survey)
 
     def step(self, step: Step) -> None:
         """One update of every parameter that has a usable gradient."""

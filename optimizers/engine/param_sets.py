@@ -13,10 +13,14 @@ from torch import Tensor
 from eigengraft.distributed.rank_group import RankGroup
 
 from ..apply.mode import Mode
+from ..apply.write import Hyper
+from ..param_groups import number
 from ..recipe.recipe import Recipe
 from ..recipe.routing import ParamInfo
 from ..sharding.assignment import Assignment, Assignments
 from ..sharding.phases import Phases
+from .exchange import Step
+from .given_signals import Signals
 from .manifest import fill, show
 from .param_set import ParamSet
 
@@ -34,6 +38,7 @@ class ParamSets:
     frozen: for each group, which of its parameters had no gradients when it was added.
     groups: for each group, its parameter sets, one for each device and set of ranks.
     batches: how many groups there were each time when owners were decided.
+    signals: what stages ask for besides gradients, from when it is provided to the step.
     consolidated: what `consolidate` has gathered of the state as it is now; None: it has changed since.
     """
 
@@ -45,7 +50,7 @@ class ParamSets:
         self.frozen: list[list[bool]] = []
         self.batches: list[int] = []
         self.consolidated: object | None = None
-        self._assignments = Assignments(recipe)
+        self.signals, self._assignments = Signals(recipe), Assignments(recipe)
 
     def __iter__(self) -> Iterator[ParamSet]:
         for param_sets in self.groups:
@@ -69,16 +74,16 @@ class ParamSets:
 
         groups: all param groups. Raises ValueError on every rank if ranks were not given the same recipe and groups.
         """
-        for number in range(index, len(groups)):
-            self._assignments.agree(number, groups[number])
+        for place in range(index, len(groups)):
+            self._assignments.agree(place, groups[place])
         self.assign(index)
         self._assignments.require_same_owners(index)
         if index == 0:
             self._assignments.warn_of_waiting()
         trained = [{id(p) for p in group["params"] if p.requires_grad} for group in groups[index:]]
-        built = [self.build(number, wanted) for number, wanted in enumerate(trained, start=index)]
-        for number, param_sets in enumerate(built, start=index):
-            self.install(number, param_sets, state, groups[number]["iterate"])
+        built = [self.build(place, wanted) for place, wanted in enumerate(trained, start=index)]
+        for place, param_sets in enumerate(built, start=index):
+            self.install(place, param_sets, state, groups[place]["iterate"])
         self._spread_refreshes(index)
 
     def _spread_refreshes(self, end: int) -> None:
@@ -139,6 +144,18 @@ class ParamSets:
             owned = {p: state[p] for p in parameters if p in state}
             wanted = {id(p) for p in parameters if p in owned or p.grad is not None}
             self.install(index, self.build(index, wanted), state, mode, owned)
+
+    def step(self, groups: Sequence[Mapping[str, Any]], state: MutableMapping[Tensor, Any]) -> None:
+        """One step of all parameters: every set prepares, which may raise before anything has changed, then every one
+        steps. groups: all param groups."""
+        ready: list[tuple[ParamSet, Step | None]] = []
+        for index, group in enumerate(groups):
+            self.thaw(index, state, "train")
+            hyper = Hyper(number(group, "lr"), float(group["peak_lr"]), float(number(group, "weight_decay")))
+            ready += [(param_set, param_set.prepare(hyper)) for param_set in self.groups[index]]
+        for param_set, inputs in self.signals.take(ready):
+            if inputs is not None:
+                param_set.step(inputs)
 
     def resolve_deferred(self) -> None:
         """Takes back the steps of parameters whose last gradient turned out, on the device, to be unusable."""

@@ -57,7 +57,7 @@ class RankExchange:
         self._gathered = [i for i, spec in enumerate(specs) if spec.placement and spec.placement.rows]
         self._exchanged = [i for i, spec in enumerate(specs) if not spec.in_place]
         used = [recipe.updates()[path] for path in dict.fromkeys(self.paths)]
-        self._needs_rms = any("parameter_rms" in stage.requires for rule in used for _, stage in rule.stages())
+        self._needs_rms = any("parameter_rms" in stage.signals() for rule in used for _, stage in rule.stages())
         self._needs_parameters = any(rule.after_decay for rule in used)
         self._moves_at_once = local.iterates.shard_norms is not None
         self._rms: Tensor | None = None
@@ -87,7 +87,8 @@ class RankExchange:
         sources: dict[str, Source] = {"gradients": lambda position: self._decayed(position, step)}
         if self._needs_parameters:
             decaying = self.local.iterates.decaying()
-            sources["parameters"] = lambda position: decaying[position]
+            sources["parameters"] = decaying.__getitem__
+        sources.update({name: tensors.__getitem__ for name, tensors in step.entries.items()})
         begun, self._gathering = {("gradients", index): work for index, work in self._gathering.items()}, {}
         self._comm_step = CommStep(self.comm_plan, sources, begun)
 

@@ -77,7 +77,12 @@ class StackState:
     @cached_property
     def signals(self) -> frozenset[str]:
         """What the stages of this stack ask for."""
-        return frozenset(signal for _, stage in self.rule.stages() for signal in stage.requires)
+        return frozenset(name for _, stage in self.rule.stages() for name in stage.signals() | stage.accepts)
+
+    @cached_property
+    def totals(self) -> tuple[str, ...]:
+        """The slots whose sums over all blocks of all parameters the stages read."""
+        return tuple(key.name for key, slot in self.slots() if slot.total)
 
     @cached_property
     def _failure_counts(self) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from eigengraft.chains import asking, entries
 from eigengraft.distributed.comm_plan import BlockGroup, pack
 from eigengraft.distributed.layouts import Layout
 from eigengraft.distributed.ownership import Loads
@@ -103,10 +104,8 @@ def plan(
     if not infos:
         raise ValueError("plan: at least one parameter is required, got none")
     names = [info.name or f"parameter {position}" for position, info in enumerate(infos)]
-    if len(set(names)) < len(names):
-        raise ValueError(
-            f"plan: a name of its own for each parameter is required, got '{max(names, key=names.count)}' twice"
-        )
+    if names.count(twice := max(names, key=names.count)) > 1:
+        raise ValueError(f"plan: a name of its own for each parameter is required, got '{twice}' twice")
     layouts = _layouts(recipe, names, [info.shape for info in infos], mesh, parallel)
     specs = [_spec(recipe, *row, dtype) for row in zip(names, infos, layouts, strict=True)]
     phases = refresh_phases(recipe, (spec.key for spec in specs))
@@ -146,14 +145,15 @@ def _spec(recipe: Recipe, name: str, info: ParamInfo, layout: Layout, dtype: tor
 def _traffic(
     recipe: Recipe, specs: Sequence[ParamSpec], block_groups: Sequence[BlockGroup], layouts: Sequence[Layout]
 ) -> dict[str, Traffic]:
-    """Messages of a step, by what is sent. Parameters are sent like gradients if a stage acts after weight decay."""
+    """Messages of a step. Sent like gradients: parameters, if a stage acts after weight decay; signals with entries."""
     used, ranks = [recipe.updates()[path] for path in dict.fromkeys(s.path for s in specs)], len(layouts[0].boxes)
     replicated = all(layouts[block.position].replicated for group in block_groups for block in group.blocks)
-    norms = not replicated and any("parameter_rms" in stage.requires for rule in used for _, stage in rule.stages())
+    asked = asking(pair for rule in used for pair in rule.stages())
     buckets = pack(block_groups, bucket_bytes(specs, recipe, ranks)) if ranks > 1 else []
     begun = 2 * len(buckets) if recipe.distribution.overlap_backward and not replicated else 0
+    norms = "parameter_rms" in asked and not replicated
     vectors = [3 * len(specs) + fingerprint.LENGTH + begun, *[len(specs)] * norms]
-    there, back = wire(block_groups, buckets, layouts, 1 + any(rule.after_decay for rule in used))
+    there, back = wire(block_groups, buckets, layouts, 1 + any(rule.after_decay for rule in used) + entries(asked))
     rows = gathered_rows(specs, ranks, recipe.distribution.bucket)
     return {"gradients": there, "updates": together(back, rows), "agreement": all_reduced(vectors, ranks)}
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 from eigengraft.blocking import Blocking
+from eigengraft.chains import require_signals
 from eigengraft.component import FAMILY_MARK, Component
 from eigengraft.distributed.distribution import Distribution
 from eigengraft.preconditioners import RMS, Momentum, Stages, chain_slots, walk
@@ -24,8 +25,6 @@ from .routing import Match, ParamInfo
 from .schema import with_base
 
 SCHEMA_VERSION = 1
-SIGNALS = frozenset({"lr", "parameter_rms"})
-"""The signals a stage may ask for in `requires`."""
 _NEVER_CODED = {"iterate", "count", "failures"}
 _STORAGE = {"type": "object", "additionalProperties": {FAMILY_MARK: "quantizer"}}
 _SHAPES = ((1,), (2,), (2, 2), (2, 3), (3, 2), (64, 64), (2, 2, 2), (2, 3, 4), (2, 2, 2, 2))
@@ -81,12 +80,7 @@ class Update(Component):
 
     @model_validator(mode="after")
     def _signals_exist(self) -> Self:
-        for path, stage in self.stages():
-            missing = sorted(stage.requires - SIGNALS)
-            if missing:
-                raise ValueError(
-                    f"{path}: requires the signal '{missing[0]}', which nobody provides ({sorted(SIGNALS)})"
-                )
+        require_signals(self.stages())
         return self
 
 
@@ -148,6 +142,9 @@ class Recipe(Update):
     )
     averaging: Averaging | None = Field(
         default=None, description="iterates kept beside the parameters, and which is evaluated; default: none"
+    )
+    total_steps: int | None = Field(
+        default=None, ge=1, description="steps of the whole run, for what follows its fraction; runs of tasks know it"
     )
     storage: Annotated[dict[str, Quantizer], WithJsonSchema(_STORAGE)] = Field(
         default={},

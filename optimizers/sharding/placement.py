@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from eigengraft.distributed.layouts import Layout
 from eigengraft.distributed.rank_group import RankGroup
 from eigengraft.quantization import choose
+from eigengraft.step_context import known_signals
 
 from ..recipe.recipe import Recipe
 from ..recipe.slot_keys import slot_keys
@@ -121,7 +122,9 @@ def _updates_in_place(recipe: Recipe, path: str, shape: tuple[int, ...]) -> bool
         choose(recipe.storage, key, slot) is None and slot.shape == shape
         for key, slot in slot_keys(rule, path, shape).items()
     ]
-    return all(slots) and all(stage.entrywise() and not stage.requires for _, stage in rule.stages())
+    known = known_signals()
+    asked = {known[name].extent for _, stage in rule.stages() for name in stage.signals() | stage.accepts}
+    return all(slots) and "parameter" not in asked and all(stage.entrywise() for _, stage in rule.stages())
 
 
 def _rows_fit(recipe: Recipe, path: str, shape: tuple[int, ...], ranks: int) -> bool:

@@ -14,8 +14,9 @@ from einops import rearrange
 from torch import Tensor
 
 from eigengraft.slots import Slot, State
+from eigengraft.step_context import known_signals
 
-from ..base import Stage, chain_slots
+from ..base import Stage, chain_slots, walk
 
 Transport = Literal["exact", "permute", "none"]
 
@@ -96,6 +97,10 @@ def require_frameless(stages: tuple[Stage, ...], path: str) -> None:
                 f"{here}: '{name}' does not follow a change of basis; a stage with factors of its own cannot live in "
                 "another's basis, move it outside"
             )
+    for here, stage in walk(stages, path):
+        for signal in sorted(stage.signals() | stage.accepts):
+            if signal in known_signals() and known_signals()[signal].extent == "entry":
+                raise ValueError(f"{here}: '{signal}' does not follow a change of basis, move the stage outside")
 
 
 def order_or_identity(order: Tensor | None, ok: Tensor) -> Tensor | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -29,17 +30,26 @@ class ClipRMS(Stage):
 class ClipNorm(Stage):
     """d / max(1, ||d|| / max_norm), Frobenius norms (Pascanu, Mikolov & Bengio 2013, arXiv:1211.5063, algorithm 1).
 
-    As `before` of a `transform` it clips gradients; elsewhere in a chain it clips the direction.
+    As `before` of a `transform` it clips gradients; elsewhere in a chain it clips the direction. With `per: model`
+    ||d|| is the norm of all gradients as they come, as in `torch.nn.utils.clip_grad_norm_`.
     """
 
     kind: Literal["clip_norm"] = "clip_norm"
     max_norm: float = Field(default=1.0, gt=0, description="the largest norm that passes unchanged")
-    per: Literal["block", "parameter"] = Field(default="block", description="what the norm is taken over")
+    per: Literal["block", "parameter", "model"] = Field(
+        default="block", description="what the norm is taken over; model: the gradients of all parameters, as they come"
+    )
+
+    def signals(self) -> frozenset[str]:
+        return frozenset({"gradient_norm"}) if self.per == "model" else frozenset()
 
     def spans_parameter(self) -> bool:
         return self.per == "parameter"
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        if self.per == "model":
+            factor = self.max_norm / torch.as_tensor(context.signal("gradient_norm")).clamp_min(self.max_norm)
+            return direction * factor.to(direction.dtype)
         norm = block_norm(direction)
         if self.per == "parameter":
             norm = context.parameter_sum(norm.square()).sqrt()

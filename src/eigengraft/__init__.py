@@ -14,6 +14,8 @@ from .component import ContractError as ContractError
 from .component import RecipeError as RecipeError
 from .slots import Slot as Slot
 from .slots import State as State
+from .step_context import Signal as Signal
 from .step_context import StepContext as StepContext
+from .step_context import register_signal as register_signal
 
 __version__ = "0.1.0"

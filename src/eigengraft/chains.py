@@ -1,14 +1,17 @@
-"""Chains: components of one family in order, each of which paths can name."""
+"""Chains: components of one family in order, each of which paths can name, and the signals that they ask for."""
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
 from .component import FAMILY_MARK, stage_name
+from .step_context import known_signals
 
 
 @dataclass(frozen=True)
@@ -40,3 +43,51 @@ class ChainOf:
 
 def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+
+class Asks(Protocol):
+    """A stage, as far as signals are concerned."""
+
+    @property
+    def accepts(self) -> frozenset[str]: ...
+
+    def signals(self) -> frozenset[str]: ...
+
+
+class HasStages(Protocol):
+    """An update of a recipe."""
+
+    def stages(self, path: str = "") -> Iterable[tuple[str, Asks]]:
+        """(dotted path, stage) of every stage."""
+
+
+def require_signals(stages: Iterable[tuple[str, Asks]]) -> None:
+    """Raises ValueError for a signal that nobody has registered; stages: with the path of each."""
+    known = known_signals()
+    for path, stage in stages:
+        for name in sorted((stage.signals() | stage.accepts) - known.keys()):
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f", did you mean '{near[0]}'?" if near else ""
+            raise ValueError(
+                f"{path}: requires the signal '{name}', which nobody provides ({', '.join(sorted(known))}){hint}"
+            )
+
+
+def asking(stages: Iterable[tuple[str, Asks]]) -> dict[str, str]:
+    """The path of the first stage that asks for each signal, by the signal's name."""
+    found: dict[str, str] = {}
+    for path, stage in stages:
+        for name in sorted(stage.signals() | stage.accepts):
+            found.setdefault(name, path)
+    return found
+
+
+def entries(asked: Iterable[str]) -> int:
+    """How many signals, by name, have a number for each entry of parameters."""
+    return sum(known_signals()[name].extent == "entry" for name in asked)
+
+
+def follows_run(updates: Mapping[str, HasStages]) -> str | None:
+    """The path of what needs to know the length of the run, if anything does; updates: by path."""
+    found = asking(pair for where, update in updates.items() for pair in update.stages(where))
+    return found.get("step_fraction")

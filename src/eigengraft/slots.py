@@ -41,6 +41,7 @@ class Slot:
     axes: axes of the block that a "vector" or "square" slot has, in order; default: all of them.
     scale: factor of the initial identity.
     sensitive: whether the size of every update depends on the slot, so that no storage takes it by its role.
+    total: whether stages read the slot's sum over all blocks of all parameters as the step began, `context.total`.
     """
 
     shape: tuple[int, ...]
@@ -51,6 +52,7 @@ class Slot:
     axes: tuple[int, ...] | None = None
     scale: float = 1.0
     sensitive: bool = False
+    total: bool = False
 
     def allocate(self, blocks: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The slot of a fresh stack, `[blocks, *shape]`, in its own dtype or else `dtype`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Self
+from typing import Literal, Self
 
 import numpy as np
 import torch
@@ -14,6 +14,51 @@ from torch import Tensor
 
 from .component import ContractError
 from .numerics import per_block
+from .slots import State
+from .state_key import StateKey
+
+
+@dataclass(frozen=True)
+class Signal:
+    """What stages may ask for besides the gradient; `register_signal` makes it known.
+
+    name: what stages ask for.
+    extent: "step": one number; "parameter": one for each parameter; "entry": one for each entry of a parameter.
+    about: what it is.
+    reduce: what becomes of numbers that several ranks give, or several calls of `provide` before a step.
+    """
+
+    name: str
+    extent: Literal["step", "parameter", "entry"]
+    about: str
+    reduce: Literal["mean", "sum", "max"] = "mean"
+
+
+_SIGNALS: dict[str, Signal] = {}
+
+
+def register_signal(signal: Signal) -> Signal:
+    """Makes a signal known, so that stages may ask for it; the same name may only be registered alike."""
+    if _SIGNALS.setdefault(signal.name, signal) != signal:
+        raise ValueError(f"signal '{signal.name}': a new name is required, got that of {_SIGNALS[signal.name]}")
+    return signal
+
+
+def known_signals() -> Mapping[str, Signal]:
+    """Every registered signal, by name."""
+    return dict(_SIGNALS)
+
+
+for _signal in (
+    Signal("lr", "step", "the learning rate of the update"),
+    Signal("step_fraction", "step", "steps taken so far, this one included, over the recipe's `total_steps`"),
+    Signal("gradient_norm", "step", "the norm of all gradients together, as they come, over whole parameters"),
+    Signal("loss", "step", "the loss: what the closure of `step` returns, or is provided"),
+    Signal("parameter_rms", "parameter", "the root mean square of the parameter"),
+    Signal("parameter", "entry", "the parameter, as gradients were taken at it"),
+    Signal("hessian_diagonal", "entry", "an estimate of the diagonal of the Hessian"),
+):
+    register_signal(_signal)
 
 
 @dataclass(frozen=True)
@@ -51,7 +96,7 @@ class StepContext:
     phases: `[N]` in [0, 1), where in a refresh interval each block is due.
     param_ids: `[N]`, which parameter a block belongs to.
     seeds: `[N]`, a number made of the parameter's name and the block's key, the same in every run and on every rank.
-    signals: what stages declared in `requires`.
+    signals: what stages declared in `requires` or `accepts`, and the totals of slots.
     first: set during the first refresh of a block.
     axes: the axes of a block that the present sweep observes and refreshes; None: all of them.
     observed_axes: the axes that earlier sweeps of this step observed and refreshed.
@@ -100,7 +145,7 @@ class StepContext:
         return self.per_block(lambda step: (1 - beta ** (step if count is None else count(step))) ** exponent, like)
 
     def signal(self, name: str) -> Tensor | float:
-        """A signal that the optimizer provides because a stage declared it in `requires`: a number or `[N]`."""
+        """A signal that a stage declared: a number (or 0-d tensor), `[N]` or `[N, *block]`, as its extent says."""
         try:
             return self.signals[name]
         except KeyError:
@@ -108,6 +153,10 @@ class StepContext:
             raise ContractError(
                 f"signal '{name}': a name that a stage declares in `requires` is required (provided here: {known})"
             ) from None
+
+    def total(self, state: State, slot: str) -> Tensor | float:
+        """The sum, as the step began, of a slot with `total=True` over all blocks of all parameters of the update."""
+        return self.signal(StateKey.join(state.path, slot))
 
     def parameter_sum(self, values: Tensor) -> Tensor:
         """Sums `values` `[N]` over the blocks of the same parameter; every block gets its parameter's sum."""

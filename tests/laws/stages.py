@@ -144,10 +144,11 @@ STAGES = (
         faults=(
             unknown("clip_norm"),
             Fault({"kind": "clip_norm", "max_norm": 0.0}, "max_norm: .*greater than 0"),
-            Fault({"kind": "clip_norm", "per": "row"}, "per: .*'block' or 'parameter', got 'row'"),
+            Fault({"kind": "clip_norm", "per": "row"}, "per: .*'parameter' or 'model', got 'row'"),
         ),
     ),
     Row({"kind": "clip_norm", "per": "parameter"}, "whole"),
+    Row({"kind": "clip_norm", "per": "model", "max_norm": 0.1}, "of the model", degree=1, rotates=True),
     Row({"kind": "center"}, degree=1, faults=(unknown("center"),)),
     Row(
         {"kind": "scale"},

@@ -34,7 +34,7 @@ def layer_gradients(width: int, samples: int, seed: int = 0, steps: int = 100) -
     torch.set_num_threads(1)  # another number of threads may change the last bits
     try:
         dataset, model = experiment.task.load(), experiment.task.new_model(seed)
-        optimizer = eigengraft.compose(experiment.recipe, model, lr=experiment.lr)
+        optimizer = eigengraft.compose(experiment.run_recipe, model, lr=experiment.lr)
         for step in range(steps):
             batch = dataset.batch(seed, step)
             optimizer.zero_grad()

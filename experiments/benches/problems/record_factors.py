@@ -41,7 +41,7 @@ def record(
     try:
         dataset = experiment.task.load()
         model = experiment.task.new_model(experiment.seed)
-        optimizer = eigengraft.compose(experiment.recipe, model, lr=experiment.lr)
+        optimizer = eigengraft.compose(experiment.run_recipe, model, lr=experiment.lr)
         found: dict[str, NDArray[np.float32]] = {}
         for step in range(1, steps[-1] + 1):
             batch = dataset.batch(experiment.seed, step)

@@ -84,7 +84,7 @@ def _train(experiment: Experiment, spike: int, factor: float) -> tuple[list[floa
     dataset, model = experiment.task.load(), experiment.task.new_model(experiment.seed)
     lr = experiment.lr
     assert lr is not None
-    optimizer = eigengraft.compose(experiment.recipe, model, lr=lr, weight_decay=experiment.weight_decay)
+    optimizer = eigengraft.compose(experiment.run_recipe, model, lr=lr, weight_decay=experiment.weight_decay)
     watched = [p for name, p in model.named_parameters() if name.startswith("blocks.") and p.ndim == 2]
     sizes, losses = [], []
     for step in range(1, experiment.steps + 1):

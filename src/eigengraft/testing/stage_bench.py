@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from eigengraft.preconditioners.checked_mode import Checks
 from eigengraft.quantization import Quantizer
 from eigengraft.slots import EncodedSlot, State, Storage
 from eigengraft.state_key import StateKey
-from eigengraft.step_context import StepContext
+from eigengraft.step_context import StepContext, known_signals
 
 from .laws import require
 
@@ -54,7 +55,6 @@ class StageBench:
         self.counts = np.zeros(blocks, dtype=np.int64)
         self.phases = np.arange(blocks) / blocks
         self.seeds = np.arange(blocks) * 7919 - 11
-        self.parameter_rms = torch.linspace(0.5, 1.5, blocks, dtype=dtype)
         self.lagging = any(inner.lagged() for _, inner in walk((stage,)))
 
     def _allocate(self, key: str) -> None:
@@ -91,9 +91,20 @@ class StageBench:
 
     def context(self, chosen: Any) -> StepContext:
         """The context of the chosen blocks: their own steps, and every signal that there is."""
-        signals: dict[str, Tensor | float] = {"lr": 0.1, "parameter_rms": self.parameter_rms[chosen]}
         steps = self.counts[chosen] - int(self.lagging)
-        return StepContext(steps, self.phases[chosen], chosen, seeds=self.seeds[chosen], signals=signals)
+        return StepContext(steps, self.phases[chosen], chosen, seeds=self.seeds[chosen], signals=self._signals(chosen))
+
+    def _signals(self, chosen: Any) -> dict[str, Tensor | float]:
+        """Every signal that there is, the same for a block alone as in a stack; totals are 1, whatever slots hold."""
+        seeds, found = self.seeds[chosen], dict[str, Tensor | float]({"lr": 0.1})
+        size = torch.from_numpy(0.5 + seeds % 11 / 10).to(torch.get_default_device(), self.dtype)
+        for name, signal in known_signals().items():
+            if signal.extent == "entry":
+                ones = torch.linspace(0.5, 1, max(1, math.prod(self.block)), dtype=self.dtype).reshape(self.block)
+                found[name] = size.reshape(-1, *[1] * len(self.block)) * ones
+            else:
+                found.setdefault(name, 0.5 if signal.extent == "step" else size)
+        return {**found, **{key: 1.0 for key, slot in self.declared.items() if slot.total}}
 
     def run(self, gradients: Tensor) -> Tensor:
         """gradients `[T, N, *block]` -> the directions, of the same shape."""
@@ -110,8 +121,7 @@ class StageBench:
     def only(self, block: int) -> StageBench:
         """A bench for one block of this one, fresh."""
         alone = StageBench(self.stage, self.block, 1, self.dtype, self.quantizer, self.path)
-        alone.phases, alone.parameter_rms = self.phases[block : block + 1], self.parameter_rms[block : block + 1]
-        alone.seeds = self.seeds[block : block + 1]
+        alone.phases, alone.seeds = self.phases[block : block + 1], self.seeds[block : block + 1]
         return alone
 
     def require_written(self) -> None:

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from eigengraft import Optimizer
+from eigengraft.optimizers.engine.given_signals import OWN, Given
 from eigengraft.quantization import Float32
+from eigengraft.step_context import known_signals
 
 from .laws import require
 from .samples import TRAJECTORY_STEPS, gradients, standard_normal
@@ -44,7 +46,7 @@ def state_is_reported_to_the_byte(case: StageCase) -> None:
             stack.require_used()
             size = sum(tensor[0].numel() * tensor.element_size() for tensor in stack.tensors.values())
             parameter = nn.Parameter(torch.zeros(block, dtype=torch.float64))
-            optimizer = Optimizer([parameter], {"update": [case.stage], "routes": []})
+            optimizer = Optimizer([parameter], {"update": [case.stage], "routes": [], "total_steps": 1})
             (route,) = optimizer.routing_table()
             step = 8  # the int64 count of steps
             found = (optimizer.state_bytes(), route.state_bytes)
@@ -55,7 +57,8 @@ def a_checkpoint_resumes_exactly(case: StageCase) -> None:
     """Two parameters cut into blocks, in float32, go on from a `state_dict` bit for bit."""
     for block in ((6, 6), (8,)):
         with on(block):
-            declared = {"update": [case.stage], "routes": [], "blocking": {"size": 2}}
+            blocking = {"size": 2}
+            declared = {"update": [case.stage], "routes": [], "blocking": blocking, "total_steps": TRAJECTORY_STEPS}
             given = gradients(block, 2, torch.float32)
             parameters = [nn.Parameter(standard_normal(*block, seed=i).float()) for i in range(2)]
             optimizer = Optimizer(parameters, declared, lr=0.1)
@@ -76,4 +79,9 @@ def _train(optimizer: Optimizer, parameters: list[nn.Parameter], given: Tensor) 
     for step in given:
         for parameter, gradient in zip(parameters, step, strict=True):
             parameter.grad = gradient.clone()
+        for name, signal in known_signals().items():
+            if name not in OWN:
+                half = [torch.full_like(p, 0.5) if signal.extent == "entry" else 0.5 for p in parameters]
+                by_parameter: Given = dict(zip(parameters, half, strict=True))
+                optimizer.provide(name, 0.5 if signal.extent == "step" else by_parameter)
         optimizer.step()

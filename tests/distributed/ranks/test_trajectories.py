@@ -44,17 +44,31 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "adafactor": {"recipe": "adafactor"},
     "hyper": {"recipe": {"base": "muon", "constraints": "hyperball"}},
+    "signals": {"recipe": {"update": ["listening_for_test", {"kind": "momentum"}]}, "overrides": SMALL},
 }
 EARLY = ["distribution.overlap_backward=true"]
 CASES["early"] = {"recipe": "soap", "overrides": [*SOAP, *EARLY], "early": True}
-GAPS = [f"{name} with gaps" for name in ("soap", "early", "turning", "shampoo", "adamw", "averaged", "hyper")]
+GAPPED = ("soap", "early", "turning", "shampoo", "adamw", "averaged", "hyper", "signals")
+GAPS = [f"{name} with gaps" for name in GAPPED]
 CASES |= {name: {**CASES[name.removesuffix(" with gaps")], "gaps": True} for name in GAPS}
 PLAIN = {"recipe": "sgd", "overrides": [*SMALL, "update.heavy_ball.beta=0"]}
 BF16 = ["distribution.dtype=bf16", "distribution.bucket=700"]
 ROUGH = {"rounded": {**PLAIN, "overrides": [*PLAIN["overrides"], *BF16]}}
 TRAINED = ("ddp2", "ddp3", "fsdp2", "fsdp3", "hsdp4")
-CLOSE = ("adafactor", "averaged with gaps", "hyper", "hyper with gaps")
-STORED = ["soap", "quantized", "turning", "l2", "averaged", "bfloat16", "few", "per_parameter", "adafactor", "hyper"]
+CLOSE = ("adafactor", "averaged with gaps", "hyper", "hyper with gaps", "signals", "signals with gaps")
+STORED = [
+    "soap",
+    "quantized",
+    "turning",
+    "l2",
+    "averaged",
+    "bfloat16",
+    "few",
+    "per_parameter",
+    "adafactor",
+    "hyper",
+    "signals",
+]
 PLACES = {
     "plain1": ["adamw", "soap"],
     "fsdp1": ["adamw", "soap"],

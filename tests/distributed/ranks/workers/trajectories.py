@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, ClassVar, Literal
 from unittest.mock import patch
 
 import torch
@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import eigengraft
-from eigengraft import load_recipe
+from eigengraft import Optimizer, Slot, Stage, State, StepContext, load_recipe
 from eigengraft.distributed.gradients import BackwardGather
 from eigengraft.distributed.layouts import local
+from eigengraft.numerics import block_norm
 
 from .hosts import prepare
 from .models import divided, lay_out, model, wholes
@@ -22,6 +23,23 @@ from .models import divided, lay_out, model, wholes
 STEPS = 16
 EVALUATED, EMPTY, SPOILT, THAWED = (5, 11), 6, 8, 7
 """Steps after which the other iterate is looked at, without gradients, with one that is not finite, and of thawing."""
+
+
+class Listening(Stage):
+    """d min(1, 1 / ||all gradients||) loss / (1 + total of ||d||) + 0.1 W h,  h the provided Hessian diagonal"""
+
+    kind: Literal["listening_for_test"] = "listening_for_test"
+    requires: ClassVar[frozenset[str]] = frozenset({"gradient_norm", "loss", "parameter", "hessian_diagonal"})
+
+    def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
+        return {"length": Slot((), role="count", total=True)}
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        state["length"] = block_norm(direction)
+        norm, loss = torch.as_tensor(context.signal("gradient_norm")), context.signal("loss")
+        factor = loss / norm.clamp_min(1) / (1 + context.total(state, "length"))
+        pull = torch.as_tensor(context.signal("parameter")) * context.signal("hessian_diagonal")
+        return direction * factor.to(direction.dtype) + 0.1 * pull
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
@@ -62,6 +80,7 @@ def follow(
         give(module, step, gaps)
         if early is not None:
             early.backward(module, step)
+        provide(module, optimizer, step)
         optimizer.step()
         if step in looks:
             optimizer.eval()
@@ -98,6 +117,19 @@ def give(module: nn.Module, step: int, gaps: bool) -> None:
         if gaps and step == SPOILT and name == "down.weight":
             gradient[3, 4] = float("nan")
         parameter.grad = divided(gradient, parameter) if parameter.requires_grad and not missing else None
+
+
+def provide(module: nn.Module, optimizer: Optimizer, step: int) -> None:
+    """Ranks hold their parts of the diagonals, and have losses of which the mean is that of one process."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    diagonals = {
+        parameter: divided(torch.rand(parameter.shape, generator=generator).to(parameter.dtype), parameter)
+        for parameter in module.parameters()
+    }
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    optimizer.provide("loss", (1 + step) * 2 * (rank + 1) / (size + 1))
+    optimizer.provide("hessian_diagonal", {p: value for p, value in diagonals.items() if id(p) in held})
 
 
 def values(module: nn.Module) -> dict[str, Tensor]:

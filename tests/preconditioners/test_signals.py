@@ -1,0 +1,186 @@
+"""Signals: what stages are told besides the gradient, who tells it, and what is refused."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from eigengraft import Optimizer, RecipeError, Signal, Slot, Stage, State, StepContext, register_signal
+
+from ..trajectories import normal
+
+SHARPNESS = register_signal(Signal("sharpness_for_test", "parameter", "the largest eigenvalue of a Hessian", "max"))
+
+
+class Listener(Stage):
+    """Writes down its signals; moves nothing."""
+
+    kind: Literal["listener_for_test"] = "listener_for_test"
+    hears: tuple[str, ...] = ()
+    told: ClassVar[list[dict[str, Any]]] = []
+    accepts: ClassVar[frozenset[str]] = frozenset({"loss"})
+
+    def signals(self) -> frozenset[str]:
+        return frozenset(self.hears)
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        heard = {name: torch.as_tensor(value).clone() for name, value in context.signals.items()}
+        self.told.append({"blocks": context.param_ids.tolist(), **heard})
+        return torch.zeros_like(direction)
+
+
+class Counter(Stage):
+    """d times the sum over all blocks of how many entries each had above 0, one step before."""
+
+    kind: Literal["counter_for_test"] = "counter_for_test"
+
+    def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
+        return {"above": Slot((), role="count", total=True)}
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        state["above"] = (gradient > 0).flatten(1).sum(1).to(gradient.dtype)
+        return direction * context.total(state, "above")
+
+
+for kind in ("listener_for_test", "counter_for_test"):
+    LISTENERS = Stage.members.pop(kind), kind  # the laws are about every member of the family
+
+
+@pytest.fixture(autouse=True)
+def told() -> list[dict[str, Any]]:
+    Listener.told.clear()
+    return Listener.told
+
+
+def parameters() -> list[nn.Parameter]:
+    made = [nn.Parameter(normal(*shape, seed=len(shape) + shape[0])) for shape in ((4, 3), (6,), (4, 3))]
+    for index, parameter in enumerate(made):
+        parameter.grad = normal(*parameter.shape, seed=index) * 10.0**index
+    return made
+
+
+def optimizer_of(made: list[nn.Parameter], *hears: str, **recipe: Any) -> Optimizer:
+    return Optimizer(made, {"update": [Listener(hears=hears)], "routes": [], **recipe}, lr=0.25)
+
+
+def test_the_gradient_norm_is_that_of_all_parameters(told: list[dict[str, Any]]) -> None:
+    made = parameters()
+    optimizer_of(made, "gradient_norm").step()
+    expected = torch.cat([p.grad.flatten() for p in made if p.grad is not None]).norm()
+    assert len(told) == 2 and all(torch.allclose(one["gradient_norm"], expected) for one in told)
+
+
+def test_gradients_that_are_not_used_are_not_in_their_norm(told: list[dict[str, Any]]) -> None:
+    made = parameters()
+    assert made[0].grad is not None and made[1].grad is not None
+    made[0].grad[0, 0], made[2].grad = torch.nan, None
+    optimizer_of(made, "gradient_norm").step()
+    assert torch.allclose(told[0]["gradient_norm"], made[1].grad.norm())
+
+
+def test_adam_clipped_by_the_norm_of_the_model_is_that_of_torch() -> None:
+    ours, theirs = parameters(), parameters()
+    before = {"kind": "clip_norm", "max_norm": 2.0, "per": "model"}
+    adam = {"kind": "transform", "before": before, "inner": ["momentum", "rms"]}
+    optimizer = Optimizer(ours, {"update": [adam], "routes": []}, lr=0.1)
+    reference = torch.optim.Adam(theirs, lr=0.1)
+    for t in range(4):
+        for index, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+            mine.grad = normal(*mine.shape, seed=10 * t + index) * 4.0**t
+            other.grad = mine.grad.clone()
+        nn.utils.clip_grad_norm_(theirs, 2.0)
+        optimizer.step()
+        reference.step()
+    for mine, other in zip(ours, theirs, strict=True):
+        assert torch.allclose(mine, other, rtol=0, atol=1e-6)  # torch adds 1e-6 to the norm
+
+
+def test_the_fraction_of_the_run_goes_to_one(told: list[dict[str, Any]]) -> None:
+    optimizer = optimizer_of(parameters()[:1], "step_fraction", total_steps=4)
+    for _ in range(4):
+        optimizer.step()
+    assert [float(one["step_fraction"]) for one in told] == [0.25, 0.5, 0.75, 1.0]
+
+
+def test_parameters_are_told_in_blocks_as_they_were_before_the_step(told: list[dict[str, Any]]) -> None:
+    made = parameters()[:1]
+    optimizer_of(made, "parameter", blocking={"size": 2, "merge": 1}).step()
+    found = {tuple(one["parameter"].shape[1:]): one["parameter"] for one in told}
+    assert torch.equal(found[2, 2], torch.stack([made[0][:2, :2], made[0][2:, :2]]))
+
+
+def test_the_loss_comes_from_the_closure_or_is_provided(told: list[dict[str, Any]]) -> None:
+    optimizer = optimizer_of(parameters()[:1])
+    optimizer.step(lambda: torch.tensor(3.0))
+    optimizer.step()  # the stage accepts it: it may be missing
+    assert optimizer.provide("loss", 1.0) and optimizer.provide("loss", torch.tensor(2.0))
+    optimizer.step()
+    optimizer.step()
+    assert [float(one["loss"]) if "loss" in one else None for one in told] == [3.0, None, 1.5, None]
+
+
+def test_numbers_and_tensors_for_each_parameter(told: list[dict[str, Any]]) -> None:
+    """The largest of several numbers, as the signal declares; the mean of several tensors."""
+    made = parameters()
+    optimizer = optimizer_of(made, SHARPNESS.name, "hessian_diagonal")
+    optimizer.provide(SHARPNESS.name, {p: float(i) for i, p in enumerate(made)})
+    optimizer.provide(SHARPNESS.name, {made[0]: torch.tensor(7.0)})
+    optimizer.provide("hessian_diagonal", {p: p.detach() for p in made})
+    optimizer.provide("hessian_diagonal", {p: 3 * p.detach() for p in made})
+    optimizer.step()
+    sharpness = {p: float(value) for one in told for p, value in zip(one["blocks"], one[SHARPNESS.name], strict=True)}
+    assert sharpness == {0: 7.0, 1: 1.0, 2: 2.0}
+    matrices = next(one["hessian_diagonal"] for one in told if len(one["blocks"]) == 2)
+    assert torch.allclose(matrices, 2 * torch.stack([made[0], made[2]]))
+
+
+def test_totals_of_slots_are_over_all_blocks_and_groups() -> None:
+    made = parameters()
+    recipe = {"update": [Counter()], "routes": [], "blocking": {"size": 2, "merge": 1}}
+    optimizer = Optimizer([{"params": made[:2]}, {"params": made[2:]}], recipe, lr=1.0)
+    start = [p.detach().clone() for p in made]
+    optimizer.step()
+    assert all(torch.equal(p, before) for p, before in zip(made, start, strict=True))
+    above = sum(int((p.grad > 0).sum()) for p in made if p.grad is not None)
+    resumed = Optimizer([{"params": made[:2]}, {"params": made[2:]}], recipe, lr=1.0)
+    resumed.load_state_dict(optimizer.state_dict())
+    resumed.step()
+    for p, before in zip(made, start, strict=True):
+        assert p.grad is not None and torch.equal(p, before - above * p.grad)
+
+
+def test_nobody_asks_nothing_is_kept(told: list[dict[str, Any]]) -> None:
+    optimizer = optimizer_of(parameters()[:1])
+    assert not optimizer.provide("hessian_diagonal", {})
+    optimizer.step()
+    assert [sorted(one) for one in told] == [["blocks"]]
+
+
+def test_signals_that_cannot_be_are_refused() -> None:
+    made = parameters()
+    with pytest.raises(RecipeError, match=r"update\.listener_for_test: requires the signal 'los'.*did you mean 'loss'"):
+        optimizer_of(made, "los")
+    with pytest.raises(ValueError, match=r"update\.listener_for_test: `total_steps` of the recipe is required"):
+        optimizer_of(made, "step_fraction")
+    with pytest.raises(RecipeError, match=r"listener_for_test: 'parameter' does not follow a change of basis"):
+        Optimizer(made, [{"kind": "eigenbasis", "inner": [Listener(hears=("parameter",))]}])
+    optimizer = optimizer_of(made, "hessian_diagonal", SHARPNESS.name)
+    with pytest.raises(ValueError, match=r"provide: a registered signal is required .*, got 'gradient_norm'"):
+        optimizer.provide("gradient_norm", 1.0)
+    with pytest.raises(
+        ValueError, match=r"provide: a mapping .* required for the signal 'hessian_diagonal', got float"
+    ):
+        optimizer.provide("hessian_diagonal", 1.0)
+    with pytest.raises(ValueError, match="provide: a number is required for the signal 'loss', got dict"):
+        optimizer.provide("loss", {})
+    with pytest.raises(ValueError, match=r"provide: parameters of the optimizer are required .* another tensor"):
+        optimizer.provide(SHARPNESS.name, {torch.zeros(3): 1.0})
+    with pytest.raises(ValueError, match=r"'hessian_diagonal' takes a tensor of shape \(4, 3\) .*, got \(3,\)"):
+        optimizer.provide("hessian_diagonal", {made[0]: torch.zeros(3)})
+    with pytest.raises(ValueError, match=r"update\.listener_for_test: the signal 'hessian_diagonal' is required in"):
+        optimizer.step()
+    assert all(int(state["step"]) == 0 for state in optimizer.state.values())
+    with pytest.raises(ValueError, match="signal 'loss': a new name is required, got that of"):
+        register_signal(Signal("loss", "step", "another loss"))
