@@ -20,6 +20,8 @@ class DistributedError(RuntimeError):
     """A collective failed. The message says which one, on which rank, and what is known of the cause."""
 
 
+MEETING = 16
+"""Bytes that each rank tells each other before ranks do something together."""
 PADDING = 1.1
 """Factor by which padding may lengthen the messages of an all-gather of uneven lengths."""
 
@@ -64,18 +66,22 @@ class RankGroup:
             self._wait(dist.all_reduce(values, group=self.group, async_op=True))
         return values
 
+    @property
+    def meets(self) -> bool:
+        """Whether ranks tell each other what they come to."""
+        return bool(dist.get_backend(self.group) == "gloo")
+
     def meet(self, what: str) -> None:
         """Raises DistributedError on every rank if some come to something else; asks on gloo only, where nobody waits.
 
         gloo ends a process without a word where messages of one kind of collective differ in length. Nothing but the
         exchange of blocks is an all-to-all: a rank that does something else does not answer, and is missed.
         """
-        if dist.get_backend(self.group) != "gloo":
+        if not self.meets:
             return
-        digest = torch.frombuffer(bytearray(hashlib.blake2b(what.encode(), digest_size=16).digest()), dtype=torch.uint8)
-        each = [digest.numel()] * self.size
-        found = self.all_to_all(digest.repeat(self.size), each, each, what).wait()
-        if torch.equal(found, digest.repeat(self.size)):
+        digest = hashlib.blake2b(what.encode(), digest_size=MEETING).digest()
+        told, each = torch.tensor(list(digest * self.size), dtype=torch.uint8), [MEETING] * self.size
+        if torch.equal(self.all_to_all(told, each, each, what).wait(), told):
             return
         every: list[Any] = [None] * self.size
         with self._named(what):

@@ -1,4 +1,4 @@
-"""Collectives under way."""
+"""Collectives and copies under way."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 Received = TypeVar("Received")
@@ -36,3 +37,19 @@ class Work(Generic[Received]):
             self.finish(handle)
         self.handles, self.inputs = (), ()
         return self.result
+
+
+class HostCopy:
+    """A copy of a tensor on the host, or on its way there, so that the host does not wait for a device."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._copy, self._event = x.to("cpu", non_blocking=True), None
+        if x.device.type == "cuda":
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def wait(self) -> Tensor:
+        """The copy, after it has arrived."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._copy

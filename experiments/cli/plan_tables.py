@@ -12,6 +12,7 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from eigengraft.optimizers.planning.plan import Plan
+from eigengraft.optimizers.planning.traffic import Traffic
 
 MAX_ROWS = 16
 """Largest number of ranks with a row each."""
@@ -28,9 +29,14 @@ def columns(unit: str) -> list[tuple[str, Callable[[Plan], Any], str]]:
         ("received", lambda plan: plan.traffic["gradients"].received, "B"),
         ("updates sent", lambda plan: plan.traffic["updates"].sent, "B"),
         ("received", lambda plan: plan.traffic["updates"].received, "B"),
-        ("messages", lambda plan: sum(traffic.messages for traffic in plan.traffic.values()), ""),
-        ("buffers", lambda plan: sum(traffic.buffers for traffic in plan.traffic.values()), "B"),
+        ("messages", lambda plan: sum(traffic.messages for traffic in _everywhere(plan)), ""),
+        ("buffers", lambda plan: sum(traffic.buffers for traffic in _everywhere(plan)), "B"),
     ]
+
+
+def _everywhere(plan: Plan) -> list[Traffic]:
+    """The messages of a step whatever the backend is."""
+    return [traffic for kind, traffic in plan.traffic.items() if kind != "meeting"]
 
 
 def ranks_table(plan: Plan, title: str, unit: str) -> Table:
@@ -86,7 +92,11 @@ def remarks(plan: Plan, unit: str) -> list[str]:
             f"{len(home)} of {len(plan.placements)} parameters are updated by the ranks that hold them and send nothing"
         )
     if len(plan.work) > 1:
-        lines.append(f"agreement on gradients: {amount(int(agreement.sent[0]), 'B')} per rank, in an all-reduce (ring)")
+        before = amount(int(plan.traffic["meeting"].sent[0]), "B")
+        lines.append(
+            f"agreement on gradients: {amount(int(agreement.sent[0]), 'B')} per rank, in an all-reduce (ring); before "
+            f"it, with gloo, {before} in an all-to-all"
+        )
     return lines
 
 

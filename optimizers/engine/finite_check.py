@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eigengraft.numerics import compute_dtype
+from eigengraft.distributed.work import HostCopy
+from eigengraft.numerics import norms_by_dtype
 
 from ..recipe.recipe import Failure
 from ..sharding.fingerprint import StepNumbers
@@ -107,7 +108,7 @@ class FiniteCheck:
     ) -> None:
         self.failure, self.names, self.survey = failure, list(names), survey
         self.skipped: Counter[str] = Counter()
-        self._deferred: tuple[list[int], Tensor, torch.cuda.Event | None] | None = None
+        self._deferred: tuple[list[int], HostCopy] | None = None
 
     def check(self, given: GivenGradients) -> tuple[NDArray[np.bool_], Tensor | None, GradientSurvey]:
         """(active `[P]` on the host, mask `[P]` on the device or None, survey). Changes nothing but the count.
@@ -151,11 +152,8 @@ class FiniteCheck:
         """Positions whose gradient, one step ago on the device, turned out to be unusable; they are counted now."""
         if self._deferred is None:
             return []
-        positions, usable, event = self._deferred
-        self._deferred = None
-        if event is not None:
-            event.synchronize()
-        return self._count(positions, usable)
+        (positions, usable), self._deferred = self._deferred, None
+        return self._count(positions, usable.wait())
 
     def raise_nonfinite(self, bad: Sequence[int], outcome: str) -> None:
         """Raises FloatingPointError for unusable gradients if the recipe says so."""
@@ -170,12 +168,7 @@ class FiniteCheck:
 
     def _defer(self, positions: list[int], usable: Tensor, total: int) -> Tensor:
         """The mask `[P]` of usable gradients; what it says is copied to the host meanwhile."""
-        event = None
-        arrived = usable.to("cpu", non_blocking=True)
-        if usable.device.type == "cuda":
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-        self._deferred = (positions, arrived, event)
+        self._deferred = (positions, HostCopy(usable))
         mask = torch.ones(total, dtype=torch.bool, device=usable.device)
         mask[torch.tensor(positions, device=usable.device)] = usable
         return mask
@@ -183,11 +176,8 @@ class FiniteCheck:
 
 def finite_squares(gradients: Sequence[Tensor]) -> Tensor:
     """Which gradients have a finite sum of squares in the dtype they are computed in, `[n]`, in a few kernels."""
-    dtypes = [compute_dtype(gradient.dtype) for gradient in gradients]
     finite: list[Tensor] = [torch.empty(0)] * len(gradients)
-    for dtype in dict.fromkeys(dtypes):
-        places = [place for place, own in enumerate(dtypes) if own == dtype]
-        norms = torch.stack(torch._foreach_norm([gradients[place] for place in places], 2, dtype=dtype))
+    for places, norms in norms_by_dtype(gradients):
         for place, good in zip(places, norms.square().isfinite().unbind(0), strict=True):
             finite[place] = good
     return torch.stack(finite)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from eigengraft.distributed.comm_plan import BlockGroup, CommPlan
 from eigengraft.distributed.comm_step import CommStep
@@ -18,6 +19,7 @@ from eigengraft.numerics import compute_dtype
 from eigengraft.stacks import Stack
 
 from ..recipe.recipe import Recipe
+from ..sharding.copy_check import CopyCheck
 from ..sharding.fingerprint import AGAIN, UsedGradients
 from ..sharding.placement import ParamSpec
 from ..sharding.rank_sync import RankSync
@@ -51,6 +53,8 @@ class RankExchange:
                 "step() knows its rate, got one that is added to them"
             )
         self._backward_gather = BackwardGather(self.comm_plan, parameters) if overlaps else None
+        copied = not any(isinstance(parameter, DTensor) for parameter in parameters)
+        self._copy_check = CopyCheck(rank_sync, parameters) if copied else None
         self._gathering: dict[int, Work[Tensor]] = {}
         self._param_gather = ParamGather(rank_group, names, recipe.distribution.bucket)
         self._parameters, self._used_gradients = parameters, UsedGradients(parameters)
@@ -71,11 +75,16 @@ class RankExchange:
 
     def survey(self, given: GivenGradients) -> GradientSurvey:
         numbers = {**given.numbers, AGAIN: float(self._used_gradients.times())}
+        if self._copy_check is not None:
+            survey = self.rank_sync.survey(given.gradients, given.present, numbers, self._copy_check.tell())
+            self._copy_check.hear(survey)
+            return survey
         if self._backward_gather is None:
             return self.rank_sync.survey(given.gradients, given.present, numbers)
         for work in self._gathering.values():  # of a step that used no gradient
             work.wait()
-        survey = self.rank_sync.survey(given.gradients, given.present, numbers, self._backward_gather.tell())
+        begun = torch.tensor(self._backward_gather.tell(), dtype=torch.float64)
+        survey = self.rank_sync.survey(given.gradients, given.present, numbers, begun)
         self._gathering = self._backward_gather.settle(survey.notes.tolist())
         return survey
 

@@ -15,24 +15,22 @@ from numpy.typing import NDArray
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from eigengraft.chains import asking, entries
-from eigengraft.distributed.comm_plan import BlockGroup, pack
 from eigengraft.distributed.layouts import Layout
 from eigengraft.distributed.ownership import Loads
 
-from ..engine.block_groups import bucket_bytes, divide
+from ..engine.block_groups import divide
 from ..recipe.loading import RecipeSource, load_recipe
 from ..recipe.param_names import canonical_names
 from ..recipe.recipe import Recipe
 from ..recipe.routing import ParamInfo, describe_parameter
-from ..sharding import fingerprint
 from ..sharding.cost_model import common_interval
 from ..sharding.critical_path import Advice, advise
 from ..sharding.owners import Balance, assign_owners
 from ..sharding.phases import refresh_phases
 from ..sharding.placement import ParamPlacement, ParamSpec, place
 from .loads import count_owned, state_bytes
-from .traffic import Traffic, all_reduced, gathered_rows, together, wire
+from .step_traffic import step_traffic
+from .traffic import Traffic
 
 DataParallelKind = Literal["ddp", "fsdp2", "hsdp"]
 Floats = NDArray[np.float64]
@@ -48,7 +46,8 @@ class Plan:
     blocks: `[R]`, blocks that each rank owns.
     state: `[R]`, bytes of state.
     work: `[R]`, operations per step, or milliseconds if the recipe has measured times.
-    traffic: messages of a step: "gradients" to owners, "updates" back, and the "agreement" on usable gradients.
+    traffic: messages of a step: "gradients" to owners, "updates" back, the "agreement" on gradients, and the "meeting"
+        before it, which gloo alone has.
     interval: steps after which the same refreshes are due again.
     balance: how even the work is at every step of an interval.
     advice: where ranks wait for each other, how many refreshes at once would change that.
@@ -117,7 +116,7 @@ def plan(
         sum((count_owned(block_group, ranks) for block_group in block_groups), np.zeros(ranks, dtype=np.int64)),
         state_bytes(recipe, specs, block_groups, ranks),
         loads.work,
-        _traffic(recipe, specs, block_groups, layouts),
+        step_traffic(recipe, specs, block_groups, layouts, plain=not _placements(mesh, parallel)),
         loads.interval,
         balance,
         advise(specs, recipe, phases, ranks, balance) if balance.efficiency < EFFICIENT else None,
@@ -140,22 +139,6 @@ def _spec(recipe: Recipe, name: str, info: ParamInfo, layout: Layout, dtype: tor
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     return ParamSpec(name, path, tuple(info.shape), dtype, torch.device("meta"), placement)
-
-
-def _traffic(
-    recipe: Recipe, specs: Sequence[ParamSpec], block_groups: Sequence[BlockGroup], layouts: Sequence[Layout]
-) -> dict[str, Traffic]:
-    """Messages of a step. Sent like gradients: parameters, if a stage acts after weight decay; signals with entries."""
-    used, ranks = [recipe.updates()[path] for path in dict.fromkeys(s.path for s in specs)], len(layouts[0].boxes)
-    replicated = all(layouts[block.position].replicated for group in block_groups for block in group.blocks)
-    asked = asking(pair for rule in used for pair in rule.stages())
-    buckets = pack(block_groups, bucket_bytes(specs, recipe, ranks)) if ranks > 1 else []
-    begun = 2 * len(buckets) if recipe.distribution.overlap_backward and not replicated else 0
-    norms = "parameter_rms" in asked and not replicated
-    vectors = [3 * len(specs) + fingerprint.LENGTH + begun, *[len(specs)] * norms]
-    there, back = wire(block_groups, buckets, layouts, 1 + any(rule.after_decay for rule in used) + entries(asked))
-    rows = gathered_rows(specs, ranks, recipe.distribution.bucket)
-    return {"gradients": there, "updates": together(back, rows), "agreement": all_reduced(vectors, ranks)}
 
 
 def _info(name: str, shape: Sequence[int], dtype: torch.dtype) -> ParamInfo:

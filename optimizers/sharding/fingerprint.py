@@ -62,11 +62,12 @@ def differing(sums: Sequence[float]) -> list[str]:
 
 def tell_apart(names: Sequence[str], found: Sequence[Mapping[str, float]]) -> str:
     """Who has which value of some numbers; found: the numbers of every rank."""
-    said = [f"the same {name}, got {_by_value([own[name] for own in found])}" for name in names]
+    said = [f"the same {name}, got {by_value([own[name] for own in found])}" for name in names]
     return "; ".join(said) + ("; a rank calls step() more often than others" if AGAIN in names else "")
 
 
-def _by_value(values: Sequence[float]) -> str:
+def by_value(values: Sequence[float]) -> str:
+    """Which ranks have which value; values: of every rank."""
     holders: dict[float, list[int]] = {}
     for rank, value in enumerate(values):
         holders.setdefault(value, []).append(rank)

@@ -12,11 +12,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eigengraft.distributed.rank_group import DistributedError, RankGroup
-from eigengraft.numerics import compute_dtype
+from eigengraft.distributed.work import HostCopy
+from eigengraft.numerics import compute_dtype, norms_by_dtype
 
 from ..recipe.recipe import Failure
 from .fingerprint import StepNumbers, differing, fill_from_device, fingerprint, tell_apart
 from .placement import ParamSpec
+
+NOTHING, LATER = "nothing was changed", "found one step later"
+"""What errors say of a step that ranks disagree about: on a device the host hears of it only then."""
 
 
 class RankSync:
@@ -41,9 +45,9 @@ class RankSync:
         gradients: Sequence[Tensor | None],
         present: NDArray[np.bool_],
         numbers: StepNumbers,
-        notes: Sequence[float] = (),
+        notes: Tensor | None = None,
     ) -> RankSurvey:
-        """What all ranks together know of their gradients, and sums of their notes; every rank must call it.
+        """What all ranks together know of their gradients, and sums of their notes `[n]`; every rank must call it.
 
         Raises DistributedError on every rank if they step with other numbers, and ArithmeticError if on one of them
         roots had failed too often one step ago; on a device both are read one step later still, so that the host never
@@ -56,24 +60,18 @@ class RankSync:
         absent = [float(gradient is None) for gradient in gradients]
         failed = [float(position in self.failed) for position in range(total)]
         self.failed.clear()
-        told = [*absent, *failed, *fingerprint(numbers), *notes]
-        found = torch.cat([self._squares(gradients, device), torch.tensor(told, dtype=torch.float64).to(device)])
-        end = len(found) - len(notes)
-        fill_from_device(found[3 * total : end], numbers)
+        told = torch.tensor([*absent, *failed, *fingerprint(numbers)], dtype=torch.float64).to(device)
+        end = total + len(told)
+        fill_from_device(told[2 * total :], numbers)
+        found = torch.cat([self._squares(gradients, device), told, *([] if notes is None else [notes.to(device)])])
         self.rank_group.all_reduce(found, what)
-        event = None
-        sums = found[2 * total : end].to("cpu", non_blocking=True)
-        if device.type == "cuda":
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-        self._told = _Told(
-            sums, event, {name: x.clone() if isinstance(x, Tensor) else x for name, x in numbers.items()}
-        )
-        if self._is_read_at_once(device):
-            self._raise_told("nothing was changed")
-        return RankSurvey(self, present, found[:total], found[total : 2 * total], found[end:])
+        kept = {name: x.clone() if isinstance(x, Tensor) else x for name, x in numbers.items()}
+        self._told = _Told(HostCopy(found[2 * total : end]), kept)
+        if self.reads_at_once(device):
+            self._raise_told(NOTHING)
+        return RankSurvey(self, present, found[:total], found[total : 2 * total], found[3 * total], found[end:])
 
-    def _is_read_at_once(self, device: torch.device) -> bool:
+    def reads_at_once(self, device: torch.device) -> bool:
         """Whether the host has what ranks told each other, without waiting for the device."""
         return device.type == "cpu"
 
@@ -81,14 +79,12 @@ class RankSync:
         """The first parameter, and how many more there are."""
         return f"{self.names[0]} and {len(self.names) - 1} more"
 
-    def _raise_told(self, outcome: str = "found one step later") -> None:
+    def _raise_told(self, outcome: str = LATER) -> None:
         """Raises DistributedError for numbers that differ between ranks, ArithmeticError for roots that have failed."""
         if self._told is None:
             return
         told, self._told = self._told, None
-        if told.event is not None:
-            told.event.synchronize()
-        failures, sums = told.sums[: len(self.names)], told.sums[len(self.names) :]
+        failures, sums = told.sums.wait().tensor_split([len(self.names)])
         names = differing(sums.tolist())
         if names:
             mine, step = {name: float(value) for name, value in told.numbers.items()}, f"step of {self._named()}"
@@ -131,10 +127,8 @@ class RankSync:
         """This rank's share of the sum of squares of each full tensor, `[P]` float64."""
         squares = torch.zeros(len(local), dtype=torch.float64, device=device)
         here = [(position, x) for position, x in enumerate(local) if x is not None and x.numel()]
-        for dtype in dict.fromkeys(self._dtypes[position] for position, _ in here):
-            own = [(position, x) for position, x in here if self._dtypes[position] == dtype]
-            norms = torch.stack(torch._foreach_norm([x for _, x in own], 2, dtype=dtype)).square()
-            squares[torch.tensor([position for position, _ in own], device=device)] = norms.double()
+        for places, norms in norms_by_dtype([x for _, x in here]):
+            squares[torch.tensor([here[place][0] for place in places], device=device)] = norms.square().double()
         self._copies = self._copies.to(device)
         return squares / self._copies
 
@@ -143,14 +137,11 @@ class RankSync:
 class _Told:
     """What ranks have told each other in one step.
 
-    sums: on the host, or on the way there: ranks on which the roots of each parameter have failed `[P]`, and the sum of
-        fingerprints.
-    event: when the sums have arrived; None: they have.
+    sums: ranks on which the roots of each parameter have failed `[P]`, and the sum of fingerprints.
     numbers: what this rank has stepped with.
     """
 
-    sums: Tensor
-    event: torch.cuda.Event | None
+    sums: HostCopy
     numbers: StepNumbers
 
 
@@ -161,6 +152,7 @@ class RankSurvey:
     present: `[P]`, which parameters have a gradient on this rank.
     squares: `[P]` float64 on the device, sum of squares of each full gradient.
     absent:  `[P]` float64 on the device, number of ranks without a gradient.
+    ranks: 0-d float64 on the device, number of ranks.
     notes: float64 on the device, what else was summed.
     """
 
@@ -168,6 +160,7 @@ class RankSurvey:
     present: NDArray[np.bool_]
     squares: Tensor
     absent: Tensor
+    ranks: Tensor
     notes: Tensor
 
     @property

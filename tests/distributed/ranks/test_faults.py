@@ -90,6 +90,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome
             jobs["sparse"] = {"fault": "sparse"}  # a DTensor is never sparse
             jobs["one_sided_sum"] = {"fault": "one_sided_sum"}
             jobs["changed_on_device"] = {"fault": "changed_on_device"}
+            jobs |= {name: {"fault": name} for name in ("not_averaged", "not_averaged_on_device", "rounded_apart")}
+            jobs["outside"] = {"fault": "not_averaged", "outside": True}
         for name, job in jobs.items():
             fails = name not in (*SURVIVED, "roots")
             runs.append(Run(f"{name} {place}", "faults:run", 2, {**job, "place": place}, TIMEOUT, fails))
@@ -196,6 +198,30 @@ def test_another_number_is_found_one_step_later_on_a_device(outcomes: dict[str, 
         assert outcome.result["changed"] == [] and outcome.result["said"] == f"{said}; found one step later"
 
 
+APART = {
+    "not_averaged": ("gradient of scale and 12 more: ", "; nothing was changed; "),
+    "outside": ("gradient of scale: ", "; nothing was changed; "),
+    "not_averaged_on_device": ("gradient of up.weight: ", "; found one step later; "),
+}
+
+
+@pytest.mark.parametrize("fault", APART)
+def test_gradients_that_nobody_has_averaged_are_refused_by_all(outcomes: dict[str, list[Outcome]], fault: str) -> None:
+    begin, end = APART[fault]
+    for outcome in outcomes[f"{fault} plain"]:
+        said = outcome.result["said"]
+        assert said.startswith(f"DistributedError: {begin}all ranks must have the same, because all hold the whole")
+        first, second = (float(norm) for norm in re.findall(r"([\d.e-]+) on rank", said))
+        assert second == pytest.approx(2 * first, rel=1e-5)  # six digits are said
+        assert f"on rank 1{end}average gradients before step(): wrap the whole model in Distrib" in said
+        assert outcome.result["changed"] == []
+
+
+def test_gradients_that_differ_by_rounding_are_used(outcomes: dict[str, list[Outcome]]) -> None:
+    for outcome in outcomes["rounded_apart plain"]:
+        assert outcome.result["said"] == "" and outcome.result["changed"]
+
+
 def test_a_partial_sum_on_some_ranks_only_is_refused_by_all(outcomes: dict[str, list[Outcome]]) -> None:
     cause = together(SUMS.format(13, ""), SUMS.format(12, "; none of up.weight"))
     for outcome in outcomes["one_sided_sum plain"]:
@@ -225,6 +251,6 @@ def test_failing_roots_on_one_rank_raise_on_all(outcomes: dict[str, list[Outcome
 
 
 def test_a_sparse_gradient_is_refused_by_name(outcomes: dict[str, list[Outcome]]) -> None:
-    _, second = outcomes["sparse plain"]
-    assert second.code == 0
-    assert second.result["said"] == "TypeError: up.weight: a dense gradient is required, got layout torch.sparse_coo"
+    first, second = outcomes["sparse plain"]
+    assert second.error == "TypeError: up.weight: a dense gradient is required, got layout torch.sparse_coo"
+    assert re.match(AGREEMENT, first.error)

@@ -142,7 +142,7 @@ def changed_on_device(place: str) -> Result:
     """One rank has another lr in one step, and ranks read what they told each other one step later."""
     module, optimizer = start(place)
     group = optimizer.param_groups[0]
-    with patch.object(RankSync, "_is_read_at_once", lambda *_: False):
+    with patch.object(RankSync, "reads_at_once", lambda *_: False):
         group["lr"], kept = 0.5 if bad() else group["lr"], group["lr"]
         advance(module, optimizer, 2)
         group["lr"] = kept
@@ -180,13 +180,44 @@ def one_sided_sum(place: str) -> Result:
     return survive(module, optimizer)
 
 
-def sparse(place: str) -> Result:
+def not_averaged(place: str, outside: bool = False) -> Result:
+    """Every rank has gradients of its own data, of all parameters or of one that is outside of DDP."""
+    module, optimizer = start(place, steps=0)
+    give(module, 2, gaps=False)
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None and (name == "scale" or not outside):
+            parameter.grad.mul_(1 + dist.get_rank())
+    return survive(module, optimizer)
+
+
+def not_averaged_on_device(place: str) -> Result:
+    """Every rank has gradients of its own data once, and ranks read what they told each other one step later."""
+    module, optimizer = start(place, steps=1)
+    with patch.object(RankSync, "reads_at_once", lambda *_: False):
+        give(module, 2, gaps=False)
+        module.up.weight.grad.mul_(1 + dist.get_rank())  # type: ignore[union-attr,operator]
+        optimizer.step()
+        give(module, 3, gaps=False)
+        return survive(module, optimizer)
+
+
+def rounded_apart(place: str) -> Result:
+    """Every rank has computed one gradient itself, in another order of summation."""
+    module, optimizer = start(place, steps=0)
+    give(module, 2, gaps=False)
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(1 + 1e-6 * dist.get_rank())
+    return survive(module, optimizer)
+
+
+def sparse(place: str) -> None:
     """A gradient is not dense, on one rank."""
     module, optimizer = start(place)
     give(module, 2, gaps=False)
     if bad():
         module.up.weight.grad = module.up.weight.grad.to_sparse()  # type: ignore[union-attr,operator,assignment]
-    return survive(module, optimizer)
+    optimizer.step()
 
 
 def other_recipe(place: str) -> None:
@@ -357,6 +388,9 @@ FAULTS: dict[str, Callable[..., Any]] = {
         twice,
         ahead,
         one_sided_sum,
+        not_averaged,
+        not_averaged_on_device,
+        rounded_apart,
         sparse,
         other_recipe,
         other_shapes,
