@@ -31,6 +31,7 @@ from .test_methods import (
     muon,
     newton_schulz,
     of_rms,
+    power,
 )
 
 pytestmark = pytest.mark.slow
@@ -119,13 +120,14 @@ def muon_squared(given: Sequence[Tensor]) -> list[Tensor]:
     return [spectrally(newton_schulz(m / (x.sqrt() + 1e-8), 3)) for m, x in zip(means(given, 0.95), v, strict=True)]
 
 
+def ended(x: Tensor) -> Tensor:
+    """Eight steps of Muon's, and two that end them at 1."""
+    return newton_schulz(newton_schulz(x, 8), 2, (2.0, -1.5, 0.5), scaled=False)
+
+
 def polargrad(given: Sequence[Tensor]) -> list[Tensor]:
-    """||M||_* U V^T, to what the steps leave: 8 of Muon's, 2 that end at 1."""
-    found = []
-    for m in means(given, 0.95):
-        u = newton_schulz(newton_schulz(m, 8), 2, (2.0, -1.5, 0.5), scaled=False)
-        found.append(u * float((m * u).sum()))
-    return found
+    """<M, U> U, which is ||M||_* U V^T to what the steps leave."""
+    return [ended(m) * float((m * ended(m)).sum()) for m in means(given, 0.95)]
 
 
 def muoneq(given: Sequence[Tensor]) -> list[Tensor]:
@@ -201,6 +203,22 @@ def sinksoap(given: Sequence[Tensor]) -> list[Tensor]:
         o = newton_schulz(sinkhorn(x), 12, (2.0, -1.5, 0.5))
         v(o.square().mean(1, keepdim=True))
         found.append(of_rms(o / (v.raw.sqrt() + 1e-8), 0.2))
+    return found
+
+
+def okls(given: Sequence[Tensor]) -> list[Tensor]:
+    """P_L N P_R s,  P = (S + 1e-6 |S|_2)^(-1/2) of the same step,  S_L <- b S_L + (1 - b) (G P_R)(G P_R)^T / n  with
+    the old P, at first RMS(G)^(-1/2) I.  N the Nesterov momentum over its standard deviation for independent G,
+    s = sqrt(m / n) / (sqrt(m) + sqrt(n))."""
+    (m, n), b = given[0].shape, 0.95
+    left, right = Mean(b, m, m), Mean(b, n, n)
+    p = [torch.eye(d, dtype=torch.float64) / given[0].square().mean().sqrt().sqrt() for d in (m, n)]
+    factor = ((1 - b) / (1 + b) * (1 + 2 * b - 2 * b**3)) ** -0.5 * math.sqrt(m / n) / (math.sqrt(m) + math.sqrt(n))
+    found = []
+    for g, x in zip(given, ahead(given, b), strict=True):
+        estimates = left((g @ p[1]) @ (g @ p[1]).T / n), right((p[0] @ g).T @ (p[0] @ g) / m)
+        p = [power(a, -0.5, 1e-6 * float(torch.linalg.matrix_norm(a, 2))) for a in estimates]
+        found.append(p[0] @ x @ p[1] * factor)
     return found
 
 
@@ -296,6 +314,8 @@ METHODS: dict[str, tuple[Updates, float, tuple[str, ...]]] = {
     "polar_express": (polar_express, 0.01, (EXACT,)),
     "aro": (aro, 0.01, ()),
     "sinksoap": (sinksoap, 0.01, cadence(BASIS)),
+    # exact roots: those of the recipe are 1e-4 off
+    "okls": (okls, 0.1, tuple(f"update.shampoo.solver.{x}" for x in ("kind=eigh", "relative=true", "eps=1e-6"))),
     "galore": (galore, 0.0, LOW_RANK),
     "fira": (fira, 0.0, LOW_RANK),
     "dion2": (dion2, 0.01, ()),
@@ -404,6 +424,11 @@ ROLES: dict[str, dict[str, tuple[tuple[int, ...], Updates]]] = {
         "lm_head.weight": ((6, 4), lambda g: [3000 / 4 * m.sign() for m in means(g, 0.9)]),
         "wte.weight": ((6, 4), lambda g: [50 * m / m.square().mean(1, keepdim=True).sqrt() for m in means(g, 0.9)]),
         "layer.bias": ((7,), lambda g: [50 * m / m.square().mean().sqrt() for m in means(g, 0.9)]),
+    },
+    "modular_norm": {
+        "layer.weight": ((5, 8), lambda g: [spectrally(ended(m)) for m in means(g, 0.95)]),
+        "wte.weight": ((6, 4), lambda g: [m / m.square().mean(1, keepdim=True).sqrt() for m in means(g, 0.95)]),
+        "layer.bias": ((7,), lambda g: [m / m.square().mean().sqrt() for m in means(g, 0.95)]),
     },
     "adam_mini": {
         "wte.weight": ((6, 4), adam_mini),
