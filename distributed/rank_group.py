@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .work import Work
+from .work import Work, as_bytes
 
 
 class DistributedError(RuntimeError):
@@ -68,14 +68,15 @@ class RankGroup:
 
     @property
     def meets(self) -> bool:
-        """Whether ranks tell each other what they come to."""
+        """Whether ranks tell each other what they come to: with gloo."""
         return bool(dist.get_backend(self.group) == "gloo")
 
-    def meet(self, what: str) -> None:
-        """Raises DistributedError on every rank if some come to something else; asks on gloo only, where nobody waits.
+    def meet(self, what: str, remedy: str = "") -> None:
+        """Raises DistributedError on every rank, with the remedies of all, if some come to something else.
 
         gloo ends a process without a word where messages of one kind of collective differ in length. Nothing but the
-        exchange of blocks is an all-to-all: a rank that does something else does not answer, and is missed.
+        exchange of blocks is an all-to-all: a rank that does something else does not answer, and is missed. With other
+        backends nobody is asked, and nobody waits.
         """
         if not self.meets:
             return
@@ -83,12 +84,11 @@ class RankGroup:
         told, each = torch.tensor(list(digest * self.size), dtype=torch.uint8), [MEETING] * self.size
         if torch.equal(self.all_to_all(told, each, each, what).wait(), told):
             return
-        every: list[Any] = [None] * self.size
-        with self._named(what):
-            dist.all_gather_object(every, what, group=self.group)
+        every = self._gather_object((what, remedy), what)
+        found = ", ".join(f"{other!r} on rank {rank}" for rank, (other, _) in enumerate(every[:8]))
+        remedies = "".join(f"; {text}" for text in dict.fromkeys(text for _, text in every) if text)
         raise DistributedError(
-            f"{what}: all ranks must come to it together, got "
-            f"{', '.join(f'{other!r} on rank {rank}' for rank, other in enumerate(every[:8]))}; nothing was changed"
+            f"{what}: all ranks must come to it together, got {found}; nothing was changed{remedies}"
         )
 
     def all_gather(self, mine: Tensor, what: str) -> Work[Tensor]:
@@ -133,8 +133,11 @@ class RankGroup:
 
     def all_gather_object(self, mine: Any, what: str) -> list[Any]:
         """A small Python object of every rank, by rank."""
-        found: list[Any] = [None] * self.size
         self.meet(what)  # torch gives what follows no time-out of its own
+        return self._gather_object(mine, what)
+
+    def _gather_object(self, mine: Any, what: str) -> list[Any]:
+        found: list[Any] = [None] * self.size
         with self._named(what):
             dist.all_gather_object(found, mine, group=self.group)
         return found
@@ -192,9 +195,3 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 _GROUPS: dict[tuple[int, ...], Any] = {}
 """Process groups by their ranks; each is made once, because all ranks must take part in making it."""
-
-
-def as_bytes(x: Tensor) -> Tensor:
-    """The bytes of a tensor, `[n]` uint8; a view if it is dense."""
-    # `view(-1)` would keep the stride of a single entry, which may be any number
-    return x.contiguous().as_strided((x.numel(),), (1,)).view(torch.uint8)

@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from .layouts import chunk_length
-from .rank_group import RankGroup, as_bytes
+from .rank_group import RankGroup
+from .work import as_bytes
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Collectives and copies under way."""
+"""Collectives and copies under way, and tensors as the bytes that they carry."""
 
 from __future__ import annotations
 
@@ -53,3 +53,9 @@ class HostCopy:
         if self._event is not None:
             self._event.synchronize()
         return self._copy
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """The bytes of a tensor, `[n]` uint8; a view if it is dense."""
+    # `view(-1)` would keep the stride of a single entry, which may be any number
+    return x.contiguous().as_strided((x.numel(),), (1,)).view(torch.uint8)

@@ -14,6 +14,13 @@ from eigengraft.distributed.rank_group import DistributedError, RankGroup
 
 from .sharded_state import ShardedStateDict, full_tensor, gathered, shard_hook, sharded_state
 
+GATHER_FIRST = (
+    "where a host asks one rank alone for the state dict, all ranks must gather it there before: with Hugging Face's "
+    "Trainer add `callbacks=[eigengraft.optimizers.ConsolidateOnSave()]` to its arguments, with accelerate "
+    "`accelerator.register_save_state_pre_hook(lambda *_: optimizer.consolidate_state_dict())`, elsewhere call "
+    "`optimizer.consolidate_state_dict()` on every rank"
+)
+
 
 @dataclass(frozen=True)
 class ConsolidatedState:
@@ -99,7 +106,7 @@ def _rank_groups(optimizer: Any) -> list[RankGroup]:
 def _meet(rank_groups: list[RankGroup], what: str) -> None:
     """Waits for all ranks before anything is exchanged, so that a rank that never comes does no harm."""
     for rank_group in rank_groups:
-        rank_group.meet(what)
+        rank_group.meet(what, GATHER_FIRST)
 
 
 @contextmanager
@@ -108,7 +115,5 @@ def _all_ranks(what: str) -> Iterator[None]:
     try:
         yield
     except DistributedError as error:
-        raise DistributedError(
-            f"{what}: all ranks must call it; where a host asks one rank alone for the state dict, call "
-            f"optimizer.consolidate_state_dict() on all ranks before. {error}"
-        ) from error
+        remedy = "" if GATHER_FIRST in str(error) else f"; {GATHER_FIRST}"
+        raise DistributedError(f"{what}: all ranks must call it{remedy}. Here: {error}") from error

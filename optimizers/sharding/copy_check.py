@@ -23,7 +23,7 @@ FIRST, EVERY = 3, 100
 TOLERANCE = 1e-4
 """Standard deviation of norms over ranks, in units of their mean, up to which gradients count as the same: kernels that
 add in any order, run on every rank apart, are 1e-6 off; other data is 1e-2 off, or more."""
-REMEDY = (
+AVERAGE_FIRST = (
     "average gradients before step(): wrap the whole model in DistributedDataParallel, no parameter outside of it, and "
     "run the last backward before step() outside of no_sync(); parameters that are no copies of each other need "
     "`distribution.mode: local`, or to be DTensors on a mesh of the ranks that share them"
@@ -82,5 +82,5 @@ class CopyCheck:
             norms = by_value([float(f"{norm:.6g}") for norm in found])
             raise DistributedError(
                 f"gradient of {name}{more}: all ranks must have the same, because all hold the whole parameter, got "
-                f"norms {norms}; {outcome}; {REMEDY}"
+                f"norms {norms}; {outcome}; {AVERAGE_FIRST}"
             )
