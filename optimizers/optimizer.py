@@ -15,8 +15,8 @@ from .checkpoint.consolidation import consolidate, divided_state, full_state
 from .checkpoint.load_plan import strict_loading
 from .checkpoint.pickling import restored, snapshot
 from .checkpoint.replaced_params import adopt_parameters
-from .engine.given_signals import Given
 from .engine.param_sets import ParamSets
+from .engine.signals import Given
 from .engine.stack_state import StackState
 from .param_groups import check_keys, check_values, group_infos, require_matches
 from .recipe.loading import RecipeSource, load_recipe

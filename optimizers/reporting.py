@@ -14,6 +14,7 @@ from eigengraft.state_key import StateKey
 
 from .apply.mode import Mode
 from .engine.param_sets import ParamSets
+from .engine.schedules import steps_taken
 from .engine.stack_state import StackState
 
 
@@ -106,6 +107,8 @@ def describe(param_sets: ParamSets, groups: Sequence[Mapping[str, Any]], iterate
         where = ", ".join(f"{count} by {path}" for path, count in routes.items())
         rates = f"lr={float(group['lr']):g}, weight_decay={float(group['weight_decay']):g}"
         lines.append(f"  group {index}: {len(group['params'])} parameters ({where}), {rates}")
+    for path, value in param_sets.schedules.values(steps_taken(param_sets)).items():
+        lines.append(f"  {path}: {value:g}, scheduled")
     return "\n".join([*lines, f"  state: {state_bytes} bytes)"])
 
 

@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from eigengraft.chains import ChainOf
-from eigengraft.component import Component
+from eigengraft.ramps import Schedulable
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import Rotation, StepContext
 
@@ -19,7 +19,7 @@ from .cadence import Cadence
 from .checked_mode import watched
 
 
-class Stage(Component, ABC, family="stage"):
+class Stage(Schedulable, ABC, family="stage"):
     """A map from gradient to direction.
 
     All tensors carry the leading stack axis `[N, *block]`. `gradient` is the gradient of the blocks in the current

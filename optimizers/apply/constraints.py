@@ -11,8 +11,8 @@ from pydantic import Field
 from torch import Tensor
 
 from eigengraft.chains import ChainOf
-from eigengraft.component import Component
 from eigengraft.numerics import block_norm, compute_dtype, safe_ratio
+from eigengraft.ramps import Schedulable
 from eigengraft.slots import Slot
 
 Slots = Mapping[str, Sequence[Tensor]]
@@ -22,7 +22,7 @@ Norms = Callable[[Sequence[Tensor]], Tensor]
 """The Frobenius norms `[n]` of n whole tensors, of which this rank may hold shards: then all ranks call it."""
 
 
-class Constraint(Component, ABC, family="constraint"):
+class Constraint(Schedulable, ABC, family="constraint"):
     """Changes n updates U before the write (`adjust`) and n parameters W after it (`retract`).
 
     The write between the two is W <- W - lr alpha W - lr U. W and U are whole parameters in the dtype they are computed

@@ -24,10 +24,9 @@ from ..sharding.phases import Phases
 from ..sharding.placement import ParamSpec
 from ..sharding.rank_sync import RankSync
 from .build import build
-from .exchange import BlockExchange, LocalExchange, Step
+from .exchange import BlockExchange, LocalExchange, Step, find_signals
 from .finite_check import FiniteCheck, GivenGradients
 from .rank_exchange import RankExchange
-from .signals import find_signals
 from .stack_state import ActiveBlocks, StackState
 
 

@@ -20,9 +20,10 @@ from ..recipe.routing import ParamInfo
 from ..sharding.assignment import Assignment, Assignments
 from ..sharding.phases import Phases
 from .exchange import Step
-from .given_signals import Signals
 from .manifest import fill, show
 from .param_set import ParamSet
+from .schedules import Schedules
+from .signals import Signals
 
 StateValues = Mapping[Tensor, Mapping[str, Tensor]]
 """State by parameter and state key."""
@@ -38,7 +39,7 @@ class ParamSets:
     frozen: for each group, which of its parameters had no gradients when it was added.
     groups: for each group, its parameter sets, one for each device and set of ranks.
     batches: how many groups there were each time when owners were decided.
-    signals: what stages ask for besides gradients, from when it is provided to the step.
+    signals, schedules: what stages ask for besides gradients, and their numbers that change during the run.
     consolidated: what `consolidate` has gathered of the state as it is now; None: it has changed since.
     """
 
@@ -50,7 +51,7 @@ class ParamSets:
         self.frozen: list[list[bool]] = []
         self.batches: list[int] = []
         self.consolidated: object | None = None
-        self.signals, self._assignments = Signals(recipe), Assignments(recipe)
+        self.signals, self.schedules, self._assignments = Signals(recipe), Schedules(recipe), Assignments(recipe)
 
     def __iter__(self) -> Iterator[ParamSet]:
         for param_sets in self.groups:
@@ -148,6 +149,7 @@ class ParamSets:
     def step(self, groups: Sequence[Mapping[str, Any]], state: MutableMapping[Tensor, Any]) -> None:
         """One step of all parameters: every set prepares, which may raise before anything has changed, then every one
         steps. groups: all param groups."""
+        self.schedules.follow(self)
         ready: list[tuple[ParamSet, Step | None]] = []
         for index, group in enumerate(groups):
             self.thaw(index, state, "train")

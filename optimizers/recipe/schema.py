@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from eigengraft.component import FAMILY_MARK, Component, families
+from eigengraft.ramps import Ramp, Schedulable
 
 
 def json_schema(cls: type[Component]) -> dict[str, Any]:
     """JSON schema (draft 2020-12) of a component; every family it may hold is one definition with all its members."""
-    definitions: dict[str, Any] = {}
+    definitions: dict[str, Any] = {"schedule": _schedule_schema()}
     for name, family in sorted(families().items()):
         members = []
         bare = []
@@ -46,7 +47,24 @@ def _needed(node: Any, definitions: Mapping[str, Any]) -> set[str]:
 def _own_schema(cls: type[Component], definitions: dict[str, Any]) -> dict[str, Any]:
     schema: dict[str, Any] = _linked(cls.model_json_schema())
     definitions.update({key: value for key, value in schema.pop("$defs", {}).items() if key not in definitions})
+    numbers = [name for name in schema.get("properties", {}) if _takes_schedules(cls, name)]
+    for name in numbers:
+        own = schema["properties"][name]
+        told = {key: own.pop(key) for key in ("default", "description", "title") if key in own}
+        schema["properties"][name] = {"anyOf": [own, {"$ref": "#/$defs/schedule"}], **told}
     return schema
+
+
+def _takes_schedules(cls: type[Component], name: str) -> bool:
+    """Whether a field may be a schedule in place of a number."""
+    field = cls.model_fields.get(name)
+    number = field is not None and field.annotation in (float, float | None)
+    return number and issubclass(cls, Schedulable) and name not in cls.constants
+
+
+def _schedule_schema() -> dict[str, Any]:
+    ramp = Ramp.model_json_schema()
+    return {"anyOf": [ramp, {"type": "array", "items": ramp, "minItems": 1}]}
 
 
 def _linked(node: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from eigengraft.component import Component
+from eigengraft.ramps import Schedulable
 from eigengraft.slots import State
 from eigengraft.step_context import StepContext
 
@@ -28,7 +28,7 @@ class Chain(Stage):
         return run_chain(self.stages, state.scope("stages"), gradient, direction, context)
 
 
-class Path(Component):
+class Path(Schedulable):
     """One summand of a `sum`."""
 
     name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", description="what the path is called")

@@ -30,6 +30,7 @@ class Adafactor(Stage):
     )
     decay_power: float = Field(default=0.8, gt=0, le=1, description="the decay is 1 - t^-decay_power")
     eps: float = Field(default=1e-15, gt=0, description="floor of the root, in units of the gradient")
+    constants: ClassVar[frozenset[str]] = frozenset({"beta"})
 
     @model_validator(mode="after")
     def _one_decay(self) -> Self:

@@ -17,6 +17,8 @@ from eigengraft.step_context import StepContext
 from ..algebra.exponents import Exponents, exponent_of
 from ..base import Stage
 
+PRODUCT = Slot((), fill=1.0, role="count", dtype=torch.float64)
+"""The product b_1 ... b_t of a decay that is scheduled, in place of b^t."""
 _MEAN_OVER = {"row": -1, "column": -2}
 """The axis over which squares are averaged."""
 
@@ -30,6 +32,7 @@ class Momentum(Stage):
 
     `nesterov` mixes the newest direction in once more (Dozat 2016). `beta3` gives more or less of the newest direction
     than the mean holds (Shi et al. 2023, filtered gradient). Without bias correction the denominators are 1.
+    Where b is scheduled b^t is the product of the values that it had.
     The sum m <- b m + d is the stage `heavy_ball`.
     """
 
@@ -49,7 +52,8 @@ class Momentum(Stage):
         return True
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
-        return {"m": Slot(block, fill=0.0, role="first_moment", frame="vector")}
+        own = {"m": Slot(block, fill=0.0, role="first_moment", frame="vector")}
+        return {**own, "product": PRODUCT} if self.scheduled("beta") and self.bias_correction else own
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         m = state["m"]
@@ -60,6 +64,9 @@ class Momentum(Stage):
         ahead = torch.lerp(direction, m, self.beta) if self.nesterov else m
         if not self.bias_correction:
             return ahead
+        if self.scheduled("beta"):
+            product = _multiplied(state, self.beta)
+            return ahead / per_block(1 - (product * self.beta if self.nesterov else product), ahead).to(ahead.dtype)
         later = 1 if self.nesterov else 0
         return ahead / context.per_block(lambda step: 1 - self.beta ** (step + later), m)
 
@@ -69,7 +76,18 @@ class Momentum(Stage):
         state["m"] = m
         if not self.bias_correction:
             return out
+        if self.scheduled("beta"):
+            before = state["product"].clone()
+            _multiplied(state, self.beta)
+            return out / per_block(1 - before * beta3, out).to(out.dtype)
         return out / context.per_block(lambda step: 1 - beta3 * self.beta ** (step - 1), m)
+
+
+def _multiplied(state: State, beta: float) -> Tensor:
+    """The product `[N]` of the decays so far, the present one included."""
+    product = state["product"] * beta
+    state["product"] = product
+    return product
 
 
 class RMS(Stage):
@@ -77,7 +95,8 @@ class RMS(Stage):
 
     Running mean (b < 1): w = 1 - b; c = 1 - b^t with bias correction (Adam, Kingma & Ba 2015), c = 1 without (RMSprop).
     Sum (b = 1) and `damped: false`: w = 1, c = 1 (AdaGrad, Duchi et al. 2011). With `eps_on: raw` the division is by
-    (v^e + eps) / c^e, as in the codes that fold the correction into the step size.
+    (v^e + eps) / c^e, as in the codes that fold the correction into the step size. Where b is scheduled b^t is the
+    product of the values that it had.
     x is the gradient, or the direction (NorMuon and AdaMuon: of the orthogonalized momentum). With `per: row` or
     `column` v holds the mean of x^2 over the last axis, or over the last but one, with `block` over all of the block
     (Adam-mini, Zhang et al. 2024, arXiv:2406.16793).
@@ -125,14 +144,18 @@ class RMS(Stage):
         return self.per if len(block) > 1 or self.per == "block" else "entry"
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
+        own = {"v": self._moment(block)}
+        return {**own, "product": PRODUCT} if self.scheduled("beta") and self._corrected() else own
+
+    def _moment(self, block: tuple[int, ...]) -> Slot:
         per = self._per(block)
         if per == "row":
-            return {"v": Slot(block[:-1], role="second_moment", frame="row")}
+            return Slot(block[:-1], role="second_moment", frame="row")
         if per == "column":
-            return {"v": Slot((*block[:-2], block[-1]), role="second_moment", frame="column")}
+            return Slot((*block[:-2], block[-1]), role="second_moment", frame="column")
         if per == "block":
-            return {"v": Slot((), role="second_moment")}
-        return {"v": Slot(block, role="second_moment", frame="square")}
+            return Slot((), role="second_moment")
+        return Slot(block, role="second_moment", frame="square")
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         v = self._accumulate(state, gradient if self.source == "gradient" else direction)
@@ -144,10 +167,16 @@ class RMS(Stage):
             denominator = wide.expand_as(direction).clone()
         if not self._corrected():
             return torch.div(direction, denominator.add_(self.eps), out=denominator)
-        root = context.correction(self.beta, direction, exponent=float(exponent))
+        root = self._correction(state, float(exponent), direction, context)
         if self.eps_on == "raw":
             return torch.div(direction, denominator.add_(self.eps), out=denominator).mul_(root)
         return torch.div(direction, denominator.div_(root).add_(self.eps), out=denominator)
+
+    def _correction(self, state: State, exponent: float, like: Tensor, context: StepContext) -> Tensor:
+        """c^e, to divide by."""
+        if self.scheduled("beta"):
+            return per_block((1 - _multiplied(state, self.beta)) ** exponent, like).to(like.dtype)
+        return context.correction(self.beta, like, exponent=exponent)
 
     def _corrected(self) -> bool:
         return self.bias_correction and self.beta < 1 and self.damped

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -64,6 +64,7 @@ class Atan2(Stage):
     beta: float = Field(default=0.999, ge=0, lt=1, description="decay of the second moment, per step")
     scale: float = Field(default=1.27, gt=0, description="multiplies the angle; 4 / pi gives a ratio of 1 the size 1")
     width: float = Field(default=1.0, gt=0, description="multiplies the root: larger is closer to a plain division")
+    constants: ClassVar[frozenset[str]] = frozenset({"beta"})
 
     def entrywise(self) -> bool:
         return True

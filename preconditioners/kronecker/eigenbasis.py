@@ -10,8 +10,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from eigengraft.numerics import identity_like, may_branch_on_values, per_block, tiny, to_power
-from eigengraft.orthonormal import rectified
+from eigengraft.numerics import identity_like, may_branch_on_values, per_block, rectified, tiny, to_power
 from eigengraft.slots import State
 from eigengraft.step_context import Rotation, StepContext
 

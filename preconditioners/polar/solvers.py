@@ -10,13 +10,13 @@ from einops import rearrange
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from eigengraft.component import Component
 from eigengraft.numerics import apply_aligned, block_norm, per_block, safe_ratio
+from eigengraft.ramps import Schedulable
 
 from .coefficients import Coefficients, require_used, triples
 
 
-class PolarSolver(Component, ABC, family="polar_solver"):
+class PolarSolver(Schedulable, ABC, family="polar_solver"):
     """The nearest semi-orthogonal matrix, exactly or nearly."""
 
     @abstractmethod

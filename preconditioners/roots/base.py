@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eigengraft.component import Component
 from eigengraft.numerics import apply_aligned, symmetrized, to_power
+from eigengraft.ramps import Schedulable
 
 
 class Root(NamedTuple):
@@ -37,7 +37,7 @@ class Basis(NamedTuple):
     ok: Tensor
 
 
-class RootSolver(Component, ABC, family="root_solver"):
+class RootSolver(Schedulable, ABC, family="root_solver"):
     """A^(-e) for symmetric positive semi-definite A `[N, d, d]`, e > 0 a fraction; in units of A to the power -e.
 
     Matrices are solved apart: one that fails is marked, the others keep every bit. An exponent that a solver cannot
@@ -72,7 +72,7 @@ class RootSolver(Component, ABC, family="root_solver"):
 _LONGER_THAN_ANY_AXIS = 1 << 30
 
 
-class BasisSolver(Component, ABC, family="basis_solver"):
+class BasisSolver(Schedulable, ABC, family="basis_solver"):
     """Q `[N, d, r]`, orthonormal columns that (nearly) diagonalise symmetric A `[N, d, d]` as Q^T A Q; r <= d.
 
     Q has no unit. Matrices are solved apart: one that fails is marked, the others keep every bit.

@@ -5,14 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from typing import Literal, NamedTuple, Self
+from typing import ClassVar, Literal, NamedTuple, Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from eigengraft.component import Component
 from eigengraft.numerics import per_block, symmetrized, tiny, to_power
+from eigengraft.ramps import Schedulable
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
@@ -39,7 +39,7 @@ Powers = Callable[[int, Fraction], Power]
 """(axis, p) -> A_axis^p as the stage that owns the statistic knows it now; for statistics with a `needs_power`."""
 
 
-class Statistic(Component, ABC, family="statistic"):
+class Statistic(Schedulable, ABC, family="statistic"):
     """A_k <- b A_k + w O_k  for each axis k with a factor;  estimate A_k / c, then A_k tr(A_k)^(-s)
 
     O_k `[N, d, d]` is the contribution of one gradient (or its diagonal `[N, d]`, as `axes` says). Running
@@ -52,6 +52,7 @@ class Statistic(Component, ABC, family="statistic"):
         default=True, description="whether contributions enter with weight 1 - beta; false: with weight 1, uncorrected"
     )
     initial: float = Field(default=0.0, ge=0, description="A_k starts as this times the identity")
+    constants: ClassVar[frozenset[str]] = frozenset({"beta"})
     trace_scaling: float = Field(
         default=0.0, ge=0, le=1, description="power s: the estimate is multiplied by trace^(-s); 0 = not at all"
     )

@@ -8,8 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.numerics import apply_aligned, per_block, symmetrized, transposed
-from eigengraft.orthonormal import rectified
+from eigengraft.numerics import apply_aligned, per_block, rectified, symmetrized, transposed
 from eigengraft.slots import Encoded, Slot, Uniform
 
 from .base import Structure, encode_under, replaced_where, square_shape_error, without_prefix

@@ -9,8 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.numerics import may_branch_on_values, per_block, transposed
-from eigengraft.orthonormal import rectified, safe_factor
+from eigengraft.numerics import may_branch_on_values, per_block, rectified, safe_factor, transposed
 from eigengraft.slots import Encoded, Slot, Uniform
 
 from .base import Structure, encode_under, without_prefix

@@ -11,6 +11,7 @@ from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
 from .component import FAMILY_MARK, stage_name
+from .ramps import schedules
 from .step_context import known_signals
 
 
@@ -54,13 +55,6 @@ class Asks(Protocol):
     def signals(self) -> frozenset[str]: ...
 
 
-class HasStages(Protocol):
-    """An update of a recipe."""
-
-    def stages(self, path: str = "") -> Iterable[tuple[str, Asks]]:
-        """(dotted path, stage) of every stage."""
-
-
 def require_signals(stages: Iterable[tuple[str, Asks]]) -> None:
     """Raises ValueError for a signal that nobody has registered; stages: with the path of each."""
     known = known_signals()
@@ -87,7 +81,8 @@ def entries(asked: Iterable[str]) -> int:
     return sum(known_signals()[name].extent == "entry" for name in asked)
 
 
-def follows_run(updates: Mapping[str, HasStages]) -> str | None:
-    """The path of what needs to know the length of the run, if anything does; updates: by path."""
+def follows_run(updates: Mapping[str, Any]) -> str | None:
+    """The path of what needs to know the length of the run, if anything does; updates of a recipe, by path."""
+    fractions = [path for path, ramps in schedules(updates[""]) if any(ramp.fraction for ramp in ramps)]
     found = asking(pair for where, update in updates.items() for pair in update.stages(where))
-    return found.get("step_fraction")
+    return next(iter(fractions), found.get("step_fraction"))

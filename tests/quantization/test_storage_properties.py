@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from eigengraft.orthonormal import rectified
+from eigengraft.numerics import rectified
 from eigengraft.quantization import Cholesky, Eigen, Float32, Int4, Orthogonal, Quantizer
 from eigengraft.quantization.formats.base import Blockwise, Format
 from eigengraft.quantization.formats.packing import unpack_nibbles

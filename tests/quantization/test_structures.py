@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from eigengraft import Optimizer
-from eigengraft.orthonormal import rectified
+from eigengraft.numerics import rectified
 from eigengraft.quantization import (
     BFloat16,
     Cholesky,

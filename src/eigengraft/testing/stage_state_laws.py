@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from eigengraft import Optimizer
-from eigengraft.optimizers.engine.given_signals import OWN, Given
+from eigengraft.optimizers.engine.signals import OWN, Given
 from eigengraft.quantization import Float32
 from eigengraft.step_context import known_signals
 

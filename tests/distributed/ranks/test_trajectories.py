@@ -24,6 +24,8 @@ CODED = [
     for slot in ("statistic.inner.inner", "basis.inner", "first_moment", "second_moment")
 ]
 SHAMPOO = ["update.graft.direction.shampoo.refresh.steps=4"]
+RAMP = {"from": 0.7, "to": 0.99, "steps": 9}
+SCHEDULED = [{"kind": "momentum", "beta": RAMP}, {"kind": "rms", "beta": RAMP}]
 CASES: dict[str, dict[str, Any]] = {
     "adamw": {"recipe": "adamw"},
     "soap": {"recipe": "soap", "overrides": SOAP},
@@ -44,11 +46,12 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "adafactor": {"recipe": "adafactor"},
     "hyper": {"recipe": {"base": "muon", "constraints": "hyperball"}},
+    "scheduled": {"recipe": {"update": SCHEDULED}, "overrides": SMALL},
     "signals": {"recipe": {"update": ["listening_for_test", {"kind": "momentum"}]}, "overrides": SMALL},
 }
 EARLY = ["distribution.overlap_backward=true"]
 CASES["early"] = {"recipe": "soap", "overrides": [*SOAP, *EARLY], "early": True}
-GAPPED = ("soap", "early", "turning", "shampoo", "adamw", "averaged", "hyper", "signals")
+GAPPED = ("soap", "early", "turning", "shampoo", "adamw", "averaged", "hyper", "signals", "scheduled")
 GAPS = [f"{name} with gaps" for name in GAPPED]
 CASES |= {name: {**CASES[name.removesuffix(" with gaps")], "gaps": True} for name in GAPS}
 PLAIN = {"recipe": "sgd", "overrides": [*SMALL, "update.heavy_ball.beta=0"]}
