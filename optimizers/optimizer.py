@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .apply.mode import Mode
+from .apply.rounding import RoundingWatch
 from .checkpoint.consolidation import consolidate, divided_state, full_state
 from .checkpoint.load_plan import strict_loading
 from .checkpoint.pickling import restored, snapshot
@@ -18,7 +19,7 @@ from .checkpoint.replaced_params import adopt_parameters
 from .engine.param_sets import ParamSets
 from .engine.signals import Given
 from .engine.stack_state import StackState
-from .param_groups import check_keys, check_values, group_infos, require_matches
+from .param_groups import check_keys, check_values, group_infos, require_facts, require_matches
 from .recipe.loading import RecipeSource, load_recipe
 from .recipe.overrides import Overrides
 from .recipe.recipe import Recipe
@@ -29,8 +30,7 @@ from .reporting import RoutedParameter, SlotSize, describe, routing_table, slot_
 class Optimizer(torch.optim.Optimizer):
     """W <- W - lr alpha W - lr U  with U what the recipe's update chain makes of the gradients.
 
-    params: what torch optimizers take: tensors, (name, tensor) pairs, or groups. A group may set `lr` and
-        `weight_decay`.
+    params: what torch optimizers take: tensors, (name, tensor) pairs, or groups, with their `lr` and `weight_decay`.
     recipe: a shipped name, a YAML path, a mapping, a list of stages or a `Recipe`.
     lr, weight_decay: default the recipe's.
     overrides: changes of the recipe, as a mapping {dotted path: value} or as strings "path=value".
@@ -62,6 +62,7 @@ class Optimizer(torch.optim.Optimizer):
         self._known = described.infos
         super().__init__(described.params, defaults)
         self._known = None
+        self.register_step_post_hook(RoundingWatch().look)
         self.param_sets.complete(0, self.param_groups, self.state)
         require_matches(self.recipe, [info for infos in self.param_sets.infos for info in infos])
 
@@ -89,13 +90,14 @@ class Optimizer(torch.optim.Optimizer):
         group.setdefault("peak_lr", float(group["lr"]))
         group["recipe"] = self.recipe.to_json()
         group["iterate"] = self.param_groups[0]["iterate"] if index else "train"
-        self.param_sets.declare(group["params"], group_infos(group, self._known, self.param_sets.names()))
+        infos = group_infos(group, self._known, self.param_sets.names())
+        require_facts(self.recipe, infos)
+        self.param_sets.declare(group["params"], infos)
 
     @property
     def iterate(self) -> Mode:
         """Which iterate the parameters hold: the one to "train" or the one to "eval"."""
-        mode: Mode = self.param_groups[0].get("iterate", "train") if self.param_groups else "train"
-        return mode
+        return next((group.get("iterate", "train") for group in self.param_groups), "train")
 
     def train(self) -> None:
         """Makes the parameters hold the iterate that is trained again, bit for bit."""
@@ -104,8 +106,8 @@ class Optimizer(torch.optim.Optimizer):
     def eval(self) -> None:
         """Makes the parameters hold the iterate to evaluate, where the recipe has an `averaging`.
 
-        Until `train()` the training iterate is in the state; what is written into the parameters meanwhile is lost.
-        Under `fully_shard` call `model.reshard()` before `train()`: a forward leaves gathered parameters behind.
+        Until `train()` the training iterate is in the state, and what is written into the parameters is lost. Under
+        `fully_shard` call `model.reshard()` before `train()`: a forward leaves gathered parameters behind.
         """
         self._swap_iterate("eval")
 
@@ -133,15 +135,14 @@ class Optimizer(torch.optim.Optimizer):
         return loss
 
     def provide(self, name: str, value: Given) -> bool:
-        """Gives a signal to the stages of the next step: a number, or {parameter: number or tensor}.
+        """Gives a signal to the stages of the next step: a number, or {parameter: number or tensor of its shape}.
 
-        Tensors are of the parameter's shape, or DTensors like it, and the same wherever ranks hold the same entries;
-        numbers may differ between ranks. Returns whether a stage asks for it; else nothing is kept.
+        Tensors are the same wherever ranks hold the same entries; numbers may differ. Returns whether a stage asks.
         """
         return self.param_sets.signals.provide(name, value, chain.from_iterable(self.param_sets.parameters))
 
     def _settle(self) -> None:
-        """Takes over parameters that a host has put in place of others, and takes back steps that were no steps."""
+        """Takes over parameters that a host has put in place of others, takes back steps that were none."""
         self.param_sets.resolve_deferred()
         adopt_parameters(self)
 
@@ -172,9 +173,8 @@ class Optimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state dict of torch, with state keys "<block>/<stage path>/<slot>" and, for iterates, "averaging/<slot>".
 
-        Every group holds the recipe as JSON text, and in `iterate` which iterate the parameters hold. Where parameters
-        are divided over ranks all of them must call it: state comes as DTensors, which cannot be pickled as they are;
-        torch.distributed.checkpoint takes them, or `full_state_dict`.
+        Every group holds the recipe as JSON text, and in `iterate` which iterate the parameters hold. Ranks that divide
+        parameters all call it: state comes as DTensors for torch.distributed.checkpoint, unlike `full_state_dict`.
         """
         self._settle()
         with divided_state(self):

@@ -36,9 +36,22 @@ def check_values(group: Mapping[str, Any]) -> None:
         value = number(group, key)
         if not math.isfinite(value):
             raise ValueError(f"{key}: a finite number >= 0 is required, got {float(value)}")
-    for parameter in group["params"]:
+    names, first = group.get("param_names", ()), dict[int, str]()
+    for position, parameter in enumerate(group["params"]):
+        name = names[position] if names else f"parameter {position}"
         if not parameter.is_floating_point():
             raise ValueError(f"params: real floating-point tensors are required, got {parameter.dtype}")
+        if parameter.is_meta:
+            raise ValueError(
+                f"{name}: a parameter with values is required, got one on the meta device; call "
+                "model.to_empty(device=...) and initialise the model before it gets an optimizer"
+            )
+        if id(parameter) in first:
+            raise ValueError(
+                f"params: each parameter once is required, got {first[id(parameter)]} again as {name}; "
+                "model.named_parameters() lists a shared parameter once"
+            )
+        first[id(parameter)] = name
 
 
 def group_infos(
@@ -48,6 +61,21 @@ def group_infos(
     if known is None:
         known = describe_named(list(zip(group.get("param_names", ()), group["params"], strict=False)), taken)
     return [known.get(id(parameter)) or describe_parameter(None, parameter) for parameter in group["params"]]
+
+
+def require_facts(recipe: Recipe, infos: Iterable[ParamInfo]) -> None:
+    """Raises ValueError for a parameter with two axes or more of which routes ask what nobody has told.
+
+    What has fewer axes is a vector or a scalar under any name; a matrix may be an embedding, a head or neither.
+    """
+    asking = [route.name for route in recipe.routes if route.match.role or route.match.name or route.match.module]
+    unknown = next((info for info in infos if info.name is None and not info.modules and len(info.shape) > 1), None)
+    if asking and unknown is not None:
+        raise ValueError(
+            f"params: names are required, because routes.{asking[0]} of the recipe takes parameters by what they are, "
+            f"got a parameter of shape {unknown.shape} without a name; pass the model to eigengraft.compose, or pass "
+            "model.named_parameters(), or set `routes` (`[]` updates all parameters alike)"
+        )
 
 
 def number(group: Mapping[str, Any], key: str) -> float | Tensor:

@@ -96,15 +96,17 @@ def routing_table(param_sets: ParamSets, state: Mapping[Tensor, Mapping[str, Ten
 
 
 def describe(param_sets: ParamSets, groups: Sequence[Mapping[str, Any]], iterate: Mode, state_bytes: int) -> str:
-    """A few lines: the recipe, each group with how many parameters went where, the bytes of state."""
+    """A few lines: the recipe and how many parameters went where, averaging, each group, the bytes of state."""
     recipe = param_sets.recipe
-    lines = [f"Optimizer(recipe={recipe.name or 'unnamed'}"]
+    routes = Counter(recipe.route(info)[0] or "update" for infos in param_sets.infos for info in infos)
+    where = ", ".join(f"{count} parameter{'s' * (count != 1)} by {path}" for path, count in routes.items())
+    lines = [f"Optimizer(recipe={recipe.name or 'unnamed'}: {where}"]
     if recipe.averaging is not None:
         kind = getattr(recipe.averaging, "kind")  # noqa: B009  every member has a kind, the family has none
         lines.append(f"  averaging: {kind}, the parameters hold the iterate to {iterate}")
     for index, group in enumerate(groups):
-        routes = Counter(recipe.route(info)[0] or "update" for info in param_sets.infos[index])
-        where = ", ".join(f"{count} by {path}" for path, count in routes.items())
+        own = Counter(recipe.route(info)[0] or "update" for info in param_sets.infos[index])
+        where = ", ".join(f"{count} by {path}" for path, count in own.items())
         rates = f"lr={float(group['lr']):g}, weight_decay={float(group['weight_decay']):g}"
         lines.append(f"  group {index}: {len(group['params'])} parameters ({where}), {rates}")
     for path, value in param_sets.schedules.values(steps_taken(param_sets)).items():

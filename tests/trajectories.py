@@ -1,6 +1,6 @@
 """Shared by the numerical tests: follow an optimizer along given gradients, and measure how far two paths are apart."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,10 +13,15 @@ Maker = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 """What makes an optimizer from parameters."""
 
 
+def named(parameters: Iterable[torch.Tensor], first: int = 0) -> list[tuple[str, torch.Tensor]]:
+    """Parameters under the names p0, p1, ..., which tell routes that a matrix is neither an embedding nor a head."""
+    return [(f"p{first + index}", parameter) for index, parameter in enumerate(parameters)]
+
+
 def recipe(source: object, *overrides: str, lr: float | None = None, weight_decay: float | None = None) -> Maker:
     """An optimizer from a recipe and overrides."""
     loaded = load_recipe(source, overrides)  # type: ignore[arg-type]
-    return lambda parameters: Optimizer(parameters, loaded, lr=lr, weight_decay=weight_decay)
+    return lambda parameters: Optimizer(named(parameters), loaded, lr=lr, weight_decay=weight_decay)
 
 
 def follow(make: Maker, init: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]) -> list[Tensor]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, Literal, get_args
 
-import torch
-
 import eigengraft
 from eigengraft.component import Component
 from eigengraft.experiments.cli.console import to_yaml
+from eigengraft.optimizers.planning.plan import plan
 from eigengraft.optimizers.recipe.yaml_files import recipe_folder, shipped
 from markup import inline, table
 
@@ -73,8 +73,7 @@ def index_page() -> str:
 @cache
 def state_bytes(name: str) -> float:
     """Bytes of state per parameter of one weight matrix, counted without allocating anything."""
-    weight = torch.nn.Parameter(torch.empty(SHAPE, device="meta"))
-    return eigengraft.Optimizer([("weight", weight)], recipe=name).state_bytes() / weight.numel()
+    return int(plan(name, [("weight", SHAPE)], (1,)).state.max()) / math.prod(SHAPE)
 
 
 def base_of(name: str) -> str | None:

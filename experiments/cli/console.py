@@ -28,7 +28,7 @@ def print_error(title: str, message: str) -> None:
 def describe_result(result: Result) -> str:
     """Describe the result of a run in two lines."""
     if result.diverged or result.val_loss is None:
-        head = f"diverged at step {result.steps}: the loss is not finite; a smaller lr may help"
+        head = f"diverged at step {result.steps}: the loss or all gradients are not finite; a smaller lr may help"
     else:
         accuracy = f", validation accuracy {result.val_accuracy:.4f}" if result.val_accuracy is not None else ""
         head = f"validation loss {result.val_loss:.4f}{accuracy} after {result.steps} steps"

@@ -100,6 +100,8 @@ def train_command(
         raise KeyboardInterrupt(directory) from None
     if is_first_process():
         typer.echo(f"{describe_result(result)}\n{directory}")
+    if result.diverged:
+        raise typer.Exit(1)
 
 
 @app.command("show")

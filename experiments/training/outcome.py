@@ -24,7 +24,10 @@ class Tick:
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of a run. A diverged run has no validation loss and ends at the first step without a finite loss.
+    """The outcome of a run.
+
+    A diverged run has no validation loss. It ends at the first step without a finite loss, or when all gradients have
+    been unusable for so many steps that it is lost.
 
     On several ranks, times are those of rank 0 and state_bytes those of the rank that holds most.
     """

@@ -52,7 +52,8 @@ class Trainer:
             lr = float(self.optimizer.param_groups[0]["lr"])
             self._train_step()
             metrics = self._evaluate() if self._due(self.experiment.eval_every) else None
-            finite = math.isfinite(self.window.losses[-1]) and (metrics is None or math.isfinite(metrics.val_loss))
+            losses = [self.window.losses[-1], *([] if metrics is None else [metrics.val_loss])]
+            finite = all(map(math.isfinite, losses)) and not self._lost()
             if progress is not None:
                 progress(self._tick(metrics))
             if metrics is not None or not finite or self._due(self.experiment.log_every):
@@ -62,6 +63,10 @@ class Trainer:
             if self._due(self.experiment.checkpoint_every):
                 self._save()
         return self._finish(metrics or self._evaluate())
+
+    def _lost(self) -> bool:
+        """Whether no gradient has been usable for many steps."""
+        return all(param_set.finite_check.lost() for param_set in self.optimizer.param_sets)
 
     def _train_step(self) -> None:
         start = self._now()

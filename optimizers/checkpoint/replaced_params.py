@@ -1,13 +1,17 @@
-"""Parameters that a host puts into param groups in place of others, as accelerate does when it shards a model."""
+"""Parameters in place of others: put into param groups by a host, as accelerate does when it shards a model, or put
+into the model without the optimizer's knowledge."""
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from operator import is_
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..engine.param_sets import ParamSets, inherit_counts
 from ..param_groups import check_values
@@ -61,3 +65,35 @@ def _require_alike(groups: Sequence[Mapping[str, Any]], param_sets: ParamSets) -
             if tuple(new.shape) != info.shape:
                 raise ValueError(f"{name}: a parameter of shape {info.shape} is required, got {tuple(new.shape)}")
         check_values(group)
+
+
+class ModelLink:
+    """The names that parameters had in a model when its optimizer was made; neither is kept alive.
+
+    A parameter that should have a gradient and has none is looked up by its name, all others cost nothing. `check` is a
+    hook of torch optimizers, called before each step.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._names = WeakTensorKeyDictionary({parameter: name for name, parameter in model.named_parameters()})
+
+    def check(self, optimizer: torch.optim.Optimizer, args: Any = (), kwargs: Any = None) -> None:
+        """Raises RuntimeError if the model has another parameter under a name, and the gradient with it."""
+        model = self._model()
+        if model is None:
+            return
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            if parameter.grad is None and parameter.requires_grad and parameter in self._names:
+                self._require_held(model, self._names[parameter], parameter)
+
+    def _require_held(self, model: nn.Module, name: str, parameter: Tensor) -> None:
+        try:
+            held = model.get_parameter(name)
+        except AttributeError:  # it was removed, and no other is trained in its place
+            return
+        if held is not parameter and held.grad is not None:
+            raise RuntimeError(
+                f"{name}: the parameter that the optimizer was made for is required in the model, got another, which "
+                "has the gradient; replace parameters (sharding, resizing) before the optimizer is made"
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,10 @@ class GivenGradients:
     gradients: Sequence[Tensor | None]
     present: NDArray[np.bool_]
     numbers: StepNumbers
+
+
+STALLED = 10
+"""Steps in a row without any usable gradient after which a run is taken to be lost."""
 
 
 class GradientSurvey(Protocol):
@@ -109,6 +114,7 @@ class FiniteCheck:
         self.failure, self.names, self.survey = failure, list(names), survey
         self.skipped: Counter[str] = Counter()
         self._deferred: tuple[list[int], HostCopy] | None = None
+        self._stalled = 0
 
     def check(self, given: GivenGradients) -> tuple[NDArray[np.bool_], Tensor | None, GradientSurvey]:
         """(active `[P]` on the host, mask `[P]` on the device or None, survey). Changes nothing but the count.
@@ -141,7 +147,18 @@ class FiniteCheck:
         """Positions of unusable gradients, which are counted by name."""
         bad = [position for position, good in zip(positions, usable.tolist(), strict=True) if not good]
         self.skipped.update(self.names[position] for position in bad)
+        self._stalled = self._stalled + 1 if positions and len(bad) == len(positions) else 0
+        if self._stalled == STALLED:
+            warnings.warn(
+                f"gradients: finite values are required, got none in {STALLED} steps in a row ({self.names[bad[0]]}, "
+                "among others); nothing is updated any more. With failure.nonfinite=raise the first is an error",
+                stacklevel=2,
+            )
         return bad
+
+    def lost(self) -> bool:
+        """Whether no gradient could be used for so many steps that the run is lost."""
+        return self._stalled >= STALLED
 
     def _require_dense(self, gradients: Sequence[Tensor | None]) -> None:
         for name, gradient in zip(self.names, gradients, strict=True):

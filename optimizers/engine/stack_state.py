@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from eigengraft.component import ContractError
 from eigengraft.preconditioners import run_chain
 from eigengraft.preconditioners.checked_mode import Checks
 from eigengraft.quantization import Quantizer, choose
@@ -85,6 +86,12 @@ class StackState:
         return tuple(key.name for key, slot in self.slots() if slot.total)
 
     @cached_property
+    def _foreign(self) -> tuple[str, ...]:
+        """Paths of the stages from outside of this package: what these return is looked at before it is written."""
+        stages = self.rule.stages(self.path)
+        return tuple(path for path, stage in stages if not type(stage).__module__.startswith("eigengraft."))
+
+    @cached_property
     def _failure_counts(self) -> tuple[str, ...]:
         """The slots in which stages count failures of their roots and bases."""
         return tuple(str(key) for key, slot in self.slots() if slot.role == "failures")
@@ -129,7 +136,21 @@ class StackState:
 
     def direction(self, gradient: Tensor, rows: Tensor | None, mask: Tensor | None, context: StepContext) -> Tensor:
         """The direction of the selected blocks, before weight decay."""
-        return run_chain(self.rule.update, self.state("update", rows, mask, context), gradient, gradient, context)
+        state = self.state("update", rows, mask, context)
+        direction = run_chain(self.rule.update, state, gradient, gradient, context)
+        if self._foreign and (direction.device.type == "cpu" or context.steps.max() % 100 < 3):  # looking may wait
+            self._require_finite(gradient, direction)
+        return direction
+
+    def _require_finite(self, gradient: Tensor, direction: Tensor) -> None:
+        """Raises ContractError for a direction with inf or nan of gradients without."""
+        bad = ~direction.flatten(1).isfinite().all(1) & gradient.flatten(1).isfinite().all(1)
+        if bad.any():
+            raise ContractError(
+                f"{', '.join(self._foreign)}: finite directions are required, got {int(bad.sum())} of {len(bad)} with "
+                "inf or nan from finite gradients; no parameter has got them. With checked=True the error names the "
+                "stage that made them"
+            )
 
     def after_decay(
         self, gradient: Tensor, decayed: Tensor, rows: Tensor | None, mask: Tensor | None, context: StepContext

@@ -62,7 +62,7 @@ def _alone(recipe: Recipe, path: str) -> Recipe:
 
 def _milliseconds(recipe: Recipe, block: tuple[int, ...], device: str) -> float:
     parameter = torch.nn.Parameter(torch.zeros(block, device=device))
-    optimizer = Optimizer([parameter], recipe)
+    optimizer = Optimizer([("weight", parameter)], recipe)
     parameter.grad = torch.randn(block, device=device)
     cadences = [stage.cadence() for _, stage in recipe.stages()]
     interval = max((math.ceil(cadence.interval) for cadence in cadences if cadence is not None), default=1)

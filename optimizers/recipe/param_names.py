@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """Attributes in which torch.compile, activation checkpointing and FSDP keep the module that they wrap."""
 _PARALLEL = "module"
 """The attribute in which DistributedDataParallel and DataParallel keep theirs: a name that any module may use."""
+
+
+_STACKED = re.compile(r"(?P<stack>(.*\.)?(classifier|heads?))\.(?P<place>\d+)\.weight")
 
 
 def canonical_name(name: str) -> str:
@@ -46,6 +50,19 @@ def canonical_paths(model: nn.Module) -> dict[str, str]:
     """The canonical path of every module of a model, by path; several may be equal."""
     inside = _inside(model)
     return {path: canonical_path(_without(inside, f"{path}.")[:-1]) for path, _ in model.named_modules()}
+
+
+def last_of_stacks(names: Sequence[str], parameters: Sequence[Tensor]) -> dict[str, str]:
+    """Weights that are output heads because they come last in a stack called `classifier`, `head` or `heads`, and why.
+
+    Of "classifier.0.weight", "classifier.3.weight" and "classifier.6.weight" (VGG) the last is the head.
+    """
+    found: dict[str, list[tuple[int, str]]] = {}
+    for name, parameter in zip(names, parameters, strict=True):
+        matched = _STACKED.fullmatch(name)
+        if matched is not None and parameter.ndim > 1:
+            found.setdefault(matched["stack"], []).append((int(matched["place"]), name))
+    return {max(places)[1]: f"last layer of {stack}" for stack, places in found.items()}
 
 
 def _inside(model: nn.Module) -> list[str]:

@@ -52,7 +52,7 @@ class Failure(Component):
 class Update(Component):
     """One way to update parameters: the chain, what follows weight decay, constraints, and the cut into blocks."""
 
-    update: Stages = Field(description="the stages that turn a gradient into a direction")
+    update: Stages = Field(description="the stages that turn a gradient into a direction, at least one")
     after_decay: Stages = Field(
         default=(), description="stages applied to the direction after weight decay was added to it"
     )
@@ -79,7 +79,9 @@ class Update(Component):
         return any(stage.lagged() for _, stage in self.stages())
 
     @model_validator(mode="after")
-    def _signals_exist(self) -> Self:
+    def _stages_can_run(self) -> Self:
+        if not self.update:
+            raise ValueError("update: a stage is required ('identity' takes the gradient as it is), got none")
         require_signals(self.stages())
         return self
 
@@ -106,7 +108,7 @@ def _require_role(role: str, roles: Collection[str]) -> None:
 
 
 def adam_route() -> Route:
-    """The default route: embeddings, output heads, norms, biases and tensors with fewer than two axes go to Adam."""
+    """The Adam route: embeddings, output heads, norms, biases and tensors with fewer than two axes go to Adam."""
     return Route(
         name="adam",
         match=Match(role=("embedding", "head", "norm", "bias", "scalar", "vector")),
@@ -137,8 +139,7 @@ class Recipe(Update):
     lr: float = Field(default=1e-3, ge=0, description="learning rate where none is given, in units of the update")
     weight_decay: WeightDecay = Field(default=Decoupled(), description="decay of the parameters")
     routes: Annotated[tuple[Route, ...], BeforeValidator(_routes, json_schema_input_type=_RouteInput)] = Field(
-        default=("default",),  # type: ignore[arg-type]  # becomes adam_route() in validation
-        description="rules in order, the first match wins; the entry `default` stands for the Adam route",
+        default=(), description="rules in order, the first match wins; `default` stands for the Adam route"
     )
     averaging: Averaging | None = Field(
         default=None, description="iterates kept beside the parameters, and which is evaluated; default: none"
@@ -147,8 +148,7 @@ class Recipe(Update):
         default=None, ge=1, description="steps of the whole run, for what follows its fraction; runs of tasks know it"
     )
     storage: Annotated[dict[str, Quantizer], WithJsonSchema(_STORAGE)] = Field(
-        default={},
-        description="how slots are stored: by role (statistic, root, ...), by stage path or by stage path/slot",
+        default={}, description="how slots are stored: by role (statistic, root), stage path or stage path/slot"
     )
     failure: Failure = Field(default=Failure(), description="what happens when numbers go wrong")
     distribution: Distribution = Field(

@@ -12,10 +12,13 @@ from torch import Tensor, nn
 
 from eigengraft.component import Component
 
-from .param_names import canonical_names, canonical_path, canonical_paths
+from .param_names import canonical_names, canonical_path, canonical_paths, last_of_stacks
 
 ParamRole = Literal["embedding", "head", "norm", "bias", "scalar", "vector", "hidden"]
-_HEAD = re.compile(r"((^|\.)(lm_head|head|classifier|embed_out|logits)|^(model\.)?(output|output_projection))$")
+_HEAD = re.compile(
+    r"((^|\.)(lm_head|head|classifier|embed_out|logits)|(^|\.)(heads?|classifier)\.(head|fc|proj|out_proj)"
+    r"|^(model\.)?(output|output_projection|score|fc))$"
+)
 _EMBEDDING = re.compile(r"(^|\.|_)(emb|embed|embeds|embedding|embeddings|embed_tokens|tok_embeddings|wte|wpe)$")
 _NORM = re.compile(r"(^|\.|_)((layer|rms|batch|group|instance)?_?norm|bn|ln)(_?\d+|_[a-z])?$", re.IGNORECASE)
 
@@ -26,8 +29,7 @@ class ParamInfo:
 
     name: qualified name, without the attributes of wrappers; None: unnamed.
     shape, numel: of the whole parameter.
-    role: what the parameter is for.
-    why: how the role was found.
+    role, why: what the parameter is for, and how that was found.
     modules: class names of the modules that hold it, and of their bases.
     """
 
@@ -54,9 +56,7 @@ class DescribedParameters:
     def of(cls, params: Iterable[Any] | DescribedParameters) -> Self:
         """Parameters with a description of every one that has a name; names are canonical among all of them."""
         if isinstance(params, nn.Module):
-            raise TypeError(
-                "params: parameters are required, got a module; use eigengraft.compose or model.named_parameters()"
-            )
+            raise TypeError("params: parameters are required, got a module; use eigengraft.compose(recipe, model)")
         given = params if isinstance(params, DescribedParameters) else cls(params)
         return cls(given.params, given.infos) if isinstance(given.params, Tensor) else cls._completed(given)
 
@@ -109,9 +109,11 @@ def describe_parameter(
 
 def describe_named(named: Sequence[tuple[str, Tensor]], taken: Container[str] = ()) -> dict[int, ParamInfo]:
     """ParamInfo of named parameters by `id`, under canonical names; a name that is taken already stays as it is."""
-    names = [name for name, _ in named]
-    pairs = zip(names, canonical_names(names), (parameter for _, parameter in named), strict=True)
-    return {id(p): describe_parameter(name if new in taken else new, p) for name, new, p in pairs}
+    given = [name for name, _ in named]
+    names = [name if new in taken else new for name, new in zip(given, canonical_names(given), strict=True)]
+    heads = last_of_stacks(names, [parameter for _, parameter in named])
+    rows = zip(names, named, strict=True)
+    return {id(p): describe_parameter(name, p, head=heads.get(name, "")) for name, (_, p) in rows}
 
 
 def describe_model(model: nn.Module) -> dict[int, ParamInfo]:
@@ -123,9 +125,10 @@ def describe_model(model: nn.Module) -> dict[int, ParamInfo]:
             holders.setdefault(id(parameter), []).append((paths[path], module))
     head = _unnamed_head(model)
     parameters = dict(model.named_parameters())
-    infos = {}
-    for name, parameter in zip(canonical_names(list(parameters), model), parameters.values(), strict=True):
-        why = "last Linear onto a vocabulary" if parameter is head else ""
+    infos, names, found = {}, canonical_names(list(parameters), model), list(parameters.values())
+    heads = last_of_stacks(names, found)
+    for name, parameter in zip(names, found, strict=True):
+        why = "last Linear onto a vocabulary" if parameter is head else heads.get(name, "")
         infos[id(parameter)] = describe_parameter(name, parameter, holders[id(parameter)], why)
     return infos
 
@@ -133,8 +136,7 @@ def describe_model(model: nn.Module) -> dict[int, ParamInfo]:
 def _unnamed_head(model: nn.Module) -> Tensor | None:
     """The weight of the last Linear with as many outputs as an embedding has rows, where no head has a head's name.
 
-    Other Linears may have that many outputs by chance (a context of 64 and a width of 64): only the last one counts,
-    and none if a Linear shares its weight with an embedding.
+    Others may have as many by chance: only the last counts, and none if one shares its weight with an embedding.
     """
     tables = [m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
     linears = [(path, m) for path, m in model.named_modules() if isinstance(m, nn.Linear)]

@@ -151,8 +151,9 @@ class TestTrain:
         assert succeeds("train", "exp.yaml") == first
 
     def test_a_diverged_run_is_told_without_a_traceback(self) -> None:
-        output = succeeds("train", "exp.yaml", "recipe=sgd", "lr=1e30", "steps=40")
-        assert "diverged at step" in output and "smaller lr" in output
+        found = call("train", "exp.yaml", "recipe=sgd", "lr=1e30", "steps=40")
+        output = found.stdout
+        assert found.exit_code == 1 and "diverged at step" in output and "smaller lr" in output
 
     @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
     def test_the_examples_load(self, example: Path) -> None:

@@ -225,7 +225,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "no match": (
         lambda: Optimizer(
-            [weight()], {"update": "rms", "routes": [{"name": "x", "update": "rms", "match": {"name": "y"}}]}
+            [("w", weight())], {"update": "rms", "routes": [{"name": "x", "update": "rms", "match": {"name": "y"}}]}
         ),
         r"^routes\.x: a rule must match at least one parameter, got none .*named_parameters.*optional: true",
     ),

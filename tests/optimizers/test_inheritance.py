@@ -54,8 +54,8 @@ def test_files_are_based_on_files_beside_them(tmp_path: Path, monkeypatch: pytes
 
 def test_a_checkpoint_holds_the_resolved_recipe() -> None:
     parameter = torch.nn.Parameter(torch.zeros(3, 2))
-    derived = eigengraft.Optimizer([parameter], {"base": "soap", "set": {REFRESH: 3}})
-    plain = eigengraft.Optimizer([parameter], load_recipe("soap", [f"{REFRESH}=3"]))
+    derived = eigengraft.Optimizer([("w", parameter)], {"base": "soap", "set": {REFRESH: 3}})
+    plain = eigengraft.Optimizer([("w", parameter)], load_recipe("soap", [f"{REFRESH}=3"]))
     assert "base" not in load_recipe(derived.recipe.to_json()).declaration()
     plain.load_state_dict(derived.state_dict())
 

@@ -17,6 +17,7 @@ from eigengraft import Optimizer, load_recipe
 from eigengraft.optimizers.apply.weight_decay import WeightDecay
 
 from ..recipes import BROAD, COVER, EVERY_BROAD, with_options
+from ..trajectories import named
 
 SHAPES = ((), (0,), (0, 3), (1,), (5,), (4, 3), (3, 4), (1, 6), (2, 3, 2), (3, 2, 1, 2), (2, 1, 2, 2, 2))
 FAST_SOAP = load_recipe("soap", ["update.eigenbasis.refresh.steps=3"])
@@ -89,7 +90,7 @@ def test_float_and_tensor_lr_give_the_same_trajectory(recipe: str) -> None:
     runs = []
     for lr in (0.0078125, torch.tensor(0.0078125), torch.tensor([0.0078125])):
         params = parameters(SHAPES, torch.float32)
-        optimizer = Optimizer(params, recipe, lr=lr)
+        optimizer = Optimizer(named(params), recipe, lr=lr)
         schedule = lr_scheduler.LambdaLR(optimizer, lambda t: 0.5**t)
         for row in gradients(params, 6):
             drive(optimizer, params, [row])
@@ -154,8 +155,8 @@ def test_groups_have_their_own_lr_and_weight_decay() -> None:
     shapes = [(4, 3), (5,), (3, 2, 2)]
     ours, alone = parameters(shapes), parameters(shapes)
     settings: list[dict[str, Any]] = [{"lr": 0.01, "weight_decay": 0.2}, {"lr": 0.1}, {"weight_decay": 0.0}]
-    groups = [{"params": [p], **s} for p, s in zip(ours, settings, strict=True)]
-    separate = [Optimizer([p], AT_ONCE, **s) for p, s in zip(alone, settings, strict=True)]
+    groups = [{"params": named([p], i), **s} for i, (p, s) in enumerate(zip(ours, settings, strict=True))]
+    separate = [Optimizer(named([p]), AT_ONCE, **s) for p, s in zip(alone, settings, strict=True)]
     one = Optimizer(groups, AT_ONCE)
     for row in gradients(ours, 8):
         drive(one, ours, [row])
@@ -182,12 +183,12 @@ def test_the_order_of_groups_does_not_matter() -> None:
 def test_a_group_may_come_later(late: int) -> None:
     ours, alone = parameters([(4, 3), (3, 4)]), parameters([(4, 3), (3, 4)])
     rows = gradients(ours, 9)
-    one = Optimizer([ours[0]], AT_ONCE)
+    one = Optimizer(named(ours[:1]), AT_ONCE)
     drive(one, ours[:1], [row[:1] for row in rows[:late]])
-    one.add_param_group({"params": ours[1], "lr": 0.05, "weight_decay": 0.5})
+    one.add_param_group({"params": named(ours[1:], 1), "lr": 0.05, "weight_decay": 0.5})
     drive(one, ours, rows[late:])
-    drive(Optimizer([alone[0]], AT_ONCE), alone[:1], [row[:1] for row in rows])
-    drive(Optimizer([alone[1]], AT_ONCE, lr=0.05, weight_decay=0.5), alone[1:], [row[1:] for row in rows[late:]])
+    drive(Optimizer(named(alone[:1]), AT_ONCE), alone[:1], [row[:1] for row in rows])
+    drive(Optimizer(named(alone[1:]), AT_ONCE, lr=0.05, weight_decay=0.5), alone[1:], [row[1:] for row in rows[late:]])
     assert equal(ours, alone)
 
 
@@ -280,7 +281,7 @@ def test_each_step_is_computed_in_float32_or_float64_and_rounded_once(recipe: st
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     narrow = parameters([(4, 3), (3,)], dtype)
     twins = [nn.Parameter(p.detach().to(wide)) for p in narrow]
-    one, two = Optimizer(narrow, recipe), Optimizer(twins, recipe)
+    one, two = Optimizer(named(narrow), recipe), Optimizer(named(twins), recipe)
     states = [t for p in narrow for t in one.state[p].values() if t.is_floating_point() and t.ndim]
     assert states and {t.dtype for t in states} == {wide}
     for row in gradients(narrow, 4):
@@ -302,9 +303,9 @@ def test_dtypes_mix_in_one_group(recipe: str) -> None:
     alone = [p.detach().clone().requires_grad_() for p in ours]
     stagger = load_recipe(recipe, ["update.eigenbasis.refresh.stagger=none"] if recipe == "soap" else [])
     rows = gradients(ours, 5)
-    drive(Optimizer(ours, stagger), ours, rows)
+    drive(Optimizer(named(ours), stagger), ours, rows)
     for index, p in enumerate(alone):
-        drive(Optimizer([p], stagger), [p], [[row[index]] for row in rows])
+        drive(Optimizer(named([p], index), stagger), [p], [[row[index]] for row in rows])
         unit = torch.finfo(p.dtype).eps
         torch.testing.assert_close(ours[index], p, rtol=10 * unit, atol=10 * unit)
 
@@ -333,7 +334,7 @@ def test_memory_layout_does_not_matter(recipe: str) -> None:
     bases = [(p._base if p._base is not None else p).untyped_storage().nbytes() for p in odd]
     rows = gradients(plain, 4)
     small = load_recipe(load_recipe(recipe), ["blocking.size=2"]) if recipe == "soap" else recipe
-    one, two = Optimizer(plain, small), Optimizer(odd, small)
+    one, two = Optimizer(named(plain), small), Optimizer(named(odd), small)
     drive(one, plain, rows)
     drive(two, odd, rows[:2])
     for row in rows[2:]:  # gradients that are laid out unlike their parameter
@@ -349,7 +350,7 @@ def test_what_lies_between_a_sliced_parameter_is_untouched() -> None:
     whole = torch.randn(4, 6, dtype=torch.float64)
     sliced = nn.Parameter(whole[:, ::2])
     before = whole[:, 1::2].clone()
-    drive(Optimizer([sliced], FAST_SOAP, weight_decay=0.5), [sliced], gradients([sliced], 3))
+    drive(Optimizer(named([sliced]), FAST_SOAP, weight_decay=0.5), [sliced], gradients([sliced], 3))
     assert sliced.data_ptr() == whole.data_ptr() and torch.equal(whole[:, 1::2], before)
 
 
@@ -357,7 +358,7 @@ def test_what_lies_between_a_sliced_parameter_is_untouched() -> None:
 def test_every_shape_moves_and_stays_finite(recipe: str, dtype: torch.dtype) -> None:
     params = parameters(SHAPES, dtype)
     before = copy.deepcopy(params)
-    optimizer = Optimizer(params, recipe, lr=max(0.05, 20 * load_recipe(recipe).lr))  # steps that bfloat16 sees
+    optimizer = Optimizer(named(params), recipe, lr=max(0.05, 20 * load_recipe(recipe).lr))  # steps that bfloat16 sees
     drive(optimizer, params, gradients(params, 6))
     assert all(bool(p.isfinite().all()) and p.dtype == dtype for p in params)
     assert all(not torch.equal(p, old) for p, old in zip(params, before, strict=True) if p.numel())
@@ -372,7 +373,7 @@ def test_gradients_are_never_written(recipe: str, decay: str) -> None:
     changed = load_recipe(recipe, [f"weight_decay.kind={decay}", "weight_decay.rate=0.1"])
     for shapes in ([(4, 3)], [(4, 3), (4, 3), (3,), ()]):
         params = parameters(shapes, torch.float32)
-        optimizer = Optimizer(params, changed)
+        optimizer = Optimizer(named(params), changed)
         for row in gradients(params, 3):
             drive(optimizer, params, [row])
             grads = [p.grad for p in params]
@@ -384,7 +385,7 @@ def test_a_parameter_without_gradient_is_not_part_of_the_step(recipe: str) -> No
     shapes = [(4, 3), (4, 3), (3,), (3,)]
     ours, dense = parameters(shapes), parameters(shapes)
     decayed = load_recipe(recipe, ["weight_decay.rate=0.1"])
-    one, two = Optimizer(ours, decayed), Optimizer(dense, decayed)
+    one, two = Optimizer(named(ours), decayed), Optimizer(named(dense), decayed)
     rows, present = gradients(ours, 9), [True, False, True, False, False, True, True, False, True]
     for row, there in zip(rows, present, strict=True):
         before = copy.deepcopy([ours[1], ours[3], *one.state[ours[1]].values(), *one.state[ours[3]].values()])
@@ -404,7 +405,7 @@ def test_a_parameter_may_be_frozen_and_thawed(recipe: str) -> None:
     params, alone = parameters([(4, 3), (3, 2)]), parameters([(4, 3), (3, 2)])
     rows = gradients(params, 9)
     params[1].requires_grad_(False)
-    optimizer = Optimizer(params, recipe, weight_decay=0.1)
+    optimizer = Optimizer(named(params), recipe, weight_decay=0.1)
     assert optimizer.routing_table()[1].state_bytes == 0 and "frozen" in optimizer.routing_table()[1].reason
     drive(optimizer, params, [[row[0], None] for row in rows[:3]])
     assert torch.equal(params[1], alone[1])
@@ -414,7 +415,7 @@ def test_a_parameter_may_be_frozen_and_thawed(recipe: str) -> None:
     params[1].requires_grad_(False)
     drive(optimizer, params, [[row[0], None] for row in rows[6:]])
     assert torch.equal(params[1], thawed) and int(optimizer.state[params[1]]["step"]) == 3
-    drive(Optimizer([alone[1]], recipe, weight_decay=0.1), alone[1:], [row[1:] for row in rows[3:6]])
+    drive(Optimizer(named(alone[1:], 1), recipe, weight_decay=0.1), alone[1:], [row[1:] for row in rows[3:6]])
     close(params[1:], alone[1:])
 
 
@@ -483,14 +484,14 @@ def test_state_bytes_are_those_of_the_tensors(recipe: str) -> None:
 
 
 def test_names_reach_the_groups_and_unnamed_parameters_stay_apart() -> None:
-    named = Optimizer([("a", p) for p in parameters([(2, 2)])] + [("b", p) for p in parameters([(2,)])])
-    assert named.param_groups[0]["param_names"] == ["a", "b"] and [r.name for r in named.routing_table()] == ["a", "b"]
+    known = Optimizer([("a", p) for p in parameters([(2, 2)])] + [("b", p) for p in parameters([(2,)])])
+    assert known.param_groups[0]["param_names"] == ["a", "b"] and [r.name for r in known.routing_table()] == ["a", "b"]
     params = parameters([(2, 2), (2, 2), (2,), (2,)])
     unnamed = Optimizer([{"params": params[:2]}, {"params": params[2:]}])
     assert len({row.name for row in unnamed.routing_table()}) == 4
 
 
 def test_it_prints_what_a_person_wants_to_know() -> None:
-    text = repr(Optimizer(parameters([(2, 2)]), "soap"))
+    text = repr(Optimizer(named(parameters([(2, 2)])), "soap"))
     assert re.search(r"lr\W+0\.003", text) and re.search(r"weight_decay\W+0\.01", text) and "soap" in text
     assert max(map(len, text.splitlines())) <= 120

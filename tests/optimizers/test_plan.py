@@ -41,7 +41,7 @@ from eigengraft.optimizers.planning.measure import measured_work
 from eigengraft.optimizers.planning.plan import Plan, known, plan
 from eigengraft.optimizers.planning.traffic import all_reduced
 from eigengraft.optimizers.recipe.loading import load_recipe
-from eigengraft.optimizers.recipe.routing import describe_model
+from eigengraft.optimizers.recipe.routing import DescribedParameters, describe_model
 from eigengraft.optimizers.sharding.cost_model import block_cost
 
 pytestmark = pytest.mark.slow
@@ -168,7 +168,8 @@ def test_a_plan_is_what_the_optimizer_does(
     paper = plan(RECIPES[name], told, (2, 2) if parallel == "hsdp" else (RANKS,), parallel)
     spread(model, parallel)
     counted = Counted(monkeypatch)
-    optimizer = eigengraft.compose(RECIPES[name], model)
+    trained = [(path, parameter) for path, parameter in model.named_parameters() if parameter.requires_grad]
+    optimizer = eigengraft.Optimizer(DescribedParameters(trained, describe_model(model)), RECIPES[name])
     names = [str(fact.name) for fact in told]
     owned = {
         (names[position], key)

@@ -231,7 +231,7 @@ def test_optimizer_and_compose_take_overrides() -> None:
         net = model()
         assert eigengraft.compose("soap", net, overrides=overrides).recipe == wanted
         assert eigengraft.compose("soap", net.named_parameters(), overrides=overrides).recipe == wanted
-        assert eigengraft.Optimizer(net.parameters(), "soap", overrides=overrides).recipe == wanted
+        assert eigengraft.Optimizer(net.named_parameters(), "soap", overrides=overrides).recipe == wanted
 
 
 def test_switching_a_kind_drops_the_fields_of_the_old_one_but_not_the_name() -> None:

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import eigengraft
-from eigengraft import Optimizer, compose
+from eigengraft import Optimizer, compose, shipped_recipes
 from eigengraft.optimizers.recipe.param_names import canonical_name, canonical_names
+from eigengraft.optimizers.recipe.yaml_files import shipped
 
 
 class Block(nn.Module):
@@ -124,15 +125,75 @@ def test_names_alone_find_most_roles() -> None:
     assert routes(optimizer)["lm_head.weight"][1] == "output head by name"
 
 
+@pytest.mark.parametrize(
+    ("names", "head"),
+    [
+        (["fc1", "fc2", "fc"], "fc"),  # ResNet
+        (["features.0", "classifier.0", "classifier.3", "classifier.6"], "classifier.6"),  # VGG
+        (["classifier.0", "classifier.12", "classifier.3"], "classifier.12"),
+        (["layers.0.mlp.fc", "model.up", "score"], "score"),  # sequence classification
+        (["classifier.dense", "classifier.out_proj"], "classifier.out_proj"),  # RoBERTa
+        (["blocks.0.fc", "head.fc"], "head.fc"),  # timm
+        (["encoder.0", "heads.head"], "heads.head"),  # ViT
+        (["decoder.gate.score", "lm_head"], "lm_head"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("known", ["names", "model"])
+def test_output_heads_by_name(names: list[str], head: str, known: str) -> None:
+    model = nn.Module()
+    for name in names:
+        *path, own = name.split(".")
+        holder = model
+        for attribute in path:
+            if not hasattr(holder, attribute):
+                holder.add_module(attribute, nn.Module())
+            holder = holder.get_submodule(attribute)
+        holder.add_module(own, nn.Linear(3, 2, bias=False))
+    optimizer = compose("soap", model if known == "model" else model.named_parameters())
+    assert [row.name for row in optimizer.routing_table() if row.route == "routes.adam"] == [f"{head}.weight"]
+
+
 @pytest.mark.parametrize("name", ["normal_projection", "lnet", "bnb_linear", "overhead", "headed", "reembedder"])
 def test_names_that_only_look_special(name: str) -> None:
     optimizer = Optimizer([(f"{name}.weight", nn.Parameter(torch.ones(3, 2)))], "soap")
     assert routes(optimizer)[f"{name}.weight"][0] == ""
 
 
-def test_without_names_shapes_decide() -> None:
-    optimizer = Optimizer([nn.Parameter(torch.ones(s)) for s in ((3, 2), (3,), (), (2, 2, 2))], "soap")
-    assert [row.route for row in optimizer.routing_table()] == ["", "routes.adam", "routes.adam", ""]
+def test_without_names_shapes_decide_where_they_can() -> None:
+    optimizer = Optimizer([nn.Parameter(torch.ones(s)) for s in ((3,), ())], "soap")
+    assert [row.route for row in optimizer.routing_table()] == ["routes.adam"] * 2
+    by_shape = {"update": "rms", "routes": [rule("matrices", ndim=2)]}
+    optimizer = Optimizer([nn.Parameter(torch.ones(s)) for s in ((3, 2), (3,))], by_shape)
+    assert [row.route for row in optimizer.routing_table()] == ["routes.matrices", ""]
+
+
+@pytest.mark.parametrize("given", ["parameters", "group", "later group"])
+def test_a_matrix_without_a_name_is_refused_where_routes_ask_what_it_is(given: str) -> None:
+    message = r"^params: names are required, because routes\.adam .* shape \(3, 2\) without a name; .*compose.*`routes`"
+    matrix, vector = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(3))
+    if given == "later group":
+        optimizer = Optimizer([vector], "soap")
+        with pytest.raises(ValueError, match=message):
+            optimizer.add_param_group({"params": [matrix]})
+        assert len(optimizer.param_groups) == 1
+        return
+    with pytest.raises(ValueError, match=message):
+        Optimizer([matrix, vector] if given == "parameters" else [{"params": [vector, matrix]}], "soap")
+    optimizer = Optimizer([matrix, vector], "soap", overrides={"routes": []})
+    assert [row.route for row in optimizer.routing_table()] == ["", ""]
+
+
+def test_a_list_of_stages_sends_every_parameter_to_them() -> None:
+    optimizer = compose(["momentum"], GPT())
+    assert all(row.route == "" for row in optimizer.routing_table())
+    count = len(optimizer.routing_table())
+    assert repr(optimizer).splitlines()[0] == f"Optimizer(recipe=unnamed: {count} parameters by update"
+
+
+@pytest.mark.parametrize("recipe", shipped_recipes())
+def test_every_shipped_recipe_says_its_routes(recipe: str) -> None:
+    assert {"routes", "base"} & shipped()[recipe].keys()
 
 
 @pytest.mark.parametrize(
@@ -310,8 +371,8 @@ def test_a_rule_that_matches_nothing_is_an_error_unless_it_is_optional() -> None
     recipe = {"update": "rms", "routes": [rule("all"), rule("late", ndim=2)]}
     with pytest.raises(ValueError, match=r"^routes.late: .* got none .*first.*optional: true"):
         compose(recipe, CNN())
-    with pytest.raises(ValueError, match=r"^routes.named: .*named_parameters"):
-        Optimizer(CNN().parameters(), {"update": "rms", "routes": [rule("named", name="hidden")]})
+    with pytest.raises(ValueError, match=r"^routes.named: .* got none"):
+        Optimizer(CNN().hidden.named_parameters(), {"update": "rms", "routes": [rule("named", name="hidden")]})
     compose({"update": "rms", "routes": [rule("all"), {**rule("late", ndim=2), "optional": True}]}, CNN())
 
 
@@ -322,10 +383,12 @@ def test_a_rule_for_frozen_parameters_matches() -> None:
     assert len(taken(Optimizer(net.named_parameters(), recipe), "routes.conv")) == 7
 
 
-def test_compose_takes_only_what_trains() -> None:
+def test_compose_gives_no_state_to_what_is_frozen() -> None:
     net = CNN()
     net.features.requires_grad_(False)
-    assert not any(row.name.startswith("features") for row in compose("soap", net).routing_table())
+    rows = {row.name: row for row in compose("soap", net).routing_table()}
+    assert all((row.state_bytes == 0) == name.startswith("features") for name, row in rows.items())
+    assert "frozen, no state" in rows["features.0.weight"].reason
     with pytest.raises(ValueError, match="trainable parameters is required, got none"):
         compose("soap", net.requires_grad_(False))
 

@@ -435,7 +435,7 @@ def test_no_two_of_these_formulas_are_the_same() -> None:
 def splus_run(shape: tuple[int, int], *overrides: str) -> tuple[Tensor, Tensor]:
     """The parameter after the last update, and what is evaluated then."""
     parameter = torch.nn.Parameter(normal(*shape, seed=5))
-    optimizer = Optimizer([parameter], load_recipe("splus", (*cadence(BASIS), *overrides)), lr=LR)
+    optimizer = Optimizer([("p", parameter)], load_recipe("splus", (*cadence(BASIS), *overrides)), lr=LR)
     for (g,) in random_gradients([shape], STEPS):
         parameter.grad = g.clone()
         optimizer.step()

@@ -144,5 +144,5 @@ WIDE = {  # one matrix of 1024 x 1024, bytes per parameter of everything: see th
 def test_bytes_a_parameter_of_a_wide_layer(recipe: str) -> None:
     """1e-3: counts and format numbers of one block, and the row that the folded triangle of a factor is shorter by."""
     weight = torch.nn.Parameter(torch.empty(1024, 1024, device="meta"))
-    optimizer = eigengraft.Optimizer([weight], load_recipe(recipe))
+    optimizer = eigengraft.Optimizer([("weight", weight)], load_recipe(recipe))
     assert optimizer.state_bytes() / weight.numel() == pytest.approx(WIDE[recipe], rel=1e-3)

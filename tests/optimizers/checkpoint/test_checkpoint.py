@@ -19,6 +19,7 @@ import eigengraft
 from eigengraft import Optimizer, load_recipe
 
 from ...recipes import SHIPPED, with_options
+from ...trajectories import named
 
 SHAPES = ((6, 4), (6, 4), (4, 4), (5,), (), (0,), (3, 2, 2))
 STAGE = r"\d+/(routes\.\w+\.)?(update|after_decay)(\.[A-Za-z_]\w*)+"
@@ -62,11 +63,11 @@ def same(one: Any, two: Any) -> bool:
 @pytest.mark.parametrize(("recipe", "dtype"), with_options(torch.float32, torch.bfloat16), ids=str)
 def test_resume_is_bit_exact(recipe: str, dtype: torch.dtype) -> None:
     params = parameters(dtype)
-    optimizer = Optimizer(params, recipe)
+    optimizer = Optimizer(named(params), recipe)
     drive(optimizer, params, range(13))  # between refreshes, which are every 10 steps
     weights, state = through_a_file([[p.detach() for p in params], optimizer.state_dict()])
     again = [nn.Parameter(w) for w in weights]
-    resumed = Optimizer(again, recipe, lr=0.5, weight_decay=0.5)
+    resumed = Optimizer(named(again), recipe, lr=0.5, weight_decay=0.5)
     resumed.load_state_dict(state)
     assert same(snapshot(resumed), snapshot(optimizer))
     drive(optimizer, params, range(13, 24))
@@ -77,7 +78,7 @@ def test_resume_is_bit_exact(recipe: str, dtype: torch.dtype) -> None:
 def test_resume_with_a_schedule_groups_and_missing_gradients() -> None:
     def build() -> tuple[list[Tensor], Optimizer, torch.optim.lr_scheduler.LRScheduler]:
         params = parameters(torch.float32)
-        groups = [{"params": params[:3], "lr": 0.05}, {"params": params[3:], "weight_decay": 0.0}]
+        groups = [{"params": named(params[:3]), "lr": 0.05}, {"params": named(params[3:], 3), "weight_decay": 0.0}]
         optimizer = Optimizer(groups, load_recipe("soap", ["weight_decay.kind=corrected", "weight_decay.rate=0.1"]))
         return params, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
 
@@ -104,7 +105,7 @@ def test_resume_after_a_thaw(frozen_again: bool) -> None:
     def build(frozen: bool) -> tuple[list[Tensor], Optimizer]:
         params = parameters(torch.float32)
         params[1].requires_grad_(not frozen)
-        optimizer = Optimizer(params, "soap")
+        optimizer = Optimizer(named(params), "soap")
         params[1].requires_grad_(True)
         return params, optimizer
 
@@ -143,7 +144,7 @@ def test_load_hooks_of_the_user_come_before_the_check_and_after_the_load() -> No
 
 def test_a_loaded_state_is_a_copy() -> None:
     params, other = parameters(torch.float32), parameters(torch.float32)
-    one, two = Optimizer(params, "soap"), Optimizer(other, "soap")
+    one, two = Optimizer(named(params), "soap"), Optimizer(named(other), "soap")
     drive(one, params, range(3))
     two.load_state_dict(one.state_dict())
     before = snapshot(two)
@@ -163,14 +164,14 @@ def test_state_is_plain_tensors_under_flat_keys() -> None:
             assert {type(value) for value in state.values()} == {Tensor}
             assert all(KEY.fullmatch(key) for key in state if key != "step"), sorted(state)
             assert state["step"].dtype == torch.int64 and state["step"].shape == ()
-    keys = Optimizer([net[1].weight], load_recipe("soap", ["blocking.size=32"])).state_dict()["state"][0]
+    keys = Optimizer(named([net[1].weight]), load_recipe("soap", ["blocking.size=32"])).state_dict()["state"][0]
     assert {int(key.partition("/")[0]) for key in keys if key != "step"} == {0, 1, 2}
     assert {key.partition("/")[2] for key in keys} >= {"update.eigenbasis/basis.0", "update.eigenbasis.inner.rms/v"}
 
 
 def test_state_of_bfloat16_parameters_stays_float32_through_loading() -> None:
     params = parameters(torch.bfloat16, [(3, 2)])
-    optimizer = Optimizer(params, "soap")
+    optimizer = Optimizer(named(params), "soap")
     optimizer.load_state_dict(through_a_file(optimizer.state_dict()))
     floats = [t.dtype for t in optimizer.state[params[0]].values() if t.is_floating_point()]
     assert floats and set(floats) == {torch.float32}
@@ -227,13 +228,13 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 }
 
 
-def named(recipe: Any = "adamw", shapes: Iterable[tuple[int, ...]] = ((3, 2), (2,))) -> Optimizer:
+def weight_and_bias(recipe: Any = "adamw", shapes: Iterable[tuple[int, ...]] = ((3, 2), (2,))) -> Optimizer:
     return Optimizer(list(zip("wb", parameters(torch.float32, shapes), strict=True)), recipe)
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_state_dict_is_refused_and_changes_nothing(case: str) -> None:
-    optimizer = named()
+    optimizer = weight_and_bias()
     params = optimizer.param_groups[0]["params"]
     drive(optimizer, params, range(3))
     change, message = WRONG[case]
@@ -256,8 +257,9 @@ def shuffled(names: str, groups: int = 1, names_known: bool = True) -> tuple[dic
         generator = torch.Generator().manual_seed(ord(name[-1]))
         found[name] = nn.Parameter(torch.randn(3, 2 + (name[-1] == "d"), generator=generator))
     entries: list[Any] = list(found.items() if names_known else found.values())
+    recipe = {"base": "psgd_kron", "routes": []}  # without routes names are not needed
     size = -(-len(entries) // groups)
-    return found, Optimizer([{"params": entries[i : i + size]} for i in range(0, len(entries), size)], "psgd_kron")
+    return found, Optimizer([{"params": entries[i : i + size]} for i in range(0, len(entries), size)], recipe)
 
 
 def train(found: dict[str, Tensor], optimizer: Optimizer, steps: range) -> None:
@@ -333,17 +335,17 @@ def test_without_names_on_one_side_the_order_counts(known: str) -> None:
 )
 def test_another_recipe_is_named_by_its_difference(saved: str, here: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=rf"another recipe (.|\n)*{re.escape(message)}"):
-        named(load_recipe(saved, here)).load_state_dict(named(saved).state_dict())
+        weight_and_bias(load_recipe(saved, here)).load_state_dict(weight_and_bias(saved).state_dict())
 
 
 def test_another_order_of_stages_is_another_recipe() -> None:
-    one, two = named({"update": ["momentum", "rms"]}), named({"update": ["rms", "momentum"]})
+    one, two = weight_and_bias({"update": ["momentum", "rms"]}), weight_and_bias({"update": ["rms", "momentum"]})
     with pytest.raises(ValueError, match="another recipe"):
         two.load_state_dict(one.state_dict())
 
 
 def test_what_a_recipe_is_called_does_not_matter() -> None:
-    one, two = named(), named(load_recipe("adamw").replace(name="mine", about="the same"))
+    one, two = weight_and_bias(), weight_and_bias(load_recipe("adamw").replace(name="mine", about="the same"))
     drive(one, one.param_groups[0]["params"], range(2))
     two.load_state_dict(one.state_dict())
     assert same(two.state_dict()["state"], one.state_dict()["state"])
@@ -351,13 +353,13 @@ def test_what_a_recipe_is_called_does_not_matter() -> None:
 
 def test_another_shape_is_refused() -> None:
     with pytest.raises(ValueError, match=r"w: .*\(3, 2\) is required, got torch.float32 \(2, 3\)"):
-        named().load_state_dict(named(shapes=[(2, 3), (2,)]).state_dict())
+        weight_and_bias().load_state_dict(weight_and_bias(shapes=[(2, 3), (2,)]).state_dict())
 
 
 def test_a_refused_load_of_a_frozen_parameter_changes_nothing() -> None:
-    saved = named().state_dict()
+    saved = weight_and_bias().state_dict()
     del saved["state"][1][V]
-    optimizer = named()
+    optimizer = weight_and_bias()
     frozen = Optimizer([("w", nn.Parameter(torch.ones(3, 2))), ("b", nn.Parameter(torch.ones(2), requires_grad=False))])
     drive(optimizer, optimizer.param_groups[0]["params"], range(2))
     before = snapshot(frozen)

@@ -20,10 +20,10 @@ import eigengraft
 from eigengraft import Optimizer, RecipeError, load_recipe
 from eigengraft.optimizers.apply.write import Hyper
 
-from ..laws.table import TABLE
-from ..recipes import COVER
-from ..trajectories import normal
-from .test_kernels import Kernels
+from ...laws.table import TABLE
+from ...recipes import COVER
+from ...trajectories import normal
+from ..test_kernels import Kernels
 
 pytestmark = pytest.mark.slow  # whole sequences of iterates, recipe by recipe
 

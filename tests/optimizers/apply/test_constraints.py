@@ -14,9 +14,9 @@ from eigengraft import Optimizer, RecipeError, load_recipe
 from eigengraft.optimizers.apply import Constraint
 from eigengraft.optimizers.planning.plan import plan
 
-from ..laws.table import TABLE
-from ..recipes import BROAD
-from ..trajectories import normal
+from ...laws.table import TABLE
+from ...recipes import BROAD
+from ...trajectories import normal
 
 LR = 0.1
 

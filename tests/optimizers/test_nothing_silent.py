@@ -1,0 +1,178 @@
+"""What would go wrong without a word is refused, or said once."""
+
+import copy
+import warnings
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from eigengraft import ContractError, Optimizer, compose
+from eigengraft.preconditioners import Stage
+from eigengraft.slots import State
+from eigengraft.step_context import StepContext
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.hidden, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, generator=generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.hidden(x).relu())
+        return out
+
+
+def backward(model: nn.Module) -> None:
+    model.zero_grad()
+    model(torch.ones(2, 4)).square().sum().backward()
+
+
+def test_a_frozen_parameter_is_trained_once_it_is_thawed() -> None:
+    model, whole = Net(), Net()
+    model.hidden.requires_grad_(False)
+    optimizer, other = compose("soap", model, lr=0.1), compose("soap", whole, lr=0.1)
+    assert not any(model.hidden.weight is p for p in optimizer.state)
+    model.hidden.requires_grad_(True)
+    for net, steps in ((model, optimizer), (whole, other)):
+        for _ in range(3):
+            backward(net)
+            steps.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), whole.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("names", [("one", "two"), None])
+def test_a_parameter_given_twice_is_refused(names: tuple[str, str] | None) -> None:
+    weight = nn.Parameter(torch.ones(2, 2))
+    given: Any = [weight, weight] if names is None else [(name, weight) for name in names]
+    what = "parameter 0 again as parameter 1" if names is None else "one again as two"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns first
+        with pytest.raises(ValueError, match=f"^params: each parameter once is required, got {what}"):
+            Optimizer(given)
+
+
+def test_a_model_on_the_meta_device_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"^hidden\.weight: a parameter with values is required, .* meta .*to_empty"):
+        compose("soap", Net().to("meta"))
+
+
+class TestReplacedParameters:
+    def replace(self, model: Net, attribute: str = "weight") -> None:
+        setattr(model.hidden, attribute, nn.Parameter(getattr(model.hidden, attribute).detach().clone()))
+
+    def test_another_parameter_under_a_name_is_an_error_before_anything_moves(self) -> None:
+        model = Net()
+        optimizer = compose("adamw", model)
+        self.replace(model)
+        before = copy.deepcopy(model.state_dict())
+        backward(model)
+        with pytest.raises(RuntimeError, match=r"^hidden\.weight: .* got another, which has the gradient"):
+            optimizer.step()
+        assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+    def test_a_module_in_place_of_another_is_noticed(self) -> None:
+        model = Net()
+        optimizer = compose("adamw", model)
+        model.last = nn.Linear(5, 2)
+        backward(model)
+        with pytest.raises(RuntimeError, match=r"^last\.weight: "):
+            optimizer.step()
+
+    def test_parameters_without_gradients_are_no_error(self) -> None:
+        model = Net()
+        optimizer = compose("adamw", model)
+        backward(model)
+        model.last.weight.grad = None
+        optimizer.step()
+        del model.last  # no other is trained in its place
+        optimizer.zero_grad()
+        optimizer.step()
+
+
+def test_what_an_outside_stage_returns_is_looked_at_before_it_is_written(registry: None) -> None:
+    class Broken(Stage):
+        """nan  from the second step on."""
+
+        kind: Literal["broken"] = "broken"
+
+        def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+            return direction * (float("nan") if context.steps.min() > 1 else 1.0)
+
+    model = Net()
+    optimizer = compose(["momentum", Broken()], model)
+    backward(model)
+    optimizer.step()
+    before = copy.deepcopy(model.state_dict())
+    backward(model)
+    message = r"^update\.broken: finite directions are required, got .* inf or nan from finite gradients"
+    with pytest.raises(ContractError, match=message):
+        optimizer.step()
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def lost(optimizer: Optimizer) -> bool:
+    return all(param_set.finite_check.lost() for param_set in optimizer.param_sets)
+
+
+class TestUnusableGradients:
+    def steps(self, optimizer: Optimizer, model: nn.Module, bad: list[str], count: int) -> list[str]:
+        """The warnings of steps in which the named parameters get gradients with nan."""
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(count):
+                for name, parameter in model.named_parameters():
+                    parameter.grad = torch.full_like(parameter, float("nan") if name in bad else 1.0)
+                optimizer.step()
+        return [str(warning.message) for warning in caught]
+
+    def test_a_run_without_usable_gradients_says_so_once(self) -> None:
+        model = Net()
+        optimizer, every = compose("adamw", model), [name for name, _ in model.named_parameters()]
+        assert self.steps(optimizer, model, every, 9) == [] and not lost(optimizer)
+        (message,) = self.steps(optimizer, model, every, 20)
+        assert "finite values are required, got none in 10 steps in a row (hidden.weight, among others)" in message
+        assert lost(optimizer)
+
+    def test_one_usable_gradient_begins_the_count_again(self) -> None:
+        model = Net()
+        optimizer, every = compose("adamw", model), [name for name, _ in model.named_parameters()]
+        for _ in range(3):
+            assert self.steps(optimizer, model, every, 9) == self.steps(optimizer, model, every[1:], 1) == []
+        assert not lost(optimizer)
+
+
+class TestRounding:
+    def warned(self, dtype: torch.dtype, lr: float, trained: float = 1.0, warm_up: int = 0) -> list[str]:
+        """The warnings of 20 steps of a matrix of ones; trained: share of the rows that have a gradient."""
+        weight = nn.Parameter(torch.ones(100, 8, dtype=dtype))
+        optimizer = Optimizer([("w", weight)], lr=lr)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step in range(20):
+                weight.grad = torch.zeros_like(weight)
+                weight.grad[: int(100 * trained)] = 1
+                optimizer.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / (warm_up + 1))
+                optimizer.step()
+        return [str(warning.message) for warning in caught]
+
+    def test_parameters_that_stand_still_are_told_once(self) -> None:
+        (message,) = self.warned(torch.bfloat16, 1e-4)  # bfloat16 has steps of 2^-8 below 1
+        assert message.startswith("w: only 0.0% of its entries moved in 5 steps at lr 0.0001: ")
+
+    @pytest.mark.parametrize(
+        "run",
+        [
+            {"dtype": torch.float32, "lr": 1e-4},
+            {"dtype": torch.bfloat16, "lr": 1e-2},
+            {"dtype": torch.bfloat16, "lr": 1e-2, "trained": 0.1},
+            {"dtype": torch.bfloat16, "lr": 1e-2, "warm_up": 14},
+        ],
+        ids=["float32", "large steps", "few rows have gradients", "warm-up"],
+    )
+    def test_parameters_that_move_are_no_cause(self, run: dict[str, Any]) -> None:
+        assert self.warned(**run) == []
