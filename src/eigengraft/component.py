@@ -89,11 +89,14 @@ class Component(BaseModel):
         """The member of this family called `kind`; an unknown one names the nearest kind and all of them."""
         found = cls.members.get(kind) if isinstance(kind, str) else None
         if found is None:
-            near = difflib.get_close_matches(str(kind), cls.members, n=1, cutoff=0.5)
+            name = kind if isinstance(kind, str) else ""
+            near = difflib.get_close_matches(name, cls.members, n=1, cutoff=0.5)
             hint = f"; did you mean '{near[0]}'?" if near else ""
+            others = sorted(str(other) for other, family in _FAMILIES.items() if name in family.members)
+            hint = f", which is a {' and a '.join(others)}" if others else hint
             raise PydanticCustomError(
                 "unknown_kind",
-                "unknown {family} kind {kind}{hint} (the kinds are {kinds})",
+                "unknown {family} kind {kind}{hint} (the kinds are {kinds}; --import FILE.py adds those of a file)",
                 {
                     "family": cls.family_name,
                     "kind": repr(kind),
@@ -152,6 +155,10 @@ def _register(cls: type[Component]) -> None:
     cls.members[kind] = cls
 
 
+_OTHER_NAMES = {"learning_rate": "lr", "betas": "beta", "epsilon": "eps", "wd": "weight_decay", "optimizer": "recipe"}
+"""What others call a field, and its name here."""
+
+
 def _with_nearest(cls: type[Component], error: ValidationError) -> ValidationError:
     """Name the nearest known field in each fault that is about an unknown one."""
     known = [field.alias or name for name, field in cls.model_fields.items()]
@@ -159,7 +166,9 @@ def _with_nearest(cls: type[Component], error: ValidationError) -> ValidationErr
     for fault in error.errors(include_url=False):
         kind, message = fault["type"], fault["msg"]
         if kind == "extra_forbidden" and len(fault["loc"]) == 1:
-            near = difflib.get_close_matches(str(fault["loc"][0]), known, n=1)
+            name = str(fault["loc"][0])
+            near = [_OTHER_NAMES[name]] if _OTHER_NAMES.get(name) in known else []
+            near = near or difflib.get_close_matches(name, known, n=1)
             kind, message = "unknown_field", "unknown field" + (f" (did you mean '{near[0]}'?)" if near else "")
         details.append({"type": PydanticCustomError(kind, message), "loc": fault["loc"], "input": fault["input"]})
     return ValidationError.from_exception_data(error.title, details)

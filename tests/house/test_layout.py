@@ -20,7 +20,7 @@ OPTIMIZER_ROOMS = ("apply", "recipe", "param_groups", "sharding", "engine", "che
 LIMIT = 200
 LONGER = {
     "eigengraft.component": (
-        230,
+        240,
         "open families: registration, validation, and the errors of both",
     ),
     "eigengraft.slots": (260, "a slot, its storage and the state that loads it are one contract, read together"),

@@ -80,7 +80,15 @@ RECIPES: dict[str, tuple[Any, str]] = {
         r"^update\.shampoo\.solver: unknown root_solver kind 'power_qr'.*coupled_newton, eigh",
     ),
     # the rest of the recipe
-    "unknown key": ({"update": "rms", "learning_rate": 1}, r"^learning_rate: unknown field.*, got 1$"),
+    "unknown key": (
+        {"update": "rms", "learning_rate": 1},
+        r"^learning_rate: unknown field.*did you mean 'lr'.*, got 1$",
+    ),
+    "a solver among stages": (
+        {"update": "eigh"},
+        r"^update\.eigh: unknown stage kind 'eigh', which is a basis_solver and a root_solver \(.*--import FILE\.py",
+    ),
+    "no stage": ({"update": []}, r"update: a stage is required \('identity' takes the gradient as it is\), got none$"),
     "negative lr": ({"update": "rms", "lr": -1}, r"^lr: .*greater than or equal to 0, got -1$"),
     "decay kind": (
         {"update": "rms", "weight_decay": "l3"},
@@ -142,7 +150,7 @@ def test_a_wrong_recipe(case: str) -> None:
         load_recipe(source)
     text = str(caught.value)
     assert re.search(message, text), text
-    assert len(text.splitlines()) == 1 and len(text) < 500 and "pydantic" not in text
+    assert len(text.splitlines()) == 1 and len(text) < 600 and "pydantic" not in text
     with pytest.raises(RecipeError, match=re.escape(text)):
         Optimizer([nn.Parameter(torch.ones(2, 2))], source)
 
