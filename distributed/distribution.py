@@ -32,6 +32,10 @@ class Distribution(Component):
         ge=1,
         description="bytes of updates that a rank receives in one round of messages, sent while the next is computed",
     )
+    gather: Literal["updates", "parameters"] = Field(
+        default="updates",
+        description="what owners of blocks of replicated parameters send to all: updates, or the written parameters",
+    )
     overlap_backward: bool = Field(
         default=False,
         description="whether gradients of sharded parameters go to owners during backward, as soon as they are there",
@@ -45,7 +49,13 @@ class Distribution(Component):
     )
 
     @model_validator(mode="after")
-    def _has_gradients_to_send(self) -> Self:
+    def _sends_what_it_says(self) -> Self:
+        if self.gather == "parameters" and self.mode in ("sharded", "local"):
+            raise ValueError(
+                f"gather: mode 'auto' or 'replicated' is required, got '{self.mode}', where no owner has the parameters"
+            )
+        if self.gather == "parameters" and self.dtype != "exact":
+            raise ValueError(f"gather: dtype 'exact' is required, got '{self.dtype}', which would round parameters")
         if self.overlap_backward and self.mode in ("replicated", "local"):
             raise ValueError(
                 f"overlap_backward: mode 'auto' or 'sharded' is required, got '{self.mode}', where no gradient travels"

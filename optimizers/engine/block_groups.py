@@ -38,9 +38,17 @@ def divide(
 
 def bucket_bytes(specs: Sequence[ParamSpec], recipe: Recipe, ranks: int) -> int:
     """Bytes of updates that all ranks together send in one round of messages: a rank receives a bucket of them."""
+    return recipe.distribution.bucket * (1 if _replicated(specs) else ranks)
+
+
+def sends_parameters(specs: Sequence[ParamSpec], recipe: Recipe) -> bool:
+    """Whether owners write the parameters of their blocks and send these."""
+    return recipe.distribution.gather == "parameters" and _replicated(specs)
+
+
+def _replicated(specs: Sequence[ParamSpec]) -> bool:
     placements = [spec.placement for spec in specs if not spec.in_place]
-    replicated = all(placement is None or placement.layout.replicated for placement in placements)
-    return recipe.distribution.bucket * (1 if replicated else ranks)
+    return all(placement is None or placement.layout.replicated for placement in placements)
 
 
 def _runs(specs: Sequence[ParamSpec], limit: int) -> Iterator[list[int]]:
@@ -69,6 +77,9 @@ def _place(blocks: EqualBlocks, specs: Sequence[ParamSpec], recipe: Recipe, rank
         placed.append(PlacedBlock(position, grid, owner, rows[owner]))
         rows[owner] += 1
     dtypes = {specs[block.position].dtype for block in placed}
-    gradient = dtypes.pop() if len(dtypes) == 1 and not recipe.decays_in_gradient() else dtype
-    sent = (torch.bfloat16, torch.bfloat16) if recipe.distribution.dtype == "bf16" else (gradient, dtype)
+    own = dtypes.pop() if len(dtypes) == 1 else dtype
+    gradient = dtype if recipe.decays_in_gradient() else own
+    sent = (gradient, own if sends_parameters(specs, recipe) else dtype)
+    if recipe.distribution.dtype == "bf16":
+        sent = (torch.bfloat16, torch.bfloat16)
     return BlockGroup(path, shape, dtype, *sent, device, tuple(placed))

@@ -60,8 +60,8 @@ class BlockExchange(Protocol):
     def survey(self, given: GivenGradients) -> GradientSurvey:
         """What is known of the full gradients."""
 
-    def begin(self, step: Step) -> None:
-        """Starts the exchange of one step."""
+    def begin(self, step: Step, moved: NDArray[np.bool_]) -> None:
+        """Starts the exchange of one step; moved `[P]`: parameters that it moves, and not only primes."""
 
     def gather(self, blocks: ActiveBlocks, source: GatherSource) -> Tensor:
         """The blocks of gradients, with their decay, of what decays or of a signal, `[n, *block]`."""
@@ -98,7 +98,7 @@ class LocalExchange:
     def survey(self, given: GivenGradients) -> GradientSurvey:
         return LocalSurvey(given.gradients, given.present)
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: Step, moved: NDArray[np.bool_]) -> None:
         self._step, self._updates = step, {}
 
     def gather(self, blocks: ActiveBlocks, source: GatherSource) -> Tensor:

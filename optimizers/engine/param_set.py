@@ -137,7 +137,7 @@ class ParamSet:
         moved = step.active & (self.update_counts > 0)
         if self.iterates:
             self.iterates.begin(np.flatnonzero(moved & (self.update_counts == 1)).tolist())
-        self.exchange.begin(step)
+        self.exchange.begin(step, moved)
         for stack_state in self.stack_states:
             for blocks, priming in self._active_blocks(stack_state, step.active):
                 self._advance(blocks, step, priming)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -18,12 +20,13 @@ from eigengraft.distributed.work import Work
 from eigengraft.numerics import compute_dtype
 from eigengraft.stacks import Stack
 
+from ..apply.write import moved as move
 from ..recipe.recipe import Recipe
 from ..sharding.copy_check import CopyCheck
 from ..sharding.fingerprint import AGAIN, UsedGradients
 from ..sharding.placement import ParamSpec
 from ..sharding.rank_sync import RankSync
-from .block_groups import bucket_bytes
+from .block_groups import bucket_bytes, sends_parameters
 from .exchange import GatherSource, LocalExchange, Step
 from .finite_check import GivenGradients, GradientSurvey
 from .stack_state import ActiveBlocks
@@ -64,6 +67,12 @@ class RankExchange:
         self._needs_rms = any("parameter_rms" in stage.signals() for rule in used for _, stage in rule.stages())
         self._needs_parameters = any(rule.after_decay for rule in used)
         self._moves_at_once = local.iterates.shard_norms is not None
+        self._sends_parameters = sends_parameters(specs, recipe)
+        if self._sends_parameters and local.iterates:
+            raise ValueError(
+                "distribution.gather: 'updates' are required by averaging and constraints, got 'parameters'"
+            )
+        self._moved = np.zeros(len(specs), dtype=np.bool_)
         self._rms: Tensor | None = None
         self._comm_step: CommStep | None = None
 
@@ -88,8 +97,9 @@ class RankExchange:
         self._gathering = self._backward_gather.settle(survey.notes.tolist())
         return survey
 
-    def begin(self, step: Step) -> None:
-        self.local.begin(step)
+    def begin(self, step: Step, moved: NDArray[np.bool_]) -> None:
+        self.local.begin(step, moved)
+        self._moved = moved
         self._used_gradients.use()
         if self._needs_rms and not self.comm_plan.replicated:
             self._rms = self.rank_sync.parameter_rms(self.local.iterates.parameters)
@@ -129,14 +139,38 @@ class RankExchange:
         group = blocks.stack_state.block_group
         if group is None:
             return self.local.deliver(blocks, direction)
+        if self._sends_parameters:
+            direction = self._written(blocks, direction)
         self.comm_step.deliver(group, blocks.rows, direction)
-        return {} if self._moves_at_once else self.comm_step.take()
+        return {} if self._moves_at_once else self._received(self.comm_step.take())
+
+    def _written(self, blocks: ActiveBlocks, direction: Tensor) -> Tensor:
+        """The blocks of parameters after the step."""
+        state, step = blocks.stack_state, self.local.step
+        scale = step.rates.step_scale(state.path)
+        before = blocks.stack.gather(self.local.iterates.parameters)
+        after = move(before, direction, scale.without_decay if state.rule.after_decay else scale)
+        if step.mask is None:
+            return after
+        usable = step.mask[torch.from_numpy(blocks.stack.param_ids).to(after.device)]
+        return torch.where(usable.view(-1, *(1 for _ in blocks.stack.block)), after, before)
+
+    def _received(self, updates: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
+        """Updates that have come from owners; if these are written parameters, they are copied and none is left."""
+        if not self._sends_parameters:
+            return updates
+        parameters = self.local.iterates.parameters
+        for position, value in updates.items():
+            if self._moved[position]:
+                parameters[position].copy_(value.reshape(parameters[position].shape))
+        return {}
 
     def report_failed_roots(self, path: str, positions: Sequence[int]) -> None:
         self.rank_sync.failed.update(positions)
 
     def finish(self) -> Mapping[int, Tensor]:
-        active, updates = self.local.step.active, {**self.local.finish(), **self.comm_step.close()}
+        active = self.local.step.active
+        updates = {**self.local.finish(), **self._received(self.comm_step.close())}
         if self._moves_at_once:  # whatever ranks hold, they take the norms of the same parameters together
             shards = {i: self.local.iterates.parameters[i] for i in self._exchanged if active[i]}
             updates = {i: updates.get(i, torch.zeros_like(shard)) for i, shard in shards.items()}

@@ -60,6 +60,7 @@ GRAFT = {"kind": "graft", "direction": {"kind": "shampoo"}, "magnitude": {"kind"
 RECIPES: dict[str, Any] = {
     "soap": SOAP,
     "in many messages, rounded": {**SOAP, "distribution": {"dtype": "bf16", "bucket": 256}},
+    "written by owners": {**SOAP, "distribution": {"gather": "parameters"}},
     "begun in backward": {**SOAP, "distribution": {"overlap_backward": True, "bucket": 256}},
     "quantized": {**SOAP, "storage": {"basis": {"kind": "int8", "min_elements": 1}}},
     "averaged": {**SOAP, "averaging": {"kind": "ema"}},
@@ -205,13 +206,34 @@ def test_gradients_that_step_changes_are_not_sent_before() -> None:
     with pytest.raises(ValueError, match=r"overlap_backward: a weight decay outside of gradients .* added to them"):
         eigengraft.compose(eigengraft.load_recipe("muon", early), module)
     dist.destroy_process_group()
-    with pytest.raises(ValueError, match=r"overlap_backward: mode 'auto' or 'sharded' is required, got 'local'"):
-        Distribution(mode="local", overlap_backward=True)
 
 
-def one_block(mesh: tuple[int, ...], parallel: Any, dtype: torch.dtype = torch.float32) -> Plan:
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_owners_do_not_write_what_needs_updates() -> None:
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    written = ["distribution.gather=parameters", "averaging=ema"]
+    with pytest.raises(ValueError, match=r"distribution.gather: 'updates' are required by averaging and constraints"):
+        eigengraft.compose(eigengraft.load_recipe("muon", written), nn.Linear(8, 8, bias=False))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"mode": "local", "overlap_backward": True}, "overlap_backward: mode 'auto' or 'sharded' is required"),
+        ({"mode": "sharded", "gather": "parameters"}, "gather: mode 'auto' or 'replicated' is required"),
+        ({"dtype": "bf16", "gather": "parameters"}, "gather: dtype 'exact' is required"),
+    ],
+)
+def test_settings_without_effect_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Distribution(**fields)
+
+
+def one_block(mesh: tuple[int, ...], parallel: Any, dtype: torch.dtype = torch.float32, **distribution: Any) -> Plan:
     """8 x 8 entries, which rank 0 owns."""
-    return plan({"update": SOAP["update"]}, [("hidden.weight", (8, 8))], mesh, parallel, dtype)
+    recipe = {"update": SOAP["update"], "distribution": distribution}
+    return plan(recipe, [("hidden.weight", (8, 8))], mesh, parallel, dtype)
 
 
 def test_bytes_of_one_block() -> None:
@@ -228,6 +250,8 @@ def test_bytes_of_one_block() -> None:
     whole = one_block((4,), "ddp").traffic
     assert not whole["gradients"].sent.any() and whole["updates"].sent.tolist() == [3 * 256, 0, 0, 0]
     assert whole["updates"].received.tolist() == [0, 256, 256, 256]
+    narrow = [one_block((4,), "ddp", torch.bfloat16, gather=what).traffic for what in ("updates", "parameters")]
+    assert [traffic["updates"].sent[0] for traffic in narrow] == [3 * 256, 3 * 128]
     alone = one_block((1,), "ddp").traffic
     assert not any(traffic.sent.any() or traffic.messages.any() for traffic in alone.values())
 

@@ -51,6 +51,10 @@ CASES: dict[str, dict[str, Any]] = {
 }
 EARLY = ["distribution.overlap_backward=true"]
 CASES["early"] = {"recipe": "soap", "overrides": [*SOAP, *EARLY], "early": True}
+WRITTEN = ["distribution.gather=parameters"]
+CASES["written"] = {"recipe": "soap", "overrides": [*SOAP, *WRITTEN], "dtype": "bfloat16"}
+CASES["written after decay"] = {"recipe": "splus", "overrides": [*WRITTEN, "averaging=null"]}
+CASES["written with gaps"] = {"recipe": "soap", "overrides": [*SOAP, *WRITTEN], "gaps": True}
 GAPPED = ("soap", "early", "turning", "shampoo", "adamw", "averaged", "hyper", "signals", "scheduled")
 GAPS = [f"{name} with gaps" for name in GAPPED]
 CASES |= {name: {**CASES[name.removesuffix(" with gaps")], "gaps": True} for name in GAPS}
@@ -75,9 +79,9 @@ STORED = [
 PLACES = {
     "plain1": ["adamw", "soap"],
     "fsdp1": ["adamw", "soap"],
-    "plain2": STORED,
+    "plain2": ["written", "written after decay", *STORED],
     "fsdp2": ["early", *STORED],
-    "plain3": GAPS,
+    "plain3": ["written with gaps", *GAPS],
     "fsdp3": ["soap", *GAPS],
     "plain4": ["few", "soap"],
     "fsdp4": ["few", "soap"],
