@@ -105,6 +105,11 @@ class Layout:
         """Whether every rank holds all entries."""
         return len(set(self.replicas)) == len(self.replicas)
 
+    @property
+    def whole_rows(self) -> bool:
+        """Whether the tensor is cut along its first axis alone, if at all."""
+        return all(box.numel == 0 or box.shape[1:] == self.shape[1:] for box in self.boxes)
+
     @cached_property
     def copies(self) -> int:
         """Number of replicas."""

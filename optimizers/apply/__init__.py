@@ -5,6 +5,10 @@ from .averaging import IterateBatch as IterateBatch
 from .constraints import Constraint as Constraint
 from .constraints import Constraints as Constraints
 from .constraints import Hyperball as Hyperball
+from .constraints import LateDecay as LateDecay
+from .constraints import RadialBrake as RadialBrake
+from .constraints import RadiusPin as RadiusPin
+from .constraints import RowFloor as RowFloor
 from .iterate_store import IterateStore as IterateStore
 from .means import EMA as EMA
 from .means import LAWA as LAWA

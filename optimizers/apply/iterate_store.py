@@ -16,7 +16,7 @@ from eigengraft.slots import Slot
 from eigengraft.state_key import AVERAGING, StateKey
 
 from .averaging import Averaging, IterateBatch
-from .constraints import Constraint, local_norms
+from .constraints import Constraint, ConstraintContext
 from .mode import Mode
 from .parameter_update import BoundConstraint, ParameterUpdate
 
@@ -31,8 +31,8 @@ class IterateStore:
     constraints: those of every update, by the update's path in the recipe.
     parameters: P tensors, what this rank holds of each parameter.
     paths: P paths, the update of each parameter.
-    shard_norms: norms `[n]` of whole tensors at n positions, of which this rank holds shards; None: it holds all of
-        them.
+    shard_sums: sums over ranks `[n]` of numbers of tensors at n positions, of which this rank holds shards; None: it
+        holds all of them.
     tensors: P dicts of slots by name, by AVERAGING and by "<path>.constraints.<label>".
     held: P training iterates while the parameters hold the evaluated ones; None in training.
     """
@@ -43,13 +43,13 @@ class IterateStore:
         constraints: Mapping[str, Sequence[Constraint]],
         parameters: Sequence[Tensor],
         paths: Sequence[str],
-        shard_norms: Callable[[Sequence[int], Sequence[Tensor]], Tensor] | None = None,
+        shard_sums: Callable[[Sequence[int], Tensor], Tensor] | None = None,
     ) -> None:
         self.averaging, self.constraints, self.parameters, self.paths = averaging, constraints, parameters, paths
         self.tensors = [self._allocate(parameter, path) for parameter, path in zip(parameters, paths, strict=True)]
         self.held: list[Tensor] | None = None
-        self.shard_norms = shard_norms
-        self._begin(range(len(parameters)), constrained=shard_norms is None)
+        self.shard_sums = shard_sums
+        self._begin(range(len(parameters)), constrained=shard_sums is None)
 
     def __bool__(self) -> bool:
         """Whether there are iterates or constraints."""
@@ -77,7 +77,7 @@ class IterateStore:
             if self.averaging is not None:
                 self.averaging.begin(batch)
             for bound in self._bound(path, own) if constrained else ():
-                bound.constraint.begin(bound.slots, batch.parameters, bound.norms)
+                bound.constraint.begin(bound.slots, batch.parameters, bound.context)
 
     def step(
         self, positions: Sequence[int], steps: NDArray[np.int64], update: ParameterUpdate, lr: float | Tensor
@@ -110,8 +110,9 @@ class IterateStore:
         return IterateBatch([self.parameters[p] for p in positions], self._named(positions, AVERAGING), steps)
 
     def _bound(self, path: str, positions: Sequence[int]) -> list[BoundConstraint]:
-        norms = local_norms if self.shard_norms is None else partial(self.shard_norms, positions)
-        return [BoundConstraint(c, self._named(positions, _stage(path, c)), norms) for c in self.constraints[path]]
+        sums = None if self.shard_sums is None else partial(self.shard_sums, positions)
+        context = ConstraintContext(shard_sums=sums)
+        return [BoundConstraint(c, self._named(positions, _stage(path, c)), context) for c in self.constraints[path]]
 
     def _named(self, positions: Sequence[int], stage: str) -> Mapping[str, list[Tensor]]:
         names = self.tensors[positions[0]].get(stage, {})

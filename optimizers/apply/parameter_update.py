@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .constraints import Constraint, Norms, Slots
+from .constraints import Constraint, ConstraintContext, Slots
 from .write import StepScale, decayed, moved, write
 
 
 @dataclass(frozen=True)
 class BoundConstraint:
-    """A constraint and its slots, for the n tensors of one update, and what finds the norms of such tensors."""
+    """A constraint, its slots for the n tensors of one update, and what it knows beside them."""
 
     constraint: Constraint
     slots: Slots
-    norms: Norms
+    context: ConstraintContext
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,12 @@ class ParameterUpdate:
             return
         updates = self.updates
         before: Sequence[Tensor] = [tensor.to(u.dtype) for tensor, u in zip(tensors, updates, strict=True)]
+        lr = self.step_scale.lr
         for bound in self.constraints:
-            updates = bound.constraint.adjust(bound.slots, before, updates, bound.norms)
+            updates = bound.constraint.adjust(bound.slots, before, updates, replace(bound.context, lr=lr))
         after: Sequence[Tensor] = [moved(tensor, u, self.step_scale) for tensor, u in zip(before, updates, strict=True)]
         for bound in self.constraints:
-            after = bound.constraint.retract(bound.slots, before, updates, after, bound.norms)
+            after = bound.constraint.retract(bound.slots, before, updates, after, replace(bound.context, lr=lr))
         self._set(tensors, after)
 
     def slice_rows(self, chosen: Sequence[int], constraints: Sequence[BoundConstraint]) -> ParameterUpdate:

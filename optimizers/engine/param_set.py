@@ -61,8 +61,8 @@ class ParamSet:
         constraints = {path: update.constraints for path, update in self.updates.items()}
         paths = [spec.path for spec in specs]
         rank_sync = None if rank_group is None else RankSync(rank_group, specs, recipe.failure)
-        shard_norms = rank_sync.norms if rank_sync is not None and self._constrains_shards() else None
-        self.iterates = IterateStore(recipe.averaging, constraints, self.local, paths, shard_norms)
+        shard_sums = rank_sync.sums if rank_sync is not None and self._constrains_shards() else None
+        self.iterates = IterateStore(recipe.averaging, constraints, self.local, paths, shard_sums)
         exchange = LocalExchange(specs, self.iterates, recipe.failure.roots)
         self.exchange: BlockExchange = exchange
         if rank_sync is not None:

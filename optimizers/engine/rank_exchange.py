@@ -66,7 +66,7 @@ class RankExchange:
         used = [recipe.updates()[path] for path in dict.fromkeys(self.paths)]
         self._needs_rms = any("parameter_rms" in stage.signals() for rule in used for _, stage in rule.stages())
         self._needs_parameters = any(rule.after_decay for rule in used)
-        self._moves_at_once = local.iterates.shard_norms is not None
+        self._moves_at_once = local.iterates.shard_sums is not None
         self._sends_parameters = sends_parameters(specs, recipe)
         if self._sends_parameters and local.iterates:
             raise ValueError(

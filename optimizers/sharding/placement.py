@@ -97,9 +97,10 @@ def place(recipe: Recipe, path: str, layout: Layout) -> ParamPlacement:
     Raises ValueError where the update needs more of the parameter in one place than the layout gives.
     """
     for constraint in recipe.updates()[path].constraints if not layout.replicated else ():
-        if not constraint.shardable():
+        if not constraint.shardable(layout.whole_rows):
             where = f"{path or 'recipe'}.constraints.{constraint.label}"
-            raise ValueError(f"{where}: whole parameters are required, got a sharded one")
+            kind = "rows" if constraint.shardable(True) else "parameters"
+            raise ValueError(f"{where}: whole {kind} are required, got a parameter whose {kind} are sharded")
     if not _updates_in_place(recipe, path, layout.shape):
         return ParamPlacement(layout, {})
     ranks = len(layout.boxes)

@@ -116,12 +116,10 @@ class RankSync:
         self.rank_group.all_reduce(squares, "norms of parameters")
         return (squares / self._numels.to(squares)).sqrt()
 
-    def norms(self, positions: Sequence[int], local: Sequence[Tensor]) -> Tensor:
-        """The Frobenius norms `[n]` of full tensors at n positions; local: what this rank holds of them."""
-        squares = torch.stack(torch._foreach_norm(list(local), 2, dtype=torch.float64)).square()
-        squares /= self._copies.to(squares.device)[list(positions)]
-        self.rank_group.all_reduce(squares, "norms of constrained parameters")
-        return squares.sqrt().to(compute_dtype(local[0].dtype))
+    def sums(self, positions: Sequence[int], local: Tensor) -> Tensor:
+        """The sums over all entries of full tensors at n positions; local `[n]` float64: over those of this rank."""
+        own = local / self._copies.to(local.device)[list(positions)]
+        return self.rank_group.all_reduce(own, "sums over constrained parameters")
 
     def _squares(self, local: Sequence[Tensor | None], device: torch.device) -> Tensor:
         """This rank's share of the sum of squares of each full tensor, `[P]` float64."""

@@ -56,4 +56,21 @@ CONSTRAINTS = (
         ),
     ),
     Row({"kind": "hyperball", "relative": False}, "absolute"),
+    Row(
+        {"kind": "radial_brake"},
+        faults=(
+            unknown("radial_brake"),
+            Fault({"kind": "radial_brake", "strength": 1.1}, "strength: .*equal to 1,"),
+        ),
+    ),
+    Row(
+        {"kind": "row_floor"},
+        faults=(unknown("row_floor"), Fault({"kind": "row_floor", "ratio": 0.0}, r"ratio: .*greater than 0, got 0\.0")),
+    ),
+    Row({"kind": "radius_pin"}, faults=(unknown("radius_pin"),)),
+    Row(
+        {"kind": "late_decay"},
+        faults=(unknown("late_decay"), Fault({"kind": "late_decay", "rate": 0.0}, r"rate: .*greater than 0, got 0\.0")),
+    ),
+    Row({"kind": "late_decay", "cautious": False}, "of all entries"),
 )

@@ -24,6 +24,7 @@ CODED = [
     for slot in ("statistic.inner.inner", "basis.inner", "first_moment", "second_moment")
 ]
 SHAMPOO = ["update.graft.direction.shampoo.refresh.steps=4"]
+RECORD = ["radial_brake", "row_floor", "radius_pin", {"kind": "late_decay", "rate": 0.5}]
 RAMP = {"from": 0.7, "to": 0.99, "steps": 9}
 SCHEDULED = [{"kind": "momentum", "beta": RAMP}, {"kind": "rms", "beta": RAMP}]
 CASES: dict[str, dict[str, Any]] = {
@@ -46,6 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "adafactor": {"recipe": "adafactor"},
     "hyper": {"recipe": {"base": "muon", "constraints": "hyperball"}},
+    "record": {"recipe": {"base": "muon", "constraints": RECORD}},
     "scheduled": {"recipe": {"update": SCHEDULED}, "overrides": SMALL},
     "signals": {"recipe": {"update": ["listening_for_test", {"kind": "momentum"}]}, "overrides": SMALL},
 }
@@ -55,14 +57,18 @@ WRITTEN = ["distribution.gather=parameters"]
 CASES["written"] = {"recipe": "soap", "overrides": [*SOAP, *WRITTEN], "dtype": "bfloat16"}
 CASES["written after decay"] = {"recipe": "splus", "overrides": [*WRITTEN, "averaging=null"]}
 CASES["written with gaps"] = {"recipe": "soap", "overrides": [*SOAP, *WRITTEN], "gaps": True}
-GAPPED = ("soap", "early", "turning", "shampoo", "adamw", "averaged", "hyper", "signals", "scheduled")
+GAPPED = ("soap", "early", "turning", "shampoo", "adamw", "averaged", "hyper", "record", "signals", "scheduled")
 GAPS = [f"{name} with gaps" for name in GAPPED]
 CASES |= {name: {**CASES[name.removesuffix(" with gaps")], "gaps": True} for name in GAPS}
 PLAIN = {"recipe": "sgd", "overrides": [*SMALL, "update.heavy_ball.beta=0"]}
 BF16 = ["distribution.dtype=bf16", "distribution.bucket=700"]
 ROUGH = {"rounded": {**PLAIN, "overrides": [*PLAIN["overrides"], *BF16]}}
 TRAINED = ("ddp2", "ddp3", "fsdp2", "fsdp3", "hsdp4")
-CLOSE = ("adafactor", "averaged with gaps", "hyper", "hyper with gaps", "signals", "signals with gaps")
+CLOSE = (
+    "adafactor",
+    "averaged with gaps",
+    *(f"{n}{gaps}" for n in ("hyper", "record", "signals") for gaps in ("", " with gaps")),
+)
 STORED = [
     "soap",
     "quantized",

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 
 from eigengraft import Optimizer, RecipeError, load_recipe
 from eigengraft.optimizers.apply import Constraint
@@ -278,3 +279,71 @@ def test_the_kept_fraction_has_a_floor() -> None:
     expected = torch.zeros(100, dtype=torch.float64)
     expected[0] = (0.9 * 0.1 + 0.1) / 0.1
     close(moved, expected)
+
+
+BRAKE, FLOOR = {"kind": "radial_brake", "strength": 0.5}, {"kind": "row_floor", "ratio": 0.8}
+PIN, LATE = {"kind": "radius_pin"}, {"kind": "late_decay", "rate": 0.5}
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (5,), (2, 3, 2)], ids=str)
+@pytest.mark.parametrize("left_out", ["nothing", "radial_brake", "row_floor", "radius_pin", "late_decay"])
+def test_the_record_stack_is_its_formulas_and_each_part_can_be_taken_out(left_out: str, shape: tuple[int, ...]) -> None:
+    w, expected, braked = normal(*shape, seed=1), [], set()
+    for t in range(6):
+        u, before = normal(*shape, seed=10 + t), w
+        along = (u * w).sum() / w.norm() ** 2
+        braked.add(bool(along < 0))
+        if left_out != "radial_brake" and along < 0:
+            u = u - 0.5 * along * w
+        if left_out != "row_floor" and len(shape) > 1:
+            own = [0.8 * row_w.norm() / row_u.norm() for row_w, row_u in zip(w, u, strict=True)]
+            u = torch.stack([row * max(1.0, float(factor)) for row, factor in zip(u, own, strict=True)])
+        radius = w.norm() - LR * (u * w).sum() / w.norm()
+        w = w - LR * u
+        if left_out != "radius_pin":
+            w = w * radius / w.norm()
+        if left_out != "late_decay":
+            w = w * (1 - 0.5 * LR * (u * before > 0).double())
+        expected.append(w)
+    assert braked == {True, False}
+    stack = [part for part in (BRAKE, FLOOR, PIN, LATE) if part["kind"] != left_out]
+    close(run(recipe(stack), normal(*shape, seed=1)), torch.stack(expected))
+
+
+def test_late_decay_of_all_entries_and_a_learning_rate_that_changes() -> None:
+    weight = nn.Parameter(normal(4, 3, seed=1))
+    optimizer = Optimizer([weight], recipe({**LATE, "cautious": False}), lr=LR)
+    w = weight.detach().clone()
+    for t, lr in enumerate((0.1, 0.4)):
+        optimizer.param_groups[0]["lr"] = lr
+        weight.grad = normal(4, 3, seed=t)
+        optimizer.step()
+        w = (w - lr * normal(4, 3, seed=t)) * (1 - lr * 0.5)
+    close(weight.detach(), w)
+
+
+def test_a_strength_may_be_scheduled() -> None:
+    """A brake that is released: the second step is that of no brake."""
+    release = {"kind": "radial_brake", "strength": {"from": 1.0, "to": 1e-9, "steps": 1}}
+    close(run(recipe(release), normal(4, 3, seed=1)), run(recipe(()), normal(4, 3, seed=1)), 1e-8)
+
+
+@pytest.mark.parametrize("constraint", [BRAKE, FLOOR, PIN, LATE], ids=lambda made: str(made["kind"]))
+def test_parts_of_the_record_leave_zeros_alone(constraint: Any) -> None:
+    """A parameter of zeros moves as without them; without a gradient nothing moves, bit for bit."""
+    init = torch.zeros(4, 3, dtype=torch.float64)
+    close(run(recipe(constraint), init)[0], run(recipe(()), init)[0], 0.0)
+    weight = nn.Parameter(normal(4, 3, seed=1))
+    weight.grad = torch.zeros(4, 3, dtype=torch.float64)
+    Optimizer([weight], recipe(constraint), lr=LR).step()
+    assert torch.equal(weight, normal(4, 3, seed=1))
+
+
+def test_rows_that_are_cut_are_refused() -> None:
+    columns = [("a", (8, 6))]
+    with pytest.raises(
+        ValueError, match=r"^a: recipe\.constraints\.row_floor: whole rows are required, got a parameter"
+    ):
+        plan(recipe(FLOOR), columns, mesh=(2,), parallel=(Shard(1),))
+    plan(recipe(FLOOR), columns, mesh=(2,), parallel=(Shard(0),))
+    plan(recipe([BRAKE, PIN, LATE]), columns, mesh=(2,), parallel=(Shard(1),))

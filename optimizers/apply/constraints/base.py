@@ -1,0 +1,108 @@
+"""The contract of a constraint."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from eigengraft.chains import ChainOf
+from eigengraft.numerics import block_norm, compute_dtype
+from eigengraft.ramps import Schedulable
+from eigengraft.slots import Slot
+
+Slots = Mapping[str, Sequence[Tensor]]
+"""The slots of n parameters, by name."""
+
+
+@dataclass(frozen=True)
+class ConstraintContext:
+    """What constraints know beside n parameters and their updates, of which this rank may hold shards.
+
+    lr: learning rate of the update.
+    shard_sums: `[n]` float64 -> the sums over all ranks, of numbers of n tensors, which all ranks call; None: this rank
+        holds whole tensors.
+    """
+
+    lr: float | Tensor = 0.0
+    shard_sums: Callable[[Tensor], Tensor] | None = None
+
+    def norms(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The Frobenius norms `[n]` of n whole tensors."""
+        if self.shard_sums is None:
+            return _norms(tensors)
+        squares = torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)).square()
+        return self.shard_sums(squares).sqrt().to(compute_dtype(tensors[0].dtype))
+
+    def dots(self, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensor:
+        """The sums of x y `[n]` float64 over the entries of n whole tensors."""
+        found = torch.stack([(x.double() * y).sum() for x, y in zip(xs, ys, strict=True)])
+        return found if self.shard_sums is None else self.shard_sums(found)
+
+
+class Constraint(Schedulable, ABC, family="constraint"):
+    """Changes n updates U before the write (`adjust`) and n parameters W after it (`retract`).
+
+    The write between the two is W <- W - lr alpha W - lr U. W and U are whole parameters in the dtype they are computed
+    in, or a rank's shards of them, if the constraint is `shardable`. With an averaging whose base iterate is not the
+    parameter, the base iterate is written and constrained.
+    """
+
+    name: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
+        description="what the constraint is called in paths; default: its kind. Needed where a kind repeats",
+    )
+
+    @property
+    def label(self) -> str:
+        """The constraint's part of a path: `name`, else `kind`."""
+        return self.name or str(getattr(self, "kind"))  # noqa: B009  every member has a kind, the family has none
+
+    def slots(self, shape: tuple[int, ...]) -> Mapping[str, Slot]:
+        """The state of one parameter."""
+        return {}
+
+    def shardable(self, whole_rows: bool) -> bool:
+        """Whether shards of parameters are enough: no entries of a parameter are mixed but by what the context has.
+
+        whole_rows: whether parameters are cut along the first axis alone.
+        """
+        return False
+
+    def begin(self, slots: Slots, parameters: Sequence[Tensor], context: ConstraintContext) -> None:
+        """Set the slots that depend on where the parameters are; called before the first update."""
+
+    def adjust(
+        self, slots: Slots, parameters: Sequence[Tensor], updates: Sequence[Tensor], context: ConstraintContext
+    ) -> Sequence[Tensor]:
+        """The updates to take; the given ones may not be written to."""
+        return updates
+
+    def retract(
+        self,
+        slots: Slots,
+        parameters: Sequence[Tensor],
+        updates: Sequence[Tensor],
+        moved: Sequence[Tensor],
+        context: ConstraintContext,
+    ) -> Sequence[Tensor]:
+        """The parameters after the step, `moved` being where the update took them; nothing given may be written to."""
+        return moved
+
+
+def _norms(tensors: Sequence[Tensor]) -> Tensor:
+    """The Frobenius norms of tensors of one dtype, `[n]`, without overflow or underflow of the squares."""
+    dtype = compute_dtype(tensors[0].dtype)
+    if dtype == torch.float64:
+        return torch.cat([block_norm(tensor.unsqueeze(0)) for tensor in tensors])
+    return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)).to(dtype)
+
+
+Constraints = Annotated[tuple[Constraint, ...], ChainOf("constraint", "constraints")]
+"""Constraints in order; in YAML a list, or a single one."""
