@@ -9,6 +9,7 @@ from .constraints import LateDecay as LateDecay
 from .constraints import RadialBrake as RadialBrake
 from .constraints import RadiusPin as RadiusPin
 from .constraints import RowFloor as RowFloor
+from .ema_nesterov import EMANesterov as EMANesterov
 from .iterate_store import IterateStore as IterateStore
 from .means import EMA as EMA
 from .means import LAWA as LAWA

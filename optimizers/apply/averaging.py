@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ class IterateBatch:
     parameters: n tensors, what training sees.
     slots: n tensors by slot name.
     steps: `[n]`, updates that each parameter has had, the one under way included.
-    lr: learning rate of the update under way.
+    lr, peak_lr: learning rate of the update under way, and the one that the param group began with.
     mask: n 0-d booleans, False where nothing may change; None: everything may change.
     """
 
@@ -33,12 +33,14 @@ class IterateBatch:
     steps: NDArray[np.int64]
     lr: float | Tensor = 0.0
     mask: Sequence[Tensor] | None = None
+    peak_lr: float = 1.0
 
     def slice_rows(self, chosen: Sequence[int]) -> IterateBatch:
         """The batch of the chosen parameters alone."""
         slots = {name: [tensors[i] for i in chosen] for name, tensors in self.slots.items()}
         mask = None if self.mask is None else [self.mask[i] for i in chosen]
-        return IterateBatch([self.parameters[i] for i in chosen], slots, self.steps[list(chosen)], self.lr, mask)
+        parameters, steps = [self.parameters[i] for i in chosen], self.steps[list(chosen)]
+        return replace(self, parameters=parameters, slots=slots, steps=steps, mask=mask)
 
 
 class Averaging(Component, ABC, family="averaging"):

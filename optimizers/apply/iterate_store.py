@@ -19,6 +19,7 @@ from .averaging import Averaging, IterateBatch
 from .constraints import Constraint, ConstraintContext
 from .mode import Mode
 from .parameter_update import BoundConstraint, ParameterUpdate
+from .write import Hyper
 
 HELD = StateKey(None, AVERAGING, "train")
 """Key of the training iterate, present while the parameter holds the evaluated one."""
@@ -79,14 +80,12 @@ class IterateStore:
             for bound in self._bound(path, own) if constrained else ():
                 bound.constraint.begin(bound.slots, batch.parameters, bound.context)
 
-    def step(
-        self, positions: Sequence[int], steps: NDArray[np.int64], update: ParameterUpdate, lr: float | Tensor
-    ) -> None:
+    def step(self, positions: Sequence[int], steps: NDArray[np.int64], update: ParameterUpdate, hyper: Hyper) -> None:
         """Applies an update to n parameters and their iterates.
 
         positions, steps `[n]`: which parameters, and the updates each has had, this one included.
         update: of the n parameters, without constraints, which are added here.
-        lr: the param group's learning rate.
+        hyper: values of the param group.
         """
         place = {position: index for index, position in enumerate(positions)}
         for path, own in self._alike(positions):
@@ -96,7 +95,8 @@ class IterateStore:
                 chosen_update([self.parameters[position] for position in own])
             else:
                 batch = self._batch(own, steps[chosen])
-                self.averaging.step(replace(batch, lr=lr, mask=chosen_update.mask), chosen_update)
+                lr, peak_lr, mask = hyper.lr, hyper.peak_lr, chosen_update.mask
+                self.averaging.step(replace(batch, lr=lr, peak_lr=peak_lr, mask=mask), chosen_update)
 
     def _alike(self, positions: Sequence[int]) -> Iterator[tuple[str, list[int]]]:
         """(path, positions) of parameters that share update and dtype, and so have the same slots."""

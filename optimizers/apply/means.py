@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
@@ -33,7 +34,8 @@ class EMA(Averaging):
 
     Ajroldi, Orvieto & Geiping 2025 (ICML), section 2; bias correction as in SPlus (Frans et al. 2025). Without it the
     first average is the first iterate. Before `start` the parameter itself is evaluated. A horizon nu / (1 - decay) of
-    about 1% of all updates is a good choice.
+    about 1% of all updates is a good choice. With a `weight` below 1 the rest of what is evaluated is W: the tail
+    average of the records of 2026 in track 3 of modded-nanogpt evaluates 0.6 of the mean and 0.4 of W.
     """
 
     kind: Literal["ema"] = "ema"
@@ -41,6 +43,7 @@ class EMA(Averaging):
     every: int = Field(default=1, ge=1, description="updates between averaged iterates, nu")
     start: int | None = Field(default=None, ge=1, description="update of the first averaged iterate; default: nu")
     bias_correction: bool = Field(default=True, description="start from zero and divide by the sum of the weights")
+    weight: float = Field(default=1.0, gt=0, le=1, description="weight of the mean in what is evaluated")
 
     def slots(self, shape: tuple[int, ...], low_precision: bool) -> Mapping[str, Slot]:
         return {"mean": Slot(shape, role="iterate")}
@@ -55,8 +58,9 @@ class EMA(Averaging):
         counts = pushes(batch.steps, self.every, self.start)
         values = []
         for parameter, mean, count in zip(batch.parameters, batch.slots["mean"], counts.tolist(), strict=True):
-            weight = 1 - self.decay**count if self.bias_correction else 1.0
-            values.append(mean / weight if count else parameter)
+            total = 1 - self.decay**count if self.bias_correction else 1.0
+            value = mean / total if count else parameter
+            values.append(value if self.weight == 1 else torch.lerp(parameter.to(value.dtype), value, self.weight))
         return values
 
 

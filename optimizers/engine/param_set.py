@@ -193,7 +193,7 @@ class ParamSet:
         if self.updates[path].after_decay:
             scale = scale.without_decay
         if self.iterates:
-            lr, counts = step.rates.hyper.lr, self.update_counts[list(positions)]
-            self.iterates.step(positions, counts, ParameterUpdate(shaped, scale, masks), lr)
+            counts = self.update_counts[list(positions)]
+            self.iterates.step(positions, counts, ParameterUpdate(shaped, scale, masks), step.rates.hyper)
         else:
             write(parameters, shaped, scale, masks)

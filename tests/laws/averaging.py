@@ -44,6 +44,16 @@ AVERAGINGS = (
         ),
     ),
     Row({"kind": "primal_averaging", "mu_x": 0.9, "mu_y": 0.8, "decay_at": "z_apart"}, "apart"),
+    Row(
+        {"kind": "ema_nesterov", "beta": 0.9},
+        faults=(
+            unknown("ema_nesterov"),
+            Fault({"kind": "ema_nesterov", "ahead": 0.0}, r"ahead: .*greater than 0, got 0\.0"),
+            Fault({"kind": "ema_nesterov", "start": 5, "stop": 5}, "stop: more than start, 5, is required, got 5"),
+        ),
+    ),
+    Row({"kind": "ema_nesterov", "beta": 0.5, "start": 2, "stop": 9, "follow_lr": True}, "for a while"),
+    Row({"kind": "ema", "decay": 0.8, "weight": 0.6}, "beside the parameter"),
 )
 
 CONSTRAINTS = (

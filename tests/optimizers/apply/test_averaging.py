@@ -125,6 +125,37 @@ class TestThreeSequences:
             assert agree(follow(recipe(gpa, stage), decay=decay), theirs)
 
 
+def looked_ahead(
+    ahead: float, beta: float, start_at: int, stop: int, follow_lr: bool
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """(y, W) of the record stack of track 3: moved before the forward, stepped from there, never moved back."""
+    w, drift, shift = start(), torch.zeros_like(start()), 0.0
+    for t in range(1, STEPS + 1):
+        y = w + shift * drift
+        moved = y - rate(t) * (slope(y, t) + RATE * y)
+        drift = beta * drift + (1 - beta) * (moved - w)
+        w = moved
+        shift = (ahead * (rate(t) / LR if follow_lr else 1.0)) if start_at <= t < stop else 0.0
+        yield w + shift * drift, w
+
+
+@pytest.mark.parametrize("follow_lr", [False, True])
+def test_a_look_ahead_along_the_mean_of_steps(follow_lr: bool) -> None:
+    averaging = {"kind": "ema_nesterov", "beta": 0.8, "ahead": 0.5, "start": 4, "stop": 15, "follow_lr": follow_lr}
+    ours = list(follow(recipe(averaging), decay=RATE))
+    assert agree(iter(ours), looked_ahead(0.5, 0.8, 4, 15, follow_lr))
+    assert [torch.equal(y, w) for y, w in ours] == [not 4 <= t < 15 for t in range(1, STEPS + 1)]
+
+
+def test_a_tail_average_beside_the_parameter() -> None:
+    """From the first averaged iterate E <- E + (W - E) / 5;  evaluated: 0.4 W + 0.6 E."""
+    tail = {"kind": "ema", "decay": 0.8, "start": 10, "bias_correction": False, "weight": 0.6}
+    mean = torch.zeros_like(start())
+    for t, (w, evaluated) in enumerate(follow(recipe(tail)), start=1):
+        mean = w if t <= 10 else mean + (w - mean) / 5
+        assert torch.allclose(evaluated, w if t < 10 else 0.4 * w + 0.6 * mean, rtol=0, atol=1e-13)
+
+
 def test_the_form_of_distributed_shampoo() -> None:
     """Its decay moves z only; without decay it is the three sequences."""
     gpa = {"kind": "primal_averaging", "mu_x": 0.9, "mu_y": 0.8, "decay_at": "z_apart"}
@@ -419,7 +450,12 @@ def test_a_group_that_says_eval_is_still_trained() -> None:
 @every_row
 def test_state_bytes_count_the_iterates(row: Any) -> None:
     size = lambda fields: Optimizer(parameters(torch.bfloat16, [(6, 4)]), recipe(fields)).state_bytes()  # noqa: E731
-    full, scalars = {"ema": (1, 0), "lawa": (row.make.get("window"), 0), "schedule_free": (2, 8)}.get(row.kind, (2, 0))
+    full, scalars = {
+        "ema": (1, 0),
+        "lawa": (row.make.get("window"), 0),
+        "schedule_free": (2, 8),
+        "ema_nesterov": (3, 0),
+    }.get(row.kind, (2, 0))
     assert size(row.make) - size(None) == full * 24 * 4 + scalars
     if row.kind in ("schedule_free", "primal_averaging"):  # a float32 parameter is its own y
         optimizer = Optimizer(parameters(torch.float32, [(6, 4)]), recipe(row.make))

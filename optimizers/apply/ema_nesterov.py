@@ -1,0 +1,82 @@
+"""A look-ahead along the mean of past steps: the parameter is moved before every forward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, Self
+
+import numpy as np
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from eigengraft.slots import Slot
+
+from .averaging import Averaging, IterateBatch, accumulate, blend
+from .parameter_update import ParameterUpdate
+
+
+class EMANesterov(Averaging):
+    """y = W + ahead D;  W' = y - lr U(y);  D <- beta D + (1 - beta) (W' - W)
+
+    The parameter is y in training, so that gradients and decay are taken there, and the base iterate W (the slot z) in
+    evaluation (the records of 2026 in track 3 of modded-nanogpt). Steps start from y and nothing moves back, so that D
+    holds its own look-ahead too. y = W but between the updates `start` and `stop`.
+    """
+
+    kind: Literal["ema_nesterov"] = "ema_nesterov"
+    beta: float = Field(default=0.99, ge=0, lt=1, description="decay of the mean D of steps, per update")
+    ahead: float = Field(default=0.3, gt=0, le=1, description="how far y is ahead of W, in units of D")
+    follow_lr: bool = Field(default=False, description="multiply `ahead` by the learning rate over its peak")
+    start: int = Field(default=0, ge=0, description="updates before the first look-ahead")
+    stop: int | None = Field(default=None, ge=1, description="updates before the last one; default: it never ends")
+
+    @model_validator(mode="after")
+    def _some_look_ahead(self) -> Self:
+        if self.stop is not None and self.stop <= self.start:
+            raise ValueError(f"stop: more than start, {self.start}, is required, got {self.stop}")
+        return self
+
+    def slots(self, shape: tuple[int, ...], low_precision: bool) -> Mapping[str, Slot]:
+        names = ("z", "drift", "y") if low_precision else ("z", "drift")
+        return {name: Slot(shape, role="iterate") for name in names}
+
+    def begin(self, batch: IterateBatch) -> None:
+        for name in batch.slots.keys() & {"z", "y"}:
+            torch._foreach_copy_(list(batch.slots[name]), list(batch.parameters))
+
+    def decaying(self, batch: IterateBatch) -> Sequence[Tensor]:
+        return _y(batch)
+
+    def step(self, batch: IterateBatch, update: ParameterUpdate) -> None:
+        y, z, drift, count = _y(batch), batch.slots["z"], batch.slots["drift"], len(batch.parameters)
+        update(y)
+        blend(drift, torch._foreach_sub(list(y), list(z)), [1 - self.beta] * count, batch.mask)
+        blend(z, y, [1.0] * count, batch.mask)
+        relative = batch.lr / batch.peak_lr if batch.peak_lr else 0.0
+        scale = self.ahead * relative if self.follow_lr else self.ahead
+        open_now = (batch.steps >= self.start) & (batch.steps < (np.inf if self.stop is None else self.stop))
+        self._move(y, drift, [scale if one else 0.0 for one in open_now], batch.mask)
+        if y is not batch.parameters:
+            torch._foreach_copy_(list(batch.parameters), list(y))
+
+    def _move(
+        self,
+        y: Sequence[Tensor],
+        drift: Sequence[Tensor],
+        scales: Sequence[float | Tensor],
+        mask: Sequence[Tensor] | None,
+    ) -> None:
+        """y <- y + scale drift, where the mask lets it."""
+        if mask is None:
+            accumulate(y, drift, scales)
+            return
+        for own, towards, scale, usable in zip(y, drift, scales, mask, strict=True):
+            own.copy_(torch.where(usable, own + towards * scale, own))
+
+    def evaluated(self, batch: IterateBatch) -> Sequence[Tensor]:
+        return batch.slots["z"]
+
+
+def _y(batch: IterateBatch) -> Sequence[Tensor]:
+    return batch.slots.get("y", batch.parameters)
