@@ -14,6 +14,7 @@ from .combinators.chain_and_sum import Chain as Chain
 from .combinators.chain_and_sum import Path as Path
 from .combinators.chain_and_sum import Sum as Sum
 from .combinators.graft import Graft as Graft
+from .combinators.prodigy import Prodigy as Prodigy
 from .combinators.projected import Projected as Projected
 from .combinators.split import Split as Split
 from .combinators.transform import Transform as Transform
@@ -22,6 +23,8 @@ from .elementwise.adafactor import RelativeStep as RelativeStep
 from .elementwise.cautious import Cautious as Cautious
 from .elementwise.clipping import ClipNorm as ClipNorm
 from .elementwise.clipping import ClipRMS as ClipRMS
+from .elementwise.diagonal_newton import DiagonalNewton as DiagonalNewton
+from .elementwise.gradient_difference import GradientDifference as GradientDifference
 from .elementwise.heavy_ball import HeavyBall as HeavyBall
 from .elementwise.identity_and_sign import GradientSign as GradientSign
 from .elementwise.identity_and_sign import Identity as Identity

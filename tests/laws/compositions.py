@@ -122,6 +122,17 @@ COMBINED = (
     Row({**PROJECTED, "side": "left", "renewal": LATE}, "lifted, left", degree=0),
     Row({**PROJECTED, "projection": "random", "result": "rescale", "per": "block"}, "rescaled", degree=0),
     Row(
+        {"kind": "prodigy", "inner": [MOMENTUM, RMS]},
+        degree=0,
+        faults=(
+            unknown("prodigy"),
+            Fault({"kind": "prodigy", "inner": []}, "inner: .*at least 1"),
+            Fault({"kind": "prodigy", "inner": "rms", "start": 0.0}, r"start: .*greater than 0, got 0\.0"),
+            Fault({"kind": "prodigy", "inner": "rms", "growth": 1.0}, r"growth: .*greater than 1, got 1\.0"),
+        ),
+    ),
+    Row({"kind": "prodigy", "inner": "sign", "growth": 2.0, "start": 0.1}, "slowly", degree=0),
+    Row(
         {"kind": "adaptive_rotation", "inner": "sinkhorn"},
         degree=0,
         faults=(

@@ -21,6 +21,24 @@ STAGES = (
     ),
     Row({"kind": "lagged_rms", "beta": 0.9, "eps": 1e-30, "clip_power": None}, "unclipped", degree=0),
     Row(
+        {"kind": "gradient_difference"},
+        degree=1,
+        rotates=True,
+        faults=(
+            unknown("gradient_difference"),
+            Fault({"kind": "gradient_difference", "beta": 1.0}, r"beta: .*less than 1, got 1\.0"),
+            Fault({"kind": "gradient_difference", "gamma": -0.1}, r"gamma: .*or equal to 0, got -0\.1"),
+        ),
+    ),
+    Row(
+        {"kind": "diagonal_newton", "beta": 0.9},
+        faults=(
+            unknown("diagonal_newton"),
+            Fault({"kind": "diagonal_newton", "gamma": 0.0}, r"gamma: .*greater than 0, got 0\.0"),
+            Fault({"kind": "diagonal_newton", "bound": 0.0}, r"bound: .*greater than 0, got 0\.0"),
+        ),
+    ),
+    Row(
         {"kind": "atan2", "beta": 0.9},
         degree=0,
         faults=(

@@ -90,6 +90,16 @@ def grams(given: Sequence[Tensor]) -> list[Tensor]:
     return [u.abs() * g.sign() for u, g in zip(adam(given, 0.9, 0.999), given, strict=True)]
 
 
+def mars(given: Sequence[Tensor]) -> list[Tensor]:
+    """Adam of C / max(1, ||C||),  C = G + 0.025 b / (1 - b) (G - G_last) with b = 0.95, G_last = 0 at first."""
+    last, corrected = torch.zeros_like(given[0]), []
+    for g in given:
+        c = g + 0.025 * 0.95 / 0.05 * (g - last)
+        corrected.append(c / max(1.0, float(c.norm())))
+        last = g
+    return adam(corrected, 0.95, 0.99)
+
+
 def adam_mini(given: Sequence[Tensor]) -> list[Tensor]:
     m, v = Mean(0.9, *given[0].shape), Mean(0.95, len(given[0]), 1)
     return [m(g) / (v(g.square().mean(1, keepdim=True)).sqrt() + 1e-8) for g in given]
@@ -305,6 +315,7 @@ METHODS: dict[str, tuple[Updates, float, tuple[str, ...]]] = {
     "adopt": (adopt, 0.0, ()),
     "adam_atan2": (adam_atan2, 0.01, ()),
     "grams": (grams, 0.01, ()),
+    "mars": (mars, 0.01, ()),
     "adam_mini": (adam_mini, 0.1, ()),
     "muon_squared": (muon_squared, 0.01, ()),
     "polargrad": (polargrad, 0.01, ()),
@@ -458,3 +469,50 @@ def test_each_role_has_its_norm(name: str) -> None:
     for i, (_, defined) in enumerate(ROLES[name].values()):
         expected = moved(init[i], defined([row[i] for row in gradients]), rate)[-1]
         assert float((params[i].detach() - expected).abs().max()) <= 1e-9 * float(expected.abs().max())
+
+
+def test_prodigy_learns_its_learning_rate() -> None:
+    """M <- b1 M + (1 - b1) D G, V <- b2 V + (1 - b2) (D G)^2, W <- W - lr D M / sqrt(V),
+    r <- b3 r + lr D^2 <G, W_0 - W>, s <- b3 s + lr D^2 G,  D <- max(D, r / |s|_1), sums over both parameters.
+
+    On a quadratic, so that D leaves its start: by more than a hundredfold in 40 steps. 1e-9 as above.
+    """
+    shapes, lr, b3 = [(5, 8), (7,)], 0.5, 0.999**0.5
+    init, goal = [normal(*s, seed=1) for s in shapes], [normal(*s, seed=2) for s in shapes]
+    params = [torch.nn.Parameter(x.clone()) for x in init]
+    optimizer = Optimizer(params, load_recipe("prodigy", ["update.prodigy.inner.rms.eps=1e-60"]), lr=lr)
+    w, m, v, s = ([x.clone() if i == 0 else torch.zeros_like(x) for x in init] for i in range(4))
+    d, r = 1e-6, 0.0
+    for _ in range(40):
+        g = [x - y for x, y in zip(w, goal, strict=True)]
+        r = b3 * r + sum(lr * d**2 * float((x * (y - z)).sum()) for x, y, z in zip(g, init, w, strict=True))
+        for i in range(2):
+            m[i] = 0.9 * m[i] + 0.1 * d * g[i]
+            v[i] = 0.999 * v[i] + 0.001 * (d * g[i]).square()
+            s[i] = b3 * s[i] + lr * d**2 * g[i]
+            w[i] = w[i] - lr * d * m[i] / v[i].sqrt()
+        d = max(d, r / sum(float(x.abs().sum()) for x in s))
+        for p, y in zip(params, goal, strict=True):
+            p.grad = p.detach() - y
+        optimizer.step()
+    assert d > 1e-4
+    for p, x, start in zip(params, w, init, strict=True):
+        assert float((p.detach() - x).abs().max()) <= 1e-9 * float((x - start).abs().max())
+
+
+def test_sophia_divides_by_the_diagonal_of_the_hessian_where_it_is_known() -> None:
+    """h <- 0.99 h + 0.01 H at steps 1, 4, 7, ...;  W <- (1 - 0.2 lr) W - lr clip(M / max(0.01 h, 1e-12), 1). 1e-9."""
+    shape = (5, 8)
+    w, h = normal(*shape, seed=5), torch.zeros(shape, dtype=torch.float64)
+    p = torch.nn.Parameter(w.clone())
+    optimizer, given = Optimizer([p], "sophia", lr=LR), [g for (g,) in random_gradients([shape], STEPS)]
+    for t, (g, m) in enumerate(zip(given, means(given, 0.96), strict=True)):
+        p.grad = g.clone()
+        if t % 3 == 0:
+            diagonal = 1e4 * normal(*shape, seed=100 + t)
+            optimizer.provide("hessian_diagonal", {p: diagonal})
+            h = 0.99 * h + 0.01 * diagonal
+        optimizer.step()
+        w = w * (1 - 0.2 * LR) - LR * (m / (0.01 * h).clamp(min=1e-12)).clamp(-1, 1)
+        assert float((p.detach() - w).abs().max()) <= 1e-9
+    assert 0.1 < float(((0.01 * h) > m.abs()).double().mean()) < 0.9  # some are clipped, some are not

@@ -1,0 +1,80 @@
+"""A step size that is learned: an estimate of the distance to the solution (Prodigy, arXiv:2306.06101)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from eigengraft.numerics import per_block, tiny
+from eigengraft.slots import Slot, State
+from eigengraft.step_context import StepContext
+
+from ..base import Stage, Stages, run_chain
+
+
+class Prodigy(Stage):
+    """D inner(D g, D d)  with  D = max(D, coefficient sum r / sum |s|),  from  D = start, sums over the whole update
+
+    r <- b r + lr D^2 <g, W_0 - W>;  s <- b s + lr D^2 g  afterwards, W_0 where a parameter was at its first update.
+    Mishchenko & Defazio 2023, arXiv:2306.06101, Algorithm 4 (Adam inside, uncorrected moments, b the root of their
+    second decay). D is the learning rate, in units of the parameters, and lr multiplies it: 1, with a schedule. Inside,
+    an eps is in units of D g. Weight decay is not multiplied by D.
+    """
+
+    kind: Literal["prodigy"] = "prodigy"
+    inner: Stages = Field(min_length=1, description="the chain that sees D g as its gradient")
+    beta: float = Field(default=0.999**0.5, ge=0, lt=1, description="decay of both sums, per step")
+    start: float = Field(default=1e-6, gt=0, description="D at first, in units of the parameters: too small is safe")
+    coefficient: float = Field(default=1.0, gt=0, description="multiplies the estimate")
+    growth: float | None = Field(default=None, gt=1, description="the largest ratio of D from step to step; null: none")
+    requires: ClassVar[frozenset[str]] = frozenset({"lr", "parameter"})
+
+    def chains(self) -> Mapping[str, Stages]:
+        return {"inner": self.inner}
+
+    def inner_gradient(self, part: str, state: State, gradient: Tensor, context: StepContext) -> Tensor:
+        return gradient * self.start
+
+    def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
+        return {
+            "origin": Slot(block, role="iterate"),
+            "s": Slot(block, role="first_moment", frame="vector", sensitive=True),
+            "size": Slot((), role="iterate", total=True),
+            "gain": Slot((), role="iterate", total=True),
+            "d": Slot((), fill=self.start, role="iterate"),
+        }
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        d = self._estimate(state, context)
+        scale = per_block(d, gradient)
+        scaled = gradient * scale
+        start = scaled if direction is gradient else direction * scale
+        out = run_chain(self.inner, state.scope("inner"), scaled, start, context)
+        self._learn(state, gradient, d, context)
+        return out * scale
+
+    def _estimate(self, state: State, context: StepContext) -> Tensor:
+        """D `[N]`, the same in all blocks that have seen the same steps."""
+        d = state["d"]
+        gain, size = (torch.as_tensor(context.total(state, name)).to(d) for name in ("gain", "size"))
+        found = torch.where(size > tiny(d.dtype), self.coefficient * gain / size.clamp_min(tiny(d.dtype)), 0.0)
+        if self.growth is not None:
+            found = torch.minimum(found, d * self.growth)
+        d = torch.maximum(d, found)
+        state["d"] = d
+        return d
+
+    def _learn(self, state: State, gradient: Tensor, d: Tensor, context: StepContext) -> None:
+        now = torch.as_tensor(context.signal("parameter")).to(gradient)
+        fresh = per_block(context.step <= 1, gradient)
+        origin = torch.where(fresh, now, state["origin"])
+        weight = torch.as_tensor(context.signal("lr")).to(d) * d * (d / self.start)  # over start, or it underflows
+        s = state["s"] * self.beta + gradient * per_block(weight, gradient)
+        inner = (gradient * (origin - now)).flatten(1).sum(1)
+        state["origin"], state["s"] = origin, s
+        state["gain"] = state["gain"] * self.beta + weight * inner
+        state["size"] = s.flatten(1).abs().sum(1)

@@ -1,0 +1,45 @@
+"""Division by the diagonal of the Hessian, clipped (Sophia, arXiv:2305.14342)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from eigengraft.slots import Slot, State
+from eigengraft.step_context import StepContext
+
+from ..base import Stage
+
+
+class DiagonalNewton(Stage):
+    """clip(d / max(gamma h, eps), -bound, bound)  with  h <- b h + (1 - b) H  in steps that H is provided for
+
+    Sophia (Liu et al. 2023, arXiv:2305.14342, Algorithm 3) after an uncorrected momentum. H is an estimate of the
+    diagonal of the Hessian, the signal `hessian_diagonal`, provided every 10 steps or so: by Hutchinson's method, or by
+    squares of gradients of labels that the model draws (Gauss-Newton-Bartlett). Entries where h is not positive move by
+    `bound`, in the direction of d.
+    """
+
+    kind: Literal["diagonal_newton"] = "diagonal_newton"
+    beta: float = Field(default=0.99, ge=0, lt=1, description="decay of the diagonal, per estimate")
+    gamma: float = Field(default=0.01, gt=0, description="multiplies the diagonal: smaller clips more entries")
+    eps: float = Field(default=1e-12, gt=0, description="floor of what is divided by, in units of the Hessian")
+    bound: float = Field(default=1.0, gt=0, description="largest entry of the result")
+    accepts: ClassVar[frozenset[str]] = frozenset({"hessian_diagonal"})
+
+    def entrywise(self) -> bool:
+        return True
+
+    def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
+        return {"h": Slot(block, role="second_moment", frame="square")}
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        h = state["h"]
+        if "hessian_diagonal" in context.signals:
+            h = torch.lerp(h, torch.as_tensor(context.signal("hessian_diagonal")).to(h), 1 - self.beta)
+            state["h"] = h
+        return (direction / (h * self.gamma).clamp_min_(self.eps)).clamp_(-self.bound, self.bound)

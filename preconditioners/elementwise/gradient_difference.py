@@ -1,0 +1,38 @@
+"""Gradients corrected by how much they changed (MARS, arXiv:2411.10438)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from eigengraft.slots import Slot, State
+from eigengraft.step_context import StepContext
+
+from ..base import Stage
+
+
+class GradientDifference(Stage):
+    """d + gamma b / (1 - b) (d - d_last),  d_last = 0 at first
+
+    Variance reduction by the last gradient: as `before` of a `transform`, then clipped to norm 1 and followed by a
+    momentum of decay b and any second moments, it is MARS-approx (Yuan et al. 2024, arXiv:2411.10438, Algorithm 2).
+    """
+
+    kind: Literal["gradient_difference"] = "gradient_difference"
+    gamma: float = Field(default=0.025, ge=0, description="strength of the correction; 0: none")
+    beta: float = Field(default=0.95, ge=0, lt=1, description="b, the decay of the momentum that follows")
+
+    def entrywise(self) -> bool:
+        return True
+
+    def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
+        return {"last": Slot(block, role="first_moment", frame="vector")}
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        out = torch.lerp(state["last"], direction, 1 + self.gamma * self.beta / (1 - self.beta))
+        state["last"] = direction.clone()
+        return out
