@@ -31,6 +31,7 @@ class Prodigy(Stage):
     start: float = Field(default=1e-6, gt=0, description="D at first, in units of the parameters: too small is safe")
     coefficient: float = Field(default=1.0, gt=0, description="multiplies the estimate")
     growth: float | None = Field(default=None, gt=1, description="the largest ratio of D from step to step; null: none")
+    constants: ClassVar[frozenset[str]] = frozenset({"start"})
     requires: ClassVar[frozenset[str]] = frozenset({"lr", "parameter"})
 
     def chains(self) -> Mapping[str, Stages]:

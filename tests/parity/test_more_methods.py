@@ -100,6 +100,19 @@ def mars(given: Sequence[Tensor]) -> list[Tensor]:
     return adam(corrected, 0.95, 0.99)
 
 
+def ademamix(given: Sequence[Tensor]) -> list[Tensor]:
+    """(M_1 / (1 - 0.9^t) + a_t M_2) / (sqrt(V^) + eps),  a_t = 5 t / T,  M_2 <- b_t M_2 + (1 - b_t) G,
+    b_t = exp(ln 0.9 ln 0.9999 / ((1 - t / T) ln 0.9999 + (t / T) ln 0.9)), both constant from T = 8 on."""
+    m, v, slow, found = Mean(0.9, *given[0].shape), Mean(0.999, *given[0].shape), torch.zeros_like(given[0]), []
+    fast, last = math.log(0.9), math.log(0.9999)
+    for t, g in enumerate(given, start=1):
+        x = min(t / 8, 1.0)
+        beta = math.exp(fast * last / ((1 - x) * last + x * fast))
+        slow = beta * slow + (1 - beta) * g
+        found.append((m(g) + 5 * x * slow) / (v(g.square()).sqrt() + 1e-8))
+    return found
+
+
 def adam_mini(given: Sequence[Tensor]) -> list[Tensor]:
     m, v = Mean(0.9, *given[0].shape), Mean(0.95, len(given[0]), 1)
     return [m(g) / (v(g.square().mean(1, keepdim=True)).sqrt() + 1e-8) for g in given]
@@ -316,6 +329,7 @@ METHODS: dict[str, tuple[Updates, float, tuple[str, ...]]] = {
     "adam_atan2": (adam_atan2, 0.01, ()),
     "grams": (grams, 0.01, ()),
     "mars": (mars, 0.01, ()),
+    "ademamix": (ademamix, 0.1, ("total_steps=8",)),
     "adam_mini": (adam_mini, 0.1, ()),
     "muon_squared": (muon_squared, 0.01, ()),
     "polargrad": (polargrad, 0.01, ()),
