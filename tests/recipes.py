@@ -37,6 +37,9 @@ COVER = cover(SHIPPED)
 """Recipes that stand for the others, which differ from them in numbers, statistics or storage, or in the order of
 stages."""
 
+TOGETHER = ("ademamix", "prodigy")
+"""Recipes in which what becomes of a parameter depends on the steps of the run, or on sums over other parameters."""
+
 BROAD = tuple(name for name in SHIPPED if name in COVER or not plain(name))
 """Recipes that are asked for what an optimizer has to do; a plain one outside of the cover does it by its stages."""
 

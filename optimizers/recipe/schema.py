@@ -11,7 +11,7 @@ from eigengraft.ramps import Ramp, Schedulable
 
 def json_schema(cls: type[Component]) -> dict[str, Any]:
     """JSON schema (draft 2020-12) of a component; every family it may hold is one definition with all its members."""
-    definitions: dict[str, Any] = {"schedule": _schedule_schema()}
+    definitions: dict[str, Any] = {"scheduled_number": _schedule_schema()}
     for name, family in sorted(families().items()):
         members = []
         bare = []
@@ -46,12 +46,19 @@ def _needed(node: Any, definitions: Mapping[str, Any]) -> set[str]:
 
 def _own_schema(cls: type[Component], definitions: dict[str, Any]) -> dict[str, Any]:
     schema: dict[str, Any] = _linked(cls.model_json_schema())
-    definitions.update({key: value for key, value in schema.pop("$defs", {}).items() if key not in definitions})
-    numbers = [name for name in schema.get("properties", {}) if _takes_schedules(cls, name)]
-    for name in numbers:
+    parts = {part.__name__: part for part in Schedulable.__subclasses__()}
+    for key, value in schema.pop("$defs", {}).items():
+        if key not in definitions:
+            definitions[key] = _with_schedules(parts[key], value) if key in parts else value
+    return _with_schedules(cls, schema)
+
+
+def _with_schedules(cls: type[Component], schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a component, with schedules beside the numbers whose place they may take."""
+    for name in [name for name in schema.get("properties", {}) if _takes_schedules(cls, name)]:
         own = schema["properties"][name]
         told = {key: own.pop(key) for key in ("default", "description", "title") if key in own}
-        schema["properties"][name] = {"anyOf": [own, {"$ref": "#/$defs/schedule"}], **told}
+        schema["properties"][name] = {"anyOf": [own, {"$ref": "#/$defs/scheduled_number"}], **told}
     return schema
 
 

@@ -118,7 +118,7 @@ def test_declarations_of_schedules_are_kept() -> None:
     assert momentum.replace(nesterov=True).scheduled("beta") and not momentum.replace(beta=0.5).scheduled("beta")
     assert momentum != Momentum(beta=0.8) and load_recipe(recipe.model_dump(mode="json")) == recipe
     fields = json_schema(type(recipe))["$defs"]["stage.momentum"]["properties"]
-    assert {"$ref": "#/$defs/schedule"} in fields["beta"]["anyOf"] and "anyOf" not in fields["nesterov"]
+    assert {"$ref": "#/$defs/scheduled_number"} in fields["beta"]["anyOf"] and "anyOf" not in fields["nesterov"]
 
 
 class Decaying(Stage):

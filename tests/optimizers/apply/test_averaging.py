@@ -210,7 +210,7 @@ def test_without_memory_primal_averaging_is_the_base_method(name: str, decay: st
     paths = []
     for averaging in (None, gpa):
         weight = nn.Parameter(normal(4, 6, seed=1))
-        optimizer = Optimizer([weight], {**declared, "averaging": averaging}, lr=0.01)
+        optimizer = Optimizer([("weight", weight)], {**declared, "averaging": averaging}, lr=0.01)
         for t in range(6):
             weight.grad = normal(4, 6, seed=50 + t)
             optimizer.step()
