@@ -39,6 +39,7 @@ from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.tasks.model_shapes import LLAMAS, parameters_of, read_shapes
 from eigengraft.optimizers.planning.measure import measured_work
 from eigengraft.optimizers.planning.plan import Plan, known, plan
+from eigengraft.optimizers.planning.shard_placement import whole_block_shards
 from eigengraft.optimizers.planning.traffic import all_reduced
 from eigengraft.optimizers.recipe.loading import load_recipe
 from eigengraft.optimizers.recipe.routing import DescribedParameters, describe_model
@@ -228,6 +229,26 @@ def test_owners_do_not_write_what_needs_updates() -> None:
 def test_settings_without_effect_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Distribution(**fields)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_whole_blocks_do_not_travel(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 8 x 8 on 4 ranks: 32 columns are cut into whole blocks, 8 rows would not be."""
+    recipe = {**SOAP, "update": [{**SOAP["update"][0], "refresh": {"kind": "every", "steps": 1}}]}
+    model = nn.Sequential(nn.Linear(32, 8, bias=False), nn.Linear(8, 32, bias=False), nn.LayerNorm(32))
+    placements = whole_block_shards(recipe, model, RANKS)
+    assert [placements(parameter) for parameter in model.parameters()] == [Shard(1), Shard(0), Shard(0), Shard(0)]
+    assert whole_block_shards(recipe, model, 3)(model[0].weight) == Shard(0)  # torch cuts other axes evenly only
+    fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)), shard_placement_fn=placements)
+    counted = Counted(monkeypatch)
+    optimizer = eigengraft.compose(recipe, model)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert [counted.counts[kind][:2] for kind in ("gradients", "updates")] == [[0, 0], [0, 0]]
+    assert sum(len(unit.stack.param_ids) for unit in optimizer.stack_states() if unit.block_group is not None) == 4
+    with pytest.raises(ValueError, match=r"whole_block_shards: .* got another one of shape \(8, 32\)"):
+        placements(model[0].weight)
 
 
 def one_block(mesh: tuple[int, ...], parallel: Any, dtype: torch.dtype = torch.float32, **distribution: Any) -> Plan:

@@ -63,7 +63,7 @@ CASES |= {name: {**CASES[name.removesuffix(" with gaps")], "gaps": True} for nam
 PLAIN = {"recipe": "sgd", "overrides": [*SMALL, "update.heavy_ball.beta=0"]}
 BF16 = ["distribution.dtype=bf16", "distribution.bucket=700"]
 ROUGH = {"rounded": {**PLAIN, "overrides": [*PLAIN["overrides"], *BF16]}}
-TRAINED = ("ddp2", "ddp3", "fsdp2", "fsdp3", "hsdp4")
+TRAINED = ("ddp2", "ddp3", "fsdp2", "fsdp3", "hsdp4", "whole2")
 CLOSE = (
     "adafactor",
     "averaged with gaps",
@@ -94,6 +94,7 @@ PLACES = {
     "hsdp4": ["few", "hyper", "after_decay", "per_parameter", "adamw with gaps", "soap with gaps", "early with gaps"],
     "mixed4": ["few", "muon", "psgd", "per_parameter", *(GAPS[i] for i in (1, 3, 5, 6))],
     "late2": ["adamw", "averaged", "soap with gaps"],
+    "whole2": ["soap"],
     "strided4": ["adamw", "soap with gaps", "early"],
     "strided6": ["adamw", "soap"],  # three uneven parts of two uneven halves
 }

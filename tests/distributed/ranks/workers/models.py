@@ -13,6 +13,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from eigengraft import load_recipe
+from eigengraft.optimizers.planning.shard_placement import whole_block_shards
+
 TOKENS, LENGTH = 37, 9
 
 
@@ -55,12 +58,16 @@ def lay_out(module: nn.Module, place: str) -> nn.Module:
 
     mixed: DTensors on a mesh of 2 x the rest, with another pair of placements for each parameter in turn.
     strided: rows divided by 2 ranks as for tensor parallelism, what is left by fully_shard over the rest.
+    whole: fully_shard along the axes that leave blocks of 8 x 8 whole.
     """
     if place == "plain":
         return module
     mesh = _mesh(place)
     if place in ("fsdp", "hsdp"):
         fully_shard(module, mesh=mesh)
+    elif place == "whole":
+        recipe = load_recipe("soap", ["blocking.size=8", "blocking.merge=8"])
+        fully_shard(module, mesh=mesh, shard_placement_fn=whole_block_shards(recipe, module, dist.get_world_size()))
     elif place == "mixed":
         turns = [(Shard(0), Shard(1)), (Shard(1), Replicate()), (Replicate(), Shard(0)), (Shard(0), Shard(0))]
         _distribute(module, mesh, turns)
@@ -76,6 +83,7 @@ def _mesh(place: str) -> DeviceMesh:
     ranks = dist.get_world_size()
     meshes: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
         "fsdp": ((ranks,), ("shard",)),
+        "whole": ((ranks,), ("shard",)),
         "hsdp": ((2, ranks // 2), ("copy", "shard")),
         "mixed": ((2, ranks // 2), ("outer", "inner")),
         "strided": ((ranks // 2, 2), ("data", "rows")),
