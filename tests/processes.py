@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import importlib
 import itertools
 import json
@@ -137,6 +138,8 @@ def main() -> None:
     found = sys.modules["eigengraft"].__file__
     assert found is not None and Path(found).is_relative_to(ROOT), f"eigengraft of {ROOT} is required, got {found}"
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    gc.collect()
+    gc.freeze()  # children neither search nor copy what was imported here
     for line in sys.stdin:
         if os.fork() == 0:
             _guard(**json.loads(line))

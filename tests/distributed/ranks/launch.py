@@ -71,14 +71,17 @@ def launch_once(runs: Sequence[Run], factory: Any, name: str, limit: float) -> d
         return found
 
 
-def launch(runs: Sequence[Run], folder: Path, limit: float = 150.0, together: bool = False) -> dict[str, list[Outcome]]:
-    """The outcome of every rank of every run, by name; one run after the other up to one that fails, or all at once.
+def launch(runs: Sequence[Run], folder: Path, limit: float = 150.0) -> dict[str, list[Outcome]]:
+    """The outcome of every rank of every run, by name; one run after the other up to one that fails.
+
+    Runs that follow each other on equally many ranks share these, unless they may fail: a rank costs some tenths of a
+    second until it has done everything once.
 
     limit: seconds for all of it, after which every process is killed. Fails, with what the ranks printed, if that
     happens or if a rank ends with an error in a run that must not.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "runs.json").write_text(json.dumps({"runs": [asdict(run) for run in runs], "together": together}))
+    (folder / "runs.json").write_text(json.dumps([asdict(run) for run in runs]))
     parent = start(PARENT, folder, folder=folder)
     try:
         code = parent.wait(limit)

@@ -9,13 +9,17 @@ import pytest
 import torch
 
 from .launch import Outcome, Run, launch
-from .test_trajectories import CASES
+from .test_trajectories import CASES as TRAJECTORIES
 
 pytestmark = pytest.mark.slow
 
 SOURCES = ("plain2", "fsdp3", "hsdp4")
 TARGETS = ("plain1", "plain3", "fsdp1", "fsdp2", "hsdp4")
 NAMES = ("adamw", "averaged", "quantized")
+BLOCKS = ["blocking.size=16", "blocking.merge=16"]
+CASES = {name: TRAJECTORIES[name] for name in NAMES}
+CASES["quantized"] = {**CASES["quantized"], "overrides": [*CASES["quantized"]["overrides"], *BLOCKS]}
+"""With a third of the blocks, whose state is many tensors."""
 FEW = {"plain1": "whole", "fsdp2": "flat", "hsdp4": "full"}
 """Where the case with the most state goes to, from fsdp3, and how it is read and loaded: nested or flattened keys, the
 latter saved asynchronously; gathered by torch, or by `full_state_dict`."""
@@ -46,7 +50,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome
         kept = [name for name in NAMES if name != "quantized" or source == "fsdp3"]
         job = {name: case(name, source, folder=folder(source, name)) for name in kept}
         saves.append(Run(f"save {source}", "snapshots:save", int(source[-1]), job))
-    found = launch(saves, tmp_path_factory.mktemp("saves"), limit=400)
+    found = launch(sorted(saves, key=lambda run: run.world), tmp_path_factory.mktemp("saves"), limit=400)
     loads = []
     for target in TARGETS:
         job = {
@@ -58,7 +62,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome
     for place in ("plain2", "fsdp2"):
         job = case("quantized", place, folder=folder("fsdp3", "quantized"))
         loads.append(Run(f"spoil {place}", "snapshots:spoil", 2, job))
-    return found | launch(loads, tmp_path_factory.mktemp("loads"), limit=300)
+    return found | launch(sorted(loads, key=lambda run: run.world), tmp_path_factory.mktemp("loads"), limit=300)
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -1,8 +1,13 @@
 """Every layout that people train on against one process, with every kind of recipe. Real processes, gloo.
 
+What lies in one row of ranks is tried with every recipe on two ranks, and with a quarter of them on four. What has a
+grid of ranks, of which two are the simplest case, is tried with half of the recipes on four, with the others on two.
+
 Given gradients, matrices of realistic and odd sides, at least two refreshes after the first: parameters at the end are
 equal bit for bit, or as far apart as `CLOSE` says and why.
 """
+
+import itertools
 
 import pytest
 
@@ -16,9 +21,9 @@ SMALL = ["statistic.inner", "root.inner.inner", "first_moment", "second_moment"]
 EXPERTS = ["blocking.merge=1024"]
 """Each expert is a matrix; by default they would lie side by side in one of 3 x 1961."""
 RECIPES = {
-    "soap": ["update.eigenbasis.refresh.steps=3"],
-    "shampoo": [f"{SHAMPOO}.refresh.steps=3"],
-    "soap_kl": ["update.eigenbasis.refresh.steps=3"],
+    "soap": ["update.eigenbasis.refresh.steps=2"],
+    "shampoo": [f"{SHAMPOO}.refresh.steps=2"],
+    "soap_kl": ["update.eigenbasis.refresh.steps=2"],
     "muon": EXPERTS,
     "adamw": [],
     "psgd_kron": [],
@@ -28,10 +33,28 @@ RECIPES = {
         f"{SHAMPOO}.statistic.interval=2",
         *(f"storage.{slot}.min_elements=1" for slot in SMALL),
     ],
-    "splus": [*EXPERTS, "update.eigenbasis.refresh.steps=3"],
+    "splus": [*EXPERTS, "update.eigenbasis.refresh.steps=2"],
 }
 RANKS = (2, 4)
-CELLS = [(layout, ranks, recipe) for layout in LAYOUTS for ranks in RANKS for recipe in RECIPES]
+GRIDS = ("hsdp", "tp_fsdp", "pp_fsdp", "ep", "compiled")
+"""The last one is another layout on four ranks than on two."""
+ROWS = tuple(layout for layout in LAYOUTS if layout not in GRIDS)
+
+
+def tried(layout: str, place: int, ranks: int) -> bool:
+    """Whether the recipe at a place in the table is tried with a layout on so many ranks."""
+    if layout in GRIDS:
+        return (GRIDS.index(layout) + place) % 2 == (ranks == 4)
+    return ranks == 2 or place % len(ROWS) == ROWS.index(layout)
+
+
+CELLS = [
+    (layout, ranks, recipe)
+    for layout in LAYOUTS
+    for ranks in RANKS
+    for place, recipe in enumerate(RECIPES)
+    if tried(layout, place, ranks)
+]
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +62,18 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome
     path = str(tmp_path_factory.mktemp("alone") / "parameters.pt")
     recipes = {name: ["lr=0.05", *overrides] for name, overrides in RECIPES.items()}
     runs = [Run("one", "matrix:alone", 0, {"path": path, "recipes": recipes})]
-    job = {"path": path, "recipes": recipes, "layouts": list(LAYOUTS)}
-    runs += [Run(f"{ranks} ranks", "matrix:run", ranks, job) for ranks in RANKS]
+    for ranks in RANKS:
+        cells = [(layout, recipe) for layout, own, recipe in CELLS if own == ranks]
+        runs.append(Run(f"{ranks} ranks", "matrix:run", ranks, {"path": path, "recipes": recipes, "cells": cells}))
     return launch_once(runs, tmp_path_factory, "matrix", limit=400)
+
+
+def test_every_pair_is_there_and_every_layout_and_recipe_on_any_number_of_ranks() -> None:
+    assert {(layout, recipe) for layout, _, recipe in CELLS} == set(itertools.product(LAYOUTS, RECIPES))
+    assert {(layout, ranks) for layout, ranks, _ in CELLS} == set(itertools.product(LAYOUTS, RANKS))
+    for names in (GRIDS, set(LAYOUTS) - set(GRIDS)):
+        found = {(recipe, ranks) for layout, ranks, recipe in CELLS if layout in names}
+        assert found == set(itertools.product(RECIPES, RANKS))
 
 
 @pytest.mark.parametrize(("layout", "ranks", "recipe"), CELLS)

@@ -18,12 +18,12 @@ from .workers.trajectories import STEPS
 pytestmark = pytest.mark.slow
 
 SMALL = ["blocking.size=8", "blocking.merge=8"]
-SOAP = [*SMALL, "update.eigenbasis.refresh.steps=4", "distribution.bucket=700"]
+SOAP = [*SMALL, "update.eigenbasis.refresh.steps=3", "distribution.bucket=700"]
 CODED = [
     f"storage.{slot}.min_elements=1"
     for slot in ("statistic.inner.inner", "basis.inner", "first_moment", "second_moment")
 ]
-SHAMPOO = ["update.graft.direction.shampoo.refresh.steps=4"]
+SHAMPOO = ["update.graft.direction.shampoo.refresh.steps=3"]
 RECORD = ["radial_brake", "row_floor", "radius_pin", {"kind": "late_decay", "rate": 0.5}]
 RAMP = {"from": 0.7, "to": 0.99, "steps": 9}
 SCHEDULED = [{"kind": "momentum", "beta": RAMP}, {"kind": "rms", "beta": RAMP}]
@@ -96,7 +96,7 @@ PLACES = {
     "late2": ["adamw", "averaged", "soap with gaps"],
     "whole2": ["soap"],
     "strided4": ["adamw", "soap with gaps", "early"],
-    "strided6": ["adamw", "soap"],  # three uneven parts of two uneven halves
+    "strided6": ["soap"],  # three uneven parts of two uneven halves
 }
 """What the matrix of layouts and recipes leaves out: blocks within parameters in many buckets, storage, other dtypes,
 steps that parameters miss, averages, and placements that torch's wrappers do not make."""
@@ -121,6 +121,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome
     runs.append(Run("early trained", "training:run", 2, {"place": "fsdp", "overrides": EARLY}))
     runs += [Run(f"{place} copied", "copies:run", 2, place) for place in ("plain", "fsdp")]
     runs.append(Run("partial", "partial:run", 2))
+    runs.sort(key=lambda run: run.world)
     return launch_once(runs, tmp_path_factory, "trajectories", limit=400)
 
 
@@ -185,25 +186,31 @@ def test_every_block_is_computed_once(outcomes: dict[str, list[Outcome]], place:
     assert min(rank["blocks"] for rank in ranks) > 0
 
 
-@pytest.mark.parametrize(("place", "roundings"), [("plain2", 1), ("fsdp2", 2)])
-def test_messages_may_be_rounded(outcomes: dict[str, list[Outcome]], place: str, roundings: int) -> None:
-    """bf16 keeps 8 bits: what travels is off by up to 2^-9 of every entry, updates of replicated parameters once, and
-    both gradients and updates of sharded ones. Plain gradient descent adds these errors up along the way."""
+@pytest.mark.parametrize("place", ["plain2", "fsdp2"])
+def test_messages_may_be_rounded(outcomes: dict[str, list[Outcome]], place: str) -> None:
+    """bf16 keeps 8 bits: what travels is off by up to 2^-8 of every entry: updates of replicated parameters, gradients
+    of sharded ones, whose updates then need no rounding. Plain gradient descent adds these errors up.
+
+    They are independent and uniform within 2^-8 / m of an entry with the significand m, whose logarithm is nearly
+    uniform: their root mean square is 2^-8 of that of the steps times sqrt(mean of m^-2 / 3), which is 0.425. There are
+    2000 entries of 9 steps.
+    """
     (one,), (rough, *_) = results(outcomes, "one", "plain"), results(outcomes, place, "rounded")
+    errors = squares = 0.0
     for name, value in rough["parameters"].items():
         stops = torch.stack([one["start"][name], *(look[name] for look in one["evaluated"])]).double()
-        way = stops.diff(dim=0).abs().sum(0)
+        steps, error = stops.diff(dim=0), (value.double() - stops[-1]).abs()
         # float32 itself rounds each step by up to 2^-24 of the parameter
         slack = STEPS * 2**-23 * stops.abs().amax(0)
-        error = (value.double() - stops[-1]).abs()
-        assert bool((error <= roundings * 2**-9 * way + slack).all())
-        assert bool((way == 0).all()) or bool((error > slack).any())
+        assert bool((error <= 2**-8 * steps.abs().sum(0) + slack).all())
+        errors, squares = errors + float(error.square().sum()), squares + float(steps.square().sum())
+    assert (errors / squares) ** 0.5 == pytest.approx(0.425 * 2**-8, rel=0.1)
 
 
 def test_training_goes_on_with_rounded_messages(outcomes: dict[str, list[Outcome]]) -> None:
     exact, rough = outcomes["fsdp2 trained"][0].result, outcomes["rounded trained"][0].result
     assert rough != exact
-    # two roundings change a step by 2^-8 of itself, and six steps take about a tenth off the loss
+    # two roundings change a step by 0.6 * 2^-8 of itself (root mean square); six steps take about a tenth off the loss
     assert rough == pytest.approx(exact, rel=0.1 * 2**-8)
 
 

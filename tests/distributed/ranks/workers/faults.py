@@ -211,6 +211,18 @@ def rounded_apart(place: str) -> Result:
     return survive(module, optimizer)
 
 
+def refused(place: str, faults: Sequence[str]) -> dict[str, str]:
+    """What this rank says of faults that all ranks notice at once, one after the other."""
+    said = {}
+    for fault in faults:
+        try:
+            FAULTS[fault](place)
+            said[fault] = ""
+        except Exception as error:
+            said[fault] = f"{type(error).__name__}: {error}"
+    return said
+
+
 def sparse(place: str) -> None:
     """A gradient is not dense, on one rank."""
     module, optimizer = start(place)
@@ -391,6 +403,7 @@ FAULTS: dict[str, Callable[..., Any]] = {
         not_averaged,
         not_averaged_on_device,
         rounded_apart,
+        refused,
         sparse,
         other_recipe,
         other_shapes,

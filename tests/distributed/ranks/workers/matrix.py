@@ -25,7 +25,9 @@ from eigengraft import Optimizer, load_recipe
 
 from .layouts import LAYOUTS, gradient, lay_gradient, plain_name, pruned, small, stack
 
-STEPS = 6
+STEPS = 5
+HALF, ALL = 2, 4
+"""Steps before and after which a trajectory stops that goes on elsewhere; a refresh is in each half."""
 
 
 def alone(job: dict[str, Any]) -> None:
@@ -43,13 +45,10 @@ def alone(job: dict[str, Any]) -> None:
 
 
 def run(job: dict[str, Any]) -> dict[str, dict[str, list[float]] | str]:
-    """job: {path, recipes, layouts}. For each "layout recipe" what `compare` finds of each parameter, or an error."""
-    expected = torch.load(job["path"], weights_only=True)
-    return {
-        f"{layout} {recipe}": cell(layout, recipe, overrides, expected)
-        for layout in job["layouts"]
-        for recipe, overrides in job["recipes"].items()
-    }
+    """job: {path, recipes, cells: [(layout, recipe)]}. For each "layout recipe" what `compare` finds of each parameter,
+    or an error."""
+    expected, recipes = torch.load(job["path"], weights_only=True), job["recipes"]
+    return {f"{layout} {recipe}": cell(layout, recipe, recipes[recipe], expected) for layout, recipe in job["cells"]}
 
 
 def cell(
@@ -119,7 +118,7 @@ def start(layout: str, recipe: Any, overrides: list[str]) -> tuple[nn.Module, Op
 def uninterrupted(job: dict[str, Any]) -> None:
     """job: {path, recipe, overrides}. Saves the parameters after all steps."""
     module, optimizer = start("plain", job["recipe"], job["overrides"])
-    go_on(module, optimizer, range(STEPS))
+    go_on(module, optimizer, range(ALL))
     torch.save({name: p.detach() for name, p in module.named_parameters()}, job["path"])
 
 
@@ -135,7 +134,7 @@ def save(job: dict[str, Any]) -> None:
     """job: {folder, kinds, layout, recipe, overrides}. Files of every kind after half of the steps."""
     folder, kinds = Path(job.pop("folder")), job.pop("kinds")
     module, optimizer = start(**job)
-    go_on(module, optimizer, range(STEPS // 2))
+    go_on(module, optimizer, range(HALF))
     for kind in kinds:
         if kind == "whole":
             model = state_of(module, optimizer, "full")[0]["model"]
@@ -158,7 +157,7 @@ def load(job: dict[str, Any]) -> dict[str, dict[str, list[float]] | str]:
         module, optimizer = start(**job)
         try:
             resume(module, optimizer, Path(folder), name.partition(", ")[2])
-            go_on(module, optimizer, range(STEPS // 2, STEPS))
+            go_on(module, optimizer, range(HALF, ALL))
             found[name] = {
                 plain_name(n): compare(p.detach(), expected[plain_name(n)]) for n, p in module.named_parameters()
             }

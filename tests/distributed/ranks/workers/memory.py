@@ -17,7 +17,7 @@ from eigengraft import load_recipe
 from .models import lay_out, model
 from .trajectories import give
 
-LAYERS, BUCKET = 128, 2 * 4 * 64 * 64
+LAYERS, BUCKET = 96, 2 * 4 * 64 * 64
 """Matrices of the model of `hold`, and bytes of a bucket."""
 
 
@@ -83,7 +83,7 @@ def keep(recipe: str, overrides: Sequence[str], place: str) -> tuple[int, list[i
 
 
 def allocate(job: dict[str, Any]) -> dict[str, int]:
-    """By case: bytes of the largest tensor that four steps make for one parameter [128, 96], float32."""
+    """By case: bytes of the largest tensor that three steps make for one parameter [128, 96], float32."""
     return {name: watch(**case) for name, case in job.items()}
 
 
@@ -93,7 +93,7 @@ def watch(recipe: str, overrides: Sequence[str], place: str) -> int:
     module = lay_out(nn.Sequential(nn.Linear(96, 128, bias=False), nn.LayerNorm(128)), place)
     optimizer = eigengraft.compose(load_recipe(recipe, list(overrides)), module)
     watched = Watch()
-    for step in range(4):
+    for step in range(3):
         give(module, step, gaps=False)
         with watched:
             optimizer.step()

@@ -18,7 +18,7 @@ from eigengraft import Optimizer
 
 from .models import whole
 
-STEPS = 8
+STEPS = 5
 OVERRIDES: dict[str, dict[str, Any]] = {"adamw": {}, "soap": {"update.eigenbasis.refresh.steps": 2, "blocking.size": 6}}
 PLACES = ("replicated", "sequence_parallel")
 

@@ -20,8 +20,8 @@ from eigengraft.numerics import block_norm
 from .hosts import prepare
 from .models import divided, lay_out, model, wholes
 
-STEPS = 16
-EVALUATED, EMPTY, SPOILT, THAWED = (5, 11), 6, 8, 7
+STEPS = 10
+EVALUATED, EMPTY, SPOILT, THAWED = (3, 8), 6, 7, 5
 """Steps after which the other iterate is looked at, without gradients, with one that is not finite, and of thawing."""
 
 
@@ -109,11 +109,11 @@ def build(dtype: str = "float32", sizes: Sequence[int] = (10, 13), only: str = "
 
 def give(module: nn.Module, step: int, gaps: bool) -> None:
     """The same gradients on every rank, each rank holding its part: none at all at one step; with gaps, none for some
-    parameters at every fifth, and one with a NaN."""
+    parameters at every fourth, and one with a NaN."""
     generator = torch.Generator().manual_seed(step)
     for name, parameter in module.named_parameters():
         gradient = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-        missing = step == EMPTY or (gaps and step % 5 == 3 and name.startswith("up"))
+        missing = step == EMPTY or (gaps and step % 4 == 3 and name.startswith("up"))
         if gaps and step == SPOILT and name == "down.weight":
             gradient[3, 4] = float("nan")
         parameter.grad = divided(gradient, parameter) if parameter.requires_grad and not missing else None
