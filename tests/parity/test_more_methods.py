@@ -530,3 +530,36 @@ def test_sophia_divides_by_the_diagonal_of_the_hessian_where_it_is_known() -> No
         w = w * (1 - 0.2 * LR) - LR * (m / (0.01 * h).clamp(min=1e-12)).clamp(-1, 1)
         assert float((p.detach() - w).abs().max()) <= 1e-9
     assert 0.1 < float(((0.01 * h) > m.abs()).double().mean()) < 0.9  # some are clipped, some are not
+
+
+def constrained(w: Tensor, u: Tensor, lr: float) -> Tensor:
+    """Radial brake, row floor, step, radius pin and cautious decay, as the record of track 3 has them."""
+    along, before = (u * w).sum() / w.norm() ** 2, w
+    u = u - 0.5 * along.clamp(max=0) * w
+    u = u * (0.3825 * w.norm(dim=1, keepdim=True) / u.norm(dim=1, keepdim=True)).clamp(min=1)
+    radius = w.norm() - lr * (u * w).sum() / w.norm()
+    w = w - lr * u
+    return w * (radius / w.norm()) * (1 - 0.025 * lr * (u * before > 0).double())
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_record_of_track_3_is_its_formulas(shape: tuple[int, int]) -> None:
+    """NS12(SOAP(N)) sqrt(max(1, m / n)), N the Nesterov momentum with b = 0.85 + 0.1 t / 300, constrained; gradients at
+    Y = W + 0.3 D with D <- 0.99 D + 0.01 (W - W_last) after updates 3 to 8. 1e-9 as above."""
+    init, gradients = normal(*shape, seed=5), random_gradients([shape], STEPS)
+    given, m, moments = [g for (g,) in gradients], torch.zeros(shape, dtype=torch.float64), []
+    for t, g in enumerate(given, start=1):
+        b = 0.85 + 0.1 * t / 300
+        m = b * m + (1 - b) * g
+        moments.append(b * m + (1 - b) * g)
+    w = y = init
+    drift, path = torch.zeros_like(init), []
+    for t, x in enumerate(in_basis(given, moments, Gram(shape, 0.9), by_qr, OwnRMS(shape, 0.9)), start=1):
+        u = newton_schulz(x, 12, (2.0, -1.5, 0.5)) * math.sqrt(max(1.0, shape[0] / shape[1]))
+        moved_to = constrained(y, u, LR)
+        drift = 0.99 * drift + 0.01 * (moved_to - w)
+        w = moved_to
+        y = w + 0.3 * drift if 3 <= t < 9 else w
+        path.append(y)
+    overrides = cadence(BASIS, "averaging.start=3", "averaging.stop=9")
+    assert distance(follow(recipe("track3", *overrides, lr=LR), [init], gradients), [torch.stack(path)], [init]) <= 1e-9
