@@ -37,7 +37,7 @@ COVER = cover(SHIPPED)
 """Recipes that stand for the others, which differ from them in numbers, statistics or storage, or in the order of
 stages."""
 
-TOGETHER = ("ademamix", "prodigy")
+TOGETHER = ("ademamix", "prodigy", "track3")
 """Recipes in which what becomes of a parameter depends on the steps of the run, or on sums over other parameters."""
 
 BROAD = tuple(name for name in SHIPPED if name in COVER or not plain(name))
