@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from eigengraft.blocking import BlockGrid
+from eigengraft.blocking.block_grid import BlockGrid
 
 from .layouts import Layout
 from .rank_group import RankGroup
@@ -152,7 +152,7 @@ class CommPlan:
         ranks, me = range(self.rank_group.size), self.rank_group.rank
         lengths = [0 for _ in ranks]
         for block in (block for group in groups for block in self.block_groups[group].blocks):
-            lengths[block.owner] += math.prod(block.grid.tile)
+            lengths[block.owner] += math.prod(block.grid.shape)
         held: list[list[Transfer]] = [[] for _ in ranks]
         owned: list[list[Transfer]] = [[] for _ in ranks]
         if self.replicated:

@@ -172,14 +172,14 @@ class CommStep:
         for group in (self.comm_plan.block_groups[index] for index in bucket.groups):
             for block in sorted(group.blocks, key=lambda one: (one.owner, one.row)):
                 grid, at = block.grid, ends[block.owner]
-                ends[block.owner] = at + math.prod(grid.tile)
-                source = data[block.owner][at : ends[block.owner]].view(grid.tile)
+                ends[block.owner] = at + math.prod(grid.shape)
+                source = data[block.owner][at : ends[block.owner]].view(grid.shape)
                 if grid.is_parameter and source.dtype == group.dtype:
                     self._updates[block.position] = source
                     continue
                 if block.position not in self._updates:
                     empty = torch.empty(grid.merged, dtype=group.dtype, device=group.device)
                     self._updates[block.position] = empty
-                targets.append(grid.cut(self._updates[block.position]).reshape(grid.tile))
-                sources.append(source)
+                targets += grid.in_parameter(self._updates[block.position])
+                sources += grid.in_blocks(source.unsqueeze(0))
         copy_all(targets, sources)

@@ -25,6 +25,7 @@ class RoutedParameter:
     name, shape: the parameter's.
     route: path of the route that took it; "" is the recipe's own update.
     reason: why that route took it.
+    view: which matrices it is seen as, and why; "" for one tensor that nobody had to decide about.
     blocks: shapes of its blocks.
     state_bytes: bytes of all its state.
     """
@@ -33,6 +34,7 @@ class RoutedParameter:
     shape: tuple[int, ...]
     route: str
     reason: str
+    view: str
     blocks: tuple[tuple[int, ...], ...]
     state_bytes: int
 
@@ -86,12 +88,13 @@ def routing_table(param_sets: ParamSets, state: Mapping[Tensor, Mapping[str, Ten
         labels, parameters = param_sets.labels(index), param_sets.parameters[index]
         for parameter, info, label in zip(parameters, infos, labels, strict=True):
             route, reason = param_sets.recipe.route(info)
-            grids = param_sets.recipe.updates()[route].blocking.grids(info.shape)
-            blocks = tuple(grid.tile for grid in grids for _ in grid.keys)
+            view = param_sets.recipe.view_of(info)
+            grids = param_sets.recipe.updates()[route].blocking.grids(info.shape, view.matrices)
+            blocks = tuple(grid.shape for grid in grids for _ in grid.keys)
             if not parameter.requires_grad and parameter not in state:
                 reason += "; frozen, no state"
             size = slot_bytes(state.get(parameter, {}))
-            rows.append(RoutedParameter(label, info.shape, route, reason, blocks, size))
+            rows.append(RoutedParameter(label, info.shape, route, reason, view.describe(info.shape), blocks, size))
     return rows
 
 

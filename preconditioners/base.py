@@ -117,6 +117,10 @@ class Stage(Schedulable, ABC, family="stage"):
         """
         return False
 
+    def needs_matrices(self) -> bool:
+        """Whether the stage reads blocks as matrices, first axis x the rest."""
+        return False
+
     def sweeps(self, block: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         """The axes of a block in groups that are observed and refreshed one after another (Gauss-Seidel).
 

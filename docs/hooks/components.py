@@ -14,7 +14,7 @@ from eigengraft.distributed.distribution import Distribution
 from eigengraft.experiments.studies.study import Study
 from eigengraft.experiments.training.experiment import Experiment
 from eigengraft.optimizers import Recipe, Route
-from eigengraft.optimizers.recipe.recipe import Failure
+from eigengraft.optimizers.apply.failure import Failure
 from eigengraft.optimizers.recipe.routing import Match
 from fields import Links, field_table
 from markup import docstring, first_sentence, inline, table

@@ -50,7 +50,7 @@ def to_yaml(data: Any) -> str:
 
 
 def routing_table_of(optimizer: eigengraft.Optimizer) -> Table:
-    """A row per parameter: its route and the reason, its blocks and the bytes of its state."""
+    """A row per parameter: its route and the reason, its view, its blocks and the bytes of its state."""
     rows = optimizer.routing_table()
     table = Table(box=box.SIMPLE_HEAD, show_footer=True)
     table.add_column("parameter", footer=f"{len(rows)} parameters", overflow="fold")
@@ -61,7 +61,8 @@ def routing_table_of(optimizer: eigengraft.Optimizer) -> Table:
     table.add_column("state bytes", footer=f"{optimizer.state_bytes():,}", justify="right")
     for row in rows:
         blocks = ", ".join(f"{count} x {_shape(shape)}" for shape, count in Counter(row.blocks).items())
-        cells = (row.name, _shape(row.shape), row.route or "recipe", row.reason, blocks, f"{row.state_bytes:,}")
+        because = f"{row.reason}; {row.view}" if row.view else row.reason
+        cells = (row.name, _shape(row.shape), row.route or "recipe", because, blocks, f"{row.state_bytes:,}")
         table.add_row(*map(Text, cells))
     return table
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from eigengraft.blocking import BlockGrid
+from eigengraft.blocking.block_grid import BlockGrid
 from eigengraft.numerics import compute_dtype
 from eigengraft.stacks import max_blocks, split_ranges
 
@@ -66,10 +66,10 @@ def cut_blocks(
         spec = specs[position]
         if spec.in_place:
             continue
-        grids = list(recipe.updates()[spec.path].blocking.grids(spec.shape))
+        grids = list(recipe.updates()[spec.path].blocking.grids(spec.shape, spec.matrices))
         _require_one_stack(spec, recipe, grids)
         for grid in grids:
-            yield BlockKind(spec.path, grid.tile, compute_dtype(spec.dtype), spec.device), position, grid
+            yield BlockKind(spec.path, grid.shape, compute_dtype(spec.dtype), spec.device), position, grid
 
 
 def blocks_in_place(specs: Sequence[ParamSpec], rank: int) -> Iterator[tuple[BlockKind, int, BlockGrid]]:
@@ -88,7 +88,7 @@ def _require_one_stack(spec: ParamSpec, recipe: Recipe, grids: Sequence[BlockGri
         if len(grids) > 1 and stage.spans_parameter():
             raise ValueError(
                 f"{stage_path}: takes norms over whole parameters, so their blocks must be equal, got blocks "
-                f"{', '.join(str(grid.tile) for grid in grids)} of a parameter of shape {spec.shape}; choose a "
+                f"{', '.join(str(grid.shape) for grid in grids)} of a parameter of shape {spec.shape}; choose a "
                 "`blocking.size` that divides its axes, no splitting, or `per: block`"
             )
 
@@ -103,9 +103,10 @@ def equal_blocks(
 
     lists = []
     for kind, grids in found.items():
-        due = {position: phases[specs[position].key][list(grid.keys)] for position, grid in grids}
-        grids.sort(key=lambda item: float(due[item[0]][0]))
-        lists.append(EqualBlocks(kind, grids, np.concatenate([due[position] for position, _ in grids])))
+        due = [(phases[specs[position].key][list(grid.keys)], (position, grid)) for position, grid in grids]
+        due.sort(key=lambda item: float(item[0][0]))
+        own, ordered = zip(*due, strict=True)
+        lists.append(EqualBlocks(kind, ordered, np.concatenate(own)))
     return lists
 
 

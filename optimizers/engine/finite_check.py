@@ -16,7 +16,7 @@ from torch import Tensor
 from eigengraft.distributed.work import HostCopy
 from eigengraft.numerics import norms_by_dtype
 
-from ..recipe.recipe import Failure
+from ..apply.failure import Failure
 from ..sharding.fingerprint import StepNumbers
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eigengraft.blocking import BlockGrid
+from eigengraft.blocking.block_grid import BlockGrid
 from eigengraft.distributed.layouts import Layout
 from eigengraft.distributed.resharding import Entry
 from eigengraft.numerics import compute_dtype

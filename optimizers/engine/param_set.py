@@ -159,7 +159,7 @@ class ParamSet:
         state, rows, exchange = blocks.stack_state, blocks.rows, self.exchange
         gradient = exchange.gather(blocks, "gradients")
         context = state.context(blocks.stack, rows, self._counts, find_signals(blocks, step, exchange))
-        mask = None if step.mask is None else step.mask[torch.from_numpy(context.param_ids).to(context.device)]
+        mask = None if step.mask is None else step.mask[torch.from_numpy(blocks.stack.param_ids).to(context.device)]
         if priming:
             state.prime(gradient, rows, mask, context)
         else:

@@ -112,7 +112,7 @@ class StackState:
         phases = self.phases if rows is None else self.phases[rows.cpu().numpy()]
         steps = counts[stack.param_ids] - int(self.lagging)
         seeds = self.seeds if rows is None else self.seeds[rows.cpu().numpy()]
-        return StepContext(steps, phases, stack.param_ids, stack.device, seeds, signals)
+        return StepContext(steps, phases, stack.matrix_ids, stack.device, seeds, signals)
 
     def check(self) -> None:
         """Checks the contract of every stage from now on, at every step."""

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 import torch
 
+from eigengraft.blocking import Whole
 from eigengraft.distributed.distribution import Distribution
 
 from ..optimizer import Optimizer
@@ -32,9 +33,9 @@ def measured_work(recipe: RecipeSource, infos: Iterable[ParamInfo], device: str 
     shapes: dict[tuple[str, tuple[int, ...]], None] = {}
     for info in infos:
         path, _ = recipe.route(info)
-        for grid in recipe.updates()[path].blocking.grids(info.shape):
-            if math.prod(grid.tile) <= LARGEST:
-                shapes[path, grid.tile] = None
+        for grid in recipe.updates()[path].blocking.grids(info.shape, recipe.view_of(info).matrices):
+            if math.prod(grid.shape) <= LARGEST:
+                shapes[path, grid.shape] = None
     found: dict[str, float] = {}
     for path, block in shapes:
         name = "x".join(map(str, block))
@@ -53,6 +54,7 @@ def _alone(recipe: Recipe, path: str) -> Recipe:
         after_decay=rule.after_decay,
         constraints=(),
         blocking=rule.blocking,
+        view=Whole(),
         routes=(),
         averaging=None,
         storage={**roles, **own},

@@ -135,10 +135,11 @@ def known(
 def _spec(recipe: Recipe, name: str, info: ParamInfo, layout: Layout, dtype: torch.dtype) -> ParamSpec:
     path = recipe.route(info)[0]
     try:
-        placement = place(recipe, path, layout)
+        matrices = recipe.view_of(info).matrices
+        placement = place(recipe, path, layout, matrices)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-    return ParamSpec(name, path, tuple(info.shape), dtype, torch.device("meta"), placement)
+    return ParamSpec(name, path, tuple(info.shape), dtype, torch.device("meta"), placement, matrices)
 
 
 def _info(name: str, shape: Sequence[int], dtype: torch.dtype) -> ParamInfo:

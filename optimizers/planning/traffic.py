@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from eigengraft.blocking.block_grid import Piece
 from eigengraft.distributed.comm_plan import BlockGroup
 from eigengraft.distributed.layouts import Layout
 from eigengraft.distributed.param_gather import pack_rows
@@ -20,8 +21,8 @@ from eigengraft.distributed.regions import Counts, holding
 from ..sharding.placement import ParamSpec
 
 AxisNumbers = tuple[int, ...]
-Place = tuple[AxisNumbers, AxisNumbers, AxisNumbers, AxisNumbers]
-"""Where a block lies: shape of its parameter, merged shape, first index and shape of the block."""
+Place = tuple[AxisNumbers, AxisNumbers, tuple[Piece, ...]]
+"""Where a block lies: shape of its parameter, merged shape, and pieces of the block."""
 
 
 @dataclass
@@ -174,7 +175,7 @@ def _alike(
     owners: dict[Place, list[int]] = {}
     for block in block_group.blocks:
         grid, shape = block.grid, layouts[block.position].shape
-        place = (shape, grid.merged, grid.start, grid.tile)
+        place = (shape, grid.merged, grid.pieces)
         if place not in holdings:
             holdings[place] = holding(layouts[block.position], grid)
         owners.setdefault(place, []).append(block.owner)

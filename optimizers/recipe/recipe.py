@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
-from eigengraft.blocking import Blocking
+from eigengraft.blocking import Batches, Blocking, Matrices, View, ViewChoice, Whole
 from eigengraft.chains import require_signals
 from eigengraft.component import FAMILY_MARK, Component
 from eigengraft.distributed.distribution import Distribution
@@ -20,6 +20,7 @@ from eigengraft.slots import Role
 from eigengraft.state_key import StateKey
 
 from ..apply import Averaging, Constraints
+from ..apply.failure import Failure
 from ..apply.weight_decay import Decoupled, WeightDecay
 from .routing import Match, ParamInfo
 from .schema import with_base
@@ -31,24 +32,6 @@ _SHAPES = ((1,), (2,), (2, 2), (2, 3), (3, 2), (64, 64), (2, 2, 2), (2, 3, 4), (
 """Shapes of blocks over which a recipe is asked for the slots it may have."""
 
 
-class Failure(Component):
-    """What is done about numbers that are not finite and roots that fail."""
-
-    nonfinite: Literal["skip", "raise", "ignore"] = Field(
-        default="skip",
-        description="a gradient with inf or nan: leave its parameter and state as they are and count it, "
-        "do so and raise, or do not look",
-    )
-    detect: Literal["auto", "host", "device"] = Field(
-        default="auto",
-        description="where gradients are looked at: on the host (one read per step) or by masks on the device "
-        "(counted one step later); auto: host for CPU parameters, else device",
-    )
-    roots: int = Field(
-        default=3, ge=0, description="refreshes of one root or basis that may fail in a row before an error is raised"
-    )
-
-
 class Update(Component):
     """One way to update parameters: the chain, what follows weight decay, constraints, and the cut into blocks."""
 
@@ -57,7 +40,10 @@ class Update(Component):
         default=(), description="stages applied to the direction after weight decay was added to it"
     )
     constraints: Constraints = Field(default=(), description="what every step of a parameter is held to, in order")
-    blocking: Blocking = Field(default=Blocking(), description="how parameters become blocks")
+    view: View = Field(
+        default=Batches(), description="which entries form a matrix; default: batches of them, but of convolutions"
+    )
+    blocking: Blocking = Field(default=Blocking(), description="how matrices become blocks")
 
     def stages(self, path: str = "") -> Iterator[tuple[str, Any]]:
         """(dotted path, stage) of every stage, those inside other stages included."""
@@ -78,10 +64,16 @@ class Update(Component):
         """Whether the first gradient only primes statistics."""
         return any(stage.lagged() for _, stage in self.stages())
 
+    def entrywise(self) -> bool:
+        """Whether no stage mixes entries, so that it plays no role which of them form a matrix."""
+        return all(stage.entrywise() for _, stage in self.stages())
+
     @model_validator(mode="after")
     def _stages_can_run(self) -> Self:
         if not self.update:
             raise ValueError("update: a stage is required ('identity' takes the gradient as it is), got none")
+        if self.entrywise() and not isinstance(self.view, (Batches, Whole)):
+            raise ValueError(f"view: a stage that mixes entries is required, or it is idle, got {self.view!r}")
         require_signals(self.stages())
         return self
 
@@ -182,6 +174,13 @@ class Recipe(Update):
             if (reason := route.match.reason(info)) is not None:
                 return f"routes.{route.name}", reason
         return "", f"{info.why}, no route takes it"
+
+    def view_of(self, info: ParamInfo) -> ViewChoice:
+        """The matrices of one parameter under its update; ValueError if its view does not fit, or leaves them open."""
+        rule = self.updates()[self.route(info)[0]]
+        needs = next((path for path, stage in rule.stages() if stage.needs_matrices()), None)
+        choice = ViewChoice(Matrices()) if rule.entrywise() else rule.view.of(info.shape, info.facts)
+        return choice.required_by(needs, info.shape)
 
     def updates(self) -> dict[str, Recipe | Route]:
         """The updates by path: the recipe's own under "", a route's under "routes.<name>"."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator
 from torch import Tensor, nn
 
+from eigengraft.blocking import ModuleFacts, module_facts
 from eigengraft.component import Component
 
 from .param_names import canonical_names, canonical_path, canonical_paths, last_of_stacks
@@ -30,7 +31,7 @@ class ParamInfo:
     name: qualified name, without the attributes of wrappers; None: unnamed.
     shape, numel: of the whole parameter.
     role, why: what the parameter is for, and how that was found.
-    modules: class names of the modules that hold it, and of their bases.
+    modules, facts: class names of the modules that hold it and of their bases; what these tell of its matrices.
     """
 
     name: str | None
@@ -39,6 +40,7 @@ class ParamInfo:
     role: ParamRole
     why: str
     modules: tuple[str, ...] = ()
+    facts: ModuleFacts = field(default_factory=ModuleFacts)
 
 
 @dataclass(frozen=True)
@@ -123,13 +125,12 @@ def describe_model(model: nn.Module) -> dict[int, ParamInfo]:
     for path, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             holders.setdefault(id(parameter), []).append((paths[path], module))
-    head = _unnamed_head(model)
-    parameters = dict(model.named_parameters())
-    infos, names, found = {}, canonical_names(list(parameters), model), list(parameters.values())
-    heads = last_of_stacks(names, found)
-    for name, parameter in zip(names, found, strict=True):
-        why = "last Linear onto a vocabulary" if parameter is head else heads.get(name, "")
-        infos[id(parameter)] = describe_parameter(name, parameter, holders[id(parameter)], why)
+    head, facts, found = _unnamed_head(model), module_facts(model), dict(model.named_parameters())
+    names, infos = canonical_names(list(found), model), {}
+    heads = last_of_stacks(names, list(found.values()))
+    for name, parameter in zip(names, found.values(), strict=True):
+        why, key = "last Linear onto a vocabulary" if parameter is head else heads.get(name, ""), id(parameter)
+        infos[key] = replace(describe_parameter(name, parameter, holders[key], why), facts=facts[key])
     return infos
 
 
@@ -139,13 +140,12 @@ def _unnamed_head(model: nn.Module) -> Tensor | None:
     Others may have as many by chance: only the last counts, and none if one shares its weight with an embedding.
     """
     tables = [m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
-    linears = [(path, m) for path, m in model.named_modules() if isinstance(m, nn.Linear)]
-    tied = any(linear.weight is table.weight for _, linear in linears for table in tables)
     paths = canonical_paths(model)
-    if tied or any(_HEAD.search(paths[path]) for path, _ in linears):
+    linears = [(paths[path], m) for path, m in model.named_modules() if isinstance(m, nn.Linear)]
+    if any(_HEAD.search(path) or any(linear.weight is table.weight for table in tables) for path, linear in linears):
         return None
-    onto = [m.weight for _, m in linears if m.out_features in {table.num_embeddings for table in tables}]
-    return onto[-1] if onto else None
+    rows = {table.num_embeddings for table in tables}
+    return next((m.weight for _, m in reversed(linears) if m.out_features in rows), None)
 
 
 def _as_tuple(value: Any) -> Any:

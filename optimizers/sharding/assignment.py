@@ -132,8 +132,10 @@ class Assignments:
 
     def _spec(self, parameter: Tensor, info: ParamInfo, name: str, rank_group: RankGroup | None) -> ParamSpec:
         path = self.recipe.route(info)[0]
-        placement = None if rank_group is None else place(self.recipe, path, layout_of(parameter, rank_group))
-        return ParamSpec(name, path, tuple(parameter.shape), parameter.dtype, parameter.device, placement)
+        matrices, placement = self.recipe.view_of(info).matrices, None
+        if rank_group is not None:
+            placement = place(self.recipe, path, layout_of(parameter, rank_group), matrices)
+        return ParamSpec(name, path, tuple(parameter.shape), parameter.dtype, parameter.device, placement, matrices)
 
     def agree(self, index: int, group: Mapping[str, Any]) -> None:
         """Raises ValueError on every rank if ranks were not given the same recipe and param group."""
@@ -163,7 +165,7 @@ class Assignments:
 def _describe(spec: ParamSpec, parameter: Tensor) -> tuple[Any, ...]:
     """What must be the same of a parameter on all ranks."""
     placements = parameter.placements if isinstance(parameter, DTensor) else None
-    return spec.name, spec.dtype, spec.shape, placements
+    return spec.name, spec.dtype, spec.shape, spec.matrices, placements
 
 
 def scope(parameter: Tensor, distribution: Distribution) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from eigengraft.blocking import BlockGrid
+from eigengraft.blocking.block_grid import BlockGrid
 from eigengraft.distributed.layouts import Layout
 from eigengraft.distributed.ownership import Item
 from eigengraft.distributed.regions import holding
@@ -67,6 +67,6 @@ class Holdings:
         place = id(layout), block
         if place not in self._found:
             counts = holding(layout, block)
-            near = np.flatnonzero(counts * LEAST_SHARE >= math.prod(block.tile))
+            near = np.flatnonzero(counts * LEAST_SHARE >= math.prod(block.shape))
             self._found[place] = {int(rank): int(counts[rank]) for rank in near}
         return self._found[place]

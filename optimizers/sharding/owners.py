@@ -91,9 +91,9 @@ def _blocks(
     assert spec.placement is not None and spec.placement.owners is not None
     rule, placement, owners = recipe.updates()[spec.path], spec.placement, spec.placement.owners
     together = any(stage.spans_parameter() for _, stage in rule.stages())
-    for grid in rule.blocking.grids(spec.shape):
-        cost = _cost(spec, grid.tile, recipe)
-        measured = recipe.distribution.measured(grid.tile, cost.work)
+    for grid in rule.blocking.grids(spec.shape, spec.matrices):
+        cost = _cost(spec, grid.shape, recipe)
+        measured = recipe.distribution.measured(grid.shape, cost.work)
         scale = measured / cost.work if cost.work else 0.0
         often, rest = _refreshes(cost, phases[spec.key][list(grid.keys)], interval)
         constant = rest * scale if cost.work else measured

@@ -10,17 +10,26 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from eigengraft.blocking import Matrices
+from eigengraft.blocking.rule import ONE_TENSOR
 from eigengraft.preconditioners.cadence import ROUNDED
 
 from ..recipe.recipe import Recipe
 
 
 class ParamKey(NamedTuple):
-    """What the phases of a parameter follow from: its name, the path of its update, the shape of the full parameter."""
+    """What the phases of a parameter follow from.
+
+    name: of the parameter.
+    path: of its update.
+    shape: of the full parameter.
+    matrices: which of its entries form a matrix.
+    """
 
     name: str
     path: str
     shape: tuple[int, ...]
+    matrices: Matrices = ONE_TENSOR
 
 
 Phases = Mapping[ParamKey, NDArray[np.float64]]
@@ -52,7 +61,8 @@ def refresh_phases(recipe: Recipe, parameters: Iterable[ParamKey], at_once: int 
     kinds = _kinds(recipe, params)
     counts = Counter[ParamKey]()
     for kind in kinds.values():
-        counts.update({param: len(keys) for param, keys in kind.blocks})
+        for param, keys in kind.blocks:
+            counts[param] += len(keys)
     phases = {param: np.zeros(counts[param]) for param in params}
     total, units = sum(kind.total for kind in kinds.values()), _units(kinds.values())
     before = 0.0
@@ -75,9 +85,9 @@ def _kinds(recipe: Recipe, parameters: Collection[ParamKey]) -> dict[tuple[str, 
     """Blocks by path and shape, in the order of their refreshes."""
     updates = recipe.updates()
     found: dict[tuple[str, tuple[int, ...]], list[tuple[ParamKey, tuple[int, ...]]]] = {}
-    for param in sorted(parameters, key=lambda param: (natural_order(param.name), *param[1:])):
-        for grid in updates[param.path].blocking.grids(param.shape):
-            found.setdefault((param.path, grid.tile), []).append((param, grid.keys))
+    for param in sorted(parameters, key=lambda param: (natural_order(param.name), *param[1:3])):
+        for grid in updates[param.path].blocking.grids(param.shape, param.matrices):
+            found.setdefault((param.path, grid.shape), []).append((param, grid.keys))
     costs = {kind: sum(stage.refresh_cost(kind[1]) for _, stage in updates[kind[0]].stages()) for kind in found}
     return {kind: _Kind(costs[kind], found[kind]) for kind in sorted(found)}
 

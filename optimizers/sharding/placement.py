@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from eigengraft.blocking import Matrices
+from eigengraft.blocking.rule import ONE_TENSOR
 from eigengraft.distributed.layouts import Layout
 from eigengraft.distributed.rank_group import RankGroup
 from eigengraft.quantization import choose
@@ -49,6 +51,7 @@ class ParamSpec:
     dtype: dtype of the parameter.
     device: device of the parameter.
     placement: where it lies among ranks; None: this process updates all of it, whatever other ranks do.
+    matrices: which of its entries form a matrix.
     frozen: whether it had no gradients when the optimizer was made.
     """
 
@@ -58,6 +61,7 @@ class ParamSpec:
     dtype: torch.dtype
     device: torch.device
     placement: ParamPlacement | None = None
+    matrices: Matrices = ONE_TENSOR
     frozen: bool = False
 
     @property
@@ -68,7 +72,7 @@ class ParamSpec:
     @property
     def key(self) -> ParamKey:
         """What the phases of its blocks follow from."""
-        return ParamKey(self.name, self.path, self.shape)
+        return ParamKey(self.name, self.path, self.shape, self.matrices)
 
 
 def layout_of(parameter: Tensor, rank_group: RankGroup) -> Layout:
@@ -91,7 +95,7 @@ def layout_of(parameter: Tensor, rank_group: RankGroup) -> Layout:
     return layout
 
 
-def place(recipe: Recipe, path: str, layout: Layout) -> ParamPlacement:
+def place(recipe: Recipe, path: str, layout: Layout, matrices: Matrices = ONE_TENSOR) -> ParamPlacement:
     """The placement of a parameter of that layout before its blocks have owners.
 
     Raises ValueError where the update needs more of the parameter in one place than the layout gives.
@@ -101,7 +105,7 @@ def place(recipe: Recipe, path: str, layout: Layout) -> ParamPlacement:
             where = f"{path or 'recipe'}.constraints.{constraint.label}"
             kind = "rows" if constraint.shardable(True) else "parameters"
             raise ValueError(f"{where}: whole {kind} are required, got a parameter whose {kind} are sharded")
-    if not _updates_in_place(recipe, path, layout.shape):
+    if not _updates_in_place(recipe, path, layout.shape, matrices):
         return ParamPlacement(layout, {})
     ranks = len(layout.boxes)
     if layout.copies == 1 < ranks:
@@ -111,13 +115,13 @@ def place(recipe: Recipe, path: str, layout: Layout) -> ParamPlacement:
     return ParamPlacement(layout, {})
 
 
-def _updates_in_place(recipe: Recipe, path: str, shape: tuple[int, ...]) -> bool:
+def _updates_in_place(recipe: Recipe, path: str, shape: tuple[int, ...], matrices: Matrices) -> bool:
     """Whether a rank can update any entries alone: the update mixes no entries, and has one slot entry for each, so
     that the state is divided as evenly as the parameter."""
     rule = recipe.updates()[path]
     if rule.constraints:  # the norms of which all ranks take together
         return False
-    if any(grid.merged != shape or not grid.is_parameter for grid in rule.blocking.grids(shape)):
+    if any(grid.shape != shape or not grid.is_parameter for grid in rule.blocking.grids(shape, matrices)):
         return False
     slots = [
         choose(recipe.storage, key, slot) is None and slot.shape == shape

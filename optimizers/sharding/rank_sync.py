@@ -15,7 +15,7 @@ from eigengraft.distributed.rank_group import DistributedError, RankGroup
 from eigengraft.distributed.work import HostCopy
 from eigengraft.numerics import compute_dtype, norms_by_dtype
 
-from ..recipe.recipe import Failure
+from ..apply.failure import Failure
 from .fingerprint import StepNumbers, differing, fill_from_device, fingerprint, tell_apart
 from .placement import ParamSpec
 

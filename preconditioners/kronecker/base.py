@@ -67,6 +67,9 @@ class Factored(Stage):
         full = self.statistic.axes.full
         return float(sum(block[axis] ** (3 if full(block, axis) else 1) for axis in self.factor_axes(block)))
 
+    def needs_matrices(self) -> bool:
+        return self.statistic.source == "orthogonalized"
+
     def observed(self, gradient: Tensor, direction: Tensor) -> Tensor:
         return self.statistic.observed(gradient, direction)
 

@@ -28,6 +28,9 @@ class Spectral(Stage):
     solver: PolarSolver = Field(default=NewtonSchulz(), description="how the polar factor is computed")
     nuclear_norm: bool = Field(default=False, description="multiply by <d, polar(d)>, in units of the direction")
 
+    def needs_matrices(self) -> bool:
+        return True
+
     def work(self, block: tuple[int, ...]) -> float:
         rows = block[0] if block else 1
         columns = math.prod(block[1:])

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .blocking import BlockGrid
+from .blocking.block_grid import BlockGrid
 
 BYTES_ON_CPU, BYTES_ELSEWHERE = 1 << 22, 1 << 28
 """Bytes of the largest tensor of a stack. A step needs memory for a few such tensors: decoded slots and products.
@@ -71,6 +71,11 @@ class Stack:
         """`[N]`, key of each block: its number in its parameter."""
         return tuple(key for _, grid in self.grids for key in grid.keys)
 
+    @cached_property
+    def matrix_ids(self) -> NDArray[np.int64]:
+        """`[N]`, a number for the matrix that each block belongs to: a parameter, or what its view makes of it."""
+        return np.array([(param_id << 32) + own for param_id, grid in self.grids for own in grid.matrices], np.int64)
+
     def select(self, active: NDArray[np.bool_]) -> tuple[Stack, Tensor | None]:
         """(stack of the active parameters' blocks, their rows in this stack); (this stack, None) if all are active."""
         keep = active[self.param_ids]
@@ -85,7 +90,7 @@ class Stack:
 
         May be a view of the only tensor: do not write to it.
         """
-        sources = [self._source(grid, tensors[param_id]) for param_id, grid in self.grids]
+        sources = [view for param_id, grid in self.grids for view in self._sources(grid, tensors[param_id])]
         if len(sources) == 1 and sources[0].shape == self.block and sources[0].dtype == self.dtype:
             return sources[0].unsqueeze(0)
         out = torch.empty((len(self.param_ids), *self.block), dtype=self.dtype, device=self.device)
@@ -94,19 +99,20 @@ class Stack:
 
     def scatter(self, rows: Tensor, buffers: Mapping[int, Tensor]) -> None:
         """Writes blocks `[N, *block]` into buffers of merged shape, given by position."""
-        targets = [grid.cut(buffers[param_id]) for param_id, grid in self.grids]
-        sources = zip(self._split(rows), targets, strict=True)
-        torch._foreach_copy_(targets, [blocks.reshape(target.shape) for blocks, target in sources])
+        targets = [view for param_id, grid in self.grids for view in grid.in_parameter(buffers[param_id])]
+        split = zip(self._split(rows), self.grids, strict=True)
+        torch._foreach_copy_(targets, [view for blocks, (_, grid) in split for view in grid.in_blocks(blocks)])
 
-    def _source(self, grid: BlockGrid, x: Tensor) -> Tensor:
-        x = x if x.shape == grid.merged else x.reshape(grid.merged)
-        return x if grid.is_parameter else grid.cut(x)
+    def _sources(self, grid: BlockGrid, x: Tensor) -> list[Tensor]:
+        if grid.is_parameter:
+            return [x if x.shape == grid.shape else x.reshape(grid.shape)]
+        return grid.in_parameter(x if x.shape == grid.merged else x.reshape(grid.merged))
 
     def _targets(self, out: Tensor) -> list[Tensor]:
         if all(grid.is_parameter for _, grid in self.grids):
             return list(out.unbind(0))
         pairs = zip(self._split(out), self.grids, strict=True)
-        return [x.squeeze(0) if grid.is_parameter else x.view(*grid.count, *grid.tile) for x, (_, grid) in pairs]
+        return [v for x, (_, grid) in pairs for v in ([x.squeeze(0)] if grid.is_parameter else grid.in_blocks(x))]
 
     def _split(self, rows: Tensor) -> list[Tensor]:
         return list(torch.split(rows, [len(grid.keys) for _, grid in self.grids]))

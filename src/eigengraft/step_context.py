@@ -94,7 +94,7 @@ class StepContext:
     steps: `[N]`, how often each block has been updated, this step included: 1 at the first update, 0 while priming,
     when stages with `timing: lagged` see their first gradient and nothing moves.
     phases: `[N]` in [0, 1), where in a refresh interval each block is due.
-    param_ids: `[N]`, which parameter a block belongs to.
+    param_ids: `[N]`, which parameter a block belongs to; each matrix that a view makes of one counts as one.
     seeds: `[N]`, a number made of the parameter's name and the block's key, the same in every run and on every rank.
     signals: what stages declared in `requires` or `accepts`, and the totals of slots.
     first: set during the first refresh of a block.

@@ -81,11 +81,11 @@ def test_pieces_are_the_blocks_of_a_parameter_in_row_major_order(shape: tuple[in
     x = torch.arange(math.prod(shape)).reshape(merged)
     found: dict[int, Tensor] = {}
     for grid in blocking.grids(shape):
-        cut = grid.cut(x).reshape(-1, *grid.tile)
+        cut = grid.in_parameter(x)[0].reshape(-1, *grid.shape)
         assert len(cut) == len(grid.keys) == math.prod(grid.count)
         assert not found.keys() & set(grid.keys)
         found.update(zip(grid.keys, cut, strict=True))
-        assert grid.is_parameter == (grid.tile == merged)
+        assert grid.is_parameter == (grid.shape == merged)
     expected = blocks_by_hand(x, blocking.size) if x.numel() else []
     assert sorted(found) == list(range(len(expected)))
     for key, block in enumerate(expected):
@@ -97,7 +97,7 @@ def test_pieces_are_the_blocks_of_a_parameter_in_row_major_order(shape: tuple[in
 @given(shape=full_shapes, blocking=blockings)
 def test_pieces_of_a_parameter_differ_in_their_tiles(shape: tuple[int, ...], blocking: Blocking) -> None:
     """At most two lengths an axis, full and rest: at most 2^order shapes, whatever the number of blocks."""
-    tiles = [grid.tile for grid in blocking.grids(shape)]
+    tiles = [grid.shape for grid in blocking.grids(shape)]
     assert len(tiles) == len(set(tiles)) <= 2 ** len(blocking.merged(shape))
     assert all(n <= (blocking.size or n) for tile in tiles for n in tile)
 
@@ -106,7 +106,7 @@ def test_pieces_of_a_parameter_differ_in_their_tiles(shape: tuple[int, ...], blo
 def test_cut_is_a_view(shape: tuple[int, ...], blocking: Blocking) -> None:
     x = torch.zeros(blocking.merged(shape))
     for grid in blocking.grids(shape):
-        grid.cut(x).add_(1)
+        grid.in_parameter(x)[0].add_(1)
     assert bool((x == 1).all())
 
 
@@ -114,7 +114,7 @@ def stacks_of(shapes: list[tuple[int, ...]], blocking: Blocking) -> list[Stack]:
     found: dict[tuple[int, ...], list[tuple[int, BlockGrid]]] = {}
     for owner, shape in enumerate(shapes):
         for grid in blocking.grids(shape):
-            found.setdefault(grid.tile, []).append((owner, grid))
+            found.setdefault(grid.shape, []).append((owner, grid))
     return [Stack(tile, torch.float64, torch.device("cpu"), tuple(grids)) for tile, grids in found.items()]
 
 

@@ -88,7 +88,7 @@ def block_groups_of(
     found: dict[tuple[int, ...], list[PlacedBlock]] = {}
     for position, shape in enumerate(shapes):
         for grid in blocking.grids(shape):
-            placed = found.setdefault(grid.tile, [])
+            placed = found.setdefault(grid.shape, [])
             for index in range(len(grid.keys)):
                 owner = next(owners) % ranks
                 row = sum(block.owner == owner for block in placed)
@@ -127,7 +127,7 @@ def test_gradients_reach_owners_and_updates_return(
             if not own:
                 continue
             stack = torch.stack(
-                [b.grid.cut(tensors[b.position].reshape(b.grid.merged)).reshape(b.grid.tile) for b in own]
+                [b.grid.in_parameter(tensors[b.position].reshape(b.grid.merged))[0].reshape(b.grid.shape) for b in own]
             )
             comm_step.advance(index)
             if comm_step.carries("gradients"):

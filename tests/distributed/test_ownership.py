@@ -161,7 +161,7 @@ def test_a_transformer_is_divided_evenly(name: str, ranks: int) -> None:
     are even to 10%."""
     recipe = load_recipe(name, ["blocking.size=256", "blocking.merge=256"])
     shapes = [(2304, 768), (768, 768), (3072, 768), (768, 3072)] * 12
-    blocks = [p.tile for shape in shapes for p in recipe.blocking.grids(shape) for _ in p.keys]
+    blocks = [p.shape for shape in shapes for p in recipe.blocking.grids(shape) for _ in p.keys]
     costs = [block_cost(recipe, "", block, torch.float32, recipe.storage) for block in blocks]
     loads = Loads(ranks)
     assign([Item(cost.work, float(cost.state)) for cost in costs], loads)

@@ -65,8 +65,8 @@ def test_a_phase_is_the_share_of_the_cost_before() -> None:
     for param in keys():
         rule = recipe.updates()[param.path]
         for grid in rule.blocking.grids(param.shape):
-            cost = Fraction(sum(stage.refresh_cost(grid.tile) for _, stage in rule.stages()))
-            blocks += [((param.path, grid.tile, natural_order(param.name), key), param, cost) for key in grid.keys]
+            cost = Fraction(sum(stage.refresh_cost(grid.shape) for _, stage in rule.stages()))
+            blocks += [((param.path, grid.shape, natural_order(param.name), key), param, cost) for key in grid.keys]
     phases, before, total = refresh_phases(recipe, keys()), Fraction(0), sum(cost for *_, cost in blocks)
     assert len({cost for *_, cost in blocks}) > 3 and sum(map(len, phases.values())) == len(blocks)
     for order, param, cost in sorted(blocks):

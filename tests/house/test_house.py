@@ -34,7 +34,8 @@ def sources() -> dict[str, Path]:
     """Every module of the library by its dotted name; symlinks are not followed, so each file is seen once."""
     base = ROOT / "src" / "eigengraft"
     found = {"eigengraft." + path.stem: path for path in base.glob("*.py")}
-    found |= {f"eigengraft.{TESTING}.{path.stem}": path for path in (base / TESTING).glob("*.py")}
+    for folder in (TESTING, "blocking"):
+        found |= {f"eigengraft.{folder}.{path.stem}": path for path in (base / folder).glob("*.py")}
     for room in ROOMS:
         for path in (ROOT / room).rglob("*.py"):
             found[".".join(["eigengraft", *path.relative_to(ROOT).with_suffix("").parts])] = path

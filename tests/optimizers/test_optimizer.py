@@ -19,7 +19,7 @@ from eigengraft.optimizers.apply.weight_decay import WeightDecay
 from ..recipes import BROAD, COVER, EVERY_BROAD, TOGETHER, with_options
 from ..trajectories import named
 
-SHAPES = ((), (0,), (0, 3), (1,), (5,), (4, 3), (3, 4), (1, 6), (2, 3, 2), (3, 2, 1, 2), (2, 1, 2, 2, 2))
+SHAPES = ((), (0,), (0, 3), (1,), (5,), (4, 3), (3, 4), (1, 6), (2, 3, 17), (3, 2, 1, 2), (2, 1, 2, 2, 2))
 FAST_SOAP = load_recipe("soap", ["update.eigenbasis.refresh.steps=3"])
 AT_ONCE = load_recipe(FAST_SOAP, ["update.eigenbasis.refresh.stagger=none"])
 """Refreshes are spread over all parameters of an optimizer; without that, parameters know nothing of each other."""
@@ -317,7 +317,7 @@ def channels_last(x: Tensor) -> Tensor:
 LAYOUTS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
     "channels last": ((3, 2, 2, 3), channels_last),
     "transposed": ((4, 3), lambda x: x.t().contiguous().t()),
-    "permuted": ((2, 3, 4), lambda x: x.permute(2, 0, 1).contiguous().permute(1, 2, 0)),
+    "permuted": ((2, 3, 17), lambda x: x.permute(2, 0, 1).contiguous().permute(1, 2, 0)),
     "sliced": ((4, 3), lambda x: torch.cat([x, x + 7], 1)[:, :3]),
     "strided": ((5,), lambda x: x.repeat_interleave(2)[::2]),
 }

@@ -299,7 +299,7 @@ def test_what_ranks_hold_of_a_block(shape: tuple[int, ...], size: int, merge: in
     for grid in Blocking(size=size, merge=merge).grids(shape):
         for index in range(len(grid.keys)):
             block = grid.block(index)
-            inside = set(block.cut(marks.view(grid.merged)).flatten().tolist())
+            inside = set(block.in_parameter(marks.view(grid.merged))[0].flatten().tolist())
             held = [marks.view(shape)[tuple(map(slice, box.start, box.stop))] for box in layout.boxes]
             expected = [len(inside & set(own.flatten().tolist())) for own in held]
             assert holding(layout, block).tolist() == expected

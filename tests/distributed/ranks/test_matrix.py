@@ -18,22 +18,21 @@ pytestmark = pytest.mark.slow
 
 SHAMPOO = "update.graft.direction.shampoo"
 SMALL = ["statistic.inner", "root.inner.inner", "first_moment", "second_moment"]
-EXPERTS = ["blocking.merge=1024"]
-"""Each expert is a matrix; by default they would lie side by side in one of 3 x 1961."""
+VIEWS = ["view=modules"]
+"""Sections, heads and groups that no shard of a rank coincides with."""
 RECIPES = {
     "soap": ["update.eigenbasis.refresh.steps=2"],
     "shampoo": [f"{SHAMPOO}.refresh.steps=2"],
-    "soap_kl": ["update.eigenbasis.refresh.steps=2"],
-    "muon": EXPERTS,
+    "soap_kl": [*VIEWS, "update.eigenbasis.refresh.steps=2"],
+    "muon": VIEWS,
     "adamw": [],
     "psgd_kron": [],
     "shampoo_4bit": [
-        *EXPERTS,
         f"{SHAMPOO}.refresh.steps=2",
         f"{SHAMPOO}.statistic.interval=2",
         *(f"storage.{slot}.min_elements=1" for slot in SMALL),
     ],
-    "splus": [*EXPERTS, "update.eigenbasis.refresh.steps=2"],
+    "splus": ["update.eigenbasis.refresh.steps=2"],
 }
 RANKS = (2, 4)
 GRIDS = ("hsdp", "tp_fsdp", "pp_fsdp", "ep", "compiled")

@@ -21,7 +21,7 @@ from eigengraft import Optimizer, load_recipe
 from ...recipes import SHIPPED, with_options
 from ...trajectories import named
 
-SHAPES = ((6, 4), (6, 4), (4, 4), (5,), (), (0,), (3, 2, 2))
+SHAPES = ((6, 4), (6, 4), (4, 4), (5,), (), (0,), (3, 2, 17))
 STAGE = r"\d+/(routes\.\w+\.)?(update|after_decay)(\.[A-Za-z_]\w*)+"
 KEY = re.compile(rf"({STAGE}|averaging|(routes\.\w+\.)?constraints\.\w+)/[a-z_]+(\.\d+)?")
 

@@ -38,6 +38,14 @@ class Layer(nn.Module):
             self.square = nn.Linear(90, 90, bias=False)
         self.norm = nn.LayerNorm(90, bias=False)
 
+    def parameter_views(self) -> dict[str, dict[str, object]]:
+        """Interleaved groups of heads, groups without heads, and sections of the inputs of a transposed matrix."""
+        return {
+            "wide.weight": {"groups": 4, "sections": [8, 4, 4], "heads": [4, 4, 0]},
+            "square.weight": {"groups": 5, "sections": [11, 7]},
+            "up.weight": {"outputs": "last", "side": "inputs", "sections": [20, 33]},
+        }
+
 
 class Stack(nn.Module):
     """Two layers, experts, an embedding, and a head that only its name tells from other matrices."""

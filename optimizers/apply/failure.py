@@ -1,0 +1,27 @@
+"""Failure policy: what is done about numbers that are not finite and roots that fail."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from eigengraft.component import Component
+
+
+class Failure(Component):
+    """What is done about numbers that are not finite and roots that fail."""
+
+    nonfinite: Literal["skip", "raise", "ignore"] = Field(
+        default="skip",
+        description="a gradient with inf or nan: leave its parameter and state as they are and count it, "
+        "do so and raise, or do not look",
+    )
+    detect: Literal["auto", "host", "device"] = Field(
+        default="auto",
+        description="where gradients are looked at: on the host (one read per step) or by masks on the device "
+        "(counted one step later); auto: host for CPU parameters, else device",
+    )
+    roots: int = Field(
+        default=3, ge=0, description="refreshes of one root or basis that may fail in a row before an error is raised"
+    )

@@ -1,0 +1,12 @@
+"""How a parameter becomes blocks: which of its entries form a matrix (views), then merging and splitting."""
+
+from .block_grid import BlockGrid as BlockGrid
+from .matrices import Matrices as Matrices
+from .matrices import ModuleFacts as ModuleFacts
+from .matrices import View as View
+from .matrices import ViewChoice as ViewChoice
+from .module_views import module_facts as module_facts
+from .rule import Blocking as Blocking
+from .views import Batches as Batches
+from .views import Modules as Modules
+from .views import Whole as Whole

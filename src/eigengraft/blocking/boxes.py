@@ -1,0 +1,48 @@
+"""Runs of entries along merged axes, as boxes in the axes that were merged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+
+def grouping(shape: tuple[int, ...], merged: tuple[int, ...]) -> tuple[int, ...]:
+    """Number of axes of a shape that each merged axis is made of; an axis of length 1 belongs to a neighbour."""
+    groups, first = [], 0
+    for place, length in enumerate(merged):
+        last, product = first, 1
+        final = place == len(merged) - 1
+        while last < len(shape) and (product < length or shape[last] == 1 or final):
+            product *= shape[last]
+            last += 1
+        groups.append(last - first)
+        first = last
+    return tuple(groups)
+
+
+def boxes_of_run(
+    start: int, stop: int, lengths: tuple[int, ...]
+) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """Boxes of the entries start <= i < stop of flattened axes, as (first i, box start, box stop), in order.
+
+    There are at most 2k - 1 of them for k axes.
+    """
+    if not lengths:
+        yield 0, (), ()
+        return
+    if len(lengths) == 1:
+        yield start, (start,), (stop,)
+        return
+    inner = math.prod(lengths[1:])
+    at = start
+    while at < stop:
+        row, column = divmod(at, inner)
+        if column == 0 and stop - at >= inner:
+            rows = (stop - at) // inner
+            yield at, (row, *(0 for _ in lengths[1:])), (row + rows, *lengths[1:])
+            at += rows * inner
+            continue
+        end = min(stop, (row + 1) * inner)
+        for first, low, high in boxes_of_run(column, column + end - at, lengths[1:]):
+            yield row * inner + first, (row, *low), (row + 1, *high)
+        at = end

@@ -1,0 +1,118 @@
+"""What the modules of a model tell of its parameters: convolutions, fused projections, heads, experts.
+
+Modules are recognised by structure and by names of their attributes; no library of models is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import nn
+
+from eigengraft.component import checked
+
+from .attention_views import Told, attention_matrices
+from .matrices import Matrices, ModuleFacts
+
+
+def module_facts(model: nn.Module) -> dict[int, ModuleFacts]:
+    """The facts of every parameter of a model by `id`. What a module itself tells goes before what is recognised."""
+    modules = dict(model.named_modules())
+    told: dict[int, tuple[Matrices, str]] = {}
+    for path, module in modules.items():
+        for parameter, matrices, source in _published(path, module):
+            told.setdefault(id(parameter), (matrices, source))
+    for module in modules.values():
+        for recognised in RECOGNISED:
+            for parameter, matrices, source in recognised(module):
+                if _fits(matrices, tuple(parameter.shape)):
+                    told.setdefault(id(parameter), (matrices, f"{source} of {type(module).__name__}"))
+    convolutions = _convolutions(modules)
+    facts = {}
+    for parameter in model.parameters():
+        facts[id(parameter)] = ModuleFacts(id(parameter) in convolutions, *told.get(id(parameter), (None, "")))
+    return facts
+
+
+def _published(path: str, module: nn.Module) -> Told:
+    """What a module's own `parameter_views()` says: {parameter name: matrices, or a mapping of their fields}."""
+    views = getattr(module, "parameter_views", None)
+    if not callable(views):
+        return
+    where, found = f"{path or type(module).__name__}.parameter_views", views()
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{where}: a mapping from names of parameters to matrices is required, got {found!r}")
+    for name, fields in found.items():
+        parameter = _reached(module, name)
+        if not isinstance(parameter, nn.Parameter):
+            raise ValueError(f"{where}: names of parameters of the module are required, got '{name}'")
+        matrices = fields if isinstance(fields, Matrices) else checked(Matrices, fields, f"{where}.{name}")
+        try:
+            matrices.require_fit(tuple(parameter.shape))
+        except ValueError as error:
+            raise ValueError(f"{where}.{name}: {error}") from None
+        yield parameter, matrices, f"parameter_views of {type(module).__name__}"
+
+
+def _reached(module: nn.Module, name: object) -> object:
+    """What lies at a dotted path of attributes, which wrappers of modules pass on; None: nothing."""
+    found: object = module
+    for part in str(name).split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _fits(matrices: Matrices, shape: tuple[int, ...]) -> bool:
+    try:
+        matrices.require_fit(shape)
+    except ValueError:
+        return False
+    return True
+
+
+def _convolutions(modules: Mapping[str, nn.Module]) -> set[int]:
+    """Parameters, by `id`, that a convolution owns; of a parametrized weight, the module that it is a weight of."""
+    found = set()
+    for path, module in modules.items():
+        owner = module
+        if type(module).__name__ == "ParametrizationList":
+            owner = modules[path.rpartition(".parametrizations")[0]]
+        if any("conv" in cls.__name__.lower() for cls in type(owner).__mro__):
+            found |= {id(parameter) for parameter in module.parameters(recurse=False)}
+    return found
+
+
+GATED_LAYERS = (("gate_up_proj", "down_proj"), ("Wi", "Wo"), ("w12", "w3"))
+"""Names of a projection onto gates and values, one after the other, and of the projection that follows."""
+
+
+def _gated_layer(module: nn.Module) -> Told:
+    """Fused gates and values of a feed-forward layer, as in Phi 3 and ModernBERT."""
+    for name, following in GATED_LAYERS:
+        weight = getattr(getattr(module, name, None), "weight", None)
+        after = getattr(getattr(module, following, None), "weight", None)
+        if not isinstance(weight, nn.Parameter) or not isinstance(after, nn.Parameter):
+            continue
+        if weight.ndim == after.ndim == 2 and weight.shape[0] == 2 * after.shape[1]:
+            yield weight, Matrices(sections=(after.shape[1],) * 2), f"gates and values {name}"
+
+
+def _experts(module: nn.Module) -> Told:
+    """Stacked experts `[E, m, n]` with fused gates and values, as in Mixtral, Llama 4 and gpt-oss."""
+    fused, after = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
+    if not isinstance(fused, nn.Parameter) or not isinstance(after, nn.Parameter) or not fused.ndim == after.ndim == 3:
+        return
+    if fused.shape[1:] == (2 * after.shape[2], after.shape[1]):
+        yield fused, Matrices(batch=1, sections=(after.shape[2],) * 2), "experts, gates and values"
+        yield after, Matrices(batch=1), "experts"
+    elif fused.shape[1:] == (after.shape[2], 2 * after.shape[1]):
+        hidden = after.shape[1]
+        alternating = type(module).__name__.startswith("GptOss")
+        sections = {"sections": (1, 1), "groups": hidden} if alternating else {"sections": (hidden, hidden)}
+        matrices = Matrices.model_validate({"batch": 1, "outputs": "last", **sections})
+        yield fused, matrices, "experts [inputs, outputs], gates and values"
+        yield after, Matrices(batch=1, outputs="last"), "experts [inputs, outputs]"
+
+
+RECOGNISED: tuple[Callable[[nn.Module], Told], ...] = (attention_matrices, _gated_layer, _experts)
+"""What recognises modules, in order; the first that tells of a parameter counts."""
