@@ -23,8 +23,8 @@ class GradientDifference(Stage):
     """
 
     kind: Literal["gradient_difference"] = "gradient_difference"
-    gamma: float = Field(default=0.025, ge=0, description="strength of the correction; 0: none")
-    beta: float = Field(default=0.95, ge=0, lt=1, description="b, the decay of the momentum that follows")
+    gamma: float = Field(default=0.025, gt=0, description="strength of the correction")
+    beta: float = Field(default=0.95, gt=0, lt=1, description="b, the decay of the momentum that follows")
 
     def entrywise(self) -> bool:
         return True

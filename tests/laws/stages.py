@@ -27,7 +27,7 @@ STAGES = (
         faults=(
             unknown("gradient_difference"),
             Fault({"kind": "gradient_difference", "beta": 1.0}, r"beta: .*less than 1, got 1\.0"),
-            Fault({"kind": "gradient_difference", "gamma": -0.1}, r"gamma: .*or equal to 0, got -0\.1"),
+            Fault({"kind": "gradient_difference", "gamma": 0.0}, r"gamma: .*greater than 0, got 0\.0"),
         ),
     ),
     Row(
