@@ -22,8 +22,9 @@ LEAST_SHARE = 16
 def exchange_owners(items: Sequence[Item], owners: Sequence[int], held: Sequence[Held]) -> list[int]:
     """The owners of items, exchanged among items of equal cost; every rank carries what it carried, at every step.
 
-    Pairs of an item and a rank are taken in the order of what the rank holds of the item, most first, ties to the
-    earlier item and the lower rank; an item goes to the rank if that owned one more of equal cost. held: of each item.
+    Pairs of an item and a rank are taken in the order of what the rank holds of the item, most first, ties to the owner
+    (neighbours have different ones, so that ranks compute at the same time), the earlier item and the lower rank; an
+    item goes to the rank if that owned one more of equal cost. held: of each item.
     """
     found = list(owners)
     alike: dict[Item, list[int]] = {}
@@ -35,8 +36,9 @@ def exchange_owners(items: Sequence[Item], owners: Sequence[int], held: Sequence
         for index in own:
             spare[owners[index]] = spare.get(owners[index], 0) + 1
         free = set(own)
-        pairs = sorted((-count, item, rank) for item in own for rank, count in held[item].items())
-        for _, index, rank in pairs:
+        pairs = [(-count, rank != owners[item], item, rank) for item in own for rank, count in held[item].items()]
+        pairs += [(0, False, item, owners[item]) for item in own]
+        for _, _, index, rank in sorted(pairs):
             if index in free and spare.get(rank):
                 free.remove(index)
                 spare[rank] -= 1

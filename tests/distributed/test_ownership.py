@@ -271,6 +271,12 @@ def test_owners_are_exchanged_at_no_cost(rows: list[tuple[Item, int, dict[int, i
     assert all(old == new for old, new, own in zip(before, after, held, strict=True) if not own)
 
 
+def test_owners_stay_where_nothing_is_gained() -> None:
+    """Neighbouring blocks have different owners, and keep them where every rank holds as much of each."""
+    items, owners = [Item(1.0, 1.0)] * 8, [0, 1, 2, 3] * 2
+    assert exchange_owners(items, owners, [dict.fromkeys(range(4), 5)] * 8) == owners
+
+
 def test_a_rank_owns_what_it_holds() -> None:
     """Item i lies on rank i mod 3; a fourth item has halves on two ranks, one of which has nothing better."""
     items, before = [Item(1.0, 1.0)] * 7, [0, 0, 0, 1, 1, 2, 2]
