@@ -60,6 +60,9 @@ class Sinkhorn(Stage):
     kind: Literal["sinkhorn"] = "sinkhorn"
     rounds: int = Field(default=5, ge=1, le=100, description="how often rows and columns are normalized")
 
+    def needs_matrices(self) -> bool:
+        return True
+
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         x = direction.reshape(len(direction), direction.shape[1] if direction.ndim > 1 else 1, -1)
         x = x / x.abs().amax((-2, -1), keepdim=True).clamp_min(tiny(x.dtype))  # squares neither over- nor underflow

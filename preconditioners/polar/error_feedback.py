@@ -40,6 +40,9 @@ class Dion(Stage):
     beta: float = Field(default=0.95, ge=0, lt=1, description="part of an update's directions that M keeps, per step")
     rank: int = Field(default=64, ge=1, description="number r of directions, at most the shorter side")
 
+    def needs_matrices(self) -> bool:
+        return True
+
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
         rows, columns = block[0] if block else 1, math.prod(block[1:])
         r = min(self.rank, rows, columns)
@@ -88,6 +91,9 @@ class Dion2(Stage):
         default="smaller", description="whether rows or columns are taken"
     )
     solver: PolarSolver = Field(default=NewtonSchulz(), description="how the polar factor is computed")
+
+    def needs_matrices(self) -> bool:
+        return True
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
         return {"m": Slot(block, role="first_moment", frame="vector")}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eigengraft import Optimizer, load_recipe, noise
+from eigengraft import Optimizer, compose, load_recipe, noise
 
 from ..trajectories import distance, follow, normal, random_gradients, recipe
 from .test_methods import (
@@ -530,6 +530,27 @@ def test_sophia_divides_by_the_diagonal_of_the_hessian_where_it_is_known() -> No
         w = w * (1 - 0.2 * LR) - LR * (m / (0.01 * h).clamp(min=1e-12)).clamp(-1, 1)
         assert float((p.detach() - w).abs().max()) <= 1e-9
     assert 0.1 < float(((0.01 * h) > m.abs()).double().mean()) < 0.9  # some are clipped, some are not
+
+
+def test_adam_mini_has_one_second_moment_for_each_head() -> None:
+    """Heads of queries, keys and values in one projection of `nn.MultiheadAttention`, by the view `modules`."""
+    attention = torch.nn.MultiheadAttention(8, 2, bias=False, dtype=torch.float64)
+    route = {"name": "heads", "match": {"name": "in_proj"}, "view": "modules"}
+    update = [{"kind": "momentum", "beta": 0.9}, {"kind": "rms", "beta": 0.95, "per": "block"}]
+    routes = [{**route, "update": update}, *load_recipe("adam_mini").model_dump(mode="json")["routes"]]
+    optimizer = compose({"base": "adam_mini", "routes": routes}, attention, lr=LR)
+    weight, gradients = attention.in_proj_weight, random_gradients([(24, 8)], STEPS)
+    start = weight.detach().clone()
+    for (g,) in gradients:
+        weight.grad = g.clone()
+        optimizer.step()
+    heads = zip(*(g.split(4) for (g,) in gradients), strict=True)
+    moments = [zip(means(h, 0.9, True), means([x.square().mean() for x in h], 0.95, True), strict=True) for h in heads]
+    updates = [
+        torch.cat(parts) for parts in zip(*([m / (v.sqrt() + 1e-8) for m, v in h] for h in moments), strict=True)
+    ]
+    expected = moved(start, updates, 0.1)[-1]
+    assert float((weight.detach() - expected).abs().max()) <= 1e-9 * float(expected.abs().max())
 
 
 def constrained(w: Tensor, u: Tensor, lr: float) -> Tensor:
