@@ -57,7 +57,7 @@ def rate(t: int) -> float:
 def follow(declared: Any, steps: int = STEPS, decay: float = 0.0) -> Iterator[tuple[Tensor, Tensor]]:
     """(training, evaluated) iterate after each step."""
     weight = nn.Parameter(start())
-    optimizer = Optimizer([weight], declared, lr=LR, weight_decay=decay)
+    optimizer = Optimizer([("weight", weight)], declared, lr=LR, weight_decay=decay)
     for t in range(1, steps + 1):
         optimizer.param_groups[0]["lr"] = rate(t)
         weight.grad = slope(weight.detach(), t)
