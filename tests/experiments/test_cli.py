@@ -274,7 +274,7 @@ WRONG = {
         ["train", "exp.yaml", "task=digit"],
         ["task: unknown task kind 'digit'", "did you mean 'digits'?"],
     ),
-    "unknown recipe": (["train", "exp.yaml", "recipe=saop"], ["'saop'", "did you mean 'soap'", "shipped_recipes() has all"]),
+    "unknown recipe": (["train", "exp.yaml", "recipe=saop"], ["'saop'", "did you mean 'soap'", "has all"]),
     "fault in a recipe given in the file": (["train", "own.yaml"], ["recipe.update.rms.beta: ", "got 3"]),
     "missing recipe file": (["train", "lost.yaml"], ["lost/mine.yaml: an existing YAML file is required"]),
     "missing text": (["train", "exp.yaml", "task={kind: byte_lm, path: gone}"], ["task.path", "gone'"]),
