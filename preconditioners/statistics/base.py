@@ -40,7 +40,7 @@ Powers = Callable[[int, Fraction], Power]
 
 
 class Statistic(Schedulable, ABC, family="statistic"):
-    """A_k <- b A_k + w O_k  for each axis k with a factor;  estimate A_k / c, then A_k tr(A_k)^(-s)
+    """A_k <- b A_k + w O_k  for each axis k with a factor;  estimate A_k / c, then A_k max(tr(A_k), floor)^(-s)
 
     O_k `[N, d, d]` is the contribution of one gradient (or its diagonal `[N, d]`, as `axes` says). Running
     mean (b < 1): w = 1 - b, c = 1 - b^t. Sum (b = 1) and `damped: false`: w = 1, c = 1. t counts observations.
@@ -55,6 +55,9 @@ class Statistic(Schedulable, ABC, family="statistic"):
     constants: ClassVar[frozenset[str]] = frozenset({"beta"})
     trace_scaling: float = Field(
         default=0.0, ge=0, le=1, description="power s: the estimate is multiplied by trace^(-s); 0 = not at all"
+    )
+    trace_floor: float = Field(
+        default=0.0, ge=0, description="least trace that is divided by, in units of squared gradients"
     )
     interval: int = Field(default=1, ge=1, description="observe at updates 1, 1 + interval, 1 + 2 interval, ...")
     source: Literal["gradient", "direction", "orthogonalized"] = Field(
@@ -71,6 +74,8 @@ class Statistic(Schedulable, ABC, family="statistic"):
     def _options_matter(self) -> Self:
         if self.source != "orthogonalized" and self.polar != NewtonSchulz():
             raise ValueError(f"polar: `source: orthogonalized` is required, got source '{self.source}'")
+        if self.trace_floor and not self.trace_scaling:
+            raise ValueError(f"trace_floor: `trace_scaling` is required, got floor {self.trace_floor} without it")
         summed = "beta 1" if self.beta == 1 else "damped false" if not self.damped else None
         if self.beta == 1 and not self.damped:
             raise ValueError("damped: true is required with beta 1, whose contributions enter with weight 1, got false")
@@ -155,7 +160,7 @@ class Statistic(Schedulable, ABC, family="statistic"):
             factor = factor / context.correction(self.beta, factor, lambda step: self._observations(step - behind))
         if self.trace_scaling:
             trace = (factor.diagonal(dim1=-2, dim2=-1) if factor.ndim == 3 else factor).sum(-1)
-            power = to_power(trace.clamp_min(tiny(trace.dtype)), -self.trace_scaling)
+            power = to_power(trace.clamp_min(max(self.trace_floor, tiny(trace.dtype))), -self.trace_scaling)
             factor = factor * per_block(power, factor)
         return factor
 

@@ -69,6 +69,7 @@ STATISTICS = (
             *(Fault({"kind": "gram", "axes": fields}, f"axes(: |[.]){said}") for fields, said in AXES_FAULTS),
             Fault({"kind": "gram", "interval": 0}, "interval: .*or equal to 1"),
             Fault({"kind": "gram", "trace_scaling": 2.0}, "trace_scaling: .*less than or equal to 1"),
+            Fault({"kind": "gram", "trace_floor": 1e-12}, "trace_floor: `trace_scaling` is required, got floor 1e-12"),
             Fault({"kind": "gram", "polar": "svd"}, "polar: .* required, got source 'gradient'"),
             Fault({"kind": "gram", "beta": 1.0, "damped": False}, "damped: true is required with beta 1, .*got false"),
             Fault(

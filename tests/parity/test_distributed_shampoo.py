@@ -42,6 +42,7 @@ CASES = {
     "an exponent for each axis": Case({"exponents": [0.5, 0.25]}, shampoo={"exponent": {2: ["1/2", "1/4"]}}),
     "an axis left out": Case({"exponents": [0, 0.5]}, shampoo={"exponent": {2: [0, "1/2"]}}),
     "trace scaling": Case({"trace_scaling": 0.5}, {"trace_scaling": 0.5}),
+    "trace below epsilon": Case({"trace_scaling": 0.5, "eps": 20.0}, {"trace_scaling": 0.5, "trace_floor": 20.0}),
     "trace scaling of power 1": Case(
         {"trace_scaling": 1.0, "exponents": [0.5, 0.5]}, {"trace_scaling": 1.0}, {"exponent": "1/2"}
     ),

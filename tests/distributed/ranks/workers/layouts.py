@@ -40,11 +40,12 @@ class Layer(nn.Module):
 
     def parameter_views(self) -> dict[str, dict[str, object]]:
         """Interleaved groups of heads, groups without heads, and sections of the inputs of a transposed matrix."""
-        return {
+        views: dict[str, dict[str, object]] = {
             "wide.weight": {"groups": 4, "sections": [8, 4, 4], "heads": [4, 4, 0]},
             "square.weight": {"groups": 5, "sections": [11, 7]},
             "up.weight": {"outputs": "last", "side": "inputs", "sections": [20, 33]},
         }
+        return {name: view for name, view in views.items() if hasattr(self, name.partition(".")[0])}
 
 
 class Stack(nn.Module):
