@@ -21,6 +21,8 @@ from .polar.bench import PolarBench as PolarBench
 from .polar.rows import PolarRow as PolarRow
 from .quantizers.bench import QuantizerBench as QuantizerBench
 from .quantizers.rows import QuantizerRow as QuantizerRow
+from .ranks.bench import RankBench as RankBench
+from .ranks.rows import RankRow as RankRow
 from .roots.bench import RootBench as RootBench
 from .roots.rows import RootRow as RootRow
 from .statistics.bench import StatisticBench as StatisticBench
@@ -62,3 +64,8 @@ def bench_quantizers(*, quick: bool = False, **fields: Any) -> list[QuantizerRow
 def bench_storage(*, quick: bool = False, **fields: Any) -> list[StorageRow]:
     """Rows of `StorageBench(**fields)`: time of stored recipes over plain ones."""
     return load_bench("storage", fields, quick).run()
+
+
+def bench_ranks(*, quick: bool = False, **fields: Any) -> list[RankRow]:
+    """Rows of `RankBench(**fields)`: waiting of ranks for each other."""
+    return load_bench("ranks", fields, quick).run()

@@ -1,0 +1,94 @@
+"""The bench of ranks: paths and efficiencies counted by hand, one launch of real processes, and what is refused."""
+
+from multiprocessing import Pipe
+from typing import Any
+
+import pytest
+
+from eigengraft.component import RecipeError
+from eigengraft.experiments.benches import RankRow, load_bench
+from eigengraft.experiments.benches.ranks.bench import RankBench
+from eigengraft.experiments.benches.ranks.processes import answer
+from eigengraft.experiments.benches.ranks.rows import efficiency_of, path_of
+
+pytestmark = pytest.mark.slow
+
+TINY: dict[str, Any] = {"layers": 1, "width": 8, "intervals": 1, "ranks": [1, 2]}
+
+
+def bench_of(**fields: Any) -> RankBench:
+    bench = load_bench("ranks", {**TINY, **fields})
+    assert isinstance(bench, RankBench)
+    return bench
+
+
+def test_a_step_lasts_as_long_as_its_busiest_rank() -> None:
+    busy = [[1.0, 5.0, 1.0, 1.0], [2.0, 1.0, 1.0, 4.0]]
+    assert path_of(busy) == (2 + 5 + 1 + 4) / 4
+    assert path_of(busy[:1]) == 2.0
+    assert efficiency_of(4.0, 2, path_of(busy)) == 4 / (2 * 3)
+    assert efficiency_of(path_of(busy[:1]), 1, path_of(busy[:1])) == 1.0
+
+
+def test_the_matrices_are_sixteen_blocks_of_a_small_transformer() -> None:
+    shapes = [shape for _, shape in RankBench().shapes()]
+    assert shapes == 4 * [(768, 256), (256, 256), (1024, 256), (256, 1024)]
+
+
+def test_rows_of_real_ranks() -> None:
+    """Four blocks on two ranks, over one interval: as many times as steps, of every rank; counts are a plan's."""
+    bench = bench_of()
+    rows = bench.run()
+    assert [(row.ranks, row.at_once) for row in rows] == [(1, 1), (1, 16), (2, 1), (2, 16)]
+    for row in rows:
+        assert row.steps == 10 and len(row.busy_ms) == row.ranks
+        assert 0 < max(row.busy_ms) <= row.path_ms * (1 + 1e-9)  # a mean of largest is no less than the largest mean
+        alone = next(own for own in rows if own.ranks == 1 and own.at_once == row.at_once)
+        assert row.efficiency == pytest.approx(alone.path_ms / (row.ranks * row.path_ms), rel=1e-12)
+        assert 1 / row.ranks <= row.counted <= 1 + 1e-12
+        assert (row.efficiency == row.counted == 1.0) or row.ranks > 1
+    spread, at_once = rows[2:]
+    assert spread.counted < at_once.counted
+    assert spread.declaration["update"] != at_once.declaration["update"]
+
+
+def row(candidate: str, ranks: int, path: float, efficiency: float) -> RankRow:
+    return RankRow(candidate, {}, "cpu", ranks, 1, 10, path, efficiency, 0.75, [path / 2] * ranks)
+
+
+def test_table_figure_and_advice() -> None:
+    rows = [row("a, 1 at once", 1, 8.0, 1.0), row("a, 1 at once", 2, 6.0, 0.667), row("a, 2 at once", 2, 5.0, 0.8)]
+    bench = bench_of()
+    assert bench.summary(rows).lines[1] == ("a, 1 at once", "2", "6", "3", "0.67", "0.75")
+    efficiency, paths = bench.panels(rows)
+    assert [(line.label, line.x, line.y) for line in efficiency.lines][:1] == [("a, 1 at once", [1, 2], [1.0, 0.667])]
+    assert efficiency.lines[-1].label == "a, 2 at once, counted" and efficiency.lines[-1].y == [0.75]
+    assert [(line.x, line.y) for line in paths.lines] == [([1, 2], [8.0, 6.0]), ([2], [5.0])]
+    assert bench.advice(rows) == [
+        "on 1 rank: a, 1 at once, 8 ms, efficiency 1.00",
+        "on 2 ranks: a, 2 at once, 5 ms, efficiency 0.80",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"ranks": [2, 4]}, "ranks: 1 is required first"),
+        ({"threads": 2}, "threads: ranks with one thread"),
+        ({"recipes": ["adamw"]}, "a recipe whose refreshes may be spread is required, got 'adamw'"),
+        ({"recipes": ["soap", "soap"]}, "got 'soap' more than once"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        bench_of(**fields)
+
+
+def test_a_rank_that_fails_is_an_error_with_its_cause() -> None:
+    ours, theirs = Pipe(duplex=False)
+    theirs.send("MemoryError: too much")
+    with pytest.raises(RecipeError, match="got one that failed: MemoryError: too much"):
+        answer(ours)
+    theirs.close()
+    with pytest.raises(RecipeError, match="got one that failed: its process ended"):
+        answer(ours)
