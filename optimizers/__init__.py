@@ -3,6 +3,7 @@
 from .apply.weight_decay import WeightDecay as WeightDecay
 from .checkpoint.trainer_callback import ConsolidateOnSave as ConsolidateOnSave
 from .composer import compose as compose
+from .composer import submodel as submodel
 from .convert_storage import convert_storage as convert_storage
 from .optimizer import Optimizer as Optimizer
 from .recipe.loading import load_recipe as load_recipe

@@ -53,18 +53,18 @@ class Optimizer(torch.optim.Optimizer):
         checked: bool = False,
     ) -> None:
         self.recipe: Recipe = load_recipe(recipe, overrides)
-        self.param_sets = ParamSets(self.recipe, checked)
+        described = DescribedParameters.of(params)
+        self.param_sets = ParamSets(self.recipe, checked, described.others)
         defaults = {
             "lr": self.recipe.lr if lr is None else lr,
             "weight_decay": self.recipe.weight_decay.rate if weight_decay is None else weight_decay,
         }
-        described = DescribedParameters.of(params)
         self._known = described.infos
         super().__init__(described.params, defaults)
         self._known = None
         self.register_step_post_hook(RoundingWatch().look)
         self.param_sets.complete(0, self.param_groups, self.state)
-        require_matches(self.recipe, [info for infos in self.param_sets.infos for info in infos])
+        require_matches(self.recipe, chain(described.others, *self.param_sets.infos))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group: `params`, optionally `lr` and `weight_decay`; `fused` and `foreach` are ignored.

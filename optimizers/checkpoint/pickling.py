@@ -25,6 +25,7 @@ def snapshot(optimizer: Any) -> dict[str, Any]:
         "checked": param_sets.checked,
         "infos": param_sets.infos,
         "frozen": param_sets.frozen,
+        "others": param_sets.others,
         "batches": param_sets.batches,
         "skipped": [[param_set.skipped for param_set in group] for group in param_sets.groups],
     }
@@ -34,7 +35,7 @@ def restored(cls: type[T], saved: dict[str, Any]) -> T:
     """The optimizer of a snapshot."""
     optimizer: Any = cls.__new__(cls)
     state: defaultdict[Any, Any] = defaultdict(dict)
-    param_sets = ParamSets(saved["recipe"], saved["checked"])
+    param_sets = ParamSets(saved["recipe"], saved["checked"], saved["others"])
     torch_state = {"defaults": saved["defaults"], "param_groups": saved["param_groups"], "state": state}
     optimizer.__setstate__({**torch_state, "recipe": saved["recipe"], "param_sets": param_sets})
     groups = optimizer.param_groups

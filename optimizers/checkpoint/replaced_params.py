@@ -30,7 +30,8 @@ def adopt_parameters(optimizer: Any) -> None:
     ):
         return
     _require_alike(groups, param_sets)
-    fresh, state = ParamSets(param_sets.recipe, param_sets.checked), defaultdict[Tensor, Any](dict)
+    fresh = ParamSets(param_sets.recipe, param_sets.checked, param_sets.others)
+    state = defaultdict[Tensor, Any](dict)
     for index, group in enumerate(groups):
         fresh.declare(group["params"], param_sets.infos[index])
     fresh.complete(0, groups, state)

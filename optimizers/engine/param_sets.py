@@ -34,6 +34,7 @@ class ParamSets:
 
     recipe: declares the updates.
     checked: whether the contract of every stage is checked at every step.
+    others: parameters of the same model that other optimizers have.
     infos: for each group, a description of each parameter.
     parameters: for each group, its parameters.
     frozen: for each group, which of its parameters had no gradients when it was added.
@@ -43,15 +44,15 @@ class ParamSets:
     consolidated: what `consolidate` has gathered of the state as it is now; None: it has changed since.
     """
 
-    def __init__(self, recipe: Recipe, checked: bool = False) -> None:
-        self.recipe, self.checked = recipe, checked
+    def __init__(self, recipe: Recipe, checked: bool = False, others: Sequence[ParamInfo] = ()) -> None:
+        self.recipe, self.checked, self.others = recipe, checked, others
         self.infos: list[list[ParamInfo]] = []
         self.groups: list[list[ParamSet]] = []
         self.parameters: list[Sequence[Tensor]] = []
         self.frozen: list[list[bool]] = []
         self.batches: list[int] = []
         self.consolidated: object | None = None
-        self.signals, self.schedules, self._assignments = Signals(recipe), Schedules(recipe), Assignments(recipe)
+        self.signals, self.schedules, self._assignments = Signals(recipe), Schedules(recipe), Assignments(recipe, others)
 
     def __iter__(self) -> Iterator[ParamSet]:
         for param_sets in self.groups:

@@ -49,10 +49,12 @@ class DescribedParameters:
 
     params: tensors, (name, tensor) pairs, or groups.
     infos: descriptions by the `id` of the parameter; one that is missing is made of name and shape.
+    others: parameters of the same model that other optimizers have.
     """
 
     params: Iterable[Any]
     infos: Mapping[int, ParamInfo] = field(default_factory=dict)
+    others: Sequence[ParamInfo] = ()
 
     @classmethod
     def of(cls, params: Iterable[Any] | DescribedParameters) -> Self:
@@ -69,7 +71,7 @@ class DescribedParameters:
         named = [entry for group in groups if not isinstance(group, Tensor) for entry in group]
         pairs = [entry for entry in named if isinstance(entry, tuple) and len(entry) == 2]
         infos = describe_named([(name, parameter) for name, parameter in pairs if id(parameter) not in given.infos])
-        return cls(params, {**infos, **given.infos})
+        return cls(params, {**infos, **given.infos}, given.others)
 
 
 def _listed(entry: Any) -> Any:

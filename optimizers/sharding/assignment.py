@@ -52,11 +52,12 @@ class Assignments:
     """The assignment of every param group of an optimizer: what ranks carry of groups that were there before counts.
 
     recipe: declares the updates.
+    others: parameters of the same model that other optimizers have.
     phases: where in a refresh interval each block of all groups is due.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
+    def __init__(self, recipe: Recipe, others: Sequence[ParamInfo] = ()) -> None:
+        self.recipe, self.others = recipe, others
         self.phases: Phases = {}
         self._rank_groups: dict[Any, RankGroup] = {}
         self._loads: dict[RankGroup, Loads] = {}
@@ -111,7 +112,8 @@ class Assignments:
         self.phases = refresh_phases(self.recipe, self._keys())
 
     def _keys(self) -> list[ParamKey]:
-        return [spec.key for group in self._groups for spec in group.specs]
+        keys = [spec.key for group in self._groups for spec in group.specs]
+        return keys + [ParamKey(info.name or "", self.recipe.route(info)[0], info.shape) for info in self.others]
 
     def forget(self, index: int) -> None:
         """Takes back all groups from that one on, after a failure."""

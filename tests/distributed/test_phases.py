@@ -14,6 +14,7 @@ import torch
 import eigengraft
 from eigengraft.distributed.layouts import Layout
 from eigengraft.distributed.ownership import Loads
+from eigengraft.optimizers import submodel
 from eigengraft.optimizers.recipe.loading import load_recipe
 from eigengraft.optimizers.sharding.critical_path import at_once_fields, warn_of_waiting
 from eigengraft.optimizers.sharding.owners import Balance, assign_owners
@@ -119,6 +120,57 @@ def test_groups_that_come_later_and_frozen_parameters_are_as_if_there_from_the_s
     frozen.grad = torch.ones_like(frozen)
     optimizer.step()
     assert due(optimizer) == together
+
+
+class Net(torch.nn.Module):
+    """A model whose output has no name of a head: it is found beside the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = torch.nn.Embedding(9, 6)
+        self.layers = torch.nn.ModuleDict({str(i): torch.nn.Linear(6, 6) for i in range(4)})
+        self.last = torch.nn.Linear(6, 9, bias=False)
+
+
+def test_an_optimizer_of_some_layers_does_what_one_of_the_full_model_does() -> None:
+    recipe = load_recipe(RECIPE, {"update.eigenbasis.refresh.steps": 4})
+    torch.manual_seed(0)
+    full, pieces = Net(), torch.nn.ModuleList([Net(), Net()])
+    for piece, gone in zip(pieces, ("01", "23"), strict=True):
+        piece.load_state_dict(full.state_dict())
+        for name in gone:
+            del piece.layers[name]
+    del pieces[0].last, pieces[1].emb
+    with torch.device("meta"):
+        known = Net()
+    optimizers = [eigengraft.compose(recipe, module) for module in (full,)]
+    optimizers += [copy.deepcopy(eigengraft.compose(recipe, submodel(piece, known))) for piece in pieces]
+    given = [dict(full.named_parameters())]
+    given += [
+        dict(zip(dict(m.named_parameters()), o.state, strict=True)) for m, o in zip(pieces, optimizers[1:], strict=True)
+    ]
+    assert {row.name: row.route for o in optimizers[1:] for row in o.routing_table()} == {
+        row.name: row.route for row in optimizers[0].routing_table()
+    }
+    for step in range(9):
+        for optimizer, parameters in zip(optimizers, given, strict=True):
+            for name, parameter in parameters.items():
+                seed = torch.Generator().manual_seed(sum(name.encode()) + 1000 * step)
+                parameter.grad = torch.randn(parameter.shape, generator=seed)
+            optimizer.step()
+    assert due(optimizers[1]) | due(optimizers[2]) == due(optimizers[0])
+    for parameters in given[1:]:
+        assert all(torch.equal(parameter, given[0][name]) for name, parameter in parameters.items())
+
+
+def test_layers_that_the_full_model_does_not_have_are_refused_by_name() -> None:
+    other = torch.nn.ModuleDict({"emb": torch.nn.Embedding(9, 7)})
+    with pytest.raises(
+        ValueError, match=r"emb.weight: .* of shape \(9, 7\) in `full` is required, got one of shape \(9, 6\)"
+    ):
+        submodel(other, Net())
+    with pytest.raises(ValueError, match="more.weight: .*, got none of that name"):
+        submodel(torch.nn.ModuleDict({"more": torch.nn.Linear(2, 2)}), Net())
 
 
 def test_a_group_that_cannot_be_added_leaves_the_phases() -> None:
