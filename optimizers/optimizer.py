@@ -12,14 +12,16 @@ from torch import Tensor
 
 from .apply.mode import Mode
 from .apply.rounding import RoundingWatch
+from .apply.write import Hyper
 from .checkpoint.consolidation import consolidate, divided_state, full_state
 from .checkpoint.load_plan import strict_loading
 from .checkpoint.pickling import restored, snapshot
 from .checkpoint.replaced_params import adopt_parameters
+from .engine.param_set import ParamSet
 from .engine.param_sets import ParamSets
 from .engine.signals import Given
 from .engine.stack_state import StackState
-from .param_groups import check_keys, check_values, group_infos, require_facts, require_matches
+from .param_groups import check_keys, number, require_matches
 from .recipe.loading import RecipeSource, load_recipe
 from .recipe.overrides import Overrides
 from .recipe.recipe import Recipe
@@ -76,23 +78,13 @@ class Optimizer(torch.optim.Optimizer):
         index = len(self.param_groups)
         super().add_param_group(group)
         try:
-            self._declare_group(index)
+            self.param_sets.declare_group(self.param_groups, self._known)
             if self._known is None:
                 self.param_sets.complete(index, self.param_groups, self.state)
         except Exception:
             del self.param_groups[index:]
             self.param_sets.forget(index)
             raise
-
-    def _declare_group(self, index: int) -> None:
-        group = self.param_groups[index]
-        check_values(group)
-        group.setdefault("peak_lr", float(group["lr"]))
-        group["recipe"] = self.recipe.to_json()
-        group["iterate"] = self.param_groups[0]["iterate"] if index else "train"
-        infos = group_infos(group, self._known, self.param_sets.names())
-        require_facts(self.recipe, infos)
-        self.param_sets.declare(group["params"], infos)
 
     @property
     def iterate(self) -> Mode:
@@ -131,7 +123,15 @@ class Optimizer(torch.optim.Optimizer):
             if isinstance(loss, (Tensor, float)):
                 self.provide("loss", loss)
         self._settle()
-        self.param_sets.step(self.param_groups, self.state)
+        self.param_sets.schedules.follow(self.param_sets)
+        ready: list[tuple[ParamSet, Any]] = []
+        for index, group in enumerate(self.param_groups):
+            self.param_sets.thaw(index, self.state, "train")
+            hyper = Hyper(number(group, "lr"), float(group["peak_lr"]), float(number(group, "weight_decay")))
+            ready += [(param_set, param_set.prepare(hyper)) for param_set in self.param_sets.groups[index]]
+        for param_set, inputs in self.param_sets.signals.take(ready):  # all have prepared, which may raise
+            if inputs is not None:
+                param_set.step(inputs)
         return loss
 
     def provide(self, name: str, value: Given) -> bool:

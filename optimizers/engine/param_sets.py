@@ -13,13 +13,11 @@ from torch import Tensor
 from eigengraft.distributed.rank_group import RankGroup
 
 from ..apply.mode import Mode
-from ..apply.write import Hyper
-from ..param_groups import number
+from ..param_groups import check_values, group_infos, require_facts
 from ..recipe.recipe import Recipe
 from ..recipe.routing import ParamInfo
 from ..sharding.assignment import Assignment, Assignments
 from ..sharding.phases import Phases
-from .exchange import Step
 from .manifest import fill, show
 from .param_set import ParamSet
 from .schedules import Schedules
@@ -52,11 +50,23 @@ class ParamSets:
         self.frozen: list[list[bool]] = []
         self.batches: list[int] = []
         self.consolidated: object | None = None
-        self.signals, self.schedules, self._assignments = Signals(recipe), Schedules(recipe), Assignments(recipe, others)
+        self.signals, self.schedules = Signals(recipe), Schedules(recipe)
+        self._assignments = Assignments(recipe, others)
 
     def __iter__(self) -> Iterator[ParamSet]:
         for param_sets in self.groups:
             yield from param_sets
+
+    def declare_group(self, groups: Sequence[dict[str, Any]], known: Mapping[int, ParamInfo] | None) -> None:
+        """Adds the last of the param groups, with what every group holds; known: what describes its parameters."""
+        group = groups[-1]
+        check_values(group)
+        group.setdefault("peak_lr", float(group["lr"]))
+        group["recipe"] = self.recipe.to_json()
+        group["iterate"] = groups[0]["iterate"] if len(groups) > 1 else "train"
+        infos = group_infos(group, known, self.names())
+        require_facts(self.recipe, infos)
+        self.declare(group["params"], infos)
 
     def declare(self, parameters: Sequence[Tensor], infos: list[ParamInfo], frozen: list[bool] | None = None) -> None:
         """Adds a group without state, whose blocks have no owners yet; frozen: default, those that are frozen now."""
@@ -146,19 +156,6 @@ class ParamSets:
             owned = {p: state[p] for p in parameters if p in state}
             wanted = {id(p) for p in parameters if p in owned or p.grad is not None}
             self.install(index, self.build(index, wanted), state, mode, owned)
-
-    def step(self, groups: Sequence[Mapping[str, Any]], state: MutableMapping[Tensor, Any]) -> None:
-        """One step of all parameters: every set prepares, which may raise before anything has changed, then every one
-        steps. groups: all param groups."""
-        self.schedules.follow(self)
-        ready: list[tuple[ParamSet, Step | None]] = []
-        for index, group in enumerate(groups):
-            self.thaw(index, state, "train")
-            hyper = Hyper(number(group, "lr"), float(group["peak_lr"]), float(number(group, "weight_decay")))
-            ready += [(param_set, param_set.prepare(hyper)) for param_set in self.groups[index]]
-        for param_set, inputs in self.signals.take(ready):
-            if inputs is not None:
-                param_set.step(inputs)
 
     def resolve_deferred(self) -> None:
         """Takes back the steps of parameters whose last gradient turned out, on the device, to be unusable."""

@@ -164,9 +164,7 @@ AxisCounts = Annotated[tuple[int, ...], BeforeValidator(_as_tuple, json_schema_i
 class Match(Component):
     """Conditions on a parameter. Every condition given must hold; of the values in one condition, any."""
 
-    module: Strings = Field(
-        default=(), description="class names of the owning module or its bases, e.g. Linear, _ConvNd"
-    )
+    module: Strings = Field(default=(), description="class names of the owning module or its bases, e.g. Linear")
     name: Strings = Field(default=(), description="regular expressions searched in the parameter's qualified name")
     role: Roles = Field(default=(), description="roles, as `eigengraft show` prints them")
     ndim: AxisCounts = Field(default=(), description="numbers of axes")

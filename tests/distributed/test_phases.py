@@ -169,7 +169,7 @@ def test_layers_that_the_full_model_does_not_have_are_refused_by_name() -> None:
         ValueError, match=r"emb.weight: .* of shape \(9, 7\) in `full` is required, got one of shape \(9, 6\)"
     ):
         submodel(other, Net())
-    with pytest.raises(ValueError, match="more.weight: .*, got none of that name"):
+    with pytest.raises(ValueError, match=r"more.weight: .*, got none of that name"):
         submodel(torch.nn.ModuleDict({"more": torch.nn.Linear(2, 2)}), Net())
 
 
