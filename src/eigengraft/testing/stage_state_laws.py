@@ -46,7 +46,9 @@ def state_is_reported_to_the_byte(case: StageCase) -> None:
             stack.require_used()
             size = sum(tensor[0].numel() * tensor.element_size() for tensor in stack.tensors.values())
             parameter = nn.Parameter(torch.zeros(block, dtype=torch.float64))
-            optimizer = Optimizer([parameter], {"update": [case.stage], "routes": [], "total_steps": 1})
+            optimizer = Optimizer(
+                [parameter], {"update": [case.stage], "routes": [], "view": "whole", "total_steps": 1}
+            )
             (route,) = optimizer.routing_table()
             step = 8  # the int64 count of steps
             found = (optimizer.state_bytes(), route.state_bytes)
