@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .apply.mode import Mode
+from .apply.averaging import Mode
 from .apply.rounding import RoundingWatch
+from .apply.sharpness import loss_of
 from .apply.write import Hyper
 from .checkpoint.consolidation import consolidate, divided_state, full_state
 from .checkpoint.load_plan import strict_loading
@@ -112,16 +113,14 @@ class Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update. A closure is called once, with gradients enabled, before anything else; its value is returned."""
+        """One update. A closure is called first, with gradients enabled, with `sam` twice; returns its first value."""
         if self.iterate != "train":
             held = "the parameters must hold the training iterate, got the evaluated one"
             raise RuntimeError(f"Optimizer.step: {held}; call optimizer.train() first")
-        self.param_sets.consolidated, loss = None, None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-            if isinstance(loss, (Tensor, float)):
-                self.provide("loss", loss)
+        self.param_sets.consolidated = None
+        loss = loss_of(closure, self.recipe.sam, chain.from_iterable(group["params"] for group in self.param_groups))
+        if isinstance(loss, (Tensor, float)):
+            self.provide("loss", loss)
         self._settle()
         self.param_sets.schedules.follow(self.param_sets)
         ready: list[tuple[ParamSet, Any]] = []

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eigengraft.state_key import StateKey
 
-from .apply.mode import Mode
+from .apply.averaging import Mode
 from .engine.param_sets import ParamSets
 from .engine.schedules import steps_taken
 from .engine.stack_state import StackState

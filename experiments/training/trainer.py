@@ -10,12 +10,12 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import eigengraft
 from eigengraft.component import RecipeError
 
-from ..tasks import Metrics
+from ..tasks import Batch, Metrics
 from . import sharded_checkpoint
 from .environment import describe_environment, require_data
 from .experiment import Experiment
@@ -42,7 +42,7 @@ class Trainer:
             experiment.run_recipe, self.model, experiment.lr, experiment.weight_decay, checked=checked
         )
         self.scheduler = experiment.schedule.scheduler(self.optimizer, experiment.steps)
-        self.step, self.seconds, self.window = 0, 0.0, MetricsWindow()
+        self.step, self.seconds, self.window, self.middle = 0, 0.0, MetricsWindow(), 0.0
 
     def run(self, progress: Callable[[Tick], None] | None) -> Result:
         """Train from the last checkpoint, or from the start, to the end."""
@@ -73,21 +73,24 @@ class Trainer:
         rows, weight = self.ranks.shard_batch(self.dataset.batch(self.experiment.seed, self.step))
         batch = rows.to(self.device)
         self.ranks.seed_step(self.experiment.seed, self.step)
-        self.optimizer.zero_grad(set_to_none=True)
-        loss = self.experiment.task.loss(self.module(batch.inputs), batch.targets) * weight
-        loss.backward()  # type: ignore[no-untyped-call]
-        if self.experiment.grad_clip is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.experiment.grad_clip)
-        middle = self._now()
-        self.optimizer.provide("loss", loss)
-        self.optimizer.step()
+        loss = self.optimizer.step(lambda: self._backward(batch, weight))
         end = self._now()
         self.scheduler.step()
         self.step += 1
         self.seconds += end - start
         self.window.losses.append(self.ranks.mean(loss.item()))
         self.window.step_ms.append(1e3 * (end - start))
-        self.window.optimizer_ms.append(1e3 * (end - middle))
+        self.window.optimizer_ms.append(1e3 * (end - self.middle))
+
+    def _backward(self, batch: Batch, weight: float) -> Tensor:
+        """The loss of a batch, whose gradients are those of the parameters afterwards, clipped."""
+        self.optimizer.zero_grad(set_to_none=True)
+        loss: Tensor = self.experiment.task.loss(self.module(batch.inputs), batch.targets) * weight
+        loss.backward()  # type: ignore[no-untyped-call]
+        if self.experiment.grad_clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.experiment.grad_clip)
+        self.middle = self._now()
+        return loss
 
     def _now(self) -> float:
         """Seconds, after the device has finished its work."""

@@ -17,3 +17,4 @@ from .parameter_update import BoundConstraint as BoundConstraint
 from .parameter_update import ParameterUpdate as ParameterUpdate
 from .primal_averaging import PrimalAveraging as PrimalAveraging
 from .primal_averaging import ScheduleFree as ScheduleFree
+from .sharpness import SharpnessAware as SharpnessAware

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import torch
@@ -15,6 +16,10 @@ from eigengraft.component import Component
 from eigengraft.slots import Slot
 
 from .parameter_update import ParameterUpdate
+
+Mode = Literal["train", "eval"]
+MODES: tuple[Mode, ...] = ("train", "eval")
+"""Which iterate the parameters of an optimizer hold: the one to train, or the one to evaluate."""
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,8 @@ from eigengraft.numerics import compute_dtype
 from eigengraft.slots import Slot
 from eigengraft.state_key import AVERAGING, StateKey
 
-from .averaging import Averaging, IterateBatch
+from .averaging import Averaging, IterateBatch, Mode
 from .constraints import Constraint, ConstraintContext
-from .mode import Mode
 from .parameter_update import BoundConstraint, ParameterUpdate
 from .write import Hyper
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..apply.mode import MODES, Mode
+from ..apply.averaging import MODES, Mode
 from ..param_groups import check_values
 from ..recipe.overrides import differences
 from ..recipe.param_names import canonical_names

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from eigengraft.state_key import FORMAT, StateKey
 
-from ..apply.mode import Mode
+from ..apply.averaging import Mode
 from ..engine.manifest import manifest
 from ..engine.param_set import ParamSet
 from ..engine.param_sets import ParamSets, StateValues

@@ -16,7 +16,7 @@ from eigengraft.distributed.layouts import local
 from eigengraft.distributed.rank_group import RankGroup
 from eigengraft.distributed.resharding import collect, spread
 
-from ..apply.mode import Mode
+from ..apply.averaging import Mode
 from ..engine.manifest import empty_state, is_divided, layout_of_parameter, manifest, numbers_of_holders
 from ..engine.param_set import ParamSet
 

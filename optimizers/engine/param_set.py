@@ -16,7 +16,7 @@ from eigengraft.distributed.rank_group import RankGroup
 from eigengraft.state_key import StateKey
 
 from ..apply import IterateStore, ParameterUpdate
-from ..apply.mode import Mode
+from ..apply.averaging import Mode
 from ..apply.write import Hyper, Rates, RouteRates, write
 from ..recipe.recipe import Recipe, Route
 from ..sharding.fingerprint import step_numbers

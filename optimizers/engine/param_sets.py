@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eigengraft.distributed.rank_group import RankGroup
 
-from ..apply.mode import Mode
+from ..apply.averaging import Mode
 from ..param_groups import check_values, group_infos, require_facts
 from ..recipe.recipe import Recipe
 from ..recipe.routing import ParamInfo

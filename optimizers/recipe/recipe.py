@@ -19,7 +19,7 @@ from eigengraft.quantization import Quantizer
 from eigengraft.slots import Role
 from eigengraft.state_key import StateKey
 
-from ..apply import Averaging, Constraints
+from ..apply import Averaging, Constraints, SharpnessAware
 from ..apply.failure import Failure
 from ..apply.weight_decay import Decoupled, WeightDecay
 from .routing import Match, ParamInfo
@@ -142,6 +142,7 @@ class Recipe(Update):
     storage: Annotated[dict[str, Quantizer], WithJsonSchema(_STORAGE)] = Field(
         default={}, description="how slots are stored: by role (statistic, root), stage path or stage path/slot"
     )
+    sam: SharpnessAware | None = Field(default=None, description="gradients of a neighbourhood; steps need a closure")
     failure: Failure = Field(default=Failure(), description="what happens when numbers go wrong")
     distribution: Distribution = Field(
         default=Distribution(), description="how the work is divided over ranks; it changes no result"

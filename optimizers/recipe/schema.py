@@ -58,7 +58,8 @@ def _with_schedules(cls: type[Component], schema: dict[str, Any]) -> dict[str, A
     for name in [name for name in schema.get("properties", {}) if _takes_schedules(cls, name)]:
         own = schema["properties"][name]
         told = {key: own.pop(key) for key in ("default", "description", "title") if key in own}
-        schema["properties"][name] = {"anyOf": [own, {"$ref": "#/$defs/scheduled_number"}], **told}
+        kinds = own.get("anyOf", [own])
+        schema["properties"][name] = {"anyOf": [*kinds, {"$ref": "#/$defs/scheduled_number"}], **told}
     return schema
 
 

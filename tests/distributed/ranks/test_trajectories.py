@@ -117,6 +117,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome
         runs.append(Run(place, "trajectories:run", int(place[-1]), job))
     for place in ("plain1", *TRAINED):
         runs.append(Run(f"{place} trained", "training:run", int(place[-1]), {"place": place[:-1], "overrides": []}))
+    for place in ("plain1", "ddp2", "fsdp2"):
+        job = {"place": place[:-1], "overrides": [], "sam": {"rho": 0.2}}
+        runs.append(Run(f"{place} sharp", "training:run", int(place[-1]), job))
     runs.append(Run("rounded trained", "training:run", 2, {"place": "fsdp", "overrides": BF16}))
     runs.append(Run("early trained", "training:run", 2, {"place": "fsdp", "overrides": EARLY}))
     runs += [Run(f"{place} copied", "copies:run", 2, place) for place in ("plain", "fsdp")]
@@ -221,6 +224,14 @@ def test_training_has_the_losses_of_one_process(outcomes: dict[str, list[Outcome
     for outcome in outcomes[f"{place} trained"]:
         # sums of gradients in another order, float32: a few 1e-7, which assignments by small moments enlarge
         assert outcome.result == pytest.approx(one, rel=1e-5)
+
+
+@pytest.mark.parametrize("place", ["ddp2", "fsdp2"])
+def test_sharpness_aware_training_has_the_losses_of_one_process(outcomes: dict[str, list[Outcome]], place: str) -> None:
+    one = outcomes["plain1 sharp"][0].result
+    assert abs(one[-1] - outcomes["plain1 trained"][0].result[-1]) > 1e-3  # rho matters
+    for outcome in outcomes[f"{place} sharp"]:
+        assert outcome.result == pytest.approx(one, rel=1e-5)  # as above
 
 
 @pytest.mark.parametrize(

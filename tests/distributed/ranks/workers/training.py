@@ -24,15 +24,20 @@ def run(job: dict[str, Any]) -> list[float]:
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     inner = lay_out(model(), "plain" if place == "ddp" else place)
     module = DistributedDataParallel(inner) if place == "ddp" else inner
-    optimizer = eigengraft.compose(load_recipe("soap", [*OVERRIDES, *job["overrides"]]), module)
+    recipe = load_recipe("soap", [*OVERRIDES, *job["overrides"]]).replace(sam=job.get("sam"))
+    optimizer = eigengraft.compose(recipe, module)
     losses = []
     for step in range(STEPS):
         tokens = torch.randint(TOKENS, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(step % 2))
-        loss = loss_of(module, tokens.chunk(ranks)[rank])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        total = loss.detach().clone()
+        share = tokens.chunk(ranks)[rank]
+
+        def closure(own: Tensor = share) -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(module, own)
+            loss.backward()
+            return loss
+
+        total = optimizer.step(closure).detach().clone()
         if ranks > 1:
             dist.all_reduce(total)
         losses.append(float(total) / ranks)
