@@ -36,11 +36,11 @@ ADAM = {
 RECIPE = {
     "recipe": {"base": "soap_int8", "averaging": {"kind": "schedule_free", "beta": 0.9}, "routes": [ADAM]},
     "overrides": [
-        *("blocking.size=8", "blocking.merge=8", "update.eigenbasis.refresh.steps=2", "lr=0.05"),
+        *("blocking.size=8", "blocking.merge=8", "view=modules", "update.eigenbasis.refresh.steps=2", "lr=0.05"),
         *(f"storage.{slot}.min_elements=1" for slot in SLOTS),
     ],
 }
-"""State of every sort: coded, of blocks, divided as its parameter is, and iterates."""
+"""State of every sort: coded, of blocks of sections and heads, divided as its parameter is, and iterates."""
 
 
 def case(layout: str) -> dict[str, Any]:

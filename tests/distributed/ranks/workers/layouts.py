@@ -68,6 +68,11 @@ class Few(nn.Module):
         self.wide = nn.Linear(9, 4, bias=False)
         self.norm = nn.LayerNorm(3, bias=False)
 
+    def parameter_views(self) -> dict[str, dict[str, object]]:
+        """Sections, and heads of a transposed matrix."""
+        views: dict[str, dict[str, object]] = {"wide.weight": {"outputs": "last", "heads": 3}}
+        return {**views, "up.weight": {"sections": [3, 4]}} if hasattr(self, "up") else views
+
 
 class Small(nn.Module):
     """Two small layers; of the second a matrix is frozen and another one is not there, since all state is written to
