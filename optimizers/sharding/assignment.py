@@ -112,8 +112,10 @@ class Assignments:
         self.phases = refresh_phases(self.recipe, self._keys())
 
     def _keys(self) -> list[ParamKey]:
-        keys = [spec.key for group in self._groups for spec in group.specs]
-        return keys + [ParamKey(info.name or "", self.recipe.route(info)[0], info.shape) for info in self.others]
+        return [spec.key for group in self._groups for spec in group.specs] + [*map(self._key, self.others)]
+
+    def _key(self, info: ParamInfo) -> ParamKey:
+        return ParamKey(info.name or "", self.recipe.route(info)[0], info.shape, self.recipe.view_of(info).matrices)
 
     def forget(self, index: int) -> None:
         """Takes back all groups from that one on, after a failure."""

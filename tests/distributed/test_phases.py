@@ -129,6 +129,7 @@ class Net(torch.nn.Module):
         super().__init__()
         self.emb = torch.nn.Embedding(9, 6)
         self.layers = torch.nn.ModuleDict({str(i): torch.nn.Linear(6, 6) for i in range(4)})
+        self.pair = torch.nn.Bilinear(4, 3, 5)  # five matrices in one parameter
         self.last = torch.nn.Linear(6, 9, bias=False)
 
 
@@ -140,7 +141,7 @@ def test_an_optimizer_of_some_layers_does_what_one_of_the_full_model_does() -> N
         piece.load_state_dict(full.state_dict())
         for name in gone:
             del piece.layers[name]
-    del pieces[0].last, pieces[1].emb
+    del pieces[0].last, pieces[0].pair, pieces[1].emb
     with torch.device("meta"):
         known = Net()
     optimizers = [eigengraft.compose(recipe, module) for module in (full,)]
