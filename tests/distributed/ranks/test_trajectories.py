@@ -46,8 +46,8 @@ CASES: dict[str, dict[str, Any]] = {
         "sizes": [12, 18],
     },
     "adafactor": {"recipe": "adafactor"},
-    "hyper": {"recipe": {"base": "muon", "constraints": "hyperball"}},
-    "record": {"recipe": {"base": "muon", "constraints": RECORD}},
+    "hyper": {"recipe": {"base": "muon", "view": "whole", "constraints": "hyperball"}},
+    "record": {"recipe": {"base": "muon", "view": "whole", "constraints": RECORD}},
     "scheduled": {"recipe": {"update": SCHEDULED}, "overrides": SMALL},
     "signals": {"recipe": {"update": ["listening_for_test", {"kind": "momentum"}]}, "overrides": SMALL},
 }
