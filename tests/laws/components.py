@@ -1,4 +1,4 @@
-"""Rows of the smaller parts: polar solvers, statistics, cadences, weight decays."""
+"""Rows of the smaller parts: polar solvers, statistics, cadences, weight decays, views."""
 
 from .makes import unknown
 from .rows import Fault, Make, Row
@@ -138,4 +138,20 @@ def decay(kind: str) -> Row:
 WEIGHT_DECAYS = (
     *(decay(kind) for kind in ("l2", "decoupled", "corrected", "independent", "cautious")),
     Row({"kind": "decoupled", "rate": 0.1, "placed": "after"}, "after"),
+)
+
+VIEWS = (
+    Row({"kind": "batches"}, faults=(unknown("batches"),)),
+    Row({"kind": "whole"}, faults=(unknown("whole"),)),
+    Row({"kind": "modules"}, faults=(unknown("modules"), Fault({"kind": "modules", "heads": 1}, "heads: .*boolean"))),
+    Row(
+        {"kind": "matrices", "sections": [4, 2, 2], "heads": 2},
+        faults=(
+            unknown("matrices"),
+            Fault({"kind": "matrices", "batch": -1}, "batch: .*greater than or equal to 0"),
+            Fault({"kind": "matrices", "sections": [4]}, "sections: at least two lengths"),
+            Fault({"kind": "matrices", "groups": 2}, "groups: sections are required, .*got groups 2"),
+            Fault({"kind": "matrices", "outputs": "second"}, "outputs: .*, got 'second'"),
+        ),
+    ),
 )

@@ -2,7 +2,7 @@
 
 from .averaging import AVERAGINGS, CONSTRAINTS
 from .basis_solvers import BASIS_SOLVERS
-from .components import CADENCES, POLAR_SOLVERS, STATISTICS, WEIGHT_DECAYS
+from .components import CADENCES, POLAR_SOLVERS, STATISTICS, VIEWS, WEIGHT_DECAYS
 from .compositions import COMPOSITIONS
 from .learned import DIRECT
 from .quantizers import QUANTIZERS
@@ -21,5 +21,6 @@ TABLE = {
     "quantizer": QUANTIZERS,
     "averaging": AVERAGINGS,
     "constraint": CONSTRAINTS,
+    "view": VIEWS,
 }
 """Rows by family."""
