@@ -1,5 +1,6 @@
 """What every test may rely on: one thread, fixed seeds, no trace of the test before."""
 
+import gc
 import os
 import random
 import re
@@ -55,6 +56,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs an accelerator"))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # ten thousand tests stay to the end: collections need not look through them
 
 
 @pytest.fixture(autouse=True)

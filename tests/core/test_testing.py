@@ -135,7 +135,7 @@ CONTRACT = {
 LAWS = {
     "idle slot": (r"every slot of slots\(\) .* not used: update\.broken_for_test/spare", "the contract is kept"),
     "a slot that is only read": (
-        r"`state\[\"spare\"\] = \.\.\.` is required for update\.broken_for_test/spare, .* in 14 steps",
+        r"`state\[\"spare\"\] = \.\.\.` is required for update\.broken_for_test/spare, .* in 12 steps",
         "the contract is kept",
     ),
     "an exception": (r"no exception is required, got RuntimeError.*apply\(\) at step 1", "the contract is kept"),

@@ -10,8 +10,8 @@ from typing import Any
 from .rows import Fault, Make
 
 EVERY = {"kind": "every", "steps": 1, "stagger": "none"}
-LATE = {"kind": "every", "steps": 3, "start": 9, "stagger": "none"}
-SPREAD = {"kind": "every", "steps": 4, "start": 8}
+LATE = {"kind": "every", "steps": 2, "start": 9, "stagger": "none"}
+SPREAD = {"kind": "every", "steps": 3, "start": 8}
 MOMENTUM = {"kind": "momentum", "beta": 0.9}
 RMS = {"kind": "rms", "beta": 0.9, "eps": 1e-30}
 COARSE = {**RMS, "eps": 1e-3}

@@ -8,7 +8,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-TRAJECTORY_STEPS = 14
+TRAJECTORY_STEPS = 12
 """Steps of a trajectory: enough for a cadence to come round."""
 
 
