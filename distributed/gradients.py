@@ -78,9 +78,10 @@ def count_writes(gradient: Tensor) -> tuple[Tensor, int]:
 class BackwardGather:
     """Sends gradients to the owners of blocks while backward runs, a bucket as soon as it has all of its gradients.
 
-    All ranks begin buckets in one order, the last first, because backward comes to the last parameters first. A
-    gradient is complete when backward has written it as often as before the last step. What was written after it was
-    sent, by clipping or one more micro-batch, is found when all ranks tell each other at the step, and sent again.
+    All ranks begin buckets in the order in which they are computed: the last parameters first, because backward comes
+    to them first. A gradient is complete when backward has written it as often as before the last step. What was
+    written after it was sent, by clipping or one more micro-batch, is found when all ranks tell each other at the step,
+    and sent again.
 
     comm_plan: the buckets.
     parameters: those of the plan, by position, a list that may change.
@@ -110,7 +111,7 @@ class BackwardGather:
     def note(self, position: int) -> None:
         """Hears that backward has written a gradient, and begins the buckets that are complete by now."""
         self._writes[position] += 1
-        while self._next >= 0 and all(map(self._is_complete, self._positions[self._next])):
+        while self._next < len(self.comm_plan.buckets) and all(map(self._is_complete, self._positions[self._next])):
             self._begin()
         for work in self._works.values():
             if work.done():
@@ -118,8 +119,8 @@ class BackwardGather:
 
     @property
     def _next(self) -> int:
-        """Number of the bucket that is begun next; -1: all are."""
-        return len(self.comm_plan.buckets) - 1 - len(self._works)
+        """Number of the bucket that is begun next."""
+        return len(self._works)
 
     def _is_complete(self, position: int) -> bool:
         if not self.parameters[position].requires_grad or not self._expected[position]:
@@ -165,7 +166,7 @@ class BackwardGather:
         told: what `tell` gives, summed over all ranks, which all call this.
         """
         buckets, ranks = len(self.comm_plan.buckets), self.comm_plan.rank_group.size
-        while self._next >= 0 and told[self._next]:  # other ranks wait for it
+        while self._next < buckets and told[self._next]:  # other ranks wait for it
             self._begin()
         good = {i: work for i, work in self._works.items() if told[i] == ranks and not told[buckets + i]}
         for index, work in self._works.items():

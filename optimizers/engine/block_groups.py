@@ -29,7 +29,10 @@ def divide(
     first block, and only as many updates as these buckets hold are under way.
     """
     limit = bucket_bytes(specs, recipe, ranks)
-    for positions in _runs(specs, limit):
+    runs = list(_runs(specs, limit))
+    if recipe.distribution.overlap_backward:  # backward comes to the last parameters first
+        runs.reverse()
+    for positions in runs:
         for blocks in equal_blocks(cut_blocks(specs, recipe, positions), specs, phases):
             fit = blocks_that_fit(limit, math.prod(blocks.kind.shape), blocks.kind.dtype)
             for some in blocks.split(min(fit, ranks * stack_length(blocks.kind, recipe)), recipe):
