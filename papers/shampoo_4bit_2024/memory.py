@@ -16,9 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from eigengraft import Optimizer, load_recipe
+from eigengraft import load_recipe
+from eigengraft.optimizers.planning.plan import plan
 
 HERE = Path(__file__).parent
 MIB = 2**20
@@ -99,8 +98,8 @@ PAPER = ["routes=[]", "blocking.size=1200", "blocking.merge=1000000000", "blocki
 
 def state_bytes(shapes: list[Shape], recipe: str, *overrides: str) -> int:
     """Bytes of the state that a recipe keeps for parameters of those shapes."""
-    parameters = [torch.nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
-    return Optimizer(parameters, load_recipe(recipe, [*PAPER, *overrides])).state_bytes()
+    named = [(f"p{index}", shape) for index, shape in enumerate(shapes)]
+    return int(plan(load_recipe(recipe, [*PAPER, *overrides]), named, (1,)).state.max())
 
 
 STORED = (

@@ -74,10 +74,11 @@ def data_files() -> set[str]:
 
 def modules() -> set[str]:
     floor = ROOT / "src" / "eigengraft"
-    paths = [*floor.glob("*.py"), *(floor / "testing").glob("*.py")]
+    rooms = {name.split(".")[1] for name in PACKAGES if "." in name}
+    folders = {room for room in rooms if (floor / room).is_dir() and not (floor / room).is_symlink()}
+    paths = [*floor.glob("*.py"), *(path for folder in folders for path in (floor / folder).rglob("*.py"))]
     ground = {path.relative_to(floor.parent).as_posix() for path in paths}
-    rooms = {name.split(".")[1] for name in PACKAGES if "." in name} - {"testing"}
-    paths = [path for room in rooms for path in (ROOT / room).rglob("*.py")]
+    paths = [path for room in rooms - folders for path in (ROOT / room).rglob("*.py")]
     return ground | {f"eigengraft/{path.relative_to(ROOT).as_posix()}" for path in paths}
 
 

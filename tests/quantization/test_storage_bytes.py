@@ -8,12 +8,12 @@ import math
 from collections.abc import Callable
 
 import pytest
-import torch
 from torch import nn
 
 import eigengraft
 from eigengraft import load_recipe
 from eigengraft.experiments.tasks.models import GPT
+from eigengraft.optimizers.planning.plan import plan
 
 Shape = tuple[int, int]
 Bytes = Callable[[int, int], int]
@@ -108,9 +108,8 @@ def test_the_demo_holds_what_the_formula_says(recipe: str) -> None:
 @pytest.mark.parametrize("shape", [(1000, 333), (130, 65), (64, 64), (768, 64)], ids=str)
 def test_a_matrix_of_any_shape_holds_what_the_formula_says(recipe: str, shape: Shape) -> None:
     """Odd orders, orders that blocks do not divide, and orders at the limit below which nothing is coded."""
-    model = nn.Linear(shape[1], shape[0], bias=False, device="meta")
-    optimizer = eigengraft.compose(load_recipe(recipe, ["routes=[]"]), model)
-    assert optimizer.state_bytes() == pytest.approx(formula(recipe, [shape], []), rel=0.02)
+    held = plan(load_recipe(recipe, ["routes=[]"]), [("weight", shape)], (1,)).state.max()
+    assert held == pytest.approx(formula(recipe, [shape], []), rel=0.02)
 
 
 def test_second_order_state_is_smaller_than_that_of_adam() -> None:
@@ -143,6 +142,5 @@ WIDE = {  # one matrix of 1024 x 1024, bytes per parameter of everything: see th
 @pytest.mark.parametrize("recipe", WIDE)
 def test_bytes_a_parameter_of_a_wide_layer(recipe: str) -> None:
     """1e-3: counts and format numbers of one block, and the row that the folded triangle of a factor is shorter by."""
-    weight = torch.nn.Parameter(torch.empty(1024, 1024, device="meta"))
-    optimizer = eigengraft.Optimizer([("weight", weight)], load_recipe(recipe))
-    assert optimizer.state_bytes() / weight.numel() == pytest.approx(WIDE[recipe], rel=1e-3)
+    held = plan(load_recipe(recipe), [("weight", (1024, 1024))], (1,)).state.max()
+    assert held / 1024**2 == pytest.approx(WIDE[recipe], rel=1e-3)
