@@ -69,6 +69,7 @@ def gathered(grid: BlockGrid, x: Tensor) -> Tensor:
     return out
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(case=views(), blocking=blockings(), start=st.integers(0, 99), length=st.integers(1, 99))
 def test_blocks_are_those_of_separate_parameters_wherever_they_lie(

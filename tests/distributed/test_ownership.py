@@ -154,6 +154,7 @@ def test_what_stays_at_home_counts_where_it_is() -> None:
     assert assign([Item(4.0, 40.0)], loads) == [1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize("name", ["soap", "shampoo", "muon", "psgd_kron", "shampoo_4bit"])
 def test_a_transformer_is_divided_evenly(name: str, ranks: int) -> None:

@@ -149,6 +149,7 @@ def generated() -> dict[str, dict[str, str]]:
     return {"families": components.family_pages(), "recipes": recipes.recipe_pages()}
 
 
+@pytest.mark.slow
 def test_every_family_has_a_page_with_all_members_and_fields(generated: dict[str, dict[str, str]]) -> None:
     ours = {name: family for name, family in families().items() if family.__module__.startswith("eigengraft.")}
     assert len(ours) >= 14 and set(generated["families"]) == set(ours)
