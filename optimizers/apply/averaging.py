@@ -40,6 +40,21 @@ class IterateBatch:
     mask: Sequence[Tensor] | None = None
     peak_lr: float = 1.0
 
+    @property
+    def y(self) -> Sequence[Tensor]:
+        """Where gradients are taken, in full precision: the slot `y`, or the parameters where these have it."""
+        return self.slots.get("y", self.parameters)
+
+    def begin(self) -> None:
+        """Begins the iterates z and y at the parameters."""
+        for name in self.slots.keys() & {"z", "y"}:
+            torch._foreach_copy_(list(self.slots[name]), list(self.parameters))
+
+    def show_y(self) -> None:
+        """Rounds y into the parameters, where it is a slot."""
+        if self.y is not self.parameters:
+            torch._foreach_copy_(list(self.parameters), list(self.y))
+
     def slice_rows(self, chosen: Sequence[int]) -> IterateBatch:
         """The batch of the chosen parameters alone."""
         slots = {name: [tensors[i] for i in chosen] for name, tensors in self.slots.items()}

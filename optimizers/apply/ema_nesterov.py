@@ -42,14 +42,13 @@ class EMANesterov(Averaging):
         return {name: Slot(shape, role="iterate") for name in names}
 
     def begin(self, batch: IterateBatch) -> None:
-        for name in batch.slots.keys() & {"z", "y"}:
-            torch._foreach_copy_(list(batch.slots[name]), list(batch.parameters))
+        batch.begin()
 
     def decaying(self, batch: IterateBatch) -> Sequence[Tensor]:
-        return _y(batch)
+        return batch.y
 
     def step(self, batch: IterateBatch, update: ParameterUpdate) -> None:
-        y, z, drift, count = _y(batch), batch.slots["z"], batch.slots["drift"], len(batch.parameters)
+        y, z, drift, count = batch.y, batch.slots["z"], batch.slots["drift"], len(batch.parameters)
         update(y)
         blend(drift, torch._foreach_sub(list(y), list(z)), [1 - self.beta] * count, batch.mask)
         blend(z, y, [1.0] * count, batch.mask)
@@ -57,8 +56,7 @@ class EMANesterov(Averaging):
         scale = self.ahead * relative if self.follow_lr else self.ahead
         open_now = (batch.steps >= self.start) & (batch.steps < (np.inf if self.stop is None else self.stop))
         self._move(y, drift, [scale if one else 0.0 for one in open_now], batch.mask)
-        if y is not batch.parameters:
-            torch._foreach_copy_(list(batch.parameters), list(y))
+        batch.show_y()
 
     def _move(
         self,
@@ -76,7 +74,3 @@ class EMANesterov(Averaging):
 
     def evaluated(self, batch: IterateBatch) -> Sequence[Tensor]:
         return batch.slots["z"]
-
-
-def _y(batch: IterateBatch) -> Sequence[Tensor]:
-    return batch.slots.get("y", batch.parameters)

@@ -49,7 +49,7 @@ class ScheduleFree(Averaging):
         return {**_slots(shape, low_precision), "weight_sum": Slot((), role="iterate", dtype=torch.float64)}
 
     def begin(self, batch: IterateBatch) -> None:
-        _begin(batch)
+        batch.begin()
 
     def decaying(self, batch: IterateBatch) -> Sequence[Tensor]:
         return _decaying(batch, self.decay_at)
@@ -91,7 +91,7 @@ class PrimalAveraging(Averaging):
         return _slots(shape, low_precision)
 
     def begin(self, batch: IterateBatch) -> None:
-        _begin(batch)
+        batch.begin()
 
     def decaying(self, batch: IterateBatch) -> Sequence[Tensor]:
         return _decaying(batch, self.decay_at)
@@ -107,23 +107,14 @@ def _slots(shape: tuple[int, ...], low_precision: bool) -> dict[str, Slot]:
     return {name: Slot(shape, role="iterate") for name in (("z", "y") if low_precision else ("z",))}
 
 
-def _begin(batch: IterateBatch) -> None:
-    for name in batch.slots.keys() & {"z", "y"}:
-        torch._foreach_copy_(list(batch.slots[name]), list(batch.parameters))
-
-
-def _y(batch: IterateBatch) -> Sequence[Tensor]:
-    return batch.slots.get("y", batch.parameters)
-
-
 def _decaying(batch: IterateBatch, decay_at: Decay) -> Sequence[Tensor]:
-    return _y(batch) if decay_at == "y" else batch.slots["z"]
+    return batch.y if decay_at == "y" else batch.slots["z"]
 
 
 def _advance(
     batch: IterateBatch, update: ParameterUpdate, mu_y: float, mixing: Sequence[float | Tensor], decay_at: Decay
 ) -> None:
-    y, z = _y(batch), batch.slots["z"]
+    y, z = batch.y, batch.slots["z"]
     if decay_at == "z_apart":
         update = update.decay(z)
     elif decay_at == "y":
@@ -132,9 +123,8 @@ def _advance(
     update(z)
     blend(y, old, mixing, batch.mask)
     accumulate(y, torch._foreach_sub(list(z), old), [1 - mu_y * (1 - c) for c in mixing])
-    if y is not batch.parameters:
-        torch._foreach_copy_(list(batch.parameters), list(y))
+    batch.show_y()
 
 
 def _average(batch: IterateBatch, mu_y: float) -> Sequence[Tensor]:
-    return torch._foreach_lerp(list(batch.slots["z"]), list(_y(batch)), 1 / mu_y)
+    return torch._foreach_lerp(list(batch.slots["z"]), list(batch.y), 1 / mu_y)

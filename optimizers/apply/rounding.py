@@ -27,6 +27,7 @@ class RoundingWatch:
     """
 
     def __init__(self) -> None:
+        self._chosen: tuple[int, int] | None = None
         self._seen: tuple[Tensor, Tensor] | None = None
         self._steps = 0
         self._done = False
@@ -35,10 +36,11 @@ class RoundingWatch:
         """Takes a sample of one parameter, or compares it with the one that was taken."""
         if self._done:
             return
-        group, position = _largest(optimizer)
-        if group is None:
+        self._chosen = self._chosen or _largest(optimizer)
+        if self._chosen is None:
             self._done = True
             return
+        group, position = optimizer.param_groups[self._chosen[0]], self._chosen[1]
         parameter, lr = group["params"][position], float(group["lr"])
         if lr < 0.5 * float(group["peak_lr"]) or parameter.grad is None:
             self._seen = None
@@ -52,15 +54,15 @@ class RoundingWatch:
                 _warn(names[position], parameter, self._seen[1], lr)
 
 
-def _largest(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any] | None, int]:
-    """The param group and position of the largest matrix in 16 bits that is trained."""
-    found: tuple[int, dict[str, Any] | None, int] = (0, None, 0)
-    for group in optimizer.param_groups:
-        for position, parameter in enumerate(group["params"]):
-            half = parameter.dtype.itemsize == 2 and parameter.requires_grad and parameter.ndim > 1
-            if half and parameter.numel() > found[0]:
-                found = (parameter.numel(), group, position)
-    return found[1], found[2]
+def _largest(optimizer: torch.optim.Optimizer) -> tuple[int, int] | None:
+    """The param group and position of the largest matrix in 16 bits that is trained, the first of equal ones."""
+    found = [
+        (index, position)
+        for index, group in enumerate(optimizer.param_groups)
+        for position, parameter in enumerate(group["params"])
+        if parameter.dtype.itemsize == 2 and parameter.requires_grad and parameter.ndim > 1 and parameter.numel()
+    ]
+    return max(found, key=lambda at: optimizer.param_groups[at[0]]["params"][at[1]].numel(), default=None)
 
 
 def _sample(tensor: Tensor) -> Tensor:

@@ -6,22 +6,12 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 
+from ..roots.inverse.cans import OKLS_SCHEDULE
+
 Triple = tuple[float, float, float]
 CoefficientName = Literal["jordan", "you", "polar_express", "cans", "deepseek", "quintic", "cubic"]
 
 _JORDAN = (3.4445, -4.7750, 2.0315)
-_CANS_PAIRS = (
-    (5.1825, -5.1781),
-    (2.5861, -0.64795),
-    (2.5674, -0.6455),
-    (2.5206, -0.63935),
-    (2.4108, -0.62487),
-    (2.1883, -0.5952),
-    (1.8596, -0.55045),
-    (1.5890, -0.51266),
-    (1.5052, -0.50074),
-    (1.5, -0.5),
-)
 
 
 def _shrunk(triple: Triple, margin: float) -> Triple:
@@ -46,7 +36,7 @@ NAMED_COEFFICIENTS: dict[str, tuple[Triple, ...]] = {
         (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
         (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
     ),
-    "cans": (_shrunk((*_CANS_PAIRS[0], 0.0), 1.01), *((a, b, 0.0) for a, b in _CANS_PAIRS[1:])),
+    "cans": (_shrunk((*OKLS_SCHEDULE[0], 0.0), 1.01), *((a, b, 0.0) for a, b in OKLS_SCHEDULE[1:])),
     "deepseek": (*[_JORDAN] * 8, (2.0, -1.5, 0.5), (2.0, -1.5, 0.5)),
     "quintic": ((2.0, -1.5, 0.5),),
     "cubic": ((1.5, -0.5, 0.0),),
