@@ -57,9 +57,10 @@ class Cadence(Component, ABC, family="cadence"):
 class Every(Cadence):
     """Due at t = start and then whenever (t - offset) % steps == 0, shifted within the interval by the block's phase.
 
-    t is the block's own step. With `stagger: cost` the phases spread the blocks so that every step pays about the same;
-    with `none` all are due at once, as in the published codes. Between both, `at_once` has as many blocks due in one
-    step as ranks can refresh side by side: where fewer are due than there are ranks, the others wait.
+    t is the block's own step. With `stagger: cost` the phases spread the blocks over the interval in equal waves, as many
+    as leave each the work of `at_once` blocks; with `none` all are due at once, as in the published codes. Ranks refresh
+    a wave side by side: where fewer blocks are due than there are ranks, the others wait. With `at_once: 1` every step
+    pays about the same.
     """
 
     kind: Literal["every"] = "every"
@@ -72,15 +73,15 @@ class Every(Cadence):
         default="cost", description="spread refreshes over the interval, or do all at once"
     )
     at_once: int = Field(
-        default=1,
+        default=8,
         ge=1,
-        description="least refresh work in one step, in units of the costliest block; the number of ranks (or more), "
-        "so that none waits for another",
+        description="least refresh work in one wave, in units of the costliest block: at least the number of ranks, so "
+        "that none waits for another; 1 for the smoothest steps",
     )
 
     @model_validator(mode="after")
     def _spreads(self) -> Self:
-        if self.stagger == "none" and self.at_once > 1:
+        if self.stagger == "none" and self.at_once != type(self).model_fields["at_once"].default:
             raise ValueError(
                 f"at_once: `stagger: cost` is required, without which all blocks are due at once, got {self.at_once}"
             )

@@ -39,7 +39,7 @@ def test_rows_of_real_ranks() -> None:
     """Four blocks on two ranks, over one interval: as many times as steps, of every rank; counts are a plan's."""
     bench = bench_of()
     rows = bench.run()
-    assert [(row.ranks, row.at_once) for row in rows] == [(1, 1), (1, 16), (2, 1), (2, 16)]
+    assert [(row.ranks, row.at_once) for row in rows] == [(1, 1), (1, 8), (2, 1), (2, 8)]
     for row in rows:
         assert row.steps == 10 and len(row.busy_ms) == row.ranks
         assert 0 < max(row.busy_ms) <= row.path_ms * (1 + 1e-9)  # a mean of largest is no less than the largest mean

@@ -23,8 +23,19 @@ from eigengraft.optimizers.sharding.placement import ParamSpec, place
 
 CPU = torch.device("cpu")
 
-ROUTE = {"name": "mixed", "match": {"name": "mix"}, "update": {"kind": "shampoo", "solver": "eigh"}, "optional": True}
-RECIPE: Any = {"base": "soap", "blocking": {"size": 5}, "routes": [ROUTE, "default"]}
+SMOOTH = {"kind": "every", "at_once": 1}
+ROUTE = {
+    "name": "mixed",
+    "match": {"name": "mix"},
+    "update": {"kind": "shampoo", "solver": "eigh", "refresh": SMOOTH},
+    "optional": True,
+}
+RECIPE: Any = {
+    "base": "soap",
+    "set": {"update.eigenbasis.refresh.at_once": 1},
+    "blocking": {"size": 5},
+    "routes": [ROUTE, "default"],
+}
 SHAPES = {
     "layers.10.a": (5, 5),
     "layers.2.a": (5, 5),
@@ -225,7 +236,8 @@ def test_the_fields_that_decide_on_waves_are_named() -> None:
 
 def test_ranks_that_wait_much_are_told_what_helps() -> None:
     """32 blocks of a matrix of order 1024 on 64 ranks: at most 4 of them refresh at a step, and the others wait."""
-    recipe, layout = load_recipe("shampoo"), Layout.replicate((1024, 1024), 64)
+    recipe = load_recipe("shampoo", {"update.graft.direction.shampoo.refresh.at_once": 1})
+    layout = Layout.replicate((1024, 1024), 64)
     placements = [place(recipe, "", layout) for _ in range(32)]
     specs = [ParamSpec(f"{i}", "", layout.shape, torch.float32, CPU, own) for i, own in enumerate(placements)]
     params = [spec.key for spec in specs]

@@ -34,7 +34,7 @@ class RankBench(Bench):
     recipes: Annotated[tuple[str, ...], BeforeValidator(listed)] = Field(
         default=("shampoo",), strict=False, description="shipped names or YAML files of recipes that spread refreshes"
     )
-    at_once: PositiveInts = Field(default=(1, 16), strict=False, description="values of `refresh.at_once`")
+    at_once: PositiveInts = Field(default=(1, 8), strict=False, description="values of `refresh.at_once`")
     ranks: PositiveInts = Field(
         default=(1, 2, 4), strict=False, description="numbers of ranks; the first is 1, which others are compared with"
     )
