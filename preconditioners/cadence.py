@@ -57,10 +57,10 @@ class Cadence(Component, ABC, family="cadence"):
 class Every(Cadence):
     """Due at t = start and then whenever (t - offset) % steps == 0, shifted within the interval by the block's phase.
 
-    t is the block's own step. With `stagger: cost` the phases spread the blocks over the interval in equal waves, as many
-    as leave each the work of `at_once` blocks; with `none` all are due at once, as in the published codes. Ranks refresh
-    a wave side by side: where fewer blocks are due than there are ranks, the others wait. With `at_once: 1` every step
-    pays about the same.
+    t is the block's own step. With `stagger: cost` the phases spread the blocks over the interval in equal waves, as
+    many as leave each the work of `at_once` blocks; with `none` all are due at once, as in the published codes. Ranks
+    refresh a wave side by side: where fewer blocks are due than there are ranks, the others wait. With `at_once: 1`
+    every step pays about the same.
     """
 
     kind: Literal["every"] = "every"

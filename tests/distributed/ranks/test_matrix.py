@@ -13,23 +13,29 @@ from .workers.layouts import LAYOUTS, stack
 
 pytestmark = pytest.mark.slow
 
-SHAMPOO = "update.graft.direction.shampoo"
+
+def spread(stage: str) -> list[str]:
+    """Refreshes of few blocks at every step, so that some rows of a stack are due and others are not."""
+    return [f"update.{stage}.refresh.steps=2", f"update.{stage}.refresh.at_once=1"]
+
+
+SHAMPOO = "graft.direction.shampoo"
 SMALL = ["statistic.inner", "root.inner.inner", "first_moment", "second_moment"]
 VIEWS = ["view=modules"]
 """Sections, heads and groups that no shard of a rank coincides with."""
 RECIPES = {
-    "soap": ["update.eigenbasis.refresh.steps=2"],
-    "shampoo": [f"{SHAMPOO}.refresh.steps=2"],
-    "soap_kl": [*VIEWS, "update.eigenbasis.refresh.steps=2"],
+    "soap": spread("eigenbasis"),
+    "shampoo": spread(SHAMPOO),
+    "soap_kl": [*VIEWS, *spread("eigenbasis")],
     "muon": VIEWS,
     "adamw": [],
     "psgd_kron": [],
     "shampoo_4bit": [
-        f"{SHAMPOO}.refresh.steps=2",
-        f"{SHAMPOO}.statistic.interval=2",
+        *spread(SHAMPOO),
+        f"update.{SHAMPOO}.statistic.interval=2",
         *(f"storage.{slot}.min_elements=1" for slot in SMALL),
     ],
-    "splus": ["update.eigenbasis.refresh.steps=2"],
+    "splus": spread("eigenbasis"),
 }
 RANKS = (2, 4)
 CELLS = list(itertools.product(LAYOUTS, RANKS, RECIPES))

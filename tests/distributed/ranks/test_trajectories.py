@@ -18,12 +18,13 @@ from .workers.trajectories import STEPS
 pytestmark = pytest.mark.slow
 
 SMALL = ["blocking.size=8", "blocking.merge=8"]
-SOAP = [*SMALL, "update.eigenbasis.refresh.steps=3", "distribution.bucket=700"]
+SPREAD = ["update.eigenbasis.refresh.steps=3", "update.eigenbasis.refresh.at_once=1"]
+SOAP = [*SMALL, *SPREAD, "distribution.bucket=700"]
 CODED = [
     f"storage.{slot}.min_elements=1"
     for slot in ("statistic.inner.inner", "basis.inner", "first_moment", "second_moment")
 ]
-SHAMPOO = ["update.graft.direction.shampoo.refresh.steps=3"]
+SHAMPOO = [f"update.graft.direction.shampoo.refresh.{field}" for field in ("steps=3", "at_once=1")]
 RECORD = ["radial_brake", "row_floor", "radius_pin", {"kind": "late_decay", "rate": 0.5}]
 RAMP = {"from": 0.7, "to": 0.99, "steps": 9}
 SCHEDULED = [{"kind": "momentum", "beta": RAMP}, {"kind": "rms", "beta": RAMP}]

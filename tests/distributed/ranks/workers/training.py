@@ -15,7 +15,8 @@ from eigengraft import load_recipe
 from .models import LENGTH, TOKENS, lay_out, model
 
 STEPS, BATCH = 6, 12
-OVERRIDES = ["blocking.size=8", "blocking.merge=8", "update.eigenbasis.refresh.steps=3", "lr=0.003"]
+SPREAD = ["update.eigenbasis.refresh.steps=3", "update.eigenbasis.refresh.at_once=1"]
+OVERRIDES = ["blocking.size=8", "blocking.merge=8", *SPREAD, "lr=0.003"]
 
 
 def run(job: dict[str, Any]) -> list[float]:
