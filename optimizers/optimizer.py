@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import Any
@@ -21,16 +20,14 @@ from .checkpoint.replaced_params import adopt_parameters
 from .engine.param_set import ParamSet
 from .engine.param_sets import ParamSets
 from .engine.signals import Given
-from .engine.stack_state import StackState
 from .param_groups import check_keys, number, require_matches
 from .recipe.loading import RecipeSource, load_recipe
 from .recipe.overrides import Overrides
-from .recipe.recipe import Recipe
 from .recipe.routing import DescribedParameters, ParamInfo
-from .reporting import RoutedParameter, SlotSize, describe, routing_table, slot_bytes, slot_sizes
+from .reporting import Reporting
 
 
-class Optimizer(torch.optim.Optimizer):
+class Optimizer(Reporting, torch.optim.Optimizer):
     """W <- W - lr alpha W - lr U  with U what the recipe's update chain makes of the gradients.
 
     params: what torch optimizers take: tensors, (name, tensor) pairs, or groups, with their `lr` and `weight_decay`.
@@ -55,7 +52,7 @@ class Optimizer(torch.optim.Optimizer):
         overrides: Overrides = (),
         checked: bool = False,
     ) -> None:
-        self.recipe: Recipe = load_recipe(recipe, overrides)
+        self.recipe = load_recipe(recipe, overrides)
         described = DescribedParameters.of(params)
         self.param_sets = ParamSets(self.recipe, checked, described.others)
         defaults = {
@@ -86,11 +83,6 @@ class Optimizer(torch.optim.Optimizer):
             del self.param_groups[index:]
             self.param_sets.forget(index)
             raise
-
-    @property
-    def iterate(self) -> Mode:
-        """Which iterate the parameters hold: the one to "train" or the one to "eval"."""
-        return next((group.get("iterate", "train") for group in self.param_groups), "train")
 
     def train(self) -> None:
         """Makes the parameters hold the iterate that is trained again, bit for bit."""
@@ -144,30 +136,6 @@ class Optimizer(torch.optim.Optimizer):
         """Takes over parameters that a host has put in place of others, takes back steps that were none."""
         self.param_sets.resolve_deferred()
         adopt_parameters(self)
-
-    @property
-    def skipped(self) -> Counter[str]:
-        """How often each parameter was left alone because its gradient was not finite, by name."""
-        return self.param_sets.skipped()
-
-    def routing_table(self) -> list[RoutedParameter]:
-        """Where each parameter went and why, in the order of the groups."""
-        return routing_table(self.param_sets, self.state)
-
-    def slot_sizes(self) -> list[SlotSize]:
-        """Bytes that each slot was declared to take, and bytes that it takes in its storage."""
-        return slot_sizes(self.stack_states(), self.state.values())
-
-    def stack_states(self) -> list[StackState]:
-        """The stacks with their state."""
-        return [stack_state for param_set in self.param_sets for stack_state in param_set.stack_states]
-
-    def state_bytes(self) -> int:
-        """Bytes of all state tensors."""
-        return sum(slot_bytes(state) for state in self.state.values())
-
-    def __repr__(self) -> str:
-        return describe(self.param_sets, self.param_groups, self.iterate, self.state_bytes())
 
     def state_dict(self) -> dict[str, Any]:
         """The state dict of torch, with state keys "<block>/<stage path>/<slot>" and, for iterates, "averaging/<slot>".

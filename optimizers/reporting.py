@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,9 @@ from .apply.averaging import Mode
 from .engine.param_sets import ParamSets
 from .engine.schedules import steps_taken
 from .engine.stack_state import StackState
+from .inspection.inspect import inspect, watch_next_step
+from .inspection.table import Inspection, Measurement
+from .recipe.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -120,3 +123,57 @@ def describe(param_sets: ParamSets, groups: Sequence[Mapping[str, Any]], iterate
 def slot_bytes(state: Mapping[str, Tensor]) -> int:
     """Bytes of one parameter's state."""
     return sum(slot.numel() * slot.element_size() for slot in state.values())
+
+
+class Reporting:
+    """What an optimizer tells of itself; nothing here changes a number.
+
+    watched_rows: what the last watched step was seen to do.
+    """
+
+    recipe: Recipe
+    param_sets: ParamSets
+    param_groups: list[dict[str, Any]]
+    state: defaultdict[Tensor, Any]
+    watched_rows: tuple[Measurement, ...] = ()
+
+    @property
+    def iterate(self) -> Mode:
+        """Which iterate the parameters hold: the one to "train" or the one to "eval"."""
+        return next((group.get("iterate", "train") for group in self.param_groups), "train")
+
+    def watch_next_step(self) -> None:
+        """Measures what each stage does in the next step, for `inspect`; that step takes longer, no number changes."""
+        watch_next_step(self)
+
+    def inspect(self) -> Inspection:
+        """Measures of every stage and block: of the state as it is now, and of the step that was watched last.
+
+        Ranks that share parameters call it together; each gets the rows of all of them. Nothing is kept for it, and a
+        step that is not watched costs what it cost without.
+        """
+        return inspect(self)
+
+    @property
+    def skipped(self) -> Counter[str]:
+        """How often each parameter was left alone because its gradient was not finite, by name."""
+        return self.param_sets.skipped()
+
+    def routing_table(self) -> list[RoutedParameter]:
+        """Where each parameter went and why, in the order of the groups."""
+        return routing_table(self.param_sets, self.state)
+
+    def slot_sizes(self) -> list[SlotSize]:
+        """Bytes that each slot was declared to take, and bytes that it takes in its storage."""
+        return slot_sizes(self.stack_states(), self.state.values())
+
+    def stack_states(self) -> list[StackState]:
+        """The stacks with their state."""
+        return [stack_state for param_set in self.param_sets for stack_state in param_set.stack_states]
+
+    def state_bytes(self) -> int:
+        """Bytes of all state tensors."""
+        return sum(slot_bytes(state) for state in self.state.values())
+
+    def __repr__(self) -> str:
+        return describe(self.param_sets, self.param_groups, self.iterate, self.state_bytes())

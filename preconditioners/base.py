@@ -122,10 +122,8 @@ class Stage(Schedulable, ABC, family="stage"):
         return False
 
     def sweeps(self, block: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """The axes of a block in groups that are observed and refreshed one after another (Gauss-Seidel).
-
-        Default: a single sweep, which is of all axes. With several `context.axes` are those of the present one.
-        """
+        """The axes of a block in groups that are observed and refreshed one after another (Gauss-Seidel); default: all
+        in one sweep. With several `context.axes` are those of the present one."""
         return (tuple(range(len(block))),)
 
     def rotation(self, state: State, gradient: Tensor) -> Rotation | None:
@@ -147,6 +145,11 @@ class Stage(Schedulable, ABC, family="stage"):
 
         gradient `[n, *block]`: of the rows that are refreshed. Default: nothing.
         """
+
+    def measures(self, state: State, context: StepContext) -> Mapping[str, Tensor]:
+        """Numbers `[N]` on the present state for `Optimizer.inspect`, by "<measure>" or "<slot>/<measure>". Nothing is
+        written back, the context has no signals. Roles and cadence tell others; one of the same name replaces them."""
+        return {}
 
     @abstractmethod
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:

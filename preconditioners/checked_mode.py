@@ -73,17 +73,18 @@ class Checks(Watch):
         if self._calls:
             self._require_finite(f"wrote slot '{name}'", value)
 
-    def stored(self, key: str, value: Tensor) -> None:
+    def stored(self, state: State, name: str, value: Tensor) -> None:
+        key = StateKey.join(state.path, name)
         self.written.add(key)
         loads = [load for call in self._calls for load in call.loads.pop(key, ())]
         if any(tensor is value for tensor, _ in loads):  # still the state itself; any other tensor has been copied
             self.loaded(key, value)
 
     @contextmanager
-    def call(self, what: str, inputs: Mapping[str, Tensor], mask: Tensor | None = None) -> Iterator[None]:
+    def call(self, what: str, inputs: Mapping[str, Tensor], state: State) -> Iterator[None]:
         """One call of a verb; nothing that is given may be written to, what is loaded and changed is written back."""
         versions = {name: tensor._version for name, tensor in inputs.items()}
-        call = Call(what, _fine(inputs, mask))
+        call = Call(what, _fine(inputs, state.mask))
         self._calls.append(call)
         try:
             yield
@@ -137,16 +138,16 @@ class CheckedVerbs:
         self.stage, self.watch = stage, watch
 
     def observe(self, state: State, gradient: Tensor, context: StepContext) -> None:
-        with self.watch.call(_what("observe", state, context), {"gradient": gradient}, state.mask):
+        with self.watch.call(_what("observe", state, context), {"gradient": gradient}, state):
             self.stage.observe(state, gradient, context)
 
     def refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:
-        with self.watch.call(_what("refresh", state, context), {"gradient": gradient}, state.mask):
+        with self.watch.call(_what("refresh", state, context), {"gradient": gradient}, state):
             self.stage.refresh(state, gradient, context)
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         inputs = {"gradient": gradient, "direction": direction}
-        with self.watch.call(_what("apply", state, context), inputs, state.mask):
+        with self.watch.call(_what("apply", state, context), inputs, state):
             result = self.stage.apply(state, gradient, direction, context)
             self.watch.returned(result, direction)
         return result

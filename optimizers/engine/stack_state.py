@@ -16,7 +16,7 @@ from eigengraft.component import ContractError
 from eigengraft.preconditioners import run_chain
 from eigengraft.preconditioners.checked_mode import Checks
 from eigengraft.quantization import Quantizer, choose
-from eigengraft.slots import EncodedSlot, Slot, State, Storage
+from eigengraft.slots import EncodedSlot, Slot, State, Storage, Watch
 from eigengraft.stacks import Stack
 from eigengraft.state_key import FORMAT, StateKey
 from eigengraft.step_context import StepContext
@@ -39,6 +39,7 @@ class StackState:
     tensors: state by "<stage path>/<slot>", `[N, ...]`.
     encoded: slots that are stored by a quantizer; their tensors are "<stage path>/<slot>/<code>".
     checks: what checks the contract of every stage in checked mode; None: nothing does.
+    step_watch: what measures the present step, in front of the checks; None: nothing does.
     """
 
     path: str
@@ -51,6 +52,7 @@ class StackState:
     tensors: dict[str, Tensor] = field(default_factory=dict, init=False)
     encoded: dict[str, EncodedSlot] = field(default_factory=dict, init=False)
     checks: Checks | None = field(default=None, init=False)
+    step_watch: Watch | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         for key, slot in self.slots():
@@ -126,7 +128,8 @@ class StackState:
         if self.encoded:
             seeds, steps = torch.from_numpy(context.seeds).to(self.stack.device), context.step
         path = f"{self.path}.{chain}" if self.path else chain
-        return State(self.tensors, self.stack.block, path, rows, mask, Storage(self.encoded, seeds, steps, self.checks))
+        storage = Storage(self.encoded, seeds, steps, self.step_watch or self.checks)
+        return State(self.tensors, self.stack.block, path, rows, mask, storage)
 
     def prime(self, gradient: Tensor, rows: Tensor | None, mask: Tensor | None, context: StepContext) -> None:
         """Shows the first gradient of blocks to a chain with a lagged stage: it is observed, nothing moves."""

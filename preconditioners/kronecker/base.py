@@ -56,7 +56,7 @@ class Factored(Stage):
         for axis in self.factor_axes(block):
             d = block[axis]
             if self.statistic.axes.full(block, axis):
-                slot = Slot((d, self.columns(d)), fill="identity", role=self.matrix)
+                slot = Slot((d, self.columns(d)), fill="identity", role=self.matrix, axes=(axis,))
             else:
                 slot = Slot((d,), fill=1.0, role=self.matrix, frame="square", axes=(axis,))
             slots[f"{self.matrix}.{axis}"] = slot

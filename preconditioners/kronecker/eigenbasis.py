@@ -15,6 +15,7 @@ from eigengraft.slots import State
 from eigengraft.step_context import Rotation, StepContext
 
 from ..algebra.basis_change import Transport, order_or_identity, require_frameless, rotate, transport
+from ..algebra.spectra import off_diagonal_share, turning_angle
 from ..base import Stages, run_chain
 from ..roots import BasisSolver, PowerQR
 from ..statistics import Power, has_data, mean_eigenvalue
@@ -141,6 +142,15 @@ class Eigenbasis(Factored):
 
     def _inside(self, state: State) -> State:
         return state.scope("inner", self.inner_block("inner", state.block))
+
+    def measures(self, state: State, context: StepContext) -> Mapping[str, Tensor]:
+        """off_diagonal, angle: of the basis and a statistic that lives in it; elsewhere they follow from the slots."""
+        found = {}
+        for axis in self.factor_axes(state.block) if self.statistic_frame == "basis" else ():
+            b = self.statistic.estimate(state, axis, context)
+            found[f"basis.{axis}/off_diagonal"] = off_diagonal_share(b)
+            found[f"basis.{axis}/angle"] = turning_angle(b, identity_like(b))
+        return found
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         known = context.rotation or self._rotated(state, gradient)

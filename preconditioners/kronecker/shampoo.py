@@ -16,6 +16,7 @@ from eigengraft.step_context import StepContext
 
 from ..algebra.basis_change import rotate
 from ..algebra.exponents import Exponents, exponent_of
+from ..algebra.spectra import root_residual
 from ..roots import Eigh, RootSolver
 from ..statistics import Power, has_data, mean_eigenvalue
 from .base import Factored
@@ -102,6 +103,15 @@ class Shampoo(Factored):
         half = torch.where(values > 0, to_power(values, float(exponent) / 2), 0.0)
         trace = (values * half.square()).sum(-1) if exponent != -1 else unit.new_full(unit.shape, values.shape[-1])
         return Power(half, half, unit, trace, has_data(estimate))
+
+    def measures(self, state: State, context: StepContext) -> Mapping[str, Tensor]:
+        """residual: ||A (X^(1/e) A - I)||_F / ||A||_F of each root X, A as it is now, not at the last refresh."""
+        found = {}
+        for axis, root in self.matrices(state).items():
+            exponent = self._exponent(len(state.block), axis)
+            powers = (exponent.denominator, exponent.numerator)
+            found[f"root.{axis}/residual"] = root_residual(self.statistic.estimate(state, axis, context), root, powers)
+        return found
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         return rotate(direction, self.matrices(state))

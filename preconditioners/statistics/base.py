@@ -103,7 +103,7 @@ class Statistic(Schedulable, ABC, family="statistic"):
         for axis in axes:
             d = block[axis]
             if self.axes.full(block, axis):
-                slot = Slot((d, d), fill="identity" if self.initial else 0.0, scale=self.initial, role="statistic")
+                slot = Slot((d, d), "identity" if self.initial else 0.0, "statistic", axes=(axis,), scale=self.initial)
             else:
                 slot = Slot((d,), fill=self.initial, role="statistic", frame="square", axes=(axis,))
             slots[f"factor.{axis}"] = slot

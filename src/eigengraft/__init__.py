@@ -1,5 +1,7 @@
 """Optimizers composed from interchangeable parts: declare a recipe, get a `torch.optim.Optimizer`."""
 
+from eigengraft.optimizers import Inspection as Inspection
+from eigengraft.optimizers import Measurement as Measurement
 from eigengraft.optimizers import Optimizer as Optimizer
 from eigengraft.optimizers import Recipe as Recipe
 from eigengraft.optimizers import Route as Route

@@ -38,7 +38,8 @@ class Slot:
         "square": transported by the Hadamard square, v <- (R*R)^T v on each axis; "row" and "column": squares without
         the last and without the last but one axis; "none": unchanged.
     dtype: dtype of the slot; default: the dtype that the block is computed in.
-    axes: axes of the block that a "vector" or "square" slot has, in order; default: all of them.
+    axes: axes of the block that a "vector" or "square" slot has, in order; default: all of them. Of a matrix without a
+        frame: the axis that it is a factor of, by which a basis and the statistic that it was made of are paired.
     scale: factor of the initial identity.
     sensitive: whether the size of every update depends on the slot, so that no storage takes it by its role.
     total: whether stages read the slot's sum over all blocks of all parameters as the step began, `context.total`.
@@ -98,11 +99,11 @@ class Watch(Protocol):
     def storing(self, key: str, value: object, rows: int, dtype: torch.dtype) -> None:
         """A slot of so many rows, loaded in that dtype, is about to be written back. Raises for what does not fit."""
 
-    def stored(self, key: str, value: Tensor) -> None:
+    def stored(self, state: State, name: str, value: Tensor) -> None:
         """A slot was written back."""
 
-    def call(self, what: str, inputs: Mapping[str, Tensor], mask: Tensor | None = None) -> AbstractContextManager[None]:
-        """Around a verb of a stage. what: "<stage path>: <verb>() at step <t>". mask: blocks whose state is written."""
+    def call(self, what: str, inputs: Mapping[str, Tensor], state: State) -> AbstractContextManager[None]:
+        """Around a verb of a stage. what: "<stage path>: <verb>() at step <t>". state: of the stage."""
         ...
 
     def returned(self, value: object, direction: Tensor) -> None:
@@ -180,7 +181,7 @@ class State:
         known = self._load(name)
         watch.storing(StateKey.join(self.path, name), value, len(known), known.dtype)
         self._store(name, value)
-        watch.stored(StateKey.join(self.path, name), value)
+        watch.stored(self, name, value)
 
     def _load(self, name: str) -> Tensor:
         key = StateKey.join(self.path, name)
@@ -224,6 +225,10 @@ class State:
             target.index_copy_(0, self.rows, value.to(target.dtype))
         else:
             self._select(target).copy_(value)
+
+    def decoded(self, name: str) -> Tensor | None:
+        """What is read of a slot that a codec stores, `[n, *shape]`; None: the slot is stored as it is."""
+        return self._load(name) if StateKey.join(self.path, name) in self.storage.encoded else None
 
     def __contains__(self, name: str) -> bool:
         key = StateKey.join(self.path, name)

@@ -165,6 +165,19 @@ def test_all_ranks_have_the_same_parameters(outcomes: dict[str, list[Outcome]], 
         assert all(torch.equal(value, paths(first)[name]) for name, value in paths(other).items())
 
 
+@pytest.mark.parametrize(("place", "case"), PAIRS)
+def test_every_rank_inspects_what_one_process_does(outcomes: dict[str, list[Outcome]], place: str, case: str) -> None:
+    """Owners hold the state, and rows of parameters lie apart: all ranks get the table of one process."""
+    (one,), ranks = results(outcomes, "one", case), results(outcomes, place, case)
+    expected = one["inspected"]
+    assert {"update_rms", "cosine", "skipped"} <= {key[-1] for key in expected}
+    for rank in ranks:
+        assert rank["inspected"].keys() == expected.keys()
+        if case not in CLOSE:
+            for key, value in expected.items():  # of equal bits: float64 sums in another order
+                assert rank["inspected"][key] == pytest.approx(value, rel=1e-12, abs=1e-14, nan_ok=True), key
+
+
 def test_the_trajectories_go_somewhere(outcomes: dict[str, list[Outcome]]) -> None:
     for name, case in CASES.items():
         (one,) = results(outcomes, "one", name)

@@ -81,6 +81,8 @@ def follow(
         if early is not None:
             early.backward(module, step)
         provide(module, optimizer, step)
+        if step == STEPS - 1:
+            optimizer.watch_next_step()
         optimizer.step()
         if step in looks:
             optimizer.eval()
@@ -91,6 +93,7 @@ def follow(
         "parameters": values(module),
         "evaluated": evaluated,
         "bytes": optimizer.state_bytes(),
+        "inspected": {row.key: row.value for row in optimizer.inspect()},
         # routes are for entry-wise updates, which every rank computes some rows of
         "blocks": sum(len(unit.stack.param_ids) for unit in optimizer.stack_states() if not unit.path),
         "skipped": dict(optimizer.skipped),

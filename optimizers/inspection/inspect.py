@@ -1,0 +1,82 @@
+"""The inspection of an optimizer: rows of its state and of its last watched step, gathered from all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+
+from ..engine.param_set import ParamSet
+from ..engine.stack_state import StackState
+from .state_rows import measured
+from .step_watch import Sample, StepWatch
+from .table import Inspection, Measurement
+
+
+def watch_next_step(optimizer: Any) -> None:
+    """Measures the next step of an optimizer by a hook that is gone after it; `watched_rows` has then what it found."""
+    watched = [
+        (param_set, stack_state, StepWatch(stack_state.checks))
+        for param_set in optimizer.param_sets
+        for stack_state in param_set.stack_states
+    ]
+    for _, stack_state, watch in watched:
+        stack_state.step_watch = watch
+
+    def finish(*_: Any) -> None:
+        handle.remove()
+        rows: list[Measurement] = []
+        for param_set, stack_state, watch in watched:
+            if stack_state.step_watch is watch:  # no other call of this function came in between
+                stack_state.step_watch = None
+                rows += _of_step(param_set, stack_state, watch.samples.values())
+        optimizer.watched_rows = tuple(rows)
+
+    handle = optimizer.register_step_post_hook(finish)
+
+
+def inspect(optimizer: Any) -> Inspection:
+    """The table of all parameters; ranks that share parameters call it together, and each gets all rows of these."""
+    skipped, rows = optimizer.skipped, list[Measurement]()
+    for param_set in optimizer.param_sets:
+        own = [row for row in optimizer.watched_rows if row.parameter in param_set.names]
+        own += _of_state(param_set)
+        own += [
+            Measurement(name, None, "", "", "skipped", (float(skipped[name]), 1.0, 1.0)) for name in param_set.names
+        ]
+        group = param_set.rank_group
+        rows += own if group is None else chain.from_iterable(group.all_gather_object(own, "inspect"))
+    names = (name for param_set in optimizer.param_sets for name in param_set.names)
+    places = {name: place for place, name in enumerate(names)}
+    rows.sort(key=lambda row: (places[row.parameter], -1 if row.block is None else row.block, row.stage))
+    return Inspection.joined(rows)
+
+
+def _of_step(param_set: ParamSet, stack_state: StackState, samples: Iterable[Sample]) -> Iterator[Measurement]:
+    """The rows of what a step was seen to do with the blocks of a stack."""
+    blocks = list(stack_state.rows())
+    for stage, slot, measure, rows, mask, sums in samples:
+        if isinstance(rows, torch.Tensor):
+            chosen = [blocks[row] for row in rows.tolist()]
+        else:
+            chosen = blocks if rows is None else blocks[rows]
+        written = [True] * len(chosen) if mask is None else mask.tolist()
+        for (_, position, key), usable, (a, b, c) in zip(chosen, written, sums.tolist(), strict=True):
+            if usable:
+                yield Measurement(param_set.names[position], key, stage, slot, measure, (a, b, c))
+
+
+def _of_state(param_set: ParamSet) -> Iterator[Measurement]:
+    """The rows of the state of all parameters that have been updated."""
+    for stack_state in param_set.stack_states:
+        blocks = stack_state.select(param_set.update_counts > 0)
+        names = [param_set.names[position] for position in blocks.stack.param_ids.tolist()]
+        if not names:
+            continue
+        counts = param_set.step_counts.numpy()
+        context = stack_state.context(blocks.stack, blocks.rows, counts, {})
+        for stage, slot, measure, values in measured(blocks, context):
+            for name, key, value in zip(names, blocks.stack.keys, values, strict=True):
+                yield Measurement(name, key, stage, slot, measure, (value, 1.0, 1.0))

@@ -1,0 +1,78 @@
+"""Measures of factors, for inspection: condition numbers, and how far a basis is from eigenvectors. In float64.
+
+Legend: A `[N, d, d]` statistics; Q `[N, d, r]` bases, r <= d; M = Q^T A Q `[N, r, r]`. What is not finite gives nan.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from eigengraft.numerics import per_block
+
+
+def condition(a: Tensor, symmetric: bool = True) -> Tensor:
+    """`[N]`: the largest over the least singular value, at most 1 / u, u the machine epsilon of the dtype of a.
+
+    a: matrices, or diagonals `[N, d]`. symmetric: whether these are positive semi-definite, so that what is below zero
+    counts as rounding. What is zero has no condition number: nan.
+    """
+    known, x = _finite(a)
+    if x.ndim == 2:
+        values = x if symmetric else x.abs()
+    else:
+        values = torch.linalg.eigvalsh(x) if symmetric else torch.linalg.svdvals(x)
+    peak = values.amax(-1)
+    ratio = peak / torch.maximum(values.amin(-1), peak * torch.finfo(a.dtype).eps)
+    return torch.where(known & (peak > 0), ratio, torch.nan)
+
+
+def off_diagonal_share(m: Tensor) -> Tensor:
+    """`[N]`: ||M - diag M||_F / ||M||_F, from 0 for eigenvectors to 1; nan where M is zero."""
+    known, m = _finite(m)
+    rest = m - torch.diag_embed(m.diagonal(dim1=-2, dim2=-1))
+    return torch.where(known, torch.linalg.matrix_norm(rest) / torch.linalg.matrix_norm(m), torch.nan)
+
+
+def turning_angle(a: Tensor, q: Tensor) -> Tensor:
+    """`[N]`: the angle between columns q and A q in degrees, a mean weighted by q^T A q; 0 where q are eigenvectors."""
+    known, a = _finite(a)
+    q = q.double()
+    turned = torch.bmm(a, q)
+    along = (q * turned).sum(-2)  # [N, r]
+    across = torch.linalg.vector_norm(turned - q * along.unsqueeze(-2), dim=-2)
+    weight = along.clamp_min(0)
+    angles = torch.atan2(across, along).rad2deg()
+    return torch.where(known, (weight * angles).sum(-1) / weight.sum(-1), torch.nan)
+
+
+def orthogonality(q: Tensor) -> Tensor:
+    """`[N]`: ||Q^T Q - I||_F / sqrt(r), how far the columns are from orthonormal ones."""
+    known, q = _finite(q)
+    gram = torch.bmm(q.mT, q)
+    gram.diagonal(dim1=-2, dim2=-1).sub_(1.0)
+    return torch.where(known, torch.linalg.matrix_norm(gram) / gram.shape[-1] ** 0.5, torch.nan)
+
+
+def root_residual(a: Tensor, root: Tensor, powers: tuple[int, int]) -> Tensor:
+    """`[N]`: ||A (X^m A^n - I)||_F / ||A||_F for X = A^(-n/m), a root `[N, d, d]` or its diagonal `[N, d]`.
+
+    powers: (m, n). X^m A^n is I where A is not zero; a ridge of the size r takes away r / ||A|| of it, and no more.
+    """
+    known, a = _finite(a)
+    usable, x = _finite(root)
+    if a.ndim == 2:
+        a, x = torch.diag_embed(a), torch.diag_embed(x)
+    size = torch.linalg.matrix_norm(a)
+    m, n = powers
+    unit = a / per_block(size, a)
+    x = x * per_block(size ** (n / m), x)
+    product = torch.bmm(torch.linalg.matrix_power(x, m), torch.linalg.matrix_power(unit, n))
+    rest = torch.linalg.matrix_norm(torch.bmm(unit, product) - unit) / torch.linalg.matrix_norm(unit)
+    return torch.where(known & usable, rest, torch.nan)
+
+
+def _finite(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Which rows are finite `[N]`, and x in float64 with ones in place of the others."""
+    known = x.flatten(1).isfinite().all(-1)
+    return known, torch.where(per_block(known, x), x, 1.0).double()
