@@ -20,7 +20,7 @@ from .checkpoint.replaced_params import adopt_parameters
 from .engine.param_set import ParamSet
 from .engine.param_sets import ParamSets
 from .engine.signals import Given
-from .param_groups import check_keys, number, require_matches
+from .param_groups import check_keys, number, require_expected, require_matches
 from .recipe.loading import RecipeSource, load_recipe
 from .recipe.overrides import Overrides
 from .recipe.routing import DescribedParameters, ParamInfo
@@ -65,6 +65,7 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         self.register_step_post_hook(RoundingWatch().look)
         self.param_sets.complete(0, self.param_groups, self.state)
         require_matches(self.recipe, chain(described.others, *self.param_sets.infos))
+        require_expected(self.recipe, chain(described.others, *self.param_sets.infos))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group: `params`, optionally `lr` and `weight_decay`; `fused` and `foreach` are ignored.
@@ -78,6 +79,7 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         try:
             self.param_sets.declare_group(self.param_groups, self._known)
             if self._known is None:
+                require_expected(self.recipe, chain(self.param_sets.others, *self.param_sets.infos))
                 self.param_sets.complete(index, self.param_groups, self.state)
         except Exception:
             del self.param_groups[index:]

@@ -6,6 +6,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -18,6 +19,7 @@ from .engine.schedules import steps_taken
 from .engine.stack_state import StackState
 from .inspection.inspect import inspect, watch_next_step
 from .inspection.table import Inspection, Measurement
+from .param_groups import Reached, reached
 from .recipe.recipe import Recipe
 
 
@@ -162,6 +164,10 @@ class Reporting:
     def routing_table(self) -> list[RoutedParameter]:
         """Where each parameter went and why, in the order of the groups."""
         return routing_table(self.param_sets, self.state)
+
+    def reached(self) -> list[Reached]:
+        """What the routes make of each expectation of the recipe."""
+        return reached(self.recipe, chain(self.param_sets.others, *self.param_sets.infos))
 
     def slot_sizes(self) -> list[SlotSize]:
         """Bytes that each slot was declared to take, and bytes that it takes in its storage."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -59,6 +59,19 @@ class Quantizer(Component, ABC, family="quantizer"):
         """A hash of the declaration and its codebooks, stored beside the tensors and checked on loading."""
         text = f"{FORMAT_VERSION} {self.model_dump_json()} {self.codebook_id()}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+NEVER_CODED = frozenset({"iterate", "count", "failures"})
+"""Roles of slots that are always stored as they are computed."""
+
+
+def require_coded_role(role: str, roles: Collection[str]) -> None:
+    """Raises ValueError for a role in `storage` that no slot has which could be coded by its role."""
+    why = "iterates and counts are always stored as they are computed; remove the entry"
+    if role not in NEVER_CODED:
+        why = f"there are: {', '.join(sorted(roles)) or 'none'}; slots of a graft's magnitude are named by stage path"
+    if role not in roles:
+        raise ValueError(f"storage: the role of a slot that can be coded is required ({why}), got '{role}'")
 
 
 def choose(storage: Mapping[str, Quantizer], key: StateKey, slot: Slot) -> Quantizer | None:

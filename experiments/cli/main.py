@@ -123,6 +123,8 @@ def show_command(
     optimizer = eigengraft.compose(experiment.run_recipe, model, lr=experiment.lr)
     print_table(routing_table_of(optimizer))
     print_table(storage_table(optimizer))
+    for line in optimizer.reached():
+        typer.echo(f"# expected: {line}")
 
 
 @app.command("schema")

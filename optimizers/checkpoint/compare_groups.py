@@ -97,7 +97,7 @@ def _compare_recipes(own: str, got: Any) -> None:
     if not isinstance(other, dict) or other.get("schema") != SCHEMA_VERSION:
         got_version = other.get("schema") if isinstance(other, dict) else None
         raise ValueError(f"state_dict: a recipe of schema {SCHEMA_VERSION} is required, got {got_version}")
-    for label in ("name", "about", "distribution"):  # they do not change what a recipe computes
+    for label in ("name", "about", "distribution", "expect"):  # they do not change what a recipe computes
         mine.pop(label, None)
         other.pop(label, None)
     changed = differences(other, mine)

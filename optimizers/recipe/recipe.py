@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -15,18 +15,18 @@ from eigengraft.chains import require_signals
 from eigengraft.component import FAMILY_MARK, Component
 from eigengraft.distributed.distribution import Distribution
 from eigengraft.preconditioners import RMS, Momentum, Stages, chain_slots, walk
-from eigengraft.quantization import Quantizer
+from eigengraft.quantization.base import NEVER_CODED, Quantizer, require_coded_role
 from eigengraft.slots import Role
 from eigengraft.state_key import StateKey
 
 from ..apply import Averaging, Constraints, SharpnessAware
 from ..apply.failure import Failure
 from ..apply.weight_decay import Decoupled, WeightDecay
+from .expect import ExpectationText, expected_updates
 from .routing import Match, ParamInfo
 from .schema import with_base
 
 SCHEMA_VERSION = 1
-_NEVER_CODED = {"iterate", "count", "failures"}
 _STORAGE = {"type": "object", "additionalProperties": {FAMILY_MARK: "quantizer"}}
 _SHAPES = ((1,), (2,), (2, 2), (2, 3), (3, 2), (64, 64), (2, 2, 2), (2, 3, 4), (2, 2, 2, 2))
 """Shapes of blocks over which a recipe is asked for the slots it may have."""
@@ -58,7 +58,7 @@ class Update(Component):
             for stages in (self.update, self.after_decay):
                 with suppress(ValueError):  # a stage may refuse a shape; building says so if a parameter has it
                     found |= {slot.role for _, _, slot in chain_slots(stages, block) if not slot.sensitive}
-        return frozenset(found - _NEVER_CODED)
+        return frozenset(found - NEVER_CODED)
 
     def lagging(self) -> bool:
         """Whether the first gradient only primes statistics."""
@@ -88,15 +88,6 @@ class Route(Update):
         default=None, description="decay of these parameters; default: the recipe's"
     )
     optional: bool = Field(default=False, description="whether it is fine that no parameter matches")
-
-
-def _require_role(role: str, roles: Collection[str]) -> None:
-    """Raises ValueError for a role in `storage` that no slot has which could be coded by its role."""
-    why = "iterates and counts are always stored as they are computed; remove the entry"
-    if role not in _NEVER_CODED:
-        why = f"there are: {', '.join(sorted(roles)) or 'none'}; slots of a graft's magnitude are named by stage path"
-    if role not in roles:
-        raise ValueError(f"storage: the role of a slot that can be coded is required ({why}), got '{role}'")
 
 
 def adam_route() -> Route:
@@ -142,6 +133,9 @@ class Recipe(Update):
     storage: Annotated[dict[str, Quantizer], WithJsonSchema(_STORAGE)] = Field(
         default={}, description="how slots are stored: by role (statistic, root), stage path or stage path/slot"
     )
+    expect: dict[str, ExpectationText] = Field(
+        default={}, description="what must reach a stage (path, name, kind) or a route: '>= 90% of parameters'"
+    )
     sam: SharpnessAware | None = Field(default=None, description="gradients of a neighbourhood; steps need a closure")
     failure: Failure = Field(default=Failure(), description="what happens when numbers go wrong")
     distribution: Distribution = Field(
@@ -162,11 +156,17 @@ class Recipe(Update):
         for key in self.storage:
             stage = StateKey.parse(key).stage or key
             if key in get_args(Role):
-                _require_role(key, {role for rule in self.updates().values() for role in rule.storable_roles()})
+                require_coded_role(key, {role for rule in self.updates().values() for role in rule.storable_roles()})
             elif stage not in stages:
                 near = difflib.get_close_matches(stage, [*get_args(Role), *stages], n=1)
                 hint = f", did you mean '{near[0]}'?" if near else ""
                 raise ValueError(f"storage: a role, a stage path or a stage path/slot is required, got '{key}'{hint}")
+        return self
+
+    @model_validator(mode="after")
+    def _expectations_have_stages(self) -> Self:
+        for key in self.expect:
+            expected_updates(key, self.updates())
         return self
 
     def route(self, info: ParamInfo) -> tuple[str, str]:

@@ -215,6 +215,11 @@ class TestShow:
         counts = sum(row.stored for row in optimizer.slot_sizes() if row.role in ("count", "failures"))
         assert f"{optimizer.state_bytes() - counts:,}" in table[-1] and " all " in table[-1]
 
+    def test_expectations_are_told(self) -> None:
+        recipe = write("expecting.yaml", "{base: muon, expect: {spectral: '>= 50% of parameters'}}")
+        *_, line = succeeds("show", recipe, "--task", "digits").splitlines()
+        assert line.startswith("# expected: spectral >= 50% of parameters: ") and " of " in line
+
     def test_an_experiment_is_printed_whole_and_the_output_is_an_experiment_file(self) -> None:
         output = succeeds("show", "exp.yaml", "steps=9")
         assert load_experiment(write("copy.yaml", output)) == load_experiment("exp.yaml", ["steps=9"])

@@ -335,6 +335,9 @@ def violations(schema: dict[str, Any], data: Any, node: Any = None, path: str = 
         properties = node.get("properties", {})
         extra = sorted(data.keys() - properties.keys()) if node.get("additionalProperties") is False else []
         faults += [f"{path}.{key}: additionalProperties" for key in extra]
+        others = node.get("additionalProperties")
+        for key in data.keys() - properties.keys() if isinstance(others, dict) else ():
+            faults += violations(schema, data[key], others, f"{path}.{key}")
         for key in data.keys() & properties.keys():
             faults += violations(schema, data[key], properties[key], f"{path}.{key}")
     if isinstance(data, list):
@@ -402,6 +405,8 @@ def test_shipped_recipes_follow_the_schema(name: str, schema: dict[str, Any]) ->
 
 
 RIGHT = [
+    "{update: rms, expect: {rms: '>= 90% of parameters', update: '== 4 tensors'}}",
+    "{update: momentum, storage: {first_moment: int8}}",
     SOAP,
     *(f"update: {chain}" for chain in GRAMMAR.values()),
     "update: {kind: shampoo, exponent: 1/4}",
@@ -414,6 +419,9 @@ RIGHT = [
     "update: {kind: spectral, solver: {kind: newton_schulz, coefficients: [[3, -3, 1], [2, -1.5, 0.5]]}}",
 ]
 WRONG = [
+    "{update: rms, expect: {rms: 90}}",
+    "{update: rms, expect: {rms: '90% of parameters'}}",
+    "{update: momentum, storage: {first_moment: int9}}",
     "update: rmss",
     "update: {kind: rms, betta: 0.9}",
     "update: {kind: rms, beta: 2}",

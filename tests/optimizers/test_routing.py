@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import eigengraft
-from eigengraft import Optimizer, compose, shipped_recipes
+from eigengraft import Optimizer, RecipeError, compose, load_recipe, shipped_recipes
 from eigengraft.optimizers.recipe.param_names import canonical_name, canonical_names
 from eigengraft.optimizers.recipe.yaml_files import shipped
 
@@ -405,3 +405,94 @@ def test_the_walk_through_a_model_trains_it() -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.7 * losses[0]
+
+
+def expecting(**expect: str) -> dict[str, Any]:
+    return {"base": "muon", "expect": expect}
+
+
+def test_an_expectation_that_routes_meet_is_told() -> None:
+    model = GPT()
+    found = compose(expecting(spectral=">= 60% of parameters", adam="> 3 tensors"), model).reached()
+    hidden = sum(p.numel() for n, p in model.named_parameters() if p.ndim == 2 and "wte" not in n)
+    total = sum(p.numel() for p in model.parameters())
+    assert [(row.key, row.found, row.total, row.holds) for row in found] == [
+        ("spectral", hidden, total, True),
+        ("adam", len(list(model.parameters())) - 4, len(list(model.parameters())), True),
+    ]
+    assert str(found[0]).startswith(f"spectral >= 60% of parameters: {100 * hidden / total:.3g}% ({hidden:,} of ")
+
+
+@pytest.mark.parametrize(
+    "key", ["update.spectral", "spectral", "update", "routes.adam.update.rms", "rms", "routes.adam", "adam"]
+)
+def test_a_stage_is_expected_by_path_name_or_kind_and_a_route_by_path_or_name(key: str) -> None:
+    (row,) = compose(expecting(**{key: ">= 1 tensors"}), GPT()).reached()
+    assert row.found == (4 if key in ("update.spectral", "spectral", "update") else 16 - 4)
+
+
+@pytest.mark.parametrize(
+    ("expect", "words"),
+    [
+        (
+            {"spectral": ">= 90% of parameters"},
+            [
+                "expect.spectral: >= 90% of parameters is required, got ",
+                "elsewhere went wte.weight to routes.adam (emb",
+            ],
+        ),
+        (
+            {"adam": "<= 10% of tensors"},
+            ["expect.adam: <= 10% of tensors is required", "there went wte.weight to ", "9 more"],
+        ),
+        ({"update": "== 3 tensors"}, ["expect.update: == 3 tensors is required, got 25% (4 of 16)"]),
+        ({"spectral": "> 99999 parameters", "adam": "< 1 parameters"}, ["expect.spectral: ", "\nexpect.adam: "]),
+    ],
+)
+def test_a_build_whose_routes_send_matrices_elsewhere_is_refused(expect: dict[str, str], words: list[str]) -> None:
+    with pytest.raises(RecipeError) as error:
+        compose(expecting(**expect), GPT())
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_a_group_that_is_added_is_expected_too() -> None:
+    first = [("a.weight", nn.Parameter(torch.ones(4, 4)))]
+    optimizer = Optimizer(first, expecting(spectral=">= 50% of parameters"))
+    before = optimizer.routing_table()
+    with pytest.raises(RecipeError, match=r"expect.spectral: .* got 33.3% \(16 of 48\); elsewhere went b.bias"):
+        optimizer.add_param_group({"params": [("b.bias", nn.Parameter(torch.ones(32)))]})
+    assert optimizer.routing_table() == before
+    optimizer.add_param_group({"params": [("b.bias", nn.Parameter(torch.ones(16)))]})
+
+
+@pytest.mark.parametrize(
+    ("expect", "message"),
+    [
+        (
+            {"spectrl": ">= 90% of parameters"},
+            "expect: .* or a route is required, got 'spectrl', did you mean 'spectral'",
+        ),
+        (
+            {"spectral": "90%"},
+            r"expect\.spectral: an expectation such as '>= 90% of parameters'.* is required .* got '90%'",
+        ),
+        ({"spectral": ">= 90 % of parameters"}, r"expect\.spectral: an expectation such as"),
+        ({"spectral": ">= 101% of tensors"}, r"expect\.spectral: a share of at most 100% is required, got '>= 101%"),
+        ({"spectral": ">= 1.5 tensors"}, r"expect\.spectral: a whole number is required, or a share"),
+        ({"spectral": 0.9}, r"expect\.spectral: .* valid string, got 0.9"),
+        ([">= 1 tensors"], r"expect: .* got \['>= 1 tensors'\]"),
+    ],
+)
+def test_expectations_that_say_nothing_are_refused(expect: Any, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        load_recipe({"base": "muon", "expect": expect})
+
+
+def test_a_name_of_both_a_stage_and_a_route_needs_a_path() -> None:
+    routes = [{"name": "rms", "update": ["sign"], "match": {"role": "bias"}}]
+    recipe = {"update": ["momentum", "rms"], "routes": routes, "expect": {"rms": ">= 1 tensors"}}
+    with pytest.raises(
+        RecipeError, match="expect: a stage or a route is required, got 'rms', which is both; give the p"
+    ):
+        load_recipe(recipe)
+    load_recipe({**recipe, "expect": {"update.rms": ">= 1 tensors", "routes.rms": ">= 1 tensors"}})
