@@ -20,11 +20,11 @@ from .checkpoint.replaced_params import adopt_parameters
 from .engine.param_set import ParamSet
 from .engine.param_sets import ParamSets
 from .engine.signals import Given
+from .inspection.reporting import Reporting
 from .param_groups import check_keys, number, require_expected, require_matches
 from .recipe.loading import RecipeSource, load_recipe
 from .recipe.overrides import Overrides
 from .recipe.routing import DescribedParameters, ParamInfo
-from .reporting import Reporting
 
 
 class Optimizer(Reporting, torch.optim.Optimizer):

@@ -1,1 +1,1 @@
-"""Inspection of an optimizer: what its state and its last watched step say, as a table. It changes nothing."""
+"""What an optimizer tells of itself: routes and bytes, and what its stages do and their state is like."""

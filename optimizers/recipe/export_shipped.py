@@ -1,4 +1,4 @@
-"""Writes `shipped.json` from the YAML recipes: `python -m eigengraft.optimizers.recipe.export_shipped`."""
+"""Writes `shipped/shipped.json` from the YAML recipes: `python -m eigengraft.optimizers.recipe.export_shipped`."""
 
 from __future__ import annotations
 
@@ -16,4 +16,4 @@ def shipped_json() -> str:
 
 
 if __name__ == "__main__":
-    (recipe_folder().parent / "shipped.json").write_text(shipped_json(), encoding="utf-8")
+    (recipe_folder() / "shipped.json").write_text(shipped_json(), encoding="utf-8")

@@ -48,5 +48,5 @@ def recipe_folder() -> Path:
 @cache
 def shipped() -> dict[str, Any]:
     """Raw data of every shipped recipe by name. Read from JSON, so that the core needs no YAML library."""
-    data: dict[str, Any] = json.loads((recipe_folder().parent / "shipped.json").read_text(encoding="utf-8"))
+    data: dict[str, Any] = json.loads((recipe_folder() / "shipped.json").read_text(encoding="utf-8"))
     return data

@@ -66,7 +66,7 @@ def site_packages(python: Path) -> Path:
 def data_files() -> set[str]:
     """What the library reads at run time beside its modules, by its path in the wheel."""
     folder = ROOT / "optimizers" / "recipe"
-    recipes = [*(folder / "shipped").rglob("*.yaml"), folder / "shipped.json"]
+    recipes = [*(folder / "shipped").rglob("*.yaml"), folder / "shipped" / "shipped.json"]
     patterns = ("*.yaml", "*.jinja", "*.npz")
     rest = [path for pattern in patterns for path in (ROOT / "experiments").rglob(pattern)]
     return {f"eigengraft/{path.relative_to(ROOT).as_posix()}" for path in recipes + rest} | {"eigengraft/py.typed"}

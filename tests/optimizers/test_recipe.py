@@ -94,7 +94,7 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[
 
 
 def test_the_shipped_json_is_the_yaml() -> None:
-    assert (recipe_folder().parent / "shipped.json").read_text(encoding="utf-8") == shipped_json()
+    assert (recipe_folder() / "shipped.json").read_text(encoding="utf-8") == shipped_json()
 
 
 def test_every_stage_and_every_combination_with_stages_inside_is_in_the_cover() -> None:
@@ -138,7 +138,7 @@ def test_a_recipe_survives_every_way_out_and_in(name: str, tmp_path: Path) -> No
 
 
 def _raw(name: str) -> dict[str, Any]:
-    raw: dict[str, Any] = json.loads((recipe_folder().parent / "shipped.json").read_text())[name]
+    raw: dict[str, Any] = json.loads((recipe_folder() / "shipped.json").read_text())[name]
     return raw
 
 

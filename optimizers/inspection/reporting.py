@@ -13,14 +13,14 @@ from torch import Tensor
 
 from eigengraft.state_key import StateKey
 
-from .apply.averaging import Mode
-from .engine.param_sets import ParamSets
-from .engine.schedules import steps_taken
-from .engine.stack_state import StackState
-from .inspection.inspect import inspect, watch_next_step
-from .inspection.table import Inspection, Measurement
-from .param_groups import Reached, reached
-from .recipe.recipe import Recipe
+from ..apply.averaging import Mode
+from ..engine.param_sets import ParamSets
+from ..engine.schedules import steps_taken
+from ..engine.stack_state import StackState
+from ..param_groups import Reached, reached
+from ..recipe.recipe import Recipe
+from .inspect import inspect, watch_next_step
+from .table import Inspection, Measurement
 
 
 @dataclass(frozen=True)
