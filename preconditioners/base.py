@@ -121,6 +121,10 @@ class Stage(Schedulable, ABC, family="stage"):
         """Whether the stage reads blocks as matrices, first axis x the rest."""
         return False
 
+    def spectral_norm(self, m: int, n: int, before: float | None) -> float | None:
+        """The largest spectral norm of a direction m x n, given that of the direction before; None: not bounded."""
+        return None
+
     def sweeps(self, block: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         """The axes of a block in groups that are observed and refreshed one after another (Gauss-Seidel); default: all
         in one sweep. With several `context.axes` are those of the present one."""
@@ -213,6 +217,13 @@ def run_chain(
     for stage in stages:
         direction = stage.run(state.scope(stage.label), gradient, direction, context)
     return direction
+
+
+def chain_norm(stages: tuple[Stage, ...], m: int, n: int, before: float | None = None) -> float | None:
+    """The largest spectral norm of what a chain makes of a direction m x n; None: not bounded."""
+    for stage in stages:
+        before = stage.spectral_norm(m, n, before)
+    return before
 
 
 def walk(stages: tuple[Stage, ...], path: str = "") -> Iterator[tuple[str, Stage]]:

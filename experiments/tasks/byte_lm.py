@@ -16,6 +16,7 @@ from pydantic_core.core_schema import ValidationInfo
 from torch import Tensor, nn
 
 from .base import Batch, Dataset, Fingerprint, Task, generator
+from .initialization import Init, initialized
 from .models import GPT
 
 SYMBOLS = 256
@@ -36,6 +37,7 @@ class ByteLM(Task):
     heads: int = Field(default=4, ge=1, le=64, description="attention heads; a divisor of width")
     context: int = Field(default=64, ge=2, le=8192, description="bytes per sequence")
     batch_size: int = Field(default=32, ge=1, description="sequences per step")
+    init: Init = Field(default="standard", description="initial weights; spectral: of sizes that suit every width")
     eval_sequences: int = Field(default=512, ge=1, description="validation sequences, evenly spaced over their part")
 
     @field_validator("path")
@@ -59,7 +61,7 @@ class ByteLM(Task):
         return Text(self, read_text([Path(self.path)], self.max_bytes))
 
     def build(self) -> nn.Module:
-        return GPT(SYMBOLS, self.context, self.layers, self.width, self.heads)
+        return initialized(GPT(SYMBOLS, self.context, self.layers, self.width, self.heads), self.init)
 
 
 class Text(Dataset):

@@ -16,6 +16,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from .base import Batch, Dataset, Fingerprint, Task, generator
+from .initialization import Init, initialized
 from .models import cnn, mlp
 
 SIDE, CLASSES = 8, 10
@@ -31,6 +32,7 @@ class Digits(Task):
     model: Literal["mlp", "cnn"] = Field(default="mlp", description="multi-layer perceptron or convolutional network")
     layers: int = Field(default=2, ge=1, le=16, description="hidden layers, or convolutions")
     width: int = Field(default=64, ge=1, le=4096, description="units per hidden layer, or channels")
+    init: Init = Field(default="standard", description="initial weights; spectral: of sizes that suit every width")
     batch_size: int = Field(default=64, ge=1, le=1024, description="images per step")
     reports_accuracy: ClassVar[bool] = True
 
@@ -39,8 +41,8 @@ class Digits(Task):
 
     def build(self) -> nn.Module:
         if self.model == "cnn":
-            return cnn(SIDE, CLASSES, self.layers, self.width)
-        return mlp(SIDE * SIDE, CLASSES, self.layers, self.width)
+            return initialized(cnn(SIDE, CLASSES, self.layers, self.width), self.init)
+        return initialized(mlp(SIDE * SIDE, CLASSES, self.layers, self.width), self.init)
 
 
 class Images(Dataset):

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+import torch
 
 from eigengraft.distributed.comm_plan import BlockGroup
 from eigengraft.distributed.rank_group import RankGroup
@@ -54,7 +55,11 @@ def _stack_state(blocks: EqualBlocks, specs: Sequence[ParamSpec], recipe: Recipe
     stack = Stack(shape, dtype, device, tuple(blocks.grids))
     owners = zip(stack.param_ids.tolist(), stack.keys, strict=True)
     seeds = np.array([_seed(specs[position].name, key) for position, key in owners], dtype=np.int64)
-    return StackState(path, recipe.updates()[path], stack, recipe.storage, blocks.phases, seeds)
+    state = StackState(path, recipe.updates()[path], stack, recipe.storage, blocks.phases, seeds)
+    if recipe.lr_scale is not None:
+        factors = [specs[position].lr_factors[own] for position, grid in stack.grids for own in grid.matrices]
+        state.lr_factors = torch.tensor(factors, dtype=dtype, device=device)
+    return state
 
 
 def _seed(name: str, key: int) -> int:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eigengraft.component import ContractError
+from eigengraft.numerics import per_block
 from eigengraft.preconditioners import run_chain
 from eigengraft.preconditioners.checked_mode import Checks
 from eigengraft.quantization import Quantizer, choose
@@ -36,6 +37,7 @@ class StackState:
     phases: `[N]` in [0, 1), where in a refresh interval each block is due.
     seeds: `[N]`, what the random numbers of each block are made of.
     block_group: number of the block group whose owned blocks these are; None: no block of the stack travels.
+    lr_factors: `[N]`, what the direction of each block is multiplied by; None: nothing.
     tensors: state by "<stage path>/<slot>", `[N, ...]`.
     encoded: slots that are stored by a quantizer; their tensors are "<stage path>/<slot>/<code>".
     checks: what checks the contract of every stage in checked mode; None: nothing does.
@@ -49,6 +51,7 @@ class StackState:
     phases: NDArray[np.float64]
     seeds: NDArray[np.int64]
     block_group: int | None = None
+    lr_factors: Tensor | None = None
     tensors: dict[str, Tensor] = field(default_factory=dict, init=False)
     encoded: dict[str, EncodedSlot] = field(default_factory=dict, init=False)
     checks: Checks | None = field(default=None, init=False)
@@ -143,7 +146,9 @@ class StackState:
         direction = run_chain(self.rule.update, state, gradient, gradient, context)
         if self._foreign and (direction.device.type == "cpu" or context.steps.max() % 100 < 3):  # looking may wait
             self._require_finite(gradient, direction)
-        return direction
+        if self.lr_factors is None:
+            return direction
+        return direction * per_block(self.lr_factors if rows is None else self.lr_factors[rows], direction)
 
     def _require_finite(self, gradient: Tensor, direction: Tensor) -> None:
         """Raises ContractError for a direction with inf or nan of gradients without."""

@@ -22,6 +22,7 @@ from eigengraft.state_key import StateKey
 from ..apply import Averaging, Constraints, SharpnessAware
 from ..apply.failure import Failure
 from ..apply.weight_decay import Decoupled, WeightDecay
+from ..lr_scale import LRScale
 from .expect import ExpectationText, expected_updates
 from .routing import Match, ParamInfo
 from .schema import with_base
@@ -120,6 +121,7 @@ class Recipe(Update):
     name: str | None = Field(default=None, description="what reports call it")
     about: str | None = Field(default=None, description="the paper and equations it follows")
     lr: float = Field(default=1e-3, ge=0, description="learning rate where none is given, in units of the update")
+    lr_scale: LRScale = Field(default=None, description="steps that fit other widths too: factors by role and shape")
     weight_decay: WeightDecay = Field(default=Decoupled(), description="decay of the parameters")
     routes: Annotated[tuple[Route, ...], BeforeValidator(_routes, json_schema_input_type=_RouteInput)] = Field(
         default=(), description="rules in order, the first match wins; `default` stands for the Adam route"

@@ -22,7 +22,7 @@ from .cost_model import common_interval
 from .critical_path import warn_of_waiting
 from .owners import Balance, assign_owners
 from .phases import ParamKey, Phases, refresh_phases
-from .placement import ParamSpec, layout_of, place
+from .placement import ParamSpec, layout_of, lr_factors, place
 
 REPLICATED = "replicated"
 """The scope of plain parameters that every rank of the default process group holds."""
@@ -139,7 +139,8 @@ class Assignments:
         matrices, placement = self.recipe.view_of(info).matrices, None
         if rank_group is not None:
             placement = place(self.recipe, path, layout_of(parameter, rank_group), matrices)
-        return ParamSpec(name, path, tuple(parameter.shape), parameter.dtype, parameter.device, placement, matrices)
+        spec = ParamSpec(name, path, tuple(parameter.shape), parameter.dtype, parameter.device, placement, matrices)
+        return replace(spec, lr_factors=lr_factors(self.recipe, info, spec))
 
     def agree(self, index: int, group: Mapping[str, Any]) -> None:
         """Raises ValueError on every rank if ranks were not given the same recipe and param group."""

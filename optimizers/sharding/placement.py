@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from eigengraft.blocking import Matrices
+from eigengraft.blocking import Batches, Matrices, Modules
 from eigengraft.blocking.rule import ONE_TENSOR
 from eigengraft.distributed.layouts import Layout
 from eigengraft.distributed.rank_group import RankGroup
@@ -17,6 +17,7 @@ from eigengraft.quantization import choose
 from eigengraft.step_context import known_signals
 
 from ..recipe.recipe import Recipe
+from ..recipe.routing import ParamInfo
 from ..recipe.slot_keys import slot_keys
 from .phases import ParamKey
 
@@ -53,6 +54,7 @@ class ParamSpec:
     placement: where it lies among ranks; None: this process updates all of it, whatever other ranks do.
     matrices: which of its entries form a matrix.
     frozen: whether it had no gradients when the optimizer was made.
+    lr_factors: what the directions of each of its matrices are multiplied by; (): by nothing.
     """
 
     name: str
@@ -63,6 +65,7 @@ class ParamSpec:
     placement: ParamPlacement | None = None
     matrices: Matrices = ONE_TENSOR
     frozen: bool = False
+    lr_factors: tuple[float, ...] = ()
 
     @property
     def in_place(self) -> bool:
@@ -93,6 +96,27 @@ def layout_of(parameter: Tensor, rank_group: RankGroup) -> Layout:
             f"{tuple(mesh.mesh.shape)} should leave {layout.boxes[rank_group.rank].shape} here, got {held}"
         )
     return layout
+
+
+def lr_factors(recipe: Recipe, info: ParamInfo, spec: ParamSpec) -> tuple[float, ...]:
+    """What the directions of each matrix of a parameter are multiplied by, so that steps fit other widths too; (): by
+    nothing. Raises ValueError where such a factor would have no effect, or none is known."""
+    if recipe.lr_scale is None or 0 in spec.shape:
+        return ()
+    rule, where = recipe.updates()[spec.path], f"{spec.path}." if spec.path else ""
+    if rule.after_decay:
+        raise ValueError(f"{where}after_decay: an update without it is required with lr_scale")
+    for constraint in rule.constraints:
+        if constraint.sets_length():
+            path = f"{where}constraints.{constraint.label}"
+            raise ValueError(f"{path}: sets the length of every update, so that lr_scale has no effect; remove one")
+    matrices = spec.matrices
+    if rule.entrywise():  # their blocks are not cut by matrices, all of which have as many inputs
+        told = info.facts.convolution is not None and isinstance(rule.view, Batches)
+        matrices = (Modules(heads=False) if told else rule.view).of(spec.shape, info.facts).matrices
+    shapes = list(matrices.each(spec.shape)) if spec.shape else [()]
+    found = {m: recipe.lr_scale.factor(rule.update, info.role, m, f"{where}update") for m in dict.fromkeys(shapes)}
+    return tuple(found[shape] for shape in shapes)
 
 
 def place(recipe: Recipe, path: str, layout: Layout, matrices: Matrices = ONE_TENSOR) -> ParamPlacement:

@@ -12,7 +12,7 @@ from eigengraft.ramps import Schedulable
 from eigengraft.slots import State
 from eigengraft.step_context import StepContext
 
-from ..base import Stage, Stages, run_chain
+from ..base import Stage, Stages, chain_norm, run_chain
 
 
 class Chain(Stage):
@@ -23,6 +23,9 @@ class Chain(Stage):
 
     def chains(self) -> Mapping[str, Stages]:
         return {"stages": self.stages}
+
+    def spectral_norm(self, m: int, n: int, before: float | None) -> float | None:
+        return chain_norm(self.stages, m, n, before)
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         return run_chain(self.stages, state.scope("stages"), gradient, direction, context)

@@ -12,7 +12,7 @@ from torch import Tensor
 from eigengraft.slots import State
 from eigengraft.step_context import StepContext
 
-from ..base import Stage, Stages, run_chain, walk
+from ..base import Stage, Stages, chain_norm, run_chain, walk
 
 
 class Transform(Stage):
@@ -39,6 +39,9 @@ class Transform(Stage):
 
     def entrywise(self) -> bool:
         return all(stage.entrywise() for stage in (*self.before, *self.inner))
+
+    def spectral_norm(self, m: int, n: int, before: float | None) -> float | None:
+        return chain_norm(self.inner, m, n, before)
 
     def inner_gradient(self, part: str, state: State, gradient: Tensor, context: StepContext) -> Tensor:
         return self._mapped(state, gradient, context) if part == "inner" else gradient

@@ -44,6 +44,9 @@ class HeavyBall(Stage):
     def entrywise(self) -> bool:
         return True
 
+    def spectral_norm(self, m: int, n: int, before: float | None) -> float | None:
+        return None if before is None else before * (1 - self.dampening) / (1 - self.beta)
+
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
         return {"m": Slot(block, fill=0.0, role="first_moment", frame="vector")}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from torch import Tensor
@@ -20,6 +21,9 @@ class Identity(Stage):
     def entrywise(self) -> bool:
         return True
 
+    def spectral_norm(self, m: int, n: int, before: float | None) -> float | None:
+        return before
+
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         return direction
 
@@ -31,6 +35,9 @@ class Sign(Stage):
 
     def entrywise(self) -> bool:
         return True
+
+    def spectral_norm(self, m: int, n: int, before: float | None) -> float | None:
+        return math.sqrt(m * n)
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         return direction.sign()
@@ -46,6 +53,9 @@ class GradientSign(Stage):
 
     def entrywise(self) -> bool:
         return True
+
+    def spectral_norm(self, m: int, n: int, before: float | None) -> float | None:
+        return before
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         return direction.abs().mul_(gradient.sign())

@@ -51,6 +51,9 @@ class Momentum(Stage):
     def entrywise(self) -> bool:
         return True
 
+    def spectral_norm(self, m: int, n: int, before: float | None) -> float | None:
+        return before
+
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
         own = {"m": Slot(block, fill=0.0, role="first_moment", frame="vector")}
         return {**own, "product": PRODUCT} if self.scheduled("beta") and self.bias_correction else own
@@ -67,8 +70,7 @@ class Momentum(Stage):
         if self.scheduled("beta"):
             product = _multiplied(state, self.beta)
             return ahead / per_block(1 - (product * self.beta if self.nesterov else product), ahead).to(ahead.dtype)
-        later = 1 if self.nesterov else 0
-        return ahead / context.per_block(lambda step: 1 - self.beta ** (step + later), m)
+        return ahead / context.per_block(lambda step: 1 - self.beta ** (step + int(self.nesterov)), m)
 
     def _filtered(self, state: State, m: Tensor, direction: Tensor, beta3: float, context: StepContext) -> Tensor:
         out = torch.lerp(m, direction, 1 - beta3)
@@ -140,6 +142,10 @@ class RMS(Stage):
     def entrywise(self) -> bool:
         return self.per == "entry"
 
+    def spectral_norm(self, m: int, n: int, before: float | None) -> float | None:
+        averages = self.beta < 1 and self.damped
+        return (m * n) ** 0.5 if averages and self.source == "gradient" and self.exponent is None else None
+
     def _per(self, block: tuple[int, ...]) -> str:
         return self.per if len(block) > 1 or self.per == "block" else "entry"
 
@@ -153,9 +159,7 @@ class RMS(Stage):
             return Slot(block[:-1], role="second_moment", frame="row")
         if per == "column":
             return Slot((*block[:-2], block[-1]), role="second_moment", frame="column")
-        if per == "block":
-            return Slot((), role="second_moment")
-        return Slot(block, role="second_moment", frame="square")
+        return Slot((), role="second_moment") if per == "block" else Slot(block, role="second_moment", frame="square")
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         v = self._accumulate(state, gradient if self.source == "gradient" else direction)

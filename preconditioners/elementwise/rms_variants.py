@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
@@ -36,6 +37,9 @@ class LaggedRMS(Stage):
     def lagged(self) -> bool:
         return True
 
+    def spectral_norm(self, m: int, n: int, before: float | None) -> float | None:
+        return math.sqrt(m * n)
+
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
         return {"v": Slot(block, role="second_moment", frame="square")}
 
@@ -68,6 +72,9 @@ class Atan2(Stage):
 
     def entrywise(self) -> bool:
         return True
+
+    def spectral_norm(self, m: int, n: int, before: float | None) -> float | None:
+        return self.scale * math.atan2(1, self.width) * math.sqrt(m * n)
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
         return {"v": Slot(block, role="second_moment", frame="square")}

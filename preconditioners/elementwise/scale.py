@@ -37,8 +37,14 @@ class Scale(Stage):
     )
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
-        factor = self.factor if self.factor is not None else (0.2 if self.rule == "match_rms" else 1.0)
-        return direction * (factor * self._rule(direction.shape[1:]))
+        return direction * (self._factor * self._rule(direction.shape[1:]))
+
+    def spectral_norm(self, m: int, n: int, before: float | None) -> float | None:
+        return None if before is None else before * self._factor * self._rule((m, n))
+
+    @property
+    def _factor(self) -> float:
+        return self.factor if self.factor is not None else (0.2 if self.rule == "match_rms" else 1.0)
 
     def _rule(self, block: tuple[int, ...]) -> float:
         m = block[0] if block else 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import ClassVar, Literal, Self
@@ -16,7 +17,7 @@ from eigengraft.step_context import Rotation, StepContext
 
 from ..algebra.basis_change import Transport, order_or_identity, require_frameless, rotate, transport
 from ..algebra.spectra import off_diagonal_share, turning_angle
-from ..base import Stages, run_chain
+from ..base import Stages, chain_norm, run_chain
 from ..roots import BasisSolver, PowerQR
 from ..statistics import Power, has_data, mean_eigenvalue
 from .base import Factored
@@ -88,6 +89,14 @@ class Eigenbasis(Factored):
 
     def inner_gradient(self, part: str, state: State, gradient: Tensor, context: StepContext) -> Tensor:
         return self._rotated(state, gradient).rotated
+
+    def spectral_norm(self, m: int, n: int, before: float | None) -> float | None:
+        inner = chain_norm(self.inner, m, n, before)
+        if inner is None or not all(stage.entrywise() for stage in self.inner):
+            return inner
+        # The basis decorrelates the entries: of size 1 they are as independent signs, sqrt(m) + sqrt(n) in place of
+        # sqrt(m n) (Bai & Yin 1993).
+        return inner * (1 / math.sqrt(m) + 1 / math.sqrt(n))
 
     def lagged(self) -> bool:
         return self.timing == "lagged"

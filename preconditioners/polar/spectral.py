@@ -31,6 +31,9 @@ class Spectral(Stage):
     def needs_matrices(self) -> bool:
         return True
 
+    def spectral_norm(self, m: int, n: int, before: float | None) -> float | None:
+        return None if self.nuclear_norm else 1.0
+
     def work(self, block: tuple[int, ...]) -> float:
         rows = block[0] if block else 1
         columns = math.prod(block[1:])

@@ -68,6 +68,10 @@ class Constraint(Schedulable, ABC, family="constraint"):
         """The state of one parameter."""
         return {}
 
+    def sets_length(self) -> bool:
+        """Whether the length of an update is replaced, so that what multiplies it has no effect."""
+        return False
+
     def shardable(self, whole_rows: bool) -> bool:
         """Whether shards of parameters are enough: no entries of a parameter are mixed but by what the context has.
 

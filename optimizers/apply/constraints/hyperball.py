@@ -33,6 +33,9 @@ class Hyperball(Constraint):
     def shardable(self, whole_rows: bool) -> bool:
         return True
 
+    def sets_length(self) -> bool:
+        return self.relative
+
     def begin(self, slots: Slots, parameters: Sequence[Tensor], context: ConstraintContext) -> None:
         torch._foreach_copy_(list(slots["radius"]), list(context.norms(parameters).unbind(0)))
 

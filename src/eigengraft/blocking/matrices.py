@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple, Self
 
@@ -125,13 +128,15 @@ class Matrices(View):
 
     def counted(self, shape: tuple[int, ...]) -> dict[tuple[int, ...], int]:
         """How many matrices of which shape a parameter has, blocking left aside."""
-        found: dict[tuple[int, ...], int] = {}
+        return dict(Counter(self.each(shape)))
+
+    def each(self, shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        """The shape of each matrix of a parameter, outputs first, in the order of their numbers."""
         for part, head in zip(self.parts(shape), self.head_lengths, strict=True):
             lengths = {self.axis(shape): (head or part * self.groups)} if self.divides else {}
             matrix = tuple(lengths.get(axis, shape[axis]) for axis in self.matrix_axes(shape))
             count = math.prod(shape[: self.batch]) * (part * self.groups // head if head else 1)
-            found[matrix] = found.get(matrix, 0) + count
-        return found
+            yield from itertools.repeat(matrix, count)
 
 
 class ViewChoice(NamedTuple):

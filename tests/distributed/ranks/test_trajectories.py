@@ -50,6 +50,8 @@ CASES: dict[str, dict[str, Any]] = {
     "hyper": {"recipe": {"base": "muon", "view": "whole", "constraints": "hyperball"}},
     "record": {"recipe": {"base": "muon", "view": "whole", "constraints": RECORD}},
     "scheduled": {"recipe": {"update": SCHEDULED}, "overrides": SMALL},
+    "scaled": {"recipe": {"base": "adamw", "lr_scale": {"base_width": 6}}},
+    "scaled blocks": {"recipe": {"base": "soap", "lr_scale": "spectral"}, "overrides": SOAP},
     "signals": {"recipe": {"update": ["listening_for_test", {"kind": "momentum"}]}, "overrides": SMALL},
 }
 EARLY = ["distribution.overlap_backward=true"]
@@ -86,8 +88,8 @@ STORED = [
 PLACES = {
     "plain1": ["adamw", "soap"],
     "fsdp1": ["adamw", "soap"],
-    "plain2": ["written", "written after decay", *STORED],
-    "fsdp2": ["early", *STORED],
+    "plain2": ["written", "written after decay", "scaled blocks", *STORED],
+    "fsdp2": ["early", "scaled", "scaled blocks", *STORED],
     "plain3": ["written with gaps", *GAPS],
     "fsdp3": ["soap", *GAPS],
     "plain4": ["few", "soap"],

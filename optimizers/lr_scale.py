@@ -1,0 +1,72 @@
+"""Learning rates that carry over to other widths: a factor for every matrix, from its role, shape and update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from eigengraft.component import Component
+from eigengraft.preconditioners import Stage
+from eigengraft.preconditioners.base import chain_norm
+
+MATRIX_ROLES = ("hidden", "head")
+"""Roles of parameters that sum over as many inputs as a matrix has columns; all others take one input at a time."""
+
+
+class LearningRateScale(Component):
+    """U <- U f(m, n),  f(m, n) = sqrt(m / n) / s(m, n):  outputs of size 1 change by lr in every layer, of any width.
+
+    The spectral condition (Yang, Simon & Bernstein 2023, arXiv:2310.17813, Condition 1): an update of a matrix with m
+    outputs and n inputs has the spectral norm sqrt(m / n). s is that of a direction of the chain at its largest:
+    sqrt(m n) where entries have the size 1 (Adam, SOAP, signs), so that f = 1 / n; 1 after `spectral` (Muon), so that
+    f = sqrt(m / n). Factors of stages (`scale`) count in s and so cancel. m and n are those of the whole matrix, as its
+    view tells them, before blocks and shards. Embeddings, vectors and biases take one input at a time, n = 1.
+    Decoupled weight decay is not scaled.
+    base_width: b.  f(m, n) / f(b, b) for matrices, 1 for all else: learning rates relative to a model of width b, where
+    hidden matrices b x b keep the recipe's own. This is muP (Yang et al. 2021, arXiv:2203.03466, Table 3) for Adam.
+    """
+
+    base_width: int | None = Field(
+        default=None,
+        ge=1,
+        description="width at which the recipe's learning rate was found; default: none, lr is absolute",
+    )
+
+    def factor(self, chain: Sequence[Stage], role: str, matrix: tuple[int, ...], path: str = "update") -> float:
+        """f for one matrix [m, ...] of a parameter with that role. Raises ValueError for a chain of unknown size.
+
+        path: what errors call the chain.
+        """
+        m, n = (matrix[0] if matrix else 1), math.prod(matrix[1:])
+        if role == "embedding":
+            m, n = n, 1
+        elif role not in MATRIX_ROLES:
+            m, n = m * n, 1
+        if self.base_width is None:
+            return _spectral(chain, m, n, path)
+        b = self.base_width
+        return _spectral(chain, m, n, path) / _spectral(chain, b, b, path) if role in MATRIX_ROLES else 1.0
+
+
+def _spectral(chain: Sequence[Stage], m: int, n: int, path: str) -> float:
+    size = chain_norm(tuple(chain), m, n)
+    if size is None:
+        raise ValueError(
+            f"lr_scale: directions whose spectral norm follows from their shape are required, as Adam's, SOAP's and "
+            f"Muon's, got those of {path}: {', '.join(stage.label for stage in chain)}"
+        )
+    return math.sqrt(m / n) / size
+
+
+def _named(value: Any) -> Any:
+    return {} if value == "spectral" else value
+
+
+LRScale = Annotated[
+    LearningRateScale | None,
+    BeforeValidator(_named, json_schema_input_type=LearningRateScale | Literal["spectral"] | None),
+]
+"""How learning rates follow shapes: the word `spectral`, or `base_width`; None: not at all."""

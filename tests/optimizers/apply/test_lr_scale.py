@@ -1,0 +1,260 @@
+"""Learning rates that carry over to other widths: factors by role, shape and update."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import eigengraft
+from eigengraft import Optimizer, compose, load_recipe
+from eigengraft.experiments.tasks.initialization import spectral_init_
+from eigengraft.optimizers.lr_scale import LearningRateScale
+from eigengraft.preconditioners.base import chain_norm
+
+SHAPES = {
+    "wte.weight": (11, 6),
+    "hidden.weight": (4, 6),
+    "hidden.bias": (4,),
+    "norm.weight": (6,),
+    "head.weight": (9, 4),
+}
+"""Parameters of every role, by name."""
+ENTRIES = {"wte.weight": 1, "hidden.weight": 1 / 6, "hidden.bias": 1, "norm.weight": 1, "head.weight": 1 / 4}
+"""sqrt(m / n) / sqrt(m n), with n = 1 for what takes one input at a time."""
+HIDDEN = {  # m, n = 4, 6
+    "adamw": 1 / 6,
+    "lion": 1 / 6,
+    "laprop": 1 / 6,
+    "adopt": 1 / 6,
+    "adam_atan2": 1 / 6 / (1.27 * math.pi / 4),
+    "soap": math.sqrt(4 / 6) / (math.sqrt(4) + math.sqrt(6)),
+    "muon": math.sqrt(4 / 6) / (0.2 * math.sqrt(6)),
+    "polar_express": math.sqrt(4 / 6) / (0.2 * math.sqrt(6)),
+}
+
+
+def parameters(seed: int = 0) -> list[tuple[str, nn.Parameter]]:
+    numbers = torch.Generator().manual_seed(seed)
+    return [(name, nn.Parameter(torch.randn(shape, generator=numbers).double())) for name, shape in SHAPES.items()]
+
+
+def step(optimizer: torch.optim.Optimizer, named: list[tuple[str, nn.Parameter]], steps: int = 3) -> None:
+    numbers = torch.Generator().manual_seed(7)
+    for _ in range(steps):
+        for _, parameter in named:
+            parameter.grad = torch.randn(parameter.shape, generator=numbers).double()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("base_width", [None, 8])
+@pytest.mark.parametrize("recipe", HIDDEN)
+def test_a_factor_is_a_learning_rate_of_the_parameter(recipe: str, base_width: int | None) -> None:
+    """As if every parameter had a param group with lr f; relative to f(8, 8) for matrices, 1 for the rest.
+
+    Within 1e-11 of a step: lr (f U) and (lr f) U are rounded alike in float64 but not equally, as is the 0.2 of Muon.
+    """
+    factors = ENTRIES | {"hidden.weight": HIDDEN[recipe]}
+    if recipe == "adam_atan2":
+        factors = {name: f / (1.27 * math.pi / 4) for name, f in ENTRIES.items()}
+    if base_width is not None:
+        at_base = {"soap": 1 / (2 * math.sqrt(8)), "muon": 5 / math.sqrt(8), "polar_express": 5 / math.sqrt(8)}
+        entries = factors["norm.weight"] / 8
+        relative = {"hidden.weight": at_base.get(recipe, entries), "head.weight": entries}
+        factors = {name: f / relative[name] if name in relative else 1.0 for name, f in factors.items()}
+    scaled, grouped = parameters(), parameters()
+    step(Optimizer(scaled, {"base": recipe, "lr_scale": {"base_width": base_width}}, lr=0.1, weight_decay=0.0), scaled)
+    groups = [{"params": [pair], "lr": 0.1 * factors[pair[0]], "weight_decay": 0.0} for pair in grouped]
+    step(Optimizer(groups, recipe), grouped)
+    for (name, own), (_, other) in zip(scaled, grouped, strict=True):
+        torch.testing.assert_close(own, other, rtol=0, atol=1e-11 * factors[name], msg=name)
+
+
+@pytest.mark.parametrize("recipe", ["adamw", "adam_atan2", "lion", "muon"])
+def test_a_repeated_gradient_of_rank_one_changes_outputs_by_the_learning_rate(recipe: str) -> None:
+    """An update is then as large as it gets: its spectral norm is lr sqrt(m / n) for m outputs and n inputs.
+
+    Muon by its exact polar factor, and without the look-ahead, whose mean starts from zero without a correction.
+    """
+    exact = {"update.spectral.solver": "svd"} if recipe == "muon" else {}
+    weight = nn.Parameter(torch.zeros(12, 5, dtype=torch.float64))
+    signs = torch.tensor([1.0, -1.0], dtype=torch.float64)
+    optimizer = Optimizer(
+        [("hidden.weight", weight)], recipe, lr=0.25, weight_decay=0, overrides={"lr_scale": "spectral", **exact}
+    )
+    for _ in range(3):
+        before = weight.detach().clone()
+        weight.grad = torch.outer(signs.repeat(6), signs.repeat(3)[:5])
+        optimizer.step()
+    size = torch.linalg.matrix_norm(weight.detach() - before, 2).item()
+    assert size == pytest.approx(0.25 * math.sqrt(12 / 5), rel=1e-6)  # eps, 1e-8 beside 1
+
+
+def test_directions_in_a_basis_are_as_large_as_random_signs() -> None:
+    """Independent gradients: SOAP's directions have the norm sqrt(m) + sqrt(n) within a third; sqrt(m n) is 36."""
+    stages = load_recipe("soap").update
+    bound = chain_norm(stages, 48, 27)
+    assert bound == pytest.approx(math.sqrt(48) + math.sqrt(27), rel=1e-12)
+    weight = nn.Parameter(torch.zeros(48, 27))
+    optimizer = Optimizer(
+        [("hidden.weight", weight)],
+        "soap",
+        lr=1.0,
+        weight_decay=0,
+        overrides=["update.eigenbasis.inner.momentum.beta=0"],
+    )
+    numbers = torch.Generator().manual_seed(0)
+    for _ in range(12):
+        before = weight.detach().clone()
+        weight.grad = torch.randn(48, 27, generator=numbers)
+        optimizer.step()
+    assert torch.linalg.matrix_norm(weight.detach() - before, 2).item() == pytest.approx(bound, rel=1 / 3)
+
+
+@pytest.mark.parametrize("recipe", ["adamw", "soap", "muon"])
+def test_at_its_base_width_a_square_matrix_moves_as_without(recipe: str) -> None:
+    found = []
+    for more in ({}, {"lr_scale": {"base_width": 6}}):
+        weight = nn.Parameter(torch.linspace(-1, 1, 36, dtype=torch.float64).reshape(6, 6))
+        pair = ("hidden.weight", weight)
+        step(Optimizer([pair], {"base": recipe, **more}, lr=0.1), [pair])
+        found.append(weight.detach())
+    assert torch.equal(*found)
+
+
+def first_steps(weight: Tensor, recipe: Any, **options: Any) -> Tensor:
+    """The first step of a weight with gradient 1 everywhere, in units of lr."""
+    parameter = nn.Parameter(torch.zeros_like(weight))
+    optimizer = Optimizer([("hidden.weight", parameter)], recipe, lr=1.0, overrides=options)
+    parameter.grad = weight
+    optimizer.step()
+    return -parameter.detach()
+
+
+def test_factors_are_of_whole_matrices_and_not_of_blocks() -> None:
+    ones = torch.ones(8, 12)
+    for blocking in ({}, {"size": 4}, {"size": 3, "merge": 3}):
+        moved = first_steps(ones, {"base": "adam", "lr_scale": "spectral", "blocking": blocking})
+        torch.testing.assert_close(moved, ones / 12, rtol=1e-6, atol=0)  # eps
+
+
+@pytest.mark.parametrize(
+    ("shape", "view", "matrix"),
+    [
+        ((3, 4, 5), {"kind": "matrices", "batch": 1}, (4, 5)),
+        ((12, 5), {"kind": "matrices", "heads": 4}, (4, 5)),
+        ((5, 12), {"kind": "matrices", "outputs": "last"}, (12, 5)),
+        ((4, 6), {"kind": "matrices", "side": "inputs", "heads": 2}, (4, 2)),
+        ((8, 3, 2, 2), {"kind": "whole"}, (8, 12)),
+    ],
+)
+def test_a_view_tells_what_outputs_and_inputs_are(
+    shape: tuple[int, ...], view: dict[str, Any], matrix: tuple[int, int]
+) -> None:
+    """Signs before the first basis, so that every entry moves by f."""
+    update = [{"kind": "eigenbasis", "inner": ["sign"], "refresh": {"kind": "every", "steps": 9, "start": 9}}]
+    moved = first_steps(torch.ones(shape), {"update": update, "view": view, "lr_scale": "spectral"})
+    m, n = matrix
+    expected = math.sqrt(m / n) / (math.sqrt(m) + math.sqrt(n))
+    torch.testing.assert_close(moved, torch.full(shape, expected), rtol=1e-6, atol=0)
+
+
+class Experts(nn.Module):
+    """A batch of matrices and a transposed one, as GPT-2's Conv1D, whose module tells it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.zeros(3, 4, 5))
+        self.turned = nn.Parameter(torch.zeros(7, 2))
+
+    def parameter_views(self) -> dict[str, object]:
+        return {"experts": {"batch": 1}, "turned": {"outputs": "last"}}
+
+
+def test_entries_that_no_view_cuts_have_the_inputs_of_their_matrices() -> None:
+    model = Experts()
+    optimizer = compose("lion", model, lr=1.0, weight_decay=0, overrides={"lr_scale": "spectral"})
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    torch.testing.assert_close(-model.experts.detach(), torch.full((3, 4, 5), 1 / 5))
+    torch.testing.assert_close(-model.turned.detach(), torch.full((7, 2), 1 / 7))
+
+
+class Sections(nn.Module):
+    """Two outputs of different lengths, fused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused = nn.Linear(5, 9, bias=False)
+
+    def parameter_views(self) -> dict[str, object]:
+        return {"fused.weight": {"sections": [6, 3]}}
+
+
+def test_each_section_has_the_factor_of_its_own_shape() -> None:
+    model = Sections()
+    before = model.fused.weight.detach().clone()
+    recipe = {"update": [{"kind": "spectral", "solver": "svd"}], "view": "modules", "lr_scale": "spectral"}
+    model.fused.weight.grad = torch.cat([torch.eye(6, 5), torch.eye(3, 5)])
+    compose(recipe, model, lr=1.0).step()
+    moved = before - model.fused.weight.detach()
+    sizes = [torch.linalg.matrix_norm(part, 2).item() for part in moved.split([6, 3])]
+    assert sizes == pytest.approx([math.sqrt(6 / 5), math.sqrt(3 / 5)], rel=1e-5)
+
+
+def test_weight_decay_is_not_scaled() -> None:
+    weight = nn.Parameter(torch.full((3, 50), 2.0))
+    optimizer = Optimizer(
+        [("hidden.weight", weight)], "adamw", lr=0.1, weight_decay=0.5, overrides={"lr_scale": "spectral"}
+    )
+    weight.grad = torch.zeros(3, 50)
+    optimizer.step()
+    torch.testing.assert_close(weight.detach(), torch.full((3, 50), 2.0 * 0.95))
+
+
+def test_a_recipe_says_it_in_one_line_and_keeps_it() -> None:
+    assert load_recipe({"base": "adam", "lr_scale": "spectral"}).lr_scale == LearningRateScale()
+    recipe = load_recipe("muon", {"lr_scale": {"base_width": 64}})
+    assert recipe.lr_scale == LearningRateScale(base_width=64)
+    assert load_recipe(recipe.to_json()) == recipe
+    assert load_recipe("adam").lr_scale is None
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "unknown size": ("shampoo", r"hidden.weight: lr_scale: .* follows from their shape .* update: momentum, graft"),
+    "length set": ("adam_h", r"hidden.weight: constraints.hyperball: sets the length .* lr_scale has no effect"),
+    "after decay": ({"update": ["rms"], "after_decay": ["momentum"]}, "after_decay: an update without it is required"),
+    "summed squares": ({"update": [{"kind": "rms", "beta": 1.0}]}, "got those of update: rms"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_has_no_known_size_is_refused(case: str) -> None:
+    recipe, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        Optimizer([("hidden.weight", nn.Parameter(torch.zeros(3, 2)))], recipe, overrides={"lr_scale": "spectral"})
+
+
+def test_other_words_and_widths_are_refused() -> None:
+    for wrong, message in (
+        ("mup", "lr_scale"),
+        ({"base_width": 0}, "lr_scale.base_width: .*greater than or equal to 1"),
+    ):
+        with pytest.raises(eigengraft.RecipeError, match=message):
+            load_recipe("adam", {"lr_scale": wrong})
+
+
+def test_initial_weights_give_outputs_of_size_one_at_every_width() -> None:
+    """Root mean squares of outputs for inputs of size 1; 4096 numbers: 1 / sqrt(2 * 4096) = 1.1 %, four of these."""
+    for m, n in ((64, 64), (64, 256), (512, 512)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(20, n), nn.Linear(n, m), nn.LayerNorm(m), nn.Linear(m, 20))
+        spectral_init_(model)
+        table, hidden, norm, head = model
+        assert isinstance(table, nn.Embedding) and isinstance(hidden, nn.Linear) and isinstance(head, nn.Linear)
+        inputs = torch.randn(4096 // m * 4, n)
+        assert hidden(inputs).square().mean().sqrt().item() == pytest.approx(min(1.0, math.sqrt(m / n)), rel=0.1)
+        assert table.weight.std().item() == pytest.approx(1, rel=0.05)
+        assert not head.weight.any() and not head.bias.any() and not hidden.bias.any() and (norm.weight == 1).all()
