@@ -19,7 +19,7 @@ from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 LIGHT = ("#5b5b5c", "#0072b2", "#d55e00", "#009e73", "#b8609a", "#c98a00", "#3d9cd2", "#8a7d00")
 DARK = ("#b4b4b5", "#4da3e0", "#ff8438", "#2fc79a", "#e29cc8", "#f0b429", "#8fd0f7", "#dccb3c")
 MARKERS = "osD^vPX*"
-_INK, _RULE = "#3c3c3d", "#d8d8d9"
+INK, _RULE = "#3c3c3d", "#d8d8d9"
 _TICKS, _FEWER_TICKS = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8), (1, 2, 5)
 
 
@@ -53,7 +53,7 @@ def draw_curves(
     figure = Figure(figsize=(4.8, 3.3), layout="constrained")
     axes = figure.add_subplot()
     for curve in curves:
-        _line(axes, curve)
+        draw_line(axes, curve)
     if level is not None:
         axes.axhline(level.value, color=LIGHT[0], linewidth=0.9, linestyle=(0, (4, 3)), zorder=1, label=level.label)
     axes.set_xlabel(x_label)
@@ -61,15 +61,16 @@ def draw_curves(
     _vertical(axes, curves, falling=not log_x)
     if log_x:
         axes.set_xscale("log")
-        _log_ticks(axes.xaxis, _FEWER_TICKS)
+        log_ticks(axes.xaxis, _FEWER_TICKS)
     style_axes(axes)
     if curves:
-        style = {"fontsize": 8.5, "labelcolor": _INK, "framealpha": 0, "handlelength": 2.2}
+        style = {"fontsize": 8.5, "labelcolor": INK, "framealpha": 0, "handlelength": 2.2}
         axes.legend(loc="best" if log_x else "upper right", **style)
     return figure
 
 
-def _line(axes: Axes, curve: Curve) -> None:
+def draw_line(axes: Axes, curve: Curve) -> None:
+    """Draw the band and the line of a curve, in its style."""
     colour = LIGHT[curve.style % len(LIGHT)]
     axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.22, linewidth=0)
     axes.plot(
@@ -100,11 +101,12 @@ def _vertical(axes: Axes, curves: Sequence[Curve], *, falling: bool) -> None:
         axes.set_ylim(low - pad, high + pad)
         return
     axes.set_yscale("log")
-    _log_ticks(axes.yaxis, _TICKS if high / low < 8 else _FEWER_TICKS)
+    log_ticks(axes.yaxis, _TICKS if high / low < 8 else _FEWER_TICKS)
     axes.set_ylim(low / (high / low) ** 0.05, high * (high / low) ** 0.05)
 
 
-def _log_ticks(axis: Axis, digits: Sequence[float]) -> None:
+def log_ticks(axis: Axis, digits: Sequence[float]) -> None:
+    """Let a logarithmic axis have ticks at these digits alone, written as plain numbers."""
     axis.set_major_locator(LogLocator(subs=digits))
     axis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axis.set_minor_locator(NullLocator())
@@ -114,9 +116,9 @@ def style_axes(axes: Axes) -> None:
     """Give the axes the style of all figures: a light grid, no frame but the base line, small labels."""
     axes.grid(True, color=_RULE, linewidth=0.6)
     axes.set_axisbelow(True)
-    axes.tick_params(which="both", length=0, labelsize=9, labelcolor=_INK)
-    axes.xaxis.label.set(color=_INK, size=9.5)
-    axes.yaxis.label.set(color=_INK, size=9.5)
+    axes.tick_params(which="both", length=0, labelsize=9, labelcolor=INK)
+    axes.xaxis.label.set(color=INK, size=9.5)
+    axes.yaxis.label.set(color=INK, size=9.5)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color(_RULE)
@@ -145,7 +147,7 @@ def inline_svg(figure: Figure, name: str) -> str:
     text = re.sub(r'(<svg[^>]*?)\swidth="[^"]*"', r"\1", text, count=1)
     text = re.sub(r'(<svg[^>]*?)\sheight="[^"]*"', r"\1", text, count=1)
     text = re.sub(r"\s*font-family:[^;\"]*;?", "", text)
-    text = text.replace(_INK, "var(--ink)").replace(_RULE, "var(--rule)")
+    text = text.replace(INK, "var(--ink)").replace(_RULE, "var(--rule)")
     for index, colour in enumerate(LIGHT):
         text = text.replace(colour, f"var(--series-{index})")
     return text.strip()

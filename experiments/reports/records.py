@@ -59,9 +59,12 @@ class Run:
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl; a last line cut short by a kill is left out."""
-        path = self.directory / "metrics.jsonl"
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        return _lines(self.directory / "metrics.jsonl")
+
+    @cached_property
+    def diagnostics(self) -> list[dict[str, Any]]:
+        """The lines of diagnostics.jsonl, which many runs do not have."""
+        return _lines(self.directory / "diagnostics.jsonl")
 
     @cached_property
     def error(self) -> str:
@@ -136,6 +139,11 @@ def fault_file(run: Path) -> Path:
 
 def _read(path: Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def _number(value: object, metric: Metric) -> float:

@@ -22,6 +22,7 @@ from .formatting import (
     format_summary,
     sentences,
 )
+from .internals import internals
 from .recipe_diff import diff_recipes
 from .records import Records, Run, Status, learning_rate, read_records
 from .runs_csv import write_runs_csv
@@ -50,6 +51,8 @@ def write_figures(directory: Path, folder: Path) -> list[Path]:
     for panel in panels:
         for axis, (short, _) in enumerate(_AXES if panel.begun else ()):
             named[f"{panel.title}-{short}"] = _figure(panel, axis)
+        drawing = internals(panel)
+        named |= {} if drawing is None else {f"{panel.title}-internals": drawing}
     paths = []
     for name, figure in named.items():
         for suffix in ("svg", "png"):
@@ -105,13 +108,17 @@ def _figure(panel: ComparisonPanel, axis: int) -> Figure:
 
 def _drawings(panel: ComparisonPanel, index: int) -> list[tuple[str, Markup]]:
     """A caption and an SVG per figure."""
-    return [
-        (
-            f"{panel.metric.title.capitalize()} against {long}: {panel.title}",
-            # The drawing comes from matplotlib, which escapes labels itself.
-            Markup(figures.inline_svg(_figure(panel, axis), f"panel-{index}-{short}")),
-        )
+    drawings = {
+        f"{panel.metric.title.capitalize()} against {long}: {panel.title}": (short, _figure(panel, axis))
         for axis, (short, long) in enumerate(_AXES if panel.begun else ())
+    }
+    inside = internals(panel)
+    if inside is not None:
+        caption = "Inside the optimizer: medians over parameters, stages and seeds, bands from quartile to quartile"
+        drawings[f"{caption}: {panel.title}"] = ("internals", inside)
+    return [  # the drawing comes from matplotlib, which escapes labels itself
+        (caption, Markup(figures.inline_svg(figure, f"panel-{index}-{short}")))
+        for caption, (short, figure) in drawings.items()
     ]
 
 

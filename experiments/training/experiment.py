@@ -47,6 +47,11 @@ class Experiment(Component):
     grad_clip: float | None = Field(default=None, gt=0, description="largest norm of the gradient; none: no limit")
     eval_every: int = Field(default=50, ge=1, description="steps between evaluations; the last step has one")
     log_every: int = Field(default=10, ge=1, description="steps between rows of metrics")
+    diagnostics: str | None = Field(
+        default=None,
+        pattern=r"^every [1-9][0-9]*$",
+        description="'every N': each N steps what `inspect` tells goes to diagnostics.jsonl; none: nothing is measured",
+    )
     checkpoint_every: int = Field(default=100, ge=1, description="steps between checkpoints")
     threads: int = Field(default=1, ge=1, description="CPU threads of torch; another number may change the last bits")
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")
@@ -66,6 +71,11 @@ class Experiment(Component):
         if schedule is not None and steps <= schedule.warmup_steps:
             raise ValueError(f"more than the schedule's {schedule.warmup_steps} warmup_steps are required")
         return steps
+
+    @property
+    def diagnostics_every(self) -> int | None:
+        """Steps between rows of diagnostics; None: there are none."""
+        return None if self.diagnostics is None else int(self.diagnostics.split()[1])
 
     @property
     def run_recipe(self) -> eigengraft.Recipe:

@@ -1,4 +1,4 @@
-"""Reports of a run: a tick per step, windows of metrics, and the result."""
+"""Reports of a run: a tick per step, windows of metrics, diagnostics of the optimizer, and the result."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
 
+import eigengraft
+
 from ..tasks import Metrics
+from .rundir import RunDirectory
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,44 @@ class MetricsWindow:
             "step_ms": median(self.step_ms),
             "optimizer_ms": median(self.optimizer_ms),
         }
+
+
+@dataclass(frozen=True)
+class Diagnostics:
+    """What an optimizer tells of itself, at every so many steps of a run and at its last.
+
+    every: steps between two tables; None: there are none.
+    last: the last step.
+    writes: whether this process owns the run's directory; all ranks make the tables.
+    """
+
+    optimizer: eigengraft.Optimizer
+    directory: RunDirectory
+    every: int | None
+    last: int
+    writes: bool = True
+
+    def before(self, step: int) -> None:
+        """Before a step, 1 .. last: watch it if it is due."""
+        if self._due(step):
+            self.optimizer.watch_next_step()
+
+    def after(self, step: int) -> None:
+        """After a step that was due: one line for each parameter, stage and measure, all blocks together."""
+        if not self._due(step):
+            return
+        rows = self.optimizer.inspect().by_parameter().records()
+        if self.writes:
+            kept = [{key: value for key, value in row.items() if key != "block"} for row in rows]
+            self.directory.append_diagnostics({"step": step, **row} for row in kept)
+
+    def rewind(self, step: int) -> None:
+        """Forget what was told after a step from which the run goes on."""
+        if self.writes:
+            self.directory.rewind_diagnostics(step)
+
+    def _due(self, step: int) -> bool:
+        return self.every is not None and (step % self.every == 0 or step == self.last)
 
 
 def _finite_or_none(value: float) -> float | None:

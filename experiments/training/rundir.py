@@ -3,6 +3,7 @@
 config.json     the resolved experiment            env.json      versions, machine, data, command line
 metrics.jsonl   one row per line, append-only      checkpoint.pt everything needed to continue
 result.json     written last: the run is complete  lock          held while a process trains here
+diagnostics.jsonl what the optimizer tells of itself, if it is asked
 
 Runs of several processes have directories checkpoint-<step> in place of checkpoint.pt (see `sharded_checkpoint.py`).
 
@@ -16,7 +17,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,9 +46,9 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
             self.write("config", config)
             return
-        # `imports` may differ, so that a moved checkout continues its runs, and `parallel`, because the trajectory is
-        # the same.
-        ignored = dict.fromkeys(("imports", "parallel"))
+        # `imports` may differ, so that a moved checkout continues its runs, `parallel` and `diagnostics`, because the
+        # trajectory is the same.
+        ignored = dict.fromkeys(("imports", "parallel", "diagnostics"))
         faults = differences({**known, **ignored}, {**config, **ignored})
         if faults:
             raise RecipeError(
@@ -77,6 +78,20 @@ class RunDirectory:
         """Append one row of metrics."""
         with self.metrics.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(row, allow_nan=False) + "\n")
+
+    def append_diagnostics(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append rows of diagnostics, each with its `step`."""
+        with (self.path / "diagnostics.jsonl").open("a", encoding="utf-8") as stream:
+            stream.writelines(json.dumps(row, allow_nan=False) + "\n" for row in rows)
+
+    def rewind_diagnostics(self, step: int) -> None:
+        """Drop rows of diagnostics after a step, and a last line that was cut short."""
+        file = self.path / "diagnostics.jsonl"
+        if file.exists():
+            lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+            with self._replaced(file.name) as temporary:
+                temporary.write_text("".join(kept), encoding="utf-8")
 
     def rows(self) -> list[dict[str, Any]]:
         """The rows of metrics so far."""

@@ -19,7 +19,7 @@ from ..tasks import Batch, Metrics
 from . import sharded_checkpoint
 from .environment import describe_environment, require_data
 from .experiment import Experiment
-from .outcome import MetricsWindow, Result, Tick
+from .outcome import Diagnostics, MetricsWindow, Result, Tick
 from .parallel.modes import reshard_model
 from .parallel.process_group import local_device
 from .parallel.ranks import Ranks
@@ -42,11 +42,14 @@ class Trainer:
             experiment.run_recipe, self.model, experiment.lr, experiment.weight_decay, checked=checked
         )
         self.scheduler = experiment.schedule.scheduler(self.optimizer, experiment.steps)
+        every, first = experiment.diagnostics_every, self.ranks.first
+        self.diagnostics = Diagnostics(self.optimizer, directory, every, experiment.steps, first)
         self.step, self.seconds, self.window, self.middle = 0, 0.0, MetricsWindow(), 0.0
 
     def run(self, progress: Callable[[Tick], None] | None) -> Result:
         """Train from the last checkpoint, or from the start, to the end."""
         self._continue()
+        self.diagnostics.rewind(self.step)
         metrics: Metrics | None = None
         while self.step < self.experiment.steps:
             lr = float(self.optimizer.param_groups[0]["lr"])
@@ -73,10 +76,12 @@ class Trainer:
         rows, weight = self.ranks.shard_batch(self.dataset.batch(self.experiment.seed, self.step))
         batch = rows.to(self.device)
         self.ranks.seed_step(self.experiment.seed, self.step)
+        self.diagnostics.before(self.step + 1)
         loss = self.optimizer.step(lambda: self._backward(batch, weight))
         end = self._now()
         self.scheduler.step()
         self.step += 1
+        self.diagnostics.after(self.step)
         self.seconds += end - start
         self.window.losses.append(self.ranks.mean(loss.item()))
         self.window.step_ms.append(1e3 * (end - start))
@@ -153,12 +158,8 @@ class Trainer:
         return result
 
     def _save(self) -> None:
-        notes = {
-            "step": self.step,
-            "seconds": self.seconds,
-            "window": asdict(self.window),
-            "scheduler": self.scheduler.state_dict(),
-        }
+        notes = {"step": self.step, "seconds": self.seconds, "window": asdict(self.window)}
+        notes["scheduler"] = self.scheduler.state_dict()
         if self.ranks.distributed:
             sharded_checkpoint.save_sharded(self.directory, self.ranks, self.model, self.optimizer, notes)
             return

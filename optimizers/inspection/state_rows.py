@@ -48,14 +48,15 @@ def measured(blocks: ActiveBlocks, context: StepContext) -> Iterator[tuple[str, 
 def of_slots(slots: Mapping[str, Slot], state: State) -> Found:
     """The measures that follow from roles.
 
-    condition: of statistics and roots. orthogonality: of bases. off_diagonal, angle: of a basis beside a statistic of
+    condition: of statistics. root_condition: of roots and learned factors. orthogonality: of bases. off_diagonal,
+    angle: of a basis beside a statistic of
     the same axis. failures: in a row, of roots and bases.
     """
     found: Found = {}
     for name, slot in slots.items():
         symmetric = slot.role == "statistic"
         if slot.role in ("statistic", "root") and (_is_factor(slot) or len(slot.shape) == 1):
-            found[name, "condition"] = condition(state[name], symmetric)
+            found[name, "condition" if symmetric else "root_condition"] = condition(state[name], symmetric)
         elif slot.role == "basis" and len(slot.shape) == 2:
             q = state[name]
             found[name, "orthogonality"] = orthogonality(q)

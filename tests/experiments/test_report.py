@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 import pytest
 
 from eigengraft.experiments.reports.comparison import compare
+from eigengraft.experiments.reports.internals import internals
 from eigengraft.experiments.reports.recipe_diff import diff_recipes
 from eigengraft.experiments.reports.records import read_records
 from eigengraft.experiments.reports.report import write_figures, write_report
@@ -137,6 +138,54 @@ def test_page_is_self_contained_and_well_formed(study):
     ids = [value for name, value in page.attributes if name == "id"]
     assert len(ids) == len(set(ids))
     assert {link[1:] for link in links} <= set(ids)
+
+
+def write_diagnostics(run, values):
+    """Values of measures at steps 10 and 20: {measure: (value at 10, value at 20)}, of two parameters."""
+    lines = [
+        {"step": step, "parameter": name, "stage": stage, "slot": "", "measure": measure, "value": value}
+        for measure, both in values.items()
+        for step, value in zip((10, 20), both, strict=True)
+        for name in ("a", "b")
+        for stage in ("update.rms", "update")
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (run / "diagnostics.jsonl").write_text(text + '{"step": 30, "par')
+
+
+def test_internals_are_drawn_where_runs_have_diagnostics(study):
+    (panel,) = compare(read_records(study))
+    assert internals(panel) is None and "Inside the optimizer" not in write_report(study).read_text(encoding="utf-8")
+    write_diagnostics(study / "method=adamw" / "seed-0", {"update_rms": (1.0, 0.5), "cosine": (0.5, -0.25)})
+    write_diagnostics(study / "method=soap" / "seed-1", {"cosine": (0.75, 0.25), "condition": (10.0, None)})
+    (panel,) = compare(read_records(study))
+    figure = internals(panel)
+    drawn = {axes.get_title(loc="left"): axes for axes in figure.axes}
+    assert list(drawn) == ["update, root mean square", "cosine with the gradient", "condition number of statistics"]
+    cosine = {line.get_label(): line.get_xydata().tolist() for line in drawn["cosine with the gradient"].get_lines()}
+    assert cosine == {"adamw": [[10, 0.5], [20, -0.25]], "soap": [[10, 0.75], [20, 0.25]]}
+    (condition,) = drawn["condition number of statistics"].get_lines()
+    assert condition.get_xydata().tolist() == [[10, 10.0]]  # at step 20 nobody knew
+    assert "Inside the optimizer: medians over parameters" in write_report(study).read_text(encoding="utf-8")
+    assert Page((study / "report.html").read_text(encoding="utf-8")).open == []
+    assert {path.name for path in write_figures(study, study / "figures")} >= {
+        "trial-internals.svg",
+        "trial-internals.png",
+    }
+
+
+def test_a_band_goes_from_quartile_to_quartile(study):
+    run = study / "method=soap" / "seed-0"
+    lines = [
+        {"step": 5, "parameter": f"p{i}", "stage": "update.x", "slot": "s", "measure": "angle", "value": float(i)}
+        for i in range(5)
+    ]
+    (run / "diagnostics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (panel,) = compare(read_records(study))
+    (axes,) = internals(panel).axes
+    (band,) = axes.collections
+    assert axes.get_lines()[0].get_ydata().tolist() == [2.0]
+    assert (band.get_datalim(axes.transData).y0, band.get_datalim(axes.transData).y1) == (1.0, 3.0)
 
 
 def test_everything_foreign_is_escaped(tmp_path):

@@ -171,6 +171,48 @@ def test_an_interrupt_at_any_step_leaves_the_trajectory_as_it_is(tmp_path: Path,
     torch.testing.assert_close(weights(tmp_path / "parts"), weights(tmp_path / "whole"), rtol=0, atol=0)
 
 
+def told(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "diagnostics.jsonl").read_text().splitlines()]
+
+
+def test_diagnostics_are_written_beside_the_metrics_and_change_no_number(tmp_path: Path) -> None:
+    train(load_experiment(DIGITS), tmp_path / "plain")
+    train(load_experiment(DIGITS, ['diagnostics="every 4"']), tmp_path / "run")
+    assert trajectory(tmp_path / "run") == trajectory(tmp_path / "plain")
+    assert not (tmp_path / "plain" / "diagnostics.jsonl").exists()
+    lines = told(tmp_path / "run")
+    assert sorted({line["step"] for line in lines}) == [4, 8, 12, 14]  # each fourth step, and the last
+    assert {tuple(line) for line in lines} == {("step", "parameter", "stage", "slot", "measure", "value")}
+    asked = {"update_rms", "cosine", "condition", "off_diagonal", "angle", "staleness", "failures", "skipped"}
+    assert asked <= {line["measure"] for line in lines}
+    assert len(lines) == len({tuple(line.values())[:5] for line in lines})
+
+
+@pytest.mark.parametrize("step", [3, 5, 9])
+def test_an_interrupt_leaves_the_diagnostics_as_they_are(tmp_path: Path, step: int) -> None:
+    experiment = load_experiment(DIGITS, ['diagnostics="every 4"'])
+    train(experiment, tmp_path / "whole")
+    with pytest.raises(Terminated):
+        train(experiment, tmp_path / "parts", stop_at(step))
+    with (tmp_path / "parts" / "diagnostics.jsonl").open("a") as stream:
+        stream.write('{"step": 1, "par')  # a row that a kill cut short
+    train(experiment, tmp_path / "parts")
+    assert told(tmp_path / "parts") == told(tmp_path / "whole")
+
+
+def test_a_run_goes_on_with_other_diagnostics(tmp_path: Path) -> None:
+    with pytest.raises(Terminated):
+        train(load_experiment(DIGITS), tmp_path / "run", stop_at(9))
+    train(load_experiment(DIGITS, ['diagnostics="every 6"']), tmp_path / "run")
+    assert {line["step"] for line in told(tmp_path / "run")} == {12, 14}
+
+
+@pytest.mark.parametrize("text", ['"50"', "50", '"every 0"', '"every 5 steps"'])
+def test_diagnostics_that_say_nothing_are_refused(text: str) -> None:
+    with pytest.raises(RecipeError, match=r"^diagnostics: "):
+        load_experiment(DIGITS, [f"diagnostics={text}"])
+
+
 @pytest.mark.parametrize("file", ["config.json", "checkpoint.pt", "result.json"])
 def test_a_kill_while_a_file_is_written_loses_nothing(
     tmp_path: Path, file: str, monkeypatch: pytest.MonkeyPatch

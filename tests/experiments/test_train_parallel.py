@@ -169,7 +169,7 @@ def variants(home: Path) -> dict[str, dict[str, Any]]:
     last = {"checkpoint_every": 14}  # what is not continued need not be written on the way
     return {
         "soap": declared(home),
-        "shampoo": declared(home, recipe="shampoo", **last),
+        "shampoo": declared(home, recipe="shampoo", diagnostics="every 5", **last),
         "averaged": declared(home, recipe=ema, **last),
         "free": declared(home, recipe="schedule_free_adamw", grad_clip=None, **last),
         "single": declared(home, task=single, **last),
@@ -237,6 +237,18 @@ def test_two_ranks_have_the_losses_of_one(
     home: Path, launched: Launched, alone: dict[str, Path], name: str, kind: str
 ) -> None:
     assert apart(home / "two" / f"{name}-{kind}", alone[name]) < EXACT
+
+
+@pytest.mark.parametrize("place", ["two/shampoo-ddp", "two/shampoo-fsdp2", "four/hsdp"])
+def test_ranks_tell_what_one_process_does(home: Path, launched: Launched, alone: dict[str, Path], place: str) -> None:
+    one, many = (
+        {tuple(line.values())[:5]: line["value"] for line in map(json.loads, (path / "diagnostics.jsonl").open())}
+        for path in (alone["shampoo"], home / place)
+    )
+    assert one.keys() == many.keys() and {step for step, *_ in one} == {5, 10, 14}
+    steady = {key: value for key, value in one.items() if key[-1] in ("update_rms", "cosine", "staleness", "skipped")}
+    # trajectories are equal up to EXACT; a cosine may be small beside its terms
+    assert {key: many[key] for key in steady} == pytest.approx(steady, rel=1e-6, abs=1e-7)
 
 
 @pytest.mark.parametrize("name", ["hsdp", "ddp"])

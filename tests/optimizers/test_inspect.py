@@ -274,7 +274,8 @@ def test_failures_and_skipped_steps_are_counted() -> None:
 
 def test_state_is_inspected_without_a_watched_step_and_before_the_first_one() -> None:
     optimizer = trained([{"kind": "shampoo"}], steps=2, watch=False)[0]
-    assert {row.measure for row in optimizer.inspect()} == {"condition", "residual", "failures", "staleness", "skipped"}
+    told = {row.measure for row in optimizer.inspect()}
+    assert told == {"condition", "root_condition", "residual", "failures", "staleness", "skipped"}
     fresh = Optimizer([("w", nn.Parameter(normal(3, 2, seed=0)))], "soap")
     assert [row.measure for row in fresh.inspect()] == ["skipped"]
 
@@ -345,7 +346,7 @@ def test_every_recipe_is_inspected_and_no_number_changes(recipe: str) -> None:
     for name, _ in net.named_parameters():
         found = [row for row in whole if row.parameter == name and row.measure == "update_rms" and row.stage in chains]
         assert found and all(0 <= row.value < math.inf for row in found)
-    allowed = ("condition", "off_diagonal", "angle", "residual", "orthogonality", "storage_error")
+    allowed = ("condition", "root_condition", "off_diagonal", "angle", "residual", "orthogonality", "storage_error")
     assert all(math.isfinite(row.value) or row.measure in allowed for row in table)
     assert all(-1 - 1e-12 <= row.value <= 1 + 1e-12 for row in table.select(measure="cosine"))
     assert len({row.key for row in table}) == len(table)

@@ -1,0 +1,99 @@
+"""The figure of optimizer internals: what diagnostics of runs have measured, over the course of training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import quantiles
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from .comparison import ComparisonPanel, ComparisonRow
+from .figures import INK, Curve, draw_line, log_ticks, style_axes
+
+MEASURES = {
+    "update_rms": ("update, root mean square", True),
+    "cosine": ("cosine with the gradient", False),
+    "condition": ("condition number of statistics", True),
+    "root_condition": ("condition number of roots", True),
+    "angle": ("drift of bases, degrees", False),
+    "off_diagonal": ("off-diagonal share in the basis", False),
+    "residual": ("residual of roots", True),
+    "staleness": ("updates since a refresh", False),
+    "orthogonality": ("bases from orthonormal", True),
+    "storage_error": ("error of storage", True),
+}
+"""Title of each measure, and whether its axis is logarithmic, in the order of the figure."""
+OF_CHAINS = ("update_rms", "cosine")
+"""Measures of every stage, of which the figure has those of chains."""
+
+
+def internals(panel: ComparisonPanel) -> Figure | None:
+    """A small diagram for each measure that a run of the panel has; None without any.
+
+    A line is the median over parameters, stages and seeds, its band goes from quartile to quartile.
+    """
+    found = {measure: curves for measure in MEASURES if (curves := _curves(panel, measure))}
+    if not found:
+        return None
+    rows = -(-len(found) // 2)
+    figure = Figure(figsize=(4.8, 1.5 * rows + 0.35), layout="constrained")
+    grid = figure.subplots(rows, 2, squeeze=False)
+    for axes in grid.flat[len(found) :]:
+        axes.remove()
+    for axes, (measure, curves) in zip(grid.flat, found.items(), strict=False):
+        _diagram(axes, curves, *MEASURES[measure])
+    for axes in grid.flat[max(0, len(found) - 2) : len(found)]:
+        axes.set_xlabel("training steps", fontsize=7.5)
+    lines = {str(line.get_label()): line for axes in grid.flat for line in axes.get_lines()}
+    style = {"ncols": 3, "fontsize": 8, "frameon": False, "labelcolor": INK}
+    figure.legend(list(lines.values()), list(lines), loc="outside upper left", **style)
+    return figure
+
+
+def _curves(panel: ComparisonPanel, measure: str) -> list[Curve]:
+    return [curve for row in panel.rows if (curve := _curve(row, measure)) is not None]
+
+
+def _curve(row: ComparisonRow, measure: str) -> Curve | None:
+    """Quartiles of one measure over all parameters and seeds, at each step where there are any."""
+    values: dict[int, list[float]] = {}
+    for line in (line for run in row.runs for line in run.diagnostics):
+        if _shown(line, measure):
+            values.setdefault(int(line["step"]), []).append(float(line["value"]))
+    if not values:
+        return None
+    steps = sorted(values)
+    low, middle, high = zip(*(_quartiles(values[step]) for step in steps), strict=True)
+    return Curve(row.label, row.style, [float(step) for step in steps], middle, low, high)
+
+
+def _shown(line: dict[str, Any], measure: str) -> bool:
+    wanted = line["measure"] == measure and line["value"] is not None
+    return wanted and (measure not in OF_CHAINS or line["stage"].rpartition(".")[2] == "update")
+
+
+def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    low, middle, high = quantiles(values, n=4, method="inclusive")
+    return low, middle, high
+
+
+def _diagram(axes: Axes, curves: Sequence[Curve], title: str, logarithmic: bool) -> None:
+    for curve in curves:
+        draw_line(axes, curve)
+    positive = [y for curve in curves for y in curve.low]
+    if logarithmic and positive and min(positive) > 0 and math.isfinite(max(positive)):
+        axes.set_yscale("log")
+        wide = max(y for curve in curves for y in curve.high) > 50 * min(positive)
+        log_ticks(axes.yaxis, (1,) if wide else (1, 2, 5))
+    elif positive and min(positive) >= 0:
+        axes.set_ylim(bottom=0)
+    style_axes(axes)
+    axes.set_title(title, fontsize=8, loc="left", color=INK)
+    axes.tick_params(which="both", labelsize=7)
+    axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
