@@ -77,6 +77,11 @@ class Broken(Stage):
             root = 1.0  # type: ignore[assignment]
         state["root"] = root
 
+    def measures(self, state: State, context: StepContext) -> Mapping[str, Tensor]:
+        sizes = state["v"].flatten(1).mean(1)
+        told = {"a measure of the stack": sizes / sizes.sum(), "a measure without rows": sizes.sum()}
+        return {"size": told.get(self.fault, sizes)}
+
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         found = APPLY.get(self.fault, sound)
         return found(state, gradient, direction, context)  # type: ignore[no-any-return]
@@ -142,6 +147,14 @@ LAWS = {
     "zero over zero": (r"a zero direction for a zero gradient is required, got nan", "a zero gradient moves nothing"),
     "not blind to scale": (r"scales by the power 0 .* got 0\.\d+", "scaling all gradients scales the direction"),
     "memory of its own": (r"from a copy of the state are required", "a copy of the state resumes exactly"),
+    "a measure of the stack": (
+        r"measures\(\) 'size': 1\.0 is required, got 0\.\d+ in a stack",
+        "measures are of each block alone",
+    ),
+    "a measure without rows": (
+        r"measures\(\) 'size': a tensor of shape \[N\] with N = 3 is required, got \[\]",
+        "measures are of each block alone",
+    ),
     "over the stack": (r"block 0 alone as in a stack of 3 .*stack axis 0", "a stack is its blocks"),
 }
 
@@ -181,7 +194,7 @@ def test_a_sound_stage_gets_a_report_of_laws_held_and_not_asked(late: bool) -> N
         "scaling all gradients scales the direction": "no degree is given",
         "rotating all gradients rotates the direction": "rotates=False",
     }
-    assert str(report).startswith("update.broken_for_test: 13 laws hold\n  the contract is kept\n")
+    assert str(report).startswith("update.broken_for_test: 14 laws hold\n  the contract is kept\n")
 
 
 def test_a_method_from_a_paper_is_one_file_that_keeps_all_laws() -> None:

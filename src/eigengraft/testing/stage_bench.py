@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -88,6 +89,14 @@ class StageBench:
         result = self.stage.run(state, gradient, gradient if direction is None else direction, context)
         assert isinstance(result, Tensor)
         return result
+
+    def measures(self, rows: slice) -> dict[str, Tensor]:
+        """What the stage tells of its state in some rows, as inspection asks for it."""
+        chosen = np.arange(self.blocks)[rows]
+        nothing_written = torch.zeros(len(chosen), dtype=torch.bool)
+        state = State(self.tensors, self.block, self.path, rows, nothing_written, Storage(self.encoded))
+        context = replace(self.context(chosen), signals={})
+        return dict(self.stage.measures(state.scope(self.stage.label), context))
 
     def context(self, chosen: Any) -> StepContext:
         """The context of the chosen blocks: their own steps, and every signal that there is."""

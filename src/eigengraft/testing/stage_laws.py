@@ -18,6 +18,7 @@ from .stage_case import StageCase, on
 from .stage_state_laws import (
     a_checkpoint_resumes_exactly,
     a_copy_of_the_state_resumes_exactly,
+    measures_are_of_each_block_alone,
     state_is_reported_to_the_byte,
     storage_makes_no_difference,
 )
@@ -195,4 +196,5 @@ STAGE_LAWS: tuple[Law[StageCase], ...] = (
     Law(storage_makes_no_difference),
     Law(state_is_reported_to_the_byte),
     Law(a_checkpoint_resumes_exactly),
+    Law(measures_are_of_each_block_alone),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from eigengraft import Optimizer
+from eigengraft import Optimizer, Stage
 from eigengraft.optimizers.engine.signals import OWN, Given
 from eigengraft.quantization import Float32
 from eigengraft.step_context import known_signals
@@ -74,6 +74,29 @@ def a_checkpoint_resumes_exactly(case: StageCase) -> None:
             require(
                 same, "the same parameters after a resume are required, got others; is there memory beside the slots?"
             )
+
+
+def measures_are_of_each_block_alone(case: StageCase) -> None:
+    """What `measures` tells of a block is a number `[N]`, the same as from that block alone, and changes no state."""
+    for block in case.blocks if type(case.stage).measures is not Stage.measures else ():
+        with on(block):
+            stack = case.trajectory(block)[1].copy()
+            before, told = {key: tensor.clone() for key, tensor in stack.tensors.items()}, stack.measures(slice(0, 3))
+            for name, values in told.items():
+                what = f"measures() '{name}': a tensor of shape [N] with N = 3 is required, got "
+                known = isinstance(values, Tensor)
+                require(known and values.shape == (3,), what + (f"{list(values.shape)}" if known else f"{values!r}"))
+            for i in range(3):
+                alone = stack.measures(slice(i, i + 1))
+                require(alone.keys() == told.keys(), f"measures(): the names {[*told]} are required, got {[*alone]}")
+                for name, values in alone.items():
+                    # a residual may be rounding, and a product of one matrix rounds as it likes
+                    close = torch.isclose(values[0], told[name][i], rtol=1e-6, atol=1e-8, equal_nan=True)
+                    require(
+                        bool(close), f"measures() '{name}': {values[0]} is required, got {told[name][i]} in a stack"
+                    )
+            same = all(torch.equal(before[key], tensor) for key, tensor in stack.tensors.items())
+            require(same, "measures(): unchanged state is required, got other values")
 
 
 def _train(optimizer: Optimizer, parameters: list[nn.Parameter], given: Tensor) -> None:
