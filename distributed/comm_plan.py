@@ -1,7 +1,7 @@
 """Communication plan of one parameter set: what each rank sends to the owners of blocks, and what comes back.
 
 A block group is the equal blocks of all ranks; the blocks of it that one rank owns are a stack there. Block groups are
-sent in buckets, in the same order on every rank, whether or not a rank owns any of their blocks.
+sent in rounds of messages, in the same order on every rank, whether or not a rank owns any of their blocks.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Transfer:
 
 
 @dataclass
-class Bucket:
+class Round:
     """Block groups whose messages are sent together, by one collective. All but `groups` are lists over ranks r.
 
     groups: numbers of the block groups.
@@ -103,13 +103,13 @@ class Bucket:
 
 
 class CommPlan:
-    """All buckets of a parameter set.
+    """All rounds of messages of a parameter set.
 
     rank_group: the ranks that share the parameters.
     layouts: what each rank holds of each parameter, by position.
     block_groups: the blocks of all parameters that are exchanged.
     names: what errors call the parameters, by position.
-    limit: bytes of updates in a bucket.
+    limit: bytes of updates of all ranks in a round.
     """
 
     def __init__(
@@ -123,32 +123,21 @@ class CommPlan:
         self.rank_group, self.layouts, self.block_groups, self.names = rank_group, layouts, block_groups, names
         self.limit = limit
         self.replicated = all(layouts[block.position].replicated for group in block_groups for block in group.blocks)
-        self.buckets = [self._bucket(groups) for groups in pack(block_groups, limit)]
+        self.rounds = [self._round(groups) for groups in pack(block_groups, limit)]
 
-    def describe(self, bucket: Bucket) -> str:
-        """The number of a bucket, the name of its first parameter, and how many more there are."""
-        blocks = [block for group in bucket.groups for block in self.block_groups[group].blocks]
+    def describe(self, index: int) -> str:
+        """The number of a round, the name of its first parameter, and how many more there are."""
+        blocks = [block for group in self.rounds[index].groups for block in self.block_groups[group].blocks]
         found = list(dict.fromkeys(self.names[block.position] for block in blocks))
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-        return f"bucket {self.buckets.index(bucket)} ({found[0]}{more})"
+        return f"round {index} ({found[0]}{more})"
 
     @cached_property
-    def bucket_of(self) -> dict[int, int]:
-        """Number of the bucket that each block group is sent in."""
-        return {group: index for index, bucket in enumerate(self.buckets) for group in bucket.groups}
+    def round_of(self) -> dict[int, int]:
+        """Number of the round that each block group is sent in."""
+        return {group: index for index, own in enumerate(self.rounds) for group in own.groups}
 
-    @cached_property
-    def completed_by(self) -> list[list[int]]:
-        """For each bucket, the parameters whose last blocks are in it, by position."""
-        last = {
-            block.position: index
-            for index, bucket in enumerate(self.buckets)
-            for group in bucket.groups
-            for block in self.block_groups[group].blocks
-        }
-        return [[position for position, at in last.items() if at == index] for index in range(len(self.buckets))]
-
-    def _bucket(self, groups: list[int]) -> Bucket:
+    def _round(self, groups: list[int]) -> Round:
         ranks, me = range(self.rank_group.size), self.rank_group.rank
         lengths = [0 for _ in ranks]
         for block in (block for group in groups for block in self.block_groups[group].blocks):
@@ -156,7 +145,7 @@ class CommPlan:
         held: list[list[Transfer]] = [[] for _ in ranks]
         owned: list[list[Transfer]] = [[] for _ in ranks]
         if self.replicated:
-            return Bucket(groups, held, held, owned, owned, lengths)
+            return Round(groups, held, held, owned, owned, lengths)
         for group in groups:
             for block in self.block_groups[group].blocks:
                 held[block.owner] += self._transfers(group, block, me)
@@ -165,7 +154,7 @@ class CommPlan:
                         owned[rank] += self._transfers(group, block, rank)
         sent = [[transfer for transfer in own if self._sends(me, rank, transfer)] for rank, own in enumerate(held)]
         received = [[transfer for transfer in own if self._sends(rank, me, transfer)] for rank, own in enumerate(owned)]
-        return Bucket(groups, held, sent, owned, received, lengths)
+        return Round(groups, held, sent, owned, received, lengths)
 
     def _transfers(self, group: int, block: PlacedBlock, rank: int) -> list[Transfer]:
         """What a rank holds of a block."""
@@ -185,13 +174,13 @@ class CommPlan:
 
 def pack(block_groups: Sequence[BlockGroup], limit: int) -> list[list[int]]:
     """Numbers of block groups in order, in lists of at most `limit` bytes; a list has one pair of dtypes to send in."""
-    buckets: list[list[int]] = []
+    rounds: list[list[int]] = []
     size, last = 0, None
     for index, group in enumerate(block_groups):
         dtypes = group.gradient_dtype, group.update_dtype
-        if not buckets or dtypes != last or size + group.nbytes > limit:
-            buckets.append([])
+        if not rounds or dtypes != last or size + group.nbytes > limit:
+            rounds.append([])
             size = 0
-        buckets[-1].append(index)
+        rounds[-1].append(index)
         size, last = size + group.nbytes, dtypes
-    return buckets
+    return rounds

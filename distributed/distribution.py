@@ -28,9 +28,9 @@ class Distribution(Component):
         description="dtype that is sent: gradients and updates as they are computed, or rounded to bfloat16",
     )
     bucket: int = Field(
-        default=1 << 25,
+        default=1 << 28,
         ge=1,
-        description="bytes of updates that a rank receives in one round of messages, sent while the next is computed",
+        description="bytes, of which a step needs at most twice as many beside the state; an eighth is sent at once",
     )
     gather: Literal["updates", "parameters"] = Field(
         default="updates",
@@ -61,6 +61,15 @@ class Distribution(Component):
                 f"overlap_backward: mode 'auto' or 'sharded' is required, got '{self.mode}', where no gradient travels"
             )
         return self
+
+    @property
+    def message(self) -> int:
+        """Bytes of updates that a rank receives in one round of messages.
+
+        A step holds 9 to 13 times as many: gradients of one round as they are sent and as they are received, updates of
+        another likewise, and one round that is computed, with the products of its update.
+        """
+        return max(1, self.bucket // 8)
 
     def measured(self, block: tuple[int, ...], counted: float) -> float:
         """Work of one step of a block: the time measured for its shape, else the operations counted.

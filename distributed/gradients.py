@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from .comm_plan import CommPlan
 from .layouts import local
 from .rank_group import DistributedError, RankGroup
-from .transfers import flattened, send_shards
+from .transfers import flattened, read, send_shards
 from .work import Work
 
 
@@ -76,23 +76,21 @@ def count_writes(gradient: Tensor) -> tuple[Tensor, int]:
 
 
 class BackwardGather:
-    """Sends gradients to the owners of blocks while backward runs, a bucket as soon as it has all of its gradients.
+    """Sends gradients to the owners of blocks while backward runs, those of a round as soon as it has all of them.
 
-    All ranks begin buckets in the order in which they are computed: the last parameters first, because backward comes
+    All ranks begin rounds in the order in which they are computed: the last parameters first, because backward comes
     to them first. A gradient is complete when backward has written it as often as before the last step. What was
     written after it was sent, by clipping or one more micro-batch, is found when all ranks tell each other at the step,
     and sent again.
 
-    comm_plan: the buckets.
+    comm_plan: the rounds of messages.
     parameters: those of the plan, by position, a list that may change.
     """
 
     def __init__(self, comm_plan: CommPlan, parameters: Sequence[Tensor]) -> None:
         self.comm_plan, self.parameters = comm_plan, parameters
         self._rank_group = comm_plan.rank_group.twin()
-        self._positions = [
-            sorted({transfer.block.position for transfer in flattened(bucket.sent)}) for bucket in comm_plan.buckets
-        ]
+        self._positions = [sorted({one.block.position for one in flattened(own.sent)}) for own in comm_plan.rounds]
         self._writes, self._expected = [0] * len(parameters), [1] * len(parameters)
         self._works: dict[int, Work[Tensor]] = {}
         self._sent: dict[int, dict[int, tuple[Tensor | None, int]]] = {}
@@ -109,9 +107,9 @@ class BackwardGather:
                 self._watched.add(position)
 
     def note(self, position: int) -> None:
-        """Hears that backward has written a gradient, and begins the buckets that are complete by now."""
+        """Hears that backward has written a gradient, and begins the rounds that are complete by now."""
         self._writes[position] += 1
-        while self._next < len(self.comm_plan.buckets) and all(map(self._is_complete, self._positions[self._next])):
+        while self._next < len(self.comm_plan.rounds) and all(map(self._is_complete, self._positions[self._next])):
             self._begin()
         for work in self._works.values():
             if work.done():
@@ -119,7 +117,7 @@ class BackwardGather:
 
     @property
     def _next(self) -> int:
-        """Number of the bucket that is begun next."""
+        """Number of the round that is begun next."""
         return len(self._works)
 
     def _is_complete(self, position: int) -> bool:
@@ -139,15 +137,16 @@ class BackwardGather:
     def _begin(self) -> None:
         index = self._next
         self._sent[index] = {position: self._identify(position) for position in self._positions[index]}
-        self._works[index] = send_shards(self.comm_plan, index, "early gradients", self._held, self._rank_group)
+        held = lambda position: read(self._held(position))  # noqa: E731
+        self._works[index] = send_shards(self.comm_plan, index, "early gradients", held, self._rank_group)
 
     def tell(self) -> list[float]:
-        """`[2 B]` for B buckets: whether each is begun here, and whether with gradients that were written since."""
-        buckets = range(len(self.comm_plan.buckets))
-        return [float(i in self._works) for i in buckets] + [float(self._is_stale(i)) for i in buckets]
+        """`[2 n]` for n rounds: whether each is begun here, and whether with gradients that were written since."""
+        rounds = range(len(self.comm_plan.rounds))
+        return [float(i in self._works) for i in rounds] + [float(self._is_stale(i)) for i in rounds]
 
     def _is_stale(self, index: int) -> bool:
-        """Whether a gradient of a bucket was written or replaced after it was sent, or could not be sent."""
+        """Whether a gradient of a round was written or replaced after it was sent, or could not be sent."""
         for position, (then, before) in self._sent.get(index, {}).items():
             now, written = self._identify(position)
             if now is not then or written != before or (now is not None and self._held(position) is None):
@@ -161,14 +160,14 @@ class BackwardGather:
 
     @torch.no_grad()
     def settle(self, told: Sequence[float]) -> dict[int, Work[Tensor]]:
-        """Messages under way that bring the gradients of this step to owners, by bucket; the others are ended.
+        """Messages under way that bring the gradients of this step to owners, by round; the others are ended.
 
         told: what `tell` gives, summed over all ranks, which all call this.
         """
-        buckets, ranks = len(self.comm_plan.buckets), self.comm_plan.rank_group.size
-        while self._next < buckets and told[self._next]:  # other ranks wait for it
+        rounds, ranks = len(self.comm_plan.rounds), self.comm_plan.rank_group.size
+        while self._next < rounds and told[self._next]:  # other ranks wait for it
             self._begin()
-        good = {i: work for i, work in self._works.items() if told[i] == ranks and not told[buckets + i]}
+        good = {i: work for i, work in self._works.items() if told[i] == ranks and not told[rounds + i]}
         for index, work in self._works.items():
             if index not in good:
                 work.wait()

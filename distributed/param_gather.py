@@ -38,20 +38,20 @@ def pack_rows(
     shapes: Mapping[int, tuple[int, ...]], dtypes: Mapping[int, torch.dtype], ranks: int, limit: int
 ) -> Iterator[list[Rows]]:
     """Rows of parameters, by position, in lists of one dtype with at most `limit` bytes of all ranks, or one row."""
-    bucket, size, last = list[Rows](), 0, None
+    message, size, last = list[Rows](), 0, None
     for position, shape in shapes.items():
         row = math.prod(shape[1:]) * dtypes[position].itemsize * ranks
         step, rows = max(1, limit // max(row, 1)), chunk_length(shape[0], ranks)
         for start in range(0, rows, step):
             own = Rows(position, start, min(start + step, rows))
             nbytes = (own.stop - own.start) * row
-            if bucket and (dtypes[position] != last or size + nbytes > limit):
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(own)
+            if message and (dtypes[position] != last or size + nbytes > limit):
+                yield message
+                message, size = [], 0
+            message.append(own)
             size, last = size + nbytes, dtypes[position]
-    if bucket:
-        yield bucket
+    if message:
+        yield message
 
 
 class ParamGather:
@@ -70,33 +70,33 @@ class ParamGather:
         shapes = {position: tuple(parameter.shape) for position, parameter in parameters.items()}
         dtypes = {position: parameter.dtype for position, parameter in parameters.items()}
         under_way: deque[tuple[list[Rows], Work[Tensor]]] = deque()
-        for bucket in pack_rows(shapes, dtypes, self.rank_group.size, self.limit):
+        for chosen in pack_rows(shapes, dtypes, self.rank_group.size, self.limit):
             if len(under_way) == IN_FLIGHT:
                 self._receive(parameters, *under_way.popleft())
-            under_way.append((bucket, self._send(parameters, bucket)))
+            under_way.append((chosen, self._send(parameters, chosen)))
         while under_way:
             self._receive(parameters, *under_way.popleft())
 
-    def _send(self, parameters: Mapping[int, Tensor], bucket: Sequence[Rows]) -> Work[Tensor]:
+    def _send(self, parameters: Mapping[int, Tensor], chosen: Sequence[Rows]) -> Work[Tensor]:
         ranks, me = self.rank_group.size, self.rank_group.rank
-        first = parameters[bucket[0].position]
-        sizes = [(rows.stop - rows.start) * math.prod(parameters[rows.position].shape[1:]) for rows in bucket]
+        first = parameters[chosen[0].position]
+        sizes = [(rows.stop - rows.start) * math.prod(parameters[rows.position].shape[1:]) for rows in chosen]
         message = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
         targets, sources = [], []
-        for rows, stretch in zip(bucket, torch.split(message, sizes), strict=True):
+        for rows, stretch in zip(chosen, torch.split(message, sizes), strict=True):
             parameter = parameters[rows.position]
             begin = me * chunk_length(len(parameter), ranks)
             source = parameter[begin + rows.start : begin + rows.stop]
             targets.append(stretch.view(rows.stop - rows.start, *parameter.shape[1:])[: len(source)])
             sources.append(source)
         copy_all(targets, sources)
-        more = f" and {len(bucket) - 1} more" if len(bucket) > 1 else ""
-        what = f"updates of rows of {self.names[bucket[0].position]}{more}"
+        more = f" and {len(chosen) - 1} more" if len(chosen) > 1 else ""
+        what = f"updates of rows of {self.names[chosen[0].position]}{more}"
         return self.rank_group.all_gather(message, what)
 
-    def _receive(self, parameters: Mapping[int, Tensor], bucket: Sequence[Rows], work: Work[Tensor]) -> None:
+    def _receive(self, parameters: Mapping[int, Tensor], chosen: Sequence[Rows], work: Work[Tensor]) -> None:
         data, at = work.wait(), 0
-        for rows in bucket:
+        for rows in chosen:
             parameter = parameters[rows.position]
             count, tail = rows.stop - rows.start, tuple(parameter.shape[1:])
             end = at + count * math.prod(tail)

@@ -1,8 +1,10 @@
-"""Transfers as stretches of messages and as views of blocks."""
+"""Transfers as stretches of messages and as views of blocks; what has arrived as views of parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,8 +13,55 @@ from .comm_plan import CommPlan, Transfer
 from .rank_group import RankGroup
 from .work import Work
 
-Source = Callable[[int], Tensor | None]
-"""What this rank holds of a tensor, by position of the parameter; None: there is none."""
+View = Callable[[Tensor], Tensor]
+"""Some entries of what this rank holds of a tensor, as a view."""
+Source = Callable[[int], Callable[[View], Tensor] | None]
+"""What reads the entries of a view from what this rank holds of a tensor, by position of the parameter; None: there is
+no tensor."""
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """Updates of some entries of a parameter, as their owner has sent them.
+
+    position: position of the parameter.
+    dtype: dtype that the updates were computed in.
+    values: the updates, views of a message.
+    views: the same entries of a tensor that is laid out as what this rank holds of the parameter, as views.
+    """
+
+    position: int
+    dtype: torch.dtype
+    values: Sequence[Tensor]
+    views: Callable[[Tensor], Sequence[Tensor]]
+
+
+class Assembly:
+    """Updates of all entries that this rank holds of a parameter, put together from what arrives."""
+
+    def __init__(self) -> None:
+        self._begun: dict[int, Tensor] = {}
+        self._missing: dict[int, int] = {}
+
+    def add(self, arrived: Arrived, parameter: Tensor) -> Tensor | None:
+        """The update of what this rank holds of a parameter if this was the last part of it, else None."""
+        at = arrived.position
+        if at not in self._begun:
+            self._begun[at] = torch.empty(parameter.shape, dtype=arrived.dtype, device=parameter.device)
+            self._missing[at] = parameter.numel()
+        copy_all(list(arrived.views(self._begun[at])), list(arrived.values))
+        self._missing[at] -= sum(value.numel() for value in arrived.values)
+        return None if self._missing[at] else self._begun.pop(at)
+
+
+def read(x: Tensor | None) -> Callable[[View], Tensor] | None:
+    """What reads entries of a tensor as they are; None if there is none."""
+    return None if x is None else lambda view: view(x)
+
+
+def reading(tensors: Sequence[Tensor | None]) -> Source:
+    """The source that reads tensors as they are."""
+    return lambda position: read(tensors[position])
 
 
 def flattened(transfers: Sequence[Sequence[Transfer]]) -> list[Transfer]:
@@ -48,21 +97,21 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
 def send_shards(
     plan: CommPlan, index: int, name: str, source: Source, rank_group: RankGroup | None = None
 ) -> Work[Tensor]:
-    """Starts to send what this rank holds of the blocks of a bucket to their owners.
+    """Starts to send what this rank holds of the blocks of a round to their owners.
 
-    index: number of the bucket. name: what errors call that which is sent. rank_group: the ranks; default: the plan's.
+    index: number of the round. name: what errors call that which is sent. rank_group: the ranks; default: the plan's.
     """
-    bucket, me = plan.buckets[index], plan.rank_group.rank
-    first, flat = plan.block_groups[bucket.groups[0]], flattened(bucket.sent)
-    local = {position: source(position) for position in dict.fromkeys(t.block.position for t in flat)}
-    out = torch.empty(sum(map(count, bucket.sent)), dtype=first.gradient_dtype, device=first.device)
+    own, me = plan.rounds[index], plan.rank_group.rank
+    first, flat = plan.block_groups[own.groups[0]], flattened(own.sent)
+    readers = {position: source(position) for position in dict.fromkeys(t.block.position for t in flat)}
+    out = torch.empty(count(flat), dtype=first.gradient_dtype, device=first.device)
     targets, sources = [], []
     for transfer, target in zip(flat, stretches(out, flat), strict=True):
-        shard = local[transfer.block.position]
-        if shard is not None:
+        position = transfer.block.position
+        reader = readers[position]
+        if reader is not None:
             targets.append(target)
-            sources.append(transfer.region.in_shard(shard, plan.layouts[transfer.block.position].boxes[me]))
+            sources.append(reader(partial(transfer.region.in_shard, held=plan.layouts[position].boxes[me])))
     copy_all(targets, sources)
-    sending, receiving = [count(own) for own in bucket.sent], [count(own) for own in bucket.received]
-    label = f"{name} of {plan.describe(bucket)}"
-    return (rank_group or plan.rank_group).all_to_all(out, sending, receiving, label)
+    sending, receiving = [count(each) for each in own.sent], [count(each) for each in own.received]
+    return (rank_group or plan.rank_group).all_to_all(out, sending, receiving, f"{name} of {plan.describe(index)}")

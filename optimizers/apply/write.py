@@ -91,6 +91,19 @@ class Rates:
         return (self.decay, self.hyper.weight_decay) if own is None else (own, own.rate)
 
 
+class Update(NamedTuple):
+    """The update of some entries of a parameter.
+
+    position: position of the parameter.
+    entries: the entries, a view of what this rank holds of the parameter, or all of that.
+    value: their update, of the same shape.
+    """
+
+    position: int
+    entries: Tensor
+    value: Tensor
+
+
 def write(
     parameters: Sequence[Tensor], updates: Sequence[Tensor], step_scale: StepScale, mask: Sequence[Tensor] | None = None
 ) -> None:

@@ -24,11 +24,11 @@ def divide(
 ) -> Iterator[tuple[BlockGroup, NDArray[np.float64]]]:
     """The block groups with the owner of each block, and the phases `[N]` of their blocks.
 
-    No block group is larger than a bucket of messages or than one stack on every rank, if its blocks may be parted.
-    Block groups of neighbouring parameters follow each other, so that a parameter is complete a few buckets after its
-    first block, and only as many updates as these buckets hold are under way.
+    No block group is larger than a round of messages or than one stack on every rank, if its blocks may be parted.
+    Block groups of neighbouring parameters follow each other, so that a parameter is complete a few rounds after its
+    first block.
     """
-    limit = bucket_bytes(specs, recipe, ranks)
+    limit = round_bytes(specs, recipe, ranks)
     runs = list(_runs(specs, limit))
     if recipe.distribution.overlap_backward:  # backward comes to the last parameters first
         runs.reverse()
@@ -39,9 +39,13 @@ def divide(
                 yield _place(some, specs, recipe, ranks), some.phases
 
 
-def bucket_bytes(specs: Sequence[ParamSpec], recipe: Recipe, ranks: int) -> int:
-    """Bytes of updates that all ranks together send in one round of messages: a rank receives a bucket of them."""
-    return recipe.distribution.bucket * (1 if _replicated(specs) else ranks)
+def round_bytes(specs: Sequence[ParamSpec], recipe: Recipe, ranks: int) -> int:
+    """Bytes of updates that all ranks together send in one round of messages.
+
+    A rank receives those of its part of each parameter: all of them if every rank holds the whole parameter.
+    """
+    copies = [spec.placement.layout.copies for spec in specs if spec.placement is not None and not spec.in_place]
+    return recipe.distribution.message * ranks // max(copies, default=1)
 
 
 def sends_parameters(specs: Sequence[ParamSpec], recipe: Recipe) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 
 from eigengraft.distributed.comm_plan import BlockGroup
 from eigengraft.distributed.rank_group import RankGroup
-from eigengraft.stacks import Stack
+from eigengraft.stacks import Stack, blocks_that_fit
 
 from ..recipe.recipe import Recipe
 from ..recipe.slot_keys import require_slots
@@ -40,13 +41,20 @@ def build(
         block_groups.append(group)
     require_slots(recipe, [(group.path, group.shape) for group in block_groups])
     in_place = equal_blocks(blocks_in_place(specs, rank), specs, phases)
-    return [*stack_states, *_stack_states(in_place, specs, recipe)], block_groups
+    return [*stack_states, *_stack_states(in_place, specs, recipe, recipe.distribution.message)], block_groups
 
 
-def _stack_states(lists: Iterable[EqualBlocks], specs: Sequence[ParamSpec], recipe: Recipe) -> list[StackState]:
-    """Stacks of blocks that are all on this rank."""
-    split = [some for blocks in lists for some in blocks.split(stack_length(blocks.kind, recipe), recipe)]
-    return [_stack_state(some, specs, recipe) for some in split]
+def _stack_states(
+    lists: Iterable[EqualBlocks], specs: Sequence[ParamSpec], recipe: Recipe, limit: int | None = None
+) -> list[StackState]:
+    """Stacks of blocks that are all on this rank; limit: their bytes, if several blocks are in one."""
+    found = []
+    for blocks in lists:
+        most = stack_length(blocks.kind, recipe)
+        if limit is not None:
+            most = min(most, blocks_that_fit(limit, math.prod(blocks.kind.shape), blocks.kind.dtype))
+        found += [_stack_state(some, specs, recipe) for some in blocks.split(most, recipe)]
+    return found
 
 
 def _stack_state(blocks: EqualBlocks, specs: Sequence[ParamSpec], recipe: Recipe) -> StackState:

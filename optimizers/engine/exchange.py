@@ -16,10 +16,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from eigengraft.numerics import compute_dtype
 from eigengraft.stacks import Stack
 
 from ..apply import IterateStore
-from ..apply.write import Rates
+from ..apply.write import Rates, Update
 from ..sharding.placement import ParamSpec
 from ..sharding.rank_sync import failed_roots
 from .finite_check import GivenGradients, GradientSurvey, LocalSurvey
@@ -51,17 +52,25 @@ class Step:
     entries: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
 
+Write = Callable[[Sequence[Update]], None]
+"""Moves parameters by their updates."""
+
+
 class BlockExchange(Protocol):
     """Brings blocks to where they are computed and updates to where parameters lie.
 
-    In a step: `survey`, `begin`, then for every stack in order `gather` and `deliver`, then `finish`.
+    In a step: `survey`, `begin`, then for every stack in order `gather` and `deliver`, then `finish`. The last
+    three write updates that are complete.
     """
 
     def survey(self, given: GivenGradients) -> GradientSurvey:
         """What is known of the full gradients."""
 
-    def begin(self, step: Step, moved: NDArray[np.bool_]) -> None:
-        """Starts the exchange of one step; moved `[P]`: parameters that it moves, and not only primes."""
+    def begin(self, step: Step, moved: NDArray[np.bool_], write: Write) -> None:
+        """Starts the exchange of one step.
+
+        moved: `[P]`, parameters that the step moves, and not only primes. write: what moves them.
+        """
 
     def gather(self, blocks: ActiveBlocks, source: GatherSource) -> Tensor:
         """The blocks of gradients, with their decay, of what decays or of a signal, `[n, *block]`."""
@@ -69,14 +78,14 @@ class BlockExchange(Protocol):
     def parameter_rms(self, stack: Stack) -> Tensor:
         """The root mean square of the full parameter that each block belongs to, `[n]`."""
 
-    def deliver(self, blocks: ActiveBlocks, direction: Tensor) -> Mapping[int, Tensor]:
-        """Takes the directions of blocks; returns updates that are complete by now, by position of the parameter."""
+    def deliver(self, blocks: ActiveBlocks, direction: Tensor) -> None:
+        """Takes the directions of blocks."""
 
     def report_failed_roots(self, path: str, positions: Sequence[int]) -> None:
         """Says that roots of these parameters have failed too often: ArithmeticError, here or on all ranks."""
 
-    def finish(self) -> Mapping[int, Tensor]:
-        """The updates that no `deliver` has returned, by position; all updates that it has returned are written."""
+    def finish(self) -> None:
+        """Ends the step: all parameters have moved."""
 
 
 class LocalExchange:
@@ -88,6 +97,7 @@ class LocalExchange:
         self._numels = [math.prod(spec.shape) for spec in specs]
         self._updates: dict[int, Tensor] = {}
         self._step: Step | None = None
+        self._write: Write | None = None
 
     @property
     def step(self) -> Step:
@@ -95,11 +105,16 @@ class LocalExchange:
         assert self._step is not None
         return self._step
 
+    def write(self, updates: Sequence[Update]) -> None:
+        """Moves parameters by updates that are complete."""
+        assert self._write is not None
+        self._write(updates)
+
     def survey(self, given: GivenGradients) -> GradientSurvey:
         return LocalSurvey(given.gradients, given.present)
 
-    def begin(self, step: Step, moved: NDArray[np.bool_]) -> None:
-        self._step, self._updates = step, {}
+    def begin(self, step: Step, moved: NDArray[np.bool_], write: Write) -> None:
+        self._step, self._write, self._updates = step, write, {}
 
     def gather(self, blocks: ActiveBlocks, source: GatherSource) -> Tensor:
         if source in self.step.entries:
@@ -111,29 +126,43 @@ class LocalExchange:
         return torch.add(gradient, blocks.stack.gather(self.iterates.parameters), alpha=rate) if rate else gradient
 
     def parameter_rms(self, stack: Stack) -> Tensor:
-        positions = list(dict.fromkeys(stack.param_ids.tolist()))
-        norms = torch._foreach_norm([self.iterates.parameters[p].to(stack.dtype) for p in positions])
-        means = torch._foreach_div(norms, [self._numels[p] ** 0.5 for p in positions])
-        rms = dict(zip(positions, means, strict=True))
+        rms = self._root_mean_squares(list(dict.fromkeys(stack.param_ids.tolist())), stack.dtype)
         return torch.stack([rms[p] for p in stack.param_ids.tolist()])
 
-    def deliver(self, blocks: ActiveBlocks, direction: Tensor) -> Mapping[int, Tensor]:
+    def root_mean_square(self, position: int) -> Tensor:
+        """The root mean square of one parameter, 0-d, in the dtype that it is computed in."""
+        own = self.iterates.parameters[position]
+        return next(iter(self._root_mean_squares([position], compute_dtype(own.dtype)).values()))
+
+    def _root_mean_squares(self, positions: Sequence[int], dtype: torch.dtype) -> dict[int, Tensor]:
+        norms = torch._foreach_norm([self.iterates.parameters[p].to(dtype) for p in positions])
+        means = torch._foreach_div(norms, [self._numels[p] ** 0.5 for p in positions])
+        return dict(zip(positions, means, strict=True))
+
+    def deliver(self, blocks: ActiveBlocks, direction: Tensor) -> None:
         stack = blocks.stack
         if all(grid.is_parameter for _, grid in stack.grids):
-            return dict(zip(stack.param_ids.tolist(), direction.unbind(0), strict=True))
+            self._move(dict(zip(stack.param_ids.tolist(), direction.unbind(0), strict=True)))
+            return
         for position, grid in stack.grids:
             if position not in self._updates:
                 self._updates[position] = torch.empty(grid.merged, dtype=stack.dtype, device=stack.device)
         stack.scatter(direction, self._updates)
-        return {}
+
+    def _move(self, updates: Mapping[int, Tensor]) -> None:
+        """Writes updates of whole parameters, by position."""
+        parameters = self.iterates.parameters
+        found = [Update(p, parameters[p], value.reshape(parameters[p].shape)) for p, value in updates.items()]
+        self.write(found)
 
     def report_failed_roots(self, path: str, positions: Sequence[int]) -> None:
         names = sorted({self.names[position] for position in positions})
         raise failed_roots(path or "update", self.tolerated, names)
 
-    def finish(self) -> Mapping[int, Tensor]:
-        updates, self._updates, self._step = self._updates, {}, None
-        return updates
+    def finish(self) -> None:
+        updates, self._updates = self._updates, {}
+        self._move(updates)
+        self._step = self._write = None
 
 
 Provider = Callable[[ActiveBlocks, Step, BlockExchange], Tensor | float]

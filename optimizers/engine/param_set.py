@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from eigengraft.state_key import StateKey
 
 from ..apply import IterateStore, ParameterUpdate
 from ..apply.averaging import Mode
-from ..apply.write import Hyper, Rates, RouteRates, write
+from ..apply.write import Hyper, Rates, RouteRates, Update, write
 from ..recipe.recipe import Recipe, Route
 from ..sharding.fingerprint import step_numbers
 from ..sharding.phases import Phases
@@ -137,11 +138,11 @@ class ParamSet:
         moved = step.active & (self.update_counts > 0)
         if self.iterates:
             self.iterates.begin(np.flatnonzero(moved & (self.update_counts == 1)).tolist())
-        self.exchange.begin(step, moved)
+        self.exchange.begin(step, moved, partial(self._write, step=step))
         for stack_state in self.stack_states:
             for blocks, priming in self._active_blocks(stack_state, step.active):
                 self._advance(blocks, step, priming)
-        self._write(self.exchange.finish(), step)
+        self.exchange.finish()
 
     def _active_blocks(self, stack_state: StackState, active: NDArray[np.bool_]) -> Iterator[tuple[ActiveBlocks, bool]]:
         """(active blocks of a stack, whether this gradient only primes their statistics)."""
@@ -168,32 +169,30 @@ class ParamSet:
                 scale = step.rates.step_scale(state.path)
                 term = scale.decay_term(exchange.gather(blocks, "parameters"), direction)
                 direction = state.after_decay(gradient, direction + term, rows, mask, context)
-            self._write(exchange.deliver(blocks, direction), step)
+            exchange.deliver(blocks, direction)
         bad = state.failing(context, self.recipe.failure.roots)
         if bad:
             exchange.report_failed_roots(state.path, state.stack.param_ids[bad].tolist())
 
-    def _write(self, updates: Mapping[int, Tensor], step: Step) -> None:
-        """Moves parameters by their updates, by position; those that were only primed stay."""
+    def _write(self, updates: Sequence[Update], step: Step) -> None:
+        """Moves parameters by their updates; those that were only primed stay."""
         moved = step.active & (self.update_counts > 0)
-        paths: dict[str, list[int]] = {}
-        for position in updates:
-            if moved[position]:
-                paths.setdefault(self.specs[position].path, []).append(position)
-        for path, positions in paths.items():
-            self._move(path, positions, [updates[position] for position in positions], step)
+        paths: dict[str, list[Update]] = {}
+        for update in updates:
+            if moved[update.position]:
+                paths.setdefault(self.specs[update.position].path, []).append(update)
+        for path, own in paths.items():
+            self._move(path, own, step)
 
-    def _move(self, path: str, positions: Sequence[int], updates: Sequence[Tensor], step: Step) -> None:
+    def _move(self, path: str, updates: Sequence[Update], step: Step) -> None:
         """Moves parameters of one path, by their updates."""
-        parameters = [self.local[position] for position in positions]
-        pairs = zip(updates, parameters, strict=True)
-        shaped = [update if update.shape == p.shape else update.reshape(p.shape) for update, p in pairs]
+        positions, entries, values = zip(*updates, strict=True)
         masks = None if step.mask is None else [step.mask[position] for position in positions]
         scale = step.rates.step_scale(path)
         if self.updates[path].after_decay:
             scale = scale.without_decay
         if self.iterates:
-            counts = self.update_counts[list(positions)]
-            self.iterates.step(positions, counts, ParameterUpdate(shaped, scale, masks), step.rates.hyper)
+            update = ParameterUpdate(values, scale, masks)
+            self.iterates.step(positions, self.update_counts[list(positions)], update, step.rates.hyper)
         else:
-            write(parameters, shaped, scale, masks)
+            write(entries, values, scale, masks)

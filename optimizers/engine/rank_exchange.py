@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,19 +16,20 @@ from eigengraft.distributed.comm_step import CommStep
 from eigengraft.distributed.gradients import BackwardGather
 from eigengraft.distributed.layouts import local
 from eigengraft.distributed.param_gather import ParamGather
-from eigengraft.distributed.transfers import Source
+from eigengraft.distributed.transfers import Arrived, Assembly, Source, View, copy_all, read, reading
 from eigengraft.distributed.work import Work
 from eigengraft.numerics import compute_dtype
 from eigengraft.stacks import Stack
 
+from ..apply.write import Update
 from ..apply.write import moved as move
 from ..recipe.recipe import Recipe
 from ..sharding.copy_check import CopyCheck
 from ..sharding.fingerprint import AGAIN, UsedGradients
 from ..sharding.placement import ParamSpec
 from ..sharding.rank_sync import RankSync
-from .block_groups import bucket_bytes, sends_parameters
-from .exchange import GatherSource, LocalExchange, Step
+from .block_groups import round_bytes, sends_parameters
+from .exchange import GatherSource, LocalExchange, Step, Write
 from .finite_check import GivenGradients, GradientSurvey
 from .stack_state import ActiveBlocks
 
@@ -47,7 +49,7 @@ class RankExchange:
         self.local, self.rank_sync, rank_group = local, rank_sync, rank_sync.rank_group
         self.paths = [spec.path for spec in specs]
         layouts = [spec.placement.layout for spec in specs if spec.placement is not None]
-        names, size = [spec.name for spec in specs], bucket_bytes(specs, recipe, rank_group.size)
+        names, size = [spec.name for spec in specs], round_bytes(specs, recipe, rank_group.size)
         self.comm_plan = CommPlan(rank_group, layouts, block_groups, names, size)
         overlaps = recipe.distribution.overlap_backward and not self.comm_plan.replicated
         if overlaps and recipe.decays_in_gradient():
@@ -59,7 +61,7 @@ class RankExchange:
         copied = not any(isinstance(parameter, DTensor) for parameter in parameters)
         self._copy_check = CopyCheck(rank_sync, parameters) if copied else None
         self._gathering: dict[int, Work[Tensor]] = {}
-        self._param_gather = ParamGather(rank_group, names, recipe.distribution.bucket)
+        self._param_gather = ParamGather(rank_group, names, recipe.distribution.message)
         self._parameters, self._used_gradients = parameters, UsedGradients(parameters)
         self._gathered = [i for i, spec in enumerate(specs) if spec.placement and spec.placement.rows]
         self._exchanged = [i for i, spec in enumerate(specs) if not spec.in_place]
@@ -75,6 +77,7 @@ class RankExchange:
         self._moved = np.zeros(len(specs), dtype=np.bool_)
         self._rms: Tensor | None = None
         self._comm_step: CommStep | None = None
+        self._assembly, self._held = Assembly(), dict[int, Update]()
 
     @property
     def comm_step(self) -> CommStep:
@@ -97,28 +100,36 @@ class RankExchange:
         self._gathering = self._backward_gather.settle(survey.notes.tolist())
         return survey
 
-    def begin(self, step: Step, moved: NDArray[np.bool_]) -> None:
-        self.local.begin(step, moved)
+    def begin(self, step: Step, moved: NDArray[np.bool_], write: Write) -> None:
+        self.local.begin(step, moved, write)
         self._moved = moved
         self._used_gradients.use()
-        if self._needs_rms and not self.comm_plan.replicated:
-            self._rms = self.rank_sync.parameter_rms(self.local.iterates.parameters)
-        sources: dict[str, Source] = {"gradients": lambda position: self._decayed(position, step)}
+        if self._needs_rms:
+            self._rms = self._root_mean_squares()
+        sources: dict[str, Source] = {"gradients": partial(self._reader, step)}
         if self._needs_parameters:
-            decaying = self.local.iterates.decaying()
-            sources["parameters"] = decaying.__getitem__
-        sources.update({name: tensors.__getitem__ for name, tensors in step.entries.items()})
+            sources["parameters"] = reading(self.local.iterates.decaying())
+        sources.update({name: reading(tensors) for name, tensors in step.entries.items()})
         begun, self._gathering = {("gradients", index): work for index, work in self._gathering.items()}, {}
-        self._comm_step = CommStep(self.comm_plan, sources, begun)
+        self._comm_step = CommStep(self.comm_plan, sources, self._receive, begun)
 
-    def _decayed(self, position: int, step: Step) -> Tensor | None:
-        """What this rank holds of a gradient, with the decay that belongs into it."""
+    def _root_mean_squares(self) -> Tensor:
+        """Those of full parameters `[P]`, before any of them moves."""
+        if not self.comm_plan.replicated:
+            return self.rank_sync.parameter_rms(self.local.iterates.parameters)
+        found = torch.zeros(len(self.paths), dtype=torch.float64, device=self._parameters[0].device)
+        for position in self._exchanged:
+            found[position] = self.local.root_mean_square(position)
+        return found
+
+    def _reader(self, step: Step, position: int) -> Callable[[View], Tensor] | None:
+        """What reads entries of a gradient, with the decay that belongs into it."""
         gradient: Tensor | None = step.gradients[position]
         rate = step.rates.gradient_decay(self.paths[position])
         if gradient is None or not rate:
-            return gradient
-        dtype = compute_dtype(gradient.dtype)
-        return torch.add(gradient.to(dtype), self.local.iterates.parameters[position].to(dtype), alpha=rate)
+            return read(gradient)
+        parameter, dtype = self.local.iterates.parameters[position], compute_dtype(gradient.dtype)
+        return lambda view: torch.add(view(gradient).to(dtype), view(parameter).to(dtype), alpha=rate)
 
     def gather(self, blocks: ActiveBlocks, source: GatherSource) -> Tensor:
         group = blocks.stack_state.block_group
@@ -135,14 +146,14 @@ class RankExchange:
             return self.local.parameter_rms(stack)
         return self._rms[torch.from_numpy(stack.param_ids).to(stack.device)].to(stack.dtype)
 
-    def deliver(self, blocks: ActiveBlocks, direction: Tensor) -> Mapping[int, Tensor]:
+    def deliver(self, blocks: ActiveBlocks, direction: Tensor) -> None:
         group = blocks.stack_state.block_group
         if group is None:
-            return self.local.deliver(blocks, direction)
+            self.local.deliver(blocks, direction)
+            return
         if self._sends_parameters:
             direction = self._written(blocks, direction)
         self.comm_step.deliver(group, blocks.rows, direction)
-        return {} if self._moves_at_once else self._received(self.comm_step.take())
 
     def _written(self, blocks: ActiveBlocks, direction: Tensor) -> Tensor:
         """The blocks of parameters after the step."""
@@ -155,26 +166,35 @@ class RankExchange:
         usable = step.mask[torch.from_numpy(blocks.stack.param_ids).to(after.device)]
         return torch.where(usable.view(-1, *(1 for _ in blocks.stack.block)), after, before)
 
-    def _received(self, updates: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
-        """Updates that have come from owners; if these are written parameters, they are copied and none is left."""
-        if not self._sends_parameters:
-            return updates
-        parameters = self.local.iterates.parameters
-        for position, value in updates.items():
-            if self._moved[position]:
-                parameters[position].copy_(value.reshape(parameters[position].shape))
-        return {}
+    def _receive(self, arrived: Sequence[Arrived]) -> None:
+        """Writes what has come from owners into the parameters, without a copy where nothing needs a whole update."""
+        parameters, updates = self.local.iterates.parameters, list[Update]()
+        for own in arrived:
+            parameter = parameters[own.position]
+            if self.local.iterates or (self.comm_plan.replicated and not parameter.is_contiguous()):
+                whole = self._assembly.add(own, parameter)
+                updates += [] if whole is None else [Update(own.position, parameter, whole)]
+            else:
+                pairs = zip(own.views(parameter), own.values, strict=True)
+                updates += [Update(own.position, entries, value.to(own.dtype)) for entries, value in pairs]
+        if self._sends_parameters:
+            chosen = [update for update in updates if self._moved[update.position]]
+            copy_all([update.entries for update in chosen], [update.value for update in chosen])
+        elif self._moves_at_once:
+            self._held.update({update.position: update for update in updates})
+        else:
+            self.local.write(updates)
 
     def report_failed_roots(self, path: str, positions: Sequence[int]) -> None:
         self.rank_sync.failed.update(positions)
 
-    def finish(self) -> Mapping[int, Tensor]:
-        active = self.local.step.active
-        updates = {**self.local.finish(), **self._received(self.comm_step.close())}
+    def finish(self) -> None:
+        active, parameters = self.local.step.active, self.local.iterates.parameters
+        self.comm_step.close()
         if self._moves_at_once:  # whatever ranks hold, they take the norms of the same parameters together
-            shards = {i: self.local.iterates.parameters[i] for i in self._exchanged if active[i]}
-            updates = {i: updates.get(i, torch.zeros_like(shard)) for i, shard in shards.items()}
-        self._comm_step, self._rms = None, None
+            chosen, held = [i for i in self._exchanged if active[i]], self._held
+            self.local.write([held.get(i) or Update(i, parameters[i], torch.zeros_like(parameters[i])) for i in chosen])
+        self.local.finish()
+        self._comm_step, self._rms, self._held = None, None, {}
         gathered = {position: local(self._parameters[position]) for position in self._gathered if active[position]}
         self._param_gather.run({position: parameter.detach() for position, parameter in gathered.items()})
-        return updates

@@ -11,7 +11,7 @@ from eigengraft.distributed.comm_plan import BlockGroup, pack
 from eigengraft.distributed.layouts import Layout
 from eigengraft.distributed.rank_group import MEETING
 
-from ..engine.block_groups import bucket_bytes
+from ..engine.block_groups import round_bytes
 from ..recipe.recipe import Recipe
 from ..sharding import fingerprint
 from ..sharding.placement import ParamSpec
@@ -34,11 +34,11 @@ def step_traffic(
     replicated = all(layouts[block.position].replicated for group in block_groups for block in group.blocks)
     asked = asking(pair for rule in used for pair in rule.stages())
     norms = "parameter_rms" in asked and not replicated
-    buckets = pack(block_groups, bucket_bytes(specs, recipe, ranks)) if ranks > 1 else []
-    begun = 2 * len(buckets) if recipe.distribution.overlap_backward and not replicated else 0
+    rounds = pack(block_groups, round_bytes(specs, recipe, ranks)) if ranks > 1 else []
+    begun = 2 * len(rounds) if recipe.distribution.overlap_backward and not replicated else 0
     told = (5 if plain else 3) * len(specs) + fingerprint.LENGTH + begun
-    there, back = wire(block_groups, buckets, layouts, 1 + any(rule.after_decay for rule in used) + entries(asked))
-    rows = gathered_rows(specs, ranks, recipe.distribution.bucket)
+    there, back = wire(block_groups, rounds, layouts, 1 + any(rule.after_decay for rule in used) + entries(asked))
+    rows = gathered_rows(specs, ranks, recipe.distribution.message)
     return {
         "gradients": there,
         "updates": together(back, rows),

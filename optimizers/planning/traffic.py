@@ -98,24 +98,24 @@ def all_reduced(vectors: Sequence[int], ranks: int) -> Traffic:
 
 
 def wire(
-    block_groups: Sequence[BlockGroup], buckets: Sequence[Sequence[int]], layouts: Sequence[Layout], rounds: int
+    block_groups: Sequence[BlockGroup], rounds: Sequence[Sequence[int]], layouts: Sequence[Layout], times: int
 ) -> tuple[Traffic, Traffic]:
     """(to owners, from owners) of one step.
 
     block_groups: the blocks that are exchanged.
-    buckets: numbers of the block groups that are sent together.
+    rounds: numbers of the block groups that are sent together.
     layouts: layout of each parameter, by position, all over the same ranks.
-    rounds: how often tensors are sent to owners: once for gradients, once more if a stage needs parameters.
+    times: how often tensors are sent to owners: once for gradients, once more if a stage needs parameters.
     """
     ranks = len(layouts[0].boxes)
     there, back = Traffic(ranks), Traffic(ranks)
     holdings: dict[Place, Counts] = {}
-    for bucket in buckets:
-        own = [block_groups[index] for index in bucket]
+    for groups in rounds:
+        own = [block_groups[index] for index in groups]
         if layouts[0].replicated:
             back.add_all_gather_uneven(_lengths(own, ranks))
         else:
-            _exchange(own, layouts, holdings, (there, back), rounds)
+            _exchange(own, layouts, holdings, (there, back), times)
     return there, back
 
 
@@ -124,9 +124,9 @@ def gathered_rows(specs: Sequence[ParamSpec], ranks: int, limit: int) -> Traffic
     found = Traffic(ranks)
     own = {position: spec for position, spec in enumerate(specs) if spec.placement and spec.placement.rows}
     shapes = {position: spec.shape for position, spec in own.items()}
-    for bucket in pack_rows(shapes, {position: spec.dtype for position, spec in own.items()}, ranks, limit):
-        entries = sum((rows.stop - rows.start) * math.prod(shapes[rows.position][1:]) for rows in bucket)
-        found.add_all_gather(entries * own[bucket[0].position].dtype.itemsize)
+    for message in pack_rows(shapes, {position: spec.dtype for position, spec in own.items()}, ranks, limit):
+        entries = sum((rows.stop - rows.start) * math.prod(shapes[rows.position][1:]) for rows in message)
+        found.add_all_gather(entries * own[message[0].position].dtype.itemsize)
     return found
 
 
@@ -144,9 +144,9 @@ def _exchange(
     layouts: Sequence[Layout],
     holdings: dict[Place, Counts],
     traffic: tuple[Traffic, Traffic],
-    rounds: int,
+    times: int,
 ) -> None:
-    """Adds one bucket: owner o receives a block from the ranks of its own replica and sends it to all holders."""
+    """Adds one round: owner o receives a block from the ranks of its own replica and sends it to all holders."""
     ranks, replicas = len(layouts[0].boxes), np.array(layouts[0].replicas)
     there, back = traffic
     meets = np.zeros((ranks, ranks), dtype=np.bool_)  # [o, r]: rank r holds something of what o owns
@@ -163,7 +163,7 @@ def _exchange(
     np.fill_diagonal(meets, False)
     widths = block_groups[0].gradient_dtype.itemsize, block_groups[0].update_dtype.itemsize
     same = replicas[:, None] == replicas
-    for _ in range(rounds):
+    for _ in range(times):
         there.add_all_to_all(sums[0], sums[1], sums[4] * widths[0], (meets & same).sum(0))
     back.add_all_to_all(sums[2], sums[3], sums[4] * widths[1], meets.sum(1))
 

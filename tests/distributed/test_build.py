@@ -10,7 +10,7 @@ import torch
 from eigengraft.distributed.layouts import Layout
 from eigengraft.distributed.ownership import Loads
 from eigengraft.numerics import compute_dtype
-from eigengraft.optimizers.engine.block_groups import bucket_bytes, divide
+from eigengraft.optimizers.engine.block_groups import divide, round_bytes
 from eigengraft.optimizers.engine.build import build
 from eigengraft.optimizers.recipe.loading import load_recipe
 from eigengraft.optimizers.recipe.recipe import Recipe
@@ -22,7 +22,7 @@ from eigengraft.optimizers.sharding.placement import ParamSpec, place
 
 SHAPES = {"a.weight": (17, 12), "b.weight": (24, 8), "c.weight": (12, 17), "norm.weight": (12,), "none.weight": (0, 4)}
 RECIPES: dict[str, Any] = {
-    "soap": {"base": "soap", "blocking": {"size": 5}, "distribution": {"bucket": 100}},
+    "soap": {"base": "soap", "blocking": {"size": 5}, "distribution": {"bucket": 800}},
     "shampoo": {"base": "shampoo", "blocking": {"size": 8, "merge": 8}},
     "adafactor": "adafactor",
 }
@@ -64,7 +64,7 @@ def test_phases_do_not_depend_on_the_number_of_ranks(name: str, ranks: int) -> N
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", RECIPES)
 def test_rows_of_an_owner_count_its_blocks(name: str, ranks: int) -> None:
-    """Every block has one owner, rows are numbered from 0 on each, and a bucket holds each group that can be split."""
+    """Every block has one owner, rows are numbered from 0 on each, and a round holds each group that can be split."""
     recipe = load_recipe(RECIPES[name])
     specs = specs_of(recipe, ranks)
     phases = refresh_phases(recipe, (spec.key for spec in specs))
@@ -73,7 +73,7 @@ def test_rows_of_an_owner_count_its_blocks(name: str, ranks: int) -> None:
             assert [block.row for block in group.owned(rank)] == list(range(len(group.owned(rank))))
         positions = {block.position for block in group.blocks}
         spans = any(stage.spans_parameter() for _, stage in recipe.updates()[group.path].stages())
-        fits = group.nbytes <= bucket_bytes(specs, recipe, ranks)
+        fits = group.nbytes <= round_bytes(specs, recipe, ranks)
         assert fits or len(group.blocks) == 1 or (spans and len(positions) == 1)
 
 

@@ -60,9 +60,9 @@ SOAP = {
 GRAFT = {"kind": "graft", "direction": {"kind": "shampoo"}, "magnitude": {"kind": "rms"}, "per": "parameter"}
 RECIPES: dict[str, Any] = {
     "soap": SOAP,
-    "in many messages, rounded": {**SOAP, "distribution": {"dtype": "bf16", "bucket": 256}},
+    "in many messages, rounded": {**SOAP, "distribution": {"dtype": "bf16", "bucket": 2048}},
     "written by owners": {**SOAP, "distribution": {"gather": "parameters"}},
-    "begun in backward": {**SOAP, "distribution": {"overlap_backward": True, "bucket": 256}},
+    "begun in backward": {**SOAP, "distribution": {"overlap_backward": True, "bucket": 2048}},
     "quantized": {**SOAP, "storage": {"basis": {"kind": "int8", "min_elements": 1}}},
     "averaged": {**SOAP, "averaging": {"kind": "ema"}},
     "by parameter": {"update": [{"kind": "momentum"}, GRAFT], "weight_decay": {"kind": "l2", "rate": 0.1}},

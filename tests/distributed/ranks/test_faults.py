@@ -21,7 +21,7 @@ TIMEOUT, STALL = 20.0, 2.0
 """Seconds: of the process group, and of the optimizer's own collectives where a rank never comes."""
 LEFT = r": rank 0 of 2 could not finish it with the others; one of them has failed, has stopped, or does something else"
 AGREEMENT = rf"DistributedError: agreement on gradients \(scale and 12 more\){LEFT}"
-UPDATES = rf"DistributedError: updates of bucket 0 \(.*\){LEFT}"
+UPDATES = rf"DistributedError: updates of round 0 \(.*\){LEFT}"
 GROUP = "ValueError: param group 0: all ranks must have the same"
 OTHERS = ", got others than rank 0's on rank 1"
 ENDS = {
@@ -129,8 +129,8 @@ def test_what_cannot_be_done_together_is_refused_by_all(outcomes: dict[str, list
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_bucket_is_named_by_its_parameters(outcomes: dict[str, list[Outcome]], place: str) -> None:
-    assert re.search(r"bucket 0 \([\w.]+ and \d+ more\)", outcomes[f"killed_in_step {place}"][0].error)
+def test_a_round_is_named_by_its_parameters(outcomes: dict[str, list[Outcome]], place: str) -> None:
+    assert re.search(r"round 0 \([\w.]+ and \d+ more\)", outcomes[f"killed_in_step {place}"][0].error)
 
 
 @pytest.mark.parametrize("place", PLACES)

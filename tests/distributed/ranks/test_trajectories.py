@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 SMALL = ["blocking.size=8", "blocking.merge=8"]
 SPREAD = ["update.eigenbasis.refresh.steps=3", "update.eigenbasis.refresh.at_once=1"]
-SOAP = [*SMALL, *SPREAD, "distribution.bucket=700"]
+SOAP = [*SMALL, *SPREAD, "distribution.bucket=5600"]
 CODED = [
     f"storage.{slot}.min_elements=1"
     for slot in ("statistic.inner.inner", "basis.inner", "first_moment", "second_moment")
@@ -64,7 +64,7 @@ GAPPED = ("soap", "early", "turning", "shampoo", "adamw", "averaged", "hyper", "
 GAPS = [f"{name} with gaps" for name in GAPPED]
 CASES |= {name: {**CASES[name.removesuffix(" with gaps")], "gaps": True} for name in GAPS}
 PLAIN = {"recipe": "sgd", "overrides": [*SMALL, "update.heavy_ball.beta=0"]}
-BF16 = ["distribution.dtype=bf16", "distribution.bucket=700"]
+BF16 = ["distribution.dtype=bf16", "distribution.bucket=5600"]
 ROUGH = {"rounded": {**PLAIN, "overrides": [*PLAIN["overrides"], *BF16]}}
 TRAINED = ("ddp2", "ddp3", "fsdp2", "fsdp3", "hsdp4", "whole2")
 CLOSE = (
@@ -101,7 +101,7 @@ PLACES = {
     "strided4": ["adamw", "soap with gaps", "early"],
     "strided6": ["soap"],  # three uneven parts of two uneven halves
 }
-"""What the matrix of layouts and recipes leaves out: blocks within parameters in many buckets, storage, other dtypes,
+"""What the matrix of layouts and recipes leaves out: blocks within parameters in many rounds, storage, other dtypes,
 steps that parameters miss, averages, and placements that torch's wrappers do not make."""
 PLACED = [(place, case) for place, cases in PLACES.items() for case in cases]
 PAIRS = [pytest.param(place, case, id=f"{place}-{case}") for place, case in PLACED]
@@ -255,7 +255,7 @@ def test_sharpness_aware_training_has_the_losses_of_one_process(outcomes: dict[s
 )
 def test_gradients_travel_during_backward(outcomes: dict[str, list[Outcome]], place: str, case: str) -> None:
     """Buckets begin before the step. What was sent too early is sent again: not all, where the rank that has written
-    gradients once more holds none of a bucket."""
+    gradients once more holds none of a round."""
     counts = [rank["early"] for rank in results(outcomes, place, case)]
     for own in counts:
         begun, good = own["plain"]

@@ -17,8 +17,8 @@ from eigengraft import load_recipe
 from .models import lay_out, model
 from .trajectories import give
 
-LAYERS, BUCKET = 96, 2 * 4 * 64 * 64
-"""Matrices of the model of `hold`, and bytes of a bucket."""
+LAYERS, BUCKET = 96, 8 * 4 * 64 * 64
+"""Matrices of the model of `hold`, and bytes of a bucket: with a bucket of 8 matrices a message is one matrix."""
 
 
 class Watch(TorchDispatchMode):
@@ -106,12 +106,12 @@ def hold(job: dict[str, Any]) -> dict[str, int]:
 
 
 def peak(recipe: str, place: str) -> int:
-    """One case; its buckets have room for the updates of two matrices."""
+    """One case; its buckets have room for eight matrices."""
     torch.manual_seed(0)
     module = lay_out(nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(LAYERS))), place)
     optimizer = eigengraft.compose(load_recipe(recipe, [f"distribution.bucket={BUCKET}"]), module)
     watched = Watch()
-    for step in range(3):
+    for step in range(4):
         give(module, step, gaps=False)
         with watched:
             optimizer.step()

@@ -144,7 +144,7 @@ def values(module: nn.Module) -> dict[str, Tensor]:
 class Early:
     """Gradients that backward writes, so that they may travel before the step.
 
-    counts: by kind of step, (buckets begun on this rank before the step, buckets of these that were not sent again).
+    counts: by kind of step, (rounds begun on this rank before the step, rounds of these that were not sent again).
     """
 
     def __init__(self) -> None:
