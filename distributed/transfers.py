@@ -13,11 +13,12 @@ from .comm_plan import CommPlan, Transfer
 from .rank_group import RankGroup
 from .work import Work
 
-View = Callable[[Tensor], Tensor]
-"""Some entries of what this rank holds of a tensor, as a view."""
-Source = Callable[[int], Callable[[View], Tensor] | None]
-"""What reads the entries of a view from what this rank holds of a tensor, by position of the parameter; None: there is
-no tensor."""
+EntryView = Callable[[Tensor], Tensor]
+"""Takes some entries of what this rank holds of a tensor, as a view."""
+EntryReader = Callable[[EntryView], Tensor]
+"""Reads the entries of a view from one tensor."""
+Source = Callable[[int], EntryReader | None]
+"""The reader of what this rank holds of a tensor, by position of the parameter; None: there is none."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Assembly:
         return None if self._missing[at] else self._begun.pop(at)
 
 
-def read(x: Tensor | None) -> Callable[[View], Tensor] | None:
+def read(x: Tensor | None) -> EntryReader | None:
     """What reads entries of a tensor as they are; None if there is none."""
     return None if x is None else lambda view: view(x)
 

@@ -91,7 +91,7 @@ class Rates:
         return (self.decay, self.hyper.weight_decay) if own is None else (own, own.rate)
 
 
-class Update(NamedTuple):
+class EntryUpdate(NamedTuple):
     """The update of some entries of a parameter.
 
     position: position of the parameter.

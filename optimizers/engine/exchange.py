@@ -20,7 +20,7 @@ from eigengraft.numerics import compute_dtype
 from eigengraft.stacks import Stack
 
 from ..apply import IterateStore
-from ..apply.write import Rates, Update
+from ..apply.write import EntryUpdate, Rates
 from ..sharding.placement import ParamSpec
 from ..sharding.rank_sync import failed_roots
 from .finite_check import GivenGradients, GradientSurvey, LocalSurvey
@@ -52,7 +52,7 @@ class Step:
     entries: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
 
-Write = Callable[[Sequence[Update]], None]
+Write = Callable[[Sequence[EntryUpdate]], None]
 """Moves parameters by their updates."""
 
 
@@ -105,7 +105,7 @@ class LocalExchange:
         assert self._step is not None
         return self._step
 
-    def write(self, updates: Sequence[Update]) -> None:
+    def write(self, updates: Sequence[EntryUpdate]) -> None:
         """Moves parameters by updates that are complete."""
         assert self._write is not None
         self._write(updates)
@@ -152,7 +152,7 @@ class LocalExchange:
     def _move(self, updates: Mapping[int, Tensor]) -> None:
         """Writes updates of whole parameters, by position."""
         parameters = self.iterates.parameters
-        found = [Update(p, parameters[p], value.reshape(parameters[p].shape)) for p, value in updates.items()]
+        found = [EntryUpdate(p, parameters[p], value.reshape(parameters[p].shape)) for p, value in updates.items()]
         self.write(found)
 
     def report_failed_roots(self, path: str, positions: Sequence[int]) -> None:

@@ -18,7 +18,7 @@ from eigengraft.state_key import StateKey
 
 from ..apply import IterateStore, ParameterUpdate
 from ..apply.averaging import Mode
-from ..apply.write import Hyper, Rates, RouteRates, Update, write
+from ..apply.write import EntryUpdate, Hyper, Rates, RouteRates, write
 from ..recipe.recipe import Recipe, Route
 from ..sharding.fingerprint import step_numbers
 from ..sharding.phases import Phases
@@ -174,17 +174,17 @@ class ParamSet:
         if bad:
             exchange.report_failed_roots(state.path, state.stack.param_ids[bad].tolist())
 
-    def _write(self, updates: Sequence[Update], step: Step) -> None:
+    def _write(self, updates: Sequence[EntryUpdate], step: Step) -> None:
         """Moves parameters by their updates; those that were only primed stay."""
         moved = step.active & (self.update_counts > 0)
-        paths: dict[str, list[Update]] = {}
+        paths: dict[str, list[EntryUpdate]] = {}
         for update in updates:
             if moved[update.position]:
                 paths.setdefault(self.specs[update.position].path, []).append(update)
         for path, own in paths.items():
             self._move(path, own, step)
 
-    def _move(self, path: str, updates: Sequence[Update], step: Step) -> None:
+    def _move(self, path: str, updates: Sequence[EntryUpdate], step: Step) -> None:
         """Moves parameters of one path, by their updates."""
         positions, entries, values = zip(*updates, strict=True)
         masks = None if step.mask is None else [step.mask[position] for position in positions]

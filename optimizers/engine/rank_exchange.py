@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -16,13 +16,12 @@ from eigengraft.distributed.comm_step import CommStep
 from eigengraft.distributed.gradients import BackwardGather
 from eigengraft.distributed.layouts import local
 from eigengraft.distributed.param_gather import ParamGather
-from eigengraft.distributed.transfers import Arrived, Assembly, Source, View, copy_all, read, reading
+from eigengraft.distributed.transfers import Arrived, Assembly, EntryReader, Source, copy_all, read, reading
 from eigengraft.distributed.work import Work
 from eigengraft.numerics import compute_dtype
 from eigengraft.stacks import Stack
 
-from ..apply.write import Update
-from ..apply.write import moved as move
+from ..apply.write import EntryUpdate, moved
 from ..recipe.recipe import Recipe
 from ..sharding.copy_check import CopyCheck
 from ..sharding.fingerprint import AGAIN, UsedGradients
@@ -77,7 +76,7 @@ class RankExchange:
         self._moved = np.zeros(len(specs), dtype=np.bool_)
         self._rms: Tensor | None = None
         self._comm_step: CommStep | None = None
-        self._assembly, self._held = Assembly(), dict[int, Update]()
+        self._assembly, self._held = Assembly(), dict[int, EntryUpdate]()
 
     @property
     def comm_step(self) -> CommStep:
@@ -122,7 +121,7 @@ class RankExchange:
             found[position] = self.local.root_mean_square(position)
         return found
 
-    def _reader(self, step: Step, position: int) -> Callable[[View], Tensor] | None:
+    def _reader(self, step: Step, position: int) -> EntryReader | None:
         """What reads entries of a gradient, with the decay that belongs into it."""
         gradient: Tensor | None = step.gradients[position]
         rate = step.rates.gradient_decay(self.paths[position])
@@ -160,7 +159,7 @@ class RankExchange:
         state, step = blocks.stack_state, self.local.step
         scale = step.rates.step_scale(state.path)
         before = blocks.stack.gather(self.local.iterates.parameters)
-        after = move(before, direction, scale.without_decay if state.rule.after_decay else scale)
+        after = moved(before, direction, scale.without_decay if state.rule.after_decay else scale)
         if step.mask is None:
             return after
         usable = step.mask[torch.from_numpy(blocks.stack.param_ids).to(after.device)]
@@ -168,15 +167,15 @@ class RankExchange:
 
     def _receive(self, arrived: Sequence[Arrived]) -> None:
         """Writes what has come from owners into the parameters, without a copy where nothing needs a whole update."""
-        parameters, updates = self.local.iterates.parameters, list[Update]()
+        parameters, updates = self.local.iterates.parameters, list[EntryUpdate]()
         for own in arrived:
             parameter = parameters[own.position]
             if self.local.iterates or (self.comm_plan.replicated and not parameter.is_contiguous()):
                 whole = self._assembly.add(own, parameter)
-                updates += [] if whole is None else [Update(own.position, parameter, whole)]
+                updates += [] if whole is None else [EntryUpdate(own.position, parameter, whole)]
             else:
                 pairs = zip(own.views(parameter), own.values, strict=True)
-                updates += [Update(own.position, entries, value.to(own.dtype)) for entries, value in pairs]
+                updates += [EntryUpdate(own.position, entries, value.to(own.dtype)) for entries, value in pairs]
         if self._sends_parameters:
             chosen = [update for update in updates if self._moved[update.position]]
             copy_all([update.entries for update in chosen], [update.value for update in chosen])
@@ -192,9 +191,10 @@ class RankExchange:
         active, parameters = self.local.step.active, self.local.iterates.parameters
         self.comm_step.close()
         if self._moves_at_once:  # whatever ranks hold, they take the norms of the same parameters together
-            chosen, held = [i for i in self._exchanged if active[i]], self._held
-            self.local.write([held.get(i) or Update(i, parameters[i], torch.zeros_like(parameters[i])) for i in chosen])
+            chosen = [i for i in self._exchanged if active[i]]
+            for i in (i for i in chosen if i not in self._held):
+                self._held[i] = EntryUpdate(i, parameters[i], torch.zeros_like(parameters[i]))
+            self.local.write([self._held[i] for i in chosen])
         self.local.finish()
         self._comm_step, self._rms, self._held = None, None, {}
-        gathered = {position: local(self._parameters[position]) for position in self._gathered if active[position]}
-        self._param_gather.run({position: parameter.detach() for position, parameter in gathered.items()})
+        self._param_gather.run({i: local(self._parameters[i]).detach() for i in self._gathered if active[i]})
