@@ -61,7 +61,8 @@ def routing_table_of(optimizer: eigengraft.Optimizer) -> Table:
     table.add_column("state bytes", footer=f"{optimizer.state_bytes():,}", justify="right")
     for row in rows:
         blocks = ", ".join(f"{count} x {_shape(shape)}" for shape, count in Counter(row.blocks).items())
-        because = f"{row.reason}; {row.view}" if row.view else row.reason
+        scaled = f"lr x {', '.join(f'{factor:.3g}' for factor in row.lr_factors)}" if row.lr_factors else ""
+        because = "; ".join(filter(None, (row.reason, row.view, scaled)))
         cells = (row.name, _shape(row.shape), row.route or "recipe", because, blocks, f"{row.state_bytes:,}")
         table.add_row(*map(Text, cells))
     return table

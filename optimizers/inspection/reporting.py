@@ -19,6 +19,7 @@ from ..engine.schedules import steps_taken
 from ..engine.stack_state import StackState
 from ..param_groups import Reached, reached
 from ..recipe.recipe import Recipe
+from ..sharding.placement import lr_factors
 from .inspect import inspect, watch_next_step
 from .table import Inspection, Measurement
 
@@ -33,6 +34,7 @@ class RoutedParameter:
     view: which matrices it is seen as, and why; "" for one tensor that nobody had to decide about.
     blocks: shapes of its blocks.
     state_bytes: bytes of all its state.
+    lr_factors: what `lr_scale` multiplies the directions of its matrices by, each once; (): nothing.
     """
 
     name: str
@@ -42,6 +44,7 @@ class RoutedParameter:
     view: str
     blocks: tuple[tuple[int, ...], ...]
     state_bytes: int
+    lr_factors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,9 @@ def routing_table(param_sets: ParamSets, state: Mapping[Tensor, Mapping[str, Ten
             if not parameter.requires_grad and parameter not in state:
                 reason += "; frozen, no state"
             size = slot_bytes(state.get(parameter, {}))
-            rows.append(RoutedParameter(label, info.shape, route, reason, view.describe(info.shape), blocks, size))
+            factors = tuple(dict.fromkeys(lr_factors(param_sets.recipe, info)))
+            seen = view.describe(info.shape)
+            rows.append(RoutedParameter(label, info.shape, route, reason, seen, blocks, size, factors))
     return rows
 
 

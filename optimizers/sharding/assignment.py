@@ -140,7 +140,7 @@ class Assignments:
         if rank_group is not None:
             placement = place(self.recipe, path, layout_of(parameter, rank_group), matrices)
         spec = ParamSpec(name, path, tuple(parameter.shape), parameter.dtype, parameter.device, placement, matrices)
-        return replace(spec, lr_factors=lr_factors(self.recipe, info, spec))
+        return replace(spec, lr_factors=lr_factors(self.recipe, info))
 
     def agree(self, index: int, group: Mapping[str, Any]) -> None:
         """Raises ValueError on every rank if ranks were not given the same recipe and param group."""

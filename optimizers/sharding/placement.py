@@ -98,23 +98,24 @@ def layout_of(parameter: Tensor, rank_group: RankGroup) -> Layout:
     return layout
 
 
-def lr_factors(recipe: Recipe, info: ParamInfo, spec: ParamSpec) -> tuple[float, ...]:
+def lr_factors(recipe: Recipe, info: ParamInfo) -> tuple[float, ...]:
     """What the directions of each matrix of a parameter are multiplied by, so that steps fit other widths too; (): by
     nothing. Raises ValueError where such a factor would have no effect, or none is known."""
-    if recipe.lr_scale is None or 0 in spec.shape:
+    if recipe.lr_scale is None or 0 in info.shape:
         return ()
-    rule, where = recipe.updates()[spec.path], f"{spec.path}." if spec.path else ""
+    path = recipe.route(info)[0]
+    rule, where = recipe.updates()[path], f"{path}." if path else ""
     if rule.after_decay:
         raise ValueError(f"{where}after_decay: an update without it is required with lr_scale")
     for constraint in rule.constraints:
         if constraint.sets_length():
-            path = f"{where}constraints.{constraint.label}"
-            raise ValueError(f"{path}: sets the length of every update, so that lr_scale has no effect; remove one")
-    matrices = spec.matrices
+            label = f"{where}constraints.{constraint.label}"
+            raise ValueError(f"{label}: sets the length of every update, so that lr_scale has no effect; remove one")
+    matrices = recipe.view_of(info).matrices
     if rule.entrywise():  # their blocks are not cut by matrices, all of which have as many inputs
         told = info.facts.convolution is not None and isinstance(rule.view, Batches)
-        matrices = (Modules(heads=False) if told else rule.view).of(spec.shape, info.facts).matrices
-    shapes = list(matrices.each(spec.shape)) if spec.shape else [()]
+        matrices = (Modules(heads=False) if told else rule.view).of(info.shape, info.facts).matrices
+    shapes = list(matrices.each(info.shape)) if info.shape else [()]
     found = {m: recipe.lr_scale.factor(rule.update, info.role, m, f"{where}update") for m in dict.fromkeys(shapes)}
     return tuple(found[shape] for shape in shapes)
 

@@ -222,6 +222,18 @@ def test_a_recipe_says_it_in_one_line_and_keeps_it() -> None:
     assert load_recipe("adam").lr_scale is None
 
 
+def test_the_routing_table_tells_the_factors() -> None:
+    model = nn.Sequential(nn.Linear(6, 4), nn.LayerNorm(4))
+    rows = compose("adam", model, overrides={"lr_scale": {"base_width": 8}}).routing_table()
+    assert {row.name: row.lr_factors for row in rows} == {
+        "0.weight": pytest.approx((8 / 6,)),
+        "0.bias": (1.0,),
+        "1.weight": (1.0,),
+        "1.bias": (1.0,),
+    }
+    assert all(row.lr_factors == () for row in compose("adam", model).routing_table())
+
+
 REFUSED: dict[str, tuple[Any, str]] = {
     "unknown size": ("shampoo", r"hidden.weight: lr_scale: .* follows from their shape .* update: momentum, graft"),
     "length set": ("adam_h", r"hidden.weight: constraints.hyperball: sets the length .* lr_scale has no effect"),
