@@ -9,6 +9,12 @@ from .inspection.reporting import RoutedParameter as RoutedParameter
 from .inspection.table import Inspection as Inspection
 from .inspection.table import Measurement as Measurement
 from .optimizer import Optimizer as Optimizer
+from .providers import InputGrams as InputGrams
+from .providers import MaxLogits as MaxLogits
+from .providers import gauss_newton_bartlett as gauss_newton_bartlett
+from .providers import hutchinson as hutchinson
+from .providers import watch_inputs as watch_inputs
+from .providers import watch_logits as watch_logits
 from .recipe.loading import load_recipe as load_recipe
 from .recipe.loading import shipped_recipes as shipped_recipes
 from .recipe.recipe import Recipe as Recipe

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .checkpoint.replaced_params import ModelLink
 from .optimizer import Optimizer
+from .providers import watch_inputs, watch_logits
 from .recipe.loading import RecipeSource
 from .recipe.overrides import Overrides
 from .recipe.param_names import canonical_names
@@ -28,6 +29,7 @@ def compose(
 
     model: a model, of which routes see module types, tied weights and output heads; or named parameters or groups, of
         which routes see names and shapes only; or a `submodel`. Frozen parameters take no state until they are thawed.
+        From a model come also the signals `activation_gram` and `max_logit`, where the recipe asks for them.
     lr, weight_decay: default the recipe's.
     overrides: changes of the recipe, as a mapping {dotted path: value} or as strings "path=value".
     checked: check at every step that each stage keeps its contract, and raise a `ContractError` that names it; slower.
@@ -40,6 +42,8 @@ def compose(
     described = DescribedParameters(named, describe_model(model))
     optimizer = Optimizer(described, recipe, lr, weight_decay, overrides=overrides, checked=checked)
     optimizer.register_step_pre_hook(ModelLink(model).check)
+    watch_inputs(optimizer, model)
+    watch_logits(optimizer, model)
     return optimizer
 
 

@@ -19,7 +19,7 @@ from .checkpoint.pickling import restored, snapshot
 from .checkpoint.replaced_params import adopt_parameters
 from .engine.param_set import ParamSet
 from .engine.param_sets import ParamSets
-from .engine.signals import Given
+from .engine.signals import Given, Source
 from .inspection.reporting import Reporting
 from .param_groups import check_keys, number, require_expected, require_matches
 from .recipe.loading import RecipeSource, load_recipe
@@ -127,10 +127,11 @@ class Optimizer(Reporting, torch.optim.Optimizer):
                 param_set.step(inputs)
         return loss
 
-    def provide(self, name: str, value: Given) -> bool:
-        """Gives a signal to the stages of the next step: a number, or {parameter: number or tensor of its shape}.
+    def provide(self, name: str, value: Given | Source) -> bool:
+        """Gives a signal to the next step: a number, {parameter: number or tensor}, or a function asked in every step.
 
-        Tensors are the same wherever ranks hold the same entries; numbers may differ. Returns whether a stage asks.
+        Tensors of the shape of a parameter are the same wherever ranks hold the same entries; numbers, and matrices
+        over inputs, may differ. Returns whether anything asks.
         """
         return self.param_sets.signals.provide(name, value, chain.from_iterable(self.param_sets.parameters))
 

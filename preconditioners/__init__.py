@@ -58,6 +58,7 @@ from .roots import AdaptiveQR as AdaptiveQR
 from .roots import Basis as Basis
 from .roots import BasisSolver as BasisSolver
 from .roots import Chebyshev as Chebyshev
+from .roots import Cholesky as Cholesky
 from .roots import CholeskyQR as CholeskyQR
 from .roots import CoupledNewton as CoupledNewton
 from .roots import EigenvalueBound as EigenvalueBound
@@ -77,5 +78,6 @@ from .roots import Subspace as Subspace
 from .roots import TraceBound as TraceBound
 from .statistics import Bregman as Bregman
 from .statistics import Gram as Gram
+from .statistics import InputGram as InputGram
 from .statistics import Power as Power
 from .statistics import Statistic as Statistic

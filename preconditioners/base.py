@@ -46,6 +46,10 @@ class Stage(Schedulable, ABC, family="stage"):
         """The signals that must be there: `requires`, or what follows from fields."""
         return self.requires
 
+    def signals_at(self, step: int) -> frozenset[str]:
+        """Those of `signals` that must be there at a step of a block; default: all of them at every step."""
+        return self.signals()
+
     @property
     def label(self) -> str:
         """The stage's part of a path: `name`, else `kind`."""
@@ -68,10 +72,8 @@ class Stage(Schedulable, ABC, family="stage"):
         return slot
 
     def inner_gradient(self, part: str, state: State, gradient: Tensor, context: StepContext) -> Tensor:
-        """What the chain called `part` inside this stage sees of a first gradient that only primes statistics.
-
-        To be overridden by a stage that gives its chains another gradient than its own.
-        """
+        """What the chain called `part` inside this stage sees of a first gradient that only primes statistics; to be
+        overridden by a stage that gives its chains another gradient than its own."""
         return gradient
 
     def cadence(self) -> Cadence | None:

@@ -6,6 +6,7 @@ from .constraints import Constraint as Constraint
 from .constraints import Constraints as Constraints
 from .constraints import Hyperball as Hyperball
 from .constraints import LateDecay as LateDecay
+from .constraints import QKClip as QKClip
 from .constraints import RadialBrake as RadialBrake
 from .constraints import RadiusPin as RadiusPin
 from .constraints import RowFloor as RowFloor

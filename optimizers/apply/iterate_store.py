@@ -34,6 +34,7 @@ class IterateStore:
     shard_sums: sums over ranks `[n]` of numbers of tensors at n positions, of which this rank holds shards; None: it
         holds all of them.
     tensors: P dicts of slots by name, by AVERAGING and by "<path>.constraints.<label>".
+    signals: what constraints ask for in the present step, by name and position.
     held: P training iterates while the parameters hold the evaluated ones; None in training.
     """
 
@@ -48,6 +49,7 @@ class IterateStore:
         self.averaging, self.constraints, self.parameters, self.paths = averaging, constraints, parameters, paths
         self.tensors = [self._allocate(parameter, path) for parameter, path in zip(parameters, paths, strict=True)]
         self.held: list[Tensor] | None = None
+        self.signals: Mapping[str, Sequence[Tensor | None]] = {}
         self.shard_sums = shard_sums
         self._begin(range(len(parameters)), constrained=shard_sums is None)
 
@@ -110,7 +112,8 @@ class IterateStore:
 
     def _bound(self, path: str, positions: Sequence[int]) -> list[BoundConstraint]:
         sums = None if self.shard_sums is None else partial(self.shard_sums, positions)
-        context = ConstraintContext(shard_sums=sums)
+        signals = {name: [tensors[position] for position in positions] for name, tensors in self.signals.items()}
+        context = ConstraintContext(shard_sums=sums, signals=signals)
         return [BoundConstraint(c, self._named(positions, _stage(path, c)), context) for c in self.constraints[path]]
 
     def _named(self, positions: Sequence[int], stage: str) -> Mapping[str, list[Tensor]]:

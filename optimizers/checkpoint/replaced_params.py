@@ -35,6 +35,7 @@ def adopt_parameters(optimizer: Any) -> None:
     for index, group in enumerate(groups):
         fresh.declare(group["params"], param_sets.infos[index])
     fresh.complete(0, groups, state)
+    fresh.signals.provided.sources = param_sets.signals.provided.sources
     inherit_counts(fresh, param_sets)
     optimizer.state, optimizer.param_sets = state, fresh
 

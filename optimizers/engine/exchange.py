@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eigengraft.numerics import compute_dtype
+from eigengraft.blocking import InputMatrix, input_columns
 from eigengraft.stacks import Stack
 
 from ..apply import IterateStore
@@ -41,6 +42,8 @@ class Step:
     survey: what is known of the full gradients.
     numbers: signals that are numbers or `[P]`, and totals of slots, by name.
     entries: signals that have a number for each entry of parameters, by name and position.
+    inputs: signals that have a matrix over the inputs of parameters, by name and position.
+    outputs: signals that have numbers for outputs, which multiply what this rank holds of a parameter; in the same way.
     """
 
     gradients: Sequence[Any]
@@ -50,6 +53,8 @@ class Step:
     survey: GradientSurvey
     numbers: Mapping[str, Tensor | float] = field(default_factory=dict)
     entries: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    inputs: Mapping[str, Sequence[InputMatrix | None]] = field(default_factory=dict)
+    outputs: Mapping[str, Sequence[Tensor | None]] = field(default_factory=dict)
 
 
 Write = Callable[[Sequence[EntryUpdate]], None]
@@ -175,16 +180,32 @@ PROVIDERS: Mapping[str, Provider] = {
 
 
 def find_signals(blocks: ActiveBlocks, step: Step, exchange: BlockExchange) -> dict[str, Tensor | float]:
-    """The signals that the stages of a stack ask for: numbers, `[n]` or `[n, *block]` for its active blocks."""
+    """The signals that the stages of a stack ask for: numbers, or `[n]`, `[n, *block]` or `[n, c, c]` of its blocks."""
     state, found = blocks.stack_state, dict[str, Tensor | float]()
     for name in sorted(state.signals):
         if name in PROVIDERS:
             found[name] = PROVIDERS[name](blocks, step, exchange)
         elif name in step.entries:
             found[name] = exchange.gather(blocks, name)
+        elif name in step.inputs:
+            found[name] = _input_blocks(blocks.stack, step.inputs[name])
         elif name in step.numbers:
             value = step.numbers[name]
             if isinstance(value, Tensor) and value.ndim:
                 value = value[torch.from_numpy(blocks.stack.param_ids).to(value.device)].to(blocks.stack.dtype)
             found[name] = value
     return {**found, **{key: step.numbers[key] for key in state.totals}}
+
+
+def _input_blocks(stack: Stack, matrices: Sequence[InputMatrix | None]) -> Tensor:
+    """The parts `[n, c, c]` of matrices over inputs, by position, that belong to blocks; 0 where there is none."""
+    known = {int(at): matrix for at in np.unique(stack.param_ids) if (matrix := matrices[at]) is not None}
+    zero = torch.zeros((), dtype=torch.int64, device=stack.device)
+    nothing = {at: zero.expand(grid.merged) for at, grid in stack.grids}
+    indices = [known[at].index if at in known else nothing.get(at, zero) for at in range(len(matrices))]
+    columns = input_columns(stack.gather(indices))
+    out = torch.zeros((*columns.shape, columns.shape[-1]), dtype=stack.dtype, device=stack.device)
+    for at, matrix in known.items():
+        rows = torch.from_numpy(np.flatnonzero(stack.param_ids == at)).to(stack.device)
+        out[rows] = matrix.blocks(columns[rows]).to(out.dtype)
+    return out

@@ -137,6 +137,7 @@ class ParamSet:
         self._counts[step.active] += 1
         moved = step.active & (self.update_counts > 0)
         if self.iterates:
+            self.iterates.signals = step.outputs
             self.iterates.begin(np.flatnonzero(moved & (self.update_counts == 1)).tolist())
         self.exchange.begin(step, moved, partial(self._write, step=step))
         for stack_state in self.stack_states:

@@ -75,7 +75,7 @@ class Update(Component):
             raise ValueError("update: a stage is required ('identity' takes the gradient as it is), got none")
         if self.entrywise() and not isinstance(self.view, (Batches, Whole)):
             raise ValueError(f"view: a stage that mixes entries is required, or it is idle, got {self.view!r}")
-        require_signals(self.stages())
+        require_signals(self.stages(), [(f"constraints.{own.label}", own) for own in self.constraints])
         return self
 
 

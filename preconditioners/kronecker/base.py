@@ -68,7 +68,13 @@ class Factored(Stage):
         return float(sum(block[axis] ** (3 if full(block, axis) else 1) for axis in self.factor_axes(block)))
 
     def needs_matrices(self) -> bool:
-        return self.statistic.source == "orthogonalized"
+        return self.statistic.source == "orthogonalized" or self.statistic.of_inputs
+
+    def signals(self) -> frozenset[str]:
+        return self.requires | self.statistic.requires
+
+    def signals_at(self, step: int) -> frozenset[str]:
+        return self.requires | (self.statistic.requires if self.statistic.observes_at(step) else frozenset())
 
     def observed(self, gradient: Tensor, direction: Tensor) -> Tensor:
         return self.statistic.observed(gradient, direction)

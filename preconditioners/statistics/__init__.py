@@ -1,9 +1,11 @@
 """Statistics: the second moments of the gradient that Kronecker factors accumulate, one for each axis of a block."""
 
 from .base import Gram as Gram
-from .base import Power as Power
-from .base import Powers as Powers
 from .base import Statistic as Statistic
 from .base import has_data as has_data
 from .base import mean_eigenvalue as mean_eigenvalue
 from .bregman import Bregman as Bregman
+from .input_gram import InputGram as InputGram
+from .terms import Contribution as Contribution
+from .terms import Power as Power
+from .terms import Powers as Powers

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from fractions import Fraction
-from typing import ClassVar, Literal, NamedTuple, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -19,24 +19,7 @@ from eigengraft.step_context import StepContext
 from ..algebra.basis_change import unfold
 from ..axes import Axes
 from ..polar.solvers import NewtonSchulz, PolarSolver
-
-
-class Power(NamedTuple):
-    """(A_j / unit)^p as T^T U: left = T, right = U, `[N, d', d]`, or `[N, d]` for a diagonal factor; None: identity.
-
-    unit `[N]`: the mean eigenvalue, so that powers of factors of any size are near 1.
-    trace `[N]`: of (A_j / unit)^(p + 1). known `[N]`: False where nothing has been observed, or nothing made of it yet.
-    """
-
-    left: Tensor | None
-    right: Tensor | None
-    unit: Tensor
-    trace: Tensor
-    known: Tensor
-
-
-Powers = Callable[[int, Fraction], Power]
-"""(axis, p) -> A_axis^p as the stage that owns the statistic knows it now; for statistics with a `needs_power`."""
+from .terms import Contribution, Powers
 
 
 class Statistic(Schedulable, ABC, family="statistic"):
@@ -53,6 +36,10 @@ class Statistic(Schedulable, ABC, family="statistic"):
     )
     initial: float = Field(default=0.0, ge=0, description="A_k starts as this times the identity")
     constants: ClassVar[frozenset[str]] = frozenset({"beta"})
+    requires: ClassVar[frozenset[str]] = frozenset()
+    """Signals that must be there when the statistic observes."""
+    of_inputs: ClassVar[bool] = False
+    """Whether the statistic is of the inputs of layers, and blocks must be matrices of outputs and inputs."""
     trace_scaling: float = Field(
         default=0.0, ge=0, le=1, description="power s: the estimate is multiplied by trace^(-s); 0 = not at all"
     )
@@ -94,8 +81,8 @@ class Statistic(Schedulable, ABC, family="statistic"):
         return False
 
     @abstractmethod
-    def contribution(self, state: State, x: Tensor, axis: int, powers: Powers) -> tuple[Tensor, Tensor, Tensor | float]:
-        """(Y, Z, s): O_k = s Y Z^T with Y, Z the unfoldings `[N, d, rest]` along the axis, s a number or `[N]`."""
+    def contribution(self, state: State, x: Tensor, axis: int, powers: Powers, context: StepContext) -> Contribution:
+        """What one step x `[N, *block]` contributes to the factor of one axis."""
 
     def slots(self, block: tuple[int, ...], axes: tuple[int, ...]) -> Mapping[str, Slot]:
         """The factors of those axes for one block."""
@@ -124,6 +111,10 @@ class Statistic(Schedulable, ABC, family="statistic"):
             return gradient if self.source == "gradient" else direction
         return self.polar.of_blocks(direction)
 
+    def observes_at(self, step: int) -> bool:
+        """Whether a block observes at its update of that number, as `interval` says."""
+        return step <= 1 or (step - 1) % self.interval == 0
+
     def observe(self, state: State, x: Tensor, context: StepContext, axes: tuple[int, ...], powers: Powers) -> None:
         """Accumulate the contributions of x `[N, *block]` to some axes; all are computed before any factor changes."""
         now = None
@@ -132,17 +123,21 @@ class Statistic(Schedulable, ABC, family="statistic"):
             if not due.any():
                 return
             now = None if due.all() else torch.from_numpy(due).to(device=x.device, dtype=x.dtype)
-        contributions = [self.contribution(state, x, axis, powers) for axis in axes]
-        for axis, (y, z, scale) in zip(axes, contributions, strict=True):
+        contributions = [self.contribution(state, x, axis, powers, context) for axis in axes]
+        for axis, contribution in zip(axes, contributions, strict=True):
             factor = state[f"factor.{axis}"]
-            state[f"factor.{axis}"] = self._accumulate(factor, y, z, scale, now)
+            state[f"factor.{axis}"] = self._accumulate(factor, contribution, now)
 
-    def _accumulate(self, factor: Tensor, y: Tensor, z: Tensor, scale: Tensor | float, now: Tensor | None) -> Tensor:
+    def _accumulate(self, factor: Tensor, contribution: Contribution, now: Tensor | None) -> Tensor:
         """In place: factor <- decay factor + weight scale y z^T. now `[N]`: 1 for blocks that observe, 0 for others."""
+        y, z, scale = contribution
         decay, weight = self.beta, (1 - self.beta if self.damped and self.beta < 1 else 1.0)
         if now is not None:
             factor.mul_(per_block(1 - now * (1 - decay), factor))
             decay, scale = 1.0, now * scale
+        if z is None:
+            made = (y if factor.ndim == 3 else y.diagonal(dim1=-2, dim2=-1)) * weight
+            return factor.mul_(decay).add_(made * (scale if isinstance(scale, float) else per_block(scale, made)))
         if factor.ndim == 2:
             sums = (y * z).sum(-1)
             return factor.mul_(decay).add_(sums * (scale if isinstance(scale, float) else scale[:, None]), alpha=weight)
@@ -178,9 +173,9 @@ class Gram(Statistic):
     kind: Literal["gram"] = "gram"
     normalize: Literal["none", "dimension"] = Field(default="none", description="what a contribution is divided by")
 
-    def contribution(self, state: State, x: Tensor, axis: int, powers: Powers) -> tuple[Tensor, Tensor, Tensor | float]:
+    def contribution(self, state: State, x: Tensor, axis: int, powers: Powers, context: StepContext) -> Contribution:
         y = unfold(x, axis)
-        return y, y, 1.0 if self.normalize == "none" else 1.0 / max(1, y.shape[-1])
+        return Contribution(y, y, 1.0 if self.normalize == "none" else 1.0 / max(1, y.shape[-1]))
 
 
 def mean_eigenvalue(factor: Tensor) -> Tensor:

@@ -12,10 +12,12 @@ from torch import Tensor
 
 from eigengraft.numerics import block_norm, may_branch_on_values, per_block, tiny, to_power
 from eigengraft.slots import State
+from eigengraft.step_context import StepContext
 
 from ..algebra.basis_change import mode_product, unfold
 from ..algebra.exponents import Rational0
-from .base import Powers, Statistic
+from .base import Statistic
+from .terms import Contribution, Powers
 
 
 class Bregman(Statistic):
@@ -61,7 +63,7 @@ class Bregman(Statistic):
     def sequential(self) -> bool:
         return self.order == "gauss_seidel"
 
-    def contribution(self, state: State, x: Tensor, axis: int, powers: Powers) -> tuple[Tensor, Tensor, Tensor | float]:
+    def contribution(self, state: State, x: Tensor, axis: int, powers: Powers, context: StepContext) -> Contribution:
         left, right, scale = x, x, x.new_ones(x.shape[0])
         for other in range(len(state.block)):
             if other == axis:
@@ -78,7 +80,7 @@ class Bregman(Statistic):
                 trace = torch.where(known, power.trace, float(d))
             if self.normalize != "none":
                 scale = scale / (trace if self.normalize == "trace" else d)
-        return unfold(left, axis), unfold(right, axis), scale
+        return Contribution(unfold(left, axis), unfold(right, axis), scale)
 
     def _unknown(self, state: State, x: Tensor) -> Tensor:
         """r `[N]`, what a factor that has seen nothing counts as."""

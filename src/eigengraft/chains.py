@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -47,18 +47,28 @@ def _as_tuple(value: Any) -> Any:
 
 
 class Asks(Protocol):
-    """A stage, as far as signals are concerned."""
+    """A stage or a constraint, as far as signals are concerned."""
 
     @property
     def accepts(self) -> frozenset[str]: ...
 
     def signals(self) -> frozenset[str]: ...
 
+    def signals_at(self, step: int) -> frozenset[str]: ...
 
-def require_signals(stages: Iterable[tuple[str, Asks]]) -> None:
-    """Raises ValueError for a signal that nobody has registered; stages: with the path of each."""
-    known = known_signals()
-    for path, stage in stages:
+
+def require_signals(stages: Iterable[tuple[str, Asks]], constraints: Sequence[tuple[str, Asks]] = ()) -> None:
+    """Raises ValueError for a signal that nobody has registered, or that is for others; each with its path."""
+    known, stages = known_signals(), list(stages)
+    for path, asks in stages:
+        for name in sorted(name for name in asks.signals() | asks.accepts if name in known):
+            if known[name].extent == "outputs":
+                raise ValueError(f"{path}: a signal for stages is required, got '{name}', which constraints alone see")
+    for path, asks in constraints:
+        for name in sorted(name for name in asks.signals() | asks.accepts if name in known):
+            if known[name].extent != "outputs":
+                raise ValueError(f"{path}: a signal with outputs is required, got '{name}', which stages alone see")
+    for path, stage in [*stages, *constraints]:
         for name in sorted((stage.signals() | stage.accepts) - known.keys()):
             near = difflib.get_close_matches(name, known, n=1)
             hint = f", did you mean '{near[0]}'?" if near else ""

@@ -23,15 +23,20 @@ class Signal:
     """What stages may ask for besides the gradient; `register_signal` makes it known.
 
     name: what stages ask for.
-    extent: "step": one number; "parameter": one for each parameter; "entry": one for each entry of a parameter.
+    extent: "step": one number; "parameter": one for each parameter; "entry": one for each entry of a parameter;
+        "inputs": a matrix `[n, n]` for a parameter with n inputs, `[*batch, n, n]` for a batch of matrices, of which a
+        block is given the rows and columns of its inputs; "outputs": one for each of equally many outputs of a
+        parameter, such as heads, which constraints alone ask for.
     about: what it is.
     reduce: what becomes of numbers that several ranks give, or several calls of `provide` before a step.
+    by: what provides it beside `optimizer.provide`, as errors say it.
     """
 
     name: str
-    extent: Literal["step", "parameter", "entry"]
+    extent: Literal["step", "parameter", "entry", "inputs", "outputs"]
     about: str
     reduce: Literal["mean", "sum", "max"] = "mean"
+    by: str = ""
 
 
 _SIGNALS: dict[str, Signal] = {}
@@ -53,10 +58,30 @@ for _signal in (
     Signal("lr", "step", "the learning rate of the update"),
     Signal("step_fraction", "step", "steps taken so far, this one included, over the recipe's `total_steps`"),
     Signal("gradient_norm", "step", "the norm of all gradients together, as they come, over whole parameters"),
-    Signal("loss", "step", "the loss: what the closure of `step` returns, or is provided"),
+    Signal(
+        "loss", "step", "the loss, what the closure of `step` returns or is provided", by="a closure that returns it"
+    ),
     Signal("parameter_rms", "parameter", "the root mean square of the parameter"),
     Signal("parameter", "entry", "the parameter, as gradients were taken at it"),
-    Signal("hessian_diagonal", "entry", "an estimate of the diagonal of the Hessian"),
+    Signal(
+        "hessian_diagonal",
+        "entry",
+        "an estimate of the diagonal of the Hessian",
+        by="eigengraft.hutchinson or eigengraft.gauss_newton_bartlett",
+    ),
+    Signal(
+        "activation_gram",
+        "inputs",
+        "the mean of x x^T over the inputs x that the parameter's layer has had",
+        by="eigengraft.watch_inputs(optimizer, model), or by eigengraft.compose with the model",
+    ),
+    Signal(
+        "max_logit",
+        "outputs",
+        "the largest attention logit of each head, 0 for outputs that make no logits",
+        "max",
+        by="eigengraft.watch_logits(optimizer, model), or by eigengraft.compose with the model",
+    ),
 ):
     register_signal(_signal)
 
@@ -145,7 +170,8 @@ class StepContext:
         return self.per_block(lambda step: (1 - beta ** (step if count is None else count(step))) ** exponent, like)
 
     def signal(self, name: str) -> Tensor | float:
-        """A signal that a stage declared: a number (or 0-d tensor), `[N]` or `[N, *block]`, as its extent says."""
+        """A signal that a stage declared: a number (or 0-d tensor), `[N]`, `[N, *block]` or, for blocks of c inputs,
+        `[N, c, c]`, as its extent says."""
         try:
             return self.signals[name]
         except KeyError:

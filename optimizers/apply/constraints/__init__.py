@@ -6,6 +6,7 @@ from .base import Constraints as Constraints
 from .base import Slots as Slots
 from .hyperball import Hyperball as Hyperball
 from .late_decay import LateDecay as LateDecay
+from .qk_clip import QKClip as QKClip
 from .radial_brake import RadialBrake as RadialBrake
 from .radius_pin import RadiusPin as RadiusPin
 from .row_floor import RowFloor as RowFloor

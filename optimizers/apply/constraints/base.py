@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field
@@ -27,10 +27,13 @@ class ConstraintContext:
     lr: learning rate of the update.
     shard_sums: `[n]` float64 -> the sums over all ranks, of numbers of n tensors, which all ranks call; None: this rank
         holds whole tensors.
+    signals: what the constraint has declared in `requires`, by name: for each tensor numbers that multiply it; None
+        where a tensor has none in this step.
     """
 
     lr: float | Tensor = 0.0
     shard_sums: Callable[[Tensor], Tensor] | None = None
+    signals: Mapping[str, Sequence[Tensor | None]] = field(default_factory=dict)
 
     def norms(self, tensors: Sequence[Tensor]) -> Tensor:
         """The Frobenius norms `[n]` of n whole tensors."""
@@ -58,6 +61,19 @@ class Constraint(Schedulable, ABC, family="constraint"):
         pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
         description="what the constraint is called in paths; default: its kind. Needed where a kind repeats",
     )
+
+    requires: ClassVar[frozenset[str]] = frozenset()
+    """Signals with outputs that must be provided in every step, by name."""
+    accepts: ClassVar[frozenset[str]] = frozenset()
+    """Signals with outputs that are there in those steps only for which they were provided."""
+
+    def signals(self) -> frozenset[str]:
+        """The signals that must be there."""
+        return self.requires
+
+    def signals_at(self, step: int) -> frozenset[str]:
+        """Those of `signals` that must be there at a step: all of them."""
+        return self.requires
 
     @property
     def label(self) -> str:

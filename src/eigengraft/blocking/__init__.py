@@ -1,6 +1,8 @@
 """How a parameter becomes blocks: which of its entries form a matrix (views), then merging and splitting."""
 
 from .block_grid import BlockGrid as BlockGrid
+from .input_blocks import InputMatrix as InputMatrix
+from .input_blocks import input_columns as input_columns
 from .matrices import Matrices as Matrices
 from .matrices import ModuleFacts as ModuleFacts
 from .matrices import View as View

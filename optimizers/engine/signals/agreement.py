@@ -1,0 +1,122 @@
+"""What all ranks together were provided of the signals that one parameter set asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from eigengraft.distributed.rank_group import RankGroup
+from eigengraft.step_context import Signal
+
+MISSING, SOME, ALL = 0.0, 1.0, 2.0
+"""Whether a rank lacks what must be there, what may be there, or nothing."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One signal that a parameter set asks for in one step, and what this rank was provided of it.
+
+    values: by position of the parameter; where nothing was provided none.
+    wanted: positions whose update asks for it.
+    needed: those of `wanted` where it must be there in this step.
+    """
+
+    signal: Signal
+    values: Mapping[int, Tensor]
+    wanted: Sequence[int]
+    needed: Sequence[int]
+
+    @property
+    def level(self) -> float:
+        """MISSING, SOME or ALL, as far as this rank knows."""
+        if any(position not in self.values for position in self.needed):
+            return MISSING
+        return ALL if all(position in self.values for position in self.wanted) else SOME
+
+    def used(self, level: float) -> Sequence[int]:
+        """The positions that have the signal, if that is the least level of all ranks."""
+        return self.wanted if level == ALL else self.needed
+
+    def told(self, positions: int, device: torch.device) -> Tensor:
+        """What other ranks are told first, float64: the level, lengths of tensors, numbers `[1]` or `[P]`."""
+        lengths = [
+            sum(self.values[at].numel() for at in own if at in self.values) for own in (self.wanted, self.needed)
+        ]
+        head = torch.tensor([self.level, *map(float, lengths)], dtype=torch.float64, device=device)
+        if self.signal.extent not in ("step", "parameter"):
+            return head
+        places = [next(iter(self.values), 0)] if self.signal.extent == "step" else range(positions)
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        numbers = [self.values[at].to(zero).reshape(()) if at in self.values else zero for at in places]
+        return torch.cat([head, torch.stack(numbers)])
+
+
+@dataclass
+class Agreed:
+    """The signals of one parameter set in one step.
+
+    numbers: `[P]` or 0-d float64, by name.
+    tensors: signals with tensors, by name and position; those of signals with entries are this rank's.
+    missing: signals that must be there and are not on some rank.
+    """
+
+    numbers: dict[str, Tensor] = field(default_factory=dict)
+    tensors: dict[str, dict[int, Tensor]] = field(default_factory=dict)
+    missing: list[Call] = field(default_factory=list)
+
+
+def agree(calls: Sequence[Call], positions: int, device: torch.device, ranks: RankGroup | None, what: str) -> Agreed:
+    """What all ranks were provided, reduced as each signal declares; all ranks of the group call it."""
+    parts = [call.told(positions, device) for call in calls]
+    found = torch.cat(parts)[None]
+    if ranks is not None:
+        ranks.meet(what)
+        found = ranks.all_gather(found[0], what).wait()  # [R, numbers]
+    agreed = Agreed()
+    for call, told in zip(calls, torch.split(found, [len(part) for part in parts], dim=1), strict=True):
+        level = float(told[:, 0].min())
+        if level == MISSING:
+            agreed.missing.append(call)
+            continue
+        used = call.used(level)
+        if used:
+            _take(call, used, told, agreed, None if call.signal.extent == "entry" else ranks)
+    return agreed
+
+
+def _take(call: Call, used: Sequence[int], told: Tensor, agreed: Agreed, ranks: RankGroup | None) -> None:
+    """Adds one signal to what was agreed on; told `[R, 3 + numbers]`."""
+    signal = call.signal
+    if signal.extent in ("step", "parameter"):
+        values = _reduced(told[:, 3:], signal.reduce)
+        agreed.numbers[signal.name] = values[:1].sum() if signal.extent == "step" else values
+        return
+    tensors = {at: call.values[at] for at in used}
+    if ranks is not None:
+        lengths = told[:, 1 if len(used) == len(call.wanted) else 2]
+        if bool((lengths != lengths[0]).any()):
+            sizes = [int(length) for length in lengths.tolist()]
+            raise ValueError(f"provide: '{signal.name}' must have the same shapes on all ranks, got {sizes} numbers")
+        tensors = _over_ranks(tensors, signal, ranks)
+    agreed.tensors[signal.name] = tensors
+
+
+def _over_ranks(tensors: Mapping[int, Tensor], signal: Signal, ranks: RankGroup) -> dict[int, Tensor]:
+    """Tensors that every rank has one of, reduced as the signal declares."""
+    flat, what = torch.cat([tensor.reshape(-1) for tensor in tensors.values()]), f"signal {signal.name}"
+    if signal.reduce == "max":
+        flat = ranks.all_gather(flat, what).wait().amax(0)
+    else:
+        flat = ranks.all_reduce(flat, what)
+        flat = flat / ranks.size if signal.reduce == "mean" else flat
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors.values()])
+    return {at: part.view(tensors[at].shape) for at, part in zip(tensors, parts, strict=True)}
+
+
+def _reduced(values: Tensor, how: str) -> Tensor:
+    if how == "max":
+        return values.amax(0)
+    return values.sum(0) / (len(values) if how == "mean" else 1)

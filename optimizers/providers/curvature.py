@@ -1,0 +1,138 @@
+"""The signal `hessian_diagonal`: estimates of the Hessian's diagonal that a training loop makes every few steps."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from eigengraft.noise import uniform
+
+from ..engine.param_set import ParamSet
+from ..optimizer import Optimizer
+
+NAME = "hessian_diagonal"
+PROBES = 1 << 34
+"""First of the streams of random signs."""
+
+
+def hutchinson(optimizer: Optimizer, loss: Callable[[], Tensor], samples: int = 1) -> bool:
+    """D = mean of u * (H u),  u random signs, H the Hessian of the loss: provided to the next step.
+
+    Hutchinson's estimator as in Sophia-H (Liu et al. 2023, arXiv:2305.14342, algorithm 1) and AdaHessian; unbiased, and
+    exact for a diagonal H. Every rank calls it with the loss of its own batch, whose mean over ranks the estimate is
+    of; u follows from names and steps, so that it is the same on all ranks. Returns whether a stage asks; if none
+    does, `loss` is not called.
+
+    loss: makes a forward and returns the loss, without a backward; all of it must be differentiable twice (attention by
+        `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`).
+    samples: number of probes u.
+    """
+    if samples < 1:
+        raise ValueError(f"hutchinson: at least one sample is required, got {samples}")
+
+    def estimate(parameters: Sequence[Tensor], names: Sequence[str]) -> list[Tensor]:
+        gradients: Sequence[Tensor | None] = torch.autograd.grad(
+            loss(), parameters, create_graph=True, allow_unused=True
+        )
+        curved = [g if g is not None and g.requires_grad else None for g in gradients]
+        total = [torch.zeros_like(parameter) for parameter in parameters]
+        for sample in range(samples):
+            probes = [_signs(p, name, _step(optimizer), sample) for p, name in zip(parameters, names, strict=True)]
+            for mean, u, product in zip(total, probes, _products(curved, parameters, probes), strict=True):
+                mean += u * product / samples
+        return total
+
+    return _provide("hutchinson", optimizer, estimate)
+
+
+def gauss_newton_bartlett(optimizer: Optimizer, loss: Callable[[], Tensor], count: int) -> bool:
+    """D = count G * G,  G the gradient of the mean loss of labels that the model draws: provided to the next step.
+
+    The Gauss-Newton-Bartlett estimator of Sophia-G (Liu et al. 2023, arXiv:2305.14342, algorithm 2): an unbiased
+    estimate of the diagonal of the Gauss-Newton matrix, never negative. Every rank calls it with its own batch; the
+    mean over ranks is taken. Returns whether a stage asks; if none does, `loss` is not called.
+
+    loss: makes a forward, draws a label for each example from the model's distribution and returns the mean of their
+        negative log-likelihoods, without a backward.
+    count: number of examples in that mean.
+    """
+    if count < 1:
+        raise ValueError(f"gauss_newton_bartlett: a count of at least 1 is required, got {count}")
+
+    def estimate(parameters: Sequence[Tensor], names: Sequence[str]) -> list[Tensor]:
+        gradients: Sequence[Tensor | None] = torch.autograd.grad(loss(), parameters, allow_unused=True)
+        pairs = zip(gradients, parameters, strict=True)
+        return [torch.zeros_like(p) if g is None else count * g.square() for g, p in pairs]
+
+    return _provide("gauss_newton_bartlett", optimizer, estimate)
+
+
+def _provide(
+    who: str, optimizer: Optimizer, estimate: Callable[[Sequence[Tensor], Sequence[str]], list[Tensor]]
+) -> bool:
+    """Provides what is estimated for the trained parameters whose update asks, as the mean over ranks."""
+    listeners = optimizer.param_sets.signals.listeners
+    if NAME not in listeners.asking:
+        return False
+    takers = listeners.takers(NAME, optimizer.param_sets)
+    rows = [row for param_set in optimizer.param_sets for row in _rows(who, param_set, takers)]
+    parameters, names = [parameter for _, _, parameter in rows], [name for _, name, _ in rows]
+    with torch.enable_grad(), listeners.pause():
+        found = estimate(parameters, names)
+    for param_set in optimizer.param_sets:
+        _average(param_set, [value for (own, _, _), value in zip(rows, found, strict=True) if own is param_set], who)
+    return optimizer.provide(NAME, dict(zip(parameters, found, strict=True)))
+
+
+def _rows(who: str, param_set: ParamSet, takers: set[int]) -> Iterator[tuple[ParamSet, str, Tensor]]:
+    """(parameter set, name, parameter) of those that are estimated."""
+    for name, parameter in zip(param_set.names, param_set.parameters, strict=True):
+        if id(parameter) in takers and parameter.requires_grad:
+            if isinstance(parameter, DTensor):
+                raise ValueError(
+                    f"{who}: {name}: a parameter that every rank holds is required, got a DTensor; provide the signal "
+                    f"by optimizer.provide('{NAME}', ...)"
+                )
+            yield param_set, name, parameter
+
+
+def _average(param_set: ParamSet, tensors: Sequence[Tensor], who: str) -> None:
+    """The mean over ranks, in place."""
+    ranks = param_set.rank_group
+    if ranks is None or not tensors:
+        return
+    what = f"{who} of {param_set.names[0]}"
+    ranks.meet(what)
+    flat = ranks.all_reduce(torch.cat([tensor.reshape(-1) for tensor in tensors]), what) / ranks.size
+    for tensor, mean in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(mean.view(tensor.shape))
+
+
+def _step(optimizer: Optimizer) -> int:
+    """The largest number of steps that a parameter has made."""
+    return max((int(param_set.step_counts.max()) for param_set in optimizer.param_sets), default=0)
+
+
+def _signs(like: Tensor, name: str, step: int, sample: int) -> Tensor:
+    """Random signs of the shape of a tensor, which follow from name, step and sample."""
+    seeds, steps = torch.tensor([zlib.crc32(name.encode())]), torch.tensor([step])
+    drawn = uniform(seeds.to(like.device), steps.to(like.device), tuple(like.shape), torch.float32, PROBES + sample)[0]
+    return torch.where(drawn < 0.5, -1.0, 1.0).to(like.dtype)
+
+
+def _products(
+    gradients: Sequence[Tensor | None], parameters: Sequence[Tensor], probes: Sequence[Tensor]
+) -> Sequence[Tensor]:
+    """H u for each parameter; None for gradients that do not depend on parameters."""
+    rows = [(g, u) for g, u in zip(gradients, probes, strict=True) if g is not None]
+    if not rows:
+        return [torch.zeros_like(parameter) for parameter in parameters]
+    curved, given = zip(*rows, strict=True)
+    found: Sequence[Tensor | None] = torch.autograd.grad(
+        curved, parameters, given, retain_graph=True, allow_unused=True
+    )
+    return [torch.zeros_like(p) if x is None else x for p, x in zip(parameters, found, strict=True)]
