@@ -77,6 +77,14 @@ CONSTRAINTS = (
         {"kind": "row_floor"},
         faults=(unknown("row_floor"), Fault({"kind": "row_floor", "ratio": 0.0}, r"ratio: .*greater than 0, got 0\.0")),
     ),
+    Row(
+        {"kind": "qk_clip"},
+        faults=(
+            unknown("qk_clip"),
+            Fault({"kind": "qk_clip", "bound": 0.0}, "bound: .*greater than 0"),
+            Fault({"kind": "qk_clip", "power": 1.5}, "power: .*or equal to 1,"),
+        ),
+    ),
     Row({"kind": "radius_pin"}, faults=(unknown("radius_pin"),)),
     Row(
         {"kind": "late_decay"},

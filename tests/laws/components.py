@@ -101,6 +101,22 @@ STATISTICS = (
         "diagonal",
         degree=lambda order: 2 / order,
     ),
+    Row(
+        {"kind": "input_gram", "beta": 0.9},
+        degree=0,
+        faults=(
+            unknown("input_gram"),
+            Fault(
+                {"kind": "input_gram", "axes": {"side": "left"}}, "axes: .*vectors: false.* required, .*got side 'left'"
+            ),
+            Fault({"kind": "input_gram", "source": "direction"}, "source: .*inputs is observed, got 'direction'"),
+        ),
+    ),
+    Row(
+        {"kind": "input_gram", "interval": 3, "axes": {"side": "right", "vectors": False, "entries": "diagonal"}},
+        "diagonal",
+        degree=0,
+    ),
     Row({"kind": "bregman", "beta": 0.9, "q": 1, "normalize": "none", "first": "identity"}, "gram", degree=2),
 )
 

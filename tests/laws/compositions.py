@@ -57,6 +57,12 @@ FACTORED = (
     Row(shampoo(statistic={"kind": "gram", "source": "direction"}), "of the direction", degree=0),
     Row(shampoo(statistic={"kind": "gram", "source": "orthogonalized"}), "of the polar factor", degree=1),
     Row(shampoo(statistic={"kind": "gram", "trace_scaling": 0.5}, exponent="1/2"), "trace-scaled"),
+    Row(
+        shampoo(statistic={"kind": "input_gram", "interval": 3}, exponent=1, solver="cholesky", refresh=EVERY),
+        "of inputs",
+        degree=1,
+        blocks=((6, 5), (7,), (1, 1)),
+    ),
     Row(shampoo(exponent={2: ["1/2", 0], 1: "1/2"}), "one exponent for each axis"),
     Row({"kind": "shampoo", "statistic": {"kind": "bregman"}, "exponent": "1/2"}, "kl as it comes", singular=True),
     Row(basis(MOMENTUM, RMS, statistic=BREGMAN), "kl", degree=0),

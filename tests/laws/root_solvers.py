@@ -36,6 +36,16 @@ ROOT_SOLVERS = (
     Row({"kind": "eigh", "eps": 1e-8, "deficiency": "perturb_before"}, "ridge before", rotates=True),
     Row({**EXACT, "precision": "float64"}, "float64", degree=-1, rotates=True),
     Row(
+        {"kind": "cholesky", "eps": 0.0, "ratio": 0.0},
+        degree=-1,
+        rotates=True,
+        faults=(
+            unknown("cholesky"),
+            Fault({"kind": "cholesky", "eps": -1.0}, "eps: .*or equal to 0"),
+            Fault({"kind": "cholesky", "ratio": -1.0}, "ratio: .*or equal to 0"),
+        ),
+    ),
+    Row(
         NEWTON,
         degree=-1,
         rotates=True,

@@ -24,6 +24,7 @@ def recipe(family: str, row: Row, tolerated: int = 10**6) -> dict[str, Any]:
     """A stage whose factors go through the solver at every step."""
     if family == "root_solver":
         stage: dict[str, Any] = {"kind": "shampoo", "solver": dict(row.make), "refresh": EVERY}
+        stage |= {"exponent": {2: [1, 0]}} if row.kind == "cholesky" else {}
     else:
         stage = {"kind": "eigenbasis", "inner": ["momentum", "rms"], "solver": dict(row.make), "refresh": EVERY}
     return {"update": [stage], "routes": [], "failure": {"roots": tolerated}}

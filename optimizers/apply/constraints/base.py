@@ -27,8 +27,8 @@ class ConstraintContext:
     lr: learning rate of the update.
     shard_sums: `[n]` float64 -> the sums over all ranks, of numbers of n tensors, which all ranks call; None: this rank
         holds whole tensors.
-    signals: what the constraint has declared in `requires`, by name: for each tensor numbers that multiply it; None
-        where a tensor has none in this step.
+    signals: what constraints have declared in `requires_some`, by name: for each tensor numbers that multiply it, None
+        where it has none in this step.
     """
 
     lr: float | Tensor = 0.0
@@ -62,18 +62,21 @@ class Constraint(Schedulable, ABC, family="constraint"):
         description="what the constraint is called in paths; default: its kind. Needed where a kind repeats",
     )
 
-    requires: ClassVar[frozenset[str]] = frozenset()
-    """Signals with outputs that must be provided in every step, by name."""
-    accepts: ClassVar[frozenset[str]] = frozenset()
-    """Signals with outputs that are there in those steps only for which they were provided."""
+    requires_some: ClassVar[frozenset[str]] = frozenset()
+    """Signals with outputs that must be provided in every step for some parameter at least, by name."""
+
+    @property
+    def accepts(self) -> frozenset[str]:
+        """Signals that a parameter may have in a step: those that some parameter must have."""
+        return self.requires_some
 
     def signals(self) -> frozenset[str]:
-        """The signals that must be there."""
-        return self.requires
+        """The signals that every parameter must have: none."""
+        return frozenset()
 
     def signals_at(self, step: int) -> frozenset[str]:
-        """Those of `signals` that must be there at a step: all of them."""
-        return self.requires
+        """The signals that every parameter must have at a step: none."""
+        return frozenset()
 
     @property
     def label(self) -> str:

@@ -17,14 +17,14 @@ class QKClip(Constraint):
 
     QK-clip of MuonClip (Kimi K2, arXiv:2507.20534, section 2.1). S_h is the signal `max_logit`, the largest logit of
     the head in the step. Weights of queries and of keys have power 1/2; in multi-head latent attention the rotary part
-    of queries has power 1, and the rotary key, which all heads share, none. Of a fused weight, outputs whose S is 0 are
-    left alone. A signal that is not finite changes nothing.
+    of queries has power 1, and the rotary key, which all heads share, none. Parameters without the signal are left
+    alone, and so are outputs of a fused weight whose S is 0 or not finite; some parameter must have the signal.
     """
 
     kind: Literal["qk_clip"] = "qk_clip"
     bound: float = Field(default=100.0, gt=0, description="largest logit that changes nothing")
     power: float = Field(default=0.5, gt=0, le=1, description="share of the factor that this weight takes")
-    requires: ClassVar[frozenset[str]] = frozenset({"max_logit"})
+    requires_some: ClassVar[frozenset[str]] = frozenset({"max_logit"})
 
     def shardable(self, whole_rows: bool) -> bool:
         return True

@@ -36,22 +36,29 @@ class Call:
             return MISSING
         return ALL if all(position in self.values for position in self.wanted) else SOME
 
-    def used(self, level: float) -> Sequence[int]:
-        """The positions that have the signal, if that is the least level of all ranks."""
-        return self.wanted if level == ALL else self.needed
-
     def told(self, positions: int, device: torch.device) -> Tensor:
-        """What other ranks are told first, float64: the level, lengths of tensors, numbers `[1]` or `[P]`."""
-        lengths = [
-            sum(self.values[at].numel() for at in own if at in self.values) for own in (self.wanted, self.needed)
-        ]
-        head = torch.tensor([self.level, *map(float, lengths)], dtype=torch.float64, device=device)
-        if self.signal.extent not in ("step", "parameter"):
-            return head
-        places = [next(iter(self.values), 0)] if self.signal.extent == "step" else range(positions)
+        """What other ranks are told first, float64: the level, then numbers `[1]`, `[P]` or sizes of tensors `[P]`."""
+        level, extent = torch.tensor([self.level], dtype=torch.float64, device=device), self.signal.extent
+        if extent == "entry":
+            return level
+        if extent in ("inputs", "outputs"):
+            sizes = [float(self.values[at].numel()) if at in self.values else 0.0 for at in range(positions)]
+            return torch.cat([level, torch.tensor(sizes, dtype=torch.float64, device=device)])
         zero = torch.zeros((), dtype=torch.float64, device=device)
+        places = [next(iter(self.values), 0)] if extent == "step" else range(positions)
         numbers = [self.values[at].to(zero).reshape(()) if at in self.values else zero for at in places]
-        return torch.cat([head, torch.stack(numbers)])
+        return torch.cat([level, torch.stack(numbers)])
+
+    def used(self, told: Tensor) -> Sequence[int]:
+        """The positions that have the signal on all ranks; told `[R, ...]`: what each has told.
+
+        Numbers for outputs may be there for some parameters alone; anything else is there for all that want it, or for
+        those that need it.
+        """
+        if self.signal.extent == "outputs":
+            there = (told[:, 1:] > 0).all(0).tolist()
+            return [at for at in self.wanted if there[at]]
+        return self.wanted if float(told[:, 0].min()) == ALL else self.needed
 
 
 @dataclass
@@ -77,29 +84,26 @@ def agree(calls: Sequence[Call], positions: int, device: torch.device, ranks: Ra
         found = ranks.all_gather(found[0], what).wait()  # [R, numbers]
     agreed = Agreed()
     for call, told in zip(calls, torch.split(found, [len(part) for part in parts], dim=1), strict=True):
-        level = float(told[:, 0].min())
-        if level == MISSING:
+        if float(told[:, 0].min()) == MISSING:
             agreed.missing.append(call)
-            continue
-        used = call.used(level)
-        if used:
-            _take(call, used, told, agreed, None if call.signal.extent == "entry" else ranks)
+        elif used := call.used(told):
+            _take(call, used, told[:, 1:], agreed, ranks)
     return agreed
 
 
 def _take(call: Call, used: Sequence[int], told: Tensor, agreed: Agreed, ranks: RankGroup | None) -> None:
-    """Adds one signal to what was agreed on; told `[R, 3 + numbers]`."""
+    """Adds one signal to what was agreed on; told `[R, numbers]`: what each rank has told beside its level."""
     signal = call.signal
     if signal.extent in ("step", "parameter"):
-        values = _reduced(told[:, 3:], signal.reduce)
+        values = _reduced(told, signal.reduce)
         agreed.numbers[signal.name] = values[:1].sum() if signal.extent == "step" else values
         return
     tensors = {at: call.values[at] for at in used}
-    if ranks is not None:
-        lengths = told[:, 1 if len(used) == len(call.wanted) else 2]
-        if bool((lengths != lengths[0]).any()):
-            sizes = [int(length) for length in lengths.tolist()]
-            raise ValueError(f"provide: '{signal.name}' must have the same shapes on all ranks, got {sizes} numbers")
+    if ranks is not None and signal.extent != "entry":
+        sizes = told[:, list(used)]
+        if bool((sizes != sizes[0]).any()):
+            found = sizes.sum(1).int().tolist()
+            raise ValueError(f"provide: '{signal.name}' must have the same shapes on all ranks, got {found} numbers")
         tensors = _over_ranks(tensors, signal, ranks)
     agreed.tensors[signal.name] = tensors
 

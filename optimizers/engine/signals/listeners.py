@@ -10,6 +10,7 @@ import torch
 
 from eigengraft.chains import asking
 
+from ...apply import Constraint
 from ...recipe.recipe import Recipe, Route
 from ...recipe.routing import ParamInfo
 from ..param_set import ParamSet
@@ -20,6 +21,7 @@ class Listeners:
 
     asking: path of the first stage or constraint that asks for each signal, by name.
     asked: the same for each update, by the update's path.
+    somewhere: path of the first constraint that asks for each signal which some parameter must have, by name.
     paused: whether forwards are trials, of which nothing is to be collected.
     """
 
@@ -28,6 +30,8 @@ class Listeners:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self._rules = recipe, recipe.updates()
         self.asking = asking(pair for where, rule in self._rules.items() for pair in listeners(rule, where))
+        bound = [own for where, rule in self._rules.items() for own in constraints(rule, where)]
+        self.somewhere = {name: path for path, own in reversed(bound) for name in own.requires_some}
         self.asked = {where: asking(listeners(rule, where)) for where, rule in self._rules.items()}
 
     @contextmanager
@@ -85,6 +89,11 @@ class Listeners:
 
 def listeners(rule: Recipe | Route, path: str) -> Iterator[tuple[str, Any]]:
     """(dotted path, stage or constraint) of everything in an update that may ask for signals."""
-    prefix = f"{path}." if path else ""
     yield from rule.stages(path)
+    yield from constraints(rule, path)
+
+
+def constraints(rule: Recipe | Route, path: str) -> Iterator[tuple[str, Constraint]]:
+    """(dotted path, constraint) of every constraint of an update."""
+    prefix = f"{path}." if path else ""
     yield from ((f"{prefix}constraints.{constraint.label}", constraint) for constraint in rule.constraints)

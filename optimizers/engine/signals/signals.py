@@ -75,6 +75,10 @@ class Signals:
         shared = dict(self._of_all(ready))
         found = [(param_set, step and self._of_one(param_set, step, shared)) for param_set, step in steps]
         self.provided.clear()
+        made = {name for _, step in found if step is not None for name in step.outputs}
+        for name, where in self.listeners.somewhere.items() if ready else ():
+            if name not in made:
+                raise _error(known_signals()[name], where, "none for any parameter")
         return found
 
     def _total_keys(self, param_set: ParamSet) -> Sequence[str]:
@@ -133,13 +137,16 @@ class Signals:
         return Call(signal, values, wanted, needed)
 
     def _missing(self, call: Call, param_set: ParamSet) -> ValueError:
-        """The error of a signal that must be there."""
-        signal = call.signal
-        by = f"optimizer.provide('{signal.name}', ...) before it{f', or by {signal.by}' if signal.by else ''}"
+        """The error of a signal that must be there for some parameters."""
         names = [param_set.names[at] for at in call.needed if at not in call.values]
         got = f"none for {', '.join(names[:3])}{' and more' if len(names) > 3 else ''}" if names else "none on a rank"
-        where = self.listeners.asking[signal.name]
-        return ValueError(f"{where}: the signal '{signal.name}' is required in every step, by {by}, got {got}")
+        return _error(call.signal, self.listeners.asking[call.signal.name], got)
+
+
+def _error(signal: Signal, where: str, got: str) -> ValueError:
+    """The error of a signal that must be there; where: the path of what asks for it."""
+    by = f"optimizer.provide('{signal.name}', ...) before it{f', or by {signal.by}' if signal.by else ''}"
+    return ValueError(f"{where}: the signal '{signal.name}' is required in every step, by {by}, got {got}")
 
 
 def _with_tensors(step: Step, agreed: Agreed, param_set: ParamSet) -> Step:

@@ -26,7 +26,7 @@ class Cholesky(RootSolver):
     ratio: float = Field(default=0.2, ge=0, description="ridge, in units of the mean eigenvalue")
 
     def check(self, exponent: Fraction) -> str | None:
-        return None if exponent == 1 else f"cholesky takes exponent 1, got {exponent}"
+        return None if exponent == 1 else f"cholesky takes exponents of 1 alone, got {exponent}"
 
     def root(self, a: Tensor, exponent: Fraction) -> Root:
         known = a.isfinite().flatten(1).all(-1)

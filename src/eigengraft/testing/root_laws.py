@@ -10,7 +10,7 @@ from eigengraft.preconditioners import RootSolver
 
 from .laws import Law, require, require_close
 from .samples import definite, rotation
-from .solver_laws import EXPONENT, SolverCase, solve
+from .solver_laws import SolverCase, solve, usual_exponent
 
 
 def _root(case: SolverCase) -> RootSolver:
@@ -26,7 +26,7 @@ def roots_turn_and_scale_with_the_matrix(case: SolverCase) -> None:
     if case.rotates:
         require_close(solve(solver, u @ a @ u.T), u @ root @ u.T, case.tolerance, "a root that turns with its matrix")
     if case.degree is not None:
-        scaled = solve(solver, a * 1e6) * 1e6 ** (-case.degree * float(EXPONENT))
+        scaled = solve(solver, a * 1e6) * 1e6 ** (-case.degree * float(usual_exponent(solver)))
         require_close(scaled, root, case.tolerance, "a root that scales with its matrix")
 
 
@@ -51,7 +51,7 @@ def a_root_undoes_its_matrix(case: SolverCase) -> None:
 def roots_come_with_a_report(case: SolverCase) -> None:
     """One number a matrix, on its device: a definite matrix has a definite root whose residual is small."""
     for dtype in (torch.float32, torch.float64):
-        root = _root(case).root(definite(dtype=dtype), EXPONENT)
+        root = _root(case).root(definite(dtype=dtype), usual_exponent(_root(case)))
         for name, want in (("iterations", torch.int32), ("residual", dtype), ("definite", torch.bool)):
             x = getattr(root, name)
             got = f"{x.dtype} of shape {list(x.shape)}"
@@ -64,12 +64,16 @@ def roots_come_with_a_report(case: SolverCase) -> None:
 def roots_of_diagonals_are_elementwise(case: SolverCase) -> None:
     """(a + r)^-e, r as for a matrix: 60 times a relative eps, as above. A bad row is rejected alone."""
     a, solver = torch.tensor([[4.0, 1.0, 0.25], [1e6, 1e6, 1e5]], dtype=torch.float64), _root(case)
-    root = solver.diagonal_root(a, EXPONENT)
+    exponent = usual_exponent(solver)
+    root = solver.diagonal_root(a, exponent)
     fine = bool(root.ok.all()) and bool(root.definite.all()) and root.iterations.dtype == torch.int32
     require(fine, f"ok and definite roots with int32 iterations are required, got {root}")
-    error, bound = float((root.value * a**0.25 - 1).abs().max()), max(1e-10, 60 * getattr(solver, "eps", 0.0))
-    require(error <= bound, f"a^-1/4 up to {bound:g} is required, got a relative error of {error:.2g}")
-    spoiled = solver.diagonal_root(torch.cat([a, torch.full((1, 3), torch.nan, dtype=torch.float64)]), EXPONENT)
+    error, bound = (
+        float((root.value * a ** float(exponent) - 1).abs().max()),
+        max(1e-10, 60 * getattr(solver, "eps", 0.0)),
+    )
+    require(error <= bound, f"a^-{exponent} up to {bound:g} is required, got a relative error of {error:.2g}")
+    spoiled = solver.diagonal_root(torch.cat([a, torch.full((1, 3), torch.nan, dtype=torch.float64)]), exponent)
     same = spoiled.ok.tolist() == [True, True, False] and torch.equal(spoiled.value[:2], root.value)
     require(same, f"a row of nan rejected alone is required, got ok = {spoiled.ok.tolist()}")
 

@@ -111,7 +111,11 @@ class StageBench:
             if signal.extent == "entry":
                 ones = torch.linspace(0.5, 1, max(1, math.prod(self.block)), dtype=self.dtype).reshape(self.block)
                 found[name] = size.reshape(-1, *[1] * len(self.block)) * ones
-            else:
+            elif signal.extent == "inputs":
+                columns = self.block[-1] if len(self.block) > 1 else 1
+                shape = torch.eye(columns, dtype=self.dtype) + torch.full((columns, columns), 0.5, dtype=self.dtype)
+                found[name] = size[:, None, None] * shape.to(size)
+            elif signal.extent != "outputs":  # which constraints alone see
                 found.setdefault(name, 0.5 if signal.extent == "step" else size)
         return {**found, **{key: 1.0 for key, slot in self.declared.items() if slot.total}}
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
 from eigengraft import Optimizer, Stage
 from eigengraft.optimizers.engine.signals import OWN, Given
 from eigengraft.quantization import Float32
-from eigengraft.step_context import known_signals
+from eigengraft.step_context import Signal, known_signals
 
 from .laws import require
 from .samples import TRAJECTORY_STEPS, gradients, standard_normal
@@ -106,7 +108,15 @@ def _train(optimizer: Optimizer, parameters: list[nn.Parameter], given: Tensor) 
             parameter.grad = gradient.clone()
         for name, signal in known_signals().items():
             if name not in OWN:
-                half = [torch.full_like(p, 0.5) if signal.extent == "entry" else 0.5 for p in parameters]
-                by_parameter: Given = dict(zip(parameters, half, strict=True))
+                by_parameter: Given = {parameter: _half(signal, parameter) for parameter in parameters}
                 optimizer.provide(name, 0.5 if signal.extent == "step" else by_parameter)
         optimizer.step()
+
+
+def _half(signal: Signal, parameter: Tensor) -> Tensor | float:
+    """A signal of a parameter that is 1/2 everywhere, or 1/2 times the identity."""
+    if signal.extent == "inputs":
+        return torch.eye(math.prod(parameter.shape[1:]), dtype=parameter.dtype) / 2
+    if signal.extent == "outputs":
+        return torch.full((1,), 0.5)
+    return torch.full_like(parameter, 0.5) if signal.extent == "entry" else 0.5
