@@ -19,7 +19,7 @@ from .checkpoint.pickling import restored, snapshot
 from .checkpoint.replaced_params import adopt_parameters
 from .engine.param_set import ParamSet
 from .engine.param_sets import ParamSets
-from .engine.signals import Given, Source
+from .engine.signals import Given, SignalSource
 from .inspection.reporting import Reporting
 from .param_groups import check_keys, number, require_expected, require_matches
 from .recipe.loading import RecipeSource, load_recipe
@@ -127,7 +127,7 @@ class Optimizer(Reporting, torch.optim.Optimizer):
                 param_set.step(inputs)
         return loss
 
-    def provide(self, name: str, value: Given | Source) -> bool:
+    def provide(self, name: str, value: Given | SignalSource) -> bool:
         """Gives a signal to the next step: a number, {parameter: number or tensor}, or a function asked in every step.
 
         Tensors of the shape of a parameter are the same wherever ranks hold the same entries; numbers, and matrices

@@ -58,7 +58,7 @@ from .roots import AdaptiveQR as AdaptiveQR
 from .roots import Basis as Basis
 from .roots import BasisSolver as BasisSolver
 from .roots import Chebyshev as Chebyshev
-from .roots import Cholesky as Cholesky
+from .roots import CholeskyInverse as CholeskyInverse
 from .roots import CholeskyQR as CholeskyQR
 from .roots import CoupledNewton as CoupledNewton
 from .roots import EigenvalueBound as EigenvalueBound

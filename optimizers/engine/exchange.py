@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eigengraft.numerics import compute_dtype
 from eigengraft.blocking import InputMatrix, input_columns
+from eigengraft.numerics import compute_dtype
 from eigengraft.stacks import Stack
 
 from ..apply import IterateStore

@@ -14,7 +14,7 @@ from eigengraft.noise import uniform
 from ..engine.param_set import ParamSet
 from ..optimizer import Optimizer
 
-NAME = "hessian_diagonal"
+_NAME = "hessian_diagonal"
 PROBES = 1 << 34
 """First of the streams of random signs."""
 
@@ -76,16 +76,16 @@ def _provide(
 ) -> bool:
     """Provides what is estimated for the trained parameters whose update asks, as the mean over ranks."""
     listeners = optimizer.param_sets.signals.listeners
-    if NAME not in listeners.asking:
+    if _NAME not in listeners.asking:
         return False
-    takers = listeners.takers(NAME, optimizer.param_sets)
+    takers = listeners.takers(_NAME, optimizer.param_sets)
     rows = [row for param_set in optimizer.param_sets for row in _rows(who, param_set, takers)]
     parameters, names = [parameter for _, _, parameter in rows], [name for _, name, _ in rows]
     with torch.enable_grad(), listeners.pause():
         found = estimate(parameters, names)
     for param_set in optimizer.param_sets:
         _average(param_set, [value for (own, _, _), value in zip(rows, found, strict=True) if own is param_set], who)
-    return optimizer.provide(NAME, dict(zip(parameters, found, strict=True)))
+    return optimizer.provide(_NAME, dict(zip(parameters, found, strict=True)))
 
 
 def _rows(who: str, param_set: ParamSet, takers: set[int]) -> Iterator[tuple[ParamSet, str, Tensor]]:
@@ -95,7 +95,7 @@ def _rows(who: str, param_set: ParamSet, takers: set[int]) -> Iterator[tuple[Par
             if isinstance(parameter, DTensor):
                 raise ValueError(
                     f"{who}: {name}: a parameter that every rank holds is required, got a DTensor; provide the signal "
-                    f"by optimizer.provide('{NAME}', ...)"
+                    f"by optimizer.provide('{_NAME}', ...)"
                 )
             yield param_set, name, parameter
 

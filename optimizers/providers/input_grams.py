@@ -15,7 +15,7 @@ from eigengraft.numerics import compute_dtype
 
 from ..optimizer import Optimizer
 
-NAME = "activation_gram"
+_NAME = "activation_gram"
 
 
 class InputGrams:
@@ -35,7 +35,7 @@ class InputGrams:
         self._sums: WeakKeyDictionary[nn.Module, tuple[Tensor, int]] = WeakKeyDictionary()
         self._weights: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
         self._due: set[int] | None = None
-        takers = optimizer.param_sets.signals.listeners.takers(NAME, optimizer.param_sets)
+        takers = optimizer.param_sets.signals.listeners.takers(_NAME, optimizer.param_sets)
         self._handles: list[Any] = [optimizer.register_load_state_dict_post_hook(self._forget)]
         for path, module in model.named_modules():
             if _has_inputs(module) and id(module._parameters["weight"]) in takers and not self._is_watched(module):
@@ -64,7 +64,7 @@ class InputGrams:
             return False
         listeners = optimizer.param_sets.signals.listeners
         if self._due is None:
-            self._due = listeners.next(NAME, optimizer.param_sets)
+            self._due = listeners.next(_NAME, optimizer.param_sets)
         return not listeners.paused and self._weights[module] in self._due
 
     def add(self, module: nn.Module, rows: Tensor) -> None:
@@ -112,7 +112,9 @@ class InputHook:
         n = inputs_of(module)
         if x is None or x.shape[-1] != n:
             got = "no tensor" if x is None else f"shape {tuple(x.shape)}"
-            raise ValueError(f"{self.path}: inputs of length {n} as first argument are required by '{NAME}', got {got}")
+            raise ValueError(
+                f"{self.path}: inputs of length {n} as first argument are required by '{_NAME}', got {got}"
+            )
         return x.reshape(-1, n)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -131,10 +133,10 @@ def watch_inputs(optimizer: Optimizer, model: nn.Module) -> InputGrams | None:
 
     Returns None, and no hook is there, if no stage asks. The model may be wrapped (DDP) or sharded before or after.
     """
-    if NAME not in optimizer.param_sets.signals.listeners.asking:
+    if _NAME not in optimizer.param_sets.signals.listeners.asking:
         return None
     grams = InputGrams(optimizer, model)
-    optimizer.provide(NAME, grams.take)
+    optimizer.provide(_NAME, grams.take)
     return grams
 
 

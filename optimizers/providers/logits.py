@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..engine.signals import Given
 from ..optimizer import Optimizer
 
-NAME = "max_logit"
+_NAME = "max_logit"
 
 
 class MaxLogits(nn.Module):
@@ -85,8 +85,8 @@ def watch_logits(optimizer: Optimizer, model: nn.Module) -> None:
 
     Nothing is recorded if no constraint asks. The model may be wrapped (DDP) or sharded before or after.
     """
-    if NAME in optimizer.param_sets.signals.listeners.asking:
-        optimizer.provide(NAME, LogitSource(optimizer, model))
+    if _NAME in optimizer.param_sets.signals.listeners.asking:
+        optimizer.provide(_NAME, LogitSource(optimizer, model))
 
 
 class LogitSource:

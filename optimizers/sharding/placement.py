@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor
 
 from eigengraft.blocking import Batches, Matrices, Modules
 from eigengraft.blocking.rule import ONE_TENSOR
+from eigengraft.chains import known_signals
 from eigengraft.distributed.layouts import Layout
 from eigengraft.distributed.rank_group import RankGroup
 from eigengraft.quantization import choose
-from eigengraft.step_context import known_signals
 
 from ..recipe.recipe import Recipe
 from ..recipe.routing import ParamInfo

@@ -13,8 +13,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from eigengraft.chains import known_signals
 from eigengraft.slots import Slot, State
-from eigengraft.step_context import known_signals
 
 from ..base import Stage, chain_slots, walk
 

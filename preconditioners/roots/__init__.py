@@ -18,7 +18,7 @@ from .inverse.bounds import PowerIteration as PowerIteration
 from .inverse.bounds import TraceBound as TraceBound
 from .inverse.cans import CANS as CANS
 from .inverse.chebyshev import Chebyshev as Chebyshev
-from .inverse.cholesky import Cholesky as Cholesky
+from .inverse.cholesky import CholeskyInverse as CholeskyInverse
 from .inverse.coupled_newton import CoupledNewton as CoupledNewton
 from .inverse.eigh import Eigh as Eigh
 from .inverse.higher_order import HigherOrder as HigherOrder

@@ -16,13 +16,13 @@ from eigengraft.optimizers import watch_inputs as watch_inputs
 from eigengraft.optimizers import watch_logits as watch_logits
 from eigengraft.preconditioners import Stage as Stage
 
+from .chains import Signal as Signal
+from .chains import register_signal as register_signal
 from .component import Component as Component
 from .component import ContractError as ContractError
 from .component import RecipeError as RecipeError
 from .slots import Slot as Slot
 from .slots import State as State
-from .step_context import Signal as Signal
 from .step_context import StepContext as StepContext
-from .step_context import register_signal as register_signal
 
 __version__ = "0.1.0"

@@ -5,14 +5,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
 from .component import FAMILY_MARK, stage_name
 from .ramps import schedules
-from .step_context import known_signals
 
 
 @dataclass(frozen=True)
@@ -44,6 +43,74 @@ class ChainOf:
 
 def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+
+@dataclass(frozen=True)
+class Signal:
+    """What stages may ask for besides the gradient; `register_signal` makes it known.
+
+    name: what stages ask for.
+    extent: "step": one number; "parameter": one for each parameter; "entry": one for each entry of a parameter;
+        "inputs": a matrix `[n, n]` for a parameter with n inputs, `[*batch, n, n]` for a batch of matrices, of which a
+        block is given the rows and columns of its inputs; "outputs": one for each of equally many outputs of a
+        parameter, such as heads, which constraints alone ask for.
+    about: what it is.
+    reduce: what becomes of numbers that several ranks give, or several calls of `provide` before a step.
+    by: what provides it beside `optimizer.provide`, as errors say it.
+    """
+
+    name: str
+    extent: Literal["step", "parameter", "entry", "inputs", "outputs"]
+    about: str
+    reduce: Literal["mean", "sum", "max"] = "mean"
+    by: str = ""
+
+
+_SIGNALS: dict[str, Signal] = {}
+
+
+def register_signal(signal: Signal) -> Signal:
+    """Makes a signal known, so that stages may ask for it; the same name may only be registered alike."""
+    if _SIGNALS.setdefault(signal.name, signal) != signal:
+        raise ValueError(f"signal '{signal.name}': a new name is required, got that of {_SIGNALS[signal.name]}")
+    return signal
+
+
+def known_signals() -> Mapping[str, Signal]:
+    """Every registered signal, by name."""
+    return dict(_SIGNALS)
+
+
+for _signal in (
+    Signal("lr", "step", "the learning rate of the update"),
+    Signal("step_fraction", "step", "steps taken so far, this one included, over the recipe's `total_steps`"),
+    Signal("gradient_norm", "step", "the norm of all gradients together, as they come, over whole parameters"),
+    Signal(
+        "loss", "step", "the loss, what the closure of `step` returns or is provided", by="a closure that returns it"
+    ),
+    Signal("parameter_rms", "parameter", "the root mean square of the parameter"),
+    Signal("parameter", "entry", "the parameter, as gradients were taken at it"),
+    Signal(
+        "hessian_diagonal",
+        "entry",
+        "an estimate of the diagonal of the Hessian",
+        by="eigengraft.hutchinson or eigengraft.gauss_newton_bartlett",
+    ),
+    Signal(
+        "activation_gram",
+        "inputs",
+        "the mean of x x^T over the inputs x that the parameter's layer has had",
+        by="eigengraft.watch_inputs(optimizer, model), or by eigengraft.compose with the model",
+    ),
+    Signal(
+        "max_logit",
+        "outputs",
+        "the largest attention logit of each head, 0 for outputs that make no logits",
+        "max",
+        by="eigengraft.watch_logits(optimizer, model), or by eigengraft.compose with the model",
+    ),
+):
+    register_signal(_signal)
 
 
 class Asks(Protocol):

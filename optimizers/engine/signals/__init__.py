@@ -1,6 +1,6 @@
 """Signals of an optimizer, from those who provide them to the step that takes them. Parameter sets come in here."""
 
 from .provided import Given as Given
-from .provided import Source as Source
+from .provided import SignalSource as SignalSource
 from .signals import OWN as OWN
 from .signals import Signals as Signals

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from eigengraft.chains import Signal
 from eigengraft.distributed.rank_group import RankGroup
-from eigengraft.step_context import Signal
 
 MISSING, SOME, ALL = 0.0, 1.0, 2.0
 """Whether a rank lacks what must be there, what may be there, or nothing."""
 
 
 @dataclass(frozen=True)
-class Call:
+class SignalCall:
     """One signal that a parameter set asks for in one step, and what this rank was provided of it.
 
     values: by position of the parameter; where nothing was provided none.
@@ -72,10 +72,12 @@ class Agreed:
 
     numbers: dict[str, Tensor] = field(default_factory=dict)
     tensors: dict[str, dict[int, Tensor]] = field(default_factory=dict)
-    missing: list[Call] = field(default_factory=list)
+    missing: list[SignalCall] = field(default_factory=list)
 
 
-def agree(calls: Sequence[Call], positions: int, device: torch.device, ranks: RankGroup | None, what: str) -> Agreed:
+def agree(
+    calls: Sequence[SignalCall], positions: int, device: torch.device, ranks: RankGroup | None, what: str
+) -> Agreed:
     """What all ranks were provided, reduced as each signal declares; all ranks of the group call it."""
     parts = [call.told(positions, device) for call in calls]
     found = torch.cat(parts)[None]
@@ -91,7 +93,7 @@ def agree(calls: Sequence[Call], positions: int, device: torch.device, ranks: Ra
     return agreed
 
 
-def _take(call: Call, used: Sequence[int], told: Tensor, agreed: Agreed, ranks: RankGroup | None) -> None:
+def _take(call: SignalCall, used: Sequence[int], told: Tensor, agreed: Agreed, ranks: RankGroup | None) -> None:
     """Adds one signal to what was agreed on; told `[R, numbers]`: what each rank has told beside its level."""
     signal = call.signal
     if signal.extent in ("step", "parameter"):

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
+from eigengraft.chains import Signal
 from eigengraft.distributed.layouts import local
-from eigengraft.step_context import Signal
 
 Given = float | Tensor | Mapping[Tensor, float | Tensor]
 """A signal as it is provided: a number, or numbers or tensors by parameter."""
-Source = Callable[[], Given | None]
+SignalSource = Callable[[], Given | None]
 """What is asked for a signal in every step; None: there is none in this one."""
 
 
@@ -20,7 +20,7 @@ class Provided:
     """The values of signals before one step, by name and parameter, and the sources that are asked in every step."""
 
     def __init__(self) -> None:
-        self.sources: dict[str, list[Source]] = {}
+        self.sources: dict[str, list[SignalSource]] = {}
         self._kept: dict[str, dict[int | None, tuple[Tensor | float, int]]] = {}
 
     def add(self, signal: Signal, value: Given, parameters: Iterable[Tensor]) -> None:

@@ -10,19 +10,18 @@ import torch
 from torch import Tensor
 
 from eigengraft.blocking import InputMatrix
-from eigengraft.chains import follows_run
+from eigengraft.chains import Signal, follows_run, known_signals
 from eigengraft.distributed.layouts import local
-from eigengraft.step_context import Signal, known_signals
 
 from ...recipe.recipe import Recipe
 from ...recipe.slot_keys import slot_keys
 from ..exchange import Step
 from ..param_set import ParamSet
 from ..schedules import steps_taken
-from .agreement import Agreed, Call, agree
+from .agreement import Agreed, SignalCall, agree
 from .listeners import Listeners
 from .outputs import for_outputs
-from .provided import Given, Provided, Source, require_form
+from .provided import Given, Provided, SignalSource, require_form
 
 PER_STACK = frozenset({"lr", "parameter_rms"})
 """Signals that are found for each stack."""
@@ -45,7 +44,7 @@ class Signals:
         if follows_run(rules) and recipe.total_steps is None:
             raise ValueError(f"{follows_run(rules)}: `total_steps` of the recipe is required, got none")
 
-    def provide(self, name: str, value: Given | Source, parameters: Iterable[Tensor]) -> bool:
+    def provide(self, name: str, value: Given | SignalSource, parameters: Iterable[Tensor]) -> bool:
         """Keeps a signal for the next step, or its source for every step, if anything asks for it, and says so."""
         signal = known_signals().get(name)
         if signal is None or name in OWN:
@@ -121,7 +120,7 @@ class Signals:
         step = replace(step, numbers={**shared, **agreed.numbers}, entries=entries)
         return _with_tensors(step, agreed, param_set)
 
-    def _call(self, signal: Signal, param_set: ParamSet, step: Step) -> Call:
+    def _call(self, signal: Signal, param_set: ParamSet, step: Step) -> SignalCall:
         """What this rank was provided of a signal, and which parameters of the step ask for it."""
         wanted, needed, values = list[int](), list[int](), dict[int, Tensor]()
         counts = (param_set.update_counts + 1).tolist()
@@ -134,9 +133,9 @@ class Signals:
             value = self.provided.get(signal, parameter)
             if value is not None:
                 values[at] = param_set.rows(at, local(value)) if signal.extent == "entry" else value
-        return Call(signal, values, wanted, needed)
+        return SignalCall(signal, values, wanted, needed)
 
-    def _missing(self, call: Call, param_set: ParamSet) -> ValueError:
+    def _missing(self, call: SignalCall, param_set: ParamSet) -> ValueError:
         """The error of a signal that must be there for some parameters."""
         names = [param_set.names[at] for at in call.needed if at not in call.values]
         got = f"none for {', '.join(names[:3])}{' and more' if len(names) > 3 else ''}" if names else "none on a rank"

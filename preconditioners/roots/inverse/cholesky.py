@@ -14,7 +14,7 @@ from eigengraft.numerics import identity_like, symmetrized, tiny
 from ..base import Root, RootSolver
 
 
-class Cholesky(RootSolver):
+class CholeskyInverse(RootSolver):
     """(A + r I)^(-1)  with  r = eps + ratio tr(A) / d,  A `[N, d, d]`;  by the Cholesky factors of A + r I
 
     The damping of Newton-Muon (Du & Su 2026, arXiv:2604.01472: ratio 0.2) and of K-FAC. Takes e = 1 alone. eps is in

@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eigengraft.chains import known_signals
 from eigengraft.preconditioners import Stage, chain_slots, walk
 from eigengraft.preconditioners.checked_mode import Checks
 from eigengraft.quantization import Quantizer
 from eigengraft.slots import EncodedSlot, State, Storage
 from eigengraft.state_key import StateKey
-from eigengraft.step_context import StepContext, known_signals
+from eigengraft.step_context import StepContext
 
 from .laws import require
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from eigengraft import Optimizer, Stage
+from eigengraft.chains import Signal, known_signals
 from eigengraft.optimizers.engine.signals import OWN, Given
 from eigengraft.quantization import Float32
-from eigengraft.step_context import Signal, known_signals
 
 from .laws import require
 from .samples import TRAJECTORY_STEPS, gradients, standard_normal

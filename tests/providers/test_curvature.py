@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from eigengraft import Optimizer, compose, gauss_newton_bartlett, hutchinson
 
-from ...parity.test_more_methods import LR
-from ...trajectories import normal
+from ..parity.test_more_methods import LR
+from ..trajectories import normal
 
 NEWTON: dict[str, Any] = {
     "update": [{"kind": "diagonal_newton", "beta": 0.0, "gamma": 1.0, "bound": 1e9}],

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from eigengraft import MaxLogits, Optimizer, compose, load_recipe
 
-from ...parity.test_more_methods import LR
-from ...trajectories import normal
+from ..parity.test_more_methods import LR
+from ..trajectories import normal
 
 HEADS, SHARED, WIDTH = 4, 2, 3
 CLIP: dict[str, Any] = {"update": "sign", "routes": [], "constraints": {"kind": "qk_clip", "bound": 0.5}}

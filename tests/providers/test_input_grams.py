@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from eigengraft import Optimizer, RecipeError, compose, watch_inputs
 
-from ...parity.test_more_methods import LR
-from ...trajectories import normal
+from ..parity.test_more_methods import LR
+from ..trajectories import normal
 
 INPUTS = {
     "kind": "shampoo",
