@@ -2,19 +2,19 @@
 
 from .apply.weight_decay import WeightDecay as WeightDecay
 from .checkpoint.trainer_callback import ConsolidateOnSave as ConsolidateOnSave
-from .composer import compose as compose
-from .composer import submodel as submodel
 from .convert_storage import convert_storage as convert_storage
 from .inspection.reporting import RoutedParameter as RoutedParameter
 from .inspection.table import Inspection as Inspection
 from .inspection.table import Measurement as Measurement
+from .models import InputGrams as InputGrams
+from .models import MaxLogits as MaxLogits
+from .models import compose as compose
+from .models import gauss_newton_bartlett as gauss_newton_bartlett
+from .models import hutchinson as hutchinson
+from .models import submodel as submodel
+from .models import watch_inputs as watch_inputs
+from .models import watch_logits as watch_logits
 from .optimizer import Optimizer as Optimizer
-from .providers import InputGrams as InputGrams
-from .providers import MaxLogits as MaxLogits
-from .providers import gauss_newton_bartlett as gauss_newton_bartlett
-from .providers import hutchinson as hutchinson
-from .providers import watch_inputs as watch_inputs
-from .providers import watch_logits as watch_logits
 from .recipe.loading import load_recipe as load_recipe
 from .recipe.loading import shipped_recipes as shipped_recipes
 from .recipe.recipe import Recipe as Recipe

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 from eigengraft import load_recipe, shipped_recipes
+from eigengraft.optimizers.engine.signals import OWN
+from eigengraft.optimizers.engine.signals.listeners import listeners
 from eigengraft.preconditioners import walk
 
 SHIPPED = shipped_recipes()
@@ -33,14 +35,24 @@ def cover(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(found.values())
 
 
-COVER = cover(SHIPPED)
+def alone(name: str) -> bool:
+    """Whether steps of a recipe take gradients alone, and no signal that a model or a training loop must provide."""
+    asked = [own for rule in load_recipe(name).updates().values() for _, own in listeners(rule, "")]
+    signals = {signal for own in asked for signal in (*own.signals(), *getattr(own, "requires_some", ()))}
+    return signals <= OWN
+
+
+ALONE = tuple(name for name in SHIPPED if alone(name))
+"""Recipes that tests can step with gradients alone; the others have tests of their own."""
+
+COVER = cover(ALONE)
 """Recipes that stand for the others, which differ from them in numbers, statistics or storage, or in the order of
 stages."""
 
 TOGETHER = ("ademamix", "prodigy", "track3")
 """Recipes in which what becomes of a parameter depends on the steps of the run, or on sums over other parameters."""
 
-BROAD = tuple(name for name in SHIPPED if name in COVER or not plain(name))
+BROAD = tuple(name for name in ALONE if name in COVER or not plain(name))
 """Recipes that are asked for what an optimizer has to do; a plain one outside of the cover does it by its stages."""
 
 
@@ -69,7 +81,7 @@ def beyond(names: Iterable[str], cover: Iterable[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-BEYOND = beyond(SHIPPED, COVER)
+BEYOND = beyond(ALONE, COVER)
 """Recipes that are asked for every option beside the cover. Storage, which many of the others differ in, is no reason:
 parameters of these tests are too small to be coded, and tests of storage ask every quantizer."""
 

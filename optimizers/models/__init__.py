@@ -1,5 +1,7 @@
-"""Providers of signals that cost a forward or a backward: hooks of a model, and helpers that a training loop calls."""
+"""An optimizer and its model: composition, and the signals that cost a forward or a backward. Users come in here."""
 
+from .composer import compose as compose
+from .composer import submodel as submodel
 from .curvature import gauss_newton_bartlett as gauss_newton_bartlett
 from .curvature import hutchinson as hutchinson
 from .input_grams import InputGrams as InputGrams

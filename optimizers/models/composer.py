@@ -7,13 +7,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .checkpoint.replaced_params import ModelLink
-from .optimizer import Optimizer
-from .providers import watch_inputs, watch_logits
-from .recipe.loading import RecipeSource
-from .recipe.overrides import Overrides
-from .recipe.param_names import canonical_names
-from .recipe.routing import DescribedParameters, ParamInfo, describe_model
+from ..checkpoint.replaced_params import ModelLink
+from ..optimizer import Optimizer
+from ..recipe.loading import RecipeSource
+from ..recipe.overrides import Overrides
+from ..recipe.param_names import canonical_names
+from ..recipe.routing import DescribedParameters, ParamInfo, describe_model
+from .input_grams import watch_inputs
+from .logits import watch_logits
 
 
 def compose(
