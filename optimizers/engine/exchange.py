@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eigengraft.blocking import InputMatrix, input_columns
+from eigengraft.blocking import InputMatrix
 from eigengraft.numerics import compute_dtype
-from eigengraft.stacks import Stack
+from eigengraft.stacks import Stack, input_blocks
 
 from ..apply import IterateStore
 from ..apply.write import EntryUpdate, Rates
@@ -188,24 +188,10 @@ def find_signals(blocks: ActiveBlocks, step: Step, exchange: BlockExchange) -> d
         elif name in step.entries:
             found[name] = exchange.gather(blocks, name)
         elif name in step.inputs:
-            found[name] = _input_blocks(blocks.stack, step.inputs[name])
+            found[name] = input_blocks(blocks.stack, step.inputs[name])
         elif name in step.numbers:
             value = step.numbers[name]
             if isinstance(value, Tensor) and value.ndim:
                 value = value[torch.from_numpy(blocks.stack.param_ids).to(value.device)].to(blocks.stack.dtype)
             found[name] = value
     return {**found, **{key: step.numbers[key] for key in state.totals}}
-
-
-def _input_blocks(stack: Stack, matrices: Sequence[InputMatrix | None]) -> Tensor:
-    """The parts `[n, c, c]` of matrices over inputs, by position, that belong to blocks; 0 where there is none."""
-    known = {int(at): matrix for at in np.unique(stack.param_ids) if (matrix := matrices[at]) is not None}
-    zero = torch.zeros((), dtype=torch.int64, device=stack.device)
-    nothing = {at: zero.expand(grid.merged) for at, grid in stack.grids}
-    indices = [known[at].index if at in known else nothing.get(at, zero) for at in range(len(matrices))]
-    columns = input_columns(stack.gather(indices))
-    out = torch.zeros((*columns.shape, columns.shape[-1]), dtype=stack.dtype, device=stack.device)
-    for at, matrix in known.items():
-        rows = torch.from_numpy(np.flatnonzero(stack.param_ids == at)).to(stack.device)
-        out[rows] = matrix.blocks(columns[rows]).to(out.dtype)
-    return out
