@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
@@ -42,6 +43,7 @@ class StepWatch(Watch):
         self.inner = inner
         self.samples: dict[tuple[str, str, str, int], Sample] = {}
         self._calls: list[tuple[State, Mapping[str, Tensor]]] = []
+        self._given: tuple[weakref.ref[Tensor], Tensor] | None = None
 
     def loaded(self, key: str, value: Tensor) -> None:
         if self.inner is not None:
@@ -56,8 +58,9 @@ class StepWatch(Watch):
             self.inner.stored(state, name, value)
         kept = state.decoded(name)
         if kept is not None:
-            error = _dot(kept - value, kept - value)
-            self._add(state, state.path, (name, "storage_error"), (error, error, _dot(value, value)))
+            error, written = _wide(kept - value), _wide(value)
+            square = _dot(error, error)
+            self._add(state, state.path, (name, "storage_error"), (square, square, _dot(written, written)))
 
     @contextmanager
     def call(self, what: str, inputs: Mapping[str, Tensor], state: State) -> Iterator[None]:
@@ -74,12 +77,19 @@ class StepWatch(Watch):
         if not isinstance(value, Tensor):
             return
         state, inputs = self._calls[-1]
-        gradient = inputs["gradient"]
-        square, entries = _dot(value, value), torch.full((len(value),), value[:1].numel(), device=value.device)
+        update, gradient = _wide(value), _wide(inputs["gradient"])
+        square, product = _dot(update, update), _dot(update, gradient)
+        squares = self._squares(inputs["gradient"], gradient)
         paths = (state.path, *([] if len(self._calls) > 1 else [state.path.rpartition(".")[0]]))
         for path in paths:  # outside of all stages the last direction that returns is that of the chain
-            self._add(state, path, ("", "update_rms"), (square, square, entries.double()))
-            self._add(state, path, ("", "cosine"), (_dot(value, gradient), square, _dot(gradient, gradient)))
+            self._add(state, path, ("", "update_rms"), (square, square, torch.full_like(square, update.shape[1])))
+            self._add(state, path, ("", "cosine"), (product, square, squares))
+
+    def _squares(self, gradient: Tensor, wide: Tensor) -> Tensor:
+        """`[N]`: sums of squares, made once for all stages that are given the same gradient; wide: in float64."""
+        if self._given is None or self._given[0]() is not gradient:
+            self._given = weakref.ref(gradient), _dot(wide, wide)
+        return self._given[1]
 
     def _add(self, state: State, path: str, what: tuple[str, str], sums: tuple[Tensor, Tensor, Tensor]) -> None:
         """Keeps a sample; a later one of the same rows takes its place."""
@@ -89,6 +99,11 @@ class StepWatch(Watch):
         self.samples[path, slot, measure, start] = sample
 
 
+def _wide(x: Tensor) -> Tensor:
+    """The entries of each block in float64, `[N, *block] -> [N, n]`."""
+    return x.flatten(1).double() if x.ndim > 1 else x[:, None].double()
+
+
 def _dot(x: Tensor, y: Tensor) -> Tensor:
-    """`[N]`: the sum of products of entries of each block, in float64."""
-    return (x.double() * y.double()).flatten(1).sum(1)
+    """`[N, n] -> [N]`: the sum of products of entries, without a tensor for the products."""
+    return torch.bmm(x.unsqueeze(1), y.unsqueeze(2)).flatten()

@@ -19,6 +19,7 @@ from eigengraft.distributed.layouts import Layout
 from eigengraft.distributed.ownership import Loads
 
 from ..engine.block_groups import divide
+from ..param_groups import require_expected
 from ..recipe.loading import RecipeSource, load_recipe
 from ..recipe.param_names import canonical_names
 from ..recipe.recipe import Recipe
@@ -102,6 +103,7 @@ def plan(
     infos = known(parameters, dtype)
     if not infos:
         raise ValueError("plan: at least one parameter is required, got none")
+    require_expected(recipe, infos)
     names = [info.name or f"parameter {position}" for position, info in enumerate(infos)]
     if names.count(twice := max(names, key=names.count)) > 1:
         raise ValueError(f"plan: a name of its own for each parameter is required, got '{twice}' twice")

@@ -10,6 +10,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import eigengraft
 from eigengraft import Optimizer, RecipeError, compose, load_recipe, shipped_recipes
+from eigengraft.optimizers.planning.plan import plan
 from eigengraft.optimizers.recipe.param_names import canonical_name, canonical_names
 from eigengraft.optimizers.recipe.yaml_files import shipped
 
@@ -496,3 +497,10 @@ def test_a_name_of_both_a_stage_and_a_route_needs_a_path() -> None:
     ):
         load_recipe(recipe)
     load_recipe({**recipe, "expect": {"update.rms": ">= 1 tensors", "routes.rms": ">= 1 tensors"}})
+
+
+def test_a_plan_whose_routes_do_otherwise_is_refused() -> None:
+    shapes = [("a.weight", (8, 8)), ("lm_head.weight", (64, 8))]
+    with pytest.raises(RecipeError, match=r"expect\.spectral: .* elsewhere went lm_head\.weight to routes\.adam"):
+        plan(expecting(spectral=">= 90% of parameters"), shapes, (2,))
+    assert plan(expecting(spectral="== 64 parameters"), shapes, (2,))
