@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -48,6 +49,7 @@ class BlockGroup:
     update_dtype: dtype that updates are sent in.
     device: device of the blocks.
     blocks: the blocks, in the order of their parameters.
+    joined: whether they are computed together with those of the group before, and so are sent in one round with them.
     """
 
     path: str
@@ -57,6 +59,7 @@ class BlockGroup:
     update_dtype: torch.dtype
     device: torch.device
     blocks: tuple[PlacedBlock, ...]
+    joined: bool = False
 
     def owned(self, rank: int) -> list[PlacedBlock]:
         """The blocks that a rank owns, by row."""
@@ -110,6 +113,7 @@ class CommPlan:
     block_groups: the blocks of all parameters that are exchanged.
     names: what errors call the parameters, by position.
     limit: bytes of updates of all ranks in a round.
+    starts: number of the first block group that each one is computed together with.
     """
 
     def __init__(
@@ -123,6 +127,7 @@ class CommPlan:
         self.rank_group, self.layouts, self.block_groups, self.names = rank_group, layouts, block_groups, names
         self.limit = limit
         self.replicated = all(layouts[block.position].replicated for group in block_groups for block in group.blocks)
+        self.starts = list(accumulate((0 if group.joined else at for at, group in enumerate(block_groups)), max))
         self.rounds = [self._round(groups) for groups in pack(block_groups, limit)]
 
     def describe(self, index: int) -> str:
@@ -173,12 +178,12 @@ class CommPlan:
 
 
 def pack(block_groups: Sequence[BlockGroup], limit: int) -> list[list[int]]:
-    """Numbers of block groups in order, in lists of at most `limit` bytes; a list has one pair of dtypes to send in."""
+    """Numbers of block groups in order, in lists of one pair of dtypes and `limit` bytes, or of what is joined."""
     rounds: list[list[int]] = []
     size, last = 0, None
     for index, group in enumerate(block_groups):
         dtypes = group.gradient_dtype, group.update_dtype
-        if not rounds or dtypes != last or size + group.nbytes > limit:
+        if not group.joined and (not rounds or dtypes != last or size + group.nbytes > limit):
             rounds.append([])
             size = 0
         rounds[-1].append(index)

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, final
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.chains import ChainOf
+from eigengraft.chains import ChainOf, Mapped, Summing, settled
 from eigengraft.ramps import Schedulable
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import Rotation, StepContext
@@ -71,7 +71,7 @@ class Stage(Schedulable, ABC, family="stage"):
         """A slot of the chain called `part` as this stage wants it declared; the default changes nothing."""
         return slot
 
-    def inner_gradient(self, part: str, state: State, gradient: Tensor, context: StepContext) -> Tensor:
+    def inner_gradient(self, part: str, state: State, gradient: Tensor, context: StepContext) -> Mapped:
         """What the chain called `part` inside this stage sees of a first gradient that only primes statistics; to be
         overridden by a stage that gives its chains another gradient than its own."""
         return gradient
@@ -92,7 +92,7 @@ class Stage(Schedulable, ABC, family="stage"):
         return False
 
     def spans_parameter(self) -> bool:
-        """Whether the stage combines all blocks of a parameter, which then must lie in one stack."""
+        """Whether `apply` takes sums over all blocks of a parameter, which then have one owner and step together."""
         return False
 
     def refresh_cost(self, block: tuple[int, ...]) -> float:
@@ -158,23 +158,27 @@ class Stage(Schedulable, ABC, family="stage"):
         return {}
 
     @abstractmethod
-    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
-        """Every step: map the direction `[N, *block]`; update the moments that live in the current frame."""
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Mapped:
+        """Every step: map the direction `[N, *block]`; update the moments that live in the current frame.
+
+        `total = yield values` in it gives sums of `values` `[N]` over all blocks of each block's parameter, and
+        `mapped = yield from run_chain(...)` the direction of a chain inside.
+        """
 
     @final
-    def run(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+    def run(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Summing[Tensor]:
         """One step of this stage, its verbs in the order of its timing."""
         observed = self.observed(gradient, direction)
         context = context.with_rotation(self.rotation(state, observed))
         if self.lagged():
-            direction = watched(self, state).apply(state, gradient, direction, context)
+            direction = yield from settled(watched(self, state).apply(state, gradient, direction, context))
             self._observe_and_refresh(state, observed, context)
             return direction
         self._observe_and_refresh(state, observed, context)
-        return watched(self, state).apply(state, gradient, direction, context)
+        return (yield from settled(watched(self, state).apply(state, gradient, direction, context)))
 
     @final
-    def prime(self, state: State, gradient: Tensor, context: StepContext) -> None:
+    def prime(self, state: State, gradient: Tensor, context: StepContext) -> Summing[None]:
         """The first gradient of a lagged stage: it is observed and the first refresh is made, nothing moves."""
         if self.lagged():
             observed = self.observed(gradient, gradient)
@@ -183,9 +187,9 @@ class Stage(Schedulable, ABC, family="stage"):
             if not any(stage.lagged() for _, stage in walk(stages)):
                 continue
             inside = state.scope(part, self.inner_block(part, state.block))
-            seen = self.inner_gradient(part, state, gradient, context)
+            seen = yield from settled(self.inner_gradient(part, state, gradient, context))
             for stage in stages:
-                stage.prime(inside.scope(stage.label), seen, context)
+                yield from stage.prime(inside.scope(stage.label), seen, context)
 
     @final
     def _observe_and_refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:
@@ -214,10 +218,10 @@ Stages = Annotated[tuple[Stage, ...], ChainOf("stage", "stages of a chain")]
 
 def run_chain(
     stages: tuple[Stage, ...], state: State, gradient: Tensor, direction: Tensor, context: StepContext
-) -> Tensor:
-    """Runs the stages in order, each on the direction that the one before returned."""
+) -> Summing[Tensor]:
+    """Runs the stages in order, each on the direction that the one before returned: `yield from run_chain(...)`."""
     for stage in stages:
-        direction = stage.run(state.scope(stage.label), gradient, direction, context)
+        direction = yield from stage.run(state.scope(stage.label), gradient, direction, context)
     return direction
 
 

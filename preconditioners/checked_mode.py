@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from eigengraft.chains import Mapped, Summing, settled
 from eigengraft.component import ContractError
 from eigengraft.slots import Slot, State, Watch
 from eigengraft.state_key import StateKey
@@ -29,7 +30,7 @@ class Verbs(Protocol):
 
     def refresh(self, state: State, gradient: Tensor, context: StepContext) -> None: ...
 
-    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor: ...
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Mapped: ...
 
 
 @dataclass
@@ -145,10 +146,10 @@ class CheckedVerbs:
         with self.watch.call(_what("refresh", state, context), {"gradient": gradient}, state):
             self.stage.refresh(state, gradient, context)
 
-    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Summing[Tensor]:
         inputs = {"gradient": gradient, "direction": direction}
         with self.watch.call(_what("apply", state, context), inputs, state):
-            result = self.stage.apply(state, gradient, direction, context)
+            result = yield from settled(self.stage.apply(state, gradient, direction, context))
             self.watch.returned(result, direction)
         return result
 

@@ -1,22 +1,27 @@
-"""Block groups: equal blocks of all ranks that are exchanged, in the order in which they are computed and sent."""
+"""Block groups, which are equal blocks of all ranks in the order in which they are computed and sent, and stacks."""
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
+from dataclasses import replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from eigengraft.distributed.comm_plan import BlockGroup, PlacedBlock
+from eigengraft.distributed.rank_group import RankGroup
 from eigengraft.numerics import compute_dtype
-from eigengraft.stacks import blocks_that_fit
+from eigengraft.stacks import Stack, blocks_that_fit
 
 from ..recipe.recipe import Recipe
+from ..recipe.slot_keys import require_slots
 from ..sharding.phases import Phases
 from ..sharding.placement import ParamSpec
-from .equal_blocks import EqualBlocks, cut_blocks, equal_blocks, stack_length
+from .equal_blocks import BlockKind, EqualBlocks, blocks_in_place, connected, cut_blocks, equal_blocks, stack_length
+from .stack_state import StackState
 
 
 def divide(
@@ -25,6 +30,7 @@ def divide(
     """The block groups with the owner of each block, and the phases `[N]` of their blocks.
 
     No block group is larger than a round of messages or than one stack on every rank, if its blocks may be parted.
+    Block groups of parameters that stages take sums over follow each other, and are joined.
     Block groups of neighbouring parameters follow each other, so that a parameter is complete a few rounds after its
     first block.
     """
@@ -33,10 +39,17 @@ def divide(
     if recipe.distribution.overlap_backward:  # backward comes to the last parameters first
         runs.reverse()
     for positions in runs:
+        lists = list[EqualBlocks]()
         for blocks in equal_blocks(cut_blocks(specs, recipe, positions), specs, phases):
             fit = blocks_that_fit(limit, math.prod(blocks.kind.shape), blocks.kind.dtype)
-            for some in blocks.split(min(fit, ranks * stack_length(blocks.kind, recipe)), recipe):
-                yield _place(some, specs, recipe, ranks), some.phases
+            lists += blocks.split(min(fit, ranks * stack_length(blocks.kind, recipe)), recipe)
+        spans = {path: update.spans() for path, update in recipe.updates().items()}
+        for numbers in connected([some.positions if spans[some.kind.path] else set() for some in lists]):
+            positions_together = set[int]().union(*(lists[number].positions for number in numbers))
+            dtypes = {specs[position].dtype for position in positions_together}
+            for number in numbers:
+                group = _place(lists[number], specs, recipe, ranks, dtypes)
+                yield replace(group, joined=number != numbers[0]), lists[number].phases
 
 
 def round_bytes(specs: Sequence[ParamSpec], recipe: Recipe, ranks: int) -> int:
@@ -72,8 +85,10 @@ def _runs(specs: Sequence[ParamSpec], limit: int) -> Iterator[list[int]]:
         yield run
 
 
-def _place(blocks: EqualBlocks, specs: Sequence[ParamSpec], recipe: Recipe, ranks: int) -> BlockGroup:
-    """The block group of equal blocks: the owner of each, and its row in the owner's stack."""
+def _place(
+    blocks: EqualBlocks, specs: Sequence[ParamSpec], recipe: Recipe, ranks: int, dtypes: Set[torch.dtype]
+) -> BlockGroup:
+    """The block group of equal blocks: the owner of each, and its row in the owner's stack; dtypes: of parameters."""
     path, shape, dtype, device = blocks.kind
     rows = [0] * ranks
     placed = []
@@ -83,10 +98,63 @@ def _place(blocks: EqualBlocks, specs: Sequence[ParamSpec], recipe: Recipe, rank
         owner = placement.owners[grid.keys[0]]
         placed.append(PlacedBlock(position, grid, owner, rows[owner]))
         rows[owner] += 1
-    dtypes = {specs[block.position].dtype for block in placed}
-    own = dtypes.pop() if len(dtypes) == 1 else dtype
+    own = next(iter(dtypes)) if len(dtypes) == 1 else dtype
     gradient = dtype if recipe.decays_in_gradient() else own
     sent = (gradient, own if sends_parameters(specs, recipe) else dtype)
     if recipe.distribution.dtype == "bf16":
         sent = (torch.bfloat16, torch.bfloat16)
     return BlockGroup(path, shape, dtype, *sent, device, tuple(placed))
+
+
+def build(
+    specs: Sequence[ParamSpec], recipe: Recipe, phases: Phases, rank_group: RankGroup | None = None
+) -> tuple[list[StackState], list[BlockGroup]]:
+    """The stacks that this rank computes, and the block groups that are exchanged (none without a rank group)."""
+    if rank_group is None:
+        found = equal_blocks(cut_blocks(specs, recipe, range(len(specs))), specs, phases)
+        require_slots(recipe, [(blocks.kind.path, blocks.kind.shape) for blocks in found])
+        return _stack_states(found, specs, recipe), []
+    rank, stack_states, block_groups = rank_group.rank, list[StackState](), list[BlockGroup]()
+    for group, due in divide(specs, recipe, phases, rank_group.size):
+        owned = np.array([block.owner == rank for block in group.blocks])
+        if owned.any():
+            kind = BlockKind(group.path, group.shape, group.dtype, group.device)
+            grids = [(block.position, block.grid) for block in group.owned(rank)]
+            stack_states.append(_stack_state(EqualBlocks(kind, grids, due[owned]), specs, recipe))
+            stack_states[-1].block_group = len(block_groups)
+        block_groups.append(group)
+    require_slots(recipe, [(group.path, group.shape) for group in block_groups])
+    in_place = equal_blocks(blocks_in_place(specs, rank), specs, phases)
+    return [*stack_states, *_stack_states(in_place, specs, recipe, recipe.distribution.message)], block_groups
+
+
+def _stack_states(
+    lists: Iterable[EqualBlocks], specs: Sequence[ParamSpec], recipe: Recipe, limit: int | None = None
+) -> list[StackState]:
+    """Stacks of blocks that are all on this rank; limit: their bytes, if several blocks are in one."""
+    found = []
+    for blocks in lists:
+        most = stack_length(blocks.kind, recipe)
+        if limit is not None:
+            most = min(most, blocks_that_fit(limit, math.prod(blocks.kind.shape), blocks.kind.dtype))
+        found += [_stack_state(some, specs, recipe) for some in blocks.split(most, recipe)]
+    return found
+
+
+def _stack_state(blocks: EqualBlocks, specs: Sequence[ParamSpec], recipe: Recipe) -> StackState:
+    """One stack with its state."""
+    path, shape, dtype, device = blocks.kind
+    stack = Stack(shape, dtype, device, tuple(blocks.grids))
+    owners = zip(stack.param_ids.tolist(), stack.keys, strict=True)
+    seeds = np.array([_seed(specs[position].name, key) for position, key in owners], dtype=np.int64)
+    state = StackState(path, recipe.updates()[path], stack, recipe.storage, blocks.phases, seeds)
+    if recipe.lr_scale is not None:
+        factors = [specs[position].lr_factors[own] for position, grid in stack.grids for own in grid.matrices]
+        state.lr_factors = torch.tensor(factors, dtype=dtype, device=device)
+    return state
+
+
+def _seed(name: str, key: int) -> int:
+    """A number made of a parameter's name and a block's key."""
+    digest = hashlib.blake2b(f"{name}/{key}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -42,13 +42,18 @@ class EqualBlocks:
     grids: Sequence[tuple[int, BlockGrid]]
     phases: NDArray[np.float64]
 
+    @property
+    def positions(self) -> set[int]:
+        """Positions of the parameters that the blocks are of."""
+        return {position for position, _ in self.grids}
+
     def single(self) -> list[tuple[int, BlockGrid]]:
         """Every block as a grid of its own."""
         return [(position, grid.block(index)) for position, grid in self.grids for index in range(len(grid.keys))]
 
     def split(self, most: int, recipe: Recipe) -> Iterator[EqualBlocks]:
-        """Lists of at most `most` blocks; blocks of a parameter that a stage takes norms over stay in one list."""
-        together = any(stage.spans_parameter() for _, stage in recipe.updates()[self.kind.path].stages())
+        """Lists of at most `most` blocks; blocks of a parameter that a stage takes sums over stay in one list."""
+        together = recipe.updates()[self.kind.path].spans()
         ranges = split_ranges([position for position, grid in self.grids for _ in grid.keys], most, together)
         if len(ranges) == 1:
             yield self
@@ -66,9 +71,7 @@ def cut_blocks(
         spec = specs[position]
         if spec.in_place:
             continue
-        grids = list(recipe.updates()[spec.path].blocking.grids(spec.shape, spec.matrices))
-        _require_one_stack(spec, recipe, grids)
-        for grid in grids:
+        for grid in recipe.updates()[spec.path].blocking.grids(spec.shape, spec.matrices):
             yield BlockKind(spec.path, grid.shape, compute_dtype(spec.dtype), spec.device), position, grid
 
 
@@ -80,17 +83,6 @@ def blocks_in_place(specs: Sequence[ParamSpec], rank: int) -> Iterator[tuple[Blo
             if box.numel:
                 kind = BlockKind(spec.path, box.shape, compute_dtype(spec.dtype), spec.device)
                 yield kind, position, BlockGrid.single(box.shape)
-
-
-def _require_one_stack(spec: ParamSpec, recipe: Recipe, grids: Sequence[BlockGrid]) -> None:
-    """Raises ValueError for blocks of several shapes under a stage that takes norms over parameters."""
-    for stage_path, stage in recipe.updates()[spec.path].stages(spec.path):
-        if len(grids) > 1 and stage.spans_parameter():
-            raise ValueError(
-                f"{stage_path}: takes norms over whole parameters, so their blocks must be equal, got blocks "
-                f"{', '.join(str(grid.shape) for grid in grids)} of a parameter of shape {spec.shape}; choose a "
-                "`blocking.size` that divides its axes, no splitting, or `per: block`"
-            )
 
 
 def equal_blocks(
@@ -108,6 +100,17 @@ def equal_blocks(
         own, ordered = zip(*due, strict=True)
         lists.append(EqualBlocks(kind, ordered, np.concatenate(own)))
     return lists
+
+
+def connected(sets: Sequence[Set[int]]) -> list[list[int]]:
+    """Numbers of the sets in lists, those together that share a member with one another, in order of the first."""
+    found: list[tuple[set[int], list[int]]] = []
+    for index, members in enumerate(sets):
+        joined = [own for own in found if own[0] & members]
+        merged = set(members).union(*(own for own, _ in joined))
+        numbers = sorted([index, *(number for _, numbers in joined for number in numbers)])
+        found = [*(own for own in found if not own[0] & members), (merged, numbers)]
+    return sorted(numbers for _, numbers in found)
 
 
 def stack_length(kind: BlockKind, recipe: Recipe) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import numpy as np
@@ -24,11 +24,12 @@ from ..sharding.fingerprint import step_numbers
 from ..sharding.phases import Phases
 from ..sharding.placement import ParamSpec
 from ..sharding.rank_sync import RankSync
-from .build import build
+from .block_groups import build
 from .exchange import BlockExchange, LocalExchange, Step, find_signals
 from .finite_check import FiniteCheck, GivenGradients
 from .rank_exchange import RankExchange
-from .stack_state import ActiveBlocks, StackState
+from .stack_state import ActiveBlocks
+from .stack_step import StackStep, active_blocks, after_decay, directions, prime, sharing_sums
 
 
 class ParamSet:
@@ -59,6 +60,7 @@ class ParamSet:
         self._counts: NDArray[np.int64] = self.step_counts.numpy()
         self._priming = np.array([self.updates[spec.path].lagging() for spec in specs], dtype=np.int64)
         self.stack_states, self.block_groups = build(specs, recipe, phases, rank_group)
+        self._together = sharing_sums(self.stack_states)
         constraints = {path: update.constraints for path, update in self.updates.items()}
         paths = [spec.path for spec in specs]
         rank_sync = None if rank_group is None else RankSync(rank_group, specs, recipe.failure)
@@ -140,40 +142,37 @@ class ParamSet:
             self.iterates.signals = step.outputs
             self.iterates.begin(np.flatnonzero(moved & (self.update_counts == 1)).tolist())
         self.exchange.begin(step, moved, partial(self._write, step=step))
-        for stack_state in self.stack_states:
-            for blocks, priming in self._active_blocks(stack_state, step.active):
+        for states in self._together:
+            for blocks, priming in active_blocks(states, step.active, self._counts):
                 self._advance(blocks, step, priming)
         self.exchange.finish()
 
-    def _active_blocks(self, stack_state: StackState, active: NDArray[np.bool_]) -> Iterator[tuple[ActiveBlocks, bool]]:
-        """(active blocks of a stack, whether this gradient only primes their statistics)."""
-        first = active & (self._counts == 1)
-        selections = [(active, False)]
-        if stack_state.lagging and first.any():
-            selections = [(first, True), (active & ~first, False)]
-        for chosen, priming in selections:
-            blocks = stack_state.select(chosen)
-            if len(blocks.stack.param_ids):
-                yield blocks, priming
-
-    def _advance(self, blocks: ActiveBlocks, step: Step, priming: bool) -> None:
-        """Computes the directions of some blocks and delivers them."""
-        state, rows, exchange = blocks.stack_state, blocks.rows, self.exchange
-        gradient = exchange.gather(blocks, "gradients")
-        context = state.context(blocks.stack, rows, self._counts, find_signals(blocks, step, exchange))
-        mask = None if step.mask is None else step.mask[torch.from_numpy(blocks.stack.param_ids).to(context.device)]
+    def _advance(self, together: Sequence[ActiveBlocks], step: Step, priming: bool) -> None:
+        """Computes the directions of blocks that share sums over parameters, and delivers them."""
+        steps, path = [self._stack_step(blocks, step) for blocks in together], together[0].stack_state.path
         if priming:
-            state.prime(gradient, rows, mask, context)
+            prime(steps)
         else:
-            direction = state.direction(gradient, rows, mask, context)
-            if state.rule.after_decay:
-                scale = step.rates.step_scale(state.path)
-                term = scale.decay_term(exchange.gather(blocks, "parameters"), direction)
-                direction = state.after_decay(gradient, direction + term, rows, mask, context)
-            exchange.deliver(blocks, direction)
-        bad = state.failing(context, self.recipe.failure.roots)
-        if bad:
-            exchange.report_failed_roots(state.path, state.stack.param_ids[bad].tolist())
+            found = directions(steps)
+            if self.updates[path].after_decay:
+                found = after_decay(steps, [self._decayed(*pair, step) for pair in zip(together, found, strict=True)])
+            for blocks, direction in zip(together, found, strict=True):
+                self.exchange.deliver(blocks, direction)
+        for one in steps:
+            bad = one.failing(self.recipe.failure.roots)
+            if bad:
+                self.exchange.report_failed_roots(path, one.blocks.stack_state.stack.param_ids[bad].tolist())
+
+    def _stack_step(self, blocks: ActiveBlocks, step: Step) -> StackStep:
+        state, rows, gradient = blocks.stack_state, blocks.rows, self.exchange.gather(blocks, "gradients")
+        context = state.context(blocks.stack, rows, self._counts, find_signals(blocks, step, self.exchange))
+        mask = None if step.mask is None else step.mask[torch.from_numpy(blocks.stack.param_ids).to(context.device)]
+        return StackStep(blocks, gradient, mask, context)
+
+    def _decayed(self, blocks: ActiveBlocks, direction: Tensor, step: Step) -> Tensor:
+        """A direction with its weight decay."""
+        scale = step.rates.step_scale(blocks.stack_state.path)
+        return direction + scale.decay_term(self.exchange.gather(blocks, "parameters"), direction)
 
     def _write(self, updates: Sequence[EntryUpdate], step: Step) -> None:
         """Moves parameters by their updates; those that were only primed stay."""

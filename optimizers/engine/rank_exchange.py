@@ -134,7 +134,7 @@ class RankExchange:
         group = blocks.stack_state.block_group
         if group is None:
             return self.local.gather(blocks, source)
-        self.comm_step.advance(group)
+        self.comm_step.advance(self.comm_plan.starts[group])
         if not self.comm_step.carries(source):
             return self.local.gather(blocks, source)
         stack = self.comm_step.gather(group, source)

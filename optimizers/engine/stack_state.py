@@ -1,4 +1,4 @@
-"""The state of a stack: its tensors, and the calls of its stages on the blocks that take part in a step."""
+"""The state of a stack: its tensors, and the blocks of it that take part in a step."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eigengraft.component import ContractError
-from eigengraft.numerics import per_block
-from eigengraft.preconditioners import run_chain
 from eigengraft.preconditioners.checked_mode import Checks
 from eigengraft.quantization import Quantizer, choose
 from eigengraft.slots import EncodedSlot, Slot, State, Storage, Watch
@@ -91,13 +88,13 @@ class StackState:
         return tuple(key.name for key, slot in self.slots() if slot.total)
 
     @cached_property
-    def _foreign(self) -> tuple[str, ...]:
+    def foreign(self) -> tuple[str, ...]:
         """Paths of the stages from outside of this package: what these return is looked at before it is written."""
         stages = self.rule.stages(self.path)
         return tuple(path for path, stage in stages if not type(stage).__module__.startswith("eigengraft."))
 
     @cached_property
-    def _failure_counts(self) -> tuple[str, ...]:
+    def failure_counts(self) -> tuple[str, ...]:
         """The slots in which stages count failures of their roots and bases."""
         return tuple(str(key) for key, slot in self.slots() if slot.role == "failures")
 
@@ -133,46 +130,6 @@ class StackState:
         path = f"{self.path}.{chain}" if self.path else chain
         storage = Storage(self.encoded, seeds, steps, self.step_watch or self.checks)
         return State(self.tensors, self.stack.block, path, rows, mask, storage)
-
-    def prime(self, gradient: Tensor, rows: Tensor | None, mask: Tensor | None, context: StepContext) -> None:
-        """Shows the first gradient of blocks to a chain with a lagged stage: it is observed, nothing moves."""
-        state = self.state("update", rows, mask, context)
-        for stage in self.rule.update:
-            stage.prime(state.scope(stage.label), gradient, context)
-
-    def direction(self, gradient: Tensor, rows: Tensor | None, mask: Tensor | None, context: StepContext) -> Tensor:
-        """The direction of the selected blocks, before weight decay."""
-        state = self.state("update", rows, mask, context)
-        direction = run_chain(self.rule.update, state, gradient, gradient, context)
-        if self._foreign and (direction.device.type == "cpu" or context.steps.max() % 100 < 3):  # looking may wait
-            self._require_finite(gradient, direction)
-        if self.lr_factors is None:
-            return direction
-        return direction * per_block(self.lr_factors if rows is None else self.lr_factors[rows], direction)
-
-    def _require_finite(self, gradient: Tensor, direction: Tensor) -> None:
-        """Raises ContractError for a direction with inf or nan of gradients without."""
-        bad = ~direction.flatten(1).isfinite().all(1) & gradient.flatten(1).isfinite().all(1)
-        if bad.any():
-            raise ContractError(
-                f"{', '.join(self._foreign)}: finite directions are required, got {int(bad.sum())} of {len(bad)} with "
-                "inf or nan from finite gradients; no parameter has got them. With checked=True the error names the "
-                "stage that made them"
-            )
-
-    def after_decay(
-        self, gradient: Tensor, decayed: Tensor, rows: Tensor | None, mask: Tensor | None, context: StepContext
-    ) -> Tensor:
-        """The direction after the stages that follow weight decay. decayed: the direction with the decay added."""
-        state = self.state("after_decay", rows, mask, context)
-        return run_chain(self.rule.after_decay, state, gradient, decayed, context)
-
-    def failing(self, context: StepContext, tolerated: int) -> list[int]:
-        """Rows whose root or basis failed more often in a row than tolerated; nothing is read but after a refresh."""
-        if not self._failure_counts or not any(True for _, stage in self.rule.stages() for _ in stage.due(context)):
-            return []
-        bad = [torch.nonzero(self.tensors[key] > tolerated).flatten().tolist() for key in self._failure_counts]
-        return sorted({row for rows in bad for row in rows})
 
     def rows(self) -> Iterator[tuple[int, int, int]]:
         """(row, parameter position, block key) of every block."""

@@ -65,6 +65,10 @@ class Update(Component):
         """Whether the first gradient only primes statistics."""
         return any(stage.lagged() for _, stage in self.stages())
 
+    def spans(self) -> bool:
+        """Whether a stage takes sums over all blocks of a parameter."""
+        return any(stage.spans_parameter() for _, stage in self.stages())
+
     def entrywise(self) -> bool:
         """Whether no stage mixes entries, so that it plays no role which of them form a matrix."""
         return all(stage.entrywise() for _, stage in self.stages())
@@ -85,9 +89,7 @@ class Route(Update):
     name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", description="what the route is called in paths")
     match: Match = Field(default=Match(), description="which parameters")
     lr_ratio: float = Field(default=1.0, ge=0, description="multiplies the group's learning rate")
-    weight_decay: WeightDecay | None = Field(
-        default=None, description="decay of these parameters; default: the recipe's"
-    )
+    weight_decay: WeightDecay | None = Field(default=None, description="their decay; default: that of the recipe")
     optional: bool = Field(default=False, description="whether it is fine that no parameter matches")
 
 
@@ -140,9 +142,7 @@ class Recipe(Update):
     )
     sam: SharpnessAware | None = Field(default=None, description="gradients of a neighbourhood; steps need a closure")
     failure: Failure = Field(default=Failure(), description="what happens when numbers go wrong")
-    distribution: Distribution = Field(
-        default=Distribution(), description="how the work is divided over ranks; it changes no result"
-    )
+    distribution: Distribution = Field(default=Distribution(), description="how ranks divide work, with equal results")
 
     @model_validator(mode="after")
     def _routes_differ(self) -> Self:

@@ -170,6 +170,7 @@ class Match(Component):
     ndim: AxisCounts = Field(default=(), description="numbers of axes")
     min_size: int | None = Field(default=None, ge=0, description="least number of elements")
     max_size: int | None = Field(default=None, ge=0, description="largest number of elements")
+    min_axis: int | None = Field(default=None, ge=1, description="least length of the longest axis")
 
     @field_validator("name")
     @classmethod
@@ -185,16 +186,15 @@ class Match(Component):
         """Why a parameter matches, in a few words; None if it does not match."""
         modules = [kind for kind in self.module if kind in info.modules]
         names = [pattern for pattern in self.name if info.name is not None and re.search(pattern, info.name)]
+        longest, most = max(info.shape, default=1), info.numel if self.max_size is None else self.max_size
+        sized = self.min_size is not None or self.max_size is not None
         wanted = (
             (self.module, bool(modules), f"module {'/'.join(modules)}"),
             (self.name, bool(names), f"name ~ {'/'.join(names)}"),
             (self.role, info.role in self.role, info.why),
             (self.ndim, len(info.shape) in self.ndim, f"{len(info.shape)}-d"),
+            (self.min_axis, longest >= (self.min_axis or 0), f"an axis of {longest}"),
+            (sized, (self.min_size or 0) <= info.numel <= most, f"{info.numel} elements"),
         )
-        if not all(holds for asked, holds, _ in wanted if asked):
-            return None
-        if info.numel < (self.min_size or 0) or (self.max_size is not None and info.numel > self.max_size):
-            return None
-        sized = self.min_size is not None or self.max_size is not None
-        reasons = [why for asked, _, why in wanted if asked] + [f"{info.numel} elements"] * sized
-        return ", ".join(reasons) or "every parameter"
+        reasons = ", ".join(why for asked, _, why in wanted if asked) or "every parameter"
+        return reasons if all(holds for asked, holds, _ in wanted if asked) else None

@@ -50,7 +50,7 @@ def assign_owners(specs: Sequence[ParamSpec], recipe: Recipe, phases: Phases, lo
     """Fills in the owners of all blocks of parameters that the same ranks share; loads: what ranks carry, updated.
 
     The order of the parameters plays no role. Parameters that are updated in place are counted before any block is
-    assigned. Blocks of a parameter that a stage takes norms over go to one owner. Of blocks that cost the same, ranks
+    assigned. Blocks of a parameter that a stage takes sums over go to one owner. Of blocks that cost the same, ranks
     own those that they hold much of already, which then need not travel. Frozen parameters come last, so that work is
     even without them: the balance is that of the others.
     """
@@ -87,10 +87,32 @@ def _cost(spec: ParamSpec, block: tuple[int, ...], recipe: Recipe) -> Cost:
 def _blocks(
     spec: ParamSpec, recipe: Recipe, phases: Phases, interval: int, holdings: Holdings
 ) -> Iterator[_OwnedTogether]:
-    """The blocks of a parameter, those of one grid together if a stage takes norms over them."""
+    """The blocks of a parameter, all together if a stage takes sums over them."""
+    found = list(_grid_blocks(spec, recipe, phases, interval, holdings))
+    if len(found) > 1 and recipe.updates()[spec.path].spans():
+        found = [_together(found)]
+    yield from found
+
+
+def _together(found: Sequence[_OwnedTogether]) -> _OwnedTogether:
+    """Blocks of several grids of a parameter as blocks that have one owner."""
+    due: dict[int, float] = {}
+    for step, work in (pair for blocks in found for pair in blocks.item.due):
+        due[step] = due.get(step, 0.0) + work
+    constant, state = sum(blocks.item.constant for blocks in found), sum(blocks.item.state for blocks in found)
+    keys = [key for blocks in found for key in blocks.keys]
+    ranks = {rank for blocks in found for rank in blocks.held}
+    held = {rank: sum(blocks.held.get(rank, 0) for blocks in found) for rank in ranks}
+    return _OwnedTogether(found[0].owners, keys, Item(constant, state, tuple(sorted(due.items()))), held)
+
+
+def _grid_blocks(
+    spec: ParamSpec, recipe: Recipe, phases: Phases, interval: int, holdings: Holdings
+) -> Iterator[_OwnedTogether]:
+    """The blocks of a parameter, those of one grid together if a stage takes sums over them."""
     assert spec.placement is not None and spec.placement.owners is not None
     rule, placement, owners = recipe.updates()[spec.path], spec.placement, spec.placement.owners
-    together = any(stage.spans_parameter() for _, stage in rule.stages())
+    together = rule.spans()
     for grid in rule.blocking.grids(spec.shape, spec.matrices):
         cost = _cost(spec, grid.shape, recipe)
         measured = recipe.distribution.measured(grid.shape, cost.work)

@@ -9,6 +9,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from eigengraft.chains import run_together
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
@@ -38,6 +39,9 @@ class AdaptiveRotation(Stage):
         lagged = next((path for path, stage in walk(self.inner) if stage.lagged()), None)
         if stateful or lagged:
             raise ValueError(f"inner: stages without state are required, got one that has some, {stateful or lagged}")
+        spanning = next((path for path, stage in walk(self.inner, "inner") if stage.spans_parameter()), None)
+        if spanning:
+            raise ValueError(f"{spanning}: a stage without sums over parameters is required, got one that takes some")
         return self
 
     def chains(self) -> Mapping[str, Stages]:
@@ -70,11 +74,15 @@ class AdaptiveRotation(Stage):
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         if len(state.block) < 2:
-            return run_chain(self.inner, state.scope("inner"), gradient, direction, context)
+            return self._inner(state, gradient, direction, context)
         q, axis = state["q"], self._axis(state.block)
         return mode_product(self._mapped(state, direction, q, axis, context), q, axis)
 
     def _mapped(self, state: State, direction: Tensor, q: Tensor, axis: int, context: StepContext) -> Tensor:
         """f(Q^T d)."""
         turned = mode_product(direction, q.mT, axis)
-        return run_chain(self.inner, state.scope("inner"), turned, turned, context)
+        return self._inner(state, turned, turned, context)
+
+    def _inner(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        run = run_chain(self.inner, state.scope("inner"), gradient, direction, context)
+        return run_together([run], [context.param_ids])[0]

@@ -9,6 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from eigengraft.chains import Summing
 from eigengraft.numerics import per_block, tiny
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
@@ -49,12 +50,12 @@ class Prodigy(Stage):
             "d": Slot((), fill=self.start, role="iterate"),
         }
 
-    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Summing[Tensor]:
         d = self._estimate(state, context)
         scale = per_block(d, gradient)
         scaled = gradient * scale
         start = scaled if direction is gradient else direction * scale
-        out = run_chain(self.inner, state.scope("inner"), scaled, start, context)
+        out = yield from run_chain(self.inner, state.scope("inner"), scaled, start, context)
         self._learn(state, gradient, d, context)
         return out * scale
 

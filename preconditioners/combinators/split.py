@@ -9,6 +9,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from eigengraft.chains import Summing
 from eigengraft.numerics import per_block, tiny
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
@@ -94,12 +95,12 @@ class Split(Stage):
             inner = state.scope("inside", self.inner_block("inside", state.block))
             transport(self.inside, inner, axis, turn, None)
 
-    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Summing[Tensor]:
         inner = state.scope("inside", self.inner_block("inside", state.block))
         g_in, g_out = self._divided(state, gradient)
         d_in, d_out = (g_in, g_out) if direction is gradient else self._divided(state, direction)
-        mapped = run_chain(self.inside, inner, g_in, d_in, context)
-        rest = run_chain(self.outside, state.scope("outside"), g_out, d_out, context)
+        mapped = yield from run_chain(self.inside, inner, g_in, d_in, context)
+        rest = yield from run_chain(self.outside, state.scope("outside"), g_out, d_out, context)
         if len(state.block) < 2:
             return mapped + rest
         return mode_product(mapped, state["basis"], self._axis(state.block)) + rest

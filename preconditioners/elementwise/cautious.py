@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 from torch import Tensor
 
+from eigengraft.chains import Summing
 from eigengraft.numerics import per_block
 from eigengraft.slots import State
 from eigengraft.step_context import StepContext
@@ -29,10 +30,10 @@ class Cautious(Stage):
     def spans_parameter(self) -> bool:
         return self.per == "parameter"
 
-    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Summing[Tensor]:
         agrees = (direction.sign() * gradient.sign() > 0).to(direction.dtype)  # of signs: d g itself may underflow
         flat = agrees.flatten(1)
         kept = flat.mean(1)
         if self.per == "parameter":
-            kept = context.parameter_sum(flat.sum(1)) / context.parameter_sum(flat.new_full(kept.shape, flat.shape[1]))
+            kept = (yield flat.sum(1)) / (yield flat.new_full(kept.shape, flat.shape[1]))
         return direction * agrees / per_block(kept.clamp_min(self.floor), direction)

@@ -9,6 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from eigengraft.chains import Summing
 from eigengraft.numerics import block_norm, per_block
 from eigengraft.slots import State
 from eigengraft.step_context import StepContext
@@ -46,11 +47,11 @@ class ClipNorm(Stage):
     def spans_parameter(self) -> bool:
         return self.per == "parameter"
 
-    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Summing[Tensor]:
         if self.per == "model":
             factor = self.max_norm / torch.as_tensor(context.signal("gradient_norm")).clamp_min(self.max_norm)
             return direction * factor.to(direction.dtype)
         norm = block_norm(direction)
         if self.per == "parameter":
-            norm = context.parameter_sum(norm.square()).sqrt()
+            norm = (yield norm.square()).sqrt()
         return direction / per_block((norm / self.max_norm).clamp_min_(1.0), direction)

@@ -11,6 +11,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from eigengraft.chains import Summing
 from eigengraft.numerics import identity_like, may_branch_on_values, per_block, rectified, tiny, to_power
 from eigengraft.slots import State
 from eigengraft.step_context import Rotation, StepContext
@@ -161,10 +162,11 @@ class Eigenbasis(Factored):
             found[f"basis.{axis}/angle"] = turning_angle(b, identity_like(b))
         return found
 
-    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Summing[Tensor]:
         known = context.rotation or self._rotated(state, gradient)
         g, d = (known.rotated if x is known.x else rotate(x, _inward(known.bases)) for x in (gradient, direction))
-        return rotate(run_chain(self.inner, self._inside(state), g, d, context), known.bases)
+        mapped = yield from run_chain(self.inner, self._inside(state), g, d, context)
+        return rotate(mapped, known.bases)
 
 
 def _inward(bases: Mapping[int, Tensor]) -> dict[int, Tensor]:

@@ -116,12 +116,6 @@ class StepContext:
         """The sum, as the step began, of a slot with `total=True` over all blocks of all parameters of the update."""
         return self.signal(StateKey.join(state.path, slot))
 
-    def parameter_sum(self, values: Tensor) -> Tensor:
-        """Sums `values` `[N]` over the blocks of the same parameter; every block gets its parameter's sum."""
-        _, index = np.unique(self.param_ids, return_inverse=True)
-        param_id = torch.from_numpy(index.astype(np.int64)).to(values.device)
-        return values.new_zeros(int(index.max()) + 1).index_add_(0, param_id, values)[param_id]
-
     def in_sweep(self, axes: tuple[int, ...]) -> tuple[int, ...]:
         """The subset of `axes` that the present sweep observes and refreshes."""
         return axes if self.axes is None else tuple(axis for axis in axes if axis in self.axes)

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from eigengraft.distributed.comm_plan import pack
 from eigengraft.distributed.layouts import Layout
 from eigengraft.distributed.ownership import Loads
 from eigengraft.numerics import compute_dtype
-from eigengraft.optimizers.engine.block_groups import divide, round_bytes
-from eigengraft.optimizers.engine.build import build
+from eigengraft.optimizers.engine.block_groups import build, divide, round_bytes
 from eigengraft.optimizers.recipe.loading import load_recipe
 from eigengraft.optimizers.recipe.recipe import Recipe
 from eigengraft.optimizers.recipe.routing import describe_parameter
@@ -24,6 +24,12 @@ SHAPES = {"a.weight": (17, 12), "b.weight": (24, 8), "c.weight": (12, 17), "norm
 RECIPES: dict[str, Any] = {
     "soap": {"base": "soap", "blocking": {"size": 5}, "distribution": {"bucket": 800}},
     "shampoo": {"base": "shampoo", "blocking": {"size": 8, "merge": 8}},
+    "grafted": {
+        "base": "shampoo",
+        "set": {"update.graft.per": "parameter"},
+        "blocking": {"size": 8},
+        "distribution": {"bucket": 800},
+    },
     "adafactor": "adafactor",
 }
 
@@ -75,6 +81,22 @@ def test_rows_of_an_owner_count_its_blocks(name: str, ranks: int) -> None:
         spans = any(stage.spans_parameter() for _, stage in recipe.updates()[group.path].stages())
         fits = group.nbytes <= round_bytes(specs, recipe, ranks)
         assert fits or len(group.blocks) == 1 or (spans and len(positions) == 1)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_blocks_of_a_parameter_that_sums_are_over_are_computed_together(ranks: int) -> None:
+    """They have one owner, and are sent in one round, whatever its size; (17, 12) has blocks of four shapes."""
+    recipe = load_recipe(RECIPES["grafted"])
+    specs = specs_of(recipe, ranks)
+    groups = [group for group, _ in divide(specs, recipe, refresh_phases(recipe, (spec.key for spec in specs)), ranks)]
+    rounds, owners = dict[int, set[int]](), dict[int, set[int]]()
+    for index, numbers in enumerate(pack(groups, round_bytes(specs, recipe, ranks))):
+        for block in (block for number in numbers for block in groups[number].blocks):
+            rounds.setdefault(block.position, set()).add(index)
+            owners.setdefault(block.position, set()).add(block.owner)
+    assert len({group.shape for group in groups if 0 in {block.position for block in group.blocks}}) == 4
+    assert {len(found) for found in (*rounds.values(), *owners.values())} == {1}
+    assert len(set().union(*rounds.values())) > 1 and len(set().union(*owners.values())) > 1
 
 
 def test_seeds_depend_on_names_and_keys_alone() -> None:

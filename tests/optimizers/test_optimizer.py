@@ -440,8 +440,39 @@ def test_a_norm_per_parameter_is_over_all_its_blocks() -> None:
     g = torch.arange(1.0, 33.0, dtype=torch.float64).reshape(8, 4)
     drive(optimizer, [weight], [[g]])
     close([weight.detach()], [-g.sign() * g.norm() / g.sign().norm()])
-    with pytest.raises(ValueError, match=r"update\.graft: .*blocks must be equal.*blocking\.size"):
-        Optimizer([nn.Parameter(torch.zeros(5, 4))], recipe)  # blocks of 4 x 4 and of 1 x 4
+
+
+def test_stages_within_stages_take_sums_over_blocks_of_every_shape() -> None:
+    """Gradients clipped by parameter, m grafted to their signs, what agrees scaled by the part of the parameter that
+    does; blocks of four shapes, views of two matrices, and steps that some parameters miss."""
+    after = {"kind": "cautious", "per": "parameter"}
+    graft = {"kind": "graft", "direction": "sign", "magnitude": "momentum", "per": "parameter"}
+    clip = {"kind": "clip_norm", "max_norm": 3.0, "per": "parameter"}
+    update = [{"kind": "transform", "before": clip, "inner": [graft, after]}]
+    recipe = {"update": update, "blocking": {"size": 4}, "routes": []}
+    weights = [nn.Parameter(torch.zeros(*shape, dtype=torch.float64)) for shape in ((7, 5), (3, 4), (2, 5, 18))]
+    optimizer = Optimizer(named(weights), recipe, lr=1.0)
+    given = gradients(weights, 4)
+    given[1][0] = given[2][2] = None  # type: ignore[call-overload]
+    drive(optimizer, weights, given)
+    for weight, own in zip(weights, zip(*given, strict=True), strict=True):
+        matrices = [
+            [g[k] if g.ndim == 3 else g for g in own if g is not None] for k in range(2 if weight.ndim == 3 else 1)
+        ]
+        expected = [-sum(clipped_and_grafted(matrix)) for matrix in matrices]
+        close([weight.detach()], [torch.stack(expected) if weight.ndim == 3 else expected[0]])
+
+
+def clipped_and_grafted(matrix: Sequence[Tensor]) -> list[Tensor]:
+    """The directions of the test above, of the gradients of one matrix."""
+    m, found = torch.zeros_like(matrix[0]), []
+    for t, raw in enumerate(matrix, start=1):
+        g = raw / max(1.0, float(raw.norm()) / 3)
+        m = 0.9 * m + 0.1 * g
+        d = g.sign() * (m / (1 - 0.9**t)).norm() / g.sign().norm()
+        agrees = (d * g > 0).double()
+        found.append(d * agrees / agrees.mean())
+    return found
 
 
 def test_tied_weights_are_one_parameter() -> None:

@@ -9,6 +9,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from eigengraft import Optimizer, Stage, State, StepContext
+from eigengraft.chains import run_together
 from eigengraft.preconditioners import Cadence, Every
 from eigengraft.preconditioners.algebra.basis_change import fold, unfold
 from eigengraft.slots import Slot
@@ -68,7 +69,7 @@ def run(stage: Diary, steps: list[int], block: tuple[int, ...] = (1, 1)) -> list
     }
     g = torch.arange(1.0, n + 1).double().reshape(n, *[1] * len(block))
     context = StepContext(np.array(steps), np.zeros(n), np.arange(n))
-    stage.run(State(tensors, block, "d"), g, g * 10, context)
+    run_together([stage.run(State(tensors, block, "d"), g, g * 10, context)], [context.param_ids])
     return Diary.told
 
 

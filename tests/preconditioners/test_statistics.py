@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from eigengraft import Optimizer, RecipeError, State, StepContext, load_recipe
+from eigengraft.chains import run_together
 from eigengraft.component import checked
 from eigengraft.preconditioners import Eigenbasis, Shampoo, Stage, chain_slots
 
@@ -31,7 +32,8 @@ class Stepper:
     def step(self, gradient: Tensor, direction: Tensor | None = None) -> Tensor:
         self.t += 1
         g = gradient[None]
-        out = self.stage.run(self.state, g, g if direction is None else direction[None], self.context())
+        run = self.stage.run(self.state, g, g if direction is None else direction[None], self.context())
+        (out,) = run_together([run], [np.zeros(1, dtype=np.int64)])
         assert isinstance(out, Tensor)
         return out[0]
 

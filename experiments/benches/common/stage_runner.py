@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eigengraft.chains import run_together
 from eigengraft.preconditioners import Stage, chain_slots, run_chain, walk
 from eigengraft.slots import State
 from eigengraft.state_key import StateKey
@@ -30,10 +31,12 @@ class StageRunner:
         self.steps += 1
         context = self.context(gradient.device)
         if priming:
-            for stage in self.stages:
-                stage.prime(self.state.scope(stage.label), gradient, context)
+            primes = (stage.prime(self.state.scope(stage.label), gradient, context) for stage in self.stages)
+            for prime in primes:
+                run_together([prime], [context.param_ids])
             return torch.zeros_like(gradient)
-        return run_chain(self.stages, self.state, gradient, gradient, context)
+        run = run_chain(self.stages, self.state, gradient, gradient, context)
+        return run_together([run], [context.param_ids])[0]
 
     def context(self, device: torch.device) -> StepContext:
         """The context of the last step. Signals: lr 1, and the RMS of a parameter of unit size."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eigengraft.chains import known_signals
+from eigengraft.chains import known_signals, run_together
 from eigengraft.preconditioners import Stage, chain_slots, walk
 from eigengraft.preconditioners.checked_mode import Checks
 from eigengraft.quantization import Quantizer
@@ -85,9 +85,10 @@ class StageBench:
         context = self.context(chosen)
         if self.lagging and (context.steps == 0).any():
             assert (context.steps == 0).all()
-            self.stage.prime(state, gradient, context)
+            run_together([self.stage.prime(state, gradient, context)], [context.param_ids])
             return torch.zeros_like(gradient)
-        result = self.stage.run(state, gradient, gradient if direction is None else direction, context)
+        run = self.stage.run(state, gradient, gradient if direction is None else direction, context)
+        (result,) = run_together([run], [context.param_ids])
         assert isinstance(result, Tensor)
         return result
 

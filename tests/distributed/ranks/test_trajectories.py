@@ -43,8 +43,8 @@ CASES: dict[str, dict[str, Any]] = {
     "shampoo": {"recipe": "shampoo", "overrides": [*SMALL, *SHAMPOO]},
     "per_parameter": {
         "recipe": "shampoo",
-        "overrides": ["blocking.size=6", "blocking.merge=6", "update.graft.per=parameter", *SHAMPOO],
-        "sizes": [12, 18],
+        "overrides": [*SMALL, "update.graft.per=parameter", *SHAMPOO, "distribution.bucket=5600"],
+        "gaps": True,
     },
     "adafactor": {"recipe": "adafactor"},
     "hyper": {"recipe": {"base": "muon", "view": "whole", "constraints": "hyperball"}},

@@ -1,0 +1,124 @@
+"""One step of stacks: the directions of their blocks, of all stacks together that take sums over shared parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from eigengraft.chains import Summing, run_together
+from eigengraft.component import ContractError
+from eigengraft.numerics import per_block
+from eigengraft.preconditioners import run_chain
+from eigengraft.slots import State
+from eigengraft.step_context import StepContext
+
+from .equal_blocks import connected
+from .stack_state import ActiveBlocks, StackState
+
+
+@dataclass(frozen=True)
+class StackStep:
+    """One step of the n active blocks of a stack.
+
+    blocks: the blocks, with the state of their stack.
+    gradient: `[n, *block]`.
+    mask: `[n]`, blocks whose state is written; None: all of them.
+    context: what their stages are told.
+    """
+
+    blocks: ActiveBlocks
+    gradient: Tensor
+    mask: Tensor | None
+    context: StepContext
+
+    def state(self, chain: Literal["update", "after_decay"]) -> State:
+        """The state that a chain reads and writes in one call."""
+        return self.blocks.stack_state.state(chain, self.blocks.rows, self.mask, self.context)
+
+    def prime(self) -> Summing[None]:
+        """Shows the first gradient of blocks to a chain with a lagged stage: it is observed, nothing moves."""
+        state = self.state("update")
+        for stage in self.blocks.stack_state.rule.update:
+            yield from stage.prime(state.scope(stage.label), self.gradient, self.context)
+
+    def direction(self) -> Summing[Tensor]:
+        """The direction of the blocks, before weight decay."""
+        own, g, context = self.blocks.stack_state, self.gradient, self.context
+        direction = yield from run_chain(own.rule.update, self.state("update"), g, g, context)
+        if own.foreign and (direction.device.type == "cpu" or context.steps.max() % 100 < 3):  # looking may wait
+            self._require_finite(direction)
+        if own.lr_factors is None:
+            return direction
+        rows = self.blocks.rows
+        return direction * per_block(own.lr_factors if rows is None else own.lr_factors[rows], direction)
+
+    def after_decay(self, decayed: Tensor) -> Summing[Tensor]:
+        """The direction after the stages that follow weight decay. decayed: the direction with the decay added."""
+        stages = self.blocks.stack_state.rule.after_decay
+        return run_chain(stages, self.state("after_decay"), self.gradient, decayed, self.context)
+
+    def _require_finite(self, direction: Tensor) -> None:
+        """Raises ContractError for a direction with inf or nan of gradients without."""
+        bad = ~direction.flatten(1).isfinite().all(1) & self.gradient.flatten(1).isfinite().all(1)
+        if bad.any():
+            raise ContractError(
+                f"{', '.join(self.blocks.stack_state.foreign)}: finite directions are required, got {int(bad.sum())} "
+                f"of {len(bad)} with inf or nan from finite gradients; no parameter has got them. With checked=True "
+                "the error names the stage that made them"
+            )
+
+    def failing(self, tolerated: int) -> list[int]:
+        """Rows whose root or basis failed more often in a row than tolerated; nothing is read but after a refresh."""
+        own = self.blocks.stack_state
+        if not own.failure_counts or not any(True for _, stage in own.rule.stages() for _ in stage.due(self.context)):
+            return []
+        bad = [torch.nonzero(own.tensors[key] > tolerated).flatten().tolist() for key in own.failure_counts]
+        return sorted({row for rows in bad for row in rows})
+
+
+def sharing_sums(states: Sequence[StackState]) -> list[list[StackState]]:
+    """Stacks in lists, those together whose stages take sums over parameters that they share.
+
+    Numbers are added in the order of a list: of shapes, so that it depends on the parameter alone.
+    """
+    shared = connected([set(state.stack.param_ids.tolist()) if state.rule.spans() else set() for state in states])
+    return [sorted((states[index] for index in own), key=lambda state: state.stack.block) for own in shared]
+
+
+def active_blocks(
+    states: Sequence[StackState], active: NDArray[np.bool_], counts: NDArray[np.int64]
+) -> Iterator[tuple[list[ActiveBlocks], bool]]:
+    """(active blocks of stacks of one update, whether this gradient only primes their statistics).
+
+    active, counts: `[P]`, parameters that take part and gradients that each has had.
+    """
+    first = active & (counts == 1)
+    selections = [(active, False)]
+    if states[0].lagging and first.any():
+        selections = [(first, True), (active & ~first, False)]
+    for chosen, priming in selections:
+        found = [blocks for state in states if len((blocks := state.select(chosen)).stack.param_ids)]
+        if found:
+            yield found, priming
+
+
+def prime(steps: Sequence[StackStep]) -> None:
+    """Shows first gradients to stacks that share sums over parameters."""
+    run_together([step.prime() for step in steps], [step.context.param_ids for step in steps])
+
+
+def directions(steps: Sequence[StackStep]) -> list[Tensor]:
+    """The directions of stacks that share sums over parameters, before weight decay."""
+    return run_together([step.direction() for step in steps], [step.context.param_ids for step in steps])
+
+
+def after_decay(steps: Sequence[StackStep], decayed: Sequence[Tensor]) -> list[Tensor]:
+    """Their directions after the stages that follow weight decay; decayed: directions with the decay added."""
+    runs = [step.after_decay(direction) for step, direction in zip(steps, decayed, strict=True)]
+    return run_together(runs, [step.context.param_ids for step in steps])
