@@ -10,9 +10,10 @@ from typing import Annotated, ClassVar, final
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.chains import ChainOf, Mapped, Summing, settled
+from eigengraft.chains import ChainOf
 from eigengraft.ramps import Schedulable
 from eigengraft.slots import Slot, State
+from eigengraft.stacks import Mapped, Summing, settled
 from eigengraft.step_context import Rotation, StepContext
 
 from .cadence import Cadence
@@ -159,11 +160,8 @@ class Stage(Schedulable, ABC, family="stage"):
 
     @abstractmethod
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Mapped:
-        """Every step: map the direction `[N, *block]`; update the moments that live in the current frame.
-
-        `total = yield values` in it gives sums of `values` `[N]` over all blocks of each block's parameter, and
-        `mapped = yield from run_chain(...)` the direction of a chain inside.
-        """
+        """Every step: map the direction `[N, *block]`; update the moments that live in the current frame. `yield values`
+        gives sums of `[N]` numbers over parameters, `yield from run_chain(...)` the direction of a chain inside."""
 
     @final
     def run(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Summing[Tensor]:

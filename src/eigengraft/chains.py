@@ -1,20 +1,16 @@
-"""Chains: components of one family in order, the signals that they ask for, and the sums that they take together."""
+"""Chains: components of one family in order, and the signals that they ask for."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, core_schema
-from torch import Tensor
 
-from .component import FAMILY_MARK, ContractError, stage_name
+from .component import FAMILY_MARK, stage_name
 from .ramps import schedules
 
 
@@ -115,59 +111,6 @@ for _signal in (
     ),
 ):
     register_signal(_signal)
-
-
-_T = TypeVar("_T")
-Summing = Generator[Tensor, Tensor, _T]
-"""A computation on a stack that needs sums over parameters.
-
-It yields numbers `[N]` of the stack's blocks and gets for each block the sum over all blocks of its parameter, in
-whatever stacks these are.
-"""
-
-Mapped = Tensor | Summing[Tensor]
-"""A direction, or a computation of one that needs sums over parameters."""
-
-
-def settled(value: _T | Summing[_T]) -> Summing[_T]:
-    """The result of what may be a computation that needs sums, for `yield from`."""
-    return (yield from value) if isinstance(value, Generator) else value
-
-
-def run_together(runs: Sequence[Summing[_T]], param_ids: Sequence[NDArray[np.int64]]) -> list[_T]:
-    """Runs the same computation on several stacks, from sum to sum; returns the result of each.
-
-    param_ids: of each stack `[N]`, which parameter a block belongs to. Numbers are added in the order of stacks, rows.
-    """
-    asked, results = _advance(runs, None)
-    while asked:
-        if results:
-            raise ContractError(
-                "sums over parameters: equally many are required of all stacks that share parameters, got "
-                f"{len(results)} of {len(runs)} that end before the others"
-            )
-        asked, results = _advance(runs, _parameter_sums(asked, param_ids))
-    return results
-
-
-def _advance(runs: Sequence[Summing[_T]], sums: Sequence[Tensor] | None) -> tuple[list[Tensor], list[_T]]:
-    """(numbers that are to be added, results of what has ended); sums: of the numbers before; None: at the start."""
-    asked, results = list[Tensor](), list[_T]()
-    for index, run in enumerate(runs):
-        try:
-            asked.append(next(run) if sums is None else run.send(sums[index]))
-        except StopIteration as end:
-            results.append(end.value)
-    return asked, results
-
-
-def _parameter_sums(values: Sequence[Tensor], param_ids: Sequence[NDArray[np.int64]]) -> Sequence[Tensor]:
-    """Sums over the blocks of the same parameter; every block gets its parameter's sum."""
-    _, index = np.unique(np.concatenate(param_ids), return_inverse=True)
-    added = torch.cat(list(values))
-    param_id = torch.from_numpy(index.astype(np.int64)).to(added.device)
-    sums = added.new_zeros(int(index.max()) + 1).index_add_(0, param_id, added)[param_id]
-    return torch.split(sums, [len(own) for own in values])
 
 
 class Asks(Protocol):

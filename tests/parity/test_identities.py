@@ -12,7 +12,6 @@ from pydantic import Field
 from torch import Tensor
 
 from eigengraft import State, StepContext
-from eigengraft.chains import run_together
 from eigengraft.preconditioners import (
     BasisSolver,
     Eigenbasis,
@@ -24,6 +23,7 @@ from eigengraft.preconditioners import (
     chain_slots,
 )
 from eigengraft.preconditioners.roots.base import Basis
+from eigengraft.stacks import run_together
 
 from ..trajectories import distance, follow, normal, random_gradients, recipe, rotation
 

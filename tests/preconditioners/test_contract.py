@@ -9,10 +9,10 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from eigengraft import Optimizer, Stage, State, StepContext
-from eigengraft.chains import run_together
 from eigengraft.preconditioners import Cadence, Every
 from eigengraft.preconditioners.algebra.basis_change import fold, unfold
 from eigengraft.slots import Slot
+from eigengraft.stacks import run_together
 
 from ..trajectories import normal
 from .test_statistics import Stepper
