@@ -160,8 +160,8 @@ class Stage(Schedulable, ABC, family="stage"):
 
     @abstractmethod
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Mapped:
-        """Every step: map the direction `[N, *block]`; update the moments that live in the current frame. `yield values`
-        gives sums of `[N]` numbers over parameters, `yield from run_chain(...)` the direction of a chain inside."""
+        """Every step: map the direction `[N, *block]`; update the moments that live in the current frame. `yield x`
+        gives sums of `x` `[N]` over parameters, `yield from run_chain(...)` the direction of a chain inside."""
 
     @final
     def run(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Summing[Tensor]:
