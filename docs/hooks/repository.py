@@ -32,8 +32,9 @@ def figures() -> dict[str, Path]:
 
 
 def paper_data() -> dict[str, Path]:
-    """Numbers that the pages of the papers refer to, by their path in the site."""
-    return {path.relative_to(ROOT).as_posix(): path for path in sorted((ROOT / "papers").glob("*/*.json"))}
+    """Numbers and figures that the pages of the papers refer to, by their path in the site."""
+    found = [path for kind in ("json", "svg") for path in sorted((ROOT / "papers").glob(f"*/*.{kind}"))]
+    return {path.relative_to(ROOT).as_posix(): path for path in found}
 
 
 def _moved(path: Path) -> str:
