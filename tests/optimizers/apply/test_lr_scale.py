@@ -113,8 +113,8 @@ def test_directions_in_a_basis_are_as_large_as_random_signs() -> None:
 
 
 LARGER = {"mud": "rank one"}
-"""The recipe whose directions exceed their size for some gradients: its triangular solver does not see that rows depend on
-each other."""
+"""The recipe whose directions exceed their size for some gradients: its triangular solver does not see that rows depend
+on each other."""
 
 
 def sized(name: str) -> bool:
