@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .apply.averaging import Mode
+from .apply.closures import loss_of
 from .apply.rounding import RoundingWatch
-from .apply.sharpness import loss_of
 from .apply.write import Hyper
 from .checkpoint.consolidation import consolidate, divided_state, full_state
 from .checkpoint.load_plan import strict_loading
@@ -107,12 +107,14 @@ class Optimizer(Reporting, torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update. A closure is called first, with gradients enabled, with `sam` twice; returns its first value."""
+        """One update; returns what the closure returns first, which `sam` and `line_search` call again."""
         if self.iterate != "train":
             held = "the parameters must hold the training iterate, got the evaluated one"
             raise RuntimeError(f"Optimizer.step: {held}; call optimizer.train() first")
         self.param_sets.consolidated = None
-        loss = loss_of(closure, self.recipe.sam, chain.from_iterable(group["params"] for group in self.param_groups))
+        parameters, rule = [p for group in self.param_groups for p in group["params"]], self.recipe.line_search
+        loss = loss_of(closure, self.recipe.sam, parameters, rule is not None)
+        search = None if rule is None else rule.begin(parameters)
         if isinstance(loss, (Tensor, float)):
             self.provide("loss", loss)
         self._settle()
@@ -125,7 +127,19 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         for param_set, inputs in self.param_sets.signals.take(ready):  # all have prepared, which may raise
             if inputs is not None:
                 param_set.step(inputs)
+        if search is not None and closure is not None:
+            with self.param_sets.signals.listeners.pause():
+                search.finish(closure, loss, self.param_groups, self._mean_over_ranks)
         return loss
+
+    def _mean_over_ranks(self, value: Tensor) -> Tensor:
+        """The mean of a number over the ranks that share parameters, all of which call it."""
+        groups = [param_set.rank_group for param_set in self.param_sets if param_set.rank_group is not None]
+        ranks = max(groups, key=lambda group: group.size, default=None)
+        if ranks is None:
+            return value
+        ranks.meet("loss of a line search")
+        return ranks.all_reduce(value.clone(), "loss of a line search") / ranks.size
 
     def provide(self, name: str, value: Given | SignalSource) -> bool:
         """Gives a signal to the next step: a number, {parameter: number or tensor}, or a function asked in every step.

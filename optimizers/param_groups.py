@@ -12,11 +12,12 @@ from torch import Tensor
 
 from eigengraft.component import RecipeError
 
+from .apply.closures.line_search import SCALE
 from .recipe.expect import expected_updates, parse_expectation
 from .recipe.recipe import Recipe
 from .recipe.routing import ParamInfo, describe_named, describe_parameter
 
-_KEYS = ("params", "param_names", "lr", "weight_decay", "name", "initial_lr", "peak_lr", "recipe", "iterate")
+_KEYS = ("params", "param_names", "lr", "weight_decay", "name", "initial_lr", "peak_lr", "recipe", "iterate", SCALE)
 
 
 def check_keys(group: Mapping[str, Any], recipe: str) -> None:

@@ -2,6 +2,8 @@
 
 from .averaging import Averaging as Averaging
 from .averaging import IterateBatch as IterateBatch
+from .closures import LineSearch as LineSearch
+from .closures import SharpnessAware as SharpnessAware
 from .constraints import Constraint as Constraint
 from .constraints import Constraints as Constraints
 from .constraints import Hyperball as Hyperball
@@ -18,4 +20,3 @@ from .parameter_update import BoundConstraint as BoundConstraint
 from .parameter_update import ParameterUpdate as ParameterUpdate
 from .primal_averaging import PrimalAveraging as PrimalAveraging
 from .primal_averaging import ScheduleFree as ScheduleFree
-from .sharpness import SharpnessAware as SharpnessAware

@@ -22,7 +22,7 @@ class InputGrams:
     """A = X^T X / N for every layer `y = W x` of a model, X `[N, n]` the inputs that it has had since the last step.
 
     Layers with a `weight` whose update asks for `activation_gram`: matrices, of which x is the last axis of the first
-    argument, and 2-d convolutions of one group, of which x are the patches. Micro-batches, and several calls of a
+    argument, and 1-d and 2-d convolutions of one group, of which x are patches. Micro-batches, and several calls of a
     module in one forward, add rows to X; modules that share a weight share A. Collected are forwards with gradients,
     of layers that are trained, and only where a stage observes in the next step.
 
@@ -104,11 +104,8 @@ class InputHook:
 
     def _rows(self, module: nn.Module, args: tuple[Any, ...]) -> Tensor:
         x = args[0].detach() if args and isinstance(args[0], Tensor) else None
-        if isinstance(module, nn.Conv2d) and x is not None:
-            images = x if x.ndim == 4 else x.unsqueeze(0)
-            how = (module.kernel_size, module.dilation, _padding(module), module.stride)
-            patches = functional.unfold(images, *how)
-            return patches.mT.flatten(0, 1)
+        if isinstance(module, (nn.Conv1d, nn.Conv2d)) and x is not None:
+            return _patches(module, x)
         n = inputs_of(module)
         if x is None or x.shape[-1] != n:
             got = "no tensor" if x is None else f"shape {tuple(x.shape)}"
@@ -145,7 +142,7 @@ def _has_inputs(module: nn.Module) -> bool:
     weight = module._parameters.get("weight")
     if weight is None or isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return False
-    if isinstance(module, nn.Conv2d):
+    if isinstance(module, (nn.Conv1d, nn.Conv2d)):
         return module.groups == 1 and module.padding_mode == "zeros" and module.padding != "same"
     return weight.ndim == 2
 
@@ -155,5 +152,11 @@ def _remove(handles: list[Any]) -> None:
         handle.remove()
 
 
-def _padding(module: nn.Conv2d) -> Any:
-    return 0 if module.padding == "valid" else module.padding
+def _patches(module: nn.Conv1d | nn.Conv2d, x: Tensor) -> Tensor:
+    """What a kernel is multiplied by at every place, `[places, channels * kernel]`; one axis is a row of an image."""
+    padding: Any = (0,) * len(module.kernel_size) if module.padding == "valid" else module.padding
+    how = [module.kernel_size, module.dilation, padding, module.stride]
+    if isinstance(module, nn.Conv1d):
+        x, how = x.unsqueeze(-2), [(neutral, *given) for neutral, given in zip((1, 1, 0, 1), how, strict=True)]
+    images = x if x.ndim == 4 else x.unsqueeze(0)
+    return functional.unfold(images, *how).mT.flatten(0, 1)

@@ -19,7 +19,7 @@ from eigengraft.quantization.base import NEVER_CODED, Quantizer, require_coded_r
 from eigengraft.slots import Role
 from eigengraft.state_key import StateKey
 
-from ..apply import Averaging, Constraints, SharpnessAware
+from ..apply import Averaging, Constraints, LineSearch, SharpnessAware
 from ..apply.failure import Failure
 from ..apply.weight_decay import Decoupled, WeightDecay
 from ..lr_scale import LRScale
@@ -128,9 +128,7 @@ class Recipe(Update):
     routes: Annotated[tuple[Route, ...], BeforeValidator(_routes, json_schema_input_type=_RouteInput)] = Field(
         default=(), description="rules in order, the first match wins; `default` stands for the Adam route"
     )
-    averaging: Averaging | None = Field(
-        default=None, description="iterates kept beside the parameters, and which is evaluated; default: none"
-    )
+    averaging: Averaging | None = Field(default=None, description="iterates beside parameters, and which is evaluated")
     total_steps: int | None = Field(
         default=None, ge=1, description="steps of the whole run, for what follows its fraction; runs of tasks know it"
     )
@@ -141,6 +139,7 @@ class Recipe(Update):
         default={}, description="what must reach a stage (path, name, kind) or a route: '>= 90% of parameters'"
     )
     sam: SharpnessAware | None = Field(default=None, description="gradients of a neighbourhood; steps need a closure")
+    line_search: LineSearch | None = Field(default=None, description="steps as long as losses allow; with a closure")
     failure: Failure = Field(default=Failure(), description="what happens when numbers go wrong")
     distribution: Distribution = Field(default=Distribution(), description="how ranks divide work, with equal results")
 
@@ -166,9 +165,11 @@ class Recipe(Update):
         return self
 
     @model_validator(mode="after")
-    def _expectations_have_stages(self) -> Self:
+    def _options_fit(self) -> Self:
         for key in self.expect:
             expected_updates(key, self.updates())
+        if self.line_search is not None:
+            self.line_search.require_line(self)
         return self
 
     def route(self, info: ParamInfo) -> tuple[str, str]:

@@ -32,12 +32,13 @@ GRAMS: dict[str, Any] = {
 
 
 class Net(nn.Module):
-    """A convolution, a layer that is used twice, two layers with one weight, and a frozen one."""
+    """Convolutions, a layer that is used twice, two layers with one weight, and a frozen one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(2, 3, 3, padding=1, stride=2)
-        self.wide = nn.Linear(27, 6)
+        self.row = nn.Conv1d(3, 3, 2, padding="valid")
+        self.wide = nn.Linear(24, 6)
         self.twice, self.tied, self.frozen = (nn.Linear(6, 6, bias=False) for _ in range(3))
         self.again = nn.Linear(6, 6, bias=False)
         self.again.weight = self.tied.weight
@@ -51,7 +52,9 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.see("conv.weight", functional.unfold(x, 3, padding=1, stride=2).mT)
-        h = self.wide(self.see("wide.weight", self.conv(x).flatten(1)))
+        y = self.conv(x).flatten(2)
+        self.see("row.weight", y.unfold(2, 2, 1).transpose(1, 2).flatten(2))
+        h = self.wide(self.see("wide.weight", self.row(y).flatten(1)))
         h = self.twice(self.see("twice.weight", h.tanh()))
         h = self.twice(self.see("twice.weight", h.tanh()))
         h = self.tied(self.see("tied.weight", h.tanh()))
@@ -87,7 +90,7 @@ def test_moments_are_of_all_rows_that_a_weight_has_multiplied() -> None:
         seen = {name: torch.cat(inputs) for name, inputs in net.seen.items()}
         net(batch(2))  # an evaluation
     optimizer.step()
-    assert set(seen) == {"conv.weight", "wide.weight", "twice.weight", "tied.weight"}
+    assert set(seen) == {"conv.weight", "row.weight", "wide.weight", "twice.weight", "tied.weight"}
     for name, x in seen.items():
         p = net.get_parameter(name)
         assert p.grad is not None
@@ -153,14 +156,14 @@ def test_nothing_is_collected_that_no_stage_takes() -> None:
     net = Net()
     assert watch_inputs(compose("muon", net), net) is None and hooks(net) == 0
     optimizer = compose(GRAMS | {"update": [_every(3)]}, net, lr=LR)
-    assert hooks(net) == 6  # one of a layer that is frozen, which may be thawed
+    assert hooks(net) == 7  # one of a layer that is frozen, which may be thawed
     source = optimizer.param_sets.signals.provided.sources["activation_gram"][0].__self__  # type: ignore[attr-defined]
     collected = []
     for t in range(5):
         net(batch(t)).sum().backward()
         collected.append(len(source._sums))
         optimizer.step()
-    assert collected == [5, 0, 0, 5, 0]
+    assert collected == [6, 0, 0, 6, 0]
 
 
 def _every(interval: int) -> dict[str, Any]:
@@ -193,7 +196,7 @@ def test_faults_are_named() -> None:
     net = Net()
     optimizer = compose(GRAMS, net, lr=LR)
     again = watch_inputs(optimizer, net)
-    assert again is not None and hooks(net) == 6  # a layer is watched once
+    assert again is not None and hooks(net) == 7  # a layer is watched once
     net(batch(0)).sum().backward()
     parameters = {name: p.detach().clone() for name, p in net.named_parameters()}
     for hook in net.twice._forward_pre_hooks.copy():
@@ -204,8 +207,8 @@ def test_faults_are_named() -> None:
         optimizer.step()
     assert any(not torch.equal(p, parameters[name]) for name, p in net.named_parameters())
     other = compose(GRAMS, net, lr=LR)
-    with pytest.raises(ValueError, match=r"wide: inputs of length 27 .* required by 'activation_gram', got no tensor"):
-        net.wide(input=batch(0).flatten(1)[:, :27])
+    with pytest.raises(ValueError, match=r"wide: inputs of length 24 .* required by 'activation_gram', got no tensor"):
+        net.wide(input=batch(0).flatten(1)[:, :24])
     assert other.skipped == {}
     w = nn.Parameter(normal(4, 3, seed=9))
     plain = Optimizer([w], GRAMS, lr=LR)

@@ -54,6 +54,8 @@ CASES: dict[str, dict[str, Any]] = {
     "scaled blocks": {"recipe": {"base": "soap", "lr_scale": "spectral"}, "overrides": SOAP},
     "signals": {"recipe": {"update": ["listening_for_test", {"kind": "momentum"}]}, "overrides": SMALL},
 }
+INPUTS = ["update.inputs.statistic.interval=2", "update.inputs.refresh.steps=2", "blocking.size=5", "lr=0.02"]
+INPUTS += ["update.spectral.solver.precision=input"]
 EARLY = ["distribution.overlap_backward=true"]
 CASES["early"] = {"recipe": "soap", "overrides": [*SOAP, *EARLY], "early": True}
 WRITTEN = ["distribution.gather=parameters"]
@@ -123,6 +125,10 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome
     for place in ("plain1", "ddp2", "fsdp2"):
         job = {"place": place[:-1], "overrides": [], "sam": {"rho": 0.2}}
         runs.append(Run(f"{place} sharp", "training:run", int(place[-1]), job))
+        job = {"place": place[:-1], "overrides": ["lr=0.5"], "recipe": {"base": "adamw", "line_search": {}}}
+        runs.append(Run(f"{place} searched", "training:run", int(place[-1]), job))
+        job = {"place": place[:-1], "overrides": INPUTS, "recipe": "newton_muon"}
+        runs.append(Run(f"{place} of inputs", "training:run", int(place[-1]), job))
     runs.append(Run("rounded trained", "training:run", 2, {"place": "fsdp", "overrides": BF16}))
     runs.append(Run("early trained", "training:run", 2, {"place": "fsdp", "overrides": EARLY}))
     runs += [Run(f"{place} copied", "copies:run", 2, place) for place in ("plain", "fsdp")]
@@ -247,6 +253,24 @@ def test_sharpness_aware_training_has_the_losses_of_one_process(outcomes: dict[s
     one = outcomes["plain1 sharp"][0].result
     assert abs(one[-1] - outcomes["plain1 trained"][0].result[-1]) > 1e-3  # rho matters
     for outcome in outcomes[f"{place} sharp"]:
+        assert outcome.result == pytest.approx(one, rel=1e-5)  # as above
+
+
+@pytest.mark.parametrize("place", ["ddp2", "fsdp2"])
+def test_inputs_of_layers_are_those_of_the_whole_batch(outcomes: dict[str, list[Outcome]], place: str) -> None:
+    """Their second moments are means over ranks, as gradients are."""
+    one = outcomes["plain1 of inputs"][0].result
+    assert one[-1] < one[0] - 0.1
+    for outcome in outcomes[f"{place} of inputs"]:
+        assert outcome.result == pytest.approx(one, rel=1e-5)  # as above
+
+
+@pytest.mark.parametrize("place", ["ddp2", "fsdp2"])
+def test_line_searches_take_the_steps_of_one_process(outcomes: dict[str, list[Outcome]], place: str) -> None:
+    """By losses of the whole batch; every rank sees a part of it."""
+    one = outcomes["plain1 searched"][0].result
+    assert one[-1] < one[0]  # at a learning rate that is far too large
+    for outcome in outcomes[f"{place} searched"]:
         assert outcome.result == pytest.approx(one, rel=1e-5)  # as above
 
 

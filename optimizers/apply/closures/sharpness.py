@@ -30,7 +30,7 @@ class SharpnessAware(Component):
     def perturbed(self, parameters: Iterable[Tensor]) -> Iterator[None]:
         """W + E in the parameters inside, without gradients; W again afterwards, bit for bit."""
         moved = [parameter for parameter in parameters if parameter.grad is not None]
-        gradients = [_like(parameter) for parameter in moved]
+        gradients = [like(parameter) for parameter in moved]
         saved = [parameter.detach().clone() for parameter in moved]
         scaled = [g * w.abs() for g, w in zip(gradients, saved, strict=True)] if self.adaptive else gradients
         norm = _norm(scaled)
@@ -47,14 +47,20 @@ class SharpnessAware(Component):
                 local(parameter.detach()).copy_(local(start))
 
 
-def loss_of(closure: Callable[[], Any] | None, around: SharpnessAware | None, parameters: Iterable[Tensor]) -> Any:
+def loss_of(
+    closure: Callable[[], Any] | None,
+    around: SharpnessAware | None,
+    parameters: Iterable[Tensor],
+    searches: bool = False,
+) -> Any:
     """What a closure returns where the parameters are; with `around` it has been called again and left its gradients.
 
-    Raises RuntimeError for a closure that is missing.
+    searches: whether it will be called after the step. Raises RuntimeError for a closure that is missing.
     """
     if closure is None:
-        if around is not None:
-            raise RuntimeError("Optimizer.step: a closure is required by `sam`, which calls it twice, got none")
+        if around is not None or searches:
+            who = "`sam`, which calls it twice" if around is not None else "`line_search`, which calls it again"
+            raise RuntimeError(f"Optimizer.step: a closure is required by {who}, got none")
         return None
     with torch.enable_grad():
         loss = closure()
@@ -64,7 +70,7 @@ def loss_of(closure: Callable[[], Any] | None, around: SharpnessAware | None, pa
     return loss
 
 
-def _like(parameter: Tensor) -> Tensor:
+def like(parameter: Tensor) -> Tensor:
     """The gradient of a parameter, laid out as the parameter is."""
     gradient = parameter.grad
     assert gradient is not None
