@@ -9,6 +9,8 @@ READY := $(VENV)/ready-$(shell pwd | cksum | cut -d ' ' -f 1)
 # Keeps the checkout itself off the import path, where its folders would hide installed packages of the same name.
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Modules are compiled once, not by each of the many processes that tests start.
+export PYTHONDONTWRITEBYTECODE :=
 # Two processes. A file's tests stay in one, so that what they share (launched ranks, builds, caches) is made once; files
 # go out by name, which leaves those that take long for neither end.
 SHARED := -n 2 --dist loadfile --no-loadscope-reorder

@@ -60,6 +60,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # ten thousand tests stay to the end: collections need not look through them
+    gc.set_threshold(10_000, 10, 10)
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +70,9 @@ def _same_start() -> Iterator[None]:
 
     random.seed(0)
     np.random.seed(0)
-    torch.manual_seed(0)
+    # without an accelerator `torch.manual_seed` would format a stack for it at every call
+    seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+    seed(0)
     dtype = torch.get_default_dtype()
     yield
     torch.set_default_dtype(dtype)

@@ -13,6 +13,7 @@ import gc
 import importlib
 import itertools
 import json
+import multiprocessing.context
 import multiprocessing.process
 import os
 import runpy
@@ -26,7 +27,10 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import IO
+from typing import IO, TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PRELOADED = (
@@ -96,6 +100,19 @@ def run(*arguments: str | Path, folder: Path, **variables: str) -> subprocess.Co
     process = start(*arguments, folder=folder, **variables)
     output, errors = process.communicate()
     return subprocess.CompletedProcess(process.args, process.wait(), output, errors)
+
+
+def fork_what_is_spawned(patch: pytest.MonkeyPatch) -> None:
+    """Processes that this one spawns through multiprocessing come from a server that has imported the library: what
+    they are given is pickled as before, and they know of nothing that was imported or registered here."""
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["eigengraft.experiments", "torch._dynamo"])
+
+    def context(method: str) -> multiprocessing.context.BaseContext:
+        assert method == "spawn"
+        return server
+
+    patch.setattr(multiprocessing, "get_context", context)
 
 
 class _Server:

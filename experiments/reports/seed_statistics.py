@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from scipy import stats
+from scipy import special
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Paired:
     @property
     def needed(self) -> float | None:
         """|t| that would be significant at 5 percent with this many pairs: 12.7 for 2, 4.30 for 3."""
-        return float(stats.t.ppf(0.975, self.n - 1)) if self.n > 1 else None
+        return float(special.stdtrit(self.n - 1, 0.975)) if self.n > 1 else None
 
 
 def summarize(values: Sequence[float]) -> Summary | None:
@@ -55,7 +55,7 @@ def paired(values: Mapping[int, float], baseline: Mapping[int, float]) -> Paired
     if not summary.spread:
         return Paired(summary.n, summary.mean, None, None)
     t = summary.mean * math.sqrt(summary.n) / summary.spread
-    return Paired(summary.n, summary.mean, t, 2 * float(stats.t.sf(abs(t), summary.n - 1)))
+    return Paired(summary.n, summary.mean, t, 2 * float(special.stdtr(summary.n - 1, -abs(t))))
 
 
 def reaches(x: Sequence[float], y: Sequence[float], level: float) -> float | None:

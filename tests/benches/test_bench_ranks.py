@@ -11,6 +11,8 @@ from eigengraft.experiments.benches.ranks.bench import RankBench
 from eigengraft.experiments.benches.ranks.processes import answer
 from eigengraft.experiments.benches.ranks.rows import efficiency_of, path_of
 
+from ..processes import fork_what_is_spawned
+
 pytestmark = pytest.mark.slow
 
 TINY: dict[str, Any] = {"layers": 1, "width": 8, "intervals": 1, "ranks": [1, 2]}
@@ -35,8 +37,9 @@ def test_the_matrices_are_sixteen_blocks_of_a_small_transformer() -> None:
     assert shapes == 4 * [(768, 256), (256, 256), (1024, 256), (256, 1024)]
 
 
-def test_rows_of_real_ranks() -> None:
+def test_rows_of_real_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four blocks on two ranks, over one interval: as many times as steps, of every rank; counts are a plan's."""
+    fork_what_is_spawned(monkeypatch)
     bench = bench_of()
     rows = bench.run()
     assert [(row.ranks, row.at_once) for row in rows] == [(1, 1), (1, 8), (2, 1), (2, 8)]

@@ -198,7 +198,7 @@ def test_a_sound_stage_gets_a_report_of_laws_held_and_not_asked(late: bool) -> N
 
 
 def test_a_method_from_a_paper_is_one_file_that_keeps_all_laws() -> None:
-    assert len(check_stage(Adopt(eps=1e-30), degree=0).held) == 14
+    assert len(check_stage(Adopt(eps=1e-30), degree=0).held) == 15
 
 
 def test_what_is_not_an_instance_is_refused() -> None:

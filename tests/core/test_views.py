@@ -70,7 +70,7 @@ def gathered(grid: BlockGrid, x: Tensor) -> Tensor:
 
 
 @pytest.mark.slow
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(case=views(), blocking=blockings(), start=st.integers(0, 99), length=st.integers(1, 99))
 def test_blocks_are_those_of_separate_parameters_wherever_they_lie(
     case: tuple[Matrices, tuple[int, ...]], blocking: Blocking, start: int, length: int

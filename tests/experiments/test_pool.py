@@ -9,7 +9,7 @@ import pytest
 
 from eigengraft.experiments.studies.pool import run_pool
 
-from ..processes import ROOT, start
+from ..processes import ROOT, fork_what_is_spawned, start
 
 pytestmark = pytest.mark.slow
 
@@ -34,6 +34,7 @@ def work(tmp_path, monkeypatch):
     """A function that a spawned process can import."""
     (tmp_path / "pool_jobs.py").write_text(JOBS)
     monkeypatch.syspath_prepend(str(tmp_path))
+    fork_what_is_spawned(monkeypatch)
     import pool_jobs
 
     yield pool_jobs.work

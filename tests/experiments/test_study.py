@@ -13,7 +13,7 @@ from eigengraft.experiments.studies.running import prepare_study, run_study
 from eigengraft.experiments.studies.study import Study, load_study, shipped_studies
 from eigengraft.experiments.training.train import train
 
-from ..processes import run, start
+from ..processes import fork_what_is_spawned, run, start
 
 pytestmark = pytest.mark.slow
 
@@ -145,7 +145,8 @@ def test_python_and_data_say_the_same():
     assert load_study(json.loads(some.model_dump_json())) == some
 
 
-def test_run_keep_and_refuse(tmp_path):
+def test_run_keep_and_refuse(tmp_path, monkeypatch):
+    fork_what_is_spawned(monkeypatch)
     prepared = prepare_study(study(), tmp_path)
     assert len(prepared.left) == 4
     assert prepared.left[0].directory.startswith("task=large")

@@ -19,7 +19,7 @@ from ..trajectories import Maker, distance, follow, normal, random_gradients, re
 
 pytestmark = pytest.mark.slow
 
-STEPS = 50
+STEPS = 30
 SHAPES = ((6, 5), (7,), (3, 2, 4), (), (4, 1))
 BFLOAT16 = {"random": 0.02, "model": 0.15}
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}

@@ -205,7 +205,7 @@ def test_every_divergence_finds_a_kronecker_covariance(q: str) -> None:
             "exponent": "1/2",
             "solver": solver,
             "statistic": statistic,
-            "refresh": {**EVERY, "start": 20},  # earlier factors are singular, and whitening by them huge
+            "refresh": {**EVERY, "steps": 4, "start": 20},  # earlier factors are singular, and whitening by them huge
         },
         (4, 5),
     )

@@ -134,6 +134,13 @@ class StageBench:
         twin.counts = self.counts.copy()
         return twin
 
+    def repeated(self, times: int) -> StageBench:
+        """A fresh bench with the blocks of this one several times over: what differs between the copies is what they
+        are given."""
+        many = StageBench(self.stage, self.block, self.blocks * times, self.dtype, self.quantizer, self.path)
+        many.phases, many.seeds = np.tile(self.phases, times), np.tile(self.seeds, times)
+        return many
+
     def only(self, block: int) -> StageBench:
         """A bench for one block of this one, fresh."""
         alone = StageBench(self.stage, self.block, 1, self.dtype, self.quantizer, self.path)

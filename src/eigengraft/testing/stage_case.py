@@ -14,7 +14,7 @@ from eigengraft.component import Component, ContractError
 from eigengraft.preconditioners import Stage
 
 from .laws import LawError
-from .samples import gradients
+from .samples import TRAJECTORY_STEPS, gradients
 from .stage_bench import StageBench
 
 BLOCKS = ((6, 5), (7,), (3, 2, 4), (1, 1))
@@ -53,15 +53,27 @@ class StageCase:
         return StageBench(self.stage, block, blocks, dtype)
 
     @cached_property
-    def _trajectories(self) -> dict[tuple[tuple[int, ...], torch.dtype], tuple[Tensor, StageBench]]:
+    def _trajectories(self) -> dict[tuple[tuple[int, ...], torch.dtype], tuple[Tensor, StageBench, StageBench]]:
         return {}
 
     def trajectory(self, block: tuple[int, ...], dtype: torch.dtype = torch.float64) -> tuple[Tensor, StageBench]:
         """The directions of three blocks from fresh state for `gradients(block)`, and the bench after them: what laws
         compare with. Made once for each shape and dtype; laws do not step the bench."""
+        out, _, bench = self._trajectory(block, dtype)
+        return out, bench
+
+    def halfway(self, block: tuple[int, ...]) -> StageBench:
+        """A copy of the bench of the trajectory after half of its steps."""
+        return self._trajectory(block, torch.float64)[1].copy()
+
+    def _trajectory(self, block: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, StageBench, StageBench]:
+        """(directions, copy of the bench after half of the steps, bench after them)."""
         if (block, dtype) not in self._trajectories:
-            bench = self.bench(block, dtype=dtype)
-            self._trajectories[block, dtype] = bench.run(gradients(block, dtype=dtype)), bench
+            bench, given = self.bench(block, dtype=dtype), gradients(block, dtype=dtype)
+            first = bench.run(given[: TRAJECTORY_STEPS // 2])
+            half = bench.copy()
+            out = torch.cat([first, bench.run(given[TRAJECTORY_STEPS // 2 :])])
+            self._trajectories[block, dtype] = out, half, bench
         return self._trajectories[block, dtype]
 
     def degree_on(self, block: tuple[int, ...]) -> float:

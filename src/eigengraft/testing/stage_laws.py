@@ -18,6 +18,7 @@ from .stage_case import StageCase, on
 from .stage_state_laws import (
     a_checkpoint_resumes_exactly,
     a_copy_of_the_state_resumes_exactly,
+    dtype_and_device_are_kept,
     measures_are_of_each_block_alone,
     state_is_reported_to_the_byte,
     storage_makes_no_difference,
@@ -26,9 +27,12 @@ from .stage_state_laws import (
 
 def the_contract_is_kept(case: StageCase) -> None:
     """In checked mode: slots declared and of their shape, state written back, inputs left alone, a direction of the
-    right shape, all finite. Every slot is read or written, and written at least once."""
+    right shape, all finite. Every slot is read or written, and written at least once.
+
+    Encoded state is tried on the first shape: `storage_makes_no_difference` tries it on all of them.
+    """
     for block in case.blocks:
-        for quantizer in (None, Float32(min_elements=1)):
+        for quantizer in (None, Float32(min_elements=1)) if block == case.blocks[0] else (None,):
             with on(block):
                 bench = StageBench(case.stage, block, 3, torch.float32, quantizer).checked()
                 for t, gradient in enumerate(gradients(block, dtype=torch.float32)):
@@ -39,11 +43,11 @@ def the_contract_is_kept(case: StageCase) -> None:
 
 
 def a_stack_is_its_blocks(case: StageCase) -> None:
-    """N blocks in a stack get the directions that each gets alone."""
+    """N blocks in a stack get the directions that each gets alone: its first and its last block."""
     for block in case.blocks:
         with on(block):
             given, (stacked, stack) = gradients(block), case.trajectory(block)
-            for i in range(3):
+            for i in (0, 2):
                 alone = stack.only(i).run(given[:, i : i + 1])[:, 0]
                 what = f"block {i} alone as in a stack of 3 (does a sum or mean run over the stack axis 0?)"
                 require_close(alone, stacked[:, i], 1e-10, what)
@@ -69,8 +73,7 @@ def masked_rows_change_nothing(case: StageCase) -> None:
     mask = torch.tensor([True, False, True])
     for block in case.blocks:
         with on(block, "a block with a gradient of nan is computed and then dropped: it must not raise"):
-            given, stack, (expected, _) = gradients(block), case.bench(block), case.trajectory(block)
-            stack.run(given[: TRAJECTORY_STEPS // 2])
+            given, stack, (expected, _) = gradients(block), case.halfway(block), case.trajectory(block)
             before = {key: tensor.clone() for key, tensor in stack.tensors.items()}
             for t in range(TRAJECTORY_STEPS // 2, TRAJECTORY_STEPS):
                 spoiled = given[t].clone()
@@ -102,6 +105,9 @@ def numbers_stay_finite(case: StageCase) -> None:
         stack = case.bench(block, 3 * len(given), torch.float32)
         failures = {key: stack.tensors[key] for key, slot in stack.declared.items() if slot.role == "failures"}
         directions = [stack.step(gradient).clone() for gradient in torch.cat([*given.values()], 1)]
+        seen = [*directions, *stack.tensors.values()]
+        if all(bool(x.isfinite().all()) for x in seen) and not any(bool(count.any()) for count in failures.values()):
+            continue
         for place, name in enumerate(given):
             rows = slice(3 * place, 3 * place + 3)
             with on(block, f"gradients: {name}"):
@@ -125,11 +131,14 @@ def a_zero_gradient_moves_nothing(case: StageCase) -> None:
 
 def scaling_all_gradients_scales_the_direction(case: StageCase) -> None:
     """By the degree. The last step counts: roots and bases are no longer the identity they start from."""
+    scales = (2.0**-10, 2.0**10)
     for block in case.blocks:
-        for scale in (2.0**-10, 2.0**10):
+        with on(block):
+            degree, (plain, bench) = case.degree_on(block), case.trajectory(block)
+            given = torch.cat([gradients(block) * scale for scale in scales], 1)
+            both = bench.repeated(len(scales)).run(given)[-1]
+        for scale, scaled in zip(scales, torch.split(both, bench.blocks), strict=True):
             with on(block, f"gradients times {scale:g}"):
-                degree, (plain, _) = case.degree_on(block), case.trajectory(block)
-                scaled = case.bench(block).run(gradients(block) * scale)[-1]
                 what = f"a direction that scales by the power {degree:g} of the gradients' scale,"
                 require_close(scaled * scale**-degree, plain[-1], 1e-7, what)
 
@@ -141,25 +150,6 @@ def rotating_all_gradients_rotates_the_direction(case: StageCase) -> None:
             u, v = rotation(block[0], 1), rotation(block[1], 2)
             straight, turned = case.trajectory(block)[0], case.bench(block).run(u @ gradients(block) @ v.T)
             require_close(turned, u @ straight @ v.T, 1e-9, "a direction that turns with the gradients")
-
-
-def dtype_and_device_are_kept(case: StageCase) -> None:
-    """Direction and state keep theirs, in float32 and float64."""
-    for block in case.blocks:
-        for dtype in (torch.float32, torch.float64):
-            with on(block, str(dtype)):
-                want = _kind(gradients(block, dtype=dtype))
-                before = {key: _kind(tensor) for key, tensor in case.bench(block, dtype=dtype).tensors.items()}
-                out, stack = case.trajectory(block, dtype)
-                require(
-                    _kind(out) == want, f"directions of (dtype, device, shape) {want} are required, got {_kind(out)}"
-                )
-                after = {key: _kind(tensor) for key, tensor in stack.tensors.items()}
-                require(after == before, f"state of {before} is required, got {after}")
-
-
-def _kind(x: Tensor) -> tuple[str, str, tuple[int, ...]]:
-    return str(x.dtype), str(x.device), tuple(x.shape)
 
 
 def _odd(x: Tensor) -> str:

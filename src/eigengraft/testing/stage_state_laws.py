@@ -1,4 +1,5 @@
-"""The laws of stages that are about their state: all of it is in the slots, to the byte, and a checkpoint holds it."""
+"""The laws of stages that are about their state: all of it is in the slots, of one dtype, to the byte, and a checkpoint
+holds it."""
 
 from __future__ import annotations
 
@@ -22,13 +23,30 @@ def a_copy_of_the_state_resumes_exactly(case: StageCase) -> None:
     """All that a stage remembers is in its slots."""
     for block in case.blocks:
         with on(block):
-            given, stack, (expected, _) = gradients(block), case.bench(block), case.trajectory(block)
-            stack.run(given[: TRAJECTORY_STEPS // 2])
-            twin = stack.copy()
+            given, twin, (expected, _) = gradients(block), case.halfway(block), case.trajectory(block)
             same = torch.equal(twin.run(given[TRAJECTORY_STEPS // 2 :]), expected[TRAJECTORY_STEPS // 2 :])
             require(
                 same, "the same directions from a copy of the state are required, got others; is there other memory?"
             )
+
+
+def dtype_and_device_are_kept(case: StageCase) -> None:
+    """Direction and state keep theirs, in float32 and float64."""
+    for block in case.blocks:
+        for dtype in (torch.float32, torch.float64):
+            with on(block, str(dtype)):
+                want = _kind(gradients(block, dtype=dtype))
+                before = {key: _kind(tensor) for key, tensor in case.bench(block, dtype=dtype).tensors.items()}
+                out, stack = case.trajectory(block, dtype)
+                require(
+                    _kind(out) == want, f"directions of (dtype, device, shape) {want} are required, got {_kind(out)}"
+                )
+                after = {key: _kind(tensor) for key, tensor in stack.tensors.items()}
+                require(after == before, f"state of {before} is required, got {after}")
+
+
+def _kind(x: Tensor) -> tuple[str, str, tuple[int, ...]]:
+    return str(x.dtype), str(x.device), tuple(x.shape)
 
 
 def storage_makes_no_difference(case: StageCase) -> None:

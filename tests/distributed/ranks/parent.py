@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import importlib.util
 import itertools
 import json
 import os
@@ -23,6 +24,8 @@ def main(folder: Path) -> None:
     sys.path.append(str(Path(__file__).resolve().parent))
     runs = [SimpleNamespace(**run) for run in json.loads((folder / "runs.json").read_text())]
     functions = {run.function: _function(run.function) for run in runs}
+    if importlib.util.find_spec("fsspec"):
+        importlib.import_module("fsspec.core")  # as torch does when a rank first saves: once here, not in each of them
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     gc.collect()
     gc.freeze()  # ranks neither search nor copy what was imported here

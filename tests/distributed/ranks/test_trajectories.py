@@ -26,7 +26,7 @@ CODED = [
 ]
 SHAMPOO = [f"update.graft.direction.shampoo.refresh.{field}" for field in ("steps=3", "at_once=1")]
 RECORD = ["radial_brake", "row_floor", "radius_pin", {"kind": "late_decay", "rate": 0.5}]
-RAMP = {"from": 0.7, "to": 0.99, "steps": 9}
+RAMP = {"from": 0.7, "to": 0.99, "steps": 7}
 SCHEDULED = [{"kind": "momentum", "beta": RAMP}, {"kind": "rms", "beta": RAMP}]
 CASES: dict[str, dict[str, Any]] = {
     "adamw": {"recipe": "adamw"},
@@ -218,7 +218,7 @@ def test_messages_may_be_rounded(outcomes: dict[str, list[Outcome]], place: str)
 
     They are independent and uniform within 2^-8 / m of an entry with the significand m, whose logarithm is nearly
     uniform: their root mean square is 2^-8 of that of the steps times sqrt(mean of m^-2 / 3), which is 0.425. There are
-    2000 entries of 9 steps.
+    2000 entries of 7 steps.
     """
     (one,), (rough, *_) = results(outcomes, "one", "plain"), results(outcomes, place, "rounded")
     errors = squares = 0.0
