@@ -18,7 +18,7 @@ from eigengraft.slots import Slot, State
 
 from ..base import Stage, chain_slots, walk
 
-Transport = Literal["exact", "permute", "none"]
+Transport = Literal["exact", "marginals", "permute", "none"]
 
 
 def unfold(x: Tensor, axis: int) -> Tensor:
@@ -69,19 +69,19 @@ def transport(
     """Change the basis of all slots of a chain along one axis by R = Q_old^T Q_new `[N, r, r]`.
 
     state: of the chain, with the block as it sees it. exact: vectors are rotated, squares are transported by the
-    Hadamard square, (R*R)^T v; permute: vectors are rotated, squares are reordered by `order` `[N, r]`, the old column
-    of each new one; none: everything stays.
+    Hadamard square, (R*R)^T v; marginals: the same, as a start; permute: vectors are rotated, squares are reordered by
+    `order` `[N, r]`, the old column of each new one; none: everything stays.
     """
     if how == "none":
         return
     for path, name, slot in chain_slots(stages, state.block):
-        place = _slot_axis(slot, axis, len(state.block))
+        place = slot_axis(slot, axis, len(state.block))
         if place is None:
             continue
         scope = state.scope(path)
         if slot.frame == "vector":
             scope[name] = mode_product(scope[name], rotation.mT, place)
-        elif how == "exact":
+        elif how != "permute":
             scope[name] = mode_product(scope[name], rotation.square().mT, place)
         elif order is not None:
             x = scope[name]
@@ -110,7 +110,7 @@ def order_or_identity(order: Tensor | None, ok: Tensor) -> Tensor | None:
     return torch.where(ok[:, None], order, torch.arange(order.shape[-1], device=order.device))
 
 
-def _slot_axis(slot: Slot, axis: int, order: int) -> int | None:
+def slot_axis(slot: Slot, axis: int, order: int) -> int | None:
     """The place of the block's axis among the axes of a slot; None: the slot does not have it."""
     spans = {"row": range(order - 1), "column": [*range(order - 2), order - 1], "none": ()}
     axes = list(spans.get(slot.frame, slot.axes if slot.axes is not None else range(order)))

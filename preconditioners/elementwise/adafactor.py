@@ -40,10 +40,10 @@ class Adafactor(Stage):
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
         if len(block) < 2:
-            return {"v": Slot(block, role="second_moment", frame="square")}
+            return {"v": Slot(block, role="second_moment", frame="square", decay=self.beta)}
         return {
-            "row": Slot(block[:-1], role="second_moment", frame="row"),
-            "column": Slot((*block[:-2], block[-1]), role="second_moment", frame="column"),
+            "row": Slot(block[:-1], role="second_moment", frame="row", decay=self.beta),
+            "column": Slot((*block[:-2], block[-1]), role="second_moment", frame="column", decay=self.beta),
         }
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from eigengraft.numerics import per_block
-from eigengraft.slots import Slot, State
+from eigengraft.slots import Frame, Slot, State
 from eigengraft.step_context import StepContext
 
 from ..algebra.exponents import Exponents, exponent_of
@@ -154,12 +154,12 @@ class RMS(Stage):
         return {**own, "product": PRODUCT} if self.scheduled("beta") and self._corrected() else own
 
     def _moment(self, block: tuple[int, ...]) -> Slot:
-        per = self._per(block)
-        if per == "row":
-            return Slot(block[:-1], role="second_moment", frame="row")
-        if per == "column":
-            return Slot((*block[:-2], block[-1]), role="second_moment", frame="column")
-        return Slot((), role="second_moment") if per == "block" else Slot(block, role="second_moment", frame="square")
+        per, plain = self._per(block), self.source == "gradient" and not self.scheduled("beta")
+        if per == "block":
+            return Slot((), role="second_moment")
+        shape = {"entry": block, "row": block[:-1], "column": (*block[:-2], *block[-1:])}[per]
+        frames: dict[str, Frame] = {"entry": "square", "row": "row", "column": "column"}
+        return Slot(shape, role="second_moment", frame=frames[per], decay=self.beta if plain else None)
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         v = self._accumulate(state, gradient if self.source == "gradient" else direction)

@@ -22,6 +22,7 @@ from ..base import Stages, chain_norm, run_chain
 from ..roots import BasisSolver, PowerQR
 from ..statistics import Power, has_data, mean_eigenvalue
 from .base import Factored
+from .marginals import InnerMoments, marginals, require_marginals
 
 
 class Eigenbasis(Factored):
@@ -32,8 +33,10 @@ class Eigenbasis(Factored):
     gradient is diagonal, and the inner chain normalises rounding off the diagonal: let `refresh.start` be 2 or more.
     `lagged` does so after it, as published: the first gradient only builds the basis.
     transport: what inner state does when Q changes by R = Q_old^T Q_new. exact: vectors are rotated, squares
-    transported by (R*R)^T; permute: vectors are rotated, squares only follow the reordering of columns, as published;
-    none: everything stays where it is.
+    transported by (R*R)^T; marginals: exact, then second moments v are fitted to what the statistics know of them in
+    any basis, sum_j v_ij = diag(Q_1^T A_1 Q_1)_i, axis by axis, and no |m| / sqrt(v) grows beyond the largest one
+    before; permute: vectors are rotated, squares only follow the reordering of columns, as published; none: everything
+    stays where it is.
     statistic_frame: what is accumulated of axis i. fixed: A_i; basis: B_i = Q_i^T A_i Q_i, from gradients that are in
     the basis already. A refresh asks the solver for the eigenvectors P of B_i; Q_i <- Q_i P, rectified by one Bjorck
     step, and R is P. In exact arithmetic both are the same. But B_i is nearly diagonal, and R is orthogonal however
@@ -76,6 +79,8 @@ class Eigenbasis(Factored):
                 "statistic_frame: statistics in the basis need all of its columns, got a solver that keeps fewer"
             )
         require_frameless(self.inner, "inner")
+        if self.transport == "marginals":
+            require_marginals(self.statistic, self.inner, self.solver.keeps_all_columns)
         return self
 
     def columns(self, d: int) -> int:
@@ -108,6 +113,21 @@ class Eigenbasis(Factored):
     def _rotated(self, state: State, x: Tensor) -> Rotation:
         bases = self.matrices(state)
         return Rotation(x, bases, rotate(x, _inward(bases)))
+
+    def refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:
+        if self.transport != "marginals":
+            super().refresh(state, gradient, context)
+            return
+        moments = InnerMoments(self.inner, self._inside(state))
+        super().refresh(state, gradient, context)
+        x = None if self.lagged() else rotate(gradient, _inward(self.matrices(state)))
+        moments.fit({axis: self._marginals(state, axis, x) for axis in self.factor_axes(state.block)})
+
+    def _marginals(self, state: State, axis: int, x: Tensor | None) -> Tensor:
+        """Sums of second moments over all axes but one; x: the newest gradient in the basis, which they do not have."""
+        q = state[f"basis.{axis}"] if self.statistic_frame == "fixed" else None
+        newest = None if x is None else self.statistic.squares(x, axis)
+        return marginals(state[f"factor.{axis}"], q, newest)
 
     def refresh_axis(self, state: State, axis: int, context: StepContext) -> None:
         if self.statistic_frame == "basis":

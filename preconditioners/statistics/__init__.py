@@ -2,10 +2,10 @@
 
 from .base import Gram as Gram
 from .base import Statistic as Statistic
-from .base import has_data as has_data
-from .base import mean_eigenvalue as mean_eigenvalue
 from .bregman import Bregman as Bregman
 from .input_gram import InputGram as InputGram
 from .terms import Contribution as Contribution
 from .terms import Power as Power
 from .terms import Powers as Powers
+from .terms import has_data as has_data
+from .terms import mean_eigenvalue as mean_eigenvalue

@@ -31,9 +31,7 @@ class Statistic(Schedulable, ABC, family="statistic"):
 
     beta: float = Field(default=0.95, ge=0, le=1, description="decay of the factors, per observation; 1 = sum")
     bias_correction: bool = Field(default=True, description="divide by 1 - beta^t; a sum has no bias")
-    damped: bool = Field(
-        default=True, description="whether contributions enter with weight 1 - beta; false: with weight 1, uncorrected"
-    )
+    damped: bool = Field(default=True, description="contributions have weight 1 - beta; false: weight 1, uncorrected")
     initial: float = Field(default=0.0, ge=0, description="A_k starts as this times the identity")
     constants: ClassVar[frozenset[str]] = frozenset({"beta"})
     requires: ClassVar[frozenset[str]] = frozenset()
@@ -43,18 +41,14 @@ class Statistic(Schedulable, ABC, family="statistic"):
     trace_scaling: float = Field(
         default=0.0, ge=0, le=1, description="power s: the estimate is multiplied by trace^(-s); 0 = not at all"
     )
-    trace_floor: float = Field(
-        default=0.0, ge=0, description="least trace that is divided by, in units of squared gradients"
-    )
+    trace_floor: float = Field(default=0.0, ge=0, description="least trace to divide by, in units of squared gradients")
     interval: int = Field(default=1, ge=1, description="observe at updates 1, 1 + interval, 1 + 2 interval, ...")
     source: Literal["gradient", "direction", "orthogonalized"] = Field(
         default="gradient",
         description="what is observed: the gradient, what the stages before made of it (after `momentum`, the "
         "momentum), or the polar factor of that",
     )
-    polar: PolarSolver = Field(
-        default=NewtonSchulz(), description="how `source: orthogonalized` computes the polar factor"
-    )
+    polar: PolarSolver = Field(default=NewtonSchulz(), description="how `source: orthogonalized` gets the polar factor")
     axes: Axes = Field(default=Axes(), description="which axes have a factor, and whether it is a matrix or a diagonal")
 
     @model_validator(mode="after")
@@ -79,6 +73,15 @@ class Statistic(Schedulable, ABC, family="statistic"):
     def sequential(self) -> bool:
         """Whether each axis is observed and refreshed before the next one is observed (Gauss-Seidel)."""
         return False
+
+    @property
+    def decay_of_squares(self) -> float | None:
+        """The decay b, if Q^T A_k Q has on its diagonal running means or sums of squared gradients; else None."""
+        return None
+
+    def squares(self, x: Tensor, axis: int) -> Tensor:
+        """What x `[N, *block]`, in the basis Q, adds to diag(Q^T A_k Q) `[N, d]`, if that has `decay_of_squares`."""
+        raise NotImplementedError(f"{type(self).__name__} has no squares on its diagonal")
 
     @abstractmethod
     def contribution(self, state: State, x: Tensor, axis: int, powers: Powers, context: StepContext) -> Contribution:
@@ -128,10 +131,15 @@ class Statistic(Schedulable, ABC, family="statistic"):
             factor = state[f"factor.{axis}"]
             state[f"factor.{axis}"] = self._accumulate(factor, contribution, now)
 
+    @property
+    def _weight(self) -> float:
+        """w, the weight of the newest contribution."""
+        return 1 - self.beta if self.damped and self.beta < 1 else 1.0
+
     def _accumulate(self, factor: Tensor, contribution: Contribution, now: Tensor | None) -> Tensor:
         """In place: factor <- decay factor + weight scale y z^T. now `[N]`: 1 for blocks that observe, 0 for others."""
         y, z, scale = contribution
-        decay, weight = self.beta, (1 - self.beta if self.damped and self.beta < 1 else 1.0)
+        decay, weight = self.beta, self._weight
         if now is not None:
             factor.mul_(per_block(1 - now * (1 - decay), factor))
             decay, scale = 1.0, now * scale
@@ -173,17 +181,18 @@ class Gram(Statistic):
     kind: Literal["gram"] = "gram"
     normalize: Literal["none", "dimension"] = Field(default="none", description="what a contribution is divided by")
 
+    @property
+    def decay_of_squares(self) -> float | None:
+        every_gradient = self.source == "gradient" and self.interval == 1 and not self.initial
+        return self.beta if every_gradient else None
+
     def contribution(self, state: State, x: Tensor, axis: int, powers: Powers, context: StepContext) -> Contribution:
         y = unfold(x, axis)
-        return Contribution(y, y, 1.0 if self.normalize == "none" else 1.0 / max(1, y.shape[-1]))
+        return Contribution(y, y, self._unit(y))
 
+    def squares(self, x: Tensor, axis: int) -> Tensor:
+        y = unfold(x, axis)
+        return self._weight * self._unit(y) * y.square().sum(-1)
 
-def mean_eigenvalue(factor: Tensor) -> Tensor:
-    """`[N]`, the mean of the diagonal of `[N, d, d]`, or of the diagonal itself, where it is not 0; else 1."""
-    mean = (factor.diagonal(dim1=-2, dim2=-1) if factor.ndim == 3 else factor).mean(-1)
-    return torch.where(mean > tiny(factor.dtype), mean, 1.0)
-
-
-def has_data(factor: Tensor) -> Tensor:
-    """`[N]`, whether anything has been observed: a factor that is still zero says nothing."""
-    return factor.flatten(1).any(-1)
+    def _unit(self, y: Tensor) -> float:
+        return 1.0 if self.normalize == "none" else 1.0 / max(1, y.shape[-1])

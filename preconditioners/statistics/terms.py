@@ -6,7 +6,10 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+from eigengraft.numerics import tiny
 
 
 class Power(NamedTuple):
@@ -37,3 +40,14 @@ class Contribution(NamedTuple):
     y: Tensor
     z: Tensor | None
     scale: Tensor | float
+
+
+def mean_eigenvalue(factor: Tensor) -> Tensor:
+    """`[N]`, the mean of the diagonal of `[N, d, d]`, or of the diagonal itself, where it is not 0; else 1."""
+    mean = (factor.diagonal(dim1=-2, dim2=-1) if factor.ndim == 3 else factor).mean(-1)
+    return torch.where(mean > tiny(factor.dtype), mean, 1.0)
+
+
+def has_data(factor: Tensor) -> Tensor:
+    """`[N]`, whether anything has been observed: a factor that is still zero says nothing."""
+    return factor.flatten(1).any(-1)

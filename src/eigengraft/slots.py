@@ -42,6 +42,8 @@ class Slot:
         frame: the axis that it is a factor of, by which a basis and the statistic that it was made of are paired.
     scale: factor of the initial identity.
     sensitive: whether the size of every update depends on the slot, so that no storage takes it by its role.
+    decay: b, if the slot is the running mean or sum of squared gradients of its frame, b^k the weight of the k-th last;
+        None: it is something else.
     total: whether stages read the slot's sum over all blocks of all parameters as the step began, `context.total`.
     """
 
@@ -53,6 +55,7 @@ class Slot:
     axes: tuple[int, ...] | None = None
     scale: float = 1.0
     sensitive: bool = False
+    decay: float | None = None
     total: bool = False
 
     def allocate(self, blocks: int, dtype: torch.dtype, device: torch.device) -> Tensor:

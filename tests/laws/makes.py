@@ -13,6 +13,8 @@ EVERY = {"kind": "every", "steps": 1, "stagger": "none"}
 LATE = {"kind": "every", "steps": 2, "start": 9, "stagger": "none"}
 SPREAD = {"kind": "every", "steps": 3, "start": 8}
 MOMENTUM = {"kind": "momentum", "beta": 0.9}
+SAME_DECAY = {"kind": "gram", "beta": 0.9}
+"""A statistic that forgets as fast as RMS."""
 RMS = {"kind": "rms", "beta": 0.9, "eps": 1e-30}
 COARSE = {**RMS, "eps": 1e-3}
 EXACT = {"kind": "eigh", "eps": 0.0}

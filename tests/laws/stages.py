@@ -1,6 +1,6 @@
 """Rows of the stages: preconditioners, graftings, combinators."""
 
-from .makes import COARSE, EVERY, MOMENTUM, RMS, SPREAD, basis, shampoo, unknown
+from .makes import COARSE, EVERY, MOMENTUM, RMS, SAME_DECAY, SPREAD, basis, shampoo, unknown
 from .rows import Fault, Row
 
 RAMP = {"from": 0.8, "to": 0.95, "steps": 6}
@@ -229,6 +229,7 @@ STAGES = (
             Fault({"kind": "eigenbasis", "inner": ["rms", "rms"]}, "inner: .*give each 'rms' its own `name`"),
             Fault({"kind": "eigenbasis", "inner": "shampoo"}, r"inner\.shampoo: .*factors of its own"),
             Fault({"kind": "eigenbasis", "inner": "rms", "timing": "late"}, "timing: .*, got 'late'"),
+            Fault({"kind": "eigenbasis", "inner": "sign", "transport": "marginals"}, "transport: .* 0.95, got none"),
             Fault({"kind": "eigenbasis", "inner": "rms", "statistic_frame": "own"}, "statistic_frame: .*, got 'own'"),
             Fault(
                 {
@@ -246,6 +247,12 @@ STAGES = (
     Row(basis(MOMENTUM, RMS, timing="lagged", transport="permute"), "published", degree=0),
     Row(basis(RMS, transport="none", refresh=SPREAD), "none, spread", degree=0),
     Row(basis(MOMENTUM, {"kind": "adafactor", "beta": 0.9}), "factored", degree=0),
+    Row(basis(MOMENTUM, RMS, transport="marginals", statistic=SAME_DECAY), "marginals", degree=0),
+    Row(
+        basis(RMS, transport="marginals", statistic=SAME_DECAY, statistic_frame="basis", refresh=SPREAD),
+        "marginals, spread",
+        degree=0,
+    ),
     Row(basis({"kind": "sign"}, statistic={"kind": "gram", "axes": {"side": "right"}}), "one side, sign", degree=0),
     Row(
         basis(MOMENTUM, RMS, statistic={"kind": "gram", "axes": {"vectors": False}}, refresh=SPREAD),

@@ -1,0 +1,185 @@
+"""Transport by marginals: sums of second moments against gradients that are remembered, in float64."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from eigengraft import load_recipe
+from eigengraft.component import RecipeError
+from eigengraft.preconditioners.kronecker.marginals import fitted, marginals
+
+from ..trajectories import normal, random_gradients
+from .test_statistics import Stepper, times
+
+BETA = 0.9
+
+
+def soap(*, inner: str = "rms", **more: Any) -> dict[str, Any]:
+    """SOAP with the second moment `inner`, refreshed at updates 2, 5, 8, ..."""
+    return {
+        "kind": "eigenbasis",
+        "inner": [{"kind": "momentum", "beta": BETA}, {"kind": inner, "beta": BETA}],
+        "statistic": {"kind": "gram", "beta": BETA},
+        "refresh": {"kind": "every", "steps": 3, "start": 2, "offset": 2, "stagger": "none"},
+        "transport": "marginals",
+        **more,
+    }
+
+
+def skewed(shape: tuple[int, ...], steps: int) -> list[Tensor]:
+    """Gradients of which every axis has directions of its own sizes."""
+    out = []
+    for (gradient,) in random_gradients([shape], steps):
+        for axis, n in enumerate(shape):
+            gradient = times(gradient, normal(n, n, seed=90 + axis), axis)
+        out.append(gradient)
+    return out
+
+
+def sums(x: Tensor, axis: int) -> Tensor:
+    """Over all axes but one."""
+    return x.movedim(axis, 0).flatten(1).sum(1) if x.ndim > 1 else x
+
+
+def squares_in(gradients: list[Tensor], bases: list[Tensor]) -> Tensor:
+    """The running mean of squared gradients had they been in this basis from the first one on."""
+    v = torch.zeros_like(gradients[0])
+    for gradient in gradients:
+        for axis, q in enumerate(bases):
+            gradient = times(gradient, q.T, axis)
+        v = BETA * v + (1 - BETA) * gradient.square()
+    return v
+
+
+@pytest.mark.parametrize("more", [{}, {"timing": "lagged"}, {"statistic_frame": "basis"}], ids=str)
+@pytest.mark.parametrize("shape", [(6, 9), (4, 5, 3)])
+def test_what_a_statistic_knows_is_the_sum_of_second_moments(shape: tuple[int, ...], more: dict[str, str]) -> None:
+    """Of all gradients that the second moments hold, in the basis of now: to the rounding of Q, 3 refreshes old."""
+    stepper, gradients = Stepper(soap(**more), shape), skewed(shape, 11)
+    for gradient in gradients:
+        stepper.step(gradient)
+    stage, state = stepper.stage, stepper.state
+    bases = [state[f"basis.{axis}"] for axis in range(len(shape))]
+    true = squares_in(gradients, [q[0] for q in bases])
+    turned = gradients[-1]
+    for axis, q in enumerate(bases):
+        turned = times(turned, q[0].T, axis)
+    before = squares_in(gradients[:-1], [q[0] for q in bases])
+    for axis, q in enumerate(bases):
+        factor, basis = state[f"factor.{axis}"], None if "statistic_frame" in more else q
+        known = marginals(factor, basis, None)[0]
+        torch.testing.assert_close(known, sums(true, axis), rtol=1e-10, atol=0)
+        known = marginals(factor, basis, stage.statistic.squares(turned[None], axis))[0]
+        torch.testing.assert_close(known, BETA * sums(before, axis), rtol=1e-9, atol=0)
+
+
+def test_the_second_moment_of_a_vector_is_known_whole() -> None:
+    """A vector has one axis: after a refresh its second moments are as if the basis had always been this one."""
+    alone = {**soap(), "inner": [{"kind": "rms", "beta": BETA}]}  # no first moment whose ratio to v would be kept
+    stepper, gradients = Stepper(alone, (7,)), skewed((7,), 8)
+    for gradient in gradients:
+        stepper.step(gradient)
+    (v,) = stepper.state.scope("inner").scope("rms")["v"]
+    torch.testing.assert_close(v, squares_in(gradients, [stepper.state["basis.0"][0]]), rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(6, 9), (4, 5, 3)])
+def test_the_last_refresh_leaves_sums_nearer_to_the_truth(shape: tuple[int, ...]) -> None:
+    """After the refresh at update 11, in relative distance of sums by axis; exact transport flattens them."""
+    distances = {}
+    for transport in ("exact", "marginals"):
+        stepper, gradients = Stepper(soap(transport=transport), shape), skewed(shape, 11)
+        for gradient in gradients:
+            stepper.step(gradient)
+        true = squares_in(gradients, [stepper.state[f"basis.{axis}"][0] for axis in range(len(shape))])
+        v = stepper.state.scope("inner").scope("rms")["v"][0]
+        distances[transport] = max(float((sums(v, a) / sums(true, a) - 1).abs().max()) for a in range(len(shape)))
+    assert distances["marginals"] < distances["exact"] / 3
+
+
+def test_factored_second_moments_are_the_sums() -> None:
+    stepper, gradients = Stepper(soap(inner="adafactor"), (6, 9)), skewed((6, 9), 8)
+    for gradient in gradients:
+        stepper.step(gradient)
+    true = squares_in(gradients, [stepper.state[f"basis.{axis}"][0] for axis in range(2)])
+    inside = stepper.state.scope("inner").scope("adafactor")
+    torch.testing.assert_close(inside["row"][0], true.mean(1), rtol=1e-9, atol=0)
+    torch.testing.assert_close(inside["column"][0], true.mean(0), rtol=1e-9, atol=0)
+
+
+def test_products_of_factors_are_fitted_exactly() -> None:
+    rows, columns, depth = (normal(1, n, seed=n).square() for n in (4, 6, 3))
+    d = [normal(1, n, seed=10 + n).square() for n in (4, 6, 3)]
+    for sought in ({0: d[0], 1: d[1] * 7.0, 2: d[2] / 9.0}, {1: d[1]}):
+        v = torch.einsum("na,nb,nc->nabc", rows, columns, depth)
+        new = [sought.get(axis, own) for axis, own in enumerate((rows, columns, depth))]
+        expected = torch.einsum("na,nb,nc->nabc", *new)
+        expected *= v.sum() / expected.sum()
+        torch.testing.assert_close(fitted(v, sought), expected, rtol=1e-12, atol=0)
+
+
+def test_axes_are_taken_alike() -> None:
+    v, d0, d1 = (normal(*shape, seed=3).square() for shape in ((2, 5, 7), (2, 5), (2, 7)))
+    straight, turned = fitted(v, {0: d0, 1: d1}), fitted(v.mT, {0: d1, 1: d0})
+    torch.testing.assert_close(turned.mT, straight, rtol=1e-12, atol=0)
+
+
+def test_sums_that_nobody_knows_change_nothing() -> None:
+    """Where rounding hides a sum, or a row has no second moment, the row is left to the other axis."""
+    v = normal(1, 4, 6, seed=1).square()
+    v[0, 2] = 0
+    d = torch.tensor([[3.0, 0.0, 2.0, 1.0]], dtype=torch.float64)
+    new = fitted(v, {0: d})
+    assert torch.equal(new[0, 2], v[0, 2]) and new.isfinite().all()
+    one = (new[0, 1] / v[0, 1]).unique()
+    assert float(one.max() - one.min()) < 1e-12  # of its own sum only the common factor has changed
+    zero = torch.zeros_like(v)
+    assert torch.equal(fitted(zero, {0: d}), zero)
+
+
+@pytest.mark.parametrize("spike", [8, 9, 10])
+def test_no_update_grows_by_a_refresh_after_a_spike(spike: int) -> None:
+    """max |m| / sqrt(v) after the change of basis, wherever between two refreshes the spike comes."""
+    stepper, gradients = Stepper(soap(), (12, 16)), skewed((12, 16), 20)
+    inner = stepper.state.scope("inner")
+
+    def ratio() -> float:
+        return float((inner.scope("momentum")["m"].abs() / inner.scope("rms")["v"].sqrt()).max())
+
+    stage, largest = stepper.stage, []
+    refresh = type(stage).refresh
+
+    def watched(self: Any, state: Any, gradient: Tensor, context: Any) -> None:
+        before = ratio()
+        refresh(self, state, gradient, context)
+        largest.append(ratio() / before)
+
+    for t, gradient in enumerate(gradients):
+        factor = 1e4 if t == spike else 1.0
+        if (t + 1) % 3 == 2:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(type(stage), "refresh", watched)
+                stepper.step(gradient * factor)
+        else:
+            stepper.step(gradient * factor)
+    assert len(largest) == 7 and max(largest[1:]) <= 1 + 1e-12
+
+
+INSIDE = "update.eigenbasis"
+
+
+@pytest.mark.parametrize(
+    ("source", "changes", "message"),
+    [
+        ("soap", {f"{INSIDE}.statistic.beta": 0.9}, r"second moments .* of the statistic, 0\.9, got 0\.95"),
+        ("soap", {f"{INSIDE}.inner": ["momentum", "sign"]}, r"second moments .* of the statistic, 0\.95, got none"),
+        ("soap", {f"{INSIDE}.statistic.interval": 2}, r"the squares of every gradient: .*'interval': 2"),
+        ("soap_kl", {}, r"the squares of every gradient: .*'kind': 'bregman'"),
+        ("soap", {f"{INSIDE}.solver": {"kind": "subspace", "rank": 4}}, "all columns of a basis"),
+    ],
+)
+def test_what_does_not_know_sums_is_refused(source: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=rf"{INSIDE}: transport: 'marginals' needs {message}"):
+        load_recipe(source, {f"{INSIDE}.transport": "marginals", **changes})
