@@ -103,6 +103,11 @@ class StackState:
         """Whether a block's first gradient only primes its statistics."""
         return self.rule.lagging()
 
+    @cached_property
+    def spans(self) -> bool:
+        """Whether a stage takes sums over all blocks of a parameter."""
+        return self.rule.spans()
+
     def select(self, active: NDArray[np.bool_]) -> ActiveBlocks:
         """The blocks of active parameters; active: `[P]`, by position of the parameter."""
         return ActiveBlocks(self, *self.stack.select(active))

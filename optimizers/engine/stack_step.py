@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -15,11 +15,13 @@ from eigengraft.component import ContractError
 from eigengraft.numerics import per_block
 from eigengraft.preconditioners import run_chain
 from eigengraft.slots import State
-from eigengraft.stacks import Summing, run_together
+from eigengraft.stacks import Summing, run_alone, run_together
 from eigengraft.step_context import StepContext
 
 from .equal_blocks import connected
 from .stack_state import ActiveBlocks, StackState
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def sharing_sums(states: Sequence[StackState]) -> list[list[StackState]]:
 
     Numbers are added in the order of a list: of shapes, so that it depends on the parameter alone.
     """
-    shared = connected([set(state.stack.param_ids.tolist()) if state.rule.spans() else set() for state in states])
+    shared = connected([set(state.stack.param_ids.tolist()) if state.spans else set() for state in states])
     return [sorted((states[index] for index in own), key=lambda state: state.stack.block) for own in shared]
 
 
@@ -110,15 +112,21 @@ def active_blocks(
 
 def prime(steps: Sequence[StackStep]) -> None:
     """Shows first gradients to stacks that share sums over parameters."""
-    run_together([step.prime() for step in steps], [step.context.param_ids for step in steps])
+    _run([step.prime() for step in steps], steps)
 
 
 def directions(steps: Sequence[StackStep]) -> list[Tensor]:
     """The directions of stacks that share sums over parameters, before weight decay."""
-    return run_together([step.direction() for step in steps], [step.context.param_ids for step in steps])
+    return _run([step.direction() for step in steps], steps)
 
 
 def after_decay(steps: Sequence[StackStep], decayed: Sequence[Tensor]) -> list[Tensor]:
     """Their directions after the stages that follow weight decay; decayed: directions with the decay added."""
-    runs = [step.after_decay(direction) for step, direction in zip(steps, decayed, strict=True)]
-    return run_together(runs, [step.context.param_ids for step in steps])
+    return _run([step.after_decay(direction) for step, direction in zip(steps, decayed, strict=True)], steps)
+
+
+def _run(runs: Sequence[Summing[_T]], steps: Sequence[StackStep]) -> list[_T]:
+    own = steps[0].blocks.stack_state
+    if own.spans:
+        return run_together(runs, [step.context.param_ids for step in steps])
+    return [run_alone(run, own.path or "update") for run in runs]

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from eigengraft.slots import Slot, State
-from eigengraft.stacks import run_together
+from eigengraft.stacks import run_alone
 from eigengraft.step_context import StepContext
 
 from ..algebra.basis_change import mode_product, unfold
@@ -84,5 +84,5 @@ class AdaptiveRotation(Stage):
         return self._inner(state, turned, turned, context)
 
     def _inner(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
-        run = run_chain(self.inner, state.scope("inner"), gradient, direction, context)
-        return run_together([run], [context.param_ids])[0]
+        inner = state.scope("inner")
+        return run_alone(run_chain(self.inner, inner, gradient, direction, context), inner.path)

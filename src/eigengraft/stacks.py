@@ -152,6 +152,16 @@ def settled(value: _T | Summing[_T]) -> Summing[_T]:
     return (yield from value) if isinstance(value, Generator) else value
 
 
+def run_alone(run: Summing[_T], path: str) -> _T:
+    """The result of a computation that takes no sums; path: of the stages that make it, for the error."""
+    try:
+        next(run)
+    except StopIteration as end:
+        result: _T = end.value
+        return result
+    raise ContractError(f"{path}: `spans_parameter()` that is true is required of a stage which takes sums, got false")
+
+
 def run_together(runs: Sequence[Summing[_T]], param_ids: Sequence[NDArray[np.int64]]) -> list[_T]:
     """Runs the same computation on several stacks, from sum to sum; returns the result of each.
 

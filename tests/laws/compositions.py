@@ -145,6 +145,10 @@ COMBINED = (
             unknown("adaptive_rotation"),
             Fault({"kind": "adaptive_rotation", "inner": []}, "inner: .*at least 1"),
             Fault({"kind": "adaptive_rotation", "inner": ["sign", "momentum"]}, "without state .*some, momentum"),
+            Fault(
+                {"kind": "adaptive_rotation", "inner": {"kind": "clip_norm", "per": "parameter"}},
+                "clip_norm: a stage without sums over parameters",
+            ),
         ),
     ),
     Row({"kind": "adaptive_rotation", "inner": "sign", "side": "left", "renewal": SPREAD}, "left", degree=0),

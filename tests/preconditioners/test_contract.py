@@ -9,10 +9,12 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from eigengraft import Optimizer, Stage, State, StepContext
+from eigengraft.component import ContractError
+from eigengraft.numerics import per_block
 from eigengraft.preconditioners import Cadence, Every
 from eigengraft.preconditioners.algebra.basis_change import fold, unfold
 from eigengraft.slots import Slot
-from eigengraft.stacks import run_together
+from eigengraft.stacks import Summing, run_together
 
 from ..trajectories import normal
 from .test_statistics import Stepper
@@ -71,6 +73,27 @@ def run(stage: Diary, steps: list[int], block: tuple[int, ...] = (1, 1)) -> list
     context = StepContext(np.array(steps), np.zeros(n), np.arange(n))
     run_together([stage.run(State(tensors, block, "d"), g, g * 10, context)], [context.param_ids])
     return Diary.told
+
+
+class Undeclared(Stage):
+    """A stage that takes sums over parameters and does not say so."""
+
+    kind: Literal["test_undeclared"] = "test_undeclared"
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Summing[Tensor]:
+        return direction * per_block((yield direction.flatten(1).sum(1)), direction)
+
+
+Stage.members.pop("test_undeclared")
+
+
+def test_a_stage_that_takes_sums_says_so() -> None:
+    weight = nn.Parameter(torch.zeros(7, 5))
+    optimizer = Optimizer([weight], [Undeclared()], lr=1.0)
+    weight.grad = torch.ones(7, 5)
+    with pytest.raises(ContractError, match=r"update: `spans_parameter\(\)` that is true is required"):
+        optimizer.step()
+    assert not weight.any()
 
 
 def test_a_stage_observes_all_rows_refreshes_those_that_are_due_and_then_acts() -> None:
