@@ -55,7 +55,8 @@ def test_any_recipe_takes_the_gradients_of_the_neighbourhood(name: str) -> None:
     """Bit for bit what the recipe does with the gradients of the second call; parameters come back in between."""
     raw = load_recipe(name).model_dump(mode="json")
     ours, theirs = ([nn.Parameter(normal(6, 3, seed=1)), nn.Parameter(normal(5, seed=2))] for _ in range(2))
-    declared = {**raw, "routes": [], "averaging": None}
+    storage = {key: value for key, value in raw["storage"].items() if not key.startswith("routes.")}
+    declared = {**raw, "routes": [], "averaging": None, "storage": storage}
     around, plain = Optimizer(ours, {**declared, "sam": {"rho": RHO}}, lr=LR), Optimizer(theirs, declared, lr=LR)
     for _ in range(3):
         around.step(closure_of(around, ours, []))
