@@ -50,6 +50,7 @@ SPELLED = re.compile(r"""partition\("/"\)|split\("/"|\}/\{""")
 OTHERS = {
     "eigengraft.slots": "the purpose of random numbers",
     "eigengraft.optimizers.engine.block_groups": "the seed of a block",
+    "eigengraft.optimizers.inspection.state_rows": "what a stage calls a measure of a slot",
 }
 """Modules that put a slash between two texts which are no state key, and what they are."""
 
