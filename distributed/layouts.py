@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 from torch import Tensor
@@ -58,17 +58,22 @@ class Layout:
     shape: shape of the full parameter.
     boxes: `[R]`, entries that each rank holds; a box may be empty.
     replicas: `[R]`, number of the replica that each rank belongs to: ranks of one replica hold every entry once.
+    parts: layout in which ranks that hold the same entries have a part of them each; None: they cannot be divided so,
+        or no entry is held twice.
     """
 
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
     replicas: tuple[int, ...]
+    parts: Layout | None = field(default=None, repr=False)
 
     @classmethod
     @lru_cache(maxsize=1024)
     def replicate(cls, shape: tuple[int, ...], ranks: int) -> Layout:
         """The layout of a plain tensor (DDP): every rank holds all entries."""
-        return cls(shape, (Box((0,) * len(shape), shape),) * ranks, tuple(range(ranks)))
+        fits = bool(shape) and 0 not in shape and 1 < ranks <= shape[0]
+        parts = cls.by_rows(shape, ranks) if fits else None
+        return cls(shape, (Box((0,) * len(shape), shape),) * ranks, tuple(range(ranks)), parts)
 
     @classmethod
     @lru_cache(maxsize=1024)
@@ -98,7 +103,16 @@ class Layout:
             for axis in copies:
                 number = number * mesh[axis] + coordinate[axis]
             replicas.append(number)
-        return cls(shape, tuple(boxes), tuple(replicas))
+        if len(copies) == len(mesh):
+            return cls(shape, tuple(boxes), tuple(replicas), cls.replicate(shape, len(boxes)).parts)
+        cut = divided(shape, mesh, placements)
+        parts = None if cut is None else cls.from_placements(shape, mesh, cut)
+        return cls(shape, tuple(boxes), tuple(replicas), parts)
+
+    def reordered(self, order: Sequence[int]) -> Layout:
+        """The layout with the ranks in another order."""
+        boxes, replicas = [self.boxes[i] for i in order], [self.replicas[i] for i in order]
+        return Layout(self.shape, tuple(boxes), tuple(replicas), self.parts and self.parts.reordered(order))
 
     @property
     def replicated(self) -> bool:
@@ -120,13 +134,27 @@ class Layout:
         """`[R]`, fraction of the parameter that each rank holds."""
         return [box.numel / max(math.prod(self.shape), 1) for box in self.boxes]
 
-    def holders(self, rank: int) -> tuple[int, ...]:
-        """Ranks that hold the same entries as this one, the rank itself among them."""
-        return tuple(r for r, box in enumerate(self.boxes) if box == self.boxes[rank])
+    @cached_property
+    def holders(self) -> list[tuple[int, ...]]:
+        """`[R]`, ranks that hold the same entries as each rank, the rank itself among them."""
+        found: dict[Box, list[int]] = {}
+        for rank, box in enumerate(self.boxes):
+            found.setdefault(box, []).append(rank)
+        same = {box: tuple(ranks) for box, ranks in found.items()}
+        return [same[box] for box in self.boxes]
 
-    def sources(self, rank: int) -> list[int]:
-        """Ranks of the same replica that hold any entries, the rank itself among them."""
-        return [r for r, own in enumerate(self.replicas) if own == self.replicas[rank] and self.boxes[r].numel]
+
+def divided(
+    shape: tuple[int, ...], mesh: tuple[int, ...], placements: Sequence[Placement]
+) -> tuple[Placement, ...] | None:
+    """Placements in which mesh axes with copies cut an axis of the tensor that no other mesh axis cuts, the first that
+    is long enough; None: there is none, or there are no copies."""
+    copies = math.prod(length for length, placement in zip(mesh, placements, strict=True) if placement.is_replicate())
+    used = {getattr(placement, "dim", None) for placement in placements}
+    free = [axis for axis, length in enumerate(shape) if axis not in used and 1 < copies <= length]
+    if not free or 0 in shape:
+        return None
+    return tuple(Shard(free[0]) if placement.is_replicate() else placement for placement in placements)
 
 
 def _order(mesh: tuple[int, ...], placements: Sequence[Placement]) -> list[int]:

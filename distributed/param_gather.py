@@ -1,29 +1,33 @@
-"""Gathering of replicated parameters of which each rank has updated its rows.
+"""Gathering of what several ranks hold and each of them has updated a part of.
 
-Legend: R ranks; a parameter has n rows, of which rank r updates c = ceil(n / R) rows from row r c on, the last ranks
-fewer, as torch.chunk cuts.
+Legend: R ranks; a parameter that all of them hold has n rows, of which rank r updates c = ceil(n / R) rows from row r c
+on, the last ranks fewer, as torch.chunk cuts. Of a shard that some ranks hold, each of these updates some rows or some
+columns.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from .comm_step import IN_FLIGHT
-from .layouts import chunk_length
+from .layouts import Layout, chunk_length
 from .rank_group import RankGroup
 from .transfers import copy_all
 from .work import Work
 
+Received = TypeVar("Received")
+
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a parameter that travel in one message of every rank.
+    """Rows of the parts of a parameter that travel in one message of every rank.
 
     position: position of the parameter.
     start, stop: the rows, counted from the first row that the rank updates.
@@ -33,15 +37,20 @@ class Rows:
     start: int
     stop: int
 
+    def numel(self, shape: tuple[int, ...]) -> int:
+        """Entries of these rows of a part of that shape, which may be shorter."""
+        return max(min(self.stop, shape[0]) - self.start, 0) * math.prod(shape[1:])
 
-def pack_rows(
-    shapes: Mapping[int, tuple[int, ...]], dtypes: Mapping[int, torch.dtype], ranks: int, limit: int
-) -> Iterator[list[Rows]]:
-    """Rows of parameters, by position, in lists of one dtype with at most `limit` bytes of all ranks, or one row."""
+
+def pack_rows(layouts: Mapping[int, Layout], dtypes: Mapping[int, torch.dtype], limit: int) -> Iterator[list[Rows]]:
+    """Rows of the parts of parameters, by position, in lists of one dtype with at most `limit` bytes, or one row, of
+    all ranks that hold the same entries."""
     message, size, last = list[Rows](), 0, None
-    for position, shape in shapes.items():
-        row = math.prod(shape[1:]) * dtypes[position].itemsize * ranks
-        step, rows = max(1, limit // max(row, 1)), chunk_length(shape[0], ranks)
+    for position, layout in layouts.items():
+        assert layout.parts is not None
+        shapes = {box.shape for box in layout.parts.boxes}
+        row = max(math.prod(shape[1:]) for shape in shapes) * dtypes[position].itemsize * layout.copies
+        step, rows = max(1, limit // max(row, 1)), max(shape[0] for shape in shapes)
         for start in range(0, rows, step):
             own = Rows(position, start, min(start + step, rows))
             nbytes = (own.stop - own.start) * row
@@ -55,27 +64,81 @@ def pack_rows(
 
 
 class ParamGather:
-    """Sends the rows that each rank has updated to all ranks.
+    """Sends the parts that each rank has updated to all ranks that hold the same entries.
 
     rank_group: the ranks.
+    layouts: what each rank holds of each parameter that is updated in parts, by position.
     names: what errors call the parameters, by position.
-    limit: bytes of all ranks in one round of messages.
+    limit: bytes of all ranks that hold the same entries, in one round of messages.
     """
 
-    def __init__(self, rank_group: RankGroup, names: Sequence[str], limit: int) -> None:
-        self.rank_group, self.names, self.limit = rank_group, names, limit
+    def __init__(self, rank_group: RankGroup, layouts: Mapping[int, Layout], names: Sequence[str], limit: int) -> None:
+        self.rank_group, self.layouts, self.names, self.limit = rank_group, layouts, names, limit
 
-    def run(self, parameters: Mapping[int, Tensor]) -> None:
-        """Fills in the rows that other ranks have updated, in place; all ranks call it with the same positions."""
-        shapes = {position: tuple(parameter.shape) for position, parameter in parameters.items()}
-        dtypes = {position: parameter.dtype for position, parameter in parameters.items()}
-        under_way: deque[tuple[list[Rows], Work[Tensor]]] = deque()
-        for chosen in pack_rows(shapes, dtypes, self.rank_group.size, self.limit):
+    def run(self, held: Mapping[int, Tensor]) -> None:
+        """Fills in what other ranks have updated, in place; all ranks call it with the same positions.
+
+        held: what this rank holds of each parameter.
+        """
+        whole = {position: x for position, x in held.items() if self.layouts[position].replicated}
+        shards = {position: x for position, x in held.items() if position not in whole}
+        self._run(whole, self._send, self._receive)
+        self._run(shards, self._send_parts, self._receive_parts)
+
+    def _run(
+        self,
+        held: Mapping[int, Tensor],
+        send: Callable[[Mapping[int, Tensor], Sequence[Rows]], Work[Received]],
+        receive: Callable[[Mapping[int, Tensor], Sequence[Rows], Received], None],
+    ) -> None:
+        under_way: deque[tuple[list[Rows], Work[Received]]] = deque()
+        layouts = {position: self.layouts[position] for position in held}
+        for chosen in pack_rows(layouts, {position: x.dtype for position, x in held.items()}, self.limit):
             if len(under_way) == IN_FLIGHT:
-                self._receive(parameters, *under_way.popleft())
-            under_way.append((chosen, self._send(parameters, chosen)))
-        while under_way:
-            self._receive(parameters, *under_way.popleft())
+                first, work = under_way.popleft()
+                receive(held, first, work.wait())
+            under_way.append((chosen, send(held, chosen)))
+        for chosen, work in under_way:
+            receive(held, chosen, work.wait())
+
+    def _describe(self, chosen: Sequence[Rows]) -> str:
+        more = f" and {len(chosen) - 1} more" if len(chosen) > 1 else ""
+        return f"updates of rows of {self.names[chosen[0].position]}{more}"
+
+    def _send_parts(self, held: Mapping[int, Tensor], chosen: Sequence[Rows]) -> Work[Tensor]:
+        """Sends this rank's rows to each other rank that holds them."""
+        ranks, me = range(self.rank_group.size), self.rank_group.rank
+        own = {rank: [self._view(held, rows, me) for rows in chosen if self._share(rows, rank)] for rank in ranks}
+        sources = [x for views in own.values() for x in views]
+        first = held[chosen[0].position]
+        message = torch.empty(sum(x.numel() for x in sources), dtype=first.dtype, device=first.device)
+        copy_all(_split(message, sources), sources)
+        sending = [sum(x.numel() for x in own[rank]) for rank in ranks]
+        receiving = [sum(self._numel(rows, rank) for rows in chosen if self._share(rows, rank)) for rank in ranks]
+        return self.rank_group.all_to_all(message, sending, receiving, self._describe(chosen))
+
+    def _receive_parts(self, held: Mapping[int, Tensor], chosen: Sequence[Rows], data: Tensor) -> None:
+        """Copies the rows of other ranks to where this rank holds them."""
+        ranks = range(self.rank_group.size)
+        targets = [self._view(held, rows, rank) for rank in ranks for rows in chosen if self._share(rows, rank)]
+        copy_all(targets, _split(data, targets))
+
+    def _share(self, rows: Rows, rank: int) -> bool:
+        """Whether another rank holds what this one holds of a parameter."""
+        me = self.rank_group.rank
+        return rank != me and rank in self.layouts[rows.position].holders[me]
+
+    def _numel(self, rows: Rows, rank: int) -> int:
+        parts = self.layouts[rows.position].parts
+        assert parts is not None
+        return rows.numel(parts.boxes[rank].shape)
+
+    def _view(self, held: Mapping[int, Tensor], rows: Rows, rank: int) -> Tensor:
+        """Rows of the part of a rank that holds what this one holds."""
+        layout = self.layouts[rows.position]
+        assert layout.parts is not None
+        part = layout.parts.boxes[rank].within(layout.boxes[self.rank_group.rank])
+        return held[rows.position][part][rows.start : rows.stop]
 
     def _send(self, parameters: Mapping[int, Tensor], chosen: Sequence[Rows]) -> Work[Tensor]:
         ranks, me = self.rank_group.size, self.rank_group.rank
@@ -90,18 +153,22 @@ class ParamGather:
             targets.append(stretch.view(rows.stop - rows.start, *parameter.shape[1:])[: len(source)])
             sources.append(source)
         copy_all(targets, sources)
-        more = f" and {len(chosen) - 1} more" if len(chosen) > 1 else ""
-        what = f"updates of rows of {self.names[chosen[0].position]}{more}"
-        return self.rank_group.all_gather(message, what)
+        return self.rank_group.all_gather(message, self._describe(chosen))
 
-    def _receive(self, parameters: Mapping[int, Tensor], chosen: Sequence[Rows], work: Work[Tensor]) -> None:
-        data, at = work.wait(), 0
+    def _receive(self, parameters: Mapping[int, Tensor], chosen: Sequence[Rows], data: Tensor) -> None:
+        at = 0
         for rows in chosen:
             parameter = parameters[rows.position]
             count, tail = rows.stop - rows.start, tuple(parameter.shape[1:])
             end = at + count * math.prod(tail)
             _copy_rows(parameter, rows, data[:, at:end].view(self.rank_group.size, count, *tail))
             at = end
+
+
+def _split(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """The message in pieces of the shapes of some tensors, in order."""
+    pieces = torch.split(message, [x.numel() for x in like])
+    return [piece.view(x.shape) for piece, x in zip(pieces, like, strict=True)]
 
 
 def _copy_rows(parameter: Tensor, rows: Rows, data: Tensor) -> None:

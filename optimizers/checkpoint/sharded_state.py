@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from eigengraft.distributed.layouts import local
+from eigengraft.distributed.layouts import divided, local
 from eigengraft.distributed.rank_group import RankGroup
 from eigengraft.distributed.resharding import collect, spread
 
@@ -134,11 +134,13 @@ def _as_parameter(tensor: Tensor, param_set: ParamSet, position: int) -> Tensor:
 
 
 def _division(param_set: ParamSet, position: int) -> tuple[DeviceMesh, Sequence[Placement]]:
-    """How state with an entry for each entry of a parameter is divided: as the parameter is, or by rows."""
+    """How state with an entry for each entry of a parameter is divided: as the parameter is, or what copies update."""
     parameter, placement = param_set.parameters[position], param_set.specs[position].placement
     assert placement is not None
-    if isinstance(parameter, DTensor) and placement.rows is None:
-        return parameter.device_mesh, parameter.placements
+    if isinstance(parameter, DTensor) and not (placement.parts and placement.layout.replicated):
+        mesh, placements = parameter.device_mesh, parameter.placements
+        cut = None if placement.parts is None else divided(tuple(parameter.shape), tuple(mesh.mesh.shape), placements)
+        return mesh, cut or placements
     return _rank_group(param_set).mesh(parameter.device), (Shard(0),)
 
 

@@ -112,21 +112,21 @@ class ParamSet:
 
     def _local(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """What this rank holds or updates of one tensor of each parameter, as views."""
-        return [self.rows(position, local(tensor)) for position, tensor in enumerate(tensors)]
+        return [self.part(position, local(tensor)) for position, tensor in enumerate(tensors)]
 
-    def rows(self, position: int, tensor: Tensor) -> Tensor:
-        """The rows that this rank updates of a parameter that every rank holds; any other tensor as it is."""
+    def part(self, position: int, tensor: Tensor) -> Tensor:
+        """What this rank updates of a parameter that other ranks hold too; any other tensor as it is."""
         placement = self.specs[position].placement
-        if placement is None or placement.rows is None or self.rank_group is None or tensor.is_sparse:
+        if placement is None or placement.parts is None or self.rank_group is None or tensor.is_sparse:
             return tensor
-        box = placement.rows.boxes[self.rank_group.rank]
-        return tensor.detach()[box.start[0] : box.stop[0]]
+        rank = self.rank_group.rank
+        return tensor.detach()[placement.parts.boxes[rank].within(placement.layout.boxes[rank])]
 
     def prepare(self, hyper: Hyper) -> Step | None:
         """Checks the gradients and changes nothing; None if there is nothing to do. Raises as the finite check does."""
         self.local[:] = self._local(self.parameters)
         found = local_gradients(self.names, self.parameters, self.rank_group)
-        gradients = [None if gradient is None else self.rows(i, gradient) for i, gradient in enumerate(found)]
+        gradients = [None if gradient is None else self.part(i, gradient) for i, gradient in enumerate(found)]
         present = np.array([p.grad is not None and p.numel() > 0 for p in self.parameters], dtype=np.bool_)
         numbers = step_numbers(hyper, int(self._counts.max()))
         active, mask, survey = self.finite_check.check(GivenGradients(gradients, present, numbers))

@@ -60,9 +60,9 @@ class RankExchange:
         copied = not any(isinstance(parameter, DTensor) for parameter in parameters)
         self._copy_check = CopyCheck(rank_sync, parameters) if copied else None
         self._gathering: dict[int, Work[Tensor]] = {}
-        self._param_gather = ParamGather(rank_group, names, recipe.distribution.message)
+        self._gathered = {i: layouts[i] for i, spec in enumerate(specs) if spec.placement and spec.placement.parts}
+        self._param_gather = ParamGather(rank_group, self._gathered, names, recipe.distribution.message)
         self._parameters, self._used_gradients = parameters, UsedGradients(parameters)
-        self._gathered = [i for i, spec in enumerate(specs) if spec.placement and spec.placement.rows]
         self._exchanged = [i for i, spec in enumerate(specs) if not spec.in_place]
         used = [recipe.updates()[path] for path in dict.fromkeys(self.paths)]
         self._needs_rms = any("parameter_rms" in stage.signals() for rule in used for _, stage in rule.stages())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,13 +10,14 @@ import numpy as np
 from eigengraft.chains import asking, entries
 from eigengraft.distributed.comm_plan import BlockGroup, pack
 from eigengraft.distributed.layouts import Layout
+from eigengraft.distributed.param_gather import Rows, pack_rows
 from eigengraft.distributed.rank_group import MEETING
 
 from ..engine.block_groups import round_bytes
 from ..recipe.recipe import Recipe
 from ..sharding import fingerprint
 from ..sharding.placement import ParamSpec
-from .traffic import Traffic, all_reduced, gathered_rows, together, wire
+from .traffic import Traffic, all_reduced, together, wire
 
 
 def step_traffic(
@@ -38,13 +40,44 @@ def step_traffic(
     begun = 2 * len(rounds) if recipe.distribution.overlap_backward and not replicated else 0
     told = (5 if plain else 3) * len(specs) + fingerprint.LENGTH + begun
     there, back = wire(block_groups, rounds, layouts, 1 + any(rule.after_decay for rule in used) + entries(asked))
-    rows = gathered_rows(specs, ranks, recipe.distribution.message)
+    rows = gathered_parts(specs, ranks, recipe.distribution.message)
     return {
         "gradients": there,
         "updates": together(back, rows),
         "agreement": all_reduced([told, *[len(specs)] * norms], ranks),
         "meeting": _meeting(ranks),
     }
+
+
+def gathered_parts(specs: Sequence[ParamSpec], ranks: int, limit: int) -> Traffic:
+    """Parts that each rank has updated of what several ranks hold, sent to the others that hold the same."""
+    found, dtypes = Traffic(ranks), {position: spec.dtype for position, spec in enumerate(specs)}
+    placed = [(position, spec.placement) for position, spec in enumerate(specs) if spec.placement is not None]
+    own = {position: placement.layout for position, placement in placed if placement.parts is not None}
+    whole = {position: layout for position, layout in own.items() if layout.replicated}
+    for message in pack_rows(whole, dtypes, limit):
+        entries = sum((rows.stop - rows.start) * math.prod(whole[rows.position].shape[1:]) for rows in message)
+        found.add_all_gather(entries * dtypes[message[0].position].itemsize)
+    for message in pack_rows({position: own[position] for position in own if position not in whole}, dtypes, limit):
+        _add_parts(found, [(rows, own[rows.position]) for rows in message], dtypes[message[0].position].itemsize)
+    return found
+
+
+def _add_parts(found: Traffic, message: Sequence[tuple[Rows, Layout]], width: int) -> None:
+    """Adds an all-to-all of rows of the parts of shards, of entries with that many bytes."""
+    out, into = np.zeros((2, found.ranks), dtype=np.int64)
+    others: list[set[int]] = [set() for _ in range(found.ranks)]
+    for rows, layout in message:
+        assert layout.parts is not None
+        sizes = np.array([width * rows.numel(box.shape) for box in layout.parts.boxes], dtype=np.int64)
+        for same in set(layout.holders):
+            here = list(same)
+            out[here] += (len(here) - 1) * sizes[here]
+            into[here] += sizes[here].sum() - sizes[here]
+            for rank in here:
+                others[rank].update(here if sizes[rank] else ())
+    receivers = np.array([len(own - {rank}) for rank, own in enumerate(others)])
+    found.add_all_to_all(out, into, np.zeros(found.ranks, dtype=np.int64), receivers)
 
 
 def _meeting(ranks: int) -> Traffic:

@@ -5,7 +5,6 @@ Legend: R ranks; o, r: one of the ranks; c[r]: entries of a block that rank r ho
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -14,11 +13,8 @@ import numpy as np
 from eigengraft.blocking.block_grid import Piece
 from eigengraft.distributed.comm_plan import BlockGroup
 from eigengraft.distributed.layouts import Layout
-from eigengraft.distributed.param_gather import pack_rows
 from eigengraft.distributed.rank_group import pads
 from eigengraft.distributed.regions import Counts, holding
-
-from ..sharding.placement import ParamSpec
 
 AxisNumbers = tuple[int, ...]
 Place = tuple[AxisNumbers, AxisNumbers, tuple[Piece, ...]]
@@ -117,17 +113,6 @@ def wire(
         else:
             _exchange(own, layouts, holdings, (there, back), times)
     return there, back
-
-
-def gathered_rows(specs: Sequence[ParamSpec], ranks: int, limit: int) -> Traffic:
-    """Rows that each rank has updated of parameters that every rank holds, sent to all others."""
-    found = Traffic(ranks)
-    own = {position: spec for position, spec in enumerate(specs) if spec.placement and spec.placement.rows}
-    shapes = {position: spec.shape for position, spec in own.items()}
-    for message in pack_rows(shapes, {position: spec.dtype for position, spec in own.items()}, ranks, limit):
-        entries = sum((rows.stop - rows.start) * math.prod(shapes[rows.position][1:]) for rows in message)
-        found.add_all_gather(entries * own[message[0].position].dtype.itemsize)
-    return found
 
 
 def _lengths(block_groups: Sequence[BlockGroup], ranks: int) -> Counts:

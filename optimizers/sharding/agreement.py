@@ -103,7 +103,7 @@ def _digest_copies(specs: Sequence[ParamSpec], checksums: Sequence[Checksum | No
         layout = _layout(spec)
         if checksum is not None:
             if id(layout) not in holders:
-                holders[id(layout)] = _digest(repr(layout.holders(rank)))
+                holders[id(layout)] = _digest(repr(layout.holders[rank]))
             texts.setdefault(holders[id(layout)], []).append(repr(checksum))
     return {ranks: _digest(" ".join(own)) for ranks, own in texts.items()}
 

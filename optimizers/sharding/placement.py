@@ -28,18 +28,18 @@ class ParamPlacement:
 
     layout: what each rank holds of the parameter.
     owners: rank that owns each block, by block key; None: every rank updates entries in place, and no block travels.
-    rows: rows that each rank updates in place of a parameter that all ranks hold, who are then sent all rows; None: a
+    parts: what each rank updates in place of what several ranks hold, who are then sent each other's parts; None: a
         rank updates in place what it holds.
     """
 
     layout: Layout
     owners: dict[int, int] | None
-    rows: Layout | None = None
+    parts: Layout | None = None
 
     @property
     def updated(self) -> Layout:
         """What each rank updates in place, which is where the state of such an update lies."""
-        return self.layout if self.rows is None else self.rows
+        return self.layout if self.parts is None else self.parts
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def layout_of(parameter: Tensor, rank_group: RankGroup) -> Layout:
     ranks = [dist.get_group_rank(rank_group.group, rank) for rank in mesh.mesh.flatten().tolist()]
     order = sorted(range(len(ranks)), key=ranks.__getitem__)
     if order != sorted(order):
-        layout = Layout(shape, tuple(layout.boxes[i] for i in order), tuple(layout.replicas[i] for i in order))
+        layout = layout.reordered(order)
     held = tuple(parameter.to_local().shape)
     if held != layout.boxes[rank_group.rank].shape:
         raise ValueError(
@@ -132,11 +132,10 @@ def place(recipe: Recipe, path: str, layout: Layout, matrices: Matrices = ONE_TE
             raise ValueError(f"{where}: whole {kind} are required, got a parameter whose {kind} are sharded")
     if not _updates_in_place(recipe, path, layout.shape, matrices):
         return ParamPlacement(layout, {})
-    ranks = len(layout.boxes)
-    if layout.copies == 1 < ranks:
+    if layout.copies == 1 < len(layout.boxes):
         return ParamPlacement(layout, None)
-    if layout.replicated and _rows_fit(recipe, path, layout.shape, ranks):
-        return ParamPlacement(layout, None, Layout.by_rows(layout.shape, ranks))
+    if layout.parts is not None and recipe.averaging is None:  # else a rank needs the others' parts between steps
+        return ParamPlacement(layout, None, layout.parts)
     return ParamPlacement(layout, {})
 
 
@@ -155,8 +154,3 @@ def _updates_in_place(recipe: Recipe, path: str, shape: tuple[int, ...], matrice
     known = known_signals()
     asked = {known[name].extent for _, stage in rule.stages() for name in stage.signals() | stage.accepts}
     return all(slots) and "parameter" not in asked and all(stage.entrywise() for _, stage in rule.stages())
-
-
-def _rows_fit(recipe: Recipe, path: str, shape: tuple[int, ...], ranks: int) -> bool:
-    """Whether a replicated parameter can be cut by rows: no rank may need the others' rows of it between steps."""
-    return recipe.averaging is None and 1 < ranks <= (shape[0] if shape else 0) and 0 not in shape

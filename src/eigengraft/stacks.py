@@ -94,8 +94,9 @@ class Stack:
         May be a view of the only tensor: do not write to it.
         """
         sources = [view for param_id, grid in self.grids for view in self._sources(grid, tensors[param_id])]
-        if len(sources) == 1 and sources[0].shape == self.block and sources[0].dtype == self.dtype:
-            return sources[0].unsqueeze(0)
+        only = sources[0] if len(sources) == 1 else None
+        if only is not None and only.shape == self.block and only.dtype == self.dtype and only.is_contiguous():
+            return only.unsqueeze(0)
         out = torch.empty((len(self.param_ids), *self.block), dtype=self.dtype, device=self.device)
         torch._foreach_copy_(self._targets(out), sources)
         return out

@@ -132,7 +132,7 @@ class Signals:
                 needed.append(at)
             value = self.provided.get(signal, parameter)
             if value is not None:
-                values[at] = param_set.rows(at, local(value)) if signal.extent == "entry" else value
+                values[at] = param_set.part(at, local(value)) if signal.extent == "entry" else value
         return SignalCall(signal, values, wanted, needed)
 
     def _missing(self, call: SignalCall, param_set: ParamSet) -> ValueError:
