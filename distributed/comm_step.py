@@ -154,8 +154,9 @@ class CommStep:
         plan, transfers = self.comm_plan, flattened(own.held)
         for transfer, values in zip(transfers, stretches(data, transfers), strict=True):
             position = transfer.block.position
-            views = partial(_in_shard, transfer.region, plan.layouts[position].boxes[plan.rank_group.rank])
-            yield Arrived(position, plan.block_groups[transfer.group].dtype, [values], views)
+            held = plan.layouts[position].boxes[plan.rank_group.rank]
+            dtype, whole = plan.block_groups[transfer.group].dtype, transfer.region.box == held
+            yield Arrived(position, dtype, [values], partial(_in_shard, transfer.region, held), whole)
 
     def _blocks(self, own: Round, data: Sequence[Tensor]) -> Iterator[Arrived]:
         """The blocks `[lengths[r]]` of all ranks r, where they belong in parameters that every rank holds."""
@@ -167,7 +168,7 @@ class CommStep:
                 values = data[block.owner][at : ends[block.owner]]
                 whole = [values.view(grid.merged)] if grid.is_parameter else None
                 pieces = whole or grid.in_blocks(values.view(1, *grid.shape))
-                yield Arrived(block.position, group.dtype, pieces, partial(_in_parameter, grid))
+                yield Arrived(block.position, group.dtype, pieces, partial(_in_parameter, grid), grid.is_parameter)
 
 
 def _in_shard(region: Region, held: Box, shard: Tensor) -> list[Tensor]:

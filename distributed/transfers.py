@@ -29,30 +29,40 @@ class Arrived:
     dtype: dtype that the updates were computed in.
     values: the updates, views of a message.
     views: the same entries of a tensor that is laid out as what this rank holds of the parameter, as views.
+    whole: whether `values` is one tensor of all entries that this rank holds, in their order.
     """
 
     position: int
     dtype: torch.dtype
     values: Sequence[Tensor]
     views: Callable[[Tensor], Sequence[Tensor]]
+    whole: bool
 
 
 class Assembly:
-    """Updates of all entries that this rank holds of a parameter, put together from what arrives."""
+    """Updates of all entries that this rank holds of parameters, put together from what arrives."""
 
     def __init__(self) -> None:
         self._begun: dict[int, Tensor] = {}
         self._missing: dict[int, int] = {}
 
-    def add(self, arrived: Arrived, parameter: Tensor) -> Tensor | None:
-        """The update of what this rank holds of a parameter if this was the last part of it, else None."""
-        at = arrived.position
-        if at not in self._begun:
-            self._begun[at] = torch.empty(parameter.shape, dtype=arrived.dtype, device=parameter.device)
-            self._missing[at] = parameter.numel()
-        copy_all(list(arrived.views(self._begun[at])), list(arrived.values))
-        self._missing[at] -= sum(value.numel() for value in arrived.values)
-        return None if self._missing[at] else self._begun.pop(at)
+    def add(self, arrived: Sequence[Arrived], parameters: Sequence[Tensor]) -> dict[int, Tensor]:
+        """The updates of what this rank holds of parameters, by position, of which these were the last parts."""
+        complete, targets, sources = dict[int, Tensor](), list[Tensor](), list[Tensor]()
+        for own in arrived:
+            at, parameter = own.position, parameters[own.position]
+            if own.whole:
+                complete[at] = own.values[0].reshape(parameter.shape).to(own.dtype)
+                continue
+            if at not in self._begun:
+                self._begun[at] = torch.empty(parameter.shape, dtype=own.dtype, device=parameter.device)
+                self._missing[at] = parameter.numel()
+            targets += own.views(self._begun[at])
+            sources += own.values
+            self._missing[at] -= sum(value.numel() for value in own.values)
+        copy_all(targets, sources)
+        done = [at for at in self._begun if not self._missing[at]]
+        return {**complete, **{at: self._begun.pop(at) for at in done}}
 
 
 def read(x: Tensor | None) -> EntryReader | None:

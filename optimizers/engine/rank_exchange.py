@@ -167,15 +167,15 @@ class RankExchange:
 
     def _receive(self, arrived: Sequence[Arrived]) -> None:
         """Writes what has come from owners into the parameters, without a copy where nothing needs a whole update."""
-        parameters, updates = self.local.iterates.parameters, list[EntryUpdate]()
+        parameters, updates, apart = self.local.iterates.parameters, list[EntryUpdate](), list[Arrived]()
         for own in arrived:
             parameter = parameters[own.position]
             if self.local.iterates or (self.comm_plan.replicated and not parameter.is_contiguous()):
-                whole = self._assembly.add(own, parameter)
-                updates += [] if whole is None else [EntryUpdate(own.position, parameter, whole)]
-            else:
-                pairs = zip(own.views(parameter), own.values, strict=True)
-                updates += [EntryUpdate(own.position, entries, value.to(own.dtype)) for entries, value in pairs]
+                apart.append(own)
+                continue
+            pairs = zip(own.views(parameter), own.values, strict=True)
+            updates += [EntryUpdate(own.position, entries, value.to(own.dtype)) for entries, value in pairs]
+        updates += [EntryUpdate(i, parameters[i], whole) for i, whole in self._assembly.add(apart, parameters).items()]
         if self._sends_parameters:
             chosen = [update for update in updates if self._moved[update.position]]
             copy_all([update.entries for update in chosen], [update.value for update in chosen])

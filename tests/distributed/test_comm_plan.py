@@ -125,10 +125,7 @@ def test_gradients_reach_owners_and_updates_return(
         assembly, updates = Assembly(), dict[int, Tensor]()
 
         def receive(arrived: Sequence[Arrived]) -> None:
-            for some in arrived:
-                whole = assembly.add(some, local[some.position])
-                if whole is not None:
-                    updates[some.position] = whole
+            updates.update(assembly.add(arrived, local))
 
         comm_step = CommStep(plan, {"gradients": reading(local)}, receive)
         for index, block_group in enumerate(block_groups):

@@ -113,7 +113,8 @@ def slices(box: Box) -> tuple[slice, ...]:
 
 
 def check_layout(shape: tuple[int, ...], mesh: tuple[int, ...], placements: tuple[Placement, ...]) -> Layout:
-    """Against chunks and torch's own arithmetic, and that each set of replicas holds every entry once.
+    """Against chunks and torch's own arithmetic, that each set of replicas holds every entry once, and that every entry
+    is in the part of one rank that holds it, where ranks that hold the same have parts.
 
     torch's arithmetic is meant for what it can say: not for the offset of an empty part, nor for strided shards that do
     not come out even, where its answer is not what `fully_shard` leaves on a rank (the test on real ranks has those).
@@ -135,6 +136,13 @@ def check_layout(shape: tuple[int, ...], mesh: tuple[int, ...], placements: tupl
     copies = math.prod(ranks for ranks, p in zip(mesh, placements, strict=True) if isinstance(p, Replicate))
     assert len(held) == layout.copies == copies
     assert all((count == 1).all() for count in held.values())
+    if layout.parts is not None:
+        pairs = list(zip(layout.parts.boxes, layout.boxes, strict=True))
+        assert copies > 1 and all(part.common(box) == part for part, box in pairs if part.numel)
+        updated = np.zeros(shape, dtype=np.int64)
+        for part, _ in pairs:
+            updated[slices(part)] += 1
+        assert (updated == 1).all()
     return layout
 
 

@@ -35,6 +35,7 @@ PAIRS = [
     for case in CASES
     if (place[:-1], case) != ("plain", "averaged")
 ]
+PAIRS.append(pytest.param("hsdp4", "adamw", id="hsdp4-adamw"))
 HELD = {name: {"recipe": name} for name in ("muon", "soap", "shampoo", "adamw")}
 PARAMETER = 4 * 128 * 96
 """Bytes of the watched parameter."""
@@ -52,6 +53,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome
     ]
     runs += [Run(f"fsdp{ranks}", "memory:run", ranks, job(CASES, "fsdp")) for ranks in (2, 4)]
     runs += [Run(f"plain{ranks}", "memory:run", ranks, job(CASES, "plain")) for ranks in (2, 4)]
+    runs += [Run("hsdp4", "memory:run", 4, job({"adamw": CASES["adamw"]}, "hsdp"))]
     runs += [Run("watch4", "memory:allocate", 4, job(WATCHED, "fsdp"))]
     runs += [Run(f"hold {place}", "memory:hold", 2, job(HELD, place)) for place in ("plain", "fsdp")]
     runs.sort(key=lambda run: run.world)
