@@ -11,7 +11,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,8 +20,6 @@ from .layouts import Layout, chunk_length
 from .rank_group import RankGroup
 from .transfers import copy_all
 from .work import Work
-
-Received = TypeVar("Received")
 
 
 @dataclass(frozen=True)
@@ -88,10 +85,10 @@ class ParamGather:
     def _run(
         self,
         held: Mapping[int, Tensor],
-        send: Callable[[Mapping[int, Tensor], Sequence[Rows]], Work[Received]],
-        receive: Callable[[Mapping[int, Tensor], Sequence[Rows], Received], None],
+        send: Callable[[Mapping[int, Tensor], Sequence[Rows]], Work[Tensor]],
+        receive: Callable[[Mapping[int, Tensor], Sequence[Rows], Tensor], None],
     ) -> None:
-        under_way: deque[tuple[list[Rows], Work[Received]]] = deque()
+        under_way: deque[tuple[list[Rows], Work[Tensor]]] = deque()
         layouts = {position: self.layouts[position] for position in held}
         for chosen in pack_rows(layouts, {position: x.dtype for position, x in held.items()}, self.limit):
             if len(under_way) == IN_FLIGHT:
