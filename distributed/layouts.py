@@ -103,7 +103,7 @@ class Layout:
             for axis in copies:
                 number = number * mesh[axis] + coordinate[axis]
             replicas.append(number)
-        if len(copies) == len(mesh):
+        if len(set(replicas)) == len(replicas):
             return cls(shape, tuple(boxes), tuple(replicas), cls.replicate(shape, len(boxes)).parts)
         cut = divided(shape, mesh, placements)
         parts = None if cut is None else cls.from_placements(shape, mesh, cut)
@@ -112,7 +112,8 @@ class Layout:
     def reordered(self, order: Sequence[int]) -> Layout:
         """The layout with the ranks in another order."""
         boxes, replicas = [self.boxes[i] for i in order], [self.replicas[i] for i in order]
-        return Layout(self.shape, tuple(boxes), tuple(replicas), self.parts and self.parts.reordered(order))
+        parts = self.parts if self.parts is None or self.replicated else self.parts.reordered(order)
+        return Layout(self.shape, tuple(boxes), tuple(replicas), parts)
 
     @property
     def replicated(self) -> bool:
