@@ -1,9 +1,9 @@
-"""Say whether the best learning rate of one width is that of others, from the runs of study.yaml.
+"""Say whether the best learning rate of one width is that of others, from the runs of study.yaml or text.yaml.
 
 Loss is that on the validation data at the end of a run, in nats, the mean over seeds. A run that diverged has no loss.
 
     eigengraft ablate study.yaml --out RUNS
-    python widths.py RUNS OUT        writes OUT/widths.json, one row a run, OUT/widths.md and OUT/widths.svg
+    python widths.py RUNS OUT      writes OUT/widths.json, one row a run, OUT/widths.md and OUT/widths.svg (see --name)
 """
 
 from __future__ import annotations
@@ -142,12 +142,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Best learning rates by width.")
     parser.add_argument("runs", type=Path, help="the directory of a finished study")
     parser.add_argument("out", type=Path, help="where the files go")
+    parser.add_argument("--name", default="widths", help="what they are called")
     given = parser.parse_args()
     rows = collect(given.runs)
     text = ",\n".join(json.dumps(row) for row in rows)
-    (given.out / "widths.json").write_text(f"[\n{text}\n]\n")
-    (given.out / "widths.md").write_text(markdown(rows))
-    draw(rows, given.out / "widths.svg")
+    (given.out / f"{given.name}.json").write_text(f"[\n{text}\n]\n")
+    (given.out / f"{given.name}.md").write_text(markdown(rows))
+    draw(rows, given.out / f"{given.name}.svg")
     sys.stdout.write(markdown(rows))
 
 

@@ -28,14 +28,14 @@ def script() -> ModuleType:
 WIDTHS = script()
 
 
-@pytest.fixture(scope="module")
-def rows() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads((FOLDER / "widths.json").read_text())
+def read(name: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((FOLDER / f"{name}.json").read_text())
     return found
 
 
-def test_the_runs_that_were_measured_are_those_the_study_plans(rows: list[dict[str, Any]]) -> None:
-    study = load_study(FOLDER / "study.yaml")
+@pytest.mark.parametrize(("name", "file"), [("widths", "study"), ("text", "text")])
+def test_the_runs_that_were_measured_are_those_the_study_plans(name: str, file: str) -> None:
+    study, rows = load_study(FOLDER / f"{file}.yaml"), read(name)
     axes = [[json.loads(label) if label[0].isdigit() else label for label in axis] for axis in study.axes.values()]
     planned = {(*cell, seed) for cell in itertools.product(*axes) for seed in study.seeds}
     measured = [(row["method"], row["rule"], row["width"], row["lr"], row["seed"]) for row in rows]
@@ -52,20 +52,21 @@ def test_the_rule_of_the_study_is_relative_to_its_smallest_width() -> None:
     assert scaled.recipe.lr_scale is not None and scaled.recipe.lr_scale.base_width == 32
 
 
-def test_the_tables_are_those_of_the_runs(rows: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("name", ["widths", "text"])
+def test_the_tables_are_those_of_the_runs(name: str) -> None:
     """In the table beside the study all of them, in README.md the lines of the summary."""
-    assert (FOLDER / "widths.md").read_text() == WIDTHS.markdown(rows)
+    rows = read(name)
+    assert (FOLDER / f"{name}.md").read_text() == WIDTHS.markdown(rows)
     told = (FOLDER / "README.md").read_text().splitlines()
     assert [line for line in WIDTHS.summary(rows) if line not in told] == []
 
 
+@pytest.mark.parametrize("name", ["widths", "text"])
 @pytest.mark.parametrize("method", ["adam", "muon", "soap"])
-def test_the_best_learning_rate_of_one_width_is_that_of_all_within_a_step(
-    rows: list[dict[str, Any]], method: str
-) -> None:
-    """With the rule; without it that of the largest width is lower by the number of steps that README.md says."""
-    assert max(map(abs, WIDTHS.drift(rows, method, "scaled"))) <= 1
-    assert WIDTHS.drift(rows, method, "plain")[-1] <= -1
+def test_the_best_learning_rate_of_one_width_is_that_of_all_within_a_step(method: str, name: str) -> None:
+    """With the rule; without it that of the largest width is lower by a step at least."""
+    assert max(map(abs, WIDTHS.drift(read(name), method, "scaled"))) <= 1
+    assert WIDTHS.drift(read(name), method, "plain")[-1] <= -1
 
 
 def test_the_best_is_the_least_mean_and_a_run_that_diverged_is_worst(tmp_path: Path) -> None:
