@@ -59,6 +59,7 @@ class StageBench:
         self.phases = np.arange(blocks) / blocks
         self.seeds = np.arange(blocks) * 7919 - 11
         self.lagging = any(inner.lagged() for _, inner in walk((stage,)))
+        self.heard = frozenset[str]().union(*(inner.signals() | inner.accepts for _, inner in walk((stage,))))
 
     def _allocate(self, key: str) -> None:
         slot = self.declared[key]
@@ -102,15 +103,18 @@ class StageBench:
         return dict(self.stage.measures(state.scope(self.stage.label), context))
 
     def context(self, chosen: Any) -> StepContext:
-        """The context of the chosen blocks: their own steps, and every signal that there is."""
+        """The context of the chosen blocks: their own steps, and every signal that the stage declares."""
         steps = self.counts[chosen] - int(self.lagging)
         return StepContext(steps, self.phases[chosen], chosen, seeds=self.seeds[chosen], signals=self._signals(chosen))
 
     def _signals(self, chosen: Any) -> dict[str, Tensor | float]:
-        """Every signal that there is, the same for a block alone as in a stack; totals are 1, whatever slots hold."""
-        seeds, found = self.seeds[chosen], dict[str, Tensor | float]({"lr": 0.1})
+        """Every signal that the stage declares, the same for a block alone as in a stack; totals are 1, whatever slots
+        hold."""
+        seeds, found = self.seeds[chosen], dict[str, Tensor | float]({"lr": 0.1} if "lr" in self.heard else {})
         size = torch.from_numpy(0.5 + seeds % 11 / 10).to(torch.get_default_device(), self.dtype)
-        for name, signal in known_signals().items():
+        for name, signal in known_signals().items() if self.heard else ():
+            if name not in self.heard:
+                continue
             if signal.extent == "entry":
                 ones = torch.linspace(0.5, 1, max(1, math.prod(self.block)), dtype=self.dtype).reshape(self.block)
                 found[name] = size.reshape(-1, *[1] * len(self.block)) * ones
