@@ -13,6 +13,12 @@ from eigengraft.preconditioners import walk
 SHIPPED = shipped_recipes()
 
 
+def without_routes(declaration: dict[str, Any]) -> dict[str, Any]:
+    """The declaration of a recipe of which all parameters take the update, without the storage of its routes."""
+    storage = {key: value for key, value in declaration.get("storage", {}).items() if not key.startswith("routes.")}
+    return {**declaration, "routes": [], "storage": storage}
+
+
 def stage_kinds(name: str) -> frozenset[str]:
     """The kinds of all stages of a recipe, those within stages included."""
     return frozenset(str(getattr(stage, "kind")) for _, stage in walk(load_recipe(name).update))  # noqa: B009

@@ -13,7 +13,7 @@ from eigengraft import Optimizer, load_recipe, stacks
 from ..distributed.ranks.workers.memory import Watch
 from ..laws.quantizers import small
 from ..optimizers.test_kernels import at_once
-from ..recipes import COVER
+from ..recipes import COVER, without_routes
 from ..trajectories import normal
 
 
@@ -54,8 +54,8 @@ def parameters() -> list[nn.Parameter]:
 
 def declared(recipe: str) -> dict[str, Any]:
     """Everything in blocks of 16, coded slots whatever their size."""
-    found = load_recipe(recipe).declaration()
-    return {**found, "routes": [], "blocking": {"size": 16}, "storage": stored(found)}
+    found = without_routes(load_recipe(recipe).declaration())
+    return {**found, "blocking": {"size": 16}, "storage": stored(found)}
 
 
 def stored(declaration: dict[str, Any]) -> dict[str, Any]:

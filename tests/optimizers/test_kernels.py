@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eigengraft import Optimizer, load_recipe
 
-from ..recipes import COVER
+from ..recipes import COVER, without_routes
 from ..trajectories import normal
 
 pytestmark = pytest.mark.slow
@@ -54,7 +54,7 @@ def kernels(recipe: str, layout: str, blocks: int) -> dict[str, Counter[str]]:
     """Operators, by name, of the 8th step and of the one that refreshes: the 10th update (the first may only prime)."""
     declared = at_once(load_recipe(recipe).model_dump(mode="json"))
     held = parameters(layout, blocks)
-    optimizer = Optimizer(held, {**declared, "routes": [], "blocking": {"size": 32}})
+    optimizer = Optimizer(held, {**without_routes(declared), "blocking": {"size": 32}})
     counted = {}
     for step in range(1, 12):
         for i, parameter in enumerate(held):

@@ -16,7 +16,7 @@ from eigengraft.optimizers.apply import Constraint
 from eigengraft.optimizers.planning.plan import plan
 
 from ...laws.table import TABLE
-from ...recipes import BROAD
+from ...recipes import BROAD, without_routes
 from ...trajectories import normal
 
 LR = 0.1
@@ -76,9 +76,8 @@ def test_weight_decay_only_lengthens_the_step() -> None:
 def test_every_recipe_keeps_the_norm(name: str, dtype: torch.dtype) -> None:
     """Of whole parameters, however they are cut into blocks: to a rounding of each entry, once a step."""
     raw = load_recipe(name).model_dump(mode="json")
-    storage = {key: value for key, value in raw["storage"].items() if not key.startswith("routes.")}
-    alike = {"blocking": {"size": 2}, "routes": [], "averaging": None, "storage": storage}
-    declared = {**raw, "constraints": [{"kind": "hyperball"}], **alike}
+    alike = {"blocking": {"size": 2}, "averaging": None}
+    declared = {**without_routes(raw), "constraints": [{"kind": "hyperball"}], **alike}
     params = [nn.Parameter(normal(*shape, seed=1, dtype=dtype)) for shape in ((6, 4), (4, 4), (8,), ())]
     before = [p.detach().clone() for p in params]
     optimizer = Optimizer(params, declared, lr=LR, weight_decay=0.1)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from eigengraft import Optimizer, RecipeError, load_recipe
 
-from ...recipes import BROAD
+from ...recipes import BROAD, without_routes
 from ...trajectories import normal
 
 LR, RHO = 0.1, 0.3
@@ -55,8 +55,7 @@ def test_any_recipe_takes_the_gradients_of_the_neighbourhood(name: str) -> None:
     """Bit for bit what the recipe does with the gradients of the second call; parameters come back in between."""
     raw = load_recipe(name).model_dump(mode="json")
     ours, theirs = ([nn.Parameter(normal(6, 3, seed=1)), nn.Parameter(normal(5, seed=2))] for _ in range(2))
-    storage = {key: value for key, value in raw["storage"].items() if not key.startswith("routes.")}
-    declared = {**raw, "routes": [], "averaging": None, "storage": storage}
+    declared = {**without_routes(raw), "averaging": None}
     around, plain = Optimizer(ours, {**declared, "sam": {"rho": RHO}}, lr=LR), Optimizer(theirs, declared, lr=LR)
     for _ in range(3):
         around.step(closure_of(around, ours, []))
