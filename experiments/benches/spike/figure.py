@@ -16,6 +16,7 @@ from .rows import BOUND, LEARNING_RATES, LINES, WINDOW, SpikeRow
 _INK, _RULE = "#3c3c3d", "#d8d8d9"
 _LABELS = {
     "exact": "exact",
+    "marginals": "marginals",
     "permute": "permute",
     "none": "none",
     "none, momentum outside": "none, momentum outside the basis",
@@ -76,5 +77,5 @@ def _line(axes: Axes, line: str, sizes: Sequence[Sequence[float]]) -> None:
         markersize=4,
         markevery=(style, 8),
         label=_LABELS[line],
-        zorder=4 if line == "exact" else 3,
+        zorder=4 if line in ("exact", "marginals") else 3,
     )

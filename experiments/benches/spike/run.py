@@ -120,9 +120,9 @@ def ratio_lines(rows: Sequence[SpikeRow]) -> list[tuple[str, str, str, str]]:
 
 
 def spike_grid(quick: bool = False) -> list[dict[str, Any]]:
-    """The arguments of all runs: 30 runs, or with `quick` five short runs of a smaller model."""
+    """The arguments of all runs: 36 runs, or with `quick` six short runs of a smaller model."""
     if quick:
-        return [{"line": line, "lr": LEARNING_RATES[0], "seed": 0, "task": SMALL, "spike": 60} for line in LINES]
+        return [{"line": line, "lr": LEARNING_RATES[0], "seed": 0, "task": SMALL, "spike": 64} for line in LINES]
     cells = product(LEARNING_RATES, LINES, SEEDS)
     return [{"line": line, "lr": lr, "seed": seed} for lr, line, seed in cells]
 
