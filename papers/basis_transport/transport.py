@@ -1,0 +1,123 @@
+"""Say which transport of second moments trains best, from the runs of study.yaml.
+
+Loss is that on the validation data at the end of a run, in nats. Differences are between runs of one seed.
+
+    eigengraft ablate study.yaml --out RUNS
+    python transport.py RUNS OUT     writes OUT/transport.json, one row a run, OUT/transport.md and OUT/transport.svg
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter, StrMethodFormatter
+
+from eigengraft.experiments.reports.figures import LIGHT, MARKERS, save_figure, style_axes
+from eigengraft.experiments.reports.records import read_records
+
+Row = dict[str, Any]
+RULES = ("exact", "permute", "marginals")
+RATE = "lr-"
+"""First letters of the cases that are a learning rate."""
+
+
+def collect(directory: Path) -> list[Row]:
+    """One row per run of a study. Raises ValueError where a run is not finished."""
+    rows = []
+    for run in read_records(directory).runs:
+        if not run.result:
+            raise ValueError(f"{directory}: finished runs are required, {run.directory} is not one")
+        labels = {key: run.labels[key] for key in ("task", "transport", "case")}
+        rows.append({**labels, "seed": run.seed, **{key: run.result[key] for key in ("diverged", "val_loss")}})
+    return rows
+
+
+def losses(rows: list[Row], task: str, transport: str, case: str) -> list[float]:
+    """Losses by ascending seed; infinite where a run diverged."""
+    wanted = (task, transport, case)
+    found = {row["seed"]: row["val_loss"] for row in rows if (row["task"], row["transport"], row["case"]) == wanted}
+    return [math.inf if found[seed] is None else found[seed] for seed in sorted(found)]
+
+
+def names(rows: list[Row], key: str) -> list[str]:
+    """The values of a label in the order of the study."""
+    return list(dict.fromkeys(row[key] for row in rows))
+
+
+def table(rows: list[Row], task: str) -> list[str]:
+    """Mean losses by case, and the differences of marginals, seed by seed: mean, least and largest."""
+    heads = ["case", *RULES, "marginals - exact", "marginals - permute"]
+    lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
+    for case in names(rows, "case"):
+        by_rule = {rule: losses(rows, task, rule, case) for rule in RULES}
+        least = min(fmean(seeds) for seeds in by_rule.values())
+        cells = [case.replace("-", " ")]
+        for seeds in by_rule.values():
+            told = f"{fmean(seeds):.3f}" if math.isfinite(fmean(seeds)) else "diverged"
+            cells.append(f"**{told}**" if fmean(seeds) == least else told)
+        for rule in RULES[:2]:
+            apart = [ours - theirs for ours, theirs in zip(by_rule["marginals"], by_rule[rule], strict=True)]
+            cells.append(f"{fmean(apart):+.3f} ({min(apart):+.3f} to {max(apart):+.3f})")
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def markdown(rows: list[Row]) -> str:
+    """A table for each task."""
+    text = [
+        "Validation loss in nats at the end, mean over seeds; differences seed by seed, mean (least to largest).",
+        "",
+    ]
+    for task in names(rows, "task"):
+        text += [f"## {task}", "", *table(rows, task), ""]
+    return "\n".join(text)
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """Loss against learning rate, one panel for each task; lines are means, points are seeds."""
+    tasks = names(rows, "task")
+    figure = Figure(figsize=(9.0, 3.6), layout="constrained")
+    for index, task in enumerate(tasks):
+        axes = figure.add_subplot(1, len(tasks), index + 1)
+        for style, rule in enumerate(RULES, start=1):
+            cases = [case for case in names(rows, "case") if case.startswith(RATE)]
+            rates = [float(case.removeprefix(RATE)) for case in cases]
+            seeds = [losses(rows, task, rule, case) for case in cases]
+            axes.plot(rates, [fmean(own) for own in seeds], label=rule, color=LIGHT[style], linewidth=1.7)
+            for rate, own in zip(rates, seeds, strict=True):
+                axes.plot([rate] * len(own), own, linestyle="", marker=MARKERS[style], markersize=4, color=LIGHT[style])
+        axes.set_xscale("log", base=2)
+        axes.set_title(task, fontsize=9.5)
+        axes.set_xlabel("learning rate")
+        axes.set_xticks(rates)
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        style_axes(axes)
+    figure.axes[0].set_ylabel("validation loss")
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8.5, framealpha=0)
+    save_figure(figure, path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Losses by transport of second moments.")
+    parser.add_argument("runs", type=Path, help="the directory of a finished study")
+    parser.add_argument("out", type=Path, help="where the files go")
+    given = parser.parse_args()
+    rows = collect(given.runs)
+    text = ",\n".join(json.dumps(row) for row in rows)
+    (given.out / "transport.json").write_text(f"[\n{text}\n]\n")
+    (given.out / "transport.md").write_text(markdown(rows))
+    draw(rows, given.out / "transport.svg")
+    sys.stdout.write(markdown(rows))
+
+
+if __name__ == "__main__":
+    main()

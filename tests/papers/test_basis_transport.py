@@ -1,0 +1,61 @@
+"""What papers/basis_transport says was measured follows from its runs."""
+
+import importlib.util
+import itertools
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from eigengraft.experiments.studies.plan import plan_runs
+from eigengraft.experiments.studies.study import load_study
+
+FOLDER = Path(__file__).resolve().parents[2] / "papers" / "basis_transport"
+
+
+def script() -> ModuleType:
+    """The script of the study as a module; the folders are no packages."""
+    spec = importlib.util.spec_from_file_location("papers_transport", FOLDER / "transport.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+TRANSPORT = script()
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((FOLDER / "transport.json").read_text())
+    return found
+
+
+def test_the_runs_that_were_measured_are_those_the_study_plans(rows: list[dict[str, Any]]) -> None:
+    study = load_study(FOLDER / "study.yaml")
+    planned = {(*cell, seed) for cell in itertools.product(*study.axes.values()) for seed in study.seeds}
+    measured = [(row["task"], row["transport"], row["case"], row["seed"]) for row in rows]
+    assert len(measured) == len(set(measured)) == len(plan_runs(study)) and set(measured) == planned
+
+
+def test_the_tables_are_those_of_the_runs(rows: list[dict[str, Any]]) -> None:
+    """In the table beside the study and in README.md."""
+    assert (FOLDER / "transport.md").read_text() == TRANSPORT.markdown(rows)
+    told = (FOLDER / "README.md").read_text().splitlines()
+    tables = [line for task in ("bytes", "digits") for line in TRANSPORT.table(rows, task)]
+    assert len(tables) == 18 and [line for line in tables if line not in told] == []
+
+
+def test_differences_are_between_runs_of_one_seed() -> None:
+    """Counted by hand: 1 - 3 and 2 - 5 against exact, 1 - 4 and 2 - 4 against permute."""
+    values = {"exact": (3.0, 5.0), "permute": (4.0, 4.0), "marginals": (1.0, 2.0)}
+    rows = [
+        {"task": "a", "transport": rule, "case": "lr-0.1", "seed": seed, "diverged": False, "val_loss": loss}
+        for rule, losses in values.items()
+        for seed, loss in enumerate(losses)
+    ]
+    assert TRANSPORT.table(rows, "a")[2:] == [
+        "| lr 0.1 | 4.000 | 4.000 | **1.500** | -2.500 (-3.000 to -2.000) | -2.500 (-3.000 to -2.000) |"
+    ]
