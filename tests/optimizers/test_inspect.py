@@ -15,7 +15,7 @@ from eigengraft import ContractError, Inspection, Measurement, Optimizer, Slot, 
 from eigengraft.preconditioners import Cadence, Every, Probability
 from eigengraft.quantization import Int8
 
-from ..recipes import COVER, EVERY
+from ..recipes import COVER, SHIPPED
 from ..trajectories import named, normal
 from .test_kernels import Kernels
 
@@ -333,7 +333,13 @@ def stepped(recipe: str, watched: bool, checked: bool = False) -> tuple[Optimize
     return optimizer, net, kernels
 
 
-@pytest.mark.parametrize("recipe", EVERY)
+QUICK = ("adam", "psgd_kron", "shampoo_4bit", "soap_muon", "splus")
+"""Moments, learned factors, coded roots, a basis, and averaged iterates."""
+
+
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SHIPPED]
+)
 def test_every_recipe_is_inspected_and_no_number_changes(recipe: str) -> None:
     plain, twin, usual = stepped(recipe, watched=False)
     assert plain.inspect()

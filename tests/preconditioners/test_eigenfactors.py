@@ -209,6 +209,7 @@ def likeness(source: dict[str, Any], given: list[list[Tensor]], exact: list[Tens
     return float(torch.cosine_similarity(ours, theirs).mean())
 
 
+@pytest.mark.slow
 def test_in_4_bits_it_is_as_close_to_shampoo_as_with_stored_roots() -> None:
     """Gradients whose covariances have eigenvalues 1 to 1/64: cosines of 0.979 and 0.978, and of 0.945 unrectified."""
     sizes = torch.arange(1, 65) ** -0.5

@@ -441,6 +441,7 @@ def test_sirf_is_an_inverse_free_running_mean_to_first_order() -> None:
     assert errors[0] > 0 and all(3.5 <= big / small <= 4.5 for big, small in itertools.pairwise(errors))
 
 
+@pytest.mark.slow
 def test_sirf_tends_to_the_inverse_of_the_statistics() -> None:
     """Without sampling noise: G G^T / n = C exactly on the first axis; the second, diagonal one has nothing to learn.
 

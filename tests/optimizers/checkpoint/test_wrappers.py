@@ -93,6 +93,7 @@ def saved() -> dict[str, tuple[list[Tensor], Any, list[Tensor]]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("here", WRAPPERS)
 def test_state_of_any_wrapper_is_loaded_in_any_other(saved: dict[str, Any], here: str) -> None:
     for there, (before, state, after) in saved.items():
