@@ -30,7 +30,7 @@ class Distribution(Component):
     bucket: int = Field(
         default=1 << 28,
         ge=1,
-        description="bytes, of which a step needs at most twice as many beside the state; an eighth is sent at once",
+        description="bytes, of which a step needs at most twice as many beside the state; a tenth is sent at once",
     )
     gather: Literal["updates", "parameters"] = Field(
         default="updates",
@@ -66,10 +66,11 @@ class Distribution(Component):
     def message(self) -> int:
         """Bytes of updates that a rank receives in one round of messages.
 
-        A step holds 9 to 13 times as many: gradients of one round as they are sent and as they are received, updates of
-        another likewise, and one round that is computed, with the products of its update.
+        A step holds 3 to 18 times as many: gradients of one round as they are sent and as they are received, updates of
+        another likewise, and one round that is computed, with the products of its update; of `psgd_kron`, in
+        float64, the most.
         """
-        return max(1, self.bucket // 8)
+        return max(1, self.bucket // 10)
 
     def measured(self, block: tuple[int, ...], counted: float) -> float:
         """Work of one step of a block: the time measured for its shape, else the operations counted.
