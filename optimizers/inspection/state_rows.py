@@ -49,8 +49,7 @@ def of_slots(slots: Mapping[str, Slot], state: State) -> Found:
     """The measures that follow from roles.
 
     condition: of statistics. root_condition: of roots and learned factors. orthogonality: of bases. off_diagonal,
-    angle: of a basis beside a statistic of
-    the same axis. failures: in a row, of roots and bases.
+    angle: of a basis beside a statistic of the same axis. failures: in a row, of roots and bases.
     """
     found: Found = {}
     for name, slot in slots.items():

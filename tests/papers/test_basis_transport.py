@@ -1,10 +1,7 @@
 """What papers/basis_transport says was measured follows from its runs."""
 
-import importlib.util
 import itertools
 import json
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,19 +9,10 @@ import pytest
 from eigengraft.experiments.studies.plan import plan_runs
 from eigengraft.experiments.studies.study import load_study
 
-FOLDER = Path(__file__).resolve().parents[2] / "papers" / "basis_transport"
+from .scripts import PAPERS, script
 
-
-def script() -> ModuleType:
-    """The script of the study as a module; the folders are no packages."""
-    spec = importlib.util.spec_from_file_location("papers_transport", FOLDER / "transport.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-TRANSPORT = script()
+FOLDER = PAPERS / "basis_transport"
+TRANSPORT = script("basis_transport", "transport")
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,9 @@
 """What the folders of `papers/` say was measured, and that their scripts still measure it."""
 
-import importlib.util
 import itertools
 import json
 import math
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,6 +15,7 @@ from eigengraft.experiments.studies.plan import PlannedRun, plan_runs
 from eigengraft.experiments.studies.study import load_study
 
 from ..trajectories import normal
+from .scripts import script
 
 pytestmark = pytest.mark.slow
 
@@ -24,16 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOUR_BIT = ROOT / "papers" / "shampoo_4bit_2024"
 
 
-def script(name: str) -> ModuleType:
-    """A script of a paper as a module; the folders are no packages."""
-    spec = importlib.util.spec_from_file_location(f"papers_{name}", FOUR_BIT / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-TABLES, MEMORY, TRAINING = script("tables"), script("memory"), script("training")
+TABLES, MEMORY, TRAINING = (script("shampoo_4bit_2024", n) for n in ("tables", "memory", "training"))
 
 
 def read(name: str) -> Any:

@@ -1,11 +1,9 @@
 """What papers/spectral_condition_2023 says was measured follows from its runs."""
 
-import importlib.util
 import itertools
 import json
 import math
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,19 +11,10 @@ import pytest
 from eigengraft.experiments.studies.study import load_study
 from eigengraft.experiments.training.loading import load_experiment
 
-FOLDER = Path(__file__).resolve().parents[2] / "papers" / "spectral_condition_2023"
+from .scripts import PAPERS, script
 
-
-def script() -> ModuleType:
-    """The script of the study as a module; the folders are no packages."""
-    spec = importlib.util.spec_from_file_location("papers_widths", FOLDER / "widths.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-WIDTHS = script()
+FOLDER = PAPERS / "spectral_condition_2023"
+WIDTHS = script("spectral_condition_2023", "widths")
 
 
 def read(name: str) -> list[dict[str, Any]]:

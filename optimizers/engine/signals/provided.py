@@ -24,8 +24,8 @@ class Provided:
         self._kept: dict[str, dict[int | None, tuple[Tensor | float, int]]] = {}
 
     def add(self, signal: Signal, value: Given, parameters: Iterable[Tensor]) -> None:
-        """Joins a value with those before it, as the signal declares; ValueError for one that does not fit."""
-        require_form(signal, value)
+        """Joins a value of the required form with those before it, as the signal declares; ValueError if it does not
+        fit."""
         kept = self._kept.setdefault(signal.name, {})
         known = {id(parameter): parameter for parameter in parameters}
         for key, one in _by_id(value):

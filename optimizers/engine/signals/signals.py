@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from weakref import WeakKeyDictionary
 
 import torch
@@ -124,11 +125,12 @@ class Signals:
         """What this rank was provided of a signal, and which parameters of the step ask for it."""
         wanted, needed, values = list[int](), list[int](), dict[int, Tensor]()
         counts = (param_set.update_counts + 1).tolist()
+        due = cache(self.listeners.needed)  # the same for all parameters of an update at one step
         for at, (spec, parameter) in enumerate(zip(param_set.specs, param_set.parameters, strict=True)):
             if not step.active[at] or signal.name not in self.listeners.asked[spec.path]:
                 continue
             wanted.append(at)
-            if signal.name in self.listeners.needed(spec.path, counts[at]):
+            if signal.name in due(spec.path, counts[at]):
                 needed.append(at)
             value = self.provided.get(signal, parameter)
             if value is not None:

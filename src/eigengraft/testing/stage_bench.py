@@ -59,7 +59,8 @@ class StageBench:
         self.phases = np.arange(blocks) / blocks
         self.seeds = np.arange(blocks) * 7919 - 11
         self.lagging = any(inner.lagged() for _, inner in walk((stage,)))
-        self.heard = frozenset[str]().union(*(inner.signals() | inner.accepts for _, inner in walk((stage,))))
+        asked = frozenset[str]().union(*(inner.signals() | inner.accepts for _, inner in walk((stage,))))
+        self.heard = {name: signal for name, signal in known_signals().items() if name in asked}
 
     def _allocate(self, key: str) -> None:
         slot = self.declared[key]
@@ -112,9 +113,7 @@ class StageBench:
         hold."""
         seeds, found = self.seeds[chosen], dict[str, Tensor | float]({"lr": 0.1} if "lr" in self.heard else {})
         size = torch.from_numpy(0.5 + seeds % 11 / 10).to(torch.get_default_device(), self.dtype)
-        for name, signal in known_signals().items() if self.heard else ():
-            if name not in self.heard:
-                continue
+        for name, signal in self.heard.items():
             if signal.extent == "entry":
                 ones = torch.linspace(0.5, 1, max(1, math.prod(self.block)), dtype=self.dtype).reshape(self.block)
                 found[name] = size.reshape(-1, *[1] * len(self.block)) * ones

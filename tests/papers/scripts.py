@@ -1,0 +1,16 @@
+"""Scripts of papers as modules; the folders are no packages."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+PAPERS = Path(__file__).resolve().parents[2] / "papers"
+
+
+def script(paper: str, name: str) -> ModuleType:
+    """A script in the folder of a paper."""
+    spec = importlib.util.spec_from_file_location(f"papers_{name}", PAPERS / paper / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
