@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+
+if TYPE_CHECKING:
+    from ..studies.running import PreparedStudy
 
 Workers = Annotated[int | None, typer.Option(min=1, help="number of processes; default one per core")]
 
@@ -50,16 +53,39 @@ def demo_command(
 
 
 def _run(source: str, overrides: list[str], out: Path | None, workers: int | None) -> Path:
-    """Do the remaining runs of a study with a progress bar; name the runs that failed and exit with code 1."""
-    from ..studies.running import prepare_study, run_study
+    """Do the remaining runs of a study, those that tune first; name the runs that failed and exit with code 1."""
+    from ..studies.running import prepare_study
     from ..studies.study import load_study
-    from .progress import StudyProgress
 
     study = load_study(source, overrides)
     directory = out or Path("runs") / study.name
-    prepared = prepare_study(study, directory)
     console = Console(stderr=True)
     failed: dict[str, str] = {}
+    runs = 0
+    while True:
+        prepared = prepare_study(study, directory, failed)
+        if prepared.tuning and study.tune is not None:
+            console.print(f"tuning {study.tune.field}: {len(prepared.left)} runs", highlight=False)
+        failed |= _do(prepared, workers, console)
+        runs += len(prepared.runs)
+        if not prepared.tuning:
+            break
+    if failed:
+        for run, reason in failed.items():
+            last = reason.strip().splitlines()[-1]
+            console.print(f"[red]failed[/red] {escape(run)}: {escape(last)}", highlight=False, soft_wrap=True)
+        where = escape(str(directory))
+        console.print(f"{len(failed)} of {runs} runs failed; details in {where}/*/*.error.txt")
+        raise typer.Exit(1)
+    return directory
+
+
+def _do(prepared: PreparedStudy, workers: int | None, console: Console) -> dict[str, str]:
+    """Do the runs that are left with a progress bar; return the reason of every run that failed, by its directory."""
+    from ..studies.running import run_study
+    from .progress import StudyProgress
+
+    failed = {}
     with (
         StudyProgress(console, len(prepared.runs), len(prepared.left)) as progress,
         closing(run_study(prepared, workers)) as events,
@@ -68,11 +94,4 @@ def _run(source: str, overrides: list[str], out: Path | None, workers: int | Non
             progress.on_event(event)
             if event.kind == "failed":
                 failed[event.run.directory] = event.value
-    if failed:
-        for run, reason in failed.items():
-            last = reason.strip().splitlines()[-1]
-            console.print(f"[red]failed[/red] {escape(run)}: {escape(last)}", highlight=False, soft_wrap=True)
-        where = escape(str(directory))
-        console.print(f"{len(failed)} of {len(prepared.runs)} runs failed; details in {where}/*/*.error.txt")
-        raise typer.Exit(1)
-    return directory
+    return failed

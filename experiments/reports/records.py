@@ -93,6 +93,24 @@ class Run:
 
 
 @dataclass(frozen=True)
+class TunedCell:
+    """What a search found in one cell of a study, as its manifest says.
+
+    cell: axis=label of every axis, with commas between.
+    field: dotted path of the tuned number.
+    value: the best value.
+    tried: (value, mean of the metric, None where a run diverged), from the least value to the largest.
+    inside: whether values on both sides of the best one were tried.
+    """
+
+    cell: str
+    field: str
+    value: float
+    tried: tuple[tuple[float, float | None], ...]
+    inside: bool
+
+
+@dataclass(frozen=True)
 class Records:
     """All runs of a directory. Runs are compared along the axis `compare` with the runs labelled `baseline`."""
 
@@ -102,6 +120,7 @@ class Records:
     compare: str
     baseline: str
     runs: tuple[Run, ...]
+    tuned: tuple[TunedCell, ...] = ()
 
 
 def read_records(directory: Path) -> Records:
@@ -111,7 +130,12 @@ def read_records(directory: Path) -> Records:
         return _stray(directory)
     runs = tuple(Run(run["labels"], run["seed"], directory / run["directory"]) for run in manifest["runs"])
     metric = METRICS[manifest["metric"]]
-    return Records(manifest["name"], manifest["description"], metric, manifest["compare"], manifest["baseline"], runs)
+    tuned = tuple(
+        TunedCell(cell, one["field"], one["value"], tuple(map(tuple, one["tried"])), one["inside"])
+        for cell, one in manifest.get("tuned", {}).items()
+    )
+    name, description = manifest["name"], manifest["description"]
+    return Records(name, description, metric, manifest["compare"], manifest["baseline"], runs, tuned)
 
 
 def _stray(directory: Path) -> Records:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from ..training.experiment import Experiment
 from ..training.loading import load_experiment
 from ..training.rundir import RunDirectory
 from .study import Study
+from .tuning import Tuned, described
 
 
 @dataclass(frozen=True)
@@ -33,27 +34,52 @@ class PlannedRun:
         return "/".join([*self.labels.values(), f"seed-{self.seed}"])
 
 
-def plan_runs(study: Study) -> list[PlannedRun]:
-    """All runs of the study, cell by cell, seeds innermost. Raises RecipeError naming every cell that is wrong."""
-    planned, faults = [], []
+@dataclass(frozen=True)
+class Cell:
+    """One combination of labels: the changes of the base experiment that belong to it."""
+
+    labels: Mapping[str, str]
+    changes: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The name of its directory."""
+        return ",".join(f"{axis}={label}" for axis, label in self.labels.items())
+
+
+def cells(study: Study) -> Iterator[Cell]:
+    """Every combination of labels with the changes of its labels and settings, the last ones winning."""
     for choice in itertools.product(*(choices.items() for choices in study.axes.values())):
         labels = {axis: label for axis, (label, _) in zip(study.axes, choice, strict=True)}
-        cell = ",".join(f"{axis}={label}" for axis, label in labels.items())
         changes = {path: value for _, some in choice for path, value in some.items()}
         for setting in study.settings:
             changes |= setting.set if setting.holds(labels) else {}
+        yield Cell(labels, changes)
+
+
+def plan_runs(study: Study, tuned: Mapping[str, Tuned] | None = None) -> list[PlannedRun]:
+    """All runs of the study, cell by cell, seeds innermost, with the values that `tuned` found for its cells.
+
+    Raises RecipeError naming every cell that is wrong.
+    """
+    planned, faults = [], []
+    for cell in cells(study):
+        value = (tuned or {}).get(cell.name)
         try:
-            experiment = _changed(study.base, changes)
+            experiment = changed(study.base, {**cell.changes, **({} if value is None else {value.field: value.value})})
         except RecipeError as error:
-            faults.append(f"{cell}: {str(error).replace(chr(10), f'{chr(10)}{cell}: ')}")
+            faults.append(f"{cell.name}: {str(error).replace(chr(10), f'{chr(10)}{cell.name}: ')}")
             continue
-        planned += [PlannedRun(labels, s, experiment.replace(seed=s), f"{cell}/seed-{s}") for s in study.seeds]
+        planned += [
+            PlannedRun(cell.labels, s, experiment.replace(seed=s), f"{cell.name}/seed-{s}") for s in study.seeds
+        ]
     if faults:
         raise RecipeError("\n".join(faults))
     return planned
 
 
-def _changed(base: Mapping[str, Any], changes: Mapping[str, Any]) -> Experiment:
+def changed(base: Mapping[str, Any], changes: Mapping[str, Any]) -> Experiment:
+    """The experiment `base` with values by dotted path. Raises RecipeError."""
     # Complete fields first: a path into a recipe or a task means the recipe or task that the cell chose.
     complete = {path: value for path, value in changes.items() if path in Experiment.model_fields}
     deep = [f"{path}={json.dumps(value)}" for path, value in changes.items() if path not in complete]
@@ -75,8 +101,8 @@ def refuse_changed(planned: list[PlannedRun], directory: Path) -> None:
         raise RecipeError("the study has changed since these runs were made:\n" + "\n".join(faults[:4]) + more)
 
 
-def write_manifest(study: Study, planned: list[PlannedRun], directory: Path) -> None:
-    """Write what reports need to know about the study, beside its runs."""
+def write_manifest(study: Study, planned: list[PlannedRun], tuned: Mapping[str, Tuned], directory: Path) -> None:
+    """Write what reports need to know about the study, beside its runs, and what tuning found so far."""
     axis, baseline = study.compared
     content = {
         "name": study.name,
@@ -85,6 +111,7 @@ def write_manifest(study: Study, planned: list[PlannedRun], directory: Path) -> 
         "compare": axis,
         "baseline": baseline,
         "study": study.model_dump(mode="json"),
+        "tuned": described(tuned),
         "runs": [{"directory": run.directory, "labels": dict(run.labels), "seed": run.seed} for run in planned],
     }
     directory.mkdir(parents=True, exist_ok=True)

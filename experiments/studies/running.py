@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +15,7 @@ from ..training.outcome import Result, Tick
 from ..training.train import train
 from .plan import PlannedRun, expected_seconds, plan_runs, refuse_changed, write_manifest
 from .pool import run_pool
+from .search import plan_tuning
 from .study import Study
 
 
@@ -36,27 +37,37 @@ class StudyEvent:
 class PreparedStudy:
     """A checked study with the runs that are still to be done.
 
+    A study that tunes is prepared and run several times: its searches go on, until nothing is left to tune.
+
     directory: of the study.
+    tuning: whether `runs` are the next runs of the searches, and not the study's own.
     runs: all runs.
     left: runs without a result, the longest first.
     seconds: rough guess of the time of every run, by its directory.
     """
 
     directory: Path
+    tuning: bool
     runs: tuple[PlannedRun, ...]
     left: tuple[PlannedRun, ...]
     seconds: Mapping[str, float]
 
 
-def prepare_study(study: Study, directory: Path) -> PreparedStudy:
-    """Check every cell of the study and every run already in `directory`; nothing is run. Raises RecipeError."""
-    planned = plan_runs(study)
+def prepare_study(study: Study, directory: Path, failed: Collection[str] = ()) -> PreparedStudy:
+    """Check every cell of the study and every run already in `directory`; nothing is run. Raises RecipeError.
+
+    A value whose run is named in `failed` counts as diverged while the study tunes.
+    """
+    plan_runs(study)
+    tuning, tuned = plan_tuning(study, directory, failed)
+    own = plan_runs(study, tuned)
+    planned = tuning or own
     refuse_changed(planned, directory)
     left = [run for run in planned if not (directory / run.directory / "result.json").exists()]
     seconds = expected_seconds(planned)
     left.sort(key=lambda run: -seconds[run.directory])
-    write_manifest(study, planned, directory)
-    return PreparedStudy(directory, tuple(planned), tuple(left), seconds)
+    write_manifest(study, own, tuned, directory)
+    return PreparedStudy(directory, bool(tuning), tuple(planned), tuple(left), seconds)
 
 
 def run_study(prepared: PreparedStudy, workers: int | None = None) -> Generator[StudyEvent, None, None]:

@@ -17,6 +17,7 @@ from eigengraft.optimizers.recipe.yaml_files import read_yaml
 
 from ..training.loading import read_experiment
 from ..training.paths import resolve_paths
+from .tuning import Tuning
 
 Changes = dict[str, Any]
 """Values by dotted path, like overrides: `steps`, `task.width`, `update.eigenbasis.refresh.steps`."""
@@ -62,6 +63,7 @@ class Study(Component):
     )
     settings: tuple[Setting, ...] = Field((), strict=False, description="values that belong to combinations of labels")
     seeds: tuple[int, ...] = Field((0,), strict=False, min_length=1, description="one run of every cell for each")
+    tune: Tuning | None = Field(None, description="search of a value for every cell before its runs; none: no search")
     metric: Literal["val_loss", "val_accuracy"] = Field("val_loss", description="final metric to compare")
     baseline: dict[str, str] = Field(
         default={}, max_length=1, description="axis compared: its label to compare with; none: last axis, first label"
@@ -95,6 +97,8 @@ class Study(Component):
             shared = _paths(self.axes[first]) & _paths(self.axes[second])
             if shared:
                 raise ValueError(f"axes: each path on one axis only, '{min(shared)}' is on '{first}' and '{second}'")
+        if self.tune is not None:
+            _separate(self.tune, self.seeds, self.axes)
         wanted = [("baseline", axis, label) for axis, label in self.baseline.items()]
         wanted += [("settings.when", axis, v) for s in self.settings for axis, some in s.when.items() for v in some]
         for where, axis, label in wanted:
@@ -174,6 +178,15 @@ def _label(value: Any) -> str:
 
 def _paths(choices: Mapping[str, Changes]) -> set[str]:
     return {path for changes in choices.values() for path in changes}
+
+
+def _separate(tune: Tuning, seeds: Iterable[int], axes: Iterable[str]) -> None:
+    if shared := set(tune.seeds) & set(seeds):
+        raise ValueError(
+            f"tune.seeds: other seeds than those that are compared are required, got {min(shared)} in both"
+        )
+    if tune.field in axes:
+        raise ValueError(f"tune.field: a path that is no axis of the study is required, got '{tune.field}'")
 
 
 def _known(where: str, name: str, known: Iterable[str]) -> None:
