@@ -20,8 +20,9 @@ from .checkpoint.replaced_params import adopt_parameters
 from .engine.param_set import ParamSet
 from .engine.param_sets import ParamSets
 from .engine.signals import Given, SignalSource
+from .inspection.reached import require_expected, require_matches
 from .inspection.reporting import Reporting
-from .param_groups import check_keys, number, require_expected, require_matches
+from .param_groups import check_options, number, own_keys
 from .recipe.loading import RecipeSource, load_recipe
 from .recipe.overrides import Overrides
 from .recipe.routing import DescribedParameters, ParamInfo
@@ -35,6 +36,7 @@ class Optimizer(Reporting, torch.optim.Optimizer):
     lr, weight_decay: default the recipe's.
     overrides: changes of the recipe, as a mapping {dotted path: value} or as strings "path=value".
     checked: check at every step that each stage keeps its contract, and raise a `ContractError` that names it; slower.
+    options: `foreach`, `fused` and `capturable`, as torch's optimizers take them, which have no effect.
 
     All state is allocated here; parameters with `requires_grad=False` get theirs if they are thawed later.
     """
@@ -51,7 +53,9 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         *,
         overrides: Overrides = (),
         checked: bool = False,
+        **options: Any,
     ) -> None:
+        check_options(options, "Optimizer")
         self.recipe = load_recipe(recipe, overrides)
         described = DescribedParameters.of(params)
         self.param_sets = ParamSets(self.recipe, checked, described.others)
@@ -68,12 +72,11 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         require_expected(self.recipe, chain(described.others, *self.param_sets.infos))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group: `params`, optionally `lr` and `weight_decay`; `fused` and `foreach` are ignored.
+        """Adds a group: `params`, optionally `lr` and `weight_decay`, and keys of the user's own.
 
-        Anything else is a ValueError, after which the optimizer is as it was.
+        An option of the recipe or of torch's optimizers is a ValueError, after which the optimizer is as it was.
         """
-        group = {key: value for key, value in param_group.items() if key not in ("fused", "foreach")}
-        check_keys(group, self.recipe.to_json())
+        group = own_keys(param_group, self.recipe.to_json())
         index = len(self.param_groups)
         super().add_param_group(group)
         try:

@@ -1,38 +1,79 @@
-"""Checks of param groups: keys, values, and routes that must match."""
+"""Checks of param groups: options, keys, values, and what routes must be told."""
 
 from __future__ import annotations
 
 import difflib
 import math
+import warnings
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass
+from functools import cache
+from inspect import signature
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from eigengraft.component import RecipeError
-
 from .apply.closures.line_search import SCALE
-from .recipe.expect import expected_updates, parse_expectation
 from .recipe.recipe import Recipe
 from .recipe.routing import ParamInfo, describe_named, describe_parameter
 
 _KEYS = ("params", "param_names", "lr", "weight_decay", "name", "initial_lr", "peak_lr", "recipe", "iterate", SCALE)
+_OTHER_NAMES = {"learning_rate": "lr", "wd": "weight_decay", "decay": "weight_decay"}
+_IGNORED = ("foreach", "fused", "capturable")
+_OFF = {
+    "maximize": "minimize the negative of the loss",
+    "differentiable": "no gradient passes through a step",
+}
+"""Options of torch's optimizers that a step has no other way for: what may be done about each."""
 
 
-def check_keys(group: Mapping[str, Any], recipe: str) -> None:
-    """Raises ValueError for an unknown key, or another recipe; recipe: what the optimizer writes into its groups."""
+def check_options(given: Mapping[str, Any], who: str) -> None:
+    """Says once what has no effect, among options of torch's optimizers; raises for one that would have.
+
+    `TypeError` for any other option, `ValueError` for one that must be off.
+    """
+    for key, value in given.items():
+        if key not in (*_IGNORED, *_OFF):
+            raise TypeError(f"{who}: lr and weight_decay are the options, got '{key}'; the recipe says the rest")
+        if key in _OFF and value:
+            raise ValueError(f"{who}: {key}=False is required, got {value!r}; {_OFF[key]}")
+    asked = [key for key in _IGNORED if given.get(key)]
+    if asked:
+        warnings.warn(f"{who}: {', '.join(asked)}: no effect, all blocks of a shape are computed at once", stacklevel=4)
+
+
+def own_keys(group: Mapping[str, Any], recipe: str) -> dict[str, Any]:
+    """A param group without options of torch's optimizers that have no effect. Keys of the user's stay.
+
+    recipe: what the optimizer writes into its groups. Raises ValueError for another recipe there, and for a key that
+    would have an effect elsewhere: an option of torch's optimizers, a field of recipes, a key that is misspelt.
+    """
+    options = {key: group[key] for key in (*_IGNORED, *_OFF) if key in group}
+    check_options(options, "param group")
     for key in group:
-        if key not in _KEYS:
-            near = difflib.get_close_matches(key, _KEYS, n=1)
-            hint = f", did you mean '{near[0]}'?" if near else ""
+        if key in _KEYS or key in options:
+            continue
+        near = difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.75)
+        meant = _OTHER_NAMES.get(key) or (near[0] if near else "")
+        if meant or key in _elsewhere():
+            hint = f", did you mean '{meant}'?" if meant else ""
             raise ValueError(
                 f"param group: the keys are params, lr and weight_decay, got '{key}'{hint}; the recipe says the rest"
             )
+        warnings.warn(f"param group: '{key}' stays in the group, and has no effect on steps", stacklevel=4)
     if group.get("recipe", recipe) != recipe:
         raise ValueError(
             "param group: one recipe for all groups is required (its `routes` tell parameters apart), got 'recipe'"
         )
+    return {key: value for key, value in group.items() if key not in options}
+
+
+@cache
+def _elsewhere() -> frozenset[str]:
+    """Options of torch's optimizers, and fields of recipes other than `lr_scale`, a key of schedulers too."""
+    classes = [cls for cls in vars(torch.optim).values() if isinstance(cls, type)]
+    options = [key for cls in classes if issubclass(cls, torch.optim.Optimizer) for key in signature(cls).parameters]
+    return frozenset(options) | Recipe.model_fields.keys() - {"lr_scale"}
 
 
 def check_values(group: Mapping[str, Any]) -> None:
@@ -45,7 +86,7 @@ def check_values(group: Mapping[str, Any]) -> None:
     for position, parameter in enumerate(group["params"]):
         name = names[position] if names else f"parameter {position}"
         if not parameter.is_floating_point():
-            raise ValueError(f"params: real floating-point tensors are required, got {parameter.dtype}")
+            raise ValueError(f"params: {name}: a real floating-point tensor is required, got {parameter.dtype}")
         if parameter.is_meta:
             raise ValueError(
                 f"{name}: a parameter with values is required, got one on the meta device; call "
@@ -95,75 +136,3 @@ def number(group: Mapping[str, Any], key: str) -> float | Tensor:
     if not float(value) >= 0:
         raise ValueError(f"{key}: a finite number >= 0 is required, got {float(value)}")
     return float(value)
-
-
-def require_matches(recipe: Recipe, infos: Iterable[ParamInfo]) -> None:
-    """Raises ValueError for a route that must match a parameter and matches none."""
-    taken = {recipe.route(info)[0] for info in infos}
-    for route in recipe.routes:
-        if not route.optional and f"routes.{route.name}" not in taken:
-            raise ValueError(
-                f"routes.{route.name}: a rule must match at least one parameter, got none "
-                "(earlier rules match first; names need named_parameters; set `optional: true` if that is meant)"
-            )
-
-
-@dataclass(frozen=True)
-class Reached:
-    """What reaches a stage or a route of which the recipe expects something.
-
-    key, text: the expectation.
-    found: parameters, by entries, or tensors that reach it.
-    total: all there are.
-    holds: whether the expectation is met.
-    """
-
-    key: str
-    text: str
-    found: int
-    total: int
-    holds: bool
-
-    @property
-    def share(self) -> str:
-        """What was found, in percent and in numbers."""
-        return f"{100 * self.found / max(self.total, 1):.3g}% ({self.found:,} of {self.total:,})"
-
-    def __str__(self) -> str:
-        return f"{self.key} {self.text}: {self.share}"
-
-
-def reached(recipe: Recipe, infos: Iterable[ParamInfo]) -> list[Reached]:
-    """What the routes make of each expectation of a recipe."""
-    if not recipe.expect:
-        return []
-    rows, updates = [(recipe.route(info)[0], info.numel) for info in infos], recipe.updates()
-    found_rows = []
-    for key, text in recipe.expect.items():
-        expected, paths = parse_expectation(text), expected_updates(key, updates)
-        sizes = [(path in paths, size if expected.unit == "parameters" else 1) for path, size in rows]
-        found, total = sum(size for there, size in sizes if there), sum(size for _, size in sizes)
-        found_rows.append(Reached(key, text, found, total, expected.holds(found, total)))
-    return found_rows
-
-
-def require_expected(recipe: Recipe, infos: Iterable[ParamInfo]) -> None:
-    """Raises RecipeError, with the largest tensors that went elsewhere, if routes do not do what the recipe expects."""
-    infos = list(infos)
-    faults = [
-        f"expect.{row.key}: {row.text} is required, got {row.share}; {_astray(recipe, row.key, infos)}"
-        for row in reached(recipe, infos)
-        if not row.holds
-    ]
-    if faults:
-        raise RecipeError("\n".join(faults))
-
-
-def _astray(recipe: Recipe, key: str, infos: Iterable[ParamInfo]) -> str:
-    """The largest tensors that do not reach a stage; those that do, where too much of them may be the fault."""
-    paths, upper = expected_updates(key, recipe.updates()), parse_expectation(recipe.expect[key]).upper
-    rows = [(info, *recipe.route(info)) for info in infos]
-    chosen = sorted((row for row in rows if (row[1] in paths) == upper), key=lambda row: -row[0].numel)
-    named = [f"{info.name or info.shape} to {path or 'update'} ({why})" for info, path, why in chosen[:3]]
-    more = f" and {len(chosen) - 3} more" if len(chosen) > 3 else ""
-    return f"{'there' if upper else 'elsewhere'} went {', '.join(named) or 'nothing'}{more}"

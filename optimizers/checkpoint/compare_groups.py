@@ -30,7 +30,7 @@ def compare_groups(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence
     for index, (group, other) in enumerate(zip(groups, saved, strict=True)):
         if "recipe" not in other:
             raise ValueError(f"state_dict: group {index} has no recipe, it was not saved by eigengraft.Optimizer")
-        missing = [key for key in ("lr", "weight_decay", "peak_lr") if key not in other]
+        missing = [key for key in ("lr", "weight_decay") if key not in other]
         if missing:
             raise ValueError(f"state_dict: group {index} must have '{missing[0]}', got {sorted(other)}")
         check_values({**other, "params": []})

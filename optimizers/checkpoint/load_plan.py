@@ -38,12 +38,14 @@ class LoadPlan:
     mode: which iterate the saved parameters hold.
     groups: for each param group, the parameter sets it will have and the values of their state.
     state: the mapping that the optimizer showed before the load and shows after it.
-    rest: the state dict without its state and names, which torch loads.
+    extra: entries of the state that belong to no parameter, but to a user.
+    rest: the state dict without its state, which torch loads.
     """
 
     mode: Mode
     groups: list[tuple[list[ParamSet], StateValues]]
     state: defaultdict[Tensor, Any]
+    extra: dict[Any, Any]
     rest: dict[str, Any]
 
     @classmethod
@@ -58,21 +60,24 @@ class LoadPlan:
         keys = compare_groups(optimizer.param_groups, names, saved)
         mode = saved_mode(saved, optimizer.recipe.averaging is not None)
         known = {index for group in saved for index in group["params"]}
-        faults = [f"state for an unknown parameter {index!r}" for index in state_dict["state"] if index not in known]
+        others = {index: own for index, own in state_dict["state"].items() if index not in known}
+        extra = {index: own for index, own in others.items() if not isinstance(own, Mapping)}
+        faults = [f"state for an unknown parameter {index!r}" for index in others if index not in extra]
         groups = []
         for index, (group, own) in enumerate(zip(optimizer.param_groups, keys, strict=True)):
             pairs = zip(group["params"], own, strict=True)
-            values = {parameter: state_dict["state"].get(key, {}) for parameter, key in pairs}
+            values = {parameter: _with_tensor_step(state_dict["state"].get(key, {})) for parameter, key in pairs}
             groups.append((_fitting(optimizer, index, values), values))
             faults += [fault for param_set in groups[-1][0] for fault in _set_faults(param_set, values, mode)]
         _refuse(faults, [param_set for param_sets, _ in groups for param_set in param_sets])
         local = [(param_sets, _local_values(param_sets, values, mode)) for param_sets, values in groups]
-        rest = [{key: value for key, value in other.items() if key != "param_names"} for other in saved]
-        return cls(mode, local, optimizer.state, {**state_dict, "state": {}, "param_groups": rest})
+        rest = [_loaded_group(*pair) for pair in zip(optimizer.param_groups, saved, strict=True)]
+        return cls(mode, local, optimizer.state, extra, {**state_dict, "state": {}, "param_groups": rest})
 
     def install(self, optimizer: Loadable) -> None:
         """Puts the values into the optimizer, whose param groups torch has just replaced by the saved ones."""
         optimizer.state = self.state
+        optimizer.state.update(self.extra)
         for index, (param_sets, values) in enumerate(self.groups):
             optimizer.param_groups[index].setdefault("iterate", "train")
             optimizer.param_groups[index]["recipe"] = optimizer.recipe.to_json()
@@ -95,6 +100,21 @@ def strict_loading(optimizer: Any) -> Iterator[None]:
 
         hooks.callback(optimizer.register_load_state_dict_pre_hook(check).remove)
         yield
+
+
+def _loaded_group(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """What torch is to load of a saved group: own names before saved ones, and what older versions did not save."""
+    filled = {"peak_lr": group["peak_lr"], **saved}
+    if "param_names" in group:
+        filled.pop("param_names", None)
+    return filled
+
+
+def _with_tensor_step(state: Any) -> Any:
+    """The state of a parameter, whose number of steps other tools write as a number."""
+    step = state.get("step") if isinstance(state, Mapping) else None
+    plain = isinstance(step, int) and not isinstance(step, bool)
+    return {**state, "step": torch.tensor(step, dtype=torch.int64)} if plain else state
 
 
 def _fitting(optimizer: Loadable, index: int, values: Mapping[Tensor, Any]) -> list[ParamSet]:

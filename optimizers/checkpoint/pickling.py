@@ -34,7 +34,7 @@ def snapshot(optimizer: Any) -> dict[str, Any]:
 def restored(cls: type[T], saved: dict[str, Any]) -> T:
     """The optimizer of a snapshot."""
     optimizer: Any = cls.__new__(cls)
-    state: defaultdict[Any, Any] = defaultdict(dict)
+    state = defaultdict[Any, Any](dict, {key: own for key, own in saved["state"].items() if not torch.is_tensor(key)})
     param_sets = ParamSets(saved["recipe"], saved["checked"], saved["others"])
     torch_state = {"defaults": saved["defaults"], "param_groups": saved["param_groups"], "state": state}
     optimizer.__setstate__({**torch_state, "recipe": saved["recipe"], "param_sets": param_sets})

@@ -31,7 +31,7 @@ def adopt_parameters(optimizer: Any) -> None:
         return
     _require_alike(groups, param_sets)
     fresh = ParamSets(param_sets.recipe, param_sets.checked, param_sets.others)
-    state = defaultdict[Tensor, Any](dict)
+    state = defaultdict[Any, Any](dict, {key: own for key, own in optimizer.state.items() if not torch.is_tensor(key)})
     for index, group in enumerate(groups):
         fresh.declare(group["params"], param_sets.infos[index])
     fresh.complete(0, groups, state)

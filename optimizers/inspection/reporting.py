@@ -17,10 +17,10 @@ from ..apply.averaging import Mode
 from ..engine.param_sets import ParamSets
 from ..engine.schedules import steps_taken
 from ..engine.stack_state import StackState
-from ..param_groups import Reached, reached
 from ..recipe.recipe import Recipe
 from ..sharding.placement import lr_factors
 from .inspect import inspect, watch_next_step
+from .reached import Reached, reached
 from .table import Inspection, Measurement
 
 

@@ -19,7 +19,7 @@ from eigengraft.distributed.layouts import Layout
 from eigengraft.distributed.ownership import Loads
 
 from ..engine.block_groups import divide
-from ..param_groups import require_expected
+from ..inspection.reached import require_expected
 from ..recipe.loading import RecipeSource, load_recipe
 from ..recipe.param_names import canonical_names
 from ..recipe.recipe import Recipe

@@ -225,7 +225,10 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "twice": (lambda: Optimizer([{"params": [p := weight()]}, {"params": [p]}]), r"more than one parameter group"),
     "no tensor": (lambda: Optimizer([3]), r"."),
     "a tensor": (lambda: Optimizer(weight()), r"."),
-    "complex": (lambda: Optimizer([weight(dtype=torch.complex64)]), r"^params: real floating-point .*complex64"),
+    "complex": (
+        lambda: Optimizer([weight(dtype=torch.complex64)]),
+        r"^params: parameter 0: a real floating-point .*complex64",
+    ),
     "a module": (lambda: Optimizer(nn.Linear(2, 2)), r"compose|parameters\(\)"),  # type: ignore[arg-type]
     "frozen": (
         lambda: eigengraft.compose("soap", nn.Linear(2, 2).requires_grad_(False)),

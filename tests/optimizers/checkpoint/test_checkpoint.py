@@ -211,7 +211,6 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no recipe": (edit("param_groups", 0, "recipe", drop=True), "group 0 has no recipe"),
     "broken recipe": (edit("param_groups", 0, "recipe", to="{"), "state_dict: .*recipe"),
     "no lr": (edit("param_groups", 0, "lr", drop=True), "state_dict: .*lr"),
-    "no peak": (edit("param_groups", 0, "peak_lr", drop=True), "state_dict: .*peak_lr"),
     "nan lr": (edit("param_groups", 0, "lr", to=float("nan")), "lr: a finite number"),
     "negative decay": (edit("param_groups", 0, "weight_decay", to=-1.0), "weight_decay: a finite number"),
     "other names": (
@@ -313,7 +312,7 @@ def test_without_names_on_one_side_the_order_counts(known: str) -> None:
     run, resumed = shuffled("a b c", 1, known == "saved"), shuffled("c b a", 1, known == "here")
     train(*run, range(4))
     resumed[1].load_state_dict(run[1].state_dict())
-    assert ("param_names" in resumed[1].param_groups[0]) == (known == "here")
+    assert ("param_names" in resumed[1].param_groups[0]) == (known != "neither")  # of whoever knows them, as in torch
     for p, q in zip(run[0].values(), resumed[0].values(), strict=True):
         assert same(run[1].state[p], resumed[1].state[q])
 

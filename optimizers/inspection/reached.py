@@ -1,0 +1,84 @@
+"""What routes reach: rules that must match, and expectations of a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from eigengraft.component import RecipeError
+
+from ..recipe.expect import expected_updates, parse_expectation
+from ..recipe.recipe import Recipe
+from ..recipe.routing import ParamInfo
+
+
+def require_matches(recipe: Recipe, infos: Iterable[ParamInfo]) -> None:
+    """Raises ValueError for a route that must match a parameter and matches none."""
+    taken = {recipe.route(info)[0] for info in infos}
+    for route in recipe.routes:
+        if not route.optional and f"routes.{route.name}" not in taken:
+            raise ValueError(
+                f"routes.{route.name}: a rule must match at least one parameter, got none "
+                "(earlier rules match first; names need named_parameters; set `optional: true` if that is meant)"
+            )
+
+
+@dataclass(frozen=True)
+class Reached:
+    """What reaches a stage or a route of which the recipe expects something.
+
+    key, text: the expectation.
+    found: parameters, by entries, or tensors that reach it.
+    total: all there are.
+    holds: whether the expectation is met.
+    """
+
+    key: str
+    text: str
+    found: int
+    total: int
+    holds: bool
+
+    @property
+    def share(self) -> str:
+        """What was found, in percent and in numbers."""
+        return f"{100 * self.found / max(self.total, 1):.3g}% ({self.found:,} of {self.total:,})"
+
+    def __str__(self) -> str:
+        return f"{self.key} {self.text}: {self.share}"
+
+
+def reached(recipe: Recipe, infos: Iterable[ParamInfo]) -> list[Reached]:
+    """What the routes make of each expectation of a recipe."""
+    if not recipe.expect:
+        return []
+    rows, updates = [(recipe.route(info)[0], info.numel) for info in infos], recipe.updates()
+    found_rows = []
+    for key, text in recipe.expect.items():
+        expected, paths = parse_expectation(text), expected_updates(key, updates)
+        sizes = [(path in paths, size if expected.unit == "parameters" else 1) for path, size in rows]
+        found, total = sum(size for there, size in sizes if there), sum(size for _, size in sizes)
+        found_rows.append(Reached(key, text, found, total, expected.holds(found, total)))
+    return found_rows
+
+
+def require_expected(recipe: Recipe, infos: Iterable[ParamInfo]) -> None:
+    """Raises RecipeError, with the largest tensors that went elsewhere, if routes do not do what the recipe expects."""
+    infos = list(infos)
+    faults = [
+        f"expect.{row.key}: {row.text} is required, got {row.share}; {_astray(recipe, row.key, infos)}"
+        for row in reached(recipe, infos)
+        if not row.holds
+    ]
+    if faults:
+        raise RecipeError("\n".join(faults))
+
+
+def _astray(recipe: Recipe, key: str, infos: Iterable[ParamInfo]) -> str:
+    """The largest tensors that do not reach a stage; those that do, where too much of them may be the fault."""
+    paths, upper = expected_updates(key, recipe.updates()), parse_expectation(recipe.expect[key]).upper
+    rows = [(info, *recipe.route(info)) for info in infos]
+    chosen = sorted((row for row in rows if (row[1] in paths) == upper), key=lambda row: -row[0].numel)
+    named = [f"{info.name or info.shape} to {path or 'update'} ({why})" for info, path, why in chosen[:3]]
+    more = f" and {len(chosen) - 3} more" if len(chosen) > 3 else ""
+    return f"{'there' if upper else 'elsewhere'} went {', '.join(named) or 'nothing'}{more}"
