@@ -11,6 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from eigengraft.chains import ChainOf
+from eigengraft.component import located
 from eigengraft.ramps import Schedulable
 from eigengraft.slots import Slot, State
 from eigengraft.stacks import Mapped, Summing, settled
@@ -42,6 +43,10 @@ class Stage(Schedulable, ABC, family="stage"):
     """Signals that the optimizer must provide on the context, by name; the names are registered."""
     accepts: ClassVar[frozenset[str]] = frozenset()
     """Signals that are on the context in those steps only for which they were provided."""
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "storage": "it goes to the top level of the recipe: `storage: {<path of the stage>: int8}`",
+        **dict.fromkeys(("lr", "weight_decay"), "it goes to the top level of the recipe"),
+    }
 
     def signals(self) -> frozenset[str]:
         """The signals that must be there: `requires`, or what follows from fields."""
@@ -243,7 +248,11 @@ def chain_slots(stages: tuple[Stage, ...], block: tuple[int, ...], path: str = "
     """(stage path, slot name, slot) of all state that a chain needs for one block."""
     for stage in stages:
         here = f"{path}.{stage.label}" if path else stage.label
-        for name, slot in stage.slots(block).items():
+        try:
+            slots = stage.slots(block)
+        except ValueError as error:
+            raise ValueError(located(here, str(error))) from None
+        for name, slot in slots.items():
             yield here, name, slot
         for part, inside in stage.chains().items():
             for inner, name, slot in chain_slots(inside, stage.inner_block(part, block), f"{here}.{part}"):

@@ -70,6 +70,8 @@ def plan_runs(study: Study, tuned: Mapping[str, Tuned] | None = None) -> list[Pl
         except RecipeError as error:
             faults.append(f"{cell.name}: {str(error).replace(chr(10), f'{chr(10)}{cell.name}: ')}")
             continue
+        if study.metric == "val_accuracy" and not experiment.task.reports_accuracy:
+            faults.append(f"{cell.name}: metric: a task that reports accuracy is required, got {experiment.task!r}")
         planned += [
             PlannedRun(cell.labels, s, experiment.replace(seed=s), f"{cell.name}/seed-{s}") for s in study.seeds
         ]

@@ -93,6 +93,11 @@ class Study(Component):
 
     @model_validator(mode="after")
     def _consistent(self) -> Study:
+        changed = [*(_paths(some) for some in self.axes.values()), *(setting.set for setting in self.settings)]
+        if any("seed" in paths for paths in changed) or self.base.get("seed", 0) not in (0, *self.seeds):
+            raise ValueError(
+                "seeds: the list `seeds` of the study is required, which every cell is run with, got `seed`"
+            )
         for first, second in itertools.combinations(self.axes, 2):
             shared = _paths(self.axes[first]) & _paths(self.axes[second])
             if shared:
@@ -143,6 +148,8 @@ def _existing(source: str | Path) -> Path:
 
 def _read(path: Path) -> dict[str, Any]:
     data = read_yaml(path)
+    if isinstance(data, Mapping) and "task" in data and "axes" not in data:
+        raise RecipeError(f"a study is required, got an experiment; run it with `eigengraft train {path}`")
     if not isinstance(data, Mapping):
         raise RecipeError(f"a mapping with 'base' and 'axes' is required, got {type(data).__name__}")
     home, data = path.parent, dict(data)

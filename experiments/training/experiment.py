@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_core.core_schema import ValidationInfo
@@ -34,6 +34,19 @@ class Experiment(Component):
     not stored: the recipe of an `Experiment` is always the resolved one.
     """
 
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(
+            set(eigengraft.Recipe.model_fields) | {"base", "set"},
+            "it goes into the recipe: `recipe: {base: soap, ...}`",
+        ),
+        **dict.fromkeys(
+            ("batch_size", "model", "width", "layers", "path"), "it goes into the task: `task: {kind: ...}`"
+        ),
+        **dict.fromkeys(("warmup", "warmup_steps", "final"), "it goes into the schedule: `schedule: {kind: ...}`"),
+        **dict.fromkeys(("epochs", "max_steps"), "`steps` is the length of a run, in steps of the optimizer"),
+        **dict.fromkeys(("seeds", "axes", "baseline"), "it belongs to a study, which `eigengraft ablate` runs"),
+        ".": "dotted paths go into the list `overrides`, as 'path=value'",
+    }
     imports: tuple[str, ...] = Field(default=(), strict=False, description="files or modules that define components")
     name: str = Field(default="run", pattern=r"^\w[\w.+=-]*$", description="names the run's directory")
     task: Task = Field(description="what is trained")

@@ -8,13 +8,14 @@ An override is `dotted.path=value`. A path is looked up in the experiment first 
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import eigengraft
-from eigengraft.component import Component, RecipeError, checked
+from eigengraft.component import OTHER_NAMES, Component, RecipeError, checked
 from eigengraft.optimizers.recipe.overrides import apply_overrides
 from eigengraft.optimizers.recipe.yaml_files import parse_yaml, read_yaml
 
@@ -55,6 +56,8 @@ def read_experiment(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise RecipeError(f"experiment: an existing experiment file is required, got '{path}'")
     data = read_yaml(path)
+    if isinstance(data, Mapping) and "axes" in data:
+        raise RecipeError(f"{path}: an experiment is required, got a study; run it with `eigengraft ablate {path}`")
     if not isinstance(data, Mapping):
         kind = "an empty file" if data is None else f"a {type(data).__name__}"
         raise RecipeError(f"{path}: a mapping with at least 'task' and 'recipe' is required, got {kind}")
@@ -71,6 +74,8 @@ def _plain(value: Any) -> Any:
 def _listed(data: Mapping[str, Any], field: str) -> list[Any]:
     """A list of the data; a single text stands for a list of one."""
     value = data.get(field) or []
+    if field == "overrides" and isinstance(value, Mapping):
+        return [f"{path}={json.dumps(_plain(item))}" for path, item in value.items()]
     if not isinstance(value, (str, list, tuple)):
         raise RecipeError(f"{field}: a list of texts is required, got {value!r}")
     return [value] if isinstance(value, str) else list(value)
@@ -90,7 +95,11 @@ def split_overrides(overrides: Iterable[str]) -> tuple[list[str], list[str]]:
             recipes.append(override.removeprefix("recipe."))
         else:
             known = list(dict.fromkeys([*fields, *of_recipe]))
-            near = difflib.get_close_matches(first, known, n=1, cutoff=0.5)
+            near = (
+                [OTHER_NAMES[first]]
+                if first in OTHER_NAMES
+                else difflib.get_close_matches(first, known, n=1, cutoff=0.5)
+            )
             hint = f"did you mean '{near[0]}'? " if near else ""
             raise RecipeError(f"{first}: unknown field; {hint}The experiment and its recipe have {', '.join(known)}")
     return own, recipes

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from ..checkpoint.replaced_params import ModelLink
 from ..optimizer import Optimizer
@@ -38,6 +39,11 @@ def compose(
     if not isinstance(model, nn.Module):
         return Optimizer(model, recipe, lr, weight_decay, overrides=overrides, checked=checked)
     named = list(model.named_parameters())
+    for name, parameter in named:
+        if isinstance(parameter, UninitializedParameter):
+            raise ValueError(
+                f"{name}: a parameter with a shape is required, got a lazy one; call the model once before"
+            )
     if not any(parameter.requires_grad for _, parameter in named):
         raise ValueError("compose: a model with trainable parameters is required, got none")
     described = DescribedParameters(named, describe_model(model))

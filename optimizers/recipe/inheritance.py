@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from eigengraft.component import RecipeError, checked
+from eigengraft.preconditioners import Stage
 
 from .overrides import apply_overrides
 from .recipe import SCHEMA_VERSION, Recipe
@@ -38,6 +39,7 @@ def raw_recipe(source: Any, folder: Path | None = None, derived: tuple[str, ...]
     if isinstance(source, (str, PathLike)):
         return _named(str(source), folder, derived)
     if isinstance(source, Sequence) and not isinstance(source, bytes):
+        _require_stages("update", source)
         return {"update": source}
     raise RecipeError(
         f"recipe: a name, path, mapping, list of stages or Recipe is required, got {type(source).__name__}"
@@ -48,6 +50,7 @@ def _inherited(source: Mapping[str, Any], folder: Path | None, derived: tuple[st
     """The fields of a mapping and those of its base that it does not replace."""
     if source.get("schema", SCHEMA_VERSION) != SCHEMA_VERSION:
         raise RecipeError(f"schema: version {SCHEMA_VERSION} is required, got {source['schema']!r}")
+    _require_stages("update", source.get("update"))
     own = {key: value for key, value in source.items() if key not in ("schema", "base", "set")}
     changes = source.get("set", {})
     if not isinstance(changes, Mapping):
@@ -84,13 +87,15 @@ def _named(text: str, folder: Path | None, derived: tuple[str, ...]) -> dict[str
     if text.endswith((".yaml", ".yml")):
         path = Path(text) if folder is None else folder / text
         data = read_yaml(path)
+        if isinstance(data, Mapping) and "axes" in data:
+            raise RecipeError(f"{path}: a recipe is required, got a study; run it with `eigengraft ablate {path}`")
         if not isinstance(data, Mapping):
             raise RecipeError(f"{path}: a mapping with `update` or `base` is required, got {type(data).__name__}")
         try:
             return _inherited({"name": path.stem, **data}, path.parent, _longer(derived, str(path.resolve())))
         except RecipeError as error:
             raise RecipeError(f"in {path}:\n{error}") from None
-    near = difflib.get_close_matches(text, shipped(), n=5, cutoff=0.5)
+    near = difflib.get_close_matches(text.lower(), shipped(), n=5, cutoff=0.5)
     hint = f", did you mean '{near[0]}'?" if near else ""
     listed = ", ".join(near) if near else ", ".join(name for name in sorted(shipped()) if "/" not in name)
     raise RecipeError(
@@ -104,3 +109,22 @@ def _longer(derived: tuple[str, ...], name: str) -> tuple[str, ...]:
     if name in derived:
         raise RecipeError(f"a recipe that is not based on itself is required, got {' -> '.join([*derived, name])}")
     return (*derived, name)
+
+
+def _require_stages(path: str, chain: Any) -> None:
+    """Raises RecipeError for a recipe's name where a stage is required, which the nearest stage would not explain."""
+    for name in _kinds(chain):
+        if name in shipped() and name not in Stage.members:
+            stages = f"write `base: {name}`, or its stages, which `eigengraft show {name}` prints"
+            raise RecipeError(f"{path}.{name}: a stage is required, got the name of a recipe; {stages}")
+
+
+def _kinds(chain: Any) -> Iterator[str]:
+    """The kinds of the stages of a raw chain, and of the chains inside them."""
+    for stage in chain if isinstance(chain, (list, tuple)) else (chain,):
+        if isinstance(stage, str):
+            yield stage
+        elif isinstance(stage, Mapping):
+            yield from (kind for kind in (stage.get("kind"),) if isinstance(kind, str))
+            for inside in ("inner", "before", "direction", "magnitude", "inside", "outside"):
+                yield from _kinds(stage.get(inside))

@@ -141,7 +141,8 @@ def _missing(node: Any, part: str, where: str) -> str:
         known = list(node)
     else:
         return f"'{where}' is the value {node!r} and has no fields"
-    near = difflib.get_close_matches(part, known, n=1)
+    near = [] if where else [path for path, _ in flatten(node) if f".{part}." in f".{path}."][:1]
+    near = [near[0][: near[0].index(part) + len(part)]] if near else difflib.get_close_matches(part, known, n=1)
     hint = f", did you mean '{near[0]}'?" if near else ""
     return f"there is no '{part}' in '{where or 'the top level'}'{hint} (there are: {', '.join(known) or 'none'})"
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
@@ -25,7 +25,7 @@ from ..apply.weight_decay import Decoupled, WeightDecay
 from ..lr_scale import LRScale
 from .expect import ExpectationText, expected_updates
 from .routing import Match, ParamInfo
-from .schema import with_base
+from .schema import ELSEWHERE, with_base
 
 SCHEMA_VERSION = 1
 _STORAGE = {"type": "object", "additionalProperties": {FAMILY_MARK: "quantizer"}}
@@ -36,10 +36,9 @@ _SHAPES = ((1,), (2,), (2, 2), (2, 3), (3, 2), (64, 64), (2, 2, 2), (2, 3, 4), (
 class Update(Component):
     """One way to update parameters: the chain, what follows weight decay, constraints, and the cut into blocks."""
 
+    elsewhere: ClassVar[Mapping[str, str]] = ELSEWHERE
     update: Stages = Field(description="the stages that turn a gradient into a direction, at least one")
-    after_decay: Stages = Field(
-        default=(), description="stages applied to the direction after weight decay was added to it"
-    )
+    after_decay: Stages = Field(default=(), description="stages after weight decay was added to the direction")
     constraints: Constraints = Field(default=(), description="what every step of a parameter is held to, in order")
     view: View = Field(
         default=Batches(), description="which entries form a matrix; default: batches of them, but of convolutions"

@@ -8,6 +8,20 @@ from typing import Any
 from eigengraft.component import FAMILY_MARK, Component, families
 from eigengraft.ramps import Ramp, Schedulable
 
+ELSEWHERE = {
+    "storage": "it goes to the top level of a recipe: `storage: {second_moment: int8}`, by role or by stage path",
+    "lr": "`lr_ratio` multiplies the learning rate of the recipe",
+    "recipe": "`update` has the stages",
+    "overrides": "`set: {dotted.path: value}` changes single values of a `base`",
+    ".": "dotted paths go under `set`, beside a `base`",
+    **dict.fromkeys(
+        ("schedule", "warmup_steps", "steps", "epochs", "seed", "grad_clip", "task", "precision", "accumulate"),
+        "it belongs to an experiment, or to the training loop",
+    ),
+    **dict.fromkeys(("foreach", "fused", "capturable", "compile", "maximize"), "no recipe has this option of torch's"),
+}
+"""Where the things are that users look for in a recipe or a route."""
+
 
 def json_schema(cls: type[Component]) -> dict[str, Any]:
     """JSON schema (draft 2020-12) of a component; every family it may hold is one definition with all its members."""

@@ -44,7 +44,7 @@ class Eigenbasis(Factored):
     """
 
     kind: Literal["eigenbasis"] = "eigenbasis"
-    inner: Stages = Field(description="the chain that runs in the basis")
+    inner: Stages = Field(min_length=1, description="the chain that runs in the basis")
     solver: BasisSolver = Field(default=PowerQR(), description="how the basis is computed")
     matrix: ClassVar[Literal["root", "basis"]] = "basis"
     timing: Literal["current", "lagged"] = Field(

@@ -10,6 +10,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from eigengraft.component import Component
 from eigengraft.numerics import identity_like, per_block, to_power
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
@@ -52,7 +53,9 @@ class Shampoo(Factored):
         for exponent in sorted({self._exponent(order, axis) for axis in range(order)} - {Fraction(0)}):
             problem = self.solver.check(exponent)
             if problem:
-                raise ValueError(problem)
+                able = ", ".join(kind for kind, solver in RootSolver.members.items() if _solves(solver, exponent))
+                remedy = f"set another `exponent` for blocks of {order} axes, or a `solver` that takes it ({able})"
+                raise ValueError(f"exponent: {problem}; {remedy}")
             power = self.statistic.needs_power
             if order > 1 and power is not None and self.statistic.axes.entries == "full":
                 self._require_power(power, exponent)
@@ -115,3 +118,9 @@ class Shampoo(Factored):
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         return rotate(direction, self.matrices(state))
+
+
+def _solves(solver: type[Component], exponent: Fraction) -> bool:
+    """Whether a root solver as it is by default takes an exponent."""
+    needs = any(field.is_required() for field in solver.model_fields.values())
+    return issubclass(solver, RootSolver) and not needs and solver().check(exponent) is None

@@ -26,3 +26,10 @@ from .slots import State as State
 from .step_context import StepContext as StepContext
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    known = (
+        f"; recipes are names: eigengraft.compose('{name.lower()}', model)" if name.lower() in shipped_recipes() else ""
+    )
+    raise AttributeError(f"module 'eigengraft' has no attribute '{name}'{known}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -37,6 +38,8 @@ class Component(BaseModel):
     )
     family_name: ClassVar[str | None] = None
     members: ClassVar[dict[str, type[Component]]] = {}
+    elsewhere: ClassVar[Mapping[str, str]] = {}
+    """What to do about fields that are looked for here, but are elsewhere; "." stands for every dotted path."""
 
     def __init_subclass__(cls, *, family: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -71,10 +74,15 @@ class Component(BaseModel):
         if isinstance(value, str):
             value = {"kind": value}
         if not isinstance(value, Mapping) or "kind" not in value:
+            keyed = [key for key in value if key in cls.members] if isinstance(value, Mapping) else []
             raise PydanticCustomError(
                 "missing_kind",
-                "a {family} is required: an instance, a mapping with 'kind', or one of the kinds {kinds}",
-                {"family": cls.family_name, "kinds": ", ".join(sorted(cls.members))},
+                "a {family} is required: an instance, a mapping with 'kind'{hint}, or one of the kinds {kinds}",
+                {
+                    "family": cls.family_name,
+                    "hint": f" ({{kind: {keyed[0]}, ...}})" if keyed else "",
+                    "kinds": ", ".join(sorted(cls.members)),
+                },
             )
         return cls.member(value["kind"]).model_validate(dict(value))
 
@@ -90,7 +98,7 @@ class Component(BaseModel):
         found = cls.members.get(kind) if isinstance(kind, str) else None
         if found is None:
             name = kind if isinstance(kind, str) else ""
-            near = difflib.get_close_matches(name, cls.members, n=1, cutoff=0.5)
+            near = difflib.get_close_matches(name.lower(), cls.members, n=1, cutoff=0.5)
             hint = f"; did you mean '{near[0]}'?" if near else ""
             others = sorted(str(other) for other, family in _FAMILIES.items() if name in family.members)
             hint = f", which is a {' and a '.join(others)}" if others else hint
@@ -155,23 +163,36 @@ def _register(cls: type[Component]) -> None:
     cls.members[kind] = cls
 
 
-_OTHER_NAMES = {"learning_rate": "lr", "betas": "beta", "epsilon": "eps", "wd": "weight_decay", "optimizer": "recipe"}
+OTHER_NAMES = {"learning_rate": "lr", "betas": "beta", "epsilon": "eps", "wd": "weight_decay", "optimizer": "recipe"}
 """What others call a field, and its name here."""
 
 
 def _with_nearest(cls: type[Component], error: ValidationError) -> ValidationError:
-    """Name the nearest known field in each fault that is about an unknown one."""
-    known = [field.alias or name for name, field in cls.model_fields.items()]
+    """Say about each unknown field where it belongs, or which known one is meant."""
     details: list[InitErrorDetails] = []
     for fault in error.errors(include_url=False):
         kind, message = fault["type"], fault["msg"]
         if kind == "extra_forbidden" and len(fault["loc"]) == 1:
-            name = str(fault["loc"][0])
-            near = [_OTHER_NAMES[name]] if _OTHER_NAMES.get(name) in known else []
-            near = near or difflib.get_close_matches(name, known, n=1)
-            kind, message = "unknown_field", "unknown field" + (f" (did you mean '{near[0]}'?)" if near else "")
+            kind, message = "unknown_field", f"unknown field{_advice(cls, str(fault['loc'][0]))}"
         details.append({"type": PydanticCustomError(kind, message), "loc": fault["loc"], "input": fault["input"]})
     return ValidationError.from_exception_data(error.title, details)
+
+
+def _advice(cls: type[Component], name: str) -> str:
+    known = [field.alias or name for name, field in cls.model_fields.items()]
+    if where := cls.elsewhere.get("." if "." in name else name):
+        return f"; {where}"
+    near = [OTHER_NAMES[name]] if OTHER_NAMES.get(name) in known else []
+    near = near or [*_inside(cls, name), *difflib.get_close_matches(name.lower(), known, n=1)]
+    return f" (did you mean '{near[0]}'?)" if near else f" (there are: {', '.join(known)})"
+
+
+def _inside(cls: type[Component], name: str) -> Iterator[str]:
+    """Paths of a field in the components that the fields of a component hold by default."""
+    for field, info in cls.model_fields.items():
+        if isinstance(info.default, Component):
+            own = type(info.default)
+            yield from [f"{field}.{name}"] if name in own.model_fields else (f"{field}.{p}" for p in _inside(own, name))
 
 
 def families() -> dict[str, type[Component]]:
@@ -195,18 +216,43 @@ def checked(cls: type[C], data: Any, where: str = "") -> C:
     try:
         return cls.model_validate(data)
     except ValidationError as error:
-        lines = [_fault(detail, data, where) for detail in error.errors()]
+        faults = error.errors()
+        # a tuple without its wrong items is then also too short
+        inside = {fault["loc"][:depth] for fault in faults for depth in range(len(fault["loc"]))}
+        faults = [fault for fault in faults if fault["type"] != "too_short" or fault["loc"] not in inside]
+        lines = [_fault(detail, data, where) for detail in faults]
         raise RecipeError("\n".join(dict.fromkeys(lines))) from None
 
 
+_REQUIRED = {
+    "dict_type": "a mapping is required",
+    "model_type": "a mapping of fields is required",
+    "tuple_type": "a list is required",
+    "too_short": "at least 1 item is required",
+}
+"""What is required, in the words of a file, where pydantic names types of Python."""
+
+
 def _fault(detail: Any, data: Any, where: str) -> str:
-    path = ".".join([where] * bool(where) + list(_names(detail["loc"], data))) or "recipe"
-    got = detail["input"]
+    path, got = ".".join([where] * bool(where) + list(_names(detail["loc"], data))), detail["input"]
     if detail["type"] == "missing":
         return f"{path}: required, got nothing"
     message = detail["msg"].removeprefix("Value error, ")
+    if detail["type"] in _REQUIRED:
+        message = _REQUIRED[detail["type"]]
+    field = message.partition(": ")[0]
+    if isinstance(got, Mapping) and field in got:
+        got = got[field]
     told = ", got " in message  # by who knows which part of a whole stage is meant
-    return f"{path}: {message[:1].lower()}{message[1:]}" + ("" if told else f", got {_short(got)}")
+    return located(path, f"{message[:1].lower()}{message[1:]}") + ("" if told else f", got {_short(got)}")
+
+
+def located(path: str, message: str) -> str:
+    """The message under a path; where it names a field of what is there (`beta: ...`), that is part of the path."""
+    field = message.partition(": ")[0]
+    if ": " in message and re.fullmatch(r"[a-z_]+(\.[\w/]+)*", field):
+        return message if path == field or not path else f"{path}.{message}"
+    return f"{path or 'recipe'}: {message}"
 
 
 def _names(location: tuple[int | str, ...], data: Any) -> Iterator[str]:
@@ -218,7 +264,8 @@ def _names(location: tuple[int | str, ...], data: Any) -> Iterator[str]:
                 data = data[part] if hasattr(data, "__getitem__") else getattr(data, str(part))
         except (KeyError, IndexError, TypeError, AttributeError):
             data = None
-        yield stage_name(data) or str(part) if isinstance(part, int) else str(part)
+        if not alone or stage_name(data):
+            yield stage_name(data) or str(part) if isinstance(part, int) else str(part)
 
 
 def stage_name(data: Any) -> str | None:

@@ -142,6 +142,8 @@ class Schedulable(Component):
             ramps = read_ramps(given)
         except ValueError as error:
             raise ValueError(f"{name}: {error}, got {given}") from None
+        if ramps is None and isinstance(given, Mapping):
+            raise ValueError(f"{name}: a number, or a schedule with from, to and steps, is required, got {given}")
         if ramps and name in cls.constants:
             raise ValueError(f"{name}: a constant is required, which nothing changes during a run, got {given}")
         return ramps

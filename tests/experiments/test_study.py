@@ -83,7 +83,7 @@ def test_labels_of_settings_and_baseline_may_be_values():
     ("fields", "message"),
     [
         ({"axes": {}}, "axes: .*at least 1"),
-        ({"axes": {"lr": []}}, "axes: .*lr: a list of values or a mapping label .* is required"),
+        ({"axes": {"lr": []}}, "axes.lr: a list of values or a mapping label .* is required"),
         ({"axes": {"lr": [1, 1]}}, "lr: distinct values are required, got 1, 1"),
         (
             {"axes": {"task.path": ["/a b"]}},

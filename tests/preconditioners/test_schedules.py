@@ -140,13 +140,13 @@ def test_schedules_that_cannot_be_are_refused() -> None:
 
     with pytest.raises(RecipeError, match=r"update\.momentum\.beta: input should be less than 1, got 1\.5"):
         build("momentum", beta={"from": 0.5, "to": 1.5, "steps": 3})
-    with pytest.raises(RecipeError, match=r"update\.momentum: beta: .*either `steps` or `fraction` is required, got"):
+    with pytest.raises(RecipeError, match=r"update\.momentum\.beta: .*either `steps` or `fraction` is required, got"):
         build("momentum", beta={"from": 0.5, "to": 0.6})
     with pytest.raises(RecipeError, match=r"beta: a schedule has from, to, .*: until: .*not permitted"):
         build("momentum", beta={"from": 0.5, "to": 0.6, "steps": 3, "until": 3})
     with pytest.raises(RecipeError, match=r"threshold: .*numbers between 0 and 1 have a half_life"):
         build("clip_rms", threshold={"from": 0.5, "to": 2.0, "steps": 3, "shape": "half_life"})
-    with pytest.raises(RecipeError, match=r"shampoo\.statistic: beta: a constant is required, .* got {'from'"):
+    with pytest.raises(RecipeError, match=r"shampoo\.statistic\.beta: a constant is required, .* got {'from'"):
         build("shampoo", statistic={"kind": "gram", "beta": {"from": 0.5, "to": 0.6, "steps": 3}})
     with pytest.raises(RecipeError, match=r"shampoo\.refresh\.steps: input should be a valid integer, got {'from'"):
         build("shampoo", refresh={"kind": "every", "steps": {"from": 1, "to": 6, "steps": 3}})
