@@ -93,11 +93,9 @@ class Study(Component):
 
     @model_validator(mode="after")
     def _consistent(self) -> Study:
-        changed = [*(_paths(some) for some in self.axes.values()), *(setting.set for setting in self.settings)]
-        if any("seed" in paths for paths in changed) or self.base.get("seed", 0) not in (0, *self.seeds):
-            raise ValueError(
-                "seeds: the list `seeds` of the study is required, which every cell is run with, got `seed`"
-            )
+        changed = set().union(*map(_paths, self.axes.values()), *(setting.set for setting in self.settings))
+        if "seed" in changed or self.base.get("seed", 0) not in (0, *self.seeds):
+            raise ValueError("seeds: the list `seeds` of the study is required for every cell, got `seed`")
         for first, second in itertools.combinations(self.axes, 2):
             shared = _paths(self.axes[first]) & _paths(self.axes[second])
             if shared:
@@ -141,8 +139,9 @@ def shipped_studies() -> dict[str, Path]:
 def _existing(source: str | Path) -> Path:
     path = shipped_studies().get(str(source), Path(source))
     if not path.is_file():
-        names = ", ".join(shipped_studies())
-        raise RecipeError(f"study: an existing file or a shipped study ({names}) is required, got '{source}'")
+        raise RecipeError(
+            f"study: an existing file or a shipped study ({', '.join(shipped_studies())}) is required, got '{source}'"
+        )
     return path
 
 
@@ -199,5 +198,5 @@ def _separate(tune: Tuning, seeds: Iterable[int], axes: Iterable[str]) -> None:
 def _known(where: str, name: str, known: Iterable[str]) -> None:
     if name not in known:
         near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-        hint = f"did you mean '{near[0]}'? " if near else ""
+        hint = "".join(f"did you mean '{one}'? " for one in near)
         raise ValueError(f"{where}: unknown '{name}'; {hint}One of {', '.join(known)} is required")

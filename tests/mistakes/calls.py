@@ -42,7 +42,10 @@ CALLS = (
     ),
     ("Optimizer([{'param': [*model.parameters()]}], 'sgd')", "got 'param', did you mean 'params'?"),
     ("Optimizer([*model.parameters()] * 2, 'sgd')", "params: each parameter once is required, got parameter 0 again"),
-    ("Optimizer([torch.ones(2, dtype=torch.long)], 'sgd')", "params: real floating-point tensors are required"),
+    (
+        "Optimizer([torch.ones(2, dtype=torch.long)], 'sgd')",
+        "a real floating-point tensor is required, got torch.int64",
+    ),
     ("Optimizer(model.parameters(), lr=-1)", "lr: a finite number >= 0 is required, got -1.0"),
     ("Optimizer(model.parameters(), weight_decay=float('inf'))", "weight_decay: a finite number >= 0 is required"),
     ("sgd.load_state_dict({})", "state_dict: a mapping with 'state' and 'param_groups' is required, got a dict"),
