@@ -187,8 +187,8 @@ def _paths(choices: Mapping[str, Changes]) -> set[str]:
 
 
 def _separate(tune: Tuning, seeds: Iterable[int], axes: Iterable[str]) -> None:
-    if shared := set(tune.seeds) & set(seeds):
-        raise ValueError(f"tune.seeds: other seeds than the compared ones are required, got {min(shared)} in both")
+    for seed in sorted(set(tune.seeds) & set(seeds)):
+        raise ValueError(f"tune.seeds: other seeds than those that are compared are required, got {seed} in both")
     if tune.field in axes:
         raise ValueError(f"tune.field: a path that is no axis of the study is required, got '{tune.field}'")
 
