@@ -19,8 +19,8 @@ from .checkpoint.pickling import restored, snapshot
 from .checkpoint.replaced_params import adopt_parameters
 from .engine.param_set import ParamSet
 from .engine.param_sets import ParamSets
-from .engine.signals import Given, SignalSource
-from .inspection.reached import require_expected, require_matches
+from .engine.signals import Given, SignalSource, with_partners
+from .inspection.reached import require_expected, require_matches, require_partners
 from .inspection.reporting import Reporting
 from .param_groups import check_options, number, own_keys
 from .recipe.loading import RecipeSource, load_recipe
@@ -69,6 +69,7 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         self.register_step_post_hook(RoundingWatch().look)
         self.param_sets.complete(0, self.param_groups, self.state)
         require_matches(self.recipe, chain(described.others, *self.param_sets.infos))
+        require_partners(self.recipe, chain(*self.param_sets.infos))
         require_expected(self.recipe, chain(described.others, *self.param_sets.infos))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -127,7 +128,8 @@ class Optimizer(Reporting, torch.optim.Optimizer):
             self.param_sets.thaw(index, self.state, "train")
             hyper = Hyper(number(group, "lr"), float(group["peak_lr"]), float(number(group, "weight_decay")))
             ready += [(param_set, param_set.prepare(hyper)) for param_set in self.param_sets.groups[index]]
-        for param_set, inputs in self.param_sets.signals.take(ready):  # all have prepared, which may raise
+        told = self.param_sets.signals.take(ready)  # all have prepared, which may raise
+        for param_set, inputs in with_partners(self.param_sets, told):
             if inputs is not None:
                 param_set.step(inputs)
         if search is not None and closure is not None:

@@ -114,11 +114,12 @@ def require_facts(recipe: Recipe, infos: Iterable[ParamInfo]) -> None:
 
     What has fewer axes is a vector or a scalar under any name; a matrix may be an embedding, a head or neither.
     """
-    asking = [route.name for route in recipe.routes if route.match.role or route.match.name or route.match.module]
+    matches = {route.name: route.match for route in recipe.routes}
+    telling = [name for name, m in matches.items() if m.role or m.name or m.module or m.pair is not None]
     unknown = next((info for info in infos if info.name is None and not info.modules and len(info.shape) > 1), None)
-    if asking and unknown is not None:
+    if telling and unknown is not None:
         raise ValueError(
-            f"params: names are required, because routes.{asking[0]} of the recipe takes parameters by what they are, "
+            f"params: names are required, because routes.{telling[0]} of the recipe takes parameters by what they are, "
             f"got a parameter of shape {unknown.shape} without a name; pass the model to eigengraft.compose, or pass "
             "model.named_parameters(), or set `routes` (`[]` updates all parameters alike)"
         )

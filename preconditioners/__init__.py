@@ -14,6 +14,7 @@ from .combinators.chain_and_sum import Chain as Chain
 from .combinators.chain_and_sum import Path as Path
 from .combinators.chain_and_sum import Sum as Sum
 from .combinators.graft import Graft as Graft
+from .combinators.partner_basis import PartnerBasis as PartnerBasis
 from .combinators.prodigy import Prodigy as Prodigy
 from .combinators.projected import Projected as Projected
 from .combinators.split import Split as Split

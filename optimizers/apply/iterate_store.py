@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from eigengraft.numerics import compute_dtype
 from eigengraft.slots import Slot
-from eigengraft.state_key import AVERAGING, StateKey
+from eigengraft.state_key import AVERAGING, PARTNER_STAGE, StateKey
 
 from .averaging import Averaging, IterateBatch, Mode
 from .constraints import Constraint, ConstraintContext
@@ -33,6 +33,7 @@ class IterateStore:
     paths: P paths, the update of each parameter.
     shard_sums: sums over ranks `[n]` of numbers of tensors at n positions, of which this rank holds shards; None: it
         holds all of them.
+    paired: paths of updates that ask what their parameter's partner was, which is kept beside the partner.
     tensors: P dicts of slots by name, by AVERAGING and by "<path>.constraints.<label>".
     signals: what constraints ask for in the present step, by name and position.
     held: P training iterates while the parameters hold the evaluated ones; None in training.
@@ -45,7 +46,9 @@ class IterateStore:
         parameters: Sequence[Tensor],
         paths: Sequence[str],
         shard_sums: Callable[[Sequence[int], Tensor], Tensor] | None = None,
+        paired: Container[str] = (),
     ) -> None:
+        self.paired = paired
         self.averaging, self.constraints, self.parameters, self.paths = averaging, constraints, parameters, paths
         self.tensors = [self._allocate(parameter, path) for parameter, path in zip(parameters, paths, strict=True)]
         self.held: list[Tensor] | None = None
@@ -62,6 +65,8 @@ class IterateStore:
         declared: dict[str, Mapping[str, Slot]] = {}
         if self.averaging is not None:
             declared[AVERAGING] = self.averaging.slots(shape, dtype != parameter.dtype)
+        if path in self.paired:
+            declared[PARTNER_STAGE] = {"before": Slot(shape, role="iterate")}
         declared.update({_stage(path, constraint): constraint.slots(shape) for constraint in self.constraints[path]})
         return {
             stage: {name: slot.allocate(1, dtype, parameter.device)[0] for name, slot in slots.items()}

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eigengraft.blocking import InputMatrix
+from eigengraft.blocking import InputMatrix, stacked_rows
 from eigengraft.numerics import compute_dtype
 from eigengraft.stacks import Stack, input_blocks
 
@@ -43,7 +43,8 @@ class Step:
     numbers: signals that are numbers or `[P]`, and totals of slots, by name.
     entries: signals that have a number for each entry of parameters, by name and position.
     inputs: signals that have a matrix over the inputs of parameters, by name and position.
-    outputs: signals that have numbers for outputs, which multiply what this rank holds of a parameter; in the same way.
+    outputs, partners: signals that have numbers for outputs, which multiply what this rank holds of a parameter, or
+        rows of the other factor of a product; in the same way.
     """
 
     gradients: Sequence[Any]
@@ -55,6 +56,7 @@ class Step:
     entries: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     inputs: Mapping[str, Sequence[InputMatrix | None]] = field(default_factory=dict)
     outputs: Mapping[str, Sequence[Tensor | None]] = field(default_factory=dict)
+    partners: Mapping[str, Mapping[int, Tensor]] = field(default_factory=dict)
 
 
 Write = Callable[[Sequence[EntryUpdate]], None]
@@ -171,7 +173,6 @@ class LocalExchange:
 
 
 Provider = Callable[[ActiveBlocks, Step, BlockExchange], Tensor | float]
-
 PROVIDERS: Mapping[str, Provider] = {
     "lr": lambda blocks, step, exchange: step.rates.step_scale(blocks.stack_state.path).lr,
     "parameter_rms": lambda blocks, step, exchange: exchange.parameter_rms(blocks.stack),
@@ -189,6 +190,8 @@ def find_signals(blocks: ActiveBlocks, step: Step, exchange: BlockExchange) -> d
             found[name] = exchange.gather(blocks, name)
         elif name in step.inputs:
             found[name] = input_blocks(blocks.stack, step.inputs[name])
+        elif name in step.partners:
+            found[name] = stacked_rows(step.partners[name], blocks.stack.param_ids.tolist(), blocks.stack.dtype)
         elif name in step.numbers:
             value = step.numbers[name]
             if isinstance(value, Tensor) and value.ndim:

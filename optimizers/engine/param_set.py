@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from eigengraft.chains import asking
 from eigengraft.distributed.gradients import local_gradients
 from eigengraft.distributed.layouts import local
 from eigengraft.distributed.rank_group import RankGroup
@@ -65,7 +66,8 @@ class ParamSet:
         paths = [spec.path for spec in specs]
         rank_sync = None if rank_group is None else RankSync(rank_group, specs, recipe.failure)
         shard_sums = rank_sync.sums if rank_sync is not None and self._constrains_shards() else None
-        self.iterates = IterateStore(recipe.averaging, constraints, self.local, paths, shard_sums)
+        paired = {path for path, update in self.updates.items() if "partner_before" in asking(update.stages())}
+        self.iterates = IterateStore(recipe.averaging, constraints, self.local, paths, shard_sums, paired)
         exchange = LocalExchange(specs, self.iterates, recipe.failure.roots)
         self.exchange: BlockExchange = exchange
         if rank_sync is not None:

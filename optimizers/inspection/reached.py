@@ -1,10 +1,12 @@
-"""What routes reach: rules that must match, and expectations of a recipe."""
+"""What routes reach: rules that must match, partners that must be there, and expectations of a recipe."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from eigengraft.blocking import Blocking, Pairs
+from eigengraft.chains import PARTNER, asking
 from eigengraft.component import RecipeError
 
 from ..recipe.expect import expected_updates, parse_expectation
@@ -21,6 +23,30 @@ def require_matches(recipe: Recipe, infos: Iterable[ParamInfo]) -> None:
                 f"routes.{route.name}: a rule must match at least one parameter, got none "
                 "(earlier rules match first; names need named_parameters; set `optional: true` if that is meant)"
             )
+
+
+def require_partners(recipe: Recipe, infos: Iterable[ParamInfo]) -> None:
+    """Raises ValueError for a parameter whose update asks for its partner, which is not there or does not fit it."""
+    infos, updates = list(infos), recipe.updates()
+    named = {info.name: info for info in infos if info.name is not None}
+    asked = {path: asking(update.stages(path)).keys() & PARTNER for path, update in updates.items()}
+    for info in infos:
+        path = recipe.route(info)[0]
+        rule, factor, where = updates[path], info.facts.factor, f"{path}: " if path else ""
+        if not asked[path]:
+            continue
+        if not isinstance(rule.view, Pairs) or rule.blocking != Blocking():
+            got = f"{rule.view!r} and {rule.blocking!r}"
+            raise ValueError(f"{where}view: 'pairs', without blocking, is required by '{min(asked[path])}', got {got}")
+        partner = None if factor is None else named.get(factor.partner)
+        if factor is None or partner is None:
+            got = "no such parameter" if factor else "a parameter of no pair"
+            wanted = factor.partner if factor else "by the names lora_A and lora_B or by `parameter_pairs()`"
+            raise ValueError(f"{info.name}: its partner, {wanted}, is required by '{min(asked[path])}', got {got}")
+        pair = (info, partner) if factor.side == "inputs" else (partner, info)
+        if len(partner.shape) != 2 or pair[0].shape[0] != pair[1].shape[1]:
+            shapes = f"{pair[0].shape} and {pair[1].shape}"
+            raise ValueError(f"{info.name}: shapes (r, n) and (m, r) are required of the pair, got {shapes}")
 
 
 @dataclass(frozen=True)

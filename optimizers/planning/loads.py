@@ -8,8 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from eigengraft.chains import asking
 from eigengraft.distributed.comm_plan import BlockGroup
 from eigengraft.numerics import compute_dtype
+from eigengraft.slots import Slot
 
 from ..recipe.recipe import Recipe
 from ..sharding.cost_model import block_cost
@@ -52,6 +54,8 @@ def _local_bytes(recipe: Recipe, spec: ParamSpec) -> NDArray[np.int64]:
         slots = [slot for constraint in rule.constraints for slot in constraint.slots(shape).values()]
         if recipe.averaging is not None:
             slots += recipe.averaging.slots(shape, computed != spec.dtype).values()
+        if "partner_before" in asking(rule.stages()):
+            slots.append(Slot(shape))
         total = sum(math.prod(slot.shape) * (slot.dtype or computed).itemsize for slot in slots)
         if placement.owners is None and 0 not in shape:
             total += block_cost(rule, spec.path, shape, computed, recipe.storage).state

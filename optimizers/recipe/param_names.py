@@ -13,8 +13,11 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """Attributes in which torch.compile, activation checkpointing and FSDP keep the module that they wrap."""
 _PARALLEL = "module"
 """The attribute in which DistributedDataParallel and DataParallel keep theirs: a name that any module may use."""
-
-
+HEAD = re.compile(
+    r"((^|\.)(lm_head|head|classifier|embed_out|logits)|(^|\.)(heads?|classifier)\.(head|fc|proj|out_proj)"
+    r"|^(model\.)?(output|output_projection|score|fc))$"
+)
+"""Paths of modules that are output heads by name."""
 _STACKED = re.compile(r"(?P<stack>(.*\.)?(classifier|heads?))\.(?P<place>\d+)\.weight")
 
 
@@ -78,3 +81,17 @@ def _without(inside: Iterable[str], name: str) -> str:
         if name.startswith(f"{prefix}{_PARALLEL}."):
             name = prefix + name.removeprefix(f"{prefix}{_PARALLEL}.")
     return name
+
+
+def unnamed_head(model: nn.Module) -> Tensor | None:
+    """The weight of the last Linear with as many outputs as an embedding has rows, where no head has a head's name.
+
+    Others may have as many by chance: only the last counts, and none if one shares its weight with an embedding.
+    """
+    tables = [m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+    paths = canonical_paths(model)
+    linears = [(paths[path], m) for path, m in model.named_modules() if isinstance(m, nn.Linear)]
+    if any(HEAD.search(path) or any(linear.weight is table.weight for table in tables) for path, linear in linears):
+        return None
+    rows = {table.num_embeddings for table in tables}
+    return next((m.weight for _, m in reversed(linears) if m.out_features in rows), None)

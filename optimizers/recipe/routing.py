@@ -10,16 +10,12 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, field_validator
 from torch import Tensor, nn
 
-from eigengraft.blocking import ModuleFacts, module_facts
+from eigengraft.blocking import Factor, ModuleFacts, module_facts, named_factor
 from eigengraft.component import Component
 
-from .param_names import canonical_names, canonical_path, canonical_paths, last_of_stacks
+from .param_names import HEAD, canonical_names, canonical_path, canonical_paths, last_of_stacks, unnamed_head
 
 ParamRole = Literal["embedding", "head", "norm", "bias", "scalar", "vector", "hidden"]
-_HEAD = re.compile(
-    r"((^|\.)(lm_head|head|classifier|embed_out|logits)|(^|\.)(heads?|classifier)\.(head|fc|proj|out_proj)"
-    r"|^(model\.)?(output|output_projection|score|fc))$"
-)
 _EMBEDDING = re.compile(r"(^|\.|_)(emb|embed|embeds|embedding|embeddings|embed_tokens|tok_embeddings|wte|wpe)$")
 _NORM = re.compile(r"(^|\.|_)((layer|rms|batch|group|instance)?_?norm|bn|ln)(_?\d+|_[a-z])?$", re.IGNORECASE)
 
@@ -83,20 +79,27 @@ def _listed(entry: Any) -> Any:
 
 
 def describe_parameter(
-    name: str | None, parameter: Tensor, holders: Iterable[tuple[str, nn.Module]] = (), head: str = ""
+    name: str | None,
+    parameter: Tensor,
+    holders: Iterable[tuple[str, nn.Module]] = (),
+    head: str = "",
+    factor: Factor | None = None,
 ) -> ParamInfo:
     """Description of one parameter, with the role it plays.
 
     name: qualified name; a role that is told by a name is told by the canonical one.
     holders: (path, module) of the modules that hold the parameter, several if it is tied.
     head: why it is an output head; "" if it is none.
+    factor: which factor of a product it is, as modules tell; default: what the name tells.
     """
     shape = tuple(parameter.shape)
     kinds = [cls.__name__ for _, module in holders for cls in type(module).__mro__ if cls is not object]
     paths = [canonical_path(path) for path, _ in holders] or ([canonical_path(name.rpartition(".")[0])] if name else [])
 
+    facts = ModuleFacts(factor=factor or named_factor(name))
+
     def info(role: ParamRole, why: str) -> ParamInfo:
-        return ParamInfo(name, shape, parameter.numel(), role, why, tuple(dict.fromkeys(kinds)))
+        return ParamInfo(name, shape, parameter.numel(), role, why, tuple(dict.fromkeys(kinds)), facts)
 
     if "Embedding" in kinds or "EmbeddingBag" in kinds or any(map(_EMBEDDING.search, [*paths, name or ""])):
         return info("embedding", "embedding")
@@ -106,7 +109,7 @@ def describe_parameter(
         return info("bias", "bias")
     if parameter.ndim < 2:
         return info("vector" if parameter.ndim else "scalar", f"{parameter.ndim}-d")
-    if head or any(map(_HEAD.search, paths)):
+    if (head or any(map(HEAD.search, paths))) and facts.factor is None:
         return info("head", head or "output head by name")
     return info("hidden", f"{parameter.ndim}-d weight")
 
@@ -127,27 +130,17 @@ def describe_model(model: nn.Module) -> dict[int, ParamInfo]:
     for path, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             holders.setdefault(id(parameter), []).append((paths[path], module))
-    head, facts, found = _unnamed_head(model), module_facts(model), dict(model.named_parameters())
+    head, facts, found = unnamed_head(model), module_facts(model), dict(model.named_parameters())
     names, infos = canonical_names(list(found), model), {}
+    canonical = dict(zip(found, names, strict=True))
     heads = last_of_stacks(names, list(found.values()))
     for name, parameter in zip(names, found.values(), strict=True):
         why, key = "last Linear onto a vocabulary" if parameter is head else heads.get(name, ""), id(parameter)
-        infos[key] = replace(describe_parameter(name, parameter, holders[key], why), facts=facts[key])
+        told = facts[key].factor
+        told = told and replace(told, partner=canonical[told.partner])
+        info = describe_parameter(name, parameter, holders[key], why, told)
+        infos[key] = replace(info, facts=replace(facts[key], factor=info.facts.factor))
     return infos
-
-
-def _unnamed_head(model: nn.Module) -> Tensor | None:
-    """The weight of the last Linear with as many outputs as an embedding has rows, where no head has a head's name.
-
-    Others may have as many by chance: only the last counts, and none if one shares its weight with an embedding.
-    """
-    tables = [m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
-    paths = canonical_paths(model)
-    linears = [(paths[path], m) for path, m in model.named_modules() if isinstance(m, nn.Linear)]
-    if any(_HEAD.search(path) or any(linear.weight is table.weight for table in tables) for path, linear in linears):
-        return None
-    rows = {table.num_embeddings for table in tables}
-    return next((m.weight for _, m in reversed(linears) if m.out_features in rows), None)
 
 
 def _as_tuple(value: Any) -> Any:
@@ -170,6 +163,7 @@ class Match(Component):
     ndim: AxisCounts = Field(default=(), description="numbers of axes")
     min_size: int | None = Field(default=None, ge=0, description="least number of elements")
     max_size: int | None = Field(default=None, ge=0, description="largest number of elements")
+    pair: bool | None = Field(default=None, description="whether it is one of two factors of a product, as in LoRA")
     min_axis: int | None = Field(default=None, ge=1, description="least length of the longest axis")
 
     @field_validator("name")
@@ -193,6 +187,7 @@ class Match(Component):
             (self.name, bool(names), f"name ~ {'/'.join(names)}"),
             (self.role, info.role in self.role, info.why),
             (self.ndim, len(info.shape) in self.ndim, f"{len(info.shape)}-d"),
+            (self.pair is not None, (info.facts.factor is not None) is self.pair, "a pair" if self.pair else "no pair"),
             (self.min_axis, longest >= (self.min_axis or 0), f"an axis of {longest}"),
             (sized, (self.min_size or 0) <= info.numel <= most, f"{info.numel} elements"),
         )

@@ -153,4 +153,4 @@ def _updates_in_place(recipe: Recipe, path: str, shape: tuple[int, ...], matrice
     ]
     known = known_signals()
     asked = {known[name].extent for _, stage in rule.stages() for name in stage.signals() | stage.accepts}
-    return all(slots) and "parameter" not in asked and all(stage.entrywise() for _, stage in rule.stages())
+    return all(slots) and not asked & {"parameter", "partner"} and all(stage.entrywise() for _, stage in rule.stages())

@@ -99,7 +99,7 @@ def require_frameless(stages: tuple[Stage, ...], path: str) -> None:
             )
     for here, stage in walk(stages, path):
         for signal in sorted(stage.signals() | stage.accepts):
-            if signal in known_signals() and known_signals()[signal].extent in ("entry", "inputs"):
+            if signal in known_signals() and known_signals()[signal].extent in ("entry", "inputs", "partner"):
                 raise ValueError(f"{here}: '{signal}' does not follow a change of basis, move the stage outside")
 
 

@@ -53,14 +53,15 @@ class Signal:
     extent: "step": one number; "parameter": one for each parameter; "entry": one for each entry of a parameter;
         "inputs": a matrix `[n, n]` for a parameter with n inputs, `[*batch, n, n]` for a batch of matrices, of which a
         block is given the rows and columns of its inputs; "outputs": one for each of equally many outputs of a
-        parameter, such as heads, which constraints alone ask for.
+        parameter, such as heads, which constraints alone ask for; "partner": what the other factor of a product has,
+        `[p, r]`, the shared axis last, for parameters that the view `pairs` shows as `[q, r]`.
     about: what it is.
     reduce: what becomes of numbers that several ranks give, or several calls of `provide` before a step.
     by: what provides it beside `optimizer.provide`, as errors say it.
     """
 
     name: str
-    extent: Literal["step", "parameter", "entry", "inputs", "outputs"]
+    extent: Literal["step", "parameter", "entry", "inputs", "outputs", "partner"]
     about: str
     reduce: Literal["mean", "sum", "max"] = "mean"
     by: str = ""
@@ -90,6 +91,9 @@ for _signal in (
     ),
     Signal("parameter_rms", "parameter", "the root mean square of the parameter"),
     Signal("parameter", "entry", "the parameter, as gradients were taken at it"),
+    Signal("partner", "partner", "the other factor of the product, as gradients were taken at it"),
+    Signal("partner_before", "partner", "the other factor at the last update of the parameter, else as it is"),
+    Signal("partner_gradient", "partner", "the gradient of the other factor, 0 where it has no usable one"),
     Signal(
         "hessian_diagonal",
         "entry",
@@ -111,6 +115,8 @@ for _signal in (
     ),
 ):
     register_signal(_signal)
+PARTNER = frozenset(name for name, signal in _SIGNALS.items() if signal.extent == "partner")
+"""Signals of the other factor of a product."""
 
 
 class Asks(Protocol):

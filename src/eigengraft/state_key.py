@@ -8,6 +8,8 @@ FORMAT = "format"
 """Part of a coded slot that says how the other parts are coded."""
 AVERAGING = "averaging"
 """Stage of the iterates, which belong to a parameter."""
+PARTNER_STAGE = "partner"
+"""Stage of what a parameter keeps for its partner, the other factor of a product."""
 
 
 class StateKey(NamedTuple):

@@ -159,6 +159,7 @@ WEIGHT_DECAYS = (
 VIEWS = (
     Row({"kind": "batches"}, faults=(unknown("batches"),)),
     Row({"kind": "whole"}, faults=(unknown("whole"),)),
+    Row({"kind": "pairs"}, faults=(unknown("pairs"),)),
     Row({"kind": "modules"}, faults=(unknown("modules"), Fault({"kind": "modules", "heads": 1}, "heads: .*boolean"))),
     Row(
         {"kind": "matrices", "sections": [4, 2, 2], "heads": 2},

@@ -6,6 +6,8 @@ from .rows import Fault, Make, Row
 BREGMAN: Make = {"kind": "bregman", "beta": 0.9}
 DIAGONAL: Make = {"kind": "gram", "beta": 0.9, "axes": {"entries": "diagonal"}}
 PROJECTED: Make = {"kind": "projected", "inner": [MOMENTUM, RMS], "rank": 3, "renewal": SPREAD}
+RIGHT: Make = {"kind": "gram", "beta": 0.9, "axes": {"side": "right"}}
+FACTORS = ((6, 5), (4, 4), (1, 1))
 RIDGE: Make = {"kind": "eigh", "eps": 1e-3}
 
 
@@ -127,6 +129,25 @@ COMBINED = (
     ),
     Row({**PROJECTED, "side": "left", "renewal": LATE}, "lifted, left", degree=0),
     Row({**PROJECTED, "projection": "random", "result": "rescale", "per": "block"}, "rescaled", degree=0),
+    Row(
+        {"kind": "partner_basis", "inner": [MOMENTUM]},
+        degree=1,
+        blocks=FACTORS,
+        faults=(
+            unknown("partner_basis"),
+            Fault({"kind": "partner_basis", "inner": []}, "inner: .*at least 1"),
+            Fault({"kind": "partner_basis", "inner": "lagged_rms"}, "inner.lagged_rms: .* got a lagged one"),
+            Fault(
+                {"kind": "partner_basis", "inner": "shampoo"}, "inner.shampoo: state that follows .*, got 'factor.0'"
+            ),
+            Fault({"kind": "partner_basis", "inner": basis(RMS)}, "inner.eigenbasis: state that follows .*, got 'fac"),
+        ),
+    ),
+    Row(
+        {"kind": "partner_basis", "inner": [shampoo(statistic=RIGHT, solver=RIDGE, refresh=EVERY), MOMENTUM, RMS]},
+        "statistics",
+        blocks=FACTORS,
+    ),
     Row(
         {"kind": "prodigy", "inner": [MOMENTUM, RMS]},
         degree=0,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from eigengraft.blocking import InputMatrix
-from eigengraft.chains import Signal, follows_run, known_signals
+from eigengraft.chains import PARTNER, Signal, follows_run, known_signals
 from eigengraft.distributed.layouts import local
 
 from ...recipe.recipe import Recipe
@@ -26,7 +26,7 @@ from .provided import Given, Provided, SignalSource, require_form
 
 PER_STACK = frozenset({"lr", "parameter_rms"})
 """Signals that are found for each stack."""
-OWN = PER_STACK | {"parameter", "step_fraction", "gradient_norm"}
+OWN = PER_STACK | PARTNER | {"parameter", "step_fraction", "gradient_norm"}
 """Signals that the optimizer knows; any other is provided."""
 
 

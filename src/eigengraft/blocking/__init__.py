@@ -8,7 +8,11 @@ from .matrices import ModuleFacts as ModuleFacts
 from .matrices import View as View
 from .matrices import ViewChoice as ViewChoice
 from .module_views import module_facts as module_facts
+from .pairs import Factor as Factor
+from .pairs import named_factor as named_factor
+from .pairs import stacked_rows as stacked_rows
 from .rule import Blocking as Blocking
 from .views import Batches as Batches
 from .views import Modules as Modules
+from .views import Pairs as Pairs
 from .views import Whole as Whole

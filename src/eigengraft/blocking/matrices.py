@@ -14,6 +14,8 @@ from pydantic import Field, model_validator
 
 from eigengraft.component import Component
 
+from .pairs import Factor
+
 
 class View(Component, ABC, family="view"):
     """A rule that says which entries of a parameter form a matrix; decided on the shape of the full parameter."""
@@ -181,8 +183,10 @@ class ModuleFacts:
     matrices: which entries form a matrix, as projections, heads and experts of its module are laid out; None: that is
         not known.
     source: what told it, in a few words.
+    factor: which factor of a product it is; None: it is none.
     """
 
     convolution: bool | None = None
     matrices: Matrices | None = None
     source: str = ""
+    factor: Factor | None = None

@@ -13,6 +13,7 @@ from eigengraft.component import checked
 
 from .attention_views import Told, attention_matrices
 from .matrices import Matrices, ModuleFacts
+from .pairs import Factor
 
 
 def module_facts(model: nn.Module) -> dict[int, ModuleFacts]:
@@ -27,11 +28,27 @@ def module_facts(model: nn.Module) -> dict[int, ModuleFacts]:
             for parameter, matrices, source in recognised(module):
                 if _fits(matrices, tuple(parameter.shape)):
                     told.setdefault(id(parameter), (matrices, f"{source} of {type(module).__name__}"))
-    convolutions = _convolutions(modules)
-    facts = {}
+    convolutions, factors = _convolutions(modules), _factors(model)
+    facts = dict[int, ModuleFacts]()
     for parameter in model.parameters():
-        facts[id(parameter)] = ModuleFacts(id(parameter) in convolutions, *told.get(id(parameter), (None, "")))
+        key = id(parameter)
+        found: tuple[Matrices | None, str] = told.get(key, (None, ""))
+        facts[key] = ModuleFacts(key in convolutions, *found, factors.get(key))
     return facts
+
+
+def _factors(model: nn.Module) -> dict[int, Factor]:
+    """The factors, by `id`, that modules tell by `parameter_pairs()`: pairs of names, first that of `[r, n]`."""
+    names, found = {id(parameter): name for name, parameter in model.named_parameters()}, dict[int, Factor]()
+    for path, module in model.named_modules():
+        pairs = getattr(module, "parameter_pairs", None)
+        for pair in pairs() if callable(pairs) else ():
+            where, known = f"{path or type(module).__name__}.parameter_pairs", [_reached(module, name) for name in pair]
+            if len(known) != 2 or not all(isinstance(parameter, nn.Parameter) for parameter in known):
+                raise ValueError(f"{where}: pairs of names of parameters of the module are required, got {pair!r}")
+            inputs, outputs = map(id, known)
+            found[inputs], found[outputs] = Factor("inputs", names[outputs]), Factor("outputs", names[inputs])
+    return found
 
 
 def _published(path: str, module: nn.Module) -> Told:

@@ -66,6 +66,27 @@ def _without_heads(told: Matrices) -> dict[str, object]:
     return {"heads": None, **({} if told.sections else {"side": "outputs"})}
 
 
+class Pairs(View):
+    """Low-rank factors of a product B A, A `[r, n]` and B `[m, r]`, as matrices `[n, r]` and `[m, r]`: the axis that
+    both share is the last one, so that stages treat both alike.
+
+    Factors are told by names, `lora_A` and `lora_B` as in peft, or `lora_down` and `lora_up`, or by a module's method
+    `parameter_pairs()`, which returns pairs of names: that of A, that of B.
+    """
+
+    kind: Literal["pairs"] = "pairs"
+
+    def of(self, shape: tuple[int, ...], facts: ModuleFacts) -> ViewChoice:
+        if facts.factor is None or len(shape) != 2:
+            got = f"a parameter of shape {shape}" if facts.factor is None else f"one of shape {shape}"
+            raise ValueError(
+                "view 'pairs': matrices that names (lora_A, lora_B) or a module's `parameter_pairs()` tell to be "
+                f"factors of a product are required, got {got}; send others elsewhere by a route"
+            )
+        why = f"factor of {facts.factor.side}, with {facts.factor.partner}"
+        return ViewChoice(Matrices(outputs="last") if facts.factor.side == "inputs" else Matrices(), why)
+
+
 class Whole(View):
     """The parameter as it is, one tensor, which `blocking` merges and splits; as a matrix it is m x the rest."""
 

@@ -121,6 +121,9 @@ class StageBench:
                 columns = self.block[-1] if len(self.block) > 1 else 1
                 shape = torch.eye(columns, dtype=self.dtype) + torch.full((columns, columns), 0.5, dtype=self.dtype)
                 found[name] = size[:, None, None] * shape.to(size)
+            elif signal.extent == "partner":
+                rows = torch.linspace(-1, 1, 7 * self.block[-1], dtype=self.dtype).reshape(7, -1).sin()
+                found[name] = size[:, None, None] * (rows + torch.eye(*rows.shape, dtype=self.dtype)).to(size)
             elif signal.extent != "outputs":  # which constraints alone see
                 found.setdefault(name, 0.5 if signal.extent == "step" else size)
         return {**found, **{key: 1.0 for key, slot in self.declared.items() if slot.total}}

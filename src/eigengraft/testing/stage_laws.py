@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from eigengraft.chains import PARTNER
+from eigengraft.preconditioners import walk
 from eigengraft.quantization import Float32
 
 from .laws import Law, require, require_close, the_declaration_survives
@@ -171,6 +173,14 @@ def _rotates(case: StageCase) -> str | None:
 
 
 CONTRACT: Law[StageCase] = Law(the_contract_is_kept)
+
+
+def _unpaired(case: object) -> str | None:
+    """Why laws with one parameter do not apply."""
+    asks = isinstance(case, StageCase) and any(stage.signals() & PARTNER for _, stage in walk((case.stage,)))
+    return "a pair of parameters is required" if asks else None
+
+
 STAGE_LAWS: tuple[Law[StageCase], ...] = (
     Law(the_declaration_survives),
     Law(a_stack_is_its_blocks, _comparable),
@@ -184,7 +194,7 @@ STAGE_LAWS: tuple[Law[StageCase], ...] = (
     Law(dtype_and_device_are_kept),
     Law(a_copy_of_the_state_resumes_exactly),
     Law(storage_makes_no_difference),
-    Law(state_is_reported_to_the_byte),
-    Law(a_checkpoint_resumes_exactly),
+    Law(state_is_reported_to_the_byte, _unpaired),
+    Law(a_checkpoint_resumes_exactly, _unpaired),
     Law(measures_are_of_each_block_alone),
 )

@@ -54,6 +54,7 @@ CASES: dict[str, dict[str, Any]] = {
     "scaled blocks": {"recipe": {"base": "soap", "lr_scale": "spectral"}, "overrides": SOAP},
     "signals": {"recipe": {"update": ["listening_for_test", {"kind": "momentum"}]}, "overrides": SMALL},
 }
+CASES["pairs"] = {"recipe": "lora_rite"}
 INPUTS = ["update.inputs.statistic.interval=2", "update.inputs.refresh.steps=2", "blocking.size=5", "lr=0.02"]
 INPUTS += ["update.spectral.solver.precision=input"]
 EARLY = ["distribution.overlap_backward=true"]
@@ -72,6 +73,7 @@ TRAINED = ("ddp2", "ddp3", "fsdp2", "fsdp3", "hsdp4", "whole2")
 CLOSE = (
     "adafactor",
     "averaged with gaps",
+    "pairs",
     *(f"{n}{gaps}" for n in ("hyper", "record", "signals") for gaps in ("", " with gaps")),
 )
 STORED = [
@@ -86,6 +88,7 @@ STORED = [
     "adafactor",
     "hyper",
     "signals",
+    "pairs",
 ]
 PLACES = {
     "plain1": ["adamw", "soap"],

@@ -37,6 +37,9 @@ class Model(nn.Module):
         self.head.weight = self.emb.weight
         self.frozen.requires_grad_(False)
 
+    def parameter_pairs(self) -> list[tuple[str, str]]:
+        return [("down.weight", "up.weight")]
+
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.emb(tokens)
         x = x + self.conv(x.transpose(1, 2)).transpose(1, 2)

@@ -1,0 +1,107 @@
+"""A chain in the coordinates of the other factor of a product (LoRA-RITE, LoRA-Muon)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from eigengraft.numerics import apply_aligned, tiny
+from eigengraft.slots import Slot, State
+from eigengraft.stacks import Summing
+from eigengraft.step_context import StepContext
+
+from ..algebra.basis_change import mode_product, slot_axis
+from ..base import Stage, Stages, chain_slots, run_chain, walk
+
+
+class PartnerBasis(Stage):
+    """inner(g R^(-1), d R^(-1)) R^(-T)  with Y = U R, Y `[m, r]` the other factor of W = Y X^T, blocks X `[n, r]`.
+
+    g R^(-1) is the gradient of X R^T, that is of U X^T with orthonormal U: it does not change if Y is multiplied by an
+    invertible matrix and X by its inverse, and so the change of W does not either (Yen et al. 2024, LoRA-RITE,
+    arXiv:2410.20625, Algorithm 1 without escaped mass; Cesista et al. 2026, LoRA-Muon, arXiv:2606.12921). State of
+    `inner` follows by P = U^T U_before: first moments M P^T, squares by the Hadamard square, r x r statistics P V P^T.
+    Y without full rank has the pseudoinverse of R; a factor that is 0 moves its partner not at all.
+
+    The update needs the view `pairs` and no blocking.
+    """
+
+    kind: Literal["partner_basis"] = "partner_basis"
+    inner: Stages = Field(min_length=1, description="the chain on the coordinates")
+    requires: ClassVar[frozenset[str]] = frozenset({"partner"})
+
+    @model_validator(mode="after")
+    def _state_follows(self) -> Self:
+        for path, stage in walk(self.inner, "inner"):
+            if stage.lagged():
+                raise ValueError(f"{path}: a stage that needs no first gradient is required, got a lagged one")
+        for path, name, slot in chain_slots(self.inner, (3, 2), "inner"):
+            if slot.frame == "none" and (slot.role == "basis" or (_is_matrix(slot) and slot.axes != (1,))):
+                raise ValueError(
+                    f"{path}: state that follows a change of the last axis is required, got '{name}'; a stage with "
+                    "factors takes `axes: {side: right}`"
+                )
+        return self
+
+    def signals(self) -> frozenset[str]:
+        kept = any(True for _ in chain_slots(self.inner, (3, 2)))
+        return self.requires | ({"partner_before"} if kept else frozenset())
+
+    def chains(self) -> Mapping[str, Stages]:
+        return {"inner": self.inner}
+
+    def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
+        if len(block) != 2:
+            raise ValueError(f"partner_basis: factors with two axes are required, got a block of shape {block}")
+        return {}
+
+    def needs_matrices(self) -> bool:
+        return True
+
+    def work(self, block: tuple[int, ...]) -> float:
+        return 10.0 * block[0] * block[1] ** 2
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Summing[Tensor]:
+        inner = state.scope("inner")
+        u, r = _frame(torch.as_tensor(context.signal("partner")))
+        if "partner_before" in self.signals():
+            before, _ = _frame(torch.as_tensor(context.signal("partner_before")))
+            self._transport(inner, torch.bmm(u.mT, before))
+        inverse = apply_aligned(_inverse, r)
+        seen = torch.bmm(gradient, inverse)
+        mapped = yield from run_chain(
+            self.inner, inner, seen, seen if direction is gradient else torch.bmm(direction, inverse), context
+        )
+        return torch.bmm(mapped, inverse.mT)
+
+    def _transport(self, state: State, p: Tensor) -> None:
+        """Brings the state of the chain to new coordinates, x_new = P x_old along the last axis."""
+        for path, name, slot in chain_slots(self.inner, state.block):
+            scope, place = state.scope(path), slot_axis(slot, 1, 2)
+            if _is_matrix(slot):
+                scope[name] = torch.bmm(torch.bmm(p, scope[name]), p.mT)
+            elif place is not None:
+                scope[name] = mode_product(scope[name], p if slot.frame == "vector" else p.square(), place)
+
+
+def _is_matrix(slot: Slot) -> bool:
+    return slot.role in ("statistic", "root") and slot.frame == "none"
+
+
+def _inverse(r: Tensor) -> Tensor:
+    found: Tensor = torch.linalg.pinv(r, rtol=r.shape[-1] * torch.finfo(r.dtype).eps)
+    return found
+
+
+def _frame(y: Tensor) -> tuple[Tensor, Tensor]:
+    """U `[N, m, r]` and R `[N, r, r]` of Y = U R, R with a diagonal >= 0; rows of zeros make m at least r."""
+    short = y.shape[-1] - y.shape[-2]
+    y = torch.nn.functional.pad(y, (0, 0, 0, short)) if short > 0 else y
+    peak = y.abs().amax((-2, -1), keepdim=True).clamp_min(tiny(y.dtype))
+    u, r = apply_aligned(torch.linalg.qr, y / peak)
+    signs = torch.where(r.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(y.dtype)
+    return u * signs[:, None, :], r * signs[:, :, None] * peak
