@@ -1,4 +1,4 @@
-# make demo | quick | test | check | docs | clean | help: each creates .venv when it is missing and brings it up to date.
+# make demo | quick | test | bench | check | docs | clean | help: each creates .venv when it is missing and brings it up to date.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -15,13 +15,14 @@ export PYTHONDONTWRITEBYTECODE :=
 # go out by name, which leaves those that take long for neither end.
 SHARED := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo quick test check docs clean links
+.PHONY: help demo quick test bench check docs clean links
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo   compare AdamW, Shampoo, SOAP and Muon on three small tasks, and write a report (under 5 minutes)"
 	@echo "make quick  run the tests that start no process and train nothing, while writing a stage (about a minute)"
 	@echo "make test   run all tests            (make test ARGS='-k house' for some of them; -n 0 in one process)"
+	@echo "make bench  steps against other libraries and their floor (under 10 minutes; make bench ARGS='threads=2', BENCH= for all)"
 	@echo "make check  lint, formatting, types"
 	@echo "make docs   build the documentation into site/, without a network"
 	@echo "make clean  remove the environment, caches and build folders; runs/ stays"
@@ -34,6 +35,12 @@ quick: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(SHARED) $(ARGS)
+
+# Peers without what they depend on: torch and numpy are there already, and steps need nothing else.
+BENCH ?= --quick
+bench: $(READY)
+	$(BIN)/python -m pip install --quiet --no-deps heavyball opt-einsum pytorch-optimizer torchao
+	$(BIN)/eigengraft bench step $(BENCH) $(ARGS)
 
 check: $(READY)
 	$(BIN)/python -m ruff check .

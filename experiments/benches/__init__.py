@@ -1,4 +1,4 @@
-"""Benches of single components, one folder each, and claims that can fail. The command is `eigengraft bench`.
+"""Benches of components and of whole steps, a folder each, and claims that can fail. Command: `eigengraft bench`.
 
 rows = bench_roots(sizes=(32, 64), solvers=["eigh", {"kind": "coupled_newton", "eps": 1e-6}])
 """
@@ -21,14 +21,16 @@ from .polar.bench import PolarBench as PolarBench
 from .polar.rows import PolarRow as PolarRow
 from .quantizers.bench import QuantizerBench as QuantizerBench
 from .quantizers.rows import QuantizerRow as QuantizerRow
-from .ranks.bench import RankBench as RankBench
-from .ranks.rows import RankRow as RankRow
 from .roots.bench import RootBench as RootBench
 from .roots.rows import RootRow as RootRow
 from .statistics.bench import StatisticBench as StatisticBench
 from .statistics.rows import StatisticRow as StatisticRow
-from .storage.bench import StorageBench as StorageBench
-from .storage.rows import StorageRow as StorageRow
+from .steps.ranks.bench import RankBench as RankBench
+from .steps.ranks.rows import RankRow as RankRow
+from .steps.step.bench import StepBench as StepBench
+from .steps.step.rows import StepRow as StepRow
+from .steps.storage.bench import StorageBench as StorageBench
+from .steps.storage.rows import StorageRow as StorageRow
 
 
 def bench_roots(*, quick: bool = False, **fields: Any) -> list[RootRow]:
@@ -69,3 +71,8 @@ def bench_storage(*, quick: bool = False, **fields: Any) -> list[StorageRow]:
 def bench_ranks(*, quick: bool = False, **fields: Any) -> list[RankRow]:
     """Rows of `RankBench(**fields)`: waiting of ranks for each other."""
     return load_bench("ranks", fields, quick).run()
+
+
+def bench_step(*, quick: bool = False, **fields: Any) -> list[StepRow]:
+    """Rows of `StepBench(**fields)`: steps of recipes and of other libraries in turn."""
+    return load_bench("step", fields, quick).run()

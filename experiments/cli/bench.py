@@ -23,7 +23,7 @@ from eigengraft.optimizers.recipe.yaml_files import parse_yaml, read_yaml
 if TYPE_CHECKING:
     from ..benches import Bench, Finding
 
-KINDS = "roots, bases, statistics, grafting, polar, quantizers, storage or ranks"
+KINDS = "roots, bases, statistics, grafting, polar, quantizers, storage, ranks or step"
 
 
 def bench_command(  # noqa: PLR0913  its arguments are the command's options

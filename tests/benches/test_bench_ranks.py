@@ -7,9 +7,9 @@ import pytest
 
 from eigengraft.component import RecipeError
 from eigengraft.experiments.benches import RankRow, load_bench
-from eigengraft.experiments.benches.ranks.bench import RankBench
-from eigengraft.experiments.benches.ranks.processes import answer
-from eigengraft.experiments.benches.ranks.rows import efficiency_of, path_of
+from eigengraft.experiments.benches.steps.ranks.bench import RankBench
+from eigengraft.experiments.benches.steps.ranks.processes import answer
+from eigengraft.experiments.benches.steps.ranks.rows import efficiency_of, path_of
 
 from ..processes import fork_what_is_spawned
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from eigengraft.component import RecipeError
 from eigengraft.experiments.benches import StorageRow, bench_storage, load_bench
-from eigengraft.experiments.benches.storage.bench import CASES, StorageBench
+from eigengraft.experiments.benches.steps.storage.bench import CASES, StorageBench
 from eigengraft.experiments.cli.main import app
 from eigengraft.optimizers.recipe.loading import load_recipe
 

@@ -13,10 +13,10 @@ from eigengraft.optimizers.planning.plan import plan
 from eigengraft.optimizers.sharding.cost_model import common_interval
 from eigengraft.optimizers.sharding.critical_path import at_once_fields
 
-from ..common.bench import Bench
-from ..common.declarations import listed, require_distinct
-from ..common.fields import PositiveInts
-from ..common.results import FigurePanel, ResultTable
+from ...common.bench import Bench
+from ...common.declarations import listed, require_distinct
+from ...common.fields import PositiveInts
+from ...common.results import FigurePanel, ResultTable
 from .processes import RankJob, busy_times
 from .rows import BusyTimes, RankRow, efficiency_of, path_of
 from .view import rank_advice, rank_panels, rank_summary

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from ..common.results import FigurePanel, Line, ResultTable
-from ..common.tables import milli
+from ...common.results import FigurePanel, Line, ResultTable
+from ...common.tables import milli
 from .rows import StorageRow
 
 _COLUMNS = ("recipe", "steps", "state / plain", "time / plain: mean", "median step", "stored ms", "plain ms")

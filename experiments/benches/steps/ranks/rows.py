@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from ..common.results import BenchRow
+from ...common.results import BenchRow
 
 BusyTimes = Sequence[Sequence[float]]
 """`[R][T]`, milliseconds that each rank has computed in each step; waiting does not count."""

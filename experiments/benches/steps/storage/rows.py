@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..common.results import BenchRow
+from ...common.results import BenchRow
 
 
 @dataclass(frozen=True)

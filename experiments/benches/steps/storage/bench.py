@@ -14,9 +14,9 @@ from eigengraft.component import Component, RecipeError
 from eigengraft.optimizers import Optimizer, Recipe
 from eigengraft.optimizers.recipe.loading import load_recipe
 
-from ..common.bench import Bench
-from ..common.declarations import listed, require_distinct
-from ..common.results import FigurePanel, ResultTable
+from ...common.bench import Bench
+from ...common.declarations import listed, require_distinct
+from ...common.results import FigurePanel, ResultTable
 from .rows import StorageRow
 from .view import storage_advice, storage_panels, storage_summary
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..common.results import FigurePanel, ResultTable
-from ..common.tables import groups, milli, points
+from ...common.results import FigurePanel, ResultTable
+from ...common.tables import groups, milli, points
 from .rows import RankRow
 
 _COLUMNS = ("recipe", "ranks", "critical path ms", "least busy ms", "efficiency", "by counted work")

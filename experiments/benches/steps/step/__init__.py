@@ -1,0 +1,1 @@
+"""The bench of steps: recipes and other libraries' optimizers in turn on the same gradients, against their floor."""

@@ -1,0 +1,147 @@
+"""The floor of a step: the arithmetic and the traffic that its recipe cannot do without, at this machine's best rates.
+
+Legend: n entries of a block; d length of an axis with a factor; a matrix m x n of a polar factor has m <= n.
+Products of a matrix with its transpose count half, because the result is symmetric.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Self
+
+import torch
+
+from eigengraft.optimizers import Optimizer
+from eigengraft.preconditioners import Stage
+from eigengraft.preconditioners.kronecker.base import Factored
+from eigengraft.preconditioners.kronecker.eigenbasis import Eigenbasis
+from eigengraft.preconditioners.polar.spectral import Spectral
+from eigengraft.preconditioners.roots.bases.eigh_basis import EighBasis
+from eigengraft.slots import Slot
+
+EIGH, QR = 9.0, 2 + 8 / 3
+"""Operations over d^3 of an eigendecomposition with vectors, and of one step A Q with a QR whose Q is formed."""
+_READ_ONLY = ("root", "basis")
+"""Roles of slots that steps between refreshes read and do not write."""
+
+
+class StepWork(NamedTuple):
+    """What a step cannot do without.
+
+    flops: operations of products in every step.
+    refresh: operations of refreshes, over the steps of their interval.
+    traffic: bytes of gradients, parameters and state that are read and written.
+    """
+
+    flops: float = 0.0
+    refresh: float = 0.0
+    traffic: float = 0.0
+
+    def plus(self, other: StepWork) -> StepWork:
+        """The sum of both."""
+        return StepWork(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+class MachineRates(NamedTuple):
+    """The best rates of this machine.
+
+    flops: operations a second of a product of two matrices of order 512.
+    traffic: bytes a second that a copy reads and writes, of tensors that no cache holds.
+    """
+
+    flops: float
+    traffic: float
+
+    @classmethod
+    def measured(cls, device: torch.device, dtype: torch.dtype = torch.float32, repeats: int = 7) -> Self:
+        """The fastest of some repetitions, on as many threads as torch has now."""
+        a, b = (torch.randn(512, 512, device=device).to(dtype) for _ in range(2))
+        source = torch.zeros(1 << 25, device=device)
+        target = torch.zeros_like(source)
+        product = _seconds(lambda: torch.mm(a, b), device, repeats)
+        copied = _seconds(lambda: target.copy_(source), device, repeats)
+        return cls(2 * 512**3 / product, 2 * source.nbytes / copied)
+
+    def milliseconds(self, work: StepWork) -> float:
+        """The time that no step of that work can be below: of its operations or of its traffic, the longer."""
+        return 1e3 * max((work.flops + work.refresh) / self.flops, work.traffic / self.traffic)
+
+
+def _seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+    least = math.inf
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        least = min(least, time.perf_counter() - start)
+    return least
+
+
+def step_work(optimizer: Optimizer) -> StepWork:
+    """The work of one step of all parameters of an optimizer that this process holds."""
+    total = StepWork()
+    for param_set in optimizer.param_sets:
+        for parameter in param_set.parameters:
+            total = total.plus(StepWork(traffic=3.0 * parameter.nbytes))
+        for state in param_set.stack_states:
+            blocks = len(state.stack.param_ids)
+            for key, slot in state.slots():
+                passes = 1.0 if slot.role in _READ_ONLY else 2.0
+                total = total.plus(StepWork(traffic=passes * sum(tensor.nbytes for tensor in state.stored(key))))
+            for stage, block in _stages(state.rule.update, state.stack.block):
+                own = stage_work(stage, block)
+                total = total.plus(StepWork(*(blocks * value for value in own)))
+    return total
+
+
+def _stages(stages: tuple[Stage, ...], block: tuple[int, ...]) -> Iterator[tuple[Stage, tuple[int, ...]]]:
+    """Every stage of a chain and of the chains inside it, with the block that it sees."""
+    for stage in stages:
+        yield stage, block
+        for part, inside in stage.chains().items():
+            yield from _stages(inside, stage.inner_block(part, block))
+
+
+def stage_work(stage: Stage, block: tuple[int, ...]) -> StepWork:
+    """Products and refreshes of one stage for one block, without the stages inside it; traffic is not counted here."""
+    if isinstance(stage, Spectral):
+        return StepWork(flops=_polar(stage, block))
+    if not isinstance(stage, Factored):
+        return StepWork()
+    n, axes = math.prod(block), [a for a in stage.factor_axes(block) if stage.statistic.axes.full(block, a)]
+    statistics = sum(float(block[axis]) * n for axis in axes) / stage.statistic.interval
+    if stage.statistic.needs_power is not None:  # each axis sees the gradient whitened on all others
+        statistics += sum(2.0 * block[other] * n for axis in axes for other in axes if other != axis)
+    there_and_back = 2 if isinstance(stage, Eigenbasis) else 1
+    products = sum(2.0 * there_and_back * block[axis] * n for axis in axes)
+    return StepWork(statistics + products, sum(_refresh(stage, block, axis) for axis in axes) / stage.every.interval)
+
+
+def _refresh(stage: Factored, block: tuple[int, ...], axis: int) -> float:
+    """Operations of one refresh of one axis: the decomposition, and what follows the new basis."""
+    d = float(block[axis])
+    if not isinstance(stage, Eigenbasis):
+        return (EIGH + 1) * d**3
+    solver = (EIGH if isinstance(stage.solver, EighBasis) else QR) * d**3
+    slots = [slot for slot in _inner_slots(stage, block) if slot.frame in _moved(stage) and slot.shape]
+    moved = sum(2.0 * d * math.prod(slot.shape) for slot in slots)
+    return solver + (2 * d**3 + moved if slots else 0.0)
+
+
+def _moved(stage: Eigenbasis) -> tuple[str, ...]:
+    """Frames of slots that products bring to a new basis."""
+    return {"none": (), "permute": ("vector",)}.get(stage.transport, ("vector", "square"))
+
+
+def _inner_slots(stage: Eigenbasis, block: tuple[int, ...]) -> Iterator[Slot]:
+    for inner, seen in _stages(stage.inner, stage.inner_block("inner", block)):
+        yield from inner.slots(seen).values()
+
+
+def _polar(stage: Spectral, block: tuple[int, ...]) -> float:
+    """Newton-Schulz: in each step X X^T, its square, and their sum times X."""
+    m, n = sorted((block[0], math.prod(block[1:])))
+    return float(getattr(stage.solver, "steps", 1)) * (m * m * n + m**3 + 2.0 * m * m * n)

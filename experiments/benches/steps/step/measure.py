@@ -1,0 +1,167 @@
+"""Steps of several optimizers in turn, and what else is measured of each."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import mean, median, quantiles
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
+
+FREE = frozenset(
+    {"detach", "lift_fresh", "is_pinned", "empty", "_local_scalar_dense", "_unsafe_view", "_reshape_alias"}
+)
+"""Operators that run no kernel although their schema does not say that they return a view."""
+
+
+class Contender(NamedTuple):
+    """An optimizer with its own copy of the parameters, and the seconds that it took to build."""
+
+    optimizer: torch.optim.Optimizer
+    parameters: Sequence[Parameter]
+    build: float
+
+
+CLOCKS: Mapping[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
+"""Seconds, by the name of the clock."""
+
+
+class Rounds(NamedTuple):
+    """How often everyone steps: `warm` rounds that are not counted, `steps` that are; clock: seconds."""
+
+    warm: int
+    steps: int
+    clock: Callable[[], float] = time.perf_counter
+
+
+class StepTimes(NamedTuple):
+    """Milliseconds; fields as in `StepRow`."""
+
+    steady: float
+    refresh: float
+    amortised: float
+    median: float
+    largest: float
+
+
+def take_turns(
+    contenders: Sequence[Contender], gradients: Sequence[Sequence[Tensor]], rounds: Rounds
+) -> list[list[float]]:
+    """Milliseconds of each counted step of each contender, one step of everyone in every round."""
+    times: list[list[float]] = [[] for _ in contenders]
+    gc.collect()
+    gc.disable()
+    try:
+        for turn in range(rounds.warm + rounds.steps):
+            for own, contender in zip(times, contenders, strict=True):
+                spent = one_step(contender, gradients[turn % len(gradients)], rounds.clock)
+                if turn >= rounds.warm:
+                    own.append(spent)
+    finally:
+        gc.enable()
+    return times
+
+
+def one_step(contender: Contender, gradients: Sequence[Tensor], clock: Callable[[], float]) -> float:
+    """Milliseconds of one step; gradients are copied before, because some optimizers write to them."""
+    give(contender, gradients)
+    synchronize(gradients)
+    start = clock()
+    contender.optimizer.step()
+    synchronize(gradients)
+    return 1e3 * (clock() - start)
+
+
+def give(contender: Contender, gradients: Sequence[Tensor]) -> None:
+    """Sets the gradients of a contender's parameters."""
+    for parameter, gradient in zip(contender.parameters, gradients, strict=True):
+        parameter.grad = gradient.to(parameter.dtype, copy=True)
+
+
+def synchronize(tensors: Sequence[Tensor]) -> None:
+    """Waits for a device."""
+    if tensors and tensors[0].is_cuda:
+        torch.cuda.synchronize()
+
+
+def step_times(times: Sequence[float], interval: int) -> StepTimes:
+    """What steps cost that repeat every `interval`: each place of an interval counts with its median over intervals."""
+    places = [median(times[place::interval]) for place in range(min(interval, len(times)))]
+    steady = quantiles(places, n=4)[0] if len(places) > 3 else min(places)
+    refresh = sum(max(0.0, own - steady) for own in places)
+    return StepTimes(steady, refresh, mean(places), median(places), max(places))
+
+
+def held_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of all tensors in the state, each storage once, wherever it is nested; parameters are left out."""
+    known = {p.untyped_storage().data_ptr() for group in optimizer.param_groups for p in group["params"]}
+    found: dict[int, int] = {}
+    for tensor in _tensors(dict(optimizer.state)):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        names = value.__tensor_flatten__()[0] if hasattr(value, "__tensor_flatten__") else ()
+        inner = [getattr(value, name) for name in names]
+        yield from inner if inner else [value]
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts operators that are neither views nor free; a foreach operator counts once."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and func._schema.name.removeprefix("aten::") not in FREE:
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def kernels(contender: Contender, gradients: Sequence[Tensor]) -> int | None:
+    """Operators of one step; None where the optimizer cannot be followed."""
+    give(contender, gradients)
+    counted = Kernels()
+    try:
+        with counted:
+            contender.optimizer.step()
+    except (RuntimeError, NotImplementedError, TypeError):
+        return None
+    return counted.count
+
+
+def peak_bytes(contender: Contender, gradients: Sequence[Tensor]) -> int | None:
+    """Most bytes that one step has allocated at once beyond what there was before; None: the profiler saw none."""
+    give(contender, gradients)
+    if gradients and gradients[0].is_cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before: int = torch.cuda.memory_allocated()
+        contender.optimizer.step()
+        most: int = torch.cuda.max_memory_allocated()
+        return most - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        contender.optimizer.step()
+    found: Any = getattr(profile.profiler, "kineto_results", None)
+    events = sorted((own for own in found.events() if own.name() == "[memory]"), key=lambda own: own.start_ns())
+    now, highest = 0, 0
+    for event in events:
+        now += int(event.nbytes())
+        highest = max(highest, now)
+    return highest if events else None

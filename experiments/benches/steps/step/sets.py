@@ -1,0 +1,117 @@
+"""Sets of parameters that steps are measured on, as shapes, and gradients for them."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from eigengraft.component import RecipeError
+
+Shapes = list[tuple[int, ...]]
+TURNS = 8
+"""Gradients that are used in turn."""
+
+
+class ShapeSet(NamedTuple):
+    """Shapes of parameters.
+
+    name: as it was declared.
+    varied: the dimension that was given, as "layers", or "" for a set as it is.
+    value: that dimension, 0 for a set as it is.
+    """
+
+    name: str
+    shapes: Shapes
+    varied: str = ""
+    value: int = 0
+
+    @property
+    def numbers(self) -> int:
+        """Entries of all parameters together."""
+        return sum(map(math.prod, self.shapes))
+
+
+def gpt(layers: int = 4, width: int = 256, vocabulary: int = 4096) -> Shapes:
+    """A GPT: a table, in each layer query, key and value as one, attention output, two of the network, four norms."""
+    w = width
+    layer: Shapes = [(3 * w, w), (w, w), (4 * w, w), (w, 4 * w), (w,), (w,), (w,), (w,)]
+    return [(vocabulary, w), *layers * layer, *2 * [(w,)]]
+
+
+def convolutions() -> Shapes:
+    """Kernels like those of a small ResNet, with the norms behind them."""
+    kernels: Shapes = [(64, 3, 7, 7), *2 * [(64, 64, 3, 3)], (128, 64, 3, 3), (128, 128, 3, 3), (256, 128, 3, 3)]
+    kernels += [(256, 256, 3, 3), (512, 256, 1, 1)]
+    return [*kernels, *(norm for kernel in kernels for norm in 2 * [(kernel[0],)]), (10, 512), (10,)]
+
+
+def matrices() -> Shapes:
+    """Sixteen matrices of sides 256 and 512."""
+    found: Shapes = [*8 * [(256, 256)], *4 * [(512, 256)], *4 * [(256, 512)]]
+    return found
+
+
+def squares(blocks: int = 256, size: int = 32) -> Shapes:
+    """Many equal square matrices."""
+    return [(size, size) for _ in range(blocks)]
+
+
+def embedding(rows: int = 50_000, width: int = 64) -> Shapes:
+    """One long table."""
+    found: Shapes = [(rows, width)]
+    return found
+
+
+def gpt2(layers: int = 12, width: int = 768, vocabulary: int = 50_257) -> Shapes:
+    """GPT-2 small with an untied head: 163 million numbers."""
+    return [*gpt(layers, width, vocabulary), (1024, width), (vocabulary, width)]
+
+
+SETS: Mapping[str, Callable[..., Shapes]] = {
+    own.__name__: own for own in (gpt, convolutions, matrices, squares, embedding, gpt2)
+}
+
+
+def shape_set(name: str) -> ShapeSet:
+    """The set called `name`, or "name:dimension=number" with one of its dimensions given, as gpt:layers=8."""
+    kind, _, given = name.partition(":")
+    dimension, _, number = given.partition("=")
+    if kind not in SETS:
+        near = difflib.get_close_matches(kind, SETS, n=1)
+        hint = f", did you mean '{near[0]}'?" if near else ""
+        raise RecipeError(f"sets: one of {', '.join(SETS)} is required, got '{kind}'{hint}")
+    if not given:
+        return ShapeSet(name, SETS[kind]())
+    known = SETS[kind].__annotations__.keys() - {"return"}
+    if dimension not in known or not number.isdecimal() or int(number) == 0:
+        options = ", ".join(f"{kind}:{own}=NUMBER" for own in sorted(known)) or f"{kind} alone"
+        raise RecipeError(f"sets: {options} is required, got '{name}'")
+    return ShapeSet(name, SETS[kind](**{dimension: int(number)}), dimension, int(number))
+
+
+def initial_values(shapes: Sequence[tuple[int, ...]], seed: int) -> list[Tensor]:
+    """Parameters N(0, 0.02^2)."""
+    generator = torch.Generator().manual_seed(seed)
+    return [0.02 * torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def turns_of_gradients(shapes: Sequence[tuple[int, ...]], seed: int) -> list[list[Tensor]]:
+    """Gradients N(0, 1e-4) with scales i^(-1/2) of rows and columns, as many as are used in turn."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    return [[_scaled(torch.randn(shape, generator=generator)) for shape in shapes] for _ in range(TURNS)]
+
+
+def _scaled(x: Tensor) -> Tensor:
+    for scale in _scales(x.shape):
+        x = x * scale
+    return 1e-2 * x
+
+
+def _scales(shape: Sequence[int]) -> Iterator[Tensor]:
+    for axis, d in enumerate(shape[:2]):
+        yield torch.arange(1, d + 1).rsqrt().reshape(-1, *[1] * (len(shape) - 1 - axis))

@@ -1,0 +1,113 @@
+"""The bench of steps: floors against counts by hand, what times become, and what a row says of a missing library."""
+
+import math
+
+import pytest
+import torch
+
+from eigengraft import Optimizer
+from eigengraft.component import RecipeError
+from eigengraft.experiments.benches import bench_step
+from eigengraft.experiments.benches.steps.step.floor import MachineRates, StepWork, step_work
+from eigengraft.experiments.benches.steps.step.measure import held_bytes, step_times
+from eigengraft.experiments.benches.steps.step.sets import SETS, shape_set, turns_of_gradients
+from eigengraft.experiments.benches.steps.step.view import best_other, slope, step_summary
+
+M, N = 24, 16
+
+
+def work(recipe: str, *overrides: str, shape: tuple[int, ...] = (M, N)) -> StepWork:
+    changes = ["routes=[]", "blocking={}", *overrides]
+    return step_work(Optimizer([torch.nn.Parameter(torch.zeros(shape))], recipe, overrides=changes))
+
+
+def test_products_of_soap_are_five_for_each_entry_and_axis() -> None:
+    """Statistics m n (m + n) as symmetric products, there and back 2 m n (m + n) each: 5 m n (m + n)."""
+    found = work("soap", "update.eigenbasis.refresh.steps=10")
+    assert found.flops == 5 * M * N * (M + N)
+    turned = sum((2 + 8 / 3) * d**3 + 2 * d**3 + 2 * 2 * d * M * N for d in (M, N))  # A Q and QR, R, m and v
+    assert found.refresh == pytest.approx(turned / 10, rel=1e-12)
+    permuted = work("soap", "update.eigenbasis.refresh.steps=1", "update.eigenbasis.transport=permute")
+    assert permuted.refresh == pytest.approx(turned - 2 * (M + N) * M * N, rel=1e-12)
+
+
+def test_products_of_shampoo_are_three_for_each_entry_and_axis() -> None:
+    found = work("shampoo", "update.graft.direction.shampoo.refresh.steps=4")
+    assert found.flops == 3 * M * N * (M + N)
+    assert found.refresh == pytest.approx(10 * (M**3 + N**3) / 4, rel=1e-12)
+    assert work("shampoo", shape=(5, 2, 3)).flops == 3 * 30 * (5 + 2 + 3)
+
+
+def test_products_of_muon_are_those_of_newton_schulz() -> None:
+    assert work("muon").flops == 5 * (N * N * M + N**3 + 2 * N * N * M)
+
+
+def test_traffic_of_adamw_is_28_bytes_a_number() -> None:
+    """Read gradient, two moments and the parameter, write the last three, 4 bytes each; the count is in no stack."""
+    found = work("adamw")
+    assert found == StepWork(0.0, 0.0, 28.0 * M * N)
+
+
+def test_the_floor_is_the_longer_of_arithmetic_and_traffic() -> None:
+    rates = MachineRates(flops=1e9, traffic=1e8)
+    assert rates.milliseconds(StepWork(2e6, 1e6, 1e5)) == pytest.approx(3.0)
+    assert rates.milliseconds(StepWork(1e6, 0.0, 1e6)) == pytest.approx(10.0)
+
+
+def test_refreshes_are_what_places_of_an_interval_take_more() -> None:
+    times = [9.0, 1.0, 1.0, 1.0, 1.0] * 3
+    times[6] = 50.0  # one disturbed step, which a median over intervals leaves out
+    found = step_times(times, 5)
+    assert (found.steady, found.refresh, found.median, found.largest) == (1.0, 8.0, 1.0, 9.0)
+    assert found.amortised == pytest.approx(13 / 5)
+
+
+def test_slopes_are_exponents() -> None:
+    assert slope([10, 100, 1000], [2, 2 * 10**1.5, 2 * 10**3]) == pytest.approx(1.5)
+
+
+def test_sets_have_the_declared_sizes() -> None:
+    layer = 3 * 256**2 + 256**2 + 8 * 256**2 + 4 * 256
+    assert shape_set("gpt").numbers == 4096 * 256 + 4 * layer + 2 * 256
+    assert shape_set("gpt:layers=2").numbers == 4096 * 256 + 2 * layer + 2 * 256
+    assert 1.5e8 < shape_set("gpt2").numbers < 1.7e8
+    assert all(shape_set(name).shapes for name in SETS)
+    (first, *_), *others = turns_of_gradients([(4, 9)], 0)
+    scale = (torch.arange(1, 5).rsqrt()[:, None] * torch.arange(1, 10).rsqrt()) * 1e-2
+    assert len(others) == 7 and (first / scale).std() == pytest.approx(1, abs=0.4)
+    for wrong in ("gtp", "gpt:depth=2", "gpt:layers=no"):
+        with pytest.raises(RecipeError, match="is required, got"):
+            shape_set(wrong)
+
+
+def test_state_is_counted_by_storages() -> None:
+    parameter = torch.nn.Parameter(torch.ones(8, 8))
+    optimizer = torch.optim.AdamW([parameter])
+    parameter.grad = torch.ones(8, 8)
+    optimizer.step()
+    assert held_bytes(optimizer) == 2 * 4 * 64 + 4
+
+
+def test_rows_of_a_recipe_a_peer_and_a_library_that_is_missing() -> None:
+    peer = {"peer": "torch.optim:AdamW", "maths": "adam", "options": {"fused": True}}
+    candidates = [{"recipe": "adamw", "maths": "adam"}, peer, {"peer": "no_such_library:Adam", "maths": "adam"}]
+    rows = bench_step(candidates=candidates, sets=["squares:size=4"], warm=1)
+    own, other, missing = rows
+    assert own.numbers == 256 * 16 and len(own.steps_ms) == 10 and own.floor and own.times_floor
+    assert own.state == pytest.approx(8, abs=2.1) and other.state == pytest.approx(8 + 4 / 16, abs=0.01)  # 8 of steps
+    assert own.kernels is not None and 0 < own.kernels < 60 and own.peak is not None
+    assert missing.problem == "not installed: no_such_library" and missing.times_floor is None
+    ratio = best_other(own, rows)
+    assert ratio == pytest.approx(own.amortised / other.amortised) and best_other(other, rows) is None
+    assert missing.problem in step_summary(rows).lines[2] and math.isfinite(own.amortised)
+
+
+def test_what_is_refused() -> None:
+    for fields, message in (
+        ({"candidates": [{"options": {}}]}, "recipe or peer"),
+        ({"candidates": [{"peer": "torch.optim"}]}, "module:Class"),
+        ({"clock": "cpu", "threads": 2}, "one thread"),
+        ({"sets": ["gpd"]}, "did you mean 'gpt'"),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            bench_step(**fields)
