@@ -39,6 +39,7 @@ from .elementwise.scale import Scale as Scale
 from .elementwise.standardize import Center as Center
 from .elementwise.standardize import Sinkhorn as Sinkhorn
 from .elementwise.standardize import Standardize as Standardize
+from .kronecker.adaptive_shampoo import AdaptiveShampoo as AdaptiveShampoo
 from .kronecker.eigenbasis import Eigenbasis as Eigenbasis
 from .kronecker.eigenfactors import Eigenfactors as Eigenfactors
 from .kronecker.shampoo import Shampoo as Shampoo

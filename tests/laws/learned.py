@@ -46,6 +46,25 @@ DIRECT: tuple[Row, ...] = (
     Row({"kind": "psgd"}, "as it comes"),
     Row({"kind": "psgd", "form": "quad"}, "quad as it comes"),
     Row(
+        {"kind": "adaptive_shampoo", "eps": 1e-3, "ceiling": 1e-2},
+        faults=(
+            unknown("adaptive_shampoo"),
+            Fault({"kind": "adaptive_shampoo", "eps": 0.0}, r"eps: .*greater than 0, got 0\.0"),
+            Fault({"kind": "adaptive_shampoo", "threshold": 0.0}, r"threshold: .*greater than 0, got 0\.0"),
+            Fault(
+                {"kind": "adaptive_shampoo", "ceiling": 1e-12}, "ceiling: at least eps, 1e-10, is required, got 1e-12"
+            ),
+            Fault(
+                {"kind": "adaptive_shampoo", "statistic": {"kind": "bregman"}}, "statistic: one that reads no factors"
+            ),
+            Fault(
+                {"kind": "adaptive_shampoo", "statistic": {"kind": "gram", "axes": {"entries": "diagonal"}}},
+                "axes: full factors are required, got diagonal",
+            ),
+        ),
+    ),
+    Row({"kind": "adaptive_shampoo", "eps": 1e-2, "ceiling": 10.0, "refresh": SPREAD}, "seldom looked at"),
+    Row(
         {"kind": "jorge"},
         rotates=True,
         faults=(

@@ -1,0 +1,113 @@
+"""Shampoo whose damping and decompositions follow how stale its roots are (FOAM, arXiv:2606.02365)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import ClassVar, Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from eigengraft.numerics import block_norm, may_branch_on_values, per_block, tiny, to_power
+from eigengraft.slots import Slot, State
+from eigengraft.step_context import StepContext
+
+from ..algebra.basis_change import rotate
+from ..algebra.exponents import Exponents, exponent_of
+from ..cadence import Cadence, Every
+from ..roots.base import eigh
+from ..statistics import Power
+from .base import Factored
+
+
+class AdaptiveShampoo(Factored):
+    """d x_1 (S_1 + r_1 I)^(-e) ... x_k (S_k + r_k I)^(-e),  S_i the statistic A_i when it was last decomposed
+
+    h = e a ||(S + r I)^(-1/2) (A - S) (S + r I)^(-1/2)||_F,  a = ||(S + r I)^(-e)||_2 / ||(S + r I)^(-e)||_F
+    r <- max(eps, r h / threshold);  where that is above `ceiling`: S <- A, r <- eps
+
+    The error of a stale root is damped away while that is cheap, and a decomposition comes when it is not: damping and
+    cadence from data (FOAM, Nam & Ahn 2026, arXiv:2606.02365). `refresh` says when h is looked at, two products of
+    matrices for each axis. Decisions are each block's and each axis' own; e = 1 / (2k) by default.
+    """
+
+    kind: Literal["adaptive_shampoo"] = "adaptive_shampoo"
+    exponent: Exponents = Field(
+        default=None, description="e of each axis, or by order of the block as {2: 1/2}; default 1 / (2 * order)"
+    )
+    eps: float = Field(default=1e-10, gt=0, description="least damping r, in units of the statistic")
+    threshold: float = Field(default=0.1, gt=0, description="h at which the damping stays as it is")
+    ceiling: float = Field(default=1e-6, gt=0, description="damping above which a decomposition is cheaper")
+    every: Cadence = Field(default=Every(steps=1), alias="refresh", description="when staleness is looked at")
+    matrix: ClassVar[Literal["root", "basis"]] = "basis"
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.ceiling < self.eps:
+            raise ValueError(f"ceiling: at least eps, {self.eps}, is required, got {self.ceiling}")
+        if self.statistic.needs_power is not None:
+            raise ValueError("statistic: one that reads no factors of other axes is required, which are stale here")
+        if self.statistic.axes.has_diagonals:
+            raise ValueError("statistic: axes: full factors are required, got diagonal ones")
+        return self
+
+    def _exponent(self, order: int, axis: int) -> Fraction:
+        return exponent_of(self.exponent, order, axis, Fraction(1, 2 * max(1, order)))
+
+    def factor_axes(self, block: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(axis for axis in self.statistic.axes.of(block) if self._exponent(len(block), axis))
+
+    def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
+        slots = dict(super().slots(block))
+        for axis in self.factor_axes(block):
+            slots[f"values.{axis}"] = Slot((block[axis],), fill=1.0, role="statistic", sensitive=True)
+            slots[f"damping.{axis}"] = Slot((), fill=self.eps, role="statistic", sensitive=True)
+        return slots
+
+    def refresh_axis(self, state: State, axis: int, context: StepContext) -> None:
+        a, damping = self.statistic.estimate(state, axis, context), state[f"damping.{axis}"]
+        wanted = self._wanted(state, axis, a)
+        due = ~(wanted <= self.ceiling) | bool(context.first)  # what is not a number is due
+        state[f"damping.{axis}"] = torch.where(due, damping, wanted)
+        rows = torch.nonzero(due).flatten() if may_branch_on_values(a) else torch.arange(len(a), device=a.device)
+        if len(rows):
+            self._decompose(state, axis, a, (rows, due))
+
+    def _wanted(self, state: State, axis: int, a: Tensor) -> Tensor:
+        """The damping `[N]` that staleness asks for, if nothing is decomposed."""
+        q, values, damping = state[f"basis.{axis}"], state[f"values.{axis}"], state[f"damping.{axis}"]
+        damped, e = values + damping[:, None], float(self._exponent(len(state.block), axis))
+        half = to_power(damped.clamp_min(tiny(a.dtype)), -0.5)
+        change = torch.bmm(q.mT, torch.bmm(a, q)) - torch.diag_embed(values)
+        root = to_power(damped.clamp_min(tiny(a.dtype)), -e)
+        share = root.amax(-1) / torch.linalg.vector_norm(root, dim=-1)
+        h = e * share * block_norm(change * half[:, :, None] * half[:, None, :])
+        wanted: Tensor = (damping * h / self.threshold).clamp_min(self.eps)
+        return wanted
+
+    def _decompose(self, state: State, axis: int, a: Tensor, due: tuple[Tensor, Tensor]) -> None:
+        """S <- A where a decomposition is due and succeeds; due: rows to decompose, and `[N]` which of all count."""
+        rows, counts = due
+        found, vectors, fine = eigh(a[rows])
+        q, values = state[f"basis.{axis}"].clone(), state[f"values.{axis}"].clone()
+        ok = torch.ones_like(counts)
+        ok[rows] = fine
+        q[rows], values[rows] = vectors, found.clamp_min(0)
+        taken = counts & ok
+        failures, damping = state[f"failures.{axis}"], state[f"damping.{axis}"]
+        state[f"basis.{axis}"] = torch.where(per_block(taken, q), q, state[f"basis.{axis}"])
+        state[f"values.{axis}"] = torch.where(taken[:, None], values, state[f"values.{axis}"])
+        state[f"damping.{axis}"] = torch.where(taken, torch.full_like(damping, self.eps), damping)
+        state[f"failures.{axis}"] = torch.where(counts & ~ok, failures + 1, torch.where(taken, 0, failures))
+
+    def power(self, state: State, axis: int, exponent: Fraction, estimate: Tensor) -> Power:
+        raise NotImplementedError("adaptive_shampoo: no statistic here reads factors of other axes")
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        bases = self.matrices(state)
+        turned = rotate(direction, {axis: q.mT for axis, q in bases.items()})
+        scales = {axis: state[f"values.{axis}"] + state[f"damping.{axis}"][:, None] for axis in bases}
+        roots = {axis: to_power(s, -float(self._exponent(len(state.block), axis))) for axis, s in scales.items()}
+        return rotate(rotate(turned, roots), bases)
