@@ -20,6 +20,9 @@ FREE = {"aten::detach", "aten::lift_fresh", "aten::is_pinned", "aten::empty", "a
 VIEWS = {"aten::_unsafe_view", "aten::_reshape_alias"}
 """Views by another name."""
 
+DATA_DRIVEN = {"adaptive_shampoo": {"threshold": 1e-9}}
+"""Fields by which a stage refreshes all blocks at every step, and not those that its data tell."""
+
 
 class Kernels(TorchDispatchMode):
     """Counts operators that are neither views nor free. A foreach operator counts once, as it is launched once."""
@@ -45,8 +48,8 @@ def parameters(layout: str, blocks: int) -> list[nn.Parameter]:
 def at_once(node: Any) -> Any:
     """The same declaration with every refresh of a stage at the same step for all blocks, at least every 10th."""
     if isinstance(node, dict):
-        cadence = {"stagger": "none", "steps": min(node["steps"], 10)} if node.get("kind") == "every" else {}
-        return {key: at_once(value) for key, value in node.items()} | cadence
+        changes = {"every": {"stagger": "none", "steps": min(node.get("steps", 1), 10)}, **DATA_DRIVEN}
+        return {key: at_once(value) for key, value in node.items()} | changes.get(str(node.get("kind")), {})
     return [at_once(value) for value in node] if isinstance(node, list) else node
 
 
