@@ -15,8 +15,8 @@ from eigengraft.component import Component, RecipeError, checked
 from eigengraft.optimizers.recipe.overrides import apply_overrides
 from eigengraft.optimizers.recipe.yaml_files import read_yaml
 
+from ..training.imports import resolve_paths
 from ..training.loading import read_experiment
-from ..training.paths import resolve_paths
 from .tuning import Tuning
 
 Changes = dict[str, Any]

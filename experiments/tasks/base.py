@@ -21,7 +21,10 @@ from eigengraft.component import Component
 
 
 class Batch(NamedTuple):
-    """Inputs [B, ...] and integer class targets [B, ...]."""
+    """Inputs [B, ...], which the model is called with, and targets [B, ...], which the loss compares its outputs with.
+
+    Targets are integer classes where the task keeps the loss of the base class.
+    """
 
     inputs: Tensor
     targets: Tensor
@@ -42,7 +45,7 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class Metrics:
-    """Mean validation loss (nats per target) and, where the task reports it, accuracy in [0, 1]."""
+    """Mean validation loss by the task's own loss and, where the task reports it, accuracy in [0, 1]."""
 
     val_loss: float
     val_accuracy: float | None
@@ -63,13 +66,14 @@ class Dataset(ABC):
 
 
 class Task(Component, family="task"):
-    """Data, model and loss under one name.
+    """Data, model and loss under one name: `load`, `build` and, unless it classifies, `loss`.
 
     Laws: `new_model(seed)` and `Dataset.batch(seed, step)` depend on their arguments only and leave torch's global
     random state as it was; evaluation batches never change during a run.
     """
 
     reports_accuracy: ClassVar[bool] = False
+    """Whether targets are classes, of which the model's largest output is its guess."""
 
     @abstractmethod
     def load(self) -> Dataset:
@@ -86,7 +90,13 @@ class Task(Component, family="task"):
             return self.build()
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats of logits [B, ..., classes] against classes [B, ...]."""
+        """The mean over targets. Here: cross-entropy in nats of logits [B, ..., classes] against classes [B, ...]."""
+        if targets.is_floating_point() or outputs.shape[:-1] != targets.shape:
+            raise ValueError(
+                f"task.{getattr(self, 'kind', '?')}: integer classes, one for each row of scores of the model, "
+                f"are required by cross-entropy, got {targets.dtype} {list(targets.shape)} for outputs "
+                f"{list(outputs.shape)}; another loss is a method `loss(self, outputs, targets)` of the task"
+            )
         logits = rearrange(outputs, "batch ... classes -> (batch ...) classes")
         return functional.cross_entropy(logits, rearrange(targets, "batch ... -> (batch ...)"))
 
@@ -100,7 +110,8 @@ class Task(Component, family="task"):
             inputs, targets = batch.to(device)
             outputs = model(inputs)
             total += self.loss(outputs, targets).item() * targets.numel()
-            hits += int((outputs.argmax(-1) == targets).sum())
+            if self.reports_accuracy:
+                hits += int((outputs.argmax(-1) == targets).sum())
             count += targets.numel()
         model.train(was_training)
         return Metrics(total / count, hits / count if self.reports_accuracy else None)

@@ -16,6 +16,8 @@ from eigengraft.optimizers.recipe.inheritance import raw_recipe
 from eigengraft.optimizers.recipe.yaml_files import parse_yaml
 
 from ..tasks import Task
+from ..tasks.gradient import Autocast, GradientPass
+from .callbacks import Callback
 from .imports import import_component, names_a_file
 from .parallel.modes import Parallelism, SingleProcess
 from .schedule import Constant, Schedule
@@ -58,6 +60,15 @@ class Experiment(Component):
     steps: int = Field(default=400, ge=1, description="optimizer steps")
     seed: int = Field(default=0, ge=0, lt=2**63, description="seed of the initial weights and of the order of the data")
     grad_clip: float | None = Field(default=None, gt=0, description="largest norm of the gradient; none: no limit")
+    accumulate: int | None = Field(
+        default=None, ge=2, description="parts of every batch, whose gradients add up; none: it is taken at once"
+    )
+    precision: Autocast | None = Field(
+        default=None, description="of matrix products in training (autocast); none: that of the parameters, float32"
+    )
+    callbacks: tuple[Callback, ...] = Field(
+        default=(), strict=False, description="what is called after rows of metrics and at the end, as {kind: patience}"
+    )
     eval_every: int = Field(default=50, ge=1, description="steps between evaluations; the last step has one")
     log_every: int = Field(default=10, ge=1, description="steps between rows of metrics")
     diagnostics: str | None = Field(
@@ -89,6 +100,11 @@ class Experiment(Component):
     def diagnostics_every(self) -> int | None:
         """Steps between rows of diagnostics; None: there are none."""
         return None if self.diagnostics is None else int(self.diagnostics.split()[1])
+
+    @property
+    def gradient_pass(self) -> GradientPass:
+        """How the gradient of a batch is computed."""
+        return GradientPass(self.task, self.accumulate or 1, self.precision)
 
     @property
     def run_recipe(self) -> eigengraft.Recipe:

@@ -1,4 +1,4 @@
-"""Components defined outside the package: importing the file that defines them registers them."""
+"""Files that an experiment names: those that define components, whose import registers them, and paths to others."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import importlib
 import importlib.util
 import sys
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from eigengraft.component import RecipeError
 
@@ -58,3 +60,22 @@ def _where(error: Exception) -> str:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
     own = [frame for frame in frames if frame.filename != __file__]
     return f"{type(error).__name__}: {error}" + (f" (line {own[0].lineno} of {own[0].filename})" if own else "")
+
+
+def resolve_paths(fields: Mapping[str, Any], home: Path) -> dict[str, Any]:
+    """Fields of an experiment, or values by dotted path, with the files they name looked up from the folder `home`."""
+    return {path: _located(path, value, home) for path, value in fields.items()}
+
+
+def _located(path: str, value: Any, home: Path) -> Any:
+    if path == "imports" and isinstance(value, (list, tuple)):
+        return [str(home / name) if names_a_file(str(name)) else name for name in value]
+    if path in ("recipe", "recipe.base") and isinstance(value, str) and value.endswith((".yaml", ".yml", ".json")):
+        return str(home / value)
+    if path == "recipe" and isinstance(value, Mapping) and "base" in value:
+        return {**value, "base": _located("recipe.base", value["base"], home)}
+    if path == "task.path" and isinstance(value, str):
+        return str(home / value)
+    if path == "task" and isinstance(value, Mapping) and isinstance(value.get("path"), str):
+        return {**value, "path": str(home / value["path"])}
+    return value

@@ -20,7 +20,7 @@ from eigengraft.optimizers.recipe.overrides import apply_overrides
 from eigengraft.optimizers.recipe.yaml_files import parse_yaml, read_yaml
 
 from .experiment import Experiment, resolved
-from .paths import resolve_paths
+from .imports import resolve_paths
 
 ExperimentSource = str | Path | Mapping[str, Any] | Experiment
 

@@ -17,6 +17,7 @@ from eigengraft.component import RecipeError
 
 from ..tasks import Batch, Metrics
 from . import sharded_checkpoint
+from .callbacks import Callbacks
 from .environment import describe_environment, require_data
 from .experiment import Experiment
 from .outcome import Diagnostics, MetricsWindow, Result, Tick
@@ -35,15 +36,16 @@ class Trainer:
         self.experiment, self.directory = experiment, directory
         self.ranks = ranks or Ranks(device=local_device(experiment.device, 0))
         self.device = self.ranks.device
-        self.dataset = experiment.task.load()
+        self.dataset, self.gradients = experiment.task.load(), experiment.gradient_pass
         self.model = experiment.task.new_model(experiment.seed).to(self.device)
         self.module = experiment.parallel.wrap(self.model, self.ranks)  # before the optimizer, which reads placements
         self.optimizer = eigengraft.compose(
             experiment.run_recipe, self.model, experiment.lr, experiment.weight_decay, checked=checked
         )
         self.scheduler = experiment.schedule.scheduler(self.optimizer, experiment.steps)
-        every, first = experiment.diagnostics_every, self.ranks.first
-        self.diagnostics = Diagnostics(self.optimizer, directory, every, experiment.steps, first)
+        shown = (directory, experiment.diagnostics_every, experiment.steps, self.ranks.first)
+        self.diagnostics = Diagnostics(self.optimizer, *shown)
+        self.callbacks = Callbacks(experiment.callbacks, self.model, self.optimizer, directory, self.ranks)
         self.step, self.seconds, self.window, self.middle = 0, 0.0, MetricsWindow(), 0.0
 
     def run(self, progress: Callable[[Tick], None] | None) -> Result:
@@ -57,12 +59,15 @@ class Trainer:
             metrics = self._evaluate() if self._due(self.experiment.eval_every) else None
             losses = [self.window.losses[-1], *([] if metrics is None else [metrics.val_loss])]
             finite = all(map(math.isfinite, losses)) and not self._lost()
+            tick = self._tick(metrics)
             if progress is not None:
-                progress(self._tick(metrics))
+                progress(tick)
             if metrics is not None or not finite or self._due(self.experiment.log_every):
                 self._write_row(lr, metrics)
             if not finite:
                 return self._finish(None)
+            if not self.window.losses and self.callbacks.stop(tick):  # a row was written
+                break
             if self._due(self.experiment.checkpoint_every):
                 self._save()
         return self._finish(metrics or self._evaluate())
@@ -90,8 +95,7 @@ class Trainer:
     def _backward(self, batch: Batch, weight: float) -> Tensor:
         """The loss of a batch, whose gradients are those of the parameters afterwards, clipped."""
         self.optimizer.zero_grad(set_to_none=True)
-        loss: Tensor = self.experiment.task.loss(self.module(batch.inputs), batch.targets) * weight
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss = self.gradients.backward(self.module, batch, weight)
         if self.experiment.grad_clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.experiment.grad_clip)
         self.middle = self._now()
@@ -120,9 +124,8 @@ class Trainer:
         return self.step % every == 0 or self.step == self.experiment.steps
 
     def _tick(self, metrics: Metrics | None) -> Tick:
-        val_loss = metrics.val_loss if metrics is not None else None
-        loss, step_ms = self.window.losses[-1], self.window.step_ms[-1]
-        return Tick(self.step, self.experiment.steps, loss, val_loss, step_ms, self.seconds)
+        val_loss, window = metrics.val_loss if metrics is not None else None, self.window
+        return Tick(self.step, self.experiment.steps, window.losses[-1], val_loss, window.step_ms[-1], self.seconds)
 
     def _write_row(self, lr: float, metrics: Metrics | None) -> None:
         if self.ranks.first:
@@ -135,9 +138,10 @@ class Trainer:
         The model is left with the iterate that the recipe evaluates; checkpoints hold the training iterate.
         """
         parameters = sum(p.numel() for p in self.model.parameters())
-        state_bytes = max(self.ranks.all_gather(self.optimizer.state_bytes()))
-        result = self.ranks.on_first(lambda: self._result(metrics, parameters, state_bytes))
+        held = max(self.ranks.all_gather(self.optimizer.state_bytes()))
+        result = self.ranks.on_first(lambda: self._result(metrics, parameters, held))
         self.optimizer.eval()
+        self.callbacks.finished(result)
         return result
 
     def _result(self, metrics: Metrics | None, parameters: int, state_bytes: int) -> Result:
@@ -163,12 +167,11 @@ class Trainer:
         if self.ranks.distributed:
             sharded_checkpoint.save_sharded(self.directory, self.ranks, self.model, self.optimizer, notes)
             return
-        on_device = self.device.type == "cuda"
         state = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "rng": torch.get_rng_state(),
-            "device_rng": torch.cuda.get_rng_state(self.device) if on_device else None,
+            "device_rng": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
         }
         self.directory.save({**notes, **state})
 
@@ -181,10 +184,9 @@ class Trainer:
         self.ranks.on_first(lambda: require_data(self.directory, found))
         shared = (self.directory, self.ranks, self.model, self.optimizer)
         notes = sharded_checkpoint.load_sharded(*shared) if self.ranks.distributed else self._load_single()
-        if notes is None:
-            return
-        self.scheduler.load_state_dict(notes["scheduler"])
-        self.step, self.seconds, self.window = notes["step"], notes["seconds"], MetricsWindow(**notes["window"])
+        if notes is not None:
+            self.scheduler.load_state_dict(notes["scheduler"])
+            self.step, self.seconds, self.window = notes["step"], notes["seconds"], MetricsWindow(**notes["window"])
 
     def _load_single(self) -> dict[str, Any] | None:
         state = self.directory.load()

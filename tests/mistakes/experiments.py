@@ -48,6 +48,12 @@ EXPERIMENTS = (
     ("{task: digits, recipe: soap, lr: 1e400}", "lr: input should be a finite number, got inf"),
     ("{task: digits, recipe: soap, weight_decay: {kind: l2}}", "weight_decay: input should be a valid number, got"),
     ("{task: digits, recipe: soap, axes: {lr: [1]}}", "an experiment is required, got a study; run it with"),
+    ("{task: digits, recipe: soap, accumulate: 1}", "accumulate: input should be greater than or equal to 2, got 1"),
+    ("{task: digits, recipe: soap, precision: bf16}", "precision: input should be 'bfloat16', got 'bf16'"),
+    (
+        "{task: digits, recipe: soap, callbacks: [patence]}",
+        "unknown callback kind 'patence'; did you mean 'patience'?",
+    ),
     ("{task: digits, recipe: nowhere.yaml}", "nowhere.yaml: an existing YAML file is required"),
     ("{task: digits, recipe: [saop]}", "update.saop: unknown stage kind 'saop'"),
 )

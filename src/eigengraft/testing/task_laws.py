@@ -81,6 +81,20 @@ def batches_leave_the_global_generator_alone(case: TaskCase) -> None:
     )
 
 
+def the_loss_is_a_mean_over_targets(case: TaskCase) -> None:
+    """A batch in two parts: the mean of their losses, weighted by targets, is that of the whole. 1e-4: float32."""
+    inputs, targets = case.task.load().batch(0, 0)
+    model, half = case.task.new_model(0).eval(), len(inputs) // 2
+    require(half > 0, f"batches of two rows or more are required, got {len(inputs)}")
+    with torch.no_grad():
+        outputs = model(inputs)
+        whole, total = float(case.task.loss(outputs, targets)), 0.0
+        for rows in (slice(None, half), slice(half, None)):
+            total += float(case.task.loss(outputs[rows], targets[rows])) * targets[rows].numel() / targets.numel()
+    fine = math.isclose(whole, total, rel_tol=1e-4, abs_tol=1e-7)
+    require(fine, f"a loss that is the mean over targets, {total:.6g} by parts, is required, got {whole:.6g}")
+
+
 def the_loss_is_a_number_with_gradients(case: TaskCase) -> None:
     """Finite, one number, and every trainable parameter gets a finite gradient from it."""
     inputs, targets = case.task.load().batch(0, 0)
@@ -103,7 +117,8 @@ def metrics_are_means_over_all_validation_targets(case: TaskCase) -> None:
         with torch.no_grad():
             outputs: Tensor = model(inputs)
         total += float(case.task.loss(outputs.double(), targets)) * targets.numel()
-        hits, count = hits + int((outputs.argmax(-1) == targets).sum()), count + targets.numel()
+        hits += int((outputs.argmax(-1) == targets).sum()) if case.task.reports_accuracy else 0
+        count += targets.numel()
     metrics = case.task.evaluate(model, data, _CPU)
     fine = math.isclose(metrics.val_loss, total / count, rel_tol=1e-5)
     require(fine, f"val_loss {total / count:.6g}, the mean over all targets, is required, got {metrics.val_loss:.6g}")
@@ -130,6 +145,7 @@ TASK_LAWS: tuple[Law[TaskCase], ...] = (
     Law(initial_weights_depend_on_the_seed_alone),
     Law(batches_leave_the_global_generator_alone),
     Law(the_loss_is_a_number_with_gradients),
+    Law(the_loss_is_a_mean_over_targets),
     Law(metrics_are_means_over_all_validation_targets),
     Law(evaluation_repeats_and_leaves_the_model_training),
 )

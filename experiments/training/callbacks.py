@@ -1,0 +1,90 @@
+"""What happens beside training: callbacks, named in an experiment or given to `train`, and one that stops runs."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+from torch import nn
+
+import eigengraft
+from eigengraft.component import Component
+
+from .outcome import Result, Tick
+from .parallel.ranks import Ranks
+from .rundir import RunDirectory
+
+
+@dataclass(frozen=True)
+class RunView:
+    """What a callback sees of a run.
+
+    model, optimizer: in training; the model holds the iterate that is trained.
+    directory: of the run; files of one's own may be written there.
+    rows: the rows of metrics.jsonl so far, the one of this step included if there is one.
+    """
+
+    model: nn.Module
+    optimizer: eigengraft.Optimizer
+    directory: Path
+    rows: Sequence[Mapping[str, Any]]
+
+
+class Callback(Component, ABC, family="callback"):
+    """Code that is called after steps that have a row of metrics, and at the end of a run; on rank 0 alone.
+
+    A callback keeps nothing itself: what it needs is in the rows, so that a run that is continued goes on the same.
+    """
+
+    def stepped(self, run: RunView, tick: Tick) -> bool:
+        """After a step: whether the run ends here, as if it had no more steps."""
+        return False
+
+    def finished(self, run: RunView, result: Result) -> None:
+        """After the last step; the model holds the iterate that is evaluated."""
+
+
+class Patience(Callback):
+    """Stop when the last `evaluations` validation losses are none better than the best before, by `least` or more."""
+
+    kind: Literal["patience"] = "patience"
+    evaluations: int = Field(default=5, ge=1, description="evaluations in a row without a better loss")
+    least: float = Field(default=0.0, ge=0, description="how much lower a loss must be to count as better")
+
+    def stepped(self, run: RunView, tick: Tick) -> bool:
+        if tick.val_loss is None:
+            return False
+        losses = [row["val_loss"] for row in run.rows if row.get("val_loss") is not None]
+        before, last = losses[: -self.evaluations], losses[-self.evaluations :]
+        best, latest = min(before, default=math.inf), min(last, default=math.inf)
+        return bool(before) and not (latest < best and latest <= best - self.least)
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """The callbacks of a run with what they see; rank 0 calls them, and every rank does what they decide."""
+
+    callbacks: tuple[Callback, ...]
+    model: nn.Module
+    optimizer: eigengraft.Optimizer
+    directory: RunDirectory
+    ranks: Ranks
+
+    def stop(self, tick: Tick) -> bool:
+        """Whether a callback ends the run after a step whose row of metrics is written; all of them are called."""
+        if not self.callbacks:
+            return False
+        return self.ranks.on_first(lambda: True in [one.stepped(self._view(), tick) for one in self.callbacks])
+
+    def finished(self, result: Result) -> None:
+        """Tell every callback the result."""
+        for one in self.callbacks if self.ranks.first else ():
+            one.finished(self._view(), result)
+
+    def _view(self) -> RunView:
+        return RunView(self.model, self.optimizer, self.directory.path, self.directory.rows())

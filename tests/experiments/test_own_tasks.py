@@ -1,0 +1,92 @@
+"""Tasks of one's own, batches in parts, mixed precision and callbacks."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from eigengraft.experiments import load_experiment
+from eigengraft.experiments.tasks import Batch, Digits
+from eigengraft.experiments.tasks.gradient import GradientPass
+from eigengraft.experiments.training.callbacks import Patience, RunView
+from eigengraft.experiments.training.imports import import_component
+from eigengraft.experiments.training.outcome import Tick
+from eigengraft.experiments.training.train import train
+from eigengraft.testing import check_task
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "experiments" / "examples" / "regression.yaml"
+QUICK = ["task.width=4", "task.batch_size=8", "steps=12", "eval_every=2", "log_every=4"]
+
+
+def test_the_example_of_a_task_keeps_the_laws() -> None:
+    module = import_component(str(EXAMPLE.with_suffix(".py")))
+    assert "the loss is a mean over targets" in str(check_task(module.Curve(width=4)))
+
+
+def test_a_regression_trains_in_parts_in_mixed_precision_and_with_callbacks(tmp_path: Path) -> None:
+    experiment = load_experiment(EXAMPLE, QUICK)
+    result = train(experiment, tmp_path / "run")
+    assert not result.diverged and result.val_accuracy is None and result.val_loss is not None
+    weights = torch.load(tmp_path / "run" / "weights.pt", weights_only=True)
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+    recorded = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert (recorded["accumulate"], recorded["precision"]) == (2, "bfloat16")
+
+
+def gradients(task: Digits, parts: int, precision: str | None, rows: int = 7) -> tuple[float, list[torch.Tensor]]:
+    model, batch = task.new_model(0), task.load().batch(0, 0)
+    inputs = batch.inputs[:rows]
+    if precision is None:
+        model, inputs = model.double(), inputs.double()
+    loss = GradientPass(task, parts, precision).backward(model, Batch(inputs, batch.targets[:rows]), 0.5)
+    return float(loss), [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def test_a_batch_in_parts_has_the_gradient_of_the_whole() -> None:
+    """3 parts of 7 rows are unequal. float64: rounding alone differs."""
+    task = Digits(width=8)
+    (whole, all_at_once), (sums, added) = gradients(task, 1, None), gradients(task, 3, None)
+    assert sums == pytest.approx(whole, rel=1e-6)  # the sum is kept in float32
+    for one, other in zip(all_at_once, added, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+    with pytest.raises(ValueError, match="accumulate: a row of the batch for each part is required, got 2 for 3"):
+        gradients(task, 3, None, rows=2)
+
+
+def test_mixed_precision_rounds_products_and_keeps_gradients_in_float32() -> None:
+    """bfloat16 has 8 bits: a relative error of 2^-8 a product, of which a few follow each other."""
+    task = Digits(width=8)
+    (_, exact), (_, mixed) = gradients(task, 1, None), gradients(task, 1, "bfloat16")
+    for one, other in zip(exact, mixed, strict=True):
+        assert other.dtype == torch.float32
+        error = float((one - other).norm() / one.norm())
+        assert 1e-5 < error < 0.05
+
+
+def test_targets_that_are_no_classes_are_refused_with_the_remedy() -> None:
+    with pytest.raises(ValueError, match=r"^task\.digits: integer classes, .* got torch\.float32 \[5, 1\] .*`loss\("):
+        Digits().loss(torch.zeros(5, 1), torch.zeros(5, 1))
+
+
+def test_patience_stops_after_so_many_evaluations_without_a_better_one() -> None:
+    losses = [3.0, 2.0, 2.5, 1.9, 1.95, 1.89, 2.0]
+    model = nn.Linear(1, 1)
+
+    def stops(patience: Patience) -> list[int]:
+        views = [RunView(model, None, Path(), [{"val_loss": x} for x in losses[: k + 1]]) for k in range(len(losses))]  # type: ignore[arg-type]
+        ticks = [Tick(k, 9, 0.0, loss, 0.0, 0.0) for k, loss in enumerate(losses)]
+        return [k for k, (view, tick) in enumerate(zip(views, ticks, strict=True)) if patience.stepped(view, tick)]
+
+    assert stops(Patience(evaluations=1)) == [2, 4, 6]
+    assert stops(Patience(evaluations=2)) == []  # 1.89 is better than 1.9
+    assert stops(Patience(evaluations=2, least=0.05)) == [5, 6]  # by less than that
+    assert not Patience().stepped(RunView(model, None, Path(), []), Tick(1, 9, 0.0, None, 0.0, 0.0))  # type: ignore[arg-type]
+
+
+def test_a_run_that_a_callback_stops_ends_like_a_complete_one(tmp_path: Path) -> None:
+    fields = ["lr=0", "callbacks=[{kind: patience, evaluations: 2}]"]
+    result = train(load_experiment(EXAMPLE, [*QUICK, *fields]), tmp_path / "run")
+    assert (result.steps, result.diverged) == (6, False)  # evaluated at 2, 4 and 6, each time the same
+    assert train(load_experiment(EXAMPLE, [*QUICK, *fields]), tmp_path / "run") == result
