@@ -33,7 +33,10 @@ def report_command(
     directory: Annotated[Path, typer.Argument(help="the directory of a study, finished or not, or of runs")],
     figures: Annotated[Path | None, typer.Option(help="also write the figures there, as SVG and PNG")] = None,
 ) -> None:
-    """Write DIRECTORY/report.html: one self-contained page with curves, tables and differences of recipes."""
+    """Write DIRECTORY/report.html: one self-contained page with curves, tables and differences of recipes.
+
+    Beside it: runs.csv, tables.md and tables.tex.
+    """
     from ..reports.report import write_figures, write_report
 
     typer.echo(write_report(directory))

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from .figures import Curve
-from .records import Metric, Records, Run
-from .seed_statistics import Paired, Summary, paired, reaches, summarize
+from .figures import Curve, LostRun
+from .records import Records
+from .run import Metric, Run
+from .seed_statistics import Paired, Summary, holm, paired, reaches, summarize
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,18 @@ class ComparisonRow:
     runs: tuple[Run, ...]
     metric: Metric
     baseline: ComparisonRow | None
+    axis: str = ""
+    """The axis compared, which stands before a label that is a number."""
+
+    @property
+    def title(self) -> str:
+        """The label as figures and sentences have it."""
+        return named(self.axis, self.label)
+
+    @property
+    def comparable(self) -> bool:
+        """Whether all runs, and those of the baseline, are of one task and its data."""
+        return len({run.data for run in (*self.runs, *(self.baseline.runs if self.baseline else ())) if run.config}) < 2
 
     @cached_property
     def finals(self) -> dict[int, float]:
@@ -43,8 +56,8 @@ class ComparisonRow:
 
     @cached_property
     def difference(self) -> Paired | None:
-        """This row minus the baseline over the seeds both have; None where a run of one of them diverged."""
-        if self.baseline is None or self.diverged or self.baseline.diverged:
+        """This row minus the baseline over the seeds both have; None where a run diverged, or the tasks differ."""
+        if self.baseline is None or self.diverged or self.baseline.diverged or not self.comparable:
             return None
         return paired(self.finals, self.baseline.finals)
 
@@ -52,7 +65,7 @@ class ComparisonRow:
         """By seed, the step (axis 0) or second (1) at which the baseline's final metric with that seed is reached."""
         levels = self.baseline.finals if self.baseline else self.finals
         found = {}
-        for run in self.runs:
+        for run in self.runs if self.comparable else ():
             if run.result and math.isfinite(levels.get(run.seed, math.inf)):
                 curve = run.curve(self.metric)
                 values = [self.metric.sign * value for value in curve[2]]
@@ -66,17 +79,24 @@ class ComparisonRow:
         return summary.mean if summary else None
 
     def curve(self, axis: int) -> Curve | None:
-        """The metric against steps (axis 0) or seconds (1) over the evaluations that all begun runs have."""
-        curves = [curve for run in self.runs if (curve := run.curve(self.metric))[0]]
+        """The metric against steps (axis 0) or seconds (1) over the evaluations that all begun runs have.
+
+        Runs that diverged are lines of their own.
+        """
+        fine = [run for run in self.runs if run.status(self.metric) != "diverged"]
+        curves = [curve for run in fine if (curve := run.curve(self.metric))[0]]
         common = sorted(set.intersection(*(set(curve[0]) for curve in curves))) if curves else []
-        if not common:
+        lost = [_lost(run, self.metric, axis) for run in self.runs if run not in fine and run.rows]
+        if not common and not lost:
             return None
         points = [[(curve[axis][i], curve[2][i]) for curve in curves for i in [curve[0].index(s)]] for s in common]
 
         def over(choose: Callable[[Sequence[float]], float], coordinate: int) -> list[float]:
             return [choose([pair[coordinate] for pair in point]) for point in points]
 
-        return Curve(self.label, self.style, over(_mean, 0), over(_mean, 1), over(min, 1), over(max, 1))
+        text = f"{self.title}: {len(lost)} of {len(self.runs)} diverged" if lost else ""
+        bounds = (over(min, 1), over(max, 1))
+        return Curve(self.title, self.style, over(_mean, 0), over(_mean, 1), *bounds, lost=tuple(lost), lost_label=text)
 
 
 @dataclass(frozen=True)
@@ -92,9 +112,22 @@ class ComparisonPanel:
 
     @cached_property
     def best(self) -> ComparisonRow | None:
-        """The row with the best mean among those whose runs have all ended and none diverged."""
+        """The row with the best mean among those whose runs have all ended and none diverged; none across tasks."""
+        if not all(row.comparable for row in self.rows):
+            return None
         means = [(self.metric.sign * row.final.mean, row) for row in self.rows if row.final and row.ended]
         return min(means, key=lambda pair: pair[0])[1] if means else None
+
+    @cached_property
+    def corrected(self) -> dict[str, float]:
+        """p of every row's difference by its label, corrected for all comparisons of the panel (Holm)."""
+        tests = {row.label: row.difference.p for row in self.rows if row.difference is not None}
+        return holm({label: p for label, p in tests.items() if p is not None})
+
+    @property
+    def busy(self) -> int:
+        """Number of runs during which the machine did other things too."""
+        return sum(run.busy for row in self.rows for run in row.runs)
 
     @property
     def begun(self) -> bool:
@@ -117,7 +150,7 @@ def compare(records: Records) -> list[ComparisonPanel]:
     """Group the runs: one panel for each combination of labels on the axes that are not compared."""
     groups: dict[tuple[str, ...], list[Run]] = {}
     for run in records.runs:
-        others = tuple(label for axis, label in run.labels.items() if axis != records.compare)
+        others = tuple(named(axis, label) for axis, label in run.labels.items() if axis != records.compare)
         groups.setdefault(others, []).append(run)
     labels = list(dict.fromkeys(run.labels[records.compare] for run in records.runs))
     # The baseline has the first colour wherever it stands.
@@ -131,13 +164,33 @@ def _panel(
     by_label: dict[str, list[Run]] = {}
     for run in runs:
         by_label.setdefault(run.labels[records.compare], []).append(run)
-    chosen = by_label.get(records.baseline)
-    baseline = ComparisonRow(records.baseline, 0, tuple(chosen), records.metric, None) if chosen else None
+    base = records.baseline if records.baseline in by_label or records.compare != "run" else next(iter(by_label))
+    metric, axis, baseline = records.metric, records.compare, None
+    if base in by_label:
+        baseline = ComparisonRow(base, styles[base], tuple(by_label[base]), metric, None, axis)
     found = {
-        label: ComparisonRow(label, styles[label], tuple(r), records.metric, baseline) for label, r in by_label.items()
+        label: ComparisonRow(label, styles[label], tuple(some), metric, baseline, axis)
+        for label, some in by_label.items()
     }
     rows = tuple(baseline if baseline and label == baseline.label else row for label, row in found.items())
     return ComparisonPanel(", ".join(others) or records.name, others, rows, records.metric, baseline)
+
+
+def named(axis: str, label: str) -> str:
+    """A label that is a number with the name of its axis, the last two parts of its path; another label as it is."""
+    try:
+        float(label)
+    except ValueError:
+        return label
+    return f"{'.'.join(axis.split('.')[-2:])} {label}".strip()
+
+
+def _lost(run: Run, metric: Metric, axis: int) -> LostRun:
+    """The evaluations of a run that diverged, as far as they are finite, and where it ended."""
+    curve = run.curve(metric)
+    points = [(x, y) for x, y in zip(curve[axis], curve[2], strict=True) if math.isfinite(y)]
+    end = float(run.rows[-1]["step"]) if axis == 0 else run.seconds()[-1]
+    return LostRun([float(x) for x, _ in points], [y for _, y in points], end)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -24,8 +24,20 @@ _TICKS, _FEWER_TICKS = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8), (1, 2, 5)
 
 
 @dataclass(frozen=True)
+class LostRun:
+    """A run that diverged: its finite values, and the x at which it ended."""
+
+    x: Sequence[float]
+    y: Sequence[float]
+    end: float
+
+
+@dataclass(frozen=True)
 class Curve:
-    """Mean over seeds with the smallest and the largest seed; `style` picks colour and marker in all figures."""
+    """Mean over seeds with the smallest and the largest seed; `style` picks colour and marker in all figures.
+
+    Runs that diverged are dotted lines, with a cross at the upper edge where they end.
+    """
 
     label: str
     style: int
@@ -33,6 +45,8 @@ class Curve:
     mean: Sequence[float]
     low: Sequence[float]
     high: Sequence[float]
+    lost: tuple[LostRun, ...] = ()
+    lost_label: str = ""
 
 
 @dataclass(frozen=True)
@@ -50,7 +64,8 @@ def draw_curves(
 
     With `log_x` the curves are final values over a quantity, without it they are metrics over the course of a run.
     """
-    figure = Figure(figsize=(4.8, 3.3), layout="constrained")
+    entries = sum(bool(curve.x) + bool(curve.lost) for curve in curves) + (level is not None)
+    figure = Figure(figsize=(4.8, 3.1 + 0.2 * -(-entries // 2)), layout="constrained")
     axes = figure.add_subplot()
     for curve in curves:
         draw_line(axes, curve)
@@ -61,29 +76,37 @@ def draw_curves(
     _vertical(axes, curves, falling=not log_x)
     if log_x:
         axes.set_xscale("log")
-        log_ticks(axes.xaxis, _FEWER_TICKS)
+        ends = axes.get_xlim()
+        log_ticks(axes.xaxis, _FEWER_TICKS if ends[1] < 2e3 * ends[0] else (1,))
     style_axes(axes)
-    if curves:
-        style = {"fontsize": 8.5, "labelcolor": INK, "framealpha": 0, "handlelength": 2.2}
-        axes.legend(loc="best" if log_x else "upper right", **style)
+    if curves:  # below, where it covers nothing
+        style = {"fontsize": 8.5, "labelcolor": INK, "frameon": False, "handlelength": 2.2}
+        figure.legend(loc="outside lower center", ncols=2, **style)
     return figure
 
 
 def draw_line(axes: Axes, curve: Curve) -> None:
     """Draw the band and the line of a curve, in its style."""
     colour = LIGHT[curve.style % len(LIGHT)]
-    axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.22, linewidth=0)
-    axes.plot(
-        curve.x,
-        curve.mean,
-        color=colour,
-        linewidth=1.7,
-        linestyle="-" if curve.style < len(LIGHT) else (0, (5, 1.5)),
-        marker=MARKERS[curve.style % len(MARKERS)],
-        markersize=4,
-        markevery=max(1, len(curve.x) // 6),
-        label=curve.label,
-    )
+    if curve.x:
+        axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.22, linewidth=0)
+        axes.plot(
+            curve.x,
+            curve.mean,
+            color=colour,
+            linewidth=1.7,
+            linestyle="-" if curve.style < len(LIGHT) else (0, (5, 1.5)),
+            marker=MARKERS[curve.style % len(MARKERS)],
+            markersize=4,
+            markevery=max(1, len(curve.x) // 6),
+            label=curve.label,
+        )
+    height = 0.97 - 0.05 * (curve.style % len(LIGHT))  # crosses of several curves lie below each other
+    for index, run in enumerate(curve.lost):
+        axes.plot(run.x, run.y, color=colour, linewidth=1.0, linestyle=":")
+        label = curve.lost_label if index == 0 else "_"
+        (cross,) = axes.plot([run.end], [height], transform=axes.get_xaxis_transform(), label=label, linestyle="none")
+        cross.set(color=colour, marker="x", markersize=6, markeredgewidth=1.6)
 
 
 def _vertical(axes: Axes, curves: Sequence[Curve], *, falling: bool) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from .comparison import ComparisonPanel, ComparisonRow
 from .records import Records
-from .seed_statistics import Paired, Summary
+from .seed_statistics import Summary
 
 _NONE, _MINUS = "\u2013", "\u2212"
 
@@ -18,17 +18,18 @@ def sentences(panel: ComparisonPanel, records: Records) -> Iterator[str]:
     if best is None:
         return
     extreme = "Lowest" if panel.metric.sign > 0 else "Highest"
-    yield f"{extreme} final {panel.metric.title}: {best.label}, {format_summary(best.final)}."
+    yield f"{extreme} final {panel.metric.title}: {best.title}, {format_summary(best.final)}."
     if base is None or base.final is None or best is base:
         return
-    yield f"{base.label}: {format_summary(base.final)}."
-    test = best.difference
-    if test is not None and test.p is not None and test.p > 0.05:
-        yield f"With {test.n} seeds this difference is not significant (p = {test.p:.2g})."
+    yield f"{base.title}: {format_summary(base.final)}."
+    test, p = best.difference, panel.corrected.get(best.label)
+    if test is not None and p is not None and p > 0.05:
+        tests = f", corrected for {len(panel.corrected)} comparisons" if len(panel.corrected) > 1 else ""
+        yield f"With {test.n} seeds this difference is not significant (p = {p:.2g}{tests})."
     steps = [step for step in best.reached(0).values() if step is not None]
     if steps and len(steps) == len(best.runs):
         last = max(base.runs[0].curve(panel.metric)[0])
-        yield f"{best.label} reaches {base.label}'s final value after {sum(steps) / len(steps):.0f} of {last} steps."
+        yield f"{best.title} reaches {base.title}'s final value after {sum(steps) / len(steps):.0f} of {last} steps."
 
 
 def format_reached(row: ComparisonRow, axis: int) -> tuple[str, str]:
@@ -51,12 +52,23 @@ def format_summary(summary: Summary | None) -> str:
     return f"{summary.mean:.3f}{spread}"
 
 
-def format_difference(difference: Paired | None) -> tuple[str, str]:
-    """Mean difference, and the test of whether it is 0."""
+def format_difference(row: ComparisonRow, panel: ComparisonPanel) -> tuple[str, str]:
+    """Mean difference with its 95 % interval, and the test of whether it is 0, p corrected for all of the panel."""
+    difference = row.difference
     if difference is None:
-        return _NONE, ""
-    test = "" if difference.t is None else f"t = {difference.t:.1f}, p = {difference.p:.2g}"
-    return f"{difference.mean:+.3f}".replace("-", _MINUS), test.replace("= -", f"= {_MINUS}")
+        return _NONE, "" if row.comparable else "another task"
+    mean = signed(difference.mean)
+    if difference.t is None or difference.half is None:
+        return mean, ""
+    ends = [signed(difference.mean + side * difference.half) for side in (-1, 1)]
+    tests = f", Holm {panel.corrected[row.label]:.2g}" if len(panel.corrected) > 1 else ""
+    t = f"{difference.t:.1f}".replace("-", _MINUS)
+    return f"{mean} [{ends[0]}, {ends[1]}]", f"t = {t}, p = {difference.p:.2g}{tests}"
+
+
+def signed(value: float) -> str:
+    """A number with its sign, to three digits after the point."""
+    return f"{value:+.3f}".replace("-", _MINUS)
 
 
 def format_number(value: float | None, digits: int = 1) -> str:

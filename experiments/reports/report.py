@@ -24,21 +24,26 @@ from .formatting import (
 )
 from .internals import internals
 from .recipe_diff import diff_recipes
-from .records import Records, Run, Status, learning_rate, read_records
-from .runs_csv import write_runs_csv
+from .records import Records, learning_rate, read_records
+from .run import Run, Status
 from .seed_statistics import Paired
-from .sweep import sweeps
+from .sweep import at_their_best, sweeps
+from .tables import write_runs_csv, write_tables
 
 _AXES = (("steps", "training steps"), ("seconds", "training seconds"))
 
 
 def write_report(directory: Path) -> Path:
-    """Write report.html and runs.csv into `directory`, unfinished runs included; return the path of the page."""
+    """Write report.html, runs.csv, tables.md and tables.tex into `directory`; return the path of the page.
+
+    Unfinished runs are included.
+    """
     records = read_records(directory)
     page = render(records)
     path = directory / "report.html"
     path.write_text(page, encoding="utf-8")
     write_runs_csv(records, directory / "runs.csv")
+    write_tables(records, directory)
     return path
 
 
@@ -46,13 +51,16 @@ def write_figures(directory: Path, folder: Path) -> list[Path]:
     """Write every figure of the report of `directory` into `folder`, as SVG and as PNG."""
     folder.mkdir(parents=True, exist_ok=True)
     records = read_records(directory)
-    panels = compare(records)
-    named = {f"{title}-{records.compare}": figure for title, figure in _sweeps(panels, records).items()}
-    for panel in panels:
+    panels, metric = compare(records), records.metric.title
+    named = {
+        _file(records, title, f"final {metric} against {records.compare}"): figure
+        for title, figure in _sweeps(panels, records).items()
+    }
+    for panel in [*at_their_best(records, panels), *panels]:
         for axis, (short, _) in enumerate(_AXES if panel.begun else ()):
-            named[f"{panel.title}-{short}"] = _figure(panel, axis)
+            named[_file(records, panel.title, f"{metric} against {short}")] = _figure(panel, axis)
         drawing = internals(panel)
-        named |= {} if drawing is None else {f"{panel.title}-internals": drawing}
+        named |= {} if drawing is None else {_file(records, panel.title, "internals"): drawing}
     paths = []
     for name, figure in named.items():
         for suffix in ("svg", "png"):
@@ -77,16 +85,20 @@ def render(records: Records) -> str:
         "ratio": format_ratio,
     }
     panels = compare(records)
-    head = f"Final {records.metric.title} against {records.compare}"
+    best = at_their_best(records, panels)
+    head = f"Final {records.metric.title} against {axis_name(records.compare)}"
     return environment.get_template("report.html.jinja").render(
         records=records,
-        panels=[(panel, _drawings(panel, index), sentences(panel, records)) for index, panel in enumerate(panels)],
+        panels=[
+            (panel, _drawings(panel, index), sentences(panel, records)) for index, panel in enumerate([*best, *panels])
+        ],
         sweeps=[
             (f"{head}: {title}", Markup(figures.inline_svg(figure, f"sweep-{index}")))
             for index, (title, figure) in enumerate(_sweeps(panels, records).items())
         ],
         reached=format_reached,
         learning_rate=learning_rate,
+        chosen=bool(best),
         status=_count_status(records),
         failures=[(run, run.status(records.metric)) for run in records.runs if _failed(run, records)],
         labels=list(dict.fromkeys(row.label for panel in panels for row in panel.rows if row.label in panel.configs)),
@@ -102,7 +114,7 @@ def _figure(panel: ComparisonPanel, axis: int) -> Figure:
     base = panel.baseline
     level = None
     if base is not None and base.final is not None and math.isfinite(base.final.mean):
-        level = figures.Level(base.final.mean, f"{base.label}, final")
+        level = figures.Level(base.final.mean, f"{base.title}, final")
     return figures.draw_curves(curves, _AXES[axis][1], panel.metric.title, level=level)
 
 
@@ -126,7 +138,10 @@ def _sweeps(panels: list[ComparisonPanel], records: Records) -> dict[str, Figure
     """A figure by its title for each group of panels that a number varies in."""
     y_label = f"final {records.metric.title}"
     found = sweeps(records, panels)
-    return {title: figures.draw_curves(curves, records.compare, y_label, log_x=True) for title, curves in found.items()}
+    return {
+        title: figures.draw_curves(curves, axis_name(records.compare), y_label, log_x=True)
+        for title, curves in found.items()
+    }
 
 
 def _count_status(records: Records) -> dict[Status, int]:
@@ -162,6 +177,17 @@ def _critical(records: Records) -> Paired | None:
     """A comparison without difference, for the |t| that is needed with this number of seeds."""
     seeds = len({run.seed for run in records.runs})
     return Paired(seeds, 0.0, None, None) if seeds > 1 else None
+
+
+def axis_name(path: str) -> str:
+    """What a numeric axis is called: in words where these are known, else by its path."""
+    words = {"lr": "learning rate", "weight_decay": "weight decay", "steps": "training steps", "task.width": "width"}
+    return words.get(path, path)
+
+
+def _file(records: Records, title: str, what: str) -> str:
+    """A file name that says which study, which panel and what is drawn."""
+    return " ".join(dict.fromkeys((records.name, title, what)))
 
 
 def _slug(title: str) -> str:

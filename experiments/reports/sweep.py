@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from .comparison import ComparisonPanel
-from .figures import Curve
+from .comparison import ComparisonPanel, ComparisonRow, named
+from .figures import Curve, LostRun
 from .records import Records
 
 
@@ -24,9 +24,12 @@ def sweeps(records: Records, panels: Sequence[ComparisonPanel]) -> dict[str, lis
         *outer, last = panel.labels or (records.name,)
         ended = sorted(((numbers[r.label], r) for r in panel.rows if r.finals), key=lambda pair: pair[0])
         values = [[v if math.isfinite(v) else math.nan for v in row.finals.values()] for _, row in ended]
+        lost = tuple(LostRun((), (), number) for number, row in ended if row.diverged)
         curve = Curve(
             label=last,
             style=styles.setdefault(last, len(styles)),
+            lost=lost,
+            lost_label=f"{last}: a run diverged" if lost else "",
             x=[number for number, _ in ended],
             mean=[math.fsum(some) / len(some) for some in values],
             low=[min(some) for some in values],
@@ -35,6 +38,28 @@ def sweeps(records: Records, panels: Sequence[ComparisonPanel]) -> dict[str, lis
         if ended:
             found.setdefault(", ".join(outer) or records.name, []).append(curve)
     return found
+
+
+def at_their_best(records: Records, panels: Sequence[ComparisonPanel]) -> list[ComparisonPanel]:
+    """Panels that compare each method, a label of the axis before the last, at its own best number of a sweep.
+
+    The first method is the baseline. Empty where there is no sweep, or one method alone.
+    """
+    groups: dict[tuple[str, ...], list[ComparisonPanel]] = {}
+    for panel in panels if sweeps(records, panels) else ():
+        if panel.best is not None and panel.labels:
+            groups.setdefault(panel.labels[:-1], []).append(panel)
+    return [_at_their_best(records, outer, group) for outer, group in groups.items() if len(group) > 1]
+
+
+def _at_their_best(records: Records, outer: tuple[str, ...], group: Sequence[ComparisonPanel]) -> ComparisonPanel:
+    chosen = [(panel.labels[-1], panel.best) for panel in group if panel.best is not None]
+    rows: list[ComparisonRow] = []
+    for style, (method, best) in enumerate(chosen):
+        label = f"{method}, {named(records.compare, best.label)}"
+        rows.append(ComparisonRow(label, style, best.runs, records.metric, rows[0] if rows else None))
+    title = ", ".join([*outer, f"each at its own best {records.compare}"])
+    return ComparisonPanel(title, outer, tuple(rows), records.metric, rows[0])
 
 
 def _number(text: str) -> float:

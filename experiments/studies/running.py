@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ..reports.records import fault_file
+from ..reports.run import fault_file
 from ..training.loading import load_experiment
 from ..training.outcome import Result, Tick
 from ..training.train import train

@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from ..reports.records import METRICS, Metric
+from ..reports.run import METRICS, Metric
 from .plan import Cell, PlannedRun, cells, changed, refuse_changed
 from .study import Study
 from .tuning import Tuned, Tuning, found

@@ -11,7 +11,7 @@ from pydantic import Field, field_validator
 
 from eigengraft.component import Component, RecipeError
 
-from ..reports.records import Metric
+from ..reports.run import Metric
 from ..training.experiment import Experiment
 
 

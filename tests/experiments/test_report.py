@@ -281,7 +281,7 @@ def test_numbers_compared_become_curves(tmp_path):
     assert (title, curve.label, curve.x) == ("t", "adam", [0.001, 0.01, 0.1])
     assert curve.mean[:2] == [5.0, 2.5] and math.isnan(curve.mean[2])
     assert (curve.low[0], curve.high[0]) == (4.0, 6.0)
-    assert "Final validation loss against lr: t." in write_report(tmp_path).read_text(encoding="utf-8")
+    assert "Final validation loss against learning rate: t." in write_report(tmp_path).read_text(encoding="utf-8")
 
 
 def test_names_compared_have_no_curve_over_them(study):
@@ -340,7 +340,7 @@ def test_runs_as_a_table(study):
 def test_figures_as_files(study, tmp_path):
     paths = write_figures(study, tmp_path / "figures")
     assert sorted(path.name for path in paths) == [
-        f"trial-{axis}.{suffix}" for axis in ("seconds", "steps") for suffix in ("png", "svg")
+        f"trial-validation-loss-against-{axis}.{suffix}" for axis in ("seconds", "steps") for suffix in ("png", "svg")
     ]
-    svg = (tmp_path / "figures" / "trial-steps.svg").read_text(encoding="utf-8")
+    svg = (tmp_path / "figures" / "trial-validation-loss-against-steps.svg").read_text(encoding="utf-8")
     assert "var(--" not in svg and "soap" in svg

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eigengraft import RecipeError
-from eigengraft.experiments.reports.records import METRICS, read_records
+from eigengraft.experiments.reports.records import read_records
 from eigengraft.experiments.reports.report import render
+from eigengraft.experiments.reports.run import METRICS
 from eigengraft.experiments.studies.plan import plan_runs
 from eigengraft.experiments.studies.running import prepare_study, run_study
 from eigengraft.experiments.studies.search import plan_tuning

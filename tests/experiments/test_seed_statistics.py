@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from eigengraft.experiments.reports.seed_statistics import paired, reaches, summarize
+from eigengraft.experiments.reports.seed_statistics import holm, paired, reaches, summarize
 
 
 def test_mean_and_sample_standard_deviation():
@@ -61,3 +61,18 @@ def test_reaches_interpolates_between_evaluations():
 
 def test_reaches_takes_the_first_crossing_and_skips_what_is_not_finite():
     assert reaches([0, 10, 20, 30], [4.0, math.nan, 2.0, 5.0], 3.0) == pytest.approx(10.0)
+
+
+def test_holm_multiplies_the_smallest_p_most_and_keeps_the_order():
+    # sorted .01, .02, .03, .5: 4 * .01 = .04, 3 * .02 = .06, 2 * .03 = .06 and 1 * .5
+    corrected = holm({"b": 0.03, "a": 0.01, "d": 0.5, "c": 0.02})
+    assert corrected == pytest.approx({"a": 0.04, "c": 0.06, "b": 0.06, "d": 0.5})
+    assert holm({"a": 0.4, "b": 0.6}) == pytest.approx({"a": 0.8, "b": 0.8})  # no p is below a smaller one's
+    assert holm({"a": 0.2}) == {"a": 0.2} and holm({}) == {} and holm({"a": 0.9, "b": 0.9}) == {"a": 1.0, "b": 1.0}
+
+
+def test_the_interval_of_a_difference_ends_at_zero_where_p_is_one_in_twenty():
+    # d = -1, -3: standard error 1, one degree of freedom, whose quantile at 0.975 is tan(0.475 pi)
+    result = paired({0: 4.0, 1: 5.0}, {0: 5.0, 1: 8.0})
+    assert result is not None and result.half == pytest.approx(math.tan(0.475 * math.pi), rel=1e-9)
+    assert paired({0: 1.0}, {0: 2.0}).half is None

@@ -1,0 +1,108 @@
+"""The tables of a report: its runs as CSV, its panels in Markdown and LaTeX."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from .comparison import ComparisonPanel, ComparisonRow, compare
+from .formatting import format_difference, format_number, format_summary
+from .records import Records, learning_rate
+from .sweep import at_their_best
+
+_COLUMNS = ("val_loss", "val_accuracy", "steps", "seconds", "step_ms", "optimizer_ms", "state_bytes_per_parameter")
+_LATEX = {
+    "\\": r"\textbackslash{}",
+    "{": r"\{",
+    "}": r"\}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "\u2212": "$-$",
+    "\u00b1": r"$\pm$",
+    "\u2013": "--",
+    **{sign: f"\\{sign}" for sign in "&%$#_"},
+}
+
+
+def write_tables(records: Records, folder: Path) -> list[Path]:
+    """Write tables.md and tables.tex, one table for each panel that has begun; LaTeX needs the package booktabs."""
+    panels = compare(records)
+    panels = [panel for panel in [*at_their_best(records, panels), *panels] if panel.begun]
+    written = {"tables.md": markdown, "tables.tex": latex}
+    for name, form in written.items():
+        (folder / name).write_text("\n\n".join(form(panel, records) for panel in panels) + "\n", encoding="utf-8")
+    return [folder / name for name in written]
+
+
+def markdown(panel: ComparisonPanel, records: Records) -> str:
+    """One panel as a table of GitHub's Markdown, its title above."""
+    lines = [_row(cells) for cells in cells_of(panel, records)]
+    lines.insert(1, _row(["---"] * lines[0].count(" | ") + ["---"]))
+    return f"**{_plain(_caption(panel, records))}**\n\n" + "\n".join(lines)
+
+
+def latex(panel: ComparisonPanel, records: Records) -> str:
+    """One panel as a table with its caption."""
+    head, *body = [" & ".join(map(_escaped, cells)) + r" \\" for cells in cells_of(panel, records)]
+    columns = "l" + "r" * head.count(" & ")
+    begin = [
+        "\\begin{table}",
+        "\\centering",
+        f"\\caption{{{_escaped(_caption(panel, records))}}}",
+        f"\\begin{{tabular}}{{{columns}}}",
+    ]
+    return "\n".join([*begin, "\\toprule", head, "\\midrule", *body, "\\bottomrule", "\\end{tabular}", "\\end{table}"])
+
+
+def cells_of(panel: ComparisonPanel, records: Records) -> Iterator[list[str]]:
+    """The head and the rows of a panel's table."""
+    base = panel.baseline
+    p = "p (Holm)" if len(panel.corrected) > 1 else "p"
+    differences = ["seeds", f"minus {base.title} [95 % interval]", p] if base else ["seeds"]
+    costs = ["step, ms", "state, bytes per parameter"]
+    yield [records.compare, "learning rate", f"final {panel.metric.title}", *differences, *costs]
+    for row in panel.rows:
+        rate = learning_rate(panel.configs.get(row.label, {}))
+        shown = format_summary(row.final) + (f" ({row.diverged} of {len(row.runs)} diverged)" if row.diverged else "")
+        middle = [str(len(row.finals)), *_difference(row, panel)] if base else [str(len(row.finals))]
+        numbers = [format_number(row.mean("step_ms")), format_number(row.mean("state_bytes_per_parameter"))]
+        yield [row.title, "" if rate is None else f"{rate:g}", shown, *middle, *numbers]
+
+
+def _caption(panel: ComparisonPanel, records: Records) -> str:
+    return panel.title if panel.title == records.name else f"{records.name}: {panel.title}"
+
+
+def _difference(row: ComparisonRow, panel: ComparisonPanel) -> list[str]:
+    if row.baseline is None:
+        return ["", ""]
+    p = panel.corrected.get(row.label)
+    return [format_difference(row, panel)[0], "" if p is None else f"{p:.2g}"]
+
+
+def _row(cells: list[str]) -> str:
+    return f"| {' | '.join(map(_plain, cells))} |"
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"([|*_<>`\\])", r"\\\1", text)
+
+
+def _escaped(text: str) -> str:
+    return "".join(_LATEX.get(sign, sign) for sign in text)
+
+
+def write_runs_csv(records: Records, path: Path) -> None:
+    """Write labels, seed, status and the numbers of result.json to six digits; numbers that a run lacks are empty."""
+    axes = list(dict.fromkeys(axis for run in records.runs for axis in run.labels))
+    with path.open("w", encoding="utf-8", newline="") as stream:
+        writer = csv.writer(stream, lineterminator="\n")
+        writer.writerow([*axes, "seed", "status", *_COLUMNS])
+        for run in records.runs:
+            numbers = [run.result.get(column) for column in _COLUMNS]
+            texts = ["" if number is None else f"{number:.6g}" for number in numbers]
+            writer.writerow(
+                [*(run.labels.get(axis, "") for axis in axes), run.seed, run.status(records.metric), *texts]
+            )

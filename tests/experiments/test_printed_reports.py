@@ -1,0 +1,149 @@
+"""What makes a report fit to print: fair comparisons, named axes and runs, honest seconds, tables."""
+
+import json
+import re
+
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+from eigengraft.experiments.reports.comparison import compare, named
+from eigengraft.experiments.reports.figures import Curve, Level, LostRun, draw_curves
+from eigengraft.experiments.reports.records import read_records
+from eigengraft.experiments.reports.report import axis_name, write_figures, write_report
+from eigengraft.experiments.reports.sweep import at_their_best
+from eigengraft.experiments.reports.tables import latex, markdown
+
+from .test_report import ADAM, SOAP, Page, write_run, write_study
+
+pytestmark = pytest.mark.slow
+
+FINALS = {
+    "adam": {"0.01": (3.0, 3.2, 3.1), "0.1": (2.0, 2.2, 2.1), "1": (None, 9.0, 9.0)},
+    "soap": {"0.01": (1.5, 1.6, 1.8), "0.1": (2.5, 2.5, 2.6), "1": (4.0, 4.0, 4.0)},
+}
+
+
+@pytest.fixture
+def grid(tmp_path):
+    """Two methods at three learning rates, three seeds."""
+    listed = []
+    for method, rates in FINALS.items():
+        for lr, finals in rates.items():
+            for seed, final in enumerate(finals):
+                place = f"{method}-{lr}-{seed}"
+                write_run(tmp_path / place, ADAM if method == "adam" else SOAP, [4.0, final], seed=seed)
+                listed.append({"directory": place, "labels": {"method": method, "lr": lr}, "seed": seed})
+    manifest = {"name": "grid", "description": "", "metric": "val_loss", "compare": "lr", "baseline": "0.01"}
+    (tmp_path / "study.json").write_text(json.dumps({**manifest, "runs": listed}))
+    return tmp_path
+
+
+def test_each_method_is_compared_at_its_own_best_learning_rate(grid):
+    records = read_records(grid)
+    (panel,) = at_their_best(records, compare(records))
+    assert [row.label for row in panel.rows] == ["adam, lr 0.1", "soap, lr 0.01"]
+    # 1.5 - 2.0, 1.6 - 2.2, 1.8 - 2.1: mean -0.4667
+    assert panel.rows[1].difference.mean == pytest.approx(-1.4 / 3)
+    text = " ".join(Page(write_report(grid).read_text(encoding="utf-8")).text.split())
+    assert "each at its own best lr" in text and "flatters" in text
+    assert "Lowest final validation loss: soap, lr 0.01, 1.633" in text
+
+
+def test_p_is_corrected_for_the_comparisons_of_a_table(tmp_path):
+    runs = [("adamw", s, {"recipe": ADAM, "values": [3.0 + 0.01 * s**2]}) for s in range(4)]
+    runs += [("soap", s, {"recipe": SOAP, "values": [2.9 + 0.02 * s]}) for s in range(4)]
+    runs += [("other", s, {"recipe": ADAM, "values": [2.5 + 0.03 * s]}) for s in range(4)]
+    write_study(tmp_path, runs)
+    (panel,) = compare(read_records(tmp_path))
+    p = {row.label: row.difference.p for row in panel.rows if row.baseline}
+    assert panel.corrected == pytest.approx({"other": 2 * p["other"], "soap": max(p["soap"], 2 * p["other"])})
+    text = " ".join(Page(write_report(tmp_path).read_text(encoding="utf-8")).text.split())
+    assert f"Holm {panel.corrected['soap']:.2g}" in text
+    row = next(row for row in panel.rows if row.label == "other")
+    low, high = row.difference.mean - row.difference.half, row.difference.mean + row.difference.half
+    assert f"[{low:+.3f}, {high:+.3f}]".replace("-", "\u2212") in text
+
+
+@pytest.mark.parametrize("study", [True, False])
+def test_runs_of_several_tasks_are_never_subtracted(tmp_path, study):
+    runs = {"adamw": {"recipe": ADAM, "values": [3.0]}, "soap": {"recipe": SOAP, "values": [1.0], "task": "digits"}}
+    write_study(tmp_path, [(method, 0, fields) for method, fields in runs.items()])
+    if study:
+        (panel,) = compare(read_records(tmp_path))
+        assert panel.best is None and panel.rows[1].difference is None and panel.rows[1].reached(0) == {}
+    else:  # runs that belong to no study: a panel for each task
+        (tmp_path / "study.json").unlink()
+        panels = compare(read_records(tmp_path))
+        assert [[row.label for row in panel.rows] for panel in panels] == [["method=adamw"], ["method=soap"]]
+        assert [panel.title for panel in panels] == ["bytes", "digits"]
+    text = " ".join(Page(write_report(tmp_path).read_text(encoding="utf-8")).text.split())
+    assert "\u22122.000" not in text and ("another task" in text) == study
+
+
+def test_labels_that_are_numbers_have_the_name_of_their_axis():
+    assert named("update.eigenbasis.refresh.steps", "10") == "refresh.steps 10"
+    assert named("lr", "1e-3") == "lr 1e-3" and named("method", "soap") == "soap"
+    assert axis_name("lr") == "learning rate" and axis_name("task.depth") == "task.depth"
+
+
+def test_runs_that_diverged_are_drawn_and_named(grid, tmp_path):
+    records = read_records(grid)
+    row = next(row for row in compare(records)[0].rows if row.label == "1")
+    curve = row.curve(0)
+    assert curve.mean == [4.0, 9.0]  # of the two runs that did not
+    assert curve.lost == (LostRun([10.0], [4.0], 20.0),)
+    assert curve.lost_label == "lr 1: 1 of 3 diverged"
+    figure = draw_curves([curve], "training steps", "loss")
+    assert "lr 1: 1 of 3 diverged" in [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def test_no_legend_covers_a_curve():
+    """Whatever there is to say: legends end below the axes."""
+    some = [
+        Curve(f"method number {i}", i, [0, 1], [i, 1], [i, 1], [i, 1], (LostRun((), (), 0.5),), f"m {i}")
+        for i in range(7)
+    ]
+    for log_x in (False, True):
+        figure = draw_curves(some, "x", "y", level=Level(1.0, "level"), log_x=log_x)
+        FigureCanvasAgg(figure).draw()
+        (axes,), (legend,) = figure.axes, figure.legends
+        assert axes.get_legend() is None
+        assert legend.get_window_extent().y1 <= axes.get_window_extent().y0
+        assert axes.get_window_extent().height > 150  # pixels: the curves keep room
+
+
+def test_seconds_are_those_of_median_steps_and_a_busy_machine_is_named(tmp_path):
+    write_run(tmp_path / "run", ADAM, [4.0] * 10)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    total = 0.0
+    for index, row in enumerate(rows):  # two rows at a third of the speed; every row has 0.05 s of rare work
+        slow = 3.0 if index in (4, 5) else 1.0
+        total += slow * (10 * 0.010 + 0.05)
+        row |= {"seconds": total, "step_ms": 10.0 * slow}
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (panel,) = compare(read_records(tmp_path))
+    run = panel.rows[0].runs[0]
+    assert run.seconds() == pytest.approx([0.15 * k for k in range(1, 11)])
+    assert run.busy and panel.busy == 1
+    assert "The machine was busy: in 1 of the runs" in write_report(tmp_path).read_text(encoding="utf-8")
+
+
+def test_tables_in_markdown_and_latex(grid):
+    records = read_records(grid)
+    (panel,) = at_their_best(records, compare(records))
+    head, rule, *rows = markdown(panel, records).splitlines()[2:]
+    assert head.count("|") == rule.count("|") == rows[0].count("|") and len(rows) == 2
+    assert rows[1].startswith("| soap, lr 0.01 | 0.01 | 1.633 \u00b1 0.153 | 3 | \u22120.467 [")
+    text = latex(panel, records)
+    assert text.count("&") == 7 * 3 and text.count(r"\\") == 3 and "$-$0.467" in text and r"95 \% interval" in text
+    assert not re.search(r"(?<!\\)[%#_]", text)
+    write_report(grid)
+    assert (grid / "tables.md").read_text(encoding="utf-8").count("**") == 2 * 3
+    assert (grid / "tables.tex").read_text(encoding="utf-8").count(r"\begin{tabular}") == 3
+
+
+def test_exported_figures_say_what_they_show(grid, tmp_path):
+    names = {path.stem for path in write_figures(grid, tmp_path / "figures")}
+    assert "grid-final-validation-loss-against-lr" in names
+    assert "grid-adam-validation-loss-against-steps" in names
+    assert "grid-each-at-its-own-best-lr-validation-loss-against-steps" in names
