@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from eigengraft.blocking.block_grid import BlockGrid
+from eigengraft.blocking.boxes import Box
 
 from .comm_plan import CommPlan, Round
-from .layouts import Box
 from .regions import Region
 from .transfers import Arrived, Source, copy_all, count, flattened, send_shards, stack_views, stretches
 from .work import Work

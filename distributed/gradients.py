@@ -11,10 +11,9 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from .comm_plan import CommPlan
-from .layouts import local
+from .layouts import is_dtensor, local
 from .rank_group import DistributedError, RankGroup
 from .transfers import flattened, read, send_shards
 from .work import Work
@@ -40,10 +39,10 @@ def local_gradients(
 def _lies_elsewhere(name: str, parameter: Tensor) -> bool:
     """Whether a gradient has other placements than its parameter; ValueError if it cannot get the same."""
     gradient = parameter.grad
-    if gradient is None or not (isinstance(gradient, DTensor) or isinstance(parameter, DTensor)):
+    if gradient is None or not (is_dtensor(gradient) or is_dtensor(parameter)):
         return False
-    if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
-        kinds = ["a DTensor" if isinstance(x, DTensor) else "a plain tensor" for x in (parameter, gradient)]
+    if not is_dtensor(gradient) or not is_dtensor(parameter):
+        kinds = ["a DTensor" if is_dtensor(x) else "a plain tensor" for x in (parameter, gradient)]
         raise ValueError(f"{name}: the gradient of {kinds[0]} must be one too, got {kinds[1]}")
     if gradient.device_mesh != parameter.device_mesh:
         raise ValueError(
@@ -55,7 +54,7 @@ def _lies_elsewhere(name: str, parameter: Tensor) -> bool:
 
 def _local_gradient(name: str, parameter: Tensor) -> Tensor | None:
     gradient = parameter.grad
-    if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
+    if not is_dtensor(gradient) or not is_dtensor(parameter):
         return gradient
     if gradient.placements == parameter.placements:
         return gradient.to_local()
@@ -128,10 +127,10 @@ class BackwardGather:
     def _held(self, position: int) -> Tensor | None:
         """What this rank holds of a gradient, if that is laid out as its parameter."""
         parameter, gradient = self.parameters[position], self.parameters[position].grad
-        if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+        if is_dtensor(gradient) and is_dtensor(parameter):
             alike = (gradient.device_mesh, gradient.placements) == (parameter.device_mesh, parameter.placements)
             return local(gradient) if alike else None
-        return None if isinstance(gradient, DTensor) or isinstance(parameter, DTensor) else gradient
+        return None if is_dtensor(gradient) or is_dtensor(parameter) else gradient
 
     @torch.no_grad()
     def _begin(self) -> None:

@@ -4,51 +4,36 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from eigengraft.blocking.boxes import Box
+
+if TYPE_CHECKING:  # importing it takes as long as all of this library
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
+    from typing_extensions import TypeIs
+
+
+def is_dtensor(x: object) -> TypeIs[DTensor]:
+    """Whether x is a DTensor; nothing is while their module is not imported."""
+    known = sys.modules.get("torch.distributed.tensor")
+    return known is not None and isinstance(x, known.DTensor)
 
 
 def local(x: Tensor) -> Tensor:
     """The tensor that this rank holds of a DTensor, as a view; any other tensor as it is."""
-    return x.to_local() if isinstance(x, DTensor) else x
+    return x.to_local() if is_dtensor(x) else x
 
 
 def chunk_length(length: int, ranks: int) -> int:
     """The length of each rank's part of an axis as torch.chunk cuts it; the last parts may be shorter, or empty."""
     return -(-length // ranks)
-
-
-@dataclass(frozen=True)
-class Box:
-    """Entries of a tensor with start <= index < stop on every axis."""
-
-    start: tuple[int, ...]
-    stop: tuple[int, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Length of the box along each axis, none below 0."""
-        return tuple(max(b - a, 0) for a, b in zip(self.start, self.stop, strict=True))
-
-    @property
-    def numel(self) -> int:
-        """Number of entries."""
-        return math.prod(self.shape)
-
-    def common(self, other: Box) -> Box | None:
-        """The intersection of two boxes; None if it is empty."""
-        box = Box(tuple(map(max, self.start, other.start)), tuple(map(min, self.stop, other.stop)))
-        return box if box.numel else None
-
-    def within(self, outer: Box) -> tuple[slice, ...]:
-        """Index of this box in a tensor that holds the box `outer`."""
-        corners = zip(self.start, self.stop, outer.start, strict=True)
-        return tuple(slice(a - origin, b - origin) for a, b, origin in corners)
 
 
 @dataclass(frozen=True)
@@ -79,7 +64,7 @@ class Layout:
     @lru_cache(maxsize=1024)
     def by_rows(cls, shape: tuple[int, ...], ranks: int) -> Layout:
         """The layout of a tensor that is cut along its first axis, as torch.chunk cuts."""
-        boxes = tuple(_box(shape, [(Shard(0), ranks, rank)]) for rank in range(ranks))
+        boxes = tuple(_box(shape, [(0, ranks, rank)]) for rank in range(ranks))
         return cls(shape, boxes, (0,) * ranks)
 
     @classmethod
@@ -92,13 +77,13 @@ class Layout:
         Raises ValueError for a placement other than Shard and Replicate.
         """
         for placement in placements:
-            if isinstance(placement, Partial) or not isinstance(placement, (Shard, _StridedShard, Replicate)):
+            if placement.is_partial() or not (_cut(placement) is not None or placement.is_replicate()):
                 raise ValueError(f"placement: Shard or Replicate on each mesh axis is required, got {placement}")
         order = _order(mesh, placements)
-        copies = [axis for axis, placement in enumerate(placements) if isinstance(placement, Replicate)]
+        copies = [axis for axis, placement in enumerate(placements) if placement.is_replicate()]
         boxes, replicas = [], []
         for coordinate in itertools.product(*map(range, mesh)):
-            boxes.append(_box(shape, [(placements[axis], mesh[axis], coordinate[axis]) for axis in order]))
+            boxes.append(_box(shape, [(_cut(placements[axis]), mesh[axis], coordinate[axis]) for axis in order]))
             number = 0
             for axis in copies:
                 number = number * mesh[axis] + coordinate[axis]
@@ -155,6 +140,8 @@ def divided(
     free = [axis for axis, length in enumerate(shape) if axis not in used and 1 < copies <= length]
     if not free or 0 in shape:
         return None
+    from torch.distributed.tensor import Shard
+
     return tuple(Shard(free[0]) if placement.is_replicate() else placement for placement in placements)
 
 
@@ -163,6 +150,8 @@ def _order(mesh: tuple[int, ...], placements: Sequence[Placement]) -> list[int]:
 
     With fully_shard over tensor parallelism, the tensor-parallel axis stands on the right and cuts first.
     """
+    from torch.distributed.tensor.placement_types import _StridedShard
+
     order = list(range(len(mesh)))
     for axis, placement in reversed(list(enumerate(placements))):
         if not isinstance(placement, _StridedShard):
@@ -178,13 +167,17 @@ def _order(mesh: tuple[int, ...], placements: Sequence[Placement]) -> list[int]:
     return order
 
 
-def _box(shape: tuple[int, ...], cuts: Sequence[tuple[Placement, int, int]]) -> Box:
-    """The box of one rank. cuts: (placement, ranks, own rank) of each mesh axis in order; cut by torch.chunk."""
+def _cut(placement: Placement) -> int | None:
+    """The axis of the tensor that a placement cuts, if it does."""
+    return getattr(placement, "dim", None)
+
+
+def _box(shape: tuple[int, ...], cuts: Sequence[tuple[int | None, int, int]]) -> Box:
+    """The box of one rank. cuts: (axis or None, ranks, own rank) of each mesh axis in order; cut by torch.chunk."""
     start, stop = [0] * len(shape), list(shape)
-    for placement, ranks, rank in cuts:
-        if isinstance(placement, Replicate):
+    for axis, ranks, rank in cuts:
+        if axis is None:
             continue
-        axis: int = placement.dim  # type: ignore[attr-defined]
         length = stop[axis] - start[axis]
         size = chunk_length(length, ranks)
         first = start[axis]

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eigengraft.blocking.block_grid import BlockGrid, Numbers, Piece
-from eigengraft.blocking.boxes import boxes_of_run
+from eigengraft.blocking.boxes import Box, boxes_of_run
 
-from .layouts import Box, Layout
+from .layouts import Layout
 
 Counts = NDArray[np.int64]
 

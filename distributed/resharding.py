@@ -14,9 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
-from .layouts import chunk_length
+from .layouts import chunk_length, is_dtensor
 from .rank_group import RankGroup
 from .work import as_bytes
 
@@ -80,7 +79,7 @@ def collect(
     expected = [0] * ranks
     for entry, value in zip(entries, saved, strict=True):
         assert entry.owner is not None
-        if isinstance(value, DTensor):
+        if is_dtensor(value):
             messages[entry.owner].append(as_bytes(value.to_local()))
             if entry.owner == me:
                 for rank in range(ranks):
@@ -91,7 +90,7 @@ def collect(
     for index, (entry, value) in enumerate(zip(entries, saved, strict=True)):
         if entry.owner != me:
             continue
-        if isinstance(value, DTensor):
+        if is_dtensor(value):
             shards = [_taken(data, at, rank, entry.shard_shape(rank, ranks), entry.dtype) for rank in range(ranks)]
             found[index] = torch.cat(shards)
         else:
@@ -121,6 +120,8 @@ def _as_dtensor(entry: Entry, shard: Tensor, mesh: DeviceMesh) -> Tensor:
     if not entry.shape:
         return shard
     stride = [math.prod(entry.shape[axis + 1 :]) for axis in range(len(entry.shape))]
+    from torch.distributed.tensor import DTensor, Shard
+
     return DTensor.from_local(
         shard, mesh, [Shard(0)], run_check=False, shape=torch.Size(entry.shape), stride=tuple(stride)
     )

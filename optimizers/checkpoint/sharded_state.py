@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import Placement
 
-from eigengraft.distributed.layouts import divided, local
+from eigengraft.distributed.layouts import divided, is_dtensor, local
 from eigengraft.distributed.rank_group import RankGroup
 from eigengraft.distributed.resharding import collect, spread
 
 from ..apply.averaging import Mode
 from ..engine.manifest import empty_state, is_divided, layout_of_parameter, manifest, numbers_of_holders
 from ..engine.param_set import ParamSet
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import Placement
 
 
 class ShardedStateDict(dict[str, Any]):
@@ -110,7 +111,7 @@ def gathered(state_dict: Any) -> Any:
 
 def full_tensor(x: Any) -> Any:
     """A DTensor as a plain tensor, which all its ranks must ask for; anything else as it is."""
-    return x.full_tensor() if isinstance(x, DTensor) else x
+    return x.full_tensor() if is_dtensor(x) else x
 
 
 def _rank_group(param_set: ParamSet) -> RankGroup:
@@ -123,6 +124,8 @@ def _as_parameter(tensor: Tensor, param_set: ParamSet, position: int) -> Tensor:
         return tensor
     mesh, placements = _division(param_set, position)
     parameter = param_set.parameters[position]
+    from torch.distributed.tensor import DTensor
+
     return DTensor.from_local(
         tensor.clone(),  # of its own storage: asynchronous saving cannot stage rows of a stack
         mesh,
@@ -137,16 +140,18 @@ def _division(param_set: ParamSet, position: int) -> tuple[DeviceMesh, Sequence[
     """How state with an entry for each entry of a parameter is divided: as the parameter is, or what copies update."""
     parameter, placement = param_set.parameters[position], param_set.specs[position].placement
     assert placement is not None
-    if isinstance(parameter, DTensor) and not (placement.parts and placement.layout.replicated):
+    if is_dtensor(parameter) and not (placement.parts and placement.layout.replicated):
         mesh, placements = parameter.device_mesh, parameter.placements
         cut = None if placement.parts is None else divided(tuple(parameter.shape), tuple(mesh.mesh.shape), placements)
         return mesh, cut or placements
+    from torch.distributed.tensor import Shard
+
     return _rank_group(param_set).mesh(parameter.device), (Shard(0),)
 
 
 def _evenly(value: Tensor, rank_group: RankGroup, device: torch.device) -> Tensor:
     """A DTensor cut along its first axis over the ranks, whatever it was; a plain tensor as it is."""
-    if not isinstance(value, DTensor):
+    if not is_dtensor(value):
         return value
     mesh = rank_group.mesh(device)
     same = value.device_mesh == mesh and len(value.placements) == 1 and value.placements[0].is_shard(0)
@@ -157,7 +162,7 @@ def _shard(value: Tensor, param_set: ParamSet, position: int, like: Tensor) -> T
     """The shard that this rank holds of a value divided as its parameter is; any other value as a plain tensor."""
     if not is_divided(like, param_set, position):
         return local(value)
-    if isinstance(value, DTensor):
+    if is_dtensor(value):
         if (value.device_mesh, tuple(value.placements)) == _division(param_set, position):
             return value.to_local()
         value = value.full_tensor()

@@ -21,7 +21,7 @@ from ..recipe.slot_keys import require_slots
 from ..sharding.phases import Phases
 from ..sharding.placement import ParamSpec
 from .equal_blocks import BlockKind, EqualBlocks, blocks_in_place, connected, cut_blocks, equal_blocks, stack_length
-from .stack_state import StackState
+from .stack_state import FreshCodes, StackState
 
 
 def divide(
@@ -114,13 +114,13 @@ def build(
         found = equal_blocks(cut_blocks(specs, recipe, range(len(specs))), specs, phases)
         require_slots(recipe, [(blocks.kind.path, blocks.kind.shape) for blocks in found])
         return _stack_states(found, specs, recipe), []
-    rank, stack_states, block_groups = rank_group.rank, list[StackState](), list[BlockGroup]()
+    rank, stack_states, block_groups, fresh = rank_group.rank, list[StackState](), list[BlockGroup](), FreshCodes()
     for group, due in divide(specs, recipe, phases, rank_group.size):
         owned = np.array([block.owner == rank for block in group.blocks])
         if owned.any():
             kind = BlockKind(group.path, group.shape, group.dtype, group.device)
             grids = [(block.position, block.grid) for block in group.owned(rank)]
-            stack_states.append(_stack_state(EqualBlocks(kind, grids, due[owned]), specs, recipe))
+            stack_states.append(_stack_state(EqualBlocks(kind, grids, due[owned]), specs, recipe, fresh))
             stack_states[-1].block_group = len(block_groups)
         block_groups.append(group)
     require_slots(recipe, [(group.path, group.shape) for group in block_groups])
@@ -132,22 +132,22 @@ def _stack_states(
     lists: Iterable[EqualBlocks], specs: Sequence[ParamSpec], recipe: Recipe, limit: int | None = None
 ) -> list[StackState]:
     """Stacks of blocks that are all on this rank; limit: their bytes, if several blocks are in one."""
-    found = []
+    found, fresh = [], FreshCodes()
     for blocks in lists:
         most = stack_length(blocks.kind, recipe)
         if limit is not None:
             most = min(most, blocks_that_fit(limit, math.prod(blocks.kind.shape), blocks.kind.dtype))
-        found += [_stack_state(some, specs, recipe) for some in blocks.split(most, recipe)]
+        found += [_stack_state(some, specs, recipe, fresh) for some in blocks.split(most, recipe)]
     return found
 
 
-def _stack_state(blocks: EqualBlocks, specs: Sequence[ParamSpec], recipe: Recipe) -> StackState:
-    """One stack with its state."""
+def _stack_state(blocks: EqualBlocks, specs: Sequence[ParamSpec], recipe: Recipe, fresh: FreshCodes) -> StackState:
+    """One stack with its state; fresh: as of `StackState`."""
     path, shape, dtype, device = blocks.kind
     stack = Stack(shape, dtype, device, tuple(blocks.grids))
     owners = zip(stack.param_ids.tolist(), stack.keys, strict=True)
     seeds = np.array([_seed(specs[position].name, key) for position, key in owners], dtype=np.int64)
-    state = StackState(path, recipe.updates()[path], stack, recipe.storage, blocks.phases, seeds)
+    state = StackState(path, recipe.updates()[path], stack, recipe.storage, blocks.phases, seeds, fresh=fresh)
     if recipe.lr_scale is not None:
         factors = [specs[position].lr_factors[own] for position, grid in stack.grids for own in grid.matrices]
         state.lr_factors = torch.tensor(factors, dtype=dtype, device=device)

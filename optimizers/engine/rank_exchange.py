@@ -9,12 +9,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from eigengraft.distributed.comm_plan import BlockGroup, CommPlan
 from eigengraft.distributed.comm_step import CommStep
 from eigengraft.distributed.gradients import BackwardGather
-from eigengraft.distributed.layouts import local
+from eigengraft.distributed.layouts import is_dtensor, local
 from eigengraft.distributed.param_gather import ParamGather
 from eigengraft.distributed.transfers import Arrived, Assembly, EntryReader, Source, copy_all, read, reading
 from eigengraft.distributed.work import Work
@@ -57,7 +56,7 @@ class RankExchange:
                 "step() knows its rate, got one that is added to them"
             )
         self._backward_gather = BackwardGather(self.comm_plan, parameters) if overlaps else None
-        copied = not any(isinstance(parameter, DTensor) for parameter in parameters)
+        copied = not any(is_dtensor(parameter) for parameter in parameters)
         self._copy_check = CopyCheck(rank_sync, parameters) if copied else None
         self._gathering: dict[int, Work[Tensor]] = {}
         self._gathered = {i: layouts[i] for i, spec in enumerate(specs) if spec.placement and spec.placement.parts}

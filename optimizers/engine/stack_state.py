@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -14,13 +14,16 @@ from torch import Tensor
 
 from eigengraft.preconditioners.checked_mode import Checks
 from eigengraft.quantization import Quantizer, choose
-from eigengraft.slots import EncodedSlot, Slot, State, Storage, Watch
+from eigengraft.slots import Encoded, EncodedSlot, Slot, State, Storage, Watch
 from eigengraft.stacks import Stack
 from eigengraft.state_key import FORMAT, StateKey
 from eigengraft.step_context import StepContext
 
 from ..recipe.recipe import Recipe, Route
 from ..recipe.slot_keys import slot_keys
+
+FreshCodes = dict[tuple[str, Slot, torch.dtype, torch.device], Encoded]
+"""Codes `[1, ...]` of fresh slots, by what they follow from: the quantizer, the slot, dtype and device."""
 
 
 @dataclass
@@ -39,6 +42,7 @@ class StackState:
     encoded: slots that are stored by a quantizer; their tensors are "<stage path>/<slot>/<code>".
     checks: what checks the contract of every stage in checked mode; None: nothing does.
     step_watch: what measures the present step, in front of the checks; None: nothing does.
+    fresh: codes of one block of fresh slots that other stacks have encoded, to be used again, and to be added to.
     """
 
     path: str
@@ -53,10 +57,12 @@ class StackState:
     encoded: dict[str, EncodedSlot] = field(default_factory=dict, init=False)
     checks: Checks | None = field(default=None, init=False)
     step_watch: Watch | None = field(default=None, init=False)
+    fresh: InitVar[FreshCodes | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, fresh: FreshCodes | None) -> None:
+        known = {} if fresh is None else fresh
         for key, slot in self.slots():
-            self._allocate(key, slot, len(self.stack.param_ids))
+            self._allocate(key, slot, known)
 
     def slots(self) -> Iterator[tuple[StateKey, Slot]]:
         """(key, slot) of all state that the stages declare; the keys name no block."""
@@ -66,14 +72,17 @@ class StackState:
         """The tensors that a slot is stored in: one, or its codes."""
         return [tensor for own, tensor in self.tensors.items() if StateKey.parse(own).name == key.name]
 
-    def _allocate(self, key: StateKey, slot: Slot, blocks: int) -> None:
-        value = slot.allocate(blocks, self.stack.dtype, self.stack.device)
+    def _allocate(self, key: StateKey, slot: Slot, fresh: FreshCodes) -> None:
+        blocks, dtype, device = len(self.stack.param_ids), self.stack.dtype, self.stack.device
         quantizer = choose(self.storage, key, slot)
         if quantizer is None:
-            self.tensors[str(key)] = value
+            self.tensors[str(key)] = slot.allocate(blocks, dtype, device)
             return
-        codes = quantizer.encode(value)
-        self.encoded[str(key)] = EncodedSlot(slot, quantizer, tuple(codes), value.dtype)
+        same = (quantizer.model_dump_json(), slot, dtype, device)
+        if same not in fresh:  # a fresh slot is the same for every block, and to encode it may take a decomposition
+            fresh[same] = quantizer.encode(slot.allocate(1, dtype, device))
+        codes = {part: code.repeat(blocks, *[1] * (code.ndim - 1)) for part, code in fresh[same].items()}
+        self.encoded[str(key)] = EncodedSlot(slot, quantizer, tuple(codes), slot.dtype or dtype)
         coded = {**codes, FORMAT: torch.full((blocks,), quantizer.format(), device=self.stack.device)}
         self.tensors.update({str(key._replace(part=part)): stored for part, stored in coded.items()})
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from eigengraft.distributed.layouts import is_dtensor
 from eigengraft.noise import uniform
 
 from ..engine.param_set import ParamSet
@@ -92,7 +92,7 @@ def _rows(who: str, param_set: ParamSet, takers: set[int]) -> Iterator[tuple[Par
     """(parameter set, name, parameter) of those that are estimated."""
     for name, parameter in zip(param_set.names, param_set.parameters, strict=True):
         if id(parameter) in takers and parameter.requires_grad:
-            if isinstance(parameter, DTensor):
+            if is_dtensor(parameter):
                 raise ValueError(
                     f"{who}: {name}: a parameter that every rank holds is required, got a DTensor; provide the signal "
                     f"by optimizer.provide('{_NAME}', ...)"

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.nn import functional
 
 from eigengraft.numerics import compute_dtype
@@ -96,7 +97,7 @@ class InputHook:
     def __init__(self, grams: InputGrams | None, path: str) -> None:
         self.grams, self.path = grams, path
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_disable_dynamo  # what torch.compiler.disable does, without importing the compiler before a call
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self.grams is not None and self.grams.wants(module):
             with torch.no_grad(), torch.autocast(args[0].device.type if args else "cpu", enabled=False):

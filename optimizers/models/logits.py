@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from ..engine.signals import Given
 from ..optimizer import Optimizer
@@ -39,7 +40,7 @@ class MaxLogits(nn.Module):
         self._listener: weakref.ref[Optimizer] | None = None
         self._key_heads, self.largest = 0, None
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_disable_dynamo  # what torch.compiler.disable does, without importing the compiler before a call
     def forward(self, q: Tensor, k: Tensor, scale: float | None = None) -> None:
         """q `[batch, H, T, d]`, k `[batch, H_k, S, d]`, H a multiple of H_k; scale: default d^(-1/2)."""
         optimizer = None if self._listener is None else self._listener()

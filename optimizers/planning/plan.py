@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
 
 from eigengraft.distributed.layouts import Layout
 from eigengraft.distributed.ownership import Loads
@@ -37,6 +35,9 @@ DataParallelKind = Literal["ddp", "fsdp2", "hsdp"]
 Floats = NDArray[np.float64]
 EFFICIENT = 0.9
 """Efficiency below which a plan looks for a better number of refreshes at once."""
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import Placement
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,8 @@ def _layouts(
 
 def _placements(mesh: tuple[int, ...], parallel: DataParallelKind | Sequence[Placement]) -> Sequence[Placement]:
     """A placement for each axis of the mesh; none for plain tensors."""
+    from torch.distributed.tensor import Replicate, Shard
+
     known: Mapping[Any, Sequence[Placement]] = {"ddp": (), "fsdp2": (Shard(0),), "hsdp": (Replicate(), Shard(0))}
     placements = known[parallel] if isinstance(parallel, str) else parallel
     if not mesh or min(mesh) < 1:

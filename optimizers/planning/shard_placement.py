@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard
 
 from eigengraft.distributed.layouts import Layout
 from eigengraft.distributed.regions import holding
@@ -14,6 +14,9 @@ from eigengraft.distributed.regions import holding
 from ..recipe.loading import RecipeSource, load_recipe
 from ..recipe.routing import describe_model
 from ..sharding.placement import place
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Shard
 
 
 def whole_block_shards(recipe: RecipeSource, model: nn.Module, ranks: int) -> Callable[[Tensor], Shard]:
@@ -27,6 +30,8 @@ def whole_block_shards(recipe: RecipeSource, model: nn.Module, ranks: int) -> Ca
     model: the model before it is sharded, with its own parameters.
     ranks: number of ranks that a parameter is cut over.
     """
+    from torch.distributed.tensor import Shard
+
     declared, infos = load_recipe(recipe), describe_model(model)
 
     @lru_cache

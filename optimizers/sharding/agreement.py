@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from eigengraft.distributed.layouts import Box, Layout, local
+from eigengraft.blocking.boxes import Box
+from eigengraft.distributed.layouts import Layout, is_dtensor, local
 from eigengraft.distributed.rank_group import RankGroup
 
 from .placement import ParamSpec
@@ -133,7 +133,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 def _remedy(text: str, parameters: Sequence[Tensor]) -> str:
     """What may be done about plain tensors, if any of the parameters is one."""
-    return "" if all(isinstance(p, DTensor) for p in parameters) else f"{text}; {NO_COPIES}"
+    return "" if all(is_dtensor(p) for p in parameters) else f"{text}; {NO_COPIES}"
 
 
 def _layout(spec: ParamSpec) -> Layout:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from eigengraft.distributed.distribution import Distribution
+from eigengraft.distributed.layouts import is_dtensor
 from eigengraft.distributed.ownership import Loads
 from eigengraft.distributed.rank_group import RankGroup, mesh_group
 
@@ -169,7 +169,7 @@ class Assignments:
 
 def _describe(spec: ParamSpec, parameter: Tensor) -> tuple[Any, ...]:
     """What must be the same of a parameter on all ranks."""
-    placements = parameter.placements if isinstance(parameter, DTensor) else None
+    placements = parameter.placements if is_dtensor(parameter) else None
     return spec.name, spec.dtype, spec.shape, spec.matrices, placements
 
 
@@ -183,7 +183,7 @@ def scope(parameter: Tensor, distribution: Distribution) -> Any:
             "a parameter of its own shape is required, got a flat one of FullyShardedDataParallel (FSDP1); use "
             "torch.distributed.fsdp.fully_shard (FSDP2)"
         )
-    sharded = isinstance(parameter, DTensor)
+    sharded = is_dtensor(parameter)
     if distribution.mode in ("replicated", "local") and sharded:
         raise ValueError(f"distribution.mode: '{distribution.mode}' takes plain tensors, got a DTensor")
     if distribution.mode == "sharded" and not sharded:

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from eigengraft.blocking import Batches, Matrices, Modules
 from eigengraft.blocking.rule import ONE_TENSOR
 from eigengraft.chains import known_signals
-from eigengraft.distributed.layouts import Layout
+from eigengraft.distributed.layouts import Layout, is_dtensor
 from eigengraft.distributed.rank_group import RankGroup
 from eigengraft.quantization import choose
 
@@ -81,7 +80,7 @@ class ParamSpec:
 def layout_of(parameter: Tensor, rank_group: RankGroup) -> Layout:
     """What each rank of a group holds of a parameter."""
     shape = tuple(parameter.shape)
-    if not isinstance(parameter, DTensor):
+    if not is_dtensor(parameter):
         return Layout.replicate(shape, rank_group.size)
     mesh = parameter.device_mesh
     layout = Layout.from_placements(shape, tuple(mesh.mesh.shape), parameter.placements)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from eigengraft.blocking import Batches, BlockGrid, Blocking, Matrices, ModuleFacts, Modules, Whole
-from eigengraft.distributed.layouts import Box
+from eigengraft.blocking.boxes import Box
 from eigengraft.distributed.regions import regions
 
 from ..views import matrices_by_hand

@@ -235,3 +235,20 @@ def test_a_conversion_changes_nothing_but_storage() -> None:
     other = Optimizer([torch.nn.Parameter(torch.zeros(3, 3))], {"update": ["sign"], "routes": []})
     with pytest.raises(ValueError, match="another recipe than its storage alone"):
         convert_storage(plain.state_dict(), other)
+
+
+def test_fresh_slots_are_encoded_once_for_all_equal_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4-bit Shampoo of matrices of two shapes, one in four blocks: QR rectifies fresh eigenvectors of either axis."""
+    calls: list[int] = []
+    qr = torch.linalg.qr
+    monkeypatch.setattr(torch.linalg, "qr", lambda a, *args, **more: calls.append(len(a)) or qr(a, *args, **more))
+    shapes = [*3 * [(64, 64)], (128, 160)]
+    parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    optimizer = Optimizer(parameters, "shampoo_4bit", overrides=["routes=[]", "blocking.size=80"])
+    assert calls == [1, 1, 1, 1]
+    for param_set in optimizer.param_sets:
+        for state in param_set.stack_states:
+            for key, how in state.encoded.items():
+                fresh = how.slot.allocate(len(state.stack.param_ids), how.dtype, state.stack.device)
+                codes = how.codec.encode(fresh)
+                assert all(torch.equal(state.tensors[f"{key}/{part}"], code) for part, code in codes.items())

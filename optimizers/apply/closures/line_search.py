@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from eigengraft.component import Component
-from eigengraft.distributed.layouts import local
+from eigengraft.distributed.layouts import is_dtensor, local
 
 from .sharpness import like
 
@@ -94,7 +93,7 @@ class Search:
         for parameter, start, end in zip(self.parameters, self.start, ends, strict=True):
             step, gradient = (start - end).double(), local(like(parameter)).double()
             own = torch.stack([(gradient * step).sum(), step.square().sum()])
-            key = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
+            key = (parameter.device_mesh, parameter.placements) if is_dtensor(parameter) else None
             sums[key] = sums[key] + own.to(sums[key].device) if key in sums else own
         wholes = [own if key is None else _whole(own, *key) for key, own in sums.items()]
         if not wholes:
@@ -105,6 +104,8 @@ class Search:
 
 def _whole(own: Tensor, mesh: Any, placements: Sequence[Any]) -> Tensor:
     """The sums over all shards of tensors that lie like that."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
     parts = [Partial() if isinstance(placement, Shard) else Replicate() for placement in placements]
     return DTensor.from_local(own, mesh, parts).full_tensor()
 

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from eigengraft.component import Component
-from eigengraft.distributed.layouts import local
+from eigengraft.distributed.layouts import is_dtensor, local
 
 
 class SharpnessAware(Component):
@@ -74,7 +73,7 @@ def like(parameter: Tensor) -> Tensor:
     """The gradient of a parameter, laid out as the parameter is."""
     gradient = parameter.grad
     assert gradient is not None
-    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+    if is_dtensor(gradient) and is_dtensor(parameter):
         return gradient.redistribute(placements=parameter.placements)
     return gradient
 
@@ -83,12 +82,12 @@ def _norm(tensors: Sequence[Tensor]) -> Tensor:
     """The Frobenius norm of all tensors together, 0-d float64, on however many ranks they lie."""
     groups: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
-        key = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+        key = (tensor.device_mesh, tensor.placements) if is_dtensor(tensor) else None
         groups.setdefault((key, tensor.device, tensor.dtype), []).append(tensor)
     squares = []
     for own in groups.values():
         norm = torch.nn.utils.get_total_norm(own)
-        squares.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).double().square())
+        squares.append((norm.full_tensor() if is_dtensor(norm) else norm).double().square())
     return (
         torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt() if squares else torch.zeros(())
     )

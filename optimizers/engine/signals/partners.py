@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from eigengraft.blocking import Factor
 from eigengraft.chains import PARTNER
-from eigengraft.distributed.layouts import local
+from eigengraft.distributed.layouts import is_dtensor, local
 from eigengraft.state_key import PARTNER_STAGE
 
 from ..exchange import Step
@@ -38,7 +37,7 @@ class PairedParameter:
     def full(self, mine: Tensor, what: str) -> Tensor:
         """A whole tensor that lies as the parameter does, of which this rank holds `mine`; all that hold it call it."""
         if self.param_set is None:
-            return self.parameter.full_tensor() if isinstance(self.parameter, DTensor) else mine
+            return self.parameter.full_tensor() if is_dtensor(self.parameter) else mine
         spec, ranks = self.param_set.specs[self.position], self.param_set.rank_group
         if ranks is None or spec.placement is None or spec.placement.layout.replicated:
             return mine

@@ -1,9 +1,38 @@
-"""Runs of entries along merged axes, as boxes in the axes that were merged."""
+"""Boxes of entries, and runs of entries along merged axes as boxes in the axes that were merged."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Box:
+    """Entries of a tensor with start <= index < stop on every axis."""
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Length of the box along each axis, none below 0."""
+        return tuple(max(b - a, 0) for a, b in zip(self.start, self.stop, strict=True))
+
+    @property
+    def numel(self) -> int:
+        """Number of entries."""
+        return math.prod(self.shape)
+
+    def common(self, other: Box) -> Box | None:
+        """The intersection of two boxes; None if it is empty."""
+        box = Box(tuple(map(max, self.start, other.start)), tuple(map(min, self.stop, other.stop)))
+        return box if box.numel else None
+
+    def within(self, outer: Box) -> tuple[slice, ...]:
+        """Index of this box in a tensor that holds the box `outer`."""
+        corners = zip(self.start, self.stop, outer.start, strict=True)
+        return tuple(slice(a - origin, b - origin) for a, b, origin in corners)
 
 
 def grouping(shape: tuple[int, ...], merged: tuple[int, ...]) -> tuple[int, ...]:
