@@ -1,10 +1,12 @@
-# make demo | quick | test | bench | check | docs | clean | help: each creates .venv when it is missing and brings it up to date.
+# make demo | quick | test | bench | check | docs | hosts | clean | help: each creates .venv when it is missing and brings it up to date.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-ROOMS := preconditioners quantization distributed optimizers experiments
+ROOMS := preconditioners quantization distributed optimizers experiments hosts
 # Named after the place, because an environment does not survive being moved or copied.
 READY := $(VENV)/ready-$(shell pwd | cksum | cut -d ' ' -f 1)
+HOSTS := .venv-hosts
+HOSTS_READY := $(HOSTS)/ready-$(shell pwd | cksum | cut -d ' ' -f 1)
 
 # Keeps the checkout itself off the import path, where its folders would hide installed packages of the same name.
 export PYTHONSAFEPATH := 1
@@ -15,7 +17,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # go out by name, which leaves those that take long for neither end.
 SHARED := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo quick test bench check docs clean links
+.PHONY: help demo quick test bench check docs hosts clean links
 .DEFAULT_GOAL := help
 
 help:
@@ -25,6 +27,7 @@ help:
 	@echo "make bench  steps against other libraries and their floor (under 10 minutes; make bench ARGS='threads=2', BENCH= for all)"
 	@echo "make check  lint, formatting, types"
 	@echo "make docs   build the documentation into site/, without a network"
+	@echo "make hosts  train, save and resume in Hugging Face, accelerate, Lightning, timm, torchtitan, Optuna, Ray (3 minutes)"
 	@echo "make clean  remove the environment, caches and build folders; runs/ stays"
 
 demo: $(READY)
@@ -51,14 +54,24 @@ docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "open site/index.html"
 
+# In an environment of its own, with what these libraries bring.
+hosts: $(HOSTS_READY)
+	PYTHONPATH=src $(HOSTS)/bin/python -m pytest -p no:cacheprovider --durations=0 tests/hosts $(ARGS)
+
 clean:
-	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(HOSTS) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} + -o -name '*.egg-info' -prune -exec rm -rf {} +
 
 # Some unpackers of zips turn symlinks into text files. The wheel does without them; an editable install needs the one
 # to `distributed`, which has no __init__.py, and type checkers need them all.
 links:
 	@for room in $(ROOMS); do test -d src/eigengraft/$$room || { rm -f src/eigengraft/$$room && ln -s ../../$$room src/eigengraft/$$room; } || exit 1; done
+
+$(HOSTS_READY): requirements-hosts.txt | links
+	@test -x $(HOSTS)/bin/python || "$(PYTHON)" -m venv $(HOSTS)
+	$(HOSTS)/bin/python -m pip install --quiet --requirement requirements-hosts.txt
+	@rm -f $(HOSTS)/ready-*
+	@touch $@
 
 $(READY): requirements.txt pyproject.toml | links
 	@command -v "$(PYTHON)" >/dev/null || { echo "eigengraft: Python 3.11 or newer is required, but there is no '$(PYTHON)'; install it or name another: make PYTHON=/path/to/python3" >&2; exit 1; }

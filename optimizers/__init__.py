@@ -10,6 +10,7 @@ from .models import InputGrams as InputGrams
 from .models import MaxLogits as MaxLogits
 from .models import compose as compose
 from .models import gauss_newton_bartlett as gauss_newton_bartlett
+from .models import grouped as grouped
 from .models import hutchinson as hutchinson
 from .models import submodel as submodel
 from .models import watch_inputs as watch_inputs

@@ -1,6 +1,7 @@
 """An optimizer and its model: composition, and the signals that cost a forward or a backward. Users come in here."""
 
 from .composer import compose as compose
+from .composer import grouped as grouped
 from .composer import submodel as submodel
 from .curvature import gauss_newton_bartlett as gauss_newton_bartlett
 from .curvature import hutchinson as hutchinson

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from ..recipe.loading import RecipeSource
 from ..recipe.overrides import Overrides
 from ..recipe.param_names import canonical_names
 from ..recipe.routing import DescribedParameters, ParamInfo, describe_model
+from .evaluation import watch_evaluation
 from .input_grams import watch_inputs
 from .logits import watch_logits
 
@@ -30,15 +31,51 @@ def compose(
     """The optimizer of a recipe for a model, or for named parameters or groups.
 
     model: a model, of which routes see module types, tied weights and output heads; or named parameters or groups, of
-        which routes see names and shapes only; or a `submodel`. Frozen parameters take no state until they are thawed.
-        From a model come also the signals `activation_gram` and `max_logit`, where the recipe asks for them.
+        which routes see names and shapes only; or what `grouped` or `submodel` return. Frozen parameters take no state
+        until they are thawed. From a model come also the signals `activation_gram` and `max_logit`, where the recipe
+        asks for them, and a warning if it is evaluated at another iterate than the one that the recipe averages.
     lr, weight_decay: default the recipe's.
     overrides: changes of the recipe, as a mapping {dotted path: value} or as strings "path=value".
     checked: check at every step that each stage keeps its contract, and raise a `ContractError` that names it; slower.
     """
-    if not isinstance(model, nn.Module):
-        return Optimizer(model, recipe, lr, weight_decay, overrides=overrides, checked=checked)
+    described = grouped(model, None) if isinstance(model, nn.Module) else model
+    optimizer = Optimizer(described, recipe, lr, weight_decay, overrides=overrides, checked=checked)
+    if isinstance(described, DescribedParameters) and described.model is not None:
+        optimizer.register_step_pre_hook(ModelLink(described.model).check)
+        watch_inputs(optimizer, described.model)
+        watch_logits(optimizer, described.model)
+        watch_evaluation(optimizer, described.model)
+    return optimizer
+
+
+def grouped(model: nn.Module, groups: Iterable[Mapping[str, Any]] | None) -> DescribedParameters:
+    """Param groups of a model as `compose` takes them: `compose("soap", grouped(model, groups))`.
+
+    Routes see module types, tied weights and output heads, and steps take signals, as with the model itself.
+
+    groups: mappings with `params`, tensors or (name, tensor) pairs, and their `lr`, `weight_decay` and keys of a user's
+        own; None: one group of all parameters. Raises ValueError for a parameter that the model does not have.
+    """
     named = list(model.named_parameters())
+    _require_trainable(named)
+    infos = describe_model(model)
+    if groups is None:
+        return DescribedParameters(named, infos, model=model)
+    names, found = {id(parameter): name for name, parameter in named}, []
+    for index, group in enumerate(groups):
+        given = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
+        tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in given]
+        for place, own in enumerate(tensors):
+            if id(own) not in names:
+                what = f"parameters of the model are required, got another of shape {tuple(own.shape)} at {place}"
+                raise ValueError(f"grouped: group {index}: {what}")
+        rest = {key: value for key, value in group.items() if key != "param_names"}
+        found.append({**rest, "params": [(names[id(own)], own) for own in tensors]})
+    return DescribedParameters(found, infos, model=model)
+
+
+def _require_trainable(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raises ValueError for a parameter without a shape, or if all are frozen."""
     for name, parameter in named:
         if isinstance(parameter, UninitializedParameter):
             raise ValueError(
@@ -46,12 +83,6 @@ def compose(
             )
     if not any(parameter.requires_grad for _, parameter in named):
         raise ValueError("compose: a model with trainable parameters is required, got none")
-    described = DescribedParameters(named, describe_model(model))
-    optimizer = Optimizer(described, recipe, lr, weight_decay, overrides=overrides, checked=checked)
-    optimizer.register_step_pre_hook(ModelLink(model).check)
-    watch_inputs(optimizer, model)
-    watch_logits(optimizer, model)
-    return optimizer
 
 
 def submodel(model: nn.Module, full: nn.Module) -> DescribedParameters:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -95,3 +96,18 @@ def unnamed_head(model: nn.Module) -> Tensor | None:
         return None
     rows = {table.num_embeddings for table in tables}
     return next((m.weight for _, m in reversed(linears) if m.out_features in rows), None)
+
+
+def group_with_names(entry: Any) -> Any:
+    """A param group whose parameters can be read twice; anything else as it is, for torch to take or refuse.
+
+    Names beside the parameters, under `param_names` as torch keeps them, are those of the parameters.
+    """
+    if not isinstance(entry, dict) or not isinstance(entry.get("params"), Iterable):
+        return entry
+    if isinstance(entry["params"], (Tensor, set)):
+        return entry
+    params, names = list(entry["params"]), entry.get("param_names") or ()
+    if len(names) == len(params) and all(isinstance(own, Tensor) for own in params):
+        params = list(zip(names, params, strict=True))
+    return {**entry, "params": params}

@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from eigengraft.blocking import Factor, ModuleFacts, module_facts, named_factor
 from eigengraft.component import Component
 
-from .param_names import HEAD, canonical_names, canonical_path, canonical_paths, last_of_stacks, unnamed_head
+from .param_names import (
+    HEAD,
+    canonical_names,
+    canonical_path,
+    canonical_paths,
+    group_with_names,
+    last_of_stacks,
+    unnamed_head,
+)
 
 ParamRole = Literal["embedding", "head", "norm", "bias", "scalar", "vector", "hidden"]
 _EMBEDDING = re.compile(r"(^|\.|_)(emb|embed|embeds|embedding|embeddings|embed_tokens|tok_embeddings|wte|wpe)$")
@@ -46,11 +54,13 @@ class DescribedParameters:
     params: tensors, (name, tensor) pairs, or groups.
     infos: descriptions by the `id` of the parameter; one that is missing is made of name and shape.
     others: parameters of the same model that other optimizers have.
+    model: the model of all these parameters, if they are of one that is known.
     """
 
     params: Iterable[Any]
     infos: Mapping[int, ParamInfo] = field(default_factory=dict)
     others: Sequence[ParamInfo] = ()
+    model: nn.Module | None = None
 
     @classmethod
     def of(cls, params: Iterable[Any] | DescribedParameters) -> Self:
@@ -62,20 +72,12 @@ class DescribedParameters:
 
     @classmethod
     def _completed(cls, given: DescribedParameters) -> Self:
-        params = [_listed(entry) for entry in given.params]
+        params = [group_with_names(entry) for entry in given.params]
         groups = [entry.get("params", ()) if isinstance(entry, dict) else [entry] for entry in params]
         named = [entry for group in groups if not isinstance(group, Tensor) for entry in group]
         pairs = [entry for entry in named if isinstance(entry, tuple) and len(entry) == 2]
         infos = describe_named([(name, parameter) for name, parameter in pairs if id(parameter) not in given.infos])
         return cls(params, {**infos, **given.infos}, given.others)
-
-
-def _listed(entry: Any) -> Any:
-    """A param group whose parameters can be read twice; anything else as it is, for torch to take or refuse."""
-    if isinstance(entry, dict) and isinstance(entry.get("params"), Iterable):
-        ordered = not isinstance(entry["params"], (Tensor, set))
-        return {**entry, "params": list(entry["params"])} if ordered else entry
-    return entry
 
 
 def describe_parameter(

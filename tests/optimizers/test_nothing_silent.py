@@ -1,6 +1,7 @@
 """What would go wrong without a word is refused, or said once."""
 
 import copy
+import pickle
 import warnings
 from typing import Any, Literal
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from eigengraft import ContractError, Optimizer, compose
+from eigengraft.optimizers import grouped
 from eigengraft.preconditioners import Stage
 from eigengraft.slots import State
 from eigengraft.step_context import StepContext
@@ -176,3 +178,55 @@ class TestRounding:
     )
     def test_parameters_that_move_are_no_cause(self, run: dict[str, Any]) -> None:
         assert self.warned(**run) == []
+
+
+class TestEvaluationOfAveragedIterates:
+    def run(self, recipe: str, evaluated: bool, steps: int = 1) -> list[str]:
+        model = Net()
+        optimizer = compose(recipe, model)
+        for _ in range(steps):
+            backward(model)
+            optimizer.step()
+        copied = copy.deepcopy(model)
+        if evaluated:
+            optimizer.eval()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model(torch.ones(2, 4))
+            for net in (model.eval(), model, copied.eval(), pickle.loads(pickle.dumps(model))):
+                net(torch.ones(2, 4))
+                with torch.no_grad():
+                    net(torch.ones(2, 4))
+        return [str(warning.message) for warning in caught]
+
+    def test_a_forgotten_switch_is_said_once(self) -> None:
+        said = self.run("schedule_free_adamw", evaluated=False)
+        assert len(said) == 1 and "averages iterates (schedule_free)" in said[0] and "optimizer.eval()" in said[0]
+
+    def test_nothing_is_said_elsewhere(self) -> None:
+        assert self.run("schedule_free_adamw", evaluated=True) == []
+        assert self.run("schedule_free_adamw", evaluated=False, steps=0) == []
+        assert self.run("adamw", evaluated=False) == []
+
+
+class TestGroupsOfAModel:
+    def test_routes_know_the_model(self) -> None:
+        class Tokens(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.table, self.hidden = nn.Embedding(5, 4), nn.Linear(4, 4)
+
+        model = Tokens()
+        groups = [
+            {"params": [model.table.weight, model.hidden.weight], "weight_decay": 0.1},
+            {"params": [("any name", model.hidden.bias)], "lr": 0.5},
+        ]
+        optimizer = compose("soap", grouped(model, groups))
+        routes = {row.name: row.route for row in optimizer.routing_table()}
+        assert routes == {row.name: row.route for row in compose("soap", model).routing_table()}
+        assert optimizer.param_groups[0]["weight_decay"] == 0.1 and optimizer.param_groups[1]["lr"] == 0.5
+        assert optimizer.param_groups[0]["param_names"] == ["table.weight", "hidden.weight"]
+
+    def test_a_parameter_of_another_model_is_refused(self) -> None:
+        with pytest.raises(ValueError, match=r"^grouped: group 0: .* of shape \(5, 4\) at 0"):
+            grouped(Net(), [{"params": list(Net().parameters())}])

@@ -1,0 +1,53 @@
+"""Hugging Face's Trainer: recipes for its arguments, with names, the usual weight decay, and saving on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+from transformers import Trainer
+
+from eigengraft import Optimizer, compose
+from eigengraft.optimizers import ConsolidateOnSave, grouped
+
+
+def trainer_options(recipe: Any, args: Any, *, overrides: Any = ()) -> dict[str, Any]:
+    """What a Trainer takes for a recipe: `Trainer(model, args, **trainer_options("soap", args), train_dataset=...)`.
+
+    args: the `TrainingArguments`, of which `learning_rate` and `weight_decay` are used; `optim` and `adam_*` are not.
+    overrides: changes of the recipe, as `compose` takes them.
+    """
+    chosen = optimizer_factory(recipe, args.learning_rate, args.weight_decay, overrides=overrides)
+    return {"optimizer_cls_and_kwargs": chosen, "callbacks": [ConsolidateOnSave()]}
+
+
+def optimizer_factory(
+    recipe: Any, lr: float | None = None, weight_decay: float | None = None, *, overrides: Any = ()
+) -> tuple[Callable[[], Callable[..., Optimizer]], dict[str, Any]]:
+    """The argument `optimizer_cls_and_kwargs` of a Trainer, whose optimizer is made of the model itself.
+
+    lr, weight_decay: default the recipe's. A Trainer does not tell factories its arguments; `trainer_options` does.
+    Several processes without a sharded model need `ConsolidateOnSave` among the callbacks too.
+    """
+    return _factory, {"recipe": recipe, "lr": lr, "weight_decay": weight_decay, "overrides": overrides}
+
+
+def _factory() -> Callable[..., Optimizer]:
+    """What a Trainer calls first, without arguments; it calls the result with the model."""
+    return _optimizer
+
+
+def _optimizer(
+    model: nn.Module, recipe: Any, lr: float | None, weight_decay: float | None, overrides: Mapping[str, Any]
+) -> Optimizer:
+    """An optimizer with the two param groups of a Trainer: norms and biases do not decay."""
+    unused: Any = None
+    decaying = set(Trainer.get_decay_parameter_names(unused, model))
+    named = list(model.named_parameters())
+    groups: list[dict[str, Any]] = [
+        {"params": [entry for entry in named if entry[0] in decaying]},
+        {"params": [entry for entry in named if entry[0] not in decaying], "weight_decay": 0.0},
+    ]
+    described = grouped(model, [group for group in groups if group["params"]])
+    return compose(recipe, described, lr, weight_decay, overrides=overrides)

@@ -1,0 +1,65 @@
+"""Lightning: evaluation and checkpoints at averaged iterates, which its loops do not know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from lightning.pytorch import Callback
+
+from eigengraft import Optimizer
+
+AVERAGED = "averaged_state_dict"
+"""The key of a checkpoint under which the module is at the averaged iterate."""
+
+
+class AveragedIterates(Callback):
+    """Calls `optimizer.eval()` before validation, test and prediction and `optimizer.train()` after them.
+
+    Checkpoints hold the iterate that is trained, from which runs resume bit for bit, and under "averaged_state_dict"
+    the module at the averaged one. Recipes without an averaging are left alone.
+    """
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Before a validation."""
+        _switch(trainer, "eval")
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """After a validation, before callbacks that save, which Lightning calls last."""
+        _switch(trainer, "train")
+
+    def on_test_start(self, trainer: Any, pl_module: Any) -> None:
+        """Before a test."""
+        _switch(trainer, "eval")
+
+    def on_test_end(self, trainer: Any, pl_module: Any) -> None:
+        """After a test."""
+        _switch(trainer, "train")
+
+    def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
+        """Before a prediction."""
+        _switch(trainer, "eval")
+
+    def on_predict_end(self, trainer: Any, pl_module: Any) -> None:
+        """After a prediction."""
+        _switch(trainer, "train")
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Adds the module at the averaged iterate to a checkpoint."""
+        if any(optimizer.iterate == "train" for optimizer in _averaging(trainer)):
+            _switch(trainer, "eval")
+            state = pl_module.state_dict()
+            checkpoint[AVERAGED] = {name: value.detach().clone() for name, value in state.items()}
+            _switch(trainer, "train")
+
+
+def _averaging(trainer: Any) -> Iterator[Optimizer]:
+    """The optimizers of a trainer whose recipes average iterates."""
+    for optimizer in trainer.optimizers:
+        if isinstance(optimizer, Optimizer) and optimizer.recipe.averaging is not None:
+            yield optimizer
+
+
+def _switch(trainer: Any, mode: str) -> None:
+    for optimizer in _averaging(trainer):
+        getattr(optimizer, mode)()

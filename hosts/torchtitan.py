@@ -1,0 +1,42 @@
+"""torchtitan: its container of optimizers, whose groups may name recipes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.optim import Optimizer as TorchOptimizer
+from torchtitan.components.optimizer import OptimizersContainer
+
+from eigengraft import compose, shipped_recipes
+from eigengraft.optimizers import grouped
+
+_CHOICES = ("fused", "foreach")
+"""Implementations that torchtitan asks every group for."""
+
+
+class RecipesContainer(OptimizersContainer):
+    """torchtitan's container, in which `optimizer_name` of a group may be a shipped recipe.
+
+    `RecipesContainer.Config(param_groups=[ParamGroupConfig(pattern=".*", optimizer_name="soap", optimizer_kwargs={"lr":
+    3e-3})])`. Changes of a recipe go under its name into `optimizer_factory_kwargs_by_name`, as `overrides`. Groups of
+    one recipe are one optimizer for each part of the model, whose routes see that part.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(OptimizersContainer.Config):
+        """The configuration of torchtitan's container."""
+
+    def _resolve_optimizer_factory(self, name: str) -> Callable[..., TorchOptimizer]:
+        if name not in shipped_recipes():
+            factory: Callable[..., TorchOptimizer] = OptimizersContainer._resolve_optimizer_factory(name)
+            return factory
+
+        def optimizer(groups: list[dict[str, Any]], **options: Any) -> TorchOptimizer:
+            own = [{key: value for key, value in group.items() if key not in _CHOICES} for group in groups]
+            first = own[0]["params"][0]
+            part = next(part for part in self.model_parts if any(first is own for own in part.parameters()))
+            return compose(name, grouped(part, own), **options)
+
+        return optimizer

@@ -1,0 +1,3 @@
+"""What hosts need before any of them is imported."""
+
+from . import operators as operators
