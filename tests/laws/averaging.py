@@ -11,6 +11,9 @@ AVERAGINGS = (
             Fault({"kind": "ema", "decay": 1.0}, r"decay: .*less than 1, got 1\.0"),
             Fault({"kind": "ema", "every": 0}, "every: .*greater than or equal to 1, got 0"),
             Fault({"kind": "ema", "start": 0}, "start: .*greater than or equal to 1, got 0"),
+            Fault(
+                {"kind": "ema", "inner": {"kind": "ema"}}, "inner: an averaging without a mean of its own is required"
+            ),
         ),
     ),
     Row({"kind": "ema", "decay": 0.8, "every": 2, "start": 3, "bias_correction": False}, "late, uncorrected"),
@@ -54,6 +57,9 @@ AVERAGINGS = (
     ),
     Row({"kind": "ema_nesterov", "beta": 0.5, "start": 2, "stop": 9, "follow_lr": True}, "for a while"),
     Row({"kind": "ema", "decay": 0.8, "weight": 0.6}, "beside the parameter"),
+    Row(
+        {"kind": "ema", "decay": 0.8, "weight": 0.6, "start": 3, "inner": {"kind": "ema_nesterov"}}, "over a look-ahead"
+    ),
 )
 
 CONSTRAINTS = (

@@ -582,5 +582,26 @@ def test_the_record_of_track_3_is_its_formulas(shape: tuple[int, int]) -> None:
         w = moved_to
         y = w + 0.3 * drift if 3 <= t < 9 else w
         path.append(y)
-    overrides = cadence(BASIS, "averaging.start=3", "averaging.stop=9")
+    overrides = cadence(BASIS, "averaging.inner.start=3", "averaging.inner.stop=9")
     assert distance(follow(recipe("track3", *overrides, lr=LR), [init], gradients), [torch.stack(path)], [init]) <= 1e-9
+
+
+@pytest.mark.parametrize("averaged", [True, False])
+def test_the_tail_average_is_of_the_base_iterate_and_can_be_taken_out(averaged: bool) -> None:
+    """E <- E + (W - E) / 150 from the second update on, evaluated 0.4 W + 0.6 E; training does not see it."""
+    weight, gradients = torch.nn.Parameter(normal(5, 4, seed=5)), random_gradients([(5, 4)], 6)
+    inner = {"kind": "ema_nesterov", "start": 2, "ahead": 0.5}
+    tail = {"kind": "ema", "decay": 1 - 1 / 150, "start": 2, "bias_correction": False, "weight": 0.6, "inner": inner}
+    plain = {"update": [{"kind": "heavy_ball", "beta": 0.0}], "weight_decay": {"kind": "decoupled", "rate": 0.0}}
+    optimizer = Optimizer([weight], {**plain, "averaging": tail if averaged else inner}, lr=LR)
+    w, drift, mean = weight.detach().clone(), torch.zeros(5, 4).double(), torch.zeros(5, 4).double()
+    for t, (g,) in enumerate(gradients, start=1):
+        y = weight.detach().clone()
+        torch.testing.assert_close(y, w + 0.5 * drift if t > 2 else w)
+        weight.grad = g.clone()
+        optimizer.step()
+        moved_to = y - LR * g
+        drift, w = 0.99 * drift + 0.01 * (moved_to - w), moved_to
+        mean = w.clone() if t == 2 else mean + (w - mean) / 150 if t > 2 else mean
+    optimizer.eval()
+    torch.testing.assert_close(weight.detach(), 0.4 * w + 0.6 * mean if averaged else w)
