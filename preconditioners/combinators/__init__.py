@@ -1,1 +1,1 @@
-"""Stages that hold other stages: chain, sum, split, graft, transform, coordinates of a partner."""
+"""Stages that hold other stages: chain, sum, split, graft, transform, trust, coordinates of a partner."""

@@ -130,6 +130,17 @@ COMBINED = (
     Row({**PROJECTED, "side": "left", "renewal": LATE}, "lifted, left", degree=0),
     Row({**PROJECTED, "projection": "random", "result": "rescale", "per": "block"}, "rescaled", degree=0),
     Row(
+        {"kind": "trust", "inner": [MOMENTUM, RMS]},
+        degree=1,
+        faults=(
+            unknown("trust"),
+            Fault({"kind": "trust", "inner": []}, "inner: .*at least 1"),
+            Fault({"kind": "trust", "inner": RMS, "agreement": 1.0}, r"agreement: .*less than 1, got 1\.0"),
+            Fault({"kind": "trust", "inner": RMS, "cap": 1.5}, "cap: .*less than or equal to 1"),
+        ),
+    ),
+    Row({"kind": "trust", "inner": basis(RMS), "floor": 0.45, "cap": 0.85}, "of a basis, bounded", degree=1),
+    Row(
         {"kind": "partner_basis", "inner": [MOMENTUM]},
         degree=1,
         blocks=FACTORS,

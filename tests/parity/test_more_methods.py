@@ -586,6 +586,33 @@ def test_the_record_of_track_3_is_its_formulas(shape: tuple[int, int]) -> None:
     assert distance(follow(recipe("track3", *overrides, lr=LR), [init], gradients), [torch.stack(path)], [init]) <= 1e-9
 
 
+@pytest.mark.parametrize(("floor", "cap"), [(0.0, 1.0), (0.45, 0.85)])
+def test_trust_is_the_gate_of_the_record(floor: float, cap: float) -> None:
+    """The formulas of the record's code, of signs in place of SOAP's direction; 1e-12 is rounding."""
+    gram_norm = lambda x: (x @ x.mT).norm().sqrt()  # noqa: E731
+    cosine = lambda x, y: (x * y).sum() / (x.norm() * y.norm())  # noqa: E731
+    weight, gradients = torch.nn.Parameter(normal(5, 4, seed=5)), random_gradients([(5, 4)], STEPS)
+    update = [
+        {"kind": "momentum", "beta": 0.9, "nesterov": True, "bias_correction": False},
+        {"kind": "trust", "inner": "sign", "floor": floor, "cap": cap},
+    ]
+    optimizer = Optimizer([weight], {"update": update, "weight_decay": {"kind": "decoupled", "rate": 0.0}}, lr=LR)
+    w, m, gates = weight.detach().clone(), torch.zeros(5, 4).double(), set()
+    for (g,) in gradients:
+        m = 0.9 * m + 0.1 * g
+        raw = 0.9 * m + 0.1 * g
+        made = raw.sign() * gram_norm(raw) / gram_norm(raw.sign())
+        agree = ((cosine(made, raw) - 0.2) / 0.8).clamp(0, 1)
+        gate = (agree * (cosine(made, g) / cosine(raw, g).clamp_min(1e-8)).clamp(0, 1)).clamp(floor, cap)
+        blended = raw + gate * (made - raw)
+        w = w - LR * blended * gram_norm(raw) / gram_norm(blended)
+        gates.add(round(float(gate), 6))
+        weight.grad = g.clone()
+        optimizer.step()
+        torch.testing.assert_close(weight.detach(), w, rtol=0, atol=1e-12)
+    assert len(gates) > 2
+
+
 @pytest.mark.parametrize("averaged", [True, False])
 def test_the_tail_average_is_of_the_base_iterate_and_can_be_taken_out(averaged: bool) -> None:
     """E <- E + (W - E) / 150 from the second update on, evaluated 0.4 W + 0.6 E; training does not see it."""

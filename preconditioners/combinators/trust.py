@@ -1,0 +1,65 @@
+"""A chain whose direction is taken as far as the gradient agrees with it (track 3 of modded-nanogpt)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from eigengraft.numerics import block_norm, per_block, safe_ratio
+from eigengraft.slots import State
+from eigengraft.stacks import Mapped, Summing, settled
+from eigengraft.step_context import StepContext
+
+from ..algebra.basis_change import unfold
+from ..base import Stage, Stages, run_chain
+
+
+class Trust(Stage):
+    """v(d) X / v(X)  with  X = d + t (P - d),  P = v(d) Y / v(Y),  Y = inner(g, d),  v(X) = ||X X^T||_F^(1/2)
+
+    t = clip((cos(P, d) - agreement) / (1 - agreement)) clip(cos(P, g) / cos(d, g)), clip to [0, 1], then to
+    [floor, cap]: a preconditioned direction counts as far as it points with d, and with the gradient as d does, which
+    it does not where its basis is stale (records of 2026 in track 3 of modded-nanogpt, `trust_gate`). Norms and cosines
+    are those of blocks.
+    """
+
+    kind: Literal["trust"] = "trust"
+    inner: Stages = Field(min_length=1, description="the chain that is trusted or not")
+    agreement: float = Field(default=0.2, ge=0, lt=1, description="cosine of P and d below which P does not count")
+    floor: float = Field(default=0.0, ge=0, le=1, description="least weight t of P")
+    cap: float = Field(default=1.0, ge=0, le=1, description="largest weight t of P")
+
+    def chains(self) -> Mapping[str, Stages]:
+        return {"inner": self.inner}
+
+    def needs_matrices(self) -> bool:
+        return True
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Summing[Tensor]:
+        inner: Mapped = run_chain(self.inner, state.scope("inner"), gradient, direction, context)
+        made = yield from settled(inner)
+        size = _gram_norm(direction)
+        made = made * per_block(safe_ratio(size, _gram_norm(made)), made)
+        along = (_cosine(made, direction) - self.agreement) / (1 - self.agreement)
+        ratio = _cosine(made, gradient) / _cosine(direction, gradient).clamp_min(1e-8)
+        weight = (along.clamp(0, 1) * ratio.clamp(0, 1)).clamp(float(self.floor), float(self.cap))
+        blended = torch.lerp(direction, made, per_block(weight, made))
+        return blended * per_block(safe_ratio(size, _gram_norm(blended)), blended)
+
+
+def _cosine(x: Tensor, y: Tensor) -> Tensor:
+    """The cosines `[N]` of blocks, 0 where one of them is."""
+    x, y = (z * per_block(safe_ratio(torch.ones_like(block_norm(z)), block_norm(z)), z) for z in (x, y))
+    return (x * y).flatten(1).sum(1)
+
+
+def _gram_norm(x: Tensor) -> Tensor:
+    """||X X^T||_F^(1/2) `[N]` of blocks as matrices, first axis x the rest."""
+    peak = x.flatten(1).abs().amax(1)
+    matrix = unfold(x * per_block(safe_ratio(torch.ones_like(peak), peak), x), 0)
+    short = matrix.mT if matrix.shape[-2] > matrix.shape[-1] else matrix
+    return peak * block_norm(torch.bmm(short, short.mT)).sqrt()
