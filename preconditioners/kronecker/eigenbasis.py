@@ -34,9 +34,9 @@ class Eigenbasis(Factored):
     `lagged` does so after it, as published: the first gradient only builds the basis.
     transport: what inner state does when Q changes by R = Q_old^T Q_new. exact: vectors are rotated, squares
     transported by (R*R)^T; marginals: exact, then second moments v are fitted to what the statistics know of them in
-    any basis, sum_j v_ij = diag(Q_1^T A_1 Q_1)_i, axis by axis, and no |m| / sqrt(v) grows beyond the largest one
-    before; permute: vectors are rotated, squares only follow the reordering of columns, as published; none: everything
-    stays where it is.
+    any basis, sum_j v_ij = diag(Q_1^T A_1 Q_1)_i, axis by axis, and scaled so that RMS(m / sqrt(v)) of a block is at
+    most what it was, or sqrt(1 - beta); permute: vectors are rotated, squares only follow the reordering of columns, as
+    published; none: everything stays where it is.
     statistic_frame: what is accumulated of axis i. fixed: A_i; basis: B_i = Q_i^T A_i Q_i, from gradients that are in
     the basis already. A refresh asks the solver for the eigenvectors P of B_i; Q_i <- Q_i P, rectified by one Bjorck
     step, and R is P. In exact arithmetic both are the same. But B_i is nearly diagonal, and R is orthogonal however
@@ -120,14 +120,18 @@ class Eigenbasis(Factored):
             return
         moments = InnerMoments(self.inner, self._inside(state))
         super().refresh(state, gradient, context)
-        x = None if self.lagged() else rotate(gradient, _inward(self.matrices(state)))
-        moments.fit({axis: self._marginals(state, axis, x) for axis in self.factor_axes(state.block)})
+        d = {axis: self._marginals(state, axis) for axis in self.factor_axes(state.block)}
+        power = self.statistic.needs_power
+        moments.fit(d, {} if power is None else {axis: self._powers(own, power) for axis, own in d.items()})
 
-    def _marginals(self, state: State, axis: int, x: Tensor | None) -> Tensor:
-        """Sums of second moments over all axes but one; x: the newest gradient in the basis, which they do not have."""
-        q = state[f"basis.{axis}"] if self.statistic_frame == "fixed" else None
-        newest = None if x is None else self.statistic.squares(x, axis)
-        return marginals(state[f"factor.{axis}"], q, newest)
+    def _marginals(self, state: State, axis: int) -> Tensor:
+        """Sums of second moments over all axes but one `[N, d]`, as the statistic of the axis knows them."""
+        return marginals(state[f"factor.{axis}"], state[f"basis.{axis}"] if self.statistic_frame == "fixed" else None)
+
+    def _powers(self, values: Tensor, exponent: Fraction) -> Tensor:
+        """Powers of eigenvalues `[N, d]` in units of their mean, from `floor` up: with these a statistic whitens."""
+        values = values / mean_eigenvalue(values)[:, None]
+        return to_power(values.clamp_min(max(self.floor, tiny(values.dtype))), float(exponent))
 
     def refresh_axis(self, state: State, axis: int, context: StepContext) -> None:
         if self.statistic_frame == "basis":

@@ -1,11 +1,13 @@
 """Second moments after a change of basis, fitted to the sums over axes that the statistics of the basis know.
 
 Legend: v second moments `[N, *block]` in the new basis; s_i `[N, d_i]` sums of v over all axes but i; d_i `[N, d_i]`
-the same sums as the statistic of axis i has them, diag(Q_i^T A_i Q_i).
+the same sums as the statistic of axis i has them, diag(Q_i^T A_i Q_i); w_j `[N, d_j]` weights of axis j in the sums of
+other axes, for statistics that are whitened on it; m first moments in the new basis.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -14,21 +16,23 @@ from torch import Tensor
 from eigengraft.numerics import per_block, tiny
 from eigengraft.slots import Slot, State
 
-from ..algebra.basis_change import slot_axis
+from ..algebra.basis_change import rotate, slot_axis
 from ..base import Stage, chain_slots
 from ..statistics import Statistic
 
 
-def fitted(v: Tensor, marginals: Mapping[int, Tensor]) -> Tensor:
+def fitted(v: Tensor, marginals: Mapping[int, Tensor], weights: Mapping[int, Tensor] | None = None) -> Tensor:
     """v * prod_i (d_i / s_i), scaled to the sum that v had; marginals: d_i by axis of v, in any unit, 0: not known.
 
-    One step of iterative proportional fitting (Deming & Stephan 1940) that takes all axes alike. It is exact where v is
-    a product of one factor for each axis, and whatever v is for a single axis.
+    weights: w_j by axis of v: s_i sums v prod_(j != i) w_j. One step of iterative proportional fitting (Deming &
+    Stephan 1940) that takes all axes alike. It is exact where v is a product of one factor for each axis, and whatever
+    v is for a single axis.
     """
     out, total = v, v.flatten(1).sum(-1)
     for axis, d in marginals.items():
         others = [place + 1 for place in range(v.ndim - 1) if place != axis]
-        s = v.sum(others) if others else v
+        weighted = rotate(v, {place: w for place, w in (weights or {}).items() if place != axis})
+        s = weighted.sum(others) if others else weighted
         known = (d > 0) & (s > 0)
         unit = (s * known).sum(-1) / (d * known).sum(-1).clamp_min(tiny(d.dtype))
         factor = torch.where(known, d * unit[:, None] / s.clamp_min(tiny(s.dtype)), 1.0)
@@ -36,43 +40,64 @@ def fitted(v: Tensor, marginals: Mapping[int, Tensor]) -> Tensor:
     return out * per_block(total / out.flatten(1).sum(-1).clamp_min(tiny(v.dtype)), v)
 
 
-def marginals(a: Tensor, basis: Tensor | None, newest: Tensor | None) -> Tensor:
-    """d_i `[N, d]` from the factor A_i `[N, d, d]`, without the newest gradient; 0 where rounding hides it.
+def marginals(a: Tensor, basis: Tensor | None) -> Tensor:
+    """d_i `[N, d]` from the factor A_i `[N, d, d]`; 0 where rounding hides it.
 
-    basis: Q_i `[N, d, d]`; None: the factor lives in it. newest `[N, d]`: what the newest gradient added to d_i, if the
-    second moments do not have it yet.
+    basis: Q_i `[N, d, d]`; None: the factor lives in it.
     """
     d = a.diagonal(dim1=-2, dim2=-1) if basis is None else (basis * torch.bmm(a, basis)).sum(-2)
-    rounding = torch.finfo(d.dtype).eps * d.shape[-1] * d.amax(-1, keepdim=True)
-    return torch.where((before := d if newest is None else d - newest) > rounding, before, 0.0)
+    return torch.where(d > torch.finfo(d.dtype).eps * d.shape[-1] * d.amax(-1, keepdim=True), d, 0.0)
 
 
 class InnerMoments:
     """First and second moments of a chain whose basis changes; made before the change, and told when it is done.
 
-    A second moment is a running mean of squared gradients, whose slot has a `decay`.
+    A second moment is a running mean of squared gradients, whose slots have a `decay`.
     """
 
     def __init__(self, stages: tuple[Stage, ...], state: State) -> None:
-        slots = [(state.scope(path), name, slot) for path, name, slot in chain_slots(stages, state.block)]
-        self._order = len(state.block)
-        self._second = [entry for entry in slots if entry[2].decay is not None]
-        self._first = [(scope, name) for scope, name, slot in slots if slot.role == "first_moment" and _whole(slot)]
-        self._ratios = [self._largest_ratios(scope[name]) if _whole(slot) else [] for scope, name, slot in self._second]
+        self._block = state.block
+        self._second: dict[str, tuple[State, dict[str, Slot]]] = {}
+        self._first = []
+        for path, name, slot in chain_slots(stages, state.block):
+            if slot.decay is not None:
+                group = path if slot.frame in ("row", "column") else f"{path}/{name}"
+                self._second.setdefault(group, (state.scope(path), {}))[1][name] = slot
+            elif slot.role == "first_moment" and slot.frame == "vector" and slot.axes is None:
+                self._first.append((state.scope(path), name))
+        self._before = self._sizes()
 
-    def _largest_ratios(self, v: Tensor) -> list[Tensor]:
-        """max |m|^2 / v over each block, `[N]`, of every first moment m."""
-        floor = tiny(v.dtype)
-        return [(scope[name].square() / v.clamp_min(floor)).flatten(1).amax(-1) for scope, name in self._first]
+    def _sizes(self) -> dict[str, Tensor]:
+        """mean m^2 / v over each block `[first moments m, N]`, by second moment v."""
+        found = {}
+        for group, (scope, slots) in self._second.items():
+            v = _spread([(scope[name], slot) for name, slot in slots.items()])
+            # v of a direction without gradients is the rounding of rotations, with a margin of 16
+            rounding = v.flatten(1).mean(-1) * (math.prod(self._block) * (16 * torch.finfo(v.dtype).eps) ** 2)
+            real = v > per_block(rounding, v)
+            sizes = [torch.where(real, m[name].square() / v, 0.0).flatten(1).mean(-1) for m, name in self._first]
+            found[group] = torch.stack([torch.zeros_like(rounding), *sizes])
+        return found
 
-    def fit(self, marginals: Mapping[int, Tensor]) -> None:
-        """Fits the second moments to marginals, by axis of the block; then max |m| / sqrt(v) is what it was at most."""
-        for (scope, name, slot), ratios in zip(self._second, self._ratios, strict=True):
-            places = {axis: slot_axis(slot, axis, self._order) for axis in marginals}
-            v = fitted(scope[name], {place: marginals[axis] for axis, place in places.items() if place is not None})
-            for (inside, moment), ratio in zip(self._first, ratios, strict=False):  # no ratios of a factored one
-                v = torch.maximum(v, inside[moment].square() / per_block(ratio.clamp_min(tiny(v.dtype)), v))
-            scope[name] = v
+    def fit(self, marginals: Mapping[int, Tensor], weights: Mapping[int, Tensor]) -> None:
+        """Fits the second moments to marginals, by axis of the block; scales those with which an update would grow.
+
+        The scale of a block is the least one, at least 1, with which mean m^2 / v is at most what it was before, or
+        1 - b where that is more, whichever first moment m is. 1 - b is m^2 / v after one gradient that outweighs all
+        others, in any basis, if both moments have the decay b.
+        """
+        for scope, slots in self._second.values():
+            for name, slot in slots.items():
+                places = {axis: slot_axis(slot, axis, len(self._block)) for axis in marginals}
+                known = {place: marginals[axis] for axis, place in places.items() if place is not None}
+                scope[name] = fitted(scope[name], known, weights)
+        for group, after in self._sizes().items():
+            scope, slots = self._second[group]
+            (decay,) = {slot.decay or 0.0 for slot in slots.values()}
+            most = self._before[group].clamp_min(max(1 - decay, tiny(after.dtype)))
+            growth = (after / most).amax(0).clamp_min(1.0)
+            for name in slots:
+                scope[name] = scope[name] * per_block(growth, scope[name])
 
 
 def require_marginals(statistic: Statistic, inner: tuple[Stage, ...], keeps_all_columns: bool) -> None:
@@ -81,18 +106,25 @@ def require_marginals(statistic: Statistic, inner: tuple[Stage, ...], keeps_all_
     if decay is None:
         fields = {name: getattr(statistic, name) for name in ("kind", "interval", "initial", "source")}
         raise ValueError(
-            f"{rule} the squares of every gradient: a gram, interval 1, initial 0, source gradient; got {fields}"
+            f"{rule} the squares of every gradient: a gram or bregman, interval 1, initial 0, source gradient; "
+            f"got {fields}"
         )
     if not keeps_all_columns:
         raise ValueError(f"{rule} all columns of a basis, got a solver that keeps fewer")
-    found = {slot.decay for *_, slot in chain_slots(inner, (2, 2)) if slot.decay is not None}
-    if found != {decay}:
+    slots = [slot for *_, slot in chain_slots(inner, (2, 2)) if slot.decay is not None]
+    if (found := {slot.decay for slot in slots if slot.decay is not None}) != {decay}:
         raise ValueError(
             f"{rule} second moments inside with the decay of the statistic, {decay:g}, got "
             f"{', '.join(f'{beta:g}' for beta in sorted(found)) or 'none'}"
         )
+    if statistic.needs_power is not None and any(slot.frame != "square" for slot in slots):
+        raise ValueError(f"{rule} second moments of every entry with a statistic that is whitened, got factored ones")
 
 
-def _whole(slot: Slot) -> bool:
-    """Whether the slot has one number for each entry of the block."""
-    return slot.frame in ("vector", "square") and slot.axes is None
+def _spread(parts: list[tuple[Tensor, Slot]]) -> Tensor:
+    """v `[N, *block]`, or of length 1 along an axis that it does not have: whole, of rows, of columns, or rank one."""
+    along = {"row": -1, "column": -2}
+    first, *others = (x.unsqueeze(along[slot.frame]) if slot.frame in along else x for x, slot in parts)
+    for other in others:
+        first = first / first.mean((-2, -1), keepdim=True).clamp_min(tiny(first.dtype)) * other
+    return first

@@ -75,13 +75,17 @@ class Statistic(Schedulable, ABC, family="statistic"):
         return False
 
     @property
-    def decay_of_squares(self) -> float | None:
-        """The decay b, if Q^T A_k Q has on its diagonal running means or sums of squared gradients; else None."""
-        return None
+    def every_gradient(self) -> bool:
+        """Whether the factors are made of gradients alone, and of all of them."""
+        return self.source == "gradient" and self.interval == 1 and not self.initial
 
-    def squares(self, x: Tensor, axis: int) -> Tensor:
-        """What x `[N, *block]`, in the basis Q, adds to diag(Q^T A_k Q) `[N, d]`, if that has `decay_of_squares`."""
-        raise NotImplementedError(f"{type(self).__name__} has no squares on its diagonal")
+    @property
+    def decay_of_squares(self) -> float | None:
+        """The decay b, if Q^T A_k Q has on its diagonal running means or sums of squared gradients, else None.
+
+        The squares are summed over all other axes, with `needs_power` weighted by that power of their eigenvalues.
+        """
+        return None
 
     @abstractmethod
     def contribution(self, state: State, x: Tensor, axis: int, powers: Powers, context: StepContext) -> Contribution:
@@ -183,16 +187,11 @@ class Gram(Statistic):
 
     @property
     def decay_of_squares(self) -> float | None:
-        every_gradient = self.source == "gradient" and self.interval == 1 and not self.initial
-        return self.beta if every_gradient else None
+        return self.beta if self.every_gradient else None
 
     def contribution(self, state: State, x: Tensor, axis: int, powers: Powers, context: StepContext) -> Contribution:
         y = unfold(x, axis)
         return Contribution(y, y, self._unit(y))
-
-    def squares(self, x: Tensor, axis: int) -> Tensor:
-        y = unfold(x, axis)
-        return self._weight * self._unit(y) * y.square().sum(-1)
 
     def _unit(self, y: Tensor) -> float:
         return 1.0 if self.normalize == "none" else 1.0 / max(1, y.shape[-1])

@@ -63,6 +63,10 @@ class Bregman(Statistic):
     def sequential(self) -> bool:
         return self.order == "gauss_seidel"
 
+    @property
+    def decay_of_squares(self) -> float | None:
+        return self.beta if self.every_gradient else None
+
     def contribution(self, state: State, x: Tensor, axis: int, powers: Powers, context: StepContext) -> Contribution:
         left, right, scale = x, x, x.new_ones(x.shape[0])
         for other in range(len(state.block)):

@@ -253,6 +253,21 @@ STAGES = (
         "marginals, spread",
         degree=0,
     ),
+    Row(
+        basis(
+            MOMENTUM,
+            {"kind": "adafactor", "beta": 0.9},
+            transport="marginals",
+            statistic={**SAME_DECAY, "axes": {"side": "right"}},
+        ),
+        "marginals, factored, one side",
+        degree=0,
+    ),
+    Row(
+        basis(MOMENTUM, RMS, transport="marginals", statistic={**SAME_DECAY, "kind": "bregman"}, refresh=EVERY),
+        "marginals, whitened",
+        degree=0,
+    ),
     Row(basis({"kind": "sign"}, statistic={"kind": "gram", "axes": {"side": "right"}}), "one side, sign", degree=0),
     Row(
         basis(MOMENTUM, RMS, statistic={"kind": "gram", "axes": {"vectors": False}}, refresh=SPREAD),

@@ -106,18 +106,24 @@ class Relabelled(BasisSolver):
         return Basis(q[:, :, order] * signs, None, ok)
 
 
+FACTORED = [{"kind": "momentum", "beta": 0.9, "nesterov": True}, {"kind": "adafactor", "beta": 0.9}]
+FITTED = {"transport": "marginals", "statistic": {"kind": "gram", "beta": 0.9}}
+
+
 @pytest.mark.parametrize(
-    "inner",
+    "more",
     [
-        [{"kind": "momentum", "beta": 0.9}, {"kind": "rms", "beta": 0.9}],
-        [{"kind": "momentum", "beta": 0.9, "nesterov": True}, {"kind": "adafactor", "beta": 0.9}],
-        [{"kind": "rms", "beta": 0.9}, {"kind": "heavy_ball"}],
-        ["sign"],
+        {"inner": [{"kind": "momentum", "beta": 0.9}, {"kind": "rms", "beta": 0.9}]},
+        {"inner": FACTORED},
+        {"inner": [{"kind": "rms", "beta": 0.9}, {"kind": "heavy_ball"}]},
+        {"inner": ["sign"]},
+        {"inner": [{"kind": "momentum", "beta": 0.9}, {"kind": "rms", "beta": 0.9}], **FITTED},
+        {"inner": FACTORED, **FITTED},
     ],
-    ids=["momentum rms", "momentum adafactor", "rms momentum", "sign"],
+    ids=["momentum rms", "momentum adafactor", "rms momentum", "sign", "fitted", "fitted factors"],
 )
 @pytest.mark.parametrize("shape", [(6, 6), (7,), (4, 3, 5)])
-def test_relabelling_and_flipping_the_basis_changes_nothing(inner: list[Any], shape: tuple[int, ...]) -> None:
+def test_relabelling_and_flipping_the_basis_changes_nothing(more: dict[str, Any], shape: tuple[int, ...]) -> None:
     """The state follows the columns, wherever they go and whatever their sign. 1e-10: rounding over 20 rotations.
 
     The first refresh comes when no statistic is singular: a null space has no basis of its own to relabel.
@@ -126,7 +132,7 @@ def test_relabelling_and_flipping_the_basis_changes_nothing(inner: list[Any], sh
     init, gradients = [torch.zeros(shape, dtype=torch.float64)], random_gradients([shape], 40)
 
     def path(solver: object) -> list[Tensor]:
-        stage = {"kind": "eigenbasis", "inner": inner, "refresh": every, "solver": solver}
+        stage = {"kind": "eigenbasis", "refresh": every, "solver": solver, **more}
         return follow(recipe(plain(stage), lr=1.0), init, gradients)
 
     assert distance(path({"kind": "relabelled_for_test"}), path({"kind": "eigh"}), init) <= 1e-10
@@ -146,6 +152,7 @@ EQUIVARIANT = {
     "shampoo, newton": plain({"kind": "momentum"}, NEWTON),
     "shampoo, grafted from sgd": plain({"kind": "graft", "direction": SHAMPOO, "magnitude": "identity"}),
     "soap": plain(SOAP),
+    "soap, marginals": plain({**SOAP, "transport": "marginals", "statistic": {"kind": "gram", "beta": 0.9}}),
     "soap, momentum outside": plain({"kind": "momentum"}, {**SOAP, "inner": {"kind": "rms", "eps": 1e-3}}),
     "soap, factored": plain({**SOAP, "inner": {"kind": "adafactor", "beta": 0.9, "eps": 1e-2}}),
     "muon, svd": plain(
