@@ -102,23 +102,26 @@ class InnerMoments:
 
 def require_marginals(statistic: Statistic, inner: tuple[Stage, ...], keeps_all_columns: bool) -> None:
     """Raises ValueError where a statistic does not know sums of the second moments of a chain in its basis."""
-    decay, rule = statistic.decay_of_squares, "transport: 'marginals' needs"
+    if needed := _needed(statistic, inner, keeps_all_columns):
+        raise ValueError(f"transport: 'marginals' needs {needed}; 'exact' needs nothing of a chain")
+
+
+def _needed(statistic: Statistic, inner: tuple[Stage, ...], keeps_all_columns: bool) -> str | None:
+    """What is missing for fitted second moments, and what there is in its place."""
+    decay = statistic.decay_of_squares
     if decay is None:
         fields = {name: getattr(statistic, name) for name in ("kind", "interval", "initial", "source")}
-        raise ValueError(
-            f"{rule} the squares of every gradient: a gram or bregman, interval 1, initial 0, source gradient; "
-            f"got {fields}"
-        )
+        wanted = "a gram or bregman, interval 1, initial 0, source gradient"
+        return f"the squares of every gradient: {wanted}; got {fields}"
     if not keeps_all_columns:
-        raise ValueError(f"{rule} all columns of a basis, got a solver that keeps fewer")
+        return "all columns of a basis, got a solver that keeps fewer"
     slots = [slot for *_, slot in chain_slots(inner, (2, 2)) if slot.decay is not None]
     if (found := {slot.decay for slot in slots if slot.decay is not None}) != {decay}:
-        raise ValueError(
-            f"{rule} second moments inside with the decay of the statistic, {decay:g}, got "
-            f"{', '.join(f'{beta:g}' for beta in sorted(found)) or 'none'}"
-        )
+        got = ", ".join(f"{beta:g}" for beta in sorted(found)) or "none"
+        return f"second moments inside with the decay of the statistic, {decay:g}, got {got}"
     if statistic.needs_power is not None and any(slot.frame != "square" for slot in slots):
-        raise ValueError(f"{rule} second moments of every entry with a statistic that is whitened, got factored ones")
+        return "second moments of every entry with a statistic that is whitened, got factored ones"
+    return None
 
 
 def _spread(parts: list[tuple[Tensor, Slot]]) -> Tensor:

@@ -184,5 +184,5 @@ INSIDE = "update.eigenbasis"
     ],
 )
 def test_what_does_not_know_sums_is_refused(source: str, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(RecipeError, match=rf"{INSIDE}: transport: 'marginals' needs {message}"):
+    with pytest.raises(RecipeError, match=rf"{INSIDE}.transport: 'marginals' needs {message}"):
         load_recipe(source, {f"{INSIDE}.transport": "marginals", **changes})
