@@ -27,7 +27,7 @@ help:
 	@echo "make bench  steps against other libraries and their floor (under 10 minutes; make bench ARGS='threads=2', BENCH= for all)"
 	@echo "make check  lint, formatting, types"
 	@echo "make docs   build the documentation into site/, without a network"
-	@echo "make hosts  train, save and resume in Hugging Face, accelerate, Lightning, timm, torchtitan, Optuna, Ray (3 minutes)"
+	@echo "make hosts  train, save and resume in Hugging Face, accelerate, Lightning, timm, torchtitan, Optuna, Ray (5 minutes)"
 	@echo "make clean  remove the environment, caches and build folders; runs/ stays"
 
 demo: $(READY)
@@ -56,7 +56,7 @@ docs: $(READY)
 
 # In an environment of its own, with what these libraries bring.
 hosts: $(HOSTS_READY)
-	PYTHONPATH=src $(HOSTS)/bin/python -m pytest -p no:cacheprovider --durations=0 tests/hosts $(ARGS)
+	PYTHONPATH=$(CURDIR)/src $(HOSTS)/bin/python -m pytest -p no:cacheprovider --durations=0 tests/hosts $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(HOSTS) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
