@@ -1,4 +1,4 @@
-"""The command line: `eigengraft train | show | schema | ablate | report | demo | bench | plan`.
+"""The command line: `eigengraft train | show | schema | ablate | report | demo | bench | plan | costs`.
 
 Commands load, call the library and print. A wrong input ends with one box on standard error and exit code 2, an
 interrupt with exit code 130.
@@ -25,6 +25,7 @@ from ..training.loading import load_experiment
 from ..training.parallel.ranks import is_first_process
 from ..training.train import train
 from . import bench as cli_bench
+from . import costs as cli_costs
 from . import plan as cli_plan
 from . import study as cli_study
 from .console import describe_result, print_error, print_table, routing_table_of, storage_table, to_yaml
@@ -146,6 +147,7 @@ app.command("report")(cli_study.report_command)
 app.command("demo")(cli_study.demo_command)
 app.command("bench")(cli_bench.bench_command)
 app.command("plan")(cli_plan.plan_command)
+app.command("costs")(cli_costs.costs_command)
 
 
 def main() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -17,6 +19,9 @@ from ..recipe.routing import DescribedParameters, ParamInfo, describe_model
 from .evaluation import watch_evaluation
 from .input_grams import watch_inputs
 from .logits import watch_logits
+
+_MOST = 256
+"""Bytes of state for each entry above which a parameter is said to be costly; Adam holds 8, SOAP on squares 24."""
 
 
 def compose(
@@ -45,6 +50,7 @@ def compose(
         watch_inputs(optimizer, described.model)
         watch_logits(optimizer, described.model)
         watch_evaluation(optimizer, described.model)
+    _warn_of_costs(optimizer)
     return optimizer
 
 
@@ -83,6 +89,20 @@ def _require_trainable(named: Iterable[tuple[str, Tensor]]) -> None:
             )
     if not any(parameter.requires_grad for _, parameter in named):
         raise ValueError("compose: a model with trainable parameters is required, got none")
+
+
+def _warn_of_costs(optimizer: Optimizer) -> None:
+    """Say once which parameters hold state out of proportion, as factors of long axes of thin matrices are."""
+    rows = [row for row in optimizer.routing_table() if row.state_bytes > max(2**20, _MOST * math.prod(row.shape))]
+    if rows:
+        worst = max(rows, key=lambda row: row.state_bytes / math.prod(row.shape))
+        more = f", and {len(rows) - 1} others like it" if len(rows) > 1 else ""
+        warnings.warn(
+            f"{worst.name}: {worst.state_bytes / math.prod(worst.shape):.0f} bytes of state for each entry of "
+            f"{list(worst.shape)}{more}; `axes: {{max_skew: 32}}` of a statistic leaves axes so long without a factor, "
+            "and a route sends parameters to another update",
+            stacklevel=3,
+        )
 
 
 def submodel(model: nn.Module, full: nn.Module) -> DescribedParameters:

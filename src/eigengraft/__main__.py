@@ -1,6 +1,18 @@
 """`python -m eigengraft` is the command `eigengraft`; torchrun starts it so."""
 
-from eigengraft.experiments.cli.main import main
+import sys
+
+
+def command_line() -> None:
+    """Run the command line; where its libraries are missing, say what installs them."""
+    try:
+        from eigengraft.experiments.cli.main import main
+    except ModuleNotFoundError as error:
+        if error.name is not None and error.name.startswith("eigengraft"):
+            raise
+        sys.exit(f"eigengraft: the command line needs '{error.name}'; pip install 'eigengraft[experiments]'")
+    main()
+
 
 if __name__ == "__main__":
-    main()
+    command_line()

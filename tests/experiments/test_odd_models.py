@@ -1,0 +1,86 @@
+"""Adapters, experts, convolutions, recurrent nets and large vocabularies: what they cost, and that they train."""
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+import eigengraft
+from eigengraft.experiments.cli.main import app
+from eigengraft.optimizers.planning.plan import plan
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "odd-models.md"
+THIN = {"update.eigenbasis.statistic.axes": {"max_skew": 32.0}}
+
+
+@pytest.mark.slow
+def test_the_figures_of_the_page_are_those_of_the_command() -> None:
+    printed = CliRunner().invoke(app, ["costs"]).stdout.strip()
+    assert printed in PAGE.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("overrides", "expected"), [({}, 1032), (THIN, 8)])
+def test_the_bytes_of_a_thin_matrix_are_those_of_its_factors(overrides: dict[str, object], expected: int) -> None:
+    """Blocks [8, 1024]: two moments, 4 bytes each, and two matrices for each factor, over 8 * 1024 entries."""
+    both = 8 + 2 * 4 * (8**2 + 1024**2) / (8 * 1024)
+    short = 8 + 2 * 4 * 8**2 / (8 * 1024)
+    assert expected == int(short if overrides else both)
+    recipe = eigengraft.load_recipe("soap", overrides)
+    planned = plan(recipe, [("lora_A.weight", (8, 4096))], (1,), "ddp")
+    assert planned.state[0] / (8 * 4096) == pytest.approx(short if overrides else both, abs=0.01)  # counts of steps
+
+
+def test_costly_state_is_said_once_with_the_remedy() -> None:
+    model = nn.Module()
+    model.base, model.lora_A = nn.Linear(8, 8).requires_grad_(False), nn.Linear(1024, 8, bias=False)
+    with pytest.warns(UserWarning, match=r"^lora_A\.weight: 1032 bytes of state .* \[8, 1024\]; .*max_skew"):
+        eigengraft.compose("soap", model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        eigengraft.compose("soap", model, overrides=THIN)
+        eigengraft.compose("soap", nn.Linear(64, 64))
+
+
+class Adapted(nn.Module):
+    """x W + x A B with W frozen, experts, a convolution, an LSTM and an embedding: one forward uses all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.base = nn.Embedding(40, 6), nn.Linear(6, 6).requires_grad_(False)
+        self.lora_A, self.lora_B = nn.Linear(6, 2, bias=False), nn.Linear(2, 6, bias=False)
+        self.experts = nn.Parameter(torch.empty(3, 6, 6))
+        self.kernel, self.cells, self.lm_head = nn.Conv1d(6, 6, 3, padding=1), nn.LSTM(6, 6), nn.Linear(6, 40)
+        generator = torch.Generator().manual_seed(0)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.3, generator=generator)
+
+    def forward(self, symbols: Tensor) -> Tensor:
+        x = self.table(symbols)
+        x = self.base(x) + self.lora_B(self.lora_A(x))
+        x = torch.einsum("btd,edf->btf", x, self.experts[:2])  # the last expert sees nothing
+        x = self.kernel(x.mT).mT
+        out: Tensor = self.lm_head(self.cells(x)[0])
+        return out
+
+
+@pytest.mark.parametrize("recipe", ["adamw", "muon", "shampoo", "soap", "psgd_kron"])
+def test_all_of_them_train_in_one_model(recipe: str) -> None:
+    model, symbols = Adapted(), torch.arange(24).reshape(2, 12)
+    idle, frozen = model.experts[2].clone(), model.base.weight.clone()
+    optimizer = eigengraft.compose(recipe, model, lr=0.02, weight_decay=0.0)
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(symbols).flatten(0, 1), symbols.flatten())
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.9 * losses[0]
+    assert torch.equal(model.base.weight, frozen)
+    assert torch.equal(model.experts[2], idle)  # a gradient of zeros moves nothing
+    table = {row.name: row.route for row in optimizer.routing_table()}
+    assert table["table.weight"] == table["lm_head.weight"] == "routes.adam" or recipe == "adamw"
+    assert table["lora_A.weight"] == table["cells.weight_ih_l0"] == table["experts"] == ""
