@@ -130,8 +130,9 @@ COMBINED = (
     Row({**PROJECTED, "side": "left", "renewal": LATE}, "lifted, left", degree=0),
     Row({**PROJECTED, "projection": "random", "result": "rescale", "per": "block"}, "rescaled", degree=0),
     Row(
-        {"kind": "trust", "inner": [MOMENTUM, RMS]},
+        {"kind": "trust", "inner": [MOMENTUM, RMS], "floor": 0.1, "cap": 0.85},
         degree=1,
+        blocks=((6, 5), (7,), (1, 1)),
         faults=(
             unknown("trust"),
             Fault({"kind": "trust", "inner": []}, "inner: .*at least 1"),
@@ -139,7 +140,6 @@ COMBINED = (
             Fault({"kind": "trust", "inner": RMS, "cap": 1.5}, "cap: .*less than or equal to 1"),
         ),
     ),
-    Row({"kind": "trust", "inner": basis(RMS), "floor": 0.45, "cap": 0.85}, "of a basis, bounded", degree=1),
     Row(
         {"kind": "partner_basis", "inner": [MOMENTUM]},
         degree=1,
@@ -157,7 +157,7 @@ COMBINED = (
     Row(
         {"kind": "partner_basis", "inner": [shampoo(statistic=RIGHT, solver=RIDGE, refresh=EVERY), MOMENTUM, RMS]},
         "statistics",
-        blocks=FACTORS,
+        blocks=FACTORS[:1],
     ),
     Row(
         {"kind": "prodigy", "inner": [MOMENTUM, RMS]},

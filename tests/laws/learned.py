@@ -47,6 +47,7 @@ DIRECT: tuple[Row, ...] = (
     Row({"kind": "psgd", "form": "quad"}, "quad as it comes"),
     Row(
         {"kind": "adaptive_shampoo", "eps": 1e-3, "ceiling": 1e-2},
+        blocks=((6, 5), (7,)),
         faults=(
             unknown("adaptive_shampoo"),
             Fault({"kind": "adaptive_shampoo", "eps": 0.0}, r"eps: .*greater than 0, got 0\.0"),
@@ -63,7 +64,6 @@ DIRECT: tuple[Row, ...] = (
             ),
         ),
     ),
-    Row({"kind": "adaptive_shampoo", "eps": 1e-2, "ceiling": 10.0, "refresh": SPREAD}, "seldom looked at"),
     Row(
         {"kind": "jorge"},
         rotates=True,
