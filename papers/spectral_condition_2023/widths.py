@@ -1,4 +1,4 @@
-"""Say whether the best learning rate of one width is that of others, from the runs of study.yaml or text.yaml.
+"""Say whether the best learning rate of one width is that of others, from the runs of a study beside this file.
 
 Loss is that on the validation data at the end of a run, in nats, the mean over seeds. A run that diverged has no loss.
 
@@ -25,7 +25,11 @@ from eigengraft.experiments.reports.records import learning_rate, read_records
 
 Row = dict[str, Any]
 METHODS = {"adam": "Adam", "muon": "Muon", "soap": "SOAP"}
-RULES = {"plain": "as they are", "scaled": "lr_scale: {base_width: 32}"}
+RULES = {
+    "plain": "as they are",
+    "scaled": "lr_scale: {base_width: 32}",
+    "rates": "lr_scale with the initial weights of torch",
+}
 HIGHEST = 20
 """The largest loss in the figure, in units of the least."""
 
@@ -40,6 +44,11 @@ def collect(directory: Path) -> list[Row]:
         lr, result = learning_rate(run.config), {key: run.result[key] for key in ("diverged", "val_loss")}
         rows.append({**labels, "lr": lr, "seed": run.seed, **result})
     return rows
+
+
+def rules(rows: list[Row]) -> dict[str, str]:
+    """What the rules of a study are called in figures and headings."""
+    return {rule: about for rule, about in RULES.items() if any(row["rule"] == rule for row in rows)}
 
 
 def losses(rows: list[Row], method: str, rule: str) -> dict[int, dict[float, float]]:
@@ -70,7 +79,7 @@ def summary(rows: list[Row]) -> list[str]:
     cost = f"loss at width {widths[-1]}: best lr, lr of width {widths[0]}"
     lines = ["| " + " | ".join(["method", "rule", *heads, cost]) + " |", "|" + " --- |" * (len(heads) + 3)]
     for method, name in METHODS.items():
-        for rule in RULES:
+        for rule in rules(rows):
             found = losses(rows, method, rule)
             rates, last = [best(found[width]) for width in widths], found[widths[-1]]
             cells = [power(rate) for rate in rates] + [f"{last[rates[-1]]:.3f}, {last[rates[0]]:.3f}"]
@@ -99,7 +108,7 @@ def markdown(rows: list[Row]) -> str:
     """The summary and all losses."""
     text = ["Validation loss in nats at the end, mean over seeds.", "", *summary(rows), ""]
     for method, name in METHODS.items():
-        for rule, about in RULES.items():
+        for rule, about in rules(rows).items():
             text += [f"## {name}, {about}", "", *every_loss(rows, method, rule), ""]
     return "\n".join(text)
 
@@ -108,15 +117,16 @@ def draw(rows: list[Row], path: Path) -> None:
     """Loss against learning rate by width: a column for each method, above without and below with the rule."""
     known = [row["val_loss"] for row in rows if row["val_loss"] is not None]
     low = min(known)
-    figure = Figure(figsize=(9.6, 5.6), layout="constrained")
-    for row, (rule, about) in enumerate(RULES.items()):
+    there = rules(rows)
+    figure = Figure(figsize=(9.6, 2.8 * len(there)), layout="constrained")
+    for row, (rule, about) in enumerate(there.items()):
         for column, (method, name) in enumerate(METHODS.items()):
-            axes = figure.add_subplot(2, 3, 3 * row + column + 1)
+            axes = figure.add_subplot(len(there), 3, 3 * row + column + 1)
             _panel(axes, losses(rows, method, rule), (0.8 * low, min(1.1 * max(known), HIGHEST * low)))
             axes.set_title(f"{name}, {about}", fontsize=9.5)
             if column == 0:
                 axes.set_ylabel("validation loss")
-            if row == 1:
+            if row == len(there) - 1:
                 axes.set_xlabel("learning rate")
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8.5, framealpha=0)

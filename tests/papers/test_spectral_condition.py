@@ -22,7 +22,7 @@ def read(name: str) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize(("name", "file"), [("widths", "study"), ("text", "text")])
+@pytest.mark.parametrize(("name", "file"), [("widths", "study"), ("text", "text"), ("rates", "rates")])
 def test_the_runs_that_were_measured_are_those_the_study_plans(name: str, file: str) -> None:
     study, rows = load_study(FOLDER / f"{file}.yaml"), read(name)
     axes = [[json.loads(label) if label[0].isdigit() else label for label in axis] for axis in study.axes.values()]
@@ -41,7 +41,7 @@ def test_the_rule_of_the_study_is_relative_to_its_smallest_width() -> None:
     assert scaled.recipe.lr_scale is not None and scaled.recipe.lr_scale.base_width == 32
 
 
-@pytest.mark.parametrize("name", ["widths", "text"])
+@pytest.mark.parametrize("name", ["widths", "text", "rates"])
 def test_the_tables_are_those_of_the_runs(name: str) -> None:
     """In the table beside the study all of them, in README.md the lines of the summary."""
     rows = read(name)
@@ -74,3 +74,12 @@ def test_the_best_is_the_least_mean_and_a_run_that_diverged_is_worst(tmp_path: P
     assert "| 16 | **2.000** | diverged |" in WIDTHS.every_loss(made, "soap", "scaled")
     WIDTHS.draw(made, tmp_path / "widths.svg")
     assert (tmp_path / "widths.svg").read_text().count("width 16") == 1
+
+
+@pytest.mark.parametrize("method", ["adam", "muon", "soap"])
+def test_learning_rates_alone_do_it_on_text(method: str) -> None:
+    """Within a step of the grid, and at width 128 better than without the rule and than with the initial weights."""
+    alone, text = read("rates"), read("text")
+    assert max(map(abs, WIDTHS.drift(alone, method, "rates"))) <= 1
+    least = min(WIDTHS.losses(alone, method, "rates")[128].values())
+    assert all(least < min(WIDTHS.losses(text, method, rule)[128].values()) - 0.04 for rule in ("plain", "scaled"))
