@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.numerics import per_block
+from eigengraft.numerics import where_blocks
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
@@ -102,7 +102,7 @@ class Factored(Stage):
     def commit(self, state: State, axis: int, value: Tensor, ok: Tensor) -> Tensor:
         """Write `value` where ok `[N]` and count failures elsewhere; returns the matrix that holds now, as stored."""
         name = f"{self.matrix}.{axis}"
-        state[name] = torch.where(per_block(ok, value), value, state[name])
+        state[name] = where_blocks(ok, value, state[name])
         failures = state[f"failures.{axis}"]
         state[f"failures.{axis}"] = torch.where(ok, torch.zeros_like(failures), failures + 1)
         return state[name]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eigengraft.numerics import apply_aligned, symmetrized, to_power
+from eigengraft.numerics import apply_aligned, finite_blocks, symmetrized, to_power
 from eigengraft.ramps import Schedulable
 
 
@@ -97,7 +97,7 @@ def eigh(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     Where nothing helps the decomposition is that of the identity and ok is False.
     """
-    ok = a.isfinite().all(-1).all(-1)
+    ok = finite_blocks(a)
     if a.shape[-1] == 0 or a.shape[0] == 0:
         return a.new_zeros(a.shape[:-1]), a.clone(), ok
     eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)

@@ -29,6 +29,23 @@ def per_block(values: Tensor, like: Tensor) -> Tensor:
     return values if values.ndim == 0 else values.reshape(-1, *[1] * (like.ndim - 1))
 
 
+def finite_blocks(x: Tensor) -> Tensor:
+    """`[N]`, whether all entries of a block are finite.
+
+    On a CPU the sum says so at once: a finite one has no term with inf or nan. Others are looked at entry by entry.
+    """
+    if may_branch_on_values(x) and bool(x.sum().isfinite()):
+        return torch.ones(x.shape[0], dtype=torch.bool, device=x.device)
+    return x.isfinite().flatten(1).all(1)
+
+
+def where_blocks(ok: Tensor, x: Tensor, other: Tensor | float) -> Tensor:
+    """x where ok `[N]`, `other` elsewhere; on a CPU x itself where all blocks are ok."""
+    if may_branch_on_values(ok) and bool(ok.all()):
+        return x
+    return torch.where(per_block(ok, x), x, other)
+
+
 def tiny(dtype: torch.dtype) -> float:
     """The floor below which a scale counts as 0: its reciprocal is finite in `dtype`, with room to spare."""
     return torch.finfo(dtype).tiny * 16

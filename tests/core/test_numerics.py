@@ -1,5 +1,6 @@
 """Decompositions do not depend on where in a stack, and so where in memory, a matrix begins."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eigengraft.numerics import apply_aligned
+from eigengraft.numerics import apply_aligned, finite_blocks, where_blocks
 
 from ..trajectories import rotation
 
@@ -80,3 +81,15 @@ def test_aligned_stacks_are_decomposed_in_one_call(d: int, calls: list[int]) -> 
 def test_empty_stacks_and_empty_matrices_are_given_as_they_are() -> None:
     for shape in ((0, 5, 5), (3, 0, 0)):
         assert apply_aligned(torch.clone, torch.empty(shape)).shape == shape
+
+
+def test_finite_blocks_are_found_where_the_sum_is_no_number() -> None:
+    """A sum that overflows, and infinities that cancel, say nothing of the other blocks."""
+    x = torch.ones(4, 3, 2)
+    assert finite_blocks(x).all()
+    huge = x * 3e38
+    assert finite_blocks(huge).all() and not huge.sum().isfinite()
+    x[1, 0, 0], x[1, 1, 0], x[3, 2, 1] = math.inf, -math.inf, math.nan
+    assert finite_blocks(x).tolist() == [True, False, True, False]
+    assert torch.equal(where_blocks(finite_blocks(x), x, 0.0)[1], torch.zeros(3, 2))
+    assert where_blocks(torch.tensor([True, True]), x[:2], 0.0).data_ptr() == x.data_ptr()

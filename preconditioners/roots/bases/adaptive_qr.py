@@ -8,6 +8,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from eigengraft.numerics import finite_blocks
+
 from ..base import Basis, BasisSolver, leading_eigenvectors
 from .power_qr import householder, identity_order, off_diagonal, ordered_step, unit_sized
 
@@ -32,7 +34,7 @@ class AdaptiveQR(BasisSolver):
             return leading_eigenvectors(a)
         a, ok = unit_sized(a)
         q, order = self.gathered(a, q) if a.device.type == "cpu" else self.masked(a, q)
-        return Basis(q, order, ok & q.isfinite().all(-1).all(-1))
+        return Basis(q, order, ok & finite_blocks(q))
 
     def masked(self, a: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
         """The new basis and its order, every matrix carried along to the end."""

@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.numerics import apply_aligned
+from eigengraft.numerics import apply_aligned, finite_blocks
 
 from ..base import Basis, BasisSolver, leading_eigenvectors
 from .power_qr import householder, identity_order, ordered_step, same_signs, unit_sized
@@ -41,7 +41,7 @@ class CholeskyQR(BasisSolver):
         order = identity_order(q)
         for _ in range(self.steps):
             q, order = ordered_step(torch.bmm(a, q), q, order, self.orthonormal)
-        return Basis(q, order, ok & q.isfinite().all(-1).all(-1))
+        return Basis(q, order, ok & finite_blocks(q))
 
     def orthonormal(self, aq: Tensor, q: Tensor) -> Tensor:
         """The orthonormal factor of aq, with the signs of q."""

@@ -13,7 +13,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.numerics import apply_aligned, block_norm, tiny
+from eigengraft.numerics import apply_aligned, block_norm, finite_blocks, per_block, tiny, where_blocks
 
 from ..base import Basis, BasisSolver, leading_eigenvectors
 
@@ -37,12 +37,12 @@ class PowerQR(BasisSolver):
     def basis(self, a: Tensor, q: Tensor, first: bool) -> Basis:
         if first and self.bootstrap:
             return leading_eigenvectors(a)
-        ok = a.isfinite().all(-1).all(-1)
-        a = torch.where(ok[:, None, None], a, 0.0)
+        ok = finite_blocks(a)
+        a = where_blocks(ok, a, 0.0)
         order = identity_order(q)
         for _ in range(self.steps):
             q, order = ordered_step(torch.bmm(a, q), q, order, householder)
-        return Basis(q, order, ok & q.isfinite().all(-1).all(-1))
+        return Basis(q, order, ok & finite_blocks(q))
 
 
 def unit_sized(a: Tensor) -> tuple[Tensor, Tensor]:
@@ -50,8 +50,8 @@ def unit_sized(a: Tensor) -> tuple[Tensor, Tensor]:
 
     With it `[N]`, where A is finite.
     """
-    ok = a.isfinite().all(-1).all(-1)
-    a = torch.where(ok[:, None, None], a, 0.0)
+    ok = finite_blocks(a)
+    a = where_blocks(ok, a, 0.0)
     return a / a.abs().amax((-2, -1), keepdim=True).clamp_min(tiny(a.dtype)), ok
 
 
@@ -69,15 +69,21 @@ def off_diagonal(b: Tensor, tolerance: float) -> Tensor:
 def ordered_step(aq: Tensor, q: Tensor, order: Tensor, orthonormal: Orthonormal) -> tuple[Tensor, Tensor]:
     """One step of orthogonal iteration, columns first sorted by descending diag(Q^T A Q); aq is A Q."""
     descending = (q * aq).sum(-2).argsort(dim=-1, descending=True, stable=True)  # [N, r]
-    columns = descending.unsqueeze(-2).expand_as(q)
-    return orthonormal(aq.gather(-1, columns), q.gather(-1, columns)), order.gather(-1, descending)
+    return orthonormal(_columns(aq, descending), _columns(q, descending)), order.gather(-1, descending)
+
+
+def _columns(x: Tensor, order: Tensor) -> Tensor:
+    """The columns of x `[N, d, r]` in that order `[N, r]`."""
+    if len(x) == 1:  # takes half the time
+        return x[0].index_select(-1, order[0]).unsqueeze(0)
+    return x.gather(-1, order.unsqueeze(-2).expand_as(x))
 
 
 def householder(aq: Tensor, q: Tensor) -> Tensor:
     """qr(aq).Q, with the signs of q; aq is scaled first, so that no size of A over- or underflows."""
-    size = torch.linalg.vector_norm(aq, ord=float("inf"), dim=(-2, -1), keepdim=True)
+    size = aq.abs().amax((-2, -1))  # [N]; torch's maximum norm takes twenty times as long
     live = size > torch.finfo(aq.dtype).tiny
-    x = torch.where(live, aq / size.where(live, 1.0), q)
+    x = where_blocks(live, aq / per_block(size.where(live, 1.0), aq), q)
     return same_signs(apply_aligned(_orthonormal_factor, x), q)
 
 

@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.numerics import apply_aligned, identity_like, may_branch_on_values
+from eigengraft.numerics import apply_aligned, finite_blocks, identity_like, may_branch_on_values
 
 from ..base import Basis, BasisSolver, eigh
 from .power_qr import identity_order, off_diagonal, same_signs, unit_sized
@@ -54,4 +54,4 @@ class QRIteration(BasisSolver):
         order = b.diagonal(dim1=-2, dim2=-1).argsort(dim=-1, descending=descending, stable=True)
         q = q.gather(-1, order.unsqueeze(-2).expand_as(q))
         q = 1.5 * q - 0.5 * torch.bmm(q, torch.bmm(q.mT, q))
-        return Basis(q, identity_order(q).gather(-1, order), ok & q.isfinite().all(-1).all(-1))
+        return Basis(q, identity_order(q).gather(-1, order), ok & finite_blocks(q))

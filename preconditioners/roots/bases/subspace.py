@@ -8,6 +8,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from eigengraft.numerics import finite_blocks
+
 from ..base import Basis, BasisSolver, leading_eigenvectors
 from .power_qr import householder, identity_order, ordered_step, unit_sized
 
@@ -34,4 +36,4 @@ class Subspace(BasisSolver):
         order = identity_order(q)
         for _ in range(self.steps):
             q, order = ordered_step(torch.bmm(a, q), q, order, householder)
-        return Basis(q, order, ok & q.isfinite().all(-1).all(-1))
+        return Basis(q, order, ok & finite_blocks(q))

@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.numerics import identity_like, symmetrized, tiny
+from eigengraft.numerics import finite_blocks, identity_like, symmetrized, tiny
 
 from ..base import Root, RootSolver
 
@@ -29,7 +29,7 @@ class CholeskyInverse(RootSolver):
         return None if exponent == 1 else f"cholesky takes exponents of 1 alone, got {exponent}"
 
     def root(self, a: Tensor, exponent: Fraction) -> Root:
-        known = a.isfinite().flatten(1).all(-1)
+        known = finite_blocks(a)
         mean = a.diagonal(dim1=-2, dim2=-1).mean(-1)
         ridge = (self.eps + self.ratio * mean).clamp_min(tiny(a.dtype))
         damped = a + ridge[:, None, None] * identity_like(a)
@@ -37,7 +37,7 @@ class CholeskyInverse(RootSolver):
         ok = known & (info == 0)
         factor = torch.where(ok[:, None, None], factor, identity_like(a))
         root = symmetrized(torch.cholesky_inverse(factor).contiguous())
-        ok = ok & root.isfinite().flatten(1).all(-1)
+        ok = ok & finite_blocks(root)
         nothing = torch.zeros_like(ok)
         return Root(root, ok, nothing.int(), nothing.to(a.dtype), ok)
 

@@ -9,7 +9,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from eigengraft.numerics import identity_like, tiny, to_power
+from eigengraft.numerics import finite_blocks, identity_like, tiny, to_power
 
 from ..base import Root, RootSolver, eigh
 
@@ -64,7 +64,7 @@ class Eigh(RootSolver):
         if self.deficiency == "pseudo_inverse":
             power = torch.where(values > 0, power, 0.0)
         root = torch.bmm(q * power.unsqueeze(1), q.mT).to(dtype)
-        ok = ok & root.isfinite().all(-1).all(-1)
+        ok = ok & finite_blocks(root)
         nothing = torch.zeros_like(ok)
         return Root(root, ok, nothing.int(), nothing.to(dtype), ok & (power > 0).all(-1))
 

@@ -10,7 +10,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from eigengraft.numerics import apply_aligned, identity_like, per_block, symmetrized, tiny
+from eigengraft.numerics import apply_aligned, finite_blocks, identity_like, per_block, symmetrized, tiny
 
 from ..base import Root, RootSolver
 from .bounds import EigenvalueBound, FrobeniusBound
@@ -68,7 +68,7 @@ class Iterative(RootSolver):
         """C^-e; ridge: the one inside C in units of the size without it, 0 where the host does not know it."""
 
     def root(self, a: Tensor, exponent: Fraction) -> Root:
-        finite = a.isfinite().all(-1).all(-1)
+        finite = finite_blocks(a)
         a = torch.where(per_block(finite, a), symmetrized(a), identity_like(a))
         if a.numel() == 0:
             return Root(a, finite, finite.int(), finite.to(a.dtype), finite)
@@ -100,11 +100,11 @@ class Iterative(RootSolver):
         total = size * peak
         known = self.eps * times if self.relative and self.relative_to is None else 0.0
         root, residual, iterations, power = self.solve(c / per_block(peak, a), exponent, known)
-        eye, usable = identity_like(a), root.isfinite().all(-1).all(-1)
+        eye, usable = identity_like(a), finite_blocks(root)
         root = torch.where(per_block(usable, a), symmetrized(root), eye)
         definite = apply_aligned(torch.linalg.cholesky_ex, root)[1] == 0
         value = symmetrized(torch.linalg.matrix_power(root, power)) * per_block(total ** -float(exponent), a)
-        usable = usable & value.isfinite().all(-1).all(-1)
+        usable = usable & finite_blocks(value)
         value = torch.where(per_block(usable, a), value, eye)
         definite = definite & usable
         return Root(value, definite & (residual < self.max_error), iterations, residual, definite)
