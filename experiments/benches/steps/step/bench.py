@@ -93,7 +93,7 @@ class StepBench(Bench):
         return len(list(self._meetings()))
 
     def measure(self) -> Iterator[list[StepRow]]:
-        rates = MachineRates.measured(self.target_device(), getattr(torch, self.dtype))
+        rates = MachineRates.measured(self.target_device(), getattr(torch, self.dtype), CLOCKS[self.clock])
         for shapes, cases, interval in self._meetings():
             yield self._meet(shapes, cases, interval, rates)
 
