@@ -13,6 +13,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["PYTHONSAFEPATH"] = "1"
 
 import pytest
+from _pytest.runner import runtestprotocol
 
 ALL_SLOW = re.compile(r"^pytestmark = .*pytest\.mark\.slow", flags=re.MULTILINE)
 
@@ -61,6 +62,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()  # ten thousand tests stay to the end: collections need not look through them
     gc.set_threshold(10_000, 10, 10)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """A worker of pytest-xdist says once how a test ended, where it would send five messages: to write and to read
+    them takes longer than a short test. What went wrong, or took long, before or after the test is said as ever."""
+    if not hasattr(item.config, "workerinput") or item.config.getoption("xmlpath"):
+        return None
+    for report in runtestprotocol(item, log=False, nextitem=nextitem):
+        if report.when == "call" or not report.passed or report.duration > 0.05:
+            item.ihook.pytest_runtest_logreport(report=report)
+    return True
 
 
 @pytest.fixture(autouse=True)

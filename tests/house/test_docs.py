@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Mapping
 from html.parser import HTMLParser
@@ -197,9 +196,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site as `make docs` builds it, where nothing can reach a network."""
     folder = tmp_path_factory.mktemp("site")
     nowhere = {f"{scheme}_proxy": "http://127.0.0.1:9" for scheme in ("http", "https", "HTTP", "HTTPS")}
-    paths = {"PYTHONPATH": str(ROOT / "src"), "PYTHONSAFEPATH": "1", "NO_MKDOCS_2_WARNING": "1"}
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | nowhere | paths, capture_output=True, text=True)
+    command = ["-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder]
+    done = run(*command, folder=ROOT, **nowhere, NO_MKDOCS_2_WARNING="1")
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 

@@ -3,7 +3,8 @@ those that stop in one layout and go on in another."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 import eigengraft
 from eigengraft import Optimizer, load_recipe
+from eigengraft.distributed.layouts import local
 from eigengraft.optimizers import submodel
 
 from .layouts import LAYOUTS, gradient, lay_gradient, plain_name, small, stack
@@ -54,7 +56,7 @@ def cell(
 ) -> dict[str, list[float]] | str:
     """One recipe in one layout. A layout that is refused is so on all ranks: they go on together."""
     try:
-        module = LAYOUTS[layout](stack())
+        module = laid(layout, stack)
         follow(module, recipe, overrides, part=layout == "pp_fsdp")
     except Exception as error:
         return f"{type(error).__name__}: {error}"
@@ -62,6 +64,22 @@ def cell(
     found = {plain_name(name): p.detach() for name, p in module.named_parameters()}
     assert found.keys() == values.keys() or (layout == "pp_fsdp" and found.keys() < values.keys())
     return {name: compare(p, values[name]) for name, p in found.items()}
+
+
+@cache
+def _laid(layout: str, make: Callable[[], nn.Module]) -> tuple[nn.Module, list[Tensor]]:
+    module = make() if layout == "plain" else LAYOUTS[layout](make())  # type: ignore[arg-type]
+    return module, [local(p).clone() for p in module.parameters()]
+
+
+def laid(layout: str, make: Callable[[], nn.Module]) -> nn.Module:
+    """The model in a layout, wrapped once: its parameters have their first values again, and no gradients."""
+    module, start = _laid(layout, make)
+    with torch.no_grad():
+        for parameter, value in zip(module.parameters(), start, strict=True):
+            local(parameter).copy_(value)
+            parameter.grad = None
+    return module
 
 
 def follow(module: nn.Module, recipe: str, overrides: list[str], part: bool = False) -> None:
@@ -110,7 +128,7 @@ FLAGS = {
 
 def start(layout: str, recipe: Any, overrides: list[str]) -> tuple[nn.Module, Optimizer]:
     """The small model in a layout; plain: as it is."""
-    module = small() if layout == "plain" else LAYOUTS[layout](small())  # type: ignore[arg-type]
+    module = laid(layout, small)
     return module, eigengraft.compose(load_recipe(recipe, overrides), module)
 
 
