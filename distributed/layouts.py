@@ -100,7 +100,7 @@ class Layout:
         parts = self.parts if self.parts is None or self.replicated else self.parts.reordered(order)
         return Layout(self.shape, tuple(boxes), tuple(replicas), parts)
 
-    @property
+    @cached_property
     def replicated(self) -> bool:
         """Whether every rank holds all entries."""
         return len(set(self.replicas)) == len(self.replicas)

@@ -53,22 +53,23 @@ class Holdings:
     """What ranks hold of blocks, found once for each place in a parameter of one layout."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[int, BlockGrid], Held] = {}
+        self._found: dict[tuple[int, BlockGrid], dict[int, Held]] = {}
 
     def of(self, layout: Layout, grid: BlockGrid, rows: Sequence[int]) -> Held:
         """What ranks hold of some blocks of a grid together; nothing if every rank holds all."""
         if layout.replicated:
             return {}
-        found = [self._block(layout, grid.block(row)) for row in rows]
+        known = self._found.setdefault((id(layout), grid), {})
+        for row in rows:
+            if row not in known:
+                known[row] = self._block(layout, grid.block(row))
+        found = [known[row] for row in rows]
         if len(found) == 1:
             return found[0]
         ranks = {rank for held in found for rank in held}
         return {rank: sum(held.get(rank, 0) for held in found) for rank in ranks}
 
     def _block(self, layout: Layout, block: BlockGrid) -> Held:
-        place = id(layout), block
-        if place not in self._found:
-            counts = holding(layout, block)
-            near = np.flatnonzero(counts * LEAST_SHARE >= math.prod(block.shape))
-            self._found[place] = {int(rank): int(counts[rank]) for rank in near}
-        return self._found[place]
+        counts = holding(layout, block)
+        near = np.flatnonzero(counts * LEAST_SHARE >= math.prod(block.shape))
+        return {int(rank): int(counts[rank]) for rank in near}

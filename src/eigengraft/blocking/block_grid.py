@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -75,10 +75,11 @@ class BlockGrid:
         at = [int(i) for i in np.unravel_index(index, self.count)]
         shift = [i * step for i, step in zip(at, self.step, strict=True)]
         moved = tuple(
-            replace(piece, start=tuple(s + d for s, d in zip(piece.start, shift, strict=True))) for piece in self.pieces
+            Piece(tuple(s + d for s, d in zip(piece.start, shift, strict=True)), piece.lengths, piece.offset)
+            for piece in self.pieces
         )
-        ones = (1,) * len(self.count)
-        return replace(self, count=ones, pieces=moved, keys=(self.keys[index],), matrices=(self.matrices[index],))
+        ones, key, matrix = (1,) * len(self.count), self.keys[index], self.matrices[index]
+        return BlockGrid(self.merged, ones, self.step, moved, self.joined, (key,), (matrix,))
 
     def in_parameter(self, x: Tensor) -> list[Tensor]:
         """The pieces of all blocks as views of x, which has the merged shape: `[*count, *lengths]` each.
