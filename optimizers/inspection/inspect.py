@@ -55,8 +55,8 @@ def inspect(optimizer: Any) -> Inspection:
 
 
 def _of_step(param_set: ParamSet, stack_state: StackState, samples: Iterable[Sample]) -> Iterator[Measurement]:
-    """The rows of what a step was seen to do with the blocks of a stack."""
-    blocks = list(stack_state.rows())
+    """The rows of what a step was seen to do with the blocks of a stack; of a block that was seen twice, the later."""
+    blocks, found = list(stack_state.rows()), dict[tuple[object, ...], Measurement]()
     for stage, slot, measure, rows, mask, sums in samples:
         if isinstance(rows, torch.Tensor):
             chosen = [blocks[row] for row in rows.tolist()]
@@ -65,7 +65,9 @@ def _of_step(param_set: ParamSet, stack_state: StackState, samples: Iterable[Sam
         written = [True] * len(chosen) if mask is None else mask.tolist()
         for (_, position, key), usable, (a, b, c) in zip(chosen, written, sums.tolist(), strict=True):
             if usable:
-                yield Measurement(param_set.names[position], key, stage, slot, measure, (a, b, c))
+                row = Measurement(param_set.names[position], key, stage, slot, measure, (a, b, c))
+                found[row.key] = row
+    yield from found.values()
 
 
 def _of_state(param_set: ParamSet) -> Iterator[Measurement]:

@@ -41,7 +41,7 @@ class StepWatch(Watch):
     def __init__(self, inner: Watch | None) -> None:
         """inner: what follows the step as well."""
         self.inner = inner
-        self.samples: dict[tuple[str, str, str, int], Sample] = {}
+        self.samples: dict[tuple[str, str, str, tuple[int, ...] | None], Sample] = {}
         self._calls: list[tuple[State, Mapping[str, Tensor]]] = []
         self._given: tuple[weakref.ref[Tensor], Tensor] | None = None
 
@@ -92,11 +92,12 @@ class StepWatch(Watch):
         return self._given[1]
 
     def _add(self, state: State, path: str, what: tuple[str, str], sums: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Keeps a sample; a later one of the same rows takes its place."""
-        slot, measure = what
-        start = state.rows.start if isinstance(state.rows, slice) else -1
-        sample = Sample(path, slot, measure, state.rows, state.mask, torch.stack(sums, -1))
-        self.samples[path, slot, measure, start] = sample
+        """Keeps a sample, as the last; an earlier one of the same rows is forgotten."""
+        (slot, measure), rows = what, state.rows
+        place = tuple(rows.tolist()) if isinstance(rows, Tensor) else rows and (rows.start, rows.stop)
+        sample = Sample(path, slot, measure, rows, state.mask, torch.stack(sums, -1))
+        self.samples.pop((path, slot, measure, place), None)
+        self.samples[path, slot, measure, place] = sample
 
 
 def _wide(x: Tensor) -> Tensor:

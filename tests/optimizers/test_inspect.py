@@ -258,6 +258,30 @@ def test_the_error_of_storage_is_of_what_was_written_last() -> None:
     assert not trained([{"kind": "momentum"}])[0].inspect().select(measure="storage_error")
 
 
+def test_no_row_is_lost_where_other_parameters_have_no_gradient() -> None:
+    """Blocks of one stack whose bases are written at different moments of a step: each has the rows it has alone."""
+    slots = ("statistic.inner.inner", "basis.inner", "first_moment", "second_moment")
+    overrides = {f"storage.{slot}.min_elements": 1 for slot in slots}
+
+    def seen(names: set[str]) -> list[set[Any]]:
+        parameters = {f"p{i}": nn.Parameter(normal(8, 6, seed=i).float()) for i in range(3) if f"p{i}" in names}
+        optimizer = Optimizer(parameters.items(), "soap_4bit", lr=0.01, overrides=overrides)
+        found = []
+        for step in range(3):
+            for name, parameter in parameters.items():
+                number = int(name[1:])
+                missing = (step + number) % 4 == 1
+                parameter.grad = None if missing else normal(8, 6, seed=10 * step + number + 3).float()
+            optimizer.watch_next_step()
+            optimizer.step()
+            found.append({row.key for row in optimizer.inspect() if row.measure == "storage_error"})
+        return found
+
+    alone = [seen({f"p{i}"}) for i in range(3)]
+    assert seen({"p0", "p1", "p2"}) == [set().union(*rows) for rows in zip(*alone, strict=True)]
+    assert all(rows[1] for rows in alone[1:])
+
+
 def test_failures_and_skipped_steps_are_counted() -> None:
     recipe = [{"kind": "shampoo", "refresh": {"kind": "every", "steps": 50, "stagger": "none"}}]
     optimizer, (p, q), _ = trained(recipe, shapes=((3, 2), (3, 2)), steps=3)
