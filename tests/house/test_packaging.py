@@ -183,3 +183,20 @@ def test_the_bare_checkout_is_importable(checkout: Path, tmp_path: Path) -> None
 def test_an_installed_distributed_is_not_hidden(editable: Path, checkout: Path) -> None:
     code = "import eigengraft.distributed, distributed\nprint(distributed.WHO)"
     assert run(editable, "-c", code, cwd=checkout).strip() == "an installed package"
+
+
+def test_declared_dependencies_are_enough_and_the_command_names_its_extra(installed: Path, tmp_path: Path) -> None:
+    """What the extras bring is hidden: the library trains, and the command line says what to install."""
+    hidden = ("typer", "rich", "ruamel", "ruamel.yaml", "matplotlib", "jinja2", "sklearn", "scipy")
+    code = f"""
+import sys
+sys.modules.update(dict.fromkeys({hidden}))  # None: as if it were not there
+{TRAIN}
+from eigengraft.__main__ import command_line
+try:
+    command_line()
+except SystemExit as end:
+    print(end)
+"""
+    printed = run(installed, "-c", code, cwd=tmp_path)
+    assert printed.strip() == "eigengraft: the command line needs 'typer'; pip install 'eigengraft[experiments]'"
