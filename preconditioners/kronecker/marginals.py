@@ -15,6 +15,7 @@ from torch import Tensor
 
 from eigengraft.numerics import per_block, tiny
 from eigengraft.slots import Slot, State
+from eigengraft.state_key import StateKey
 
 from ..algebra.basis_change import rotate, slot_axis
 from ..base import Stage, chain_slots
@@ -61,7 +62,7 @@ class InnerMoments:
         self._first = []
         for path, name, slot in chain_slots(stages, state.block):
             if slot.decay is not None:
-                group = path if slot.frame in ("row", "column") else f"{path}/{name}"
+                group = path if slot.frame in ("row", "column") else StateKey.join(path, name)
                 self._second.setdefault(group, (state.scope(path), {}))[1][name] = slot
             elif slot.role == "first_moment" and slot.frame == "vector" and slot.axes is None:
                 self._first.append((state.scope(path), name))
