@@ -106,7 +106,7 @@ class TestTrain:
     def test_overrides_reach_the_experiment_the_task_the_schedule_and_the_recipe(self) -> None:
         succeeds(
             "train", "exp.yaml", "steps=3", "task.width=5", "schedule.warmup_steps=2", "lr=1e-3", "weight_decay=0.2",
-            "update.eigenbasis.refresh.steps=1", "recipe.update.eigenbasis.inner.rms.beta=0.5",
+            "update.eigenbasis.refresh.steps=1", "recipe.update.eigenbasis.inner.momentum.beta=0.5",
             "weight_decay.kind=l2", "--out", "elsewhere",
         )  # fmt: skip
         config = json.loads(Path("elsewhere/config.json").read_text())
@@ -115,7 +115,7 @@ class TestTrain:
         assert config["schedule"] == {"kind": "constant", "warmup_steps": 2}
         (stage,) = config["recipe"]["update"]
         assert stage["refresh"]["steps"] == 1
-        assert stage["inner"][1]["beta"] == 0.5
+        assert stage["inner"][0]["beta"] == 0.5
         assert config["recipe"]["weight_decay"]["kind"] == "l2"
 
     def test_another_recipe_takes_the_overrides_that_follow(self) -> None:

@@ -34,8 +34,10 @@ def test_values_inside_the_base_are_addressed_as_on_the_command_line() -> None:
 def test_components_may_stand_in_a_mapping_with_a_base() -> None:
     chain = (Momentum(beta=0.8), RMS())
     assert load_recipe({"base": "adamw", "update": chain}) == load_recipe("adamw").replace(update=chain)
-    found = load_recipe({"base": load_recipe("soap"), "set": {"update.eigenbasis.statistic": Gram(beta=0.5)}})
-    assert found == load_recipe("soap", ["update.eigenbasis.statistic.beta=0.5"])
+    found = load_recipe(
+        {"base": load_recipe("soap"), "set": {"update.eigenbasis.statistic": Gram(normalize="dimension")}}
+    )
+    assert found == load_recipe("soap", ["update.eigenbasis.statistic.normalize=dimension"])
     assert load_recipe({"base": [RMS()], "lr": 2}) == load_recipe([RMS()]).replace(lr=2.0)
 
 

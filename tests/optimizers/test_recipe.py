@@ -189,7 +189,7 @@ def test_a_stage_from_a_user_file_works_from_yaml(outsider: str, tmp_path: Path)
     ("override", "change"),
     [
         ("update.eigenbasis.refresh.steps=1", ["update.eigenbasis.refresh.steps: 10 -> 1"]),
-        ("update.eigenbasis.inner.rms.beta = 0.9", ["update.eigenbasis.inner.rms.beta: 0.95 -> 0.9"]),
+        ("update.eigenbasis.inner.momentum.beta = 0.9", ["update.eigenbasis.inner.momentum.beta: 0.95 -> 0.9"]),
         ("lr=1e-3", ["lr: 0.003 -> 0.001"]),
         ("lr=.5", ["lr: 0.003 -> 0.5"]),
         ("blocking.size=null", ["blocking.size: 1024 -> absent"]),
@@ -223,9 +223,9 @@ def test_a_mapping_of_overrides_says_what_strings_say() -> None:
     }
     assert load_recipe("soap", mapping) == load_recipe("soap", strings) != load_recipe("soap")
     assert load_recipe("soap", "lr=1e-4") == load_recipe("soap", {"lr": 1e-4})
-    later = {"update.eigenbasis.inner": [RMS()], "update.eigenbasis.inner.rms.beta": 0.5}
+    later = {"update.eigenbasis.inner": [RMS()], "update.eigenbasis.inner.rms.beta": 0.95}
     inner = load_recipe("soap", later).update[0].inner  # type: ignore[attr-defined]
-    assert inner == (RMS(beta=0.5),)
+    assert inner == (RMS(beta=0.95),)
 
 
 def test_optimizer_and_compose_take_overrides() -> None:

@@ -132,7 +132,8 @@ def _refresh(stage: Factored, block: tuple[int, ...], axis: int) -> float:
     solver = (EIGH if isinstance(stage.solver, EighBasis) else QR) * d**3
     slots = [slot for slot in _inner_slots(stage, block) if slot.frame in _moved(stage) and slot.shape]
     moved = sum(2.0 * d * math.prod(slot.shape) for slot in slots)
-    return solver + (2 * d**3 + moved if slots else 0.0)
+    sums = 2 * d**3 if stage.transport == "marginals" and stage.statistic_frame == "fixed" else 0.0  # diag(Q^T A Q)
+    return solver + sums + (2 * d**3 + moved if slots else 0.0)
 
 
 def _moved(stage: Eigenbasis) -> tuple[str, ...]:

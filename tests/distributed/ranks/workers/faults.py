@@ -234,7 +234,7 @@ def sparse(place: str) -> None:
 
 def other_recipe(place: str) -> None:
     """One rank has another hyper-parameter."""
-    start(place, ["update.eigenbasis.statistic.beta=0.9"] if bad() else [])
+    start(place, ["update.eigenbasis.inner.momentum.beta=0.9"] if bad() else [])
 
 
 def other_shapes(place: str) -> None:
