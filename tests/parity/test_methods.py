@@ -376,6 +376,8 @@ def cosmos(given: Sequence[Tensor], rank: int = 3) -> list[Tensor]:
 
 
 BASIS = "update.eigenbasis.refresh"
+CARRIED = "update.eigenbasis.transport=exact"
+"""Second moments as in the papers' formulas, not fitted to the statistics."""
 GRAFTED = "update.graft.direction"
 
 
@@ -384,11 +386,11 @@ def cadence(path: str, *more: str) -> tuple[str, ...]:
 
 
 METHODS: dict[str, tuple[Callable[[Sequence[Tensor]], list[Tensor]], tuple[str, ...]]] = {
-    "soap": (soap, cadence(BASIS)),
-    "soap_factorized": (soap_factorized, cadence(BASIS)),
+    "soap": (soap, cadence(BASIS, CARRIED)),
+    "soap_factorized": (soap_factorized, cadence(BASIS, CARRIED)),
     "adafactor_in_basis": (adafactor_in_basis, cadence(BASIS)),
     "eshampoo": (eshampoo, cadence(BASIS)),
-    "soap_kl": (soap_kl, cadence(BASIS)),
+    "soap_kl": (soap_kl, cadence(BASIS, CARRIED)),
     "shampoo_kl": (shampoo_kl, cadence(BASIS)),
     "caspr": (caspr, cadence(f"{GRAFTED}.eigenbasis.refresh")),
     "soap_muon": (soap_muon, cadence(BASIS)),

@@ -16,6 +16,7 @@ from eigengraft import Optimizer, compose, load_recipe, noise
 from ..trajectories import distance, follow, normal, random_gradients, recipe
 from .test_methods import (
     BASIS,
+    CARRIED,
     KL,
     LR,
     RMS,
@@ -372,8 +373,8 @@ def soap_h(given: Sequence[Tensor], factors: Gram | KL) -> list[Tensor]:
 ON_SPHERES: dict[str, tuple[Updates, tuple[str, ...]]] = {
     "muon_h": (muon, (EXACT,)),
     "adam_h": (lambda given: adam(given, 0.9, 0.95), ()),
-    "soap_h": (lambda given: soap_h(given, Gram(given[0].shape)), ()),
-    "soap_kl_h": (lambda given: soap_h(given, KL(given[0].shape)), ()),
+    "soap_h": (lambda given: soap_h(given, Gram(given[0].shape)), (CARRIED,)),
+    "soap_kl_h": (lambda given: soap_h(given, KL(given[0].shape)), (CARRIED,)),
 }
 
 
