@@ -63,12 +63,16 @@ columns (measured on a CPU: 3 x 3 and 7 x 7 gain, 8 x 8 does not)."""
 
 
 def rotate(x: Tensor, matrices: Mapping[int, Tensor]) -> Tensor:
-    """x `[N, *block]` times the matrix `[N, d', d]`, or the diagonal `[N, d]`, of every axis given.
+    """x `[N, *block]` times the matrix `[N, d', d]` of every axis given, whose entries are at most about 1.
 
-    Of blocks of three axes and more, adjacent short axes are rotated by the Kronecker product of their matrices.
+    Of blocks of three axes and more, adjacent short axes are rotated by the Kronecker product of their matrices. Use
+    `mode_products` for roots, whose product may not be finite where that of each with x is.
     """
-    if x.ndim > 3:
-        return _rotate_joined(x, matrices)
+    return mode_products(x, matrices) if x.ndim <= 3 else _rotate_joined(x, matrices)
+
+
+def mode_products(x: Tensor, matrices: Mapping[int, Tensor]) -> Tensor:
+    """x `[N, *block]` times the matrix `[N, d', d]`, or the diagonal `[N, d]`, of every axis given, one by one."""
     for axis, matrix in matrices.items():
         x = mode_product(x, matrix, axis)
     return x

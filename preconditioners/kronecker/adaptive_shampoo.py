@@ -14,7 +14,7 @@ from eigengraft.numerics import block_norm, may_branch_on_values, per_block, tin
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
-from ..algebra.basis_change import rotate
+from ..algebra.basis_change import mode_products, rotate
 from ..algebra.exponents import Exponents, exponent_of
 from ..cadence import Cadence, Every
 from ..roots.base import eigh
@@ -110,4 +110,4 @@ class AdaptiveShampoo(Factored):
         turned = rotate(direction, {axis: q.mT for axis, q in bases.items()})
         scales = {axis: state[f"values.{axis}"] + state[f"damping.{axis}"][:, None] for axis in bases}
         roots = {axis: to_power(s, -float(self._exponent(len(state.block), axis))) for axis, s in scales.items()}
-        return rotate(rotate(turned, roots), bases)
+        return rotate(mode_products(turned, roots), bases)

@@ -14,7 +14,7 @@ from eigengraft.numerics import per_block, tiny, to_power
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
-from ..algebra.basis_change import rotate
+from ..algebra.basis_change import mode_products, rotate
 from ..algebra.exponents import Exponents, exponent_of
 from ..algebra.factors import gram
 from ..cadence import Cadence, Every
@@ -98,7 +98,7 @@ class Eigenfactors(LearnedFactors):
         axes = self.factor_axes(state.block)
         bases = {axis: state[f"basis.{axis}"] for axis in axes if self.axes.full(state.block, axis)}
         inside = rotate(direction, {axis: v.mT for axis, v in bases.items()})
-        return rotate(rotate(inside, {axis: self._power(state, axis) for axis in axes}), bases)
+        return rotate(mode_products(inside, {axis: self._power(state, axis) for axis in axes}), bases)
 
     def _power(self, state: State, axis: int) -> Tensor:
         """(l + eps max l)^(-e) `[N, d]`."""

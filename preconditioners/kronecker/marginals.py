@@ -17,7 +17,7 @@ from eigengraft.numerics import per_block, tiny
 from eigengraft.slots import Slot, State
 from eigengraft.state_key import StateKey
 
-from ..algebra.basis_change import rotate, slot_axis
+from ..algebra.basis_change import mode_products, slot_axis
 from ..base import Stage, chain_slots
 from ..statistics import Statistic
 
@@ -32,7 +32,7 @@ def fitted(v: Tensor, marginals: Mapping[int, Tensor], weights: Mapping[int, Ten
     out, total = v, v.flatten(1).sum(-1)
     for axis, d in marginals.items():
         others = [place + 1 for place in range(v.ndim - 1) if place != axis]
-        weighted = rotate(v, {place: w for place, w in (weights or {}).items() if place != axis})
+        weighted = mode_products(v, {place: w for place, w in (weights or {}).items() if place != axis})
         s = weighted.sum(others) if others else weighted
         known = (d > 0) & (s > 0)
         unit = (s * known).sum(-1) / (d * known).sum(-1).clamp_min(tiny(d.dtype))

@@ -15,7 +15,7 @@ from eigengraft.numerics import identity_like, per_block, to_power
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
-from ..algebra.basis_change import rotate
+from ..algebra.basis_change import mode_products
 from ..algebra.exponents import Exponents, exponent_of
 from ..algebra.spectra import root_residual
 from ..roots import Eigh, RootSolver
@@ -117,7 +117,7 @@ class Shampoo(Factored):
         return found
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
-        return rotate(direction, self.matrices(state))
+        return mode_products(direction, self.matrices(state))
 
 
 def _solves(solver: type[Component], exponent: Fraction) -> bool:

@@ -15,7 +15,7 @@ from eigengraft.numerics import block_norm, identity_like, per_block, symmetrize
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
-from ..algebra.basis_change import rotate
+from ..algebra.basis_change import mode_products
 from ..algebra.exponents import Rational
 from ..algebra.factors import factor_transposed, gram
 from .base import LearnedFactors, is_informative, peak_of
@@ -82,7 +82,7 @@ class Jorge(LearnedFactors):
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         # the first axis is multiplied from the left, the others from the right, as in R_1 D R_2
-        return rotate(
+        return mode_products(
             direction, {axis: r if axis == 0 else factor_transposed(r) for axis, r in self._roots(state).items()}
         )
 

@@ -14,7 +14,7 @@ from eigengraft.numerics import per_block, tiny, to_power
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
-from ..algebra.basis_change import rotate
+from ..algebra.basis_change import mode_products
 from ..algebra.factors import balanced, factor_transposed, scaled, spectral_norm
 from .base import LearnedFactors, factor_slot, is_informative, peak_of
 from .psgd_steps import FACTOR_STEPS
@@ -83,7 +83,9 @@ class PSGD(LearnedFactors):
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         factors = {axis: state[f"q.{axis}"] for axis in self.factor_axes(state.block)}
         # Q first and Q^T after it: P itself may leave the range of numbers where P d does not
-        return rotate(rotate(direction, factors), {axis: factor_transposed(q) for axis, q in factors.items()})
+        return mode_products(
+            mode_products(direction, factors), {axis: factor_transposed(q) for axis, q in factors.items()}
+        )
 
     def _probe(self, like: Tensor, context: StepContext) -> Tensor | None:
         if not self.damping and not FACTOR_STEPS[self.form].probed:

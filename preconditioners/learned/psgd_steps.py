@@ -16,7 +16,7 @@ from torch import Tensor
 
 from eigengraft.numerics import identity_like, per_block, symmetrized
 
-from ..algebra.basis_change import rotate
+from ..algebra.basis_change import mode_products
 from ..algebra.factors import Factors, gram, solved
 from .base import peak_of
 
@@ -35,7 +35,7 @@ class FactorStep(NamedTuple):
 def triangular_terms(factors: Factors, h: Tensor, v: Tensor | None) -> tuple[Tensor, Terms]:
     """A A^T and B B^T with A = Q h, B = Q^(-T) v."""
     assert v is not None
-    a, b = rotate(h, factors), v
+    a, b = mode_products(h, factors), v
     for axis, q in factors.items():
         b = solved(b, q, axis)
     size = torch.maximum(peak_of(a), peak_of(b))
@@ -56,7 +56,7 @@ def triangular_move(q: Tensor, t: Tensor) -> Tensor:
 
 def quad_terms(factors: Factors, h: Tensor, v: Tensor | None) -> tuple[Tensor, Terms]:
     """A A^T and (n / d) I with A = P h, P = Q Q."""
-    a = rotate(rotate(h, factors), factors)
+    a = mode_products(mode_products(h, factors), factors)
     size = peak_of(a).clamp_min(1.0)
     a = a / per_block(size, a)
     terms = {}

@@ -14,7 +14,7 @@ from eigengraft.numerics import block_norm, identity_like, per_block
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
-from ..algebra.basis_change import rotate
+from ..algebra.basis_change import mode_products
 from ..algebra.factors import factor_transposed, gram, scaled
 from .base import LearnedFactors, factor_slot, is_informative, peak_of
 
@@ -53,7 +53,9 @@ class SIRF(LearnedFactors):
         live = is_informative(gradient)
         factors = {axis: state[f"k.{axis}"] for axis in self.factor_axes(state.block)}
         traces = {axis: k.square().flatten(1).sum(1) / k.shape[-1] for axis, k in factors.items()}
-        h = rotate(gradient * math.sqrt(self.batch_size), {axis: factor_transposed(k) for axis, k in factors.items()})
+        h = mode_products(
+            gradient * math.sqrt(self.batch_size), {axis: factor_transposed(k) for axis, k in factors.items()}
+        )
         size = peak_of(h).clamp(1.0, _ceiling(h.dtype))
         h = h / per_block(peak_of(h).clamp_min(1.0), h)
         for axis, k in factors.items():
@@ -73,7 +75,9 @@ class SIRF(LearnedFactors):
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         factors = {axis: state[f"k.{axis}"] for axis in self.factor_axes(state.block)}
-        return rotate(rotate(direction, {axis: factor_transposed(k) for axis, k in factors.items()}), factors)
+        return mode_products(
+            mode_products(direction, {axis: factor_transposed(k) for axis, k in factors.items()}), factors
+        )
 
 
 def _ceiling(dtype: torch.dtype) -> float:

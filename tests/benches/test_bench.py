@@ -156,7 +156,7 @@ WRONG = {
     "broken YAML": (["roots", "--candidate", "{kind: ["], ["--candidate '{kind: ['", "line 1"]),
     "equal solvers": (["roots", "--candidate", "eigh", "--candidate", "eigh"], ["'eigh' more than once"]),
     "unknown field": (["roots", "sizs=3"], ["bench.sizs: unknown field", "did you mean 'sizes'"]),
-    "size out of range": (["roots", "sizes=0"], ["bench.sizes.0: ", "greater than or equal to 1, got 0"]),
+    "size out of range": (["roots", "sizes=0"], ["bench.sizes: ", "greater than or equal to 1, got 0"]),
     "no size": (["bases", "sizes=[]"], ["bench.sizes: at least one is required"]),
     "broken shape": (["grafting", "shapes=16xa"], ["bench.shapes: a shape such as 16x64", "got '16xa'"]),
     "not an override": (["roots", "sizes"], ["override 'sizes'"]),
@@ -461,7 +461,9 @@ class TestNames:
         for quick in (False, True):
             bench = load_bench(kind, {}, quick)
             candidates = getattr(bench, bench.candidate_field)
-            assert len(candidates) > (kind != "ranks") and bench.cells() % len(candidates) == 0
+            # Candidates of the bench of steps meet those of the same maths only, which its own tests count.
+            assert len(candidates) > (kind != "ranks")
+            assert bench.cells() > 0 and (kind == "step" or bench.cells() % len(candidates) == 0)
 
     def test_a_name_has_what_differs(self) -> None:
         assert label(Eigh()) == "eigh"

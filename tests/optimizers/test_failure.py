@@ -322,5 +322,5 @@ def test_a_sparse_gradient_is_refused_by_name_and_changes_nothing(split: bool) -
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.int64, torch.bool], ids=str)
 def test_parameters_are_real_numbers(dtype: torch.dtype) -> None:
-    with pytest.raises(ValueError, match=f"params: real floating-point tensors are required, got {dtype}"):
+    with pytest.raises(ValueError, match=f"params: parameter 0: a real floating-point tensor is required, got {dtype}"):
         Optimizer([torch.ones(2, dtype=dtype)])

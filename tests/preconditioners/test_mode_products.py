@@ -6,7 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from eigengraft.preconditioners.algebra.basis_change import kronecker, mode_product, rotate, short_runs
+from eigengraft.preconditioners.algebra.basis_change import (
+    kronecker,
+    mode_product,
+    mode_products,
+    rotate,
+    short_runs,
+)
 
 from ..trajectories import normal
 
@@ -35,11 +41,18 @@ def test_rotations_are_products_along_each_axis(block: tuple[int, ...], blocks: 
         matrices = {axis: matrix for axis, matrix in full.items() if axis != left_out}
         if left_out == 0:
             matrices[len(block) - 1] = normal(blocks, block[-1], seed=9)
-        found, expected = rotate(x, matrices), defined(x, matrices)
-        assert found.shape == expected.shape and found.is_contiguous()
-        assert torch.allclose(found, expected, rtol=0, atol=1e-12 * float(expected.abs().max()))  # sums of float64
+        expected = defined(x, matrices)
+        for found in (rotate(x, matrices), mode_products(x, matrices)):
+            assert found.shape == expected.shape and found.is_contiguous()
+            assert torch.allclose(found, expected, rtol=0, atol=1e-12 * float(expected.abs().max()))  # sums of float64
         for axis, matrix in matrices.items():
             assert torch.allclose(mode_product(x, matrix, axis), defined(x, {axis: matrix}), rtol=0, atol=1e-11)
+
+
+def test_roots_whose_product_overflows_leave_zeros_zeros() -> None:
+    """Roots of damping alone, as those of parameters without gradients, on short axes beside each other."""
+    roots = {axis: torch.eye(d).expand(1, d, d) * 1e20 for axis, d in enumerate((3, 2, 4))}
+    assert torch.equal(mode_products(torch.zeros(1, 3, 2, 4), roots), torch.zeros(1, 3, 2, 4))
 
 
 def test_short_axes_beside_each_other_are_joined() -> None:
