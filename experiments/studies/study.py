@@ -17,7 +17,7 @@ from eigengraft.optimizers.recipe.yaml_files import read_yaml
 
 from ..training.imports import resolve_paths
 from ..training.loading import read_experiment
-from .tuning import Tuning
+from .tuning import Tuning, distinct
 
 Changes = dict[str, Any]
 """Values by dotted path, like overrides: `steps`, `task.width`, `update.eigenbasis.refresh.steps`."""
@@ -87,9 +87,7 @@ class Study(Component):
     @field_validator("seeds")
     @classmethod
     def _distinct(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
-        if len(set(seeds)) < len(seeds):
-            raise ValueError("distinct seeds are required")
-        return seeds
+        return distinct(seeds)
 
     @model_validator(mode="after")
     def _consistent(self) -> Study:

@@ -15,6 +15,13 @@ from ..reports.run import Metric
 from ..training.experiment import Experiment
 
 
+def distinct(seeds: tuple[int, ...]) -> tuple[int, ...]:
+    """The seeds. Raises ValueError where one is there twice."""
+    if len(set(seeds)) < len(seeds):
+        raise ValueError("distinct seeds are required")
+    return seeds
+
+
 class Tuning(Component):
     """The best value of one field among start * ratio^k, k an integer: values are tried downhill until it is inside.
 
@@ -32,9 +39,7 @@ class Tuning(Component):
     @field_validator("seeds")
     @classmethod
     def _distinct(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
-        if len(set(seeds)) < len(seeds):
-            raise ValueError("distinct seeds are required")
-        return seeds
+        return distinct(seeds)
 
     def first(self, experiment: Experiment) -> float:
         """The value to start from in a cell. Raises RecipeError where there is none."""

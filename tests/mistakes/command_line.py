@@ -27,7 +27,7 @@ COMMAND_LINES = (
     ("train exp.yaml --out exp.yaml", "exp.yaml: an empty or new directory is required, got other files in it"),
     ("train exp.yaml --import nowhere.py", "imports: an existing Python file is required, got"),
     ("train exp.yaml --import broken.py", "cannot be imported: ModuleNotFoundError: / (line 1 of"),
-    ("train exp.yaml task=line", "task: unknown task kind 'line' / --import FILE.py adds those of a file"),
+    ("train exp.yaml task=imagenet", "task: unknown task kind 'imagenet' / --import FILE.py adds those of a file"),
     ("train exp.yaml device=cuda:9", "device: "),
     ("train exp.yaml parallel=ddp", "parallel: "),
     ("show saop", "recipe 'saop': / did you mean 'soap'?"),
