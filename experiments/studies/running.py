@@ -58,7 +58,8 @@ def prepare_study(study: Study, directory: Path, failed: Collection[str] = ()) -
 
     A value whose run is named in `failed` counts as diverged while the study tunes.
     """
-    plan_runs(study)
+    if study.tune is not None:
+        plan_runs(study)  # names every wrong cell, where a search would stop at the first
     tuning, tuned = plan_tuning(study, directory, failed)
     own = plan_runs(study, tuned)
     planned = tuning or own

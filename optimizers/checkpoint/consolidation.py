@@ -88,9 +88,8 @@ def _state_hook(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any] | 
     """State dict hook: names without wrappers, and state as this rank has it to show."""
     for saved, infos in zip(state_dict["param_groups"], optimizer.param_sets.infos, strict=True):
         if "param_names" in saved:
-            given = zip(
-                infos, saved["param_names"], strict=True
-            )  # names of a loaded checkpoint stay where there are none
+            # Names of a loaded checkpoint stay where there are none.
+            given = zip(infos, saved["param_names"], strict=True)
             saved["param_names"] = [info.name or name for info, name in given]
     consolidated: ConsolidatedState | None = optimizer.param_sets.consolidated
     if consolidated is not None:

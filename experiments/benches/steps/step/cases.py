@@ -95,8 +95,20 @@ def _recipe(recipe: str, stage: str, maths: str) -> StepCase:
 
 
 _EIGENBASIS, _SHAMPOO = "update.eigenbasis", "update.graft.direction.shampoo"
-_HEAVYBALL = {"lr": 1e-3, "precondition_frequency": INTERVAL, "max_precond_dim": 1024, "merge_dims": False}
-_EAGER = {"heavyball.utils:compile_mode": None}
+
+
+def _heavyball(name: str, maths: str) -> StepCase:
+    """A class of HeavyBall with the same maths, not compiled."""
+    options = {"lr": 1e-3, "precondition_frequency": INTERVAL, "max_precond_dim": 1024, "merge_dims": False}
+    return StepCase(
+        peer=f"heavyball:{name}",
+        options={**options, "use_precond_schedule": False},
+        switches={"heavyball.utils:compile_mode": None},
+        maths=maths,
+        name=f"HeavyBall {name}",
+    )
+
+
 STEP_CASES = (
     _recipe("soap", _EIGENBASIS, "soap"),
     StepCase(
@@ -105,21 +117,9 @@ STEP_CASES = (
         maths="soap",
         name="pytorch-optimizer SOAP",
     ),
-    StepCase(
-        peer="heavyball:SOAP",
-        options={**_HEAVYBALL, "use_precond_schedule": False},
-        switches=_EAGER,
-        maths="soap",
-        name="HeavyBall SOAP",
-    ),
+    _heavyball("SOAP", "soap"),
     _recipe("soap_kl", _EIGENBASIS, "kl_soap"),
-    StepCase(
-        peer="heavyball:KLSOAP",
-        options={**_HEAVYBALL, "use_precond_schedule": False},
-        switches=_EAGER,
-        maths="kl_soap",
-        name="HeavyBall KLSOAP",
-    ),
+    _heavyball("KLSOAP", "kl_soap"),
     _recipe("shampoo", _SHAMPOO, "shampoo"),
     StepCase(recipe="muon", overrides=("routes=[]", "update.spectral.solver.precision=input"), maths="muon"),
     StepCase(peer="torch.optim:Muon", options={"lr": 1e-3}, maths="muon", name="torch Muon"),
