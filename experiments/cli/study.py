@@ -68,7 +68,7 @@ def _run(source: str, overrides: list[str], out: Path | None, workers: int | Non
     while True:
         prepared = prepare_study(study, directory, failed)
         if prepared.tuning and study.tune is not None:
-            console.print(f"tuning {study.tune.field}: {len(prepared.left)} runs", highlight=False)
+            console.print(f"tuning {', '.join(study.tune.fields)}: {len(prepared.left)} runs", highlight=False)
         failed |= _do(prepared, workers, console)
         runs += len(prepared.runs)
         if not prepared.tuning:

@@ -15,21 +15,35 @@ MANIFEST = "study"
 
 
 @dataclass(frozen=True)
+class Tried:
+    """Values that a search tried: the mean of the metric, None where a run diverged, and the step it was stopped at."""
+
+    values: Mapping[str, Any]
+    mean: float | None
+    stopped: int | None
+
+
+@dataclass(frozen=True)
 class TunedCell:
     """What a search found in one cell of a study, as its manifest says.
 
     cell: axis=label of every axis, with commas between.
-    field: dotted path of the tuned number.
-    value: the best value.
-    tried: (value, mean of the metric, None where a run diverged), from the least value to the largest.
-    inside: whether values on both sides of the best one were tried.
+    values: the best values, by dotted path.
+    edges: field -> "least" or "largest", where the best value is at an end of what was tried.
+    tried: everything that was tried, by ascending values.
+    rule: how values were chosen.
     """
 
     cell: str
-    field: str
-    value: float
-    tried: tuple[tuple[float, float | None], ...]
-    inside: bool
+    values: Mapping[str, Any]
+    edges: Mapping[str, str]
+    tried: tuple[Tried, ...]
+    rule: str
+
+    @property
+    def best(self) -> Tried:
+        """The best values with their mean."""
+        return next(one for one in self.tried if one.values == self.values)
 
 
 @dataclass(frozen=True)
@@ -55,12 +69,19 @@ def read_records(directory: Path) -> Records:
         return _stray(directory)
     runs = tuple(Run(run["labels"], run["seed"], directory / run["directory"]) for run in manifest["runs"])
     metric = METRICS[manifest["metric"]]
-    tuned = tuple(
-        TunedCell(cell, one["field"], one["value"], tuple(map(tuple, one["tried"])), one["inside"])
-        for cell, one in manifest.get("tuned", {}).items()
-    )
+    tuned = tuple(_tuned(cell, one) for cell, one in manifest.get("tuned", {}).items())
     name, description = manifest["name"], manifest["description"]
     return Records(name, description, metric, manifest["compare"], manifest["baseline"], runs, tuned)
+
+
+def _tuned(cell: str, found: Mapping[str, Any]) -> TunedCell:
+    tried = sorted((Tried(**one) for one in found["tried"]), key=lambda one: list(map(_order, one.values.values())))
+    return TunedCell(cell, found["values"], found["edges"], tuple(tried), found["rule"])
+
+
+def _order(value: object) -> tuple[bool, float, str]:
+    number = isinstance(value, (int, float))
+    return (not number, float(value) if isinstance(value, (int, float)) else 0.0, str(value))
 
 
 def _stray(directory: Path) -> Records:

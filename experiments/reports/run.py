@@ -14,11 +14,14 @@ from typing import Any, Literal
 Status = Literal["complete", "diverged", "failed", "unfinished", "missing"]
 
 
+MetricName = Literal["val_loss", "val_accuracy"]
+
+
 @dataclass(frozen=True)
 class Metric:
     """The metric of a comparison: a column of metrics.jsonl and field of result.json; `sign` -1: larger is better."""
 
-    key: str
+    key: MetricName
     title: str
     sign: int
 

@@ -12,11 +12,12 @@ from typing import Any
 from eigengraft.component import RecipeError
 
 from ..reports.records import MANIFEST
+from ..reports.run import METRICS
 from ..training.experiment import Experiment
 from ..training.loading import load_experiment
 from ..training.rundir import RunDirectory
 from .study import Study
-from .tuning import Tuned, described
+from .tuning.base import Tuned
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,9 @@ def plan_runs(study: Study, tuned: Mapping[str, Tuned] | None = None) -> list[Pl
     """
     planned, faults = [], []
     for cell in cells(study):
-        value = (tuned or {}).get(cell.name)
+        found = (tuned or {}).get(cell.name)
         try:
-            experiment = changed(study.base, {**cell.changes, **({} if value is None else {value.field: value.value})})
+            experiment = changed(study.base, {**cell.changes, **({} if found is None else found.values)})
         except RecipeError as error:
             faults.append(f"{cell.name}: {str(error).replace(chr(10), f'{chr(10)}{cell.name}: ')}")
             continue
@@ -113,7 +114,7 @@ def write_manifest(study: Study, planned: list[PlannedRun], tuned: Mapping[str, 
         "compare": axis,
         "baseline": baseline,
         "study": study.model_dump(mode="json"),
-        "tuned": described(tuned),
+        "tuned": {cell: found.described(METRICS[study.metric]) for cell, found in tuned.items()},
         "runs": [{"directory": run.directory, "labels": dict(run.labels), "seed": run.seed} for run in planned],
     }
     directory.mkdir(parents=True, exist_ok=True)

@@ -15,8 +15,8 @@ from ..training.outcome import Result, Tick
 from ..training.train import train
 from .plan import PlannedRun, expected_seconds, plan_runs, refuse_changed, write_manifest
 from .pool import run_pool
-from .search import plan_tuning
 from .study import Study
+from .tuning.rounds import plan_tuning
 
 
 @dataclass(frozen=True)

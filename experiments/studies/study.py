@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
@@ -15,36 +13,14 @@ from eigengraft.component import Component, RecipeError, checked
 from eigengraft.optimizers.recipe.overrides import apply_overrides
 from eigengraft.optimizers.recipe.yaml_files import read_yaml
 
+from ..reports.run import MetricName
 from ..training.imports import resolve_paths
 from ..training.loading import read_experiment
-from .tuning import Tuning, distinct
-
-Changes = dict[str, Any]
-"""Values by dotted path, like overrides: `steps`, `task.width`, `update.eigenbasis.refresh.steps`."""
-
-Label = str | int | float | bool
-"""A label as it may be written; the text of a value is its label."""
+from .axes import Changes, Label, Setting, as_label, axis_choices, changed_paths, require_known
+from .tuning.base import Tuning, distinct
+from .tuning.descent import CoordinateDescent
 
 _SHIPPED = Path(__file__).parent
-_LABEL = re.compile(r"[\w.+-]+")
-
-
-class Setting(Component):
-    """Values for the cells whose label on every axis in `when` is among those named there."""
-
-    when: dict[str, tuple[str, ...]] = Field(min_length=1, description="axis -> label or list of labels")
-    set: dict[str, Any] = Field(min_length=1, description="dotted path -> value")
-
-    @field_validator("when", mode="before", json_schema_input_type=dict[str, Label | list[Label]])
-    @classmethod
-    def _lists(cls, when: Any) -> Any:
-        if not isinstance(when, Mapping):
-            return when
-        return {axis: tuple(map(_label, v if isinstance(v, (list, tuple)) else [v])) for axis, v in when.items()}
-
-    def holds(self, labels: Mapping[str, str]) -> bool:
-        """Whether this setting applies to the cell with these labels."""
-        return all(labels[axis] in some for axis, some in self.when.items())
 
 
 class Study(Component):
@@ -63,8 +39,11 @@ class Study(Component):
     )
     settings: tuple[Setting, ...] = Field((), strict=False, description="values that belong to combinations of labels")
     seeds: tuple[int, ...] = Field((0,), strict=False, min_length=1, description="one run of every cell for each")
-    tune: Tuning | None = Field(None, description="search of a value for every cell before its runs; none: no search")
-    metric: Literal["val_loss", "val_accuracy"] = Field("val_loss", description="final metric to compare")
+    tune: Tuning | None = Field(
+        None,
+        description="search of values in every cell before its runs, a coordinate_descent if no kind is given",
+    )
+    metric: MetricName = Field("val_loss", description="final metric to compare")
     baseline: dict[str, str] = Field(
         default={}, max_length=1, description="axis compared: its label to compare with; none: last axis, first label"
     )
@@ -77,12 +56,19 @@ class Study(Component):
     @field_validator("axes", mode="before", json_schema_input_type=dict[str, list[Any] | dict[str, Changes]])
     @classmethod
     def _choices(cls, axes: Any) -> Any:
-        return {axis: _axis(str(axis), some) for axis, some in axes.items()} if isinstance(axes, Mapping) else axes
+        return (
+            {axis: axis_choices(str(axis), some) for axis, some in axes.items()} if isinstance(axes, Mapping) else axes
+        )
 
     @field_validator("baseline", mode="before", json_schema_input_type=dict[str, Label])
     @classmethod
     def _text(cls, baseline: Any) -> Any:
-        return {k: _label(v) for k, v in baseline.items()} if isinstance(baseline, Mapping) else baseline
+        return {k: as_label(v) for k, v in baseline.items()} if isinstance(baseline, Mapping) else baseline
+
+    @field_validator("tune", mode="before", json_schema_input_type=Tuning | CoordinateDescent | None)
+    @classmethod
+    def _kind(cls, tune: Any) -> Any:
+        return {"kind": "coordinate_descent", **tune} if isinstance(tune, Mapping) else tune
 
     @field_validator("seeds")
     @classmethod
@@ -91,11 +77,11 @@ class Study(Component):
 
     @model_validator(mode="after")
     def _consistent(self) -> Study:
-        changed = set().union(*map(_paths, self.axes.values()), *(setting.set for setting in self.settings))
+        changed = set().union(*map(changed_paths, self.axes.values()), *(setting.set for setting in self.settings))
         if "seed" in changed or self.base.get("seed", 0) not in (0, *self.seeds):
             raise ValueError("seeds: the list `seeds` of the study is required for every cell, got `seed`")
         for first, second in itertools.combinations(self.axes, 2):
-            shared = _paths(self.axes[first]) & _paths(self.axes[second])
+            shared = changed_paths(self.axes[first]) & changed_paths(self.axes[second])
             if shared:
                 raise ValueError(f"axes: each path on one axis only, '{min(shared)}' is on '{first}' and '{second}'")
         if self.tune is not None:
@@ -103,8 +89,8 @@ class Study(Component):
         wanted = [("baseline", axis, label) for axis, label in self.baseline.items()]
         wanted += [("settings.when", axis, v) for s in self.settings for axis, some in s.when.items() for v in some]
         for where, axis, label in wanted:
-            _known(where, axis, self.axes)
-            _known(f"{where}.{axis}", label, self.axes[axis])
+            require_known(where, axis, self.axes)
+            require_known(f"{where}.{axis}", label, self.axes[axis])
         return self
 
     @property
@@ -159,40 +145,9 @@ def _read(path: Path) -> dict[str, Any]:
     return {"name": path.stem, **data}
 
 
-def _axis(axis: str, choices: Any) -> Any:
-    """The axis in its long form, label -> {path -> value}."""
-    if isinstance(choices, Mapping):
-        return {_label(label): changes for label, changes in choices.items()}
-    if not isinstance(choices, (list, tuple)) or not choices:
-        raise ValueError(f"{axis}: a list of values or a mapping label -> {{path: value}} is required, got {choices!r}")
-    labels = [_label(value) for value in choices]
-    if len(set(labels)) < len(labels):
-        raise ValueError(f"{axis}: distinct values are required, got {', '.join(labels)}")
-    return {label: {axis: value} for label, value in zip(labels, choices, strict=True)}
-
-
-def _label(value: Any) -> str:
-    """A value as a label: part of a directory's name."""
-    text = str(value).lower() if isinstance(value, bool) or value is None else str(value)
-    if not _LABEL.fullmatch(text):
-        remedy = "give the axis as a mapping label -> {path: value}"
-        raise ValueError(f"a label of letters, digits and . _ + - is required, got {text!r}; {remedy}")
-    return text
-
-
-def _paths(choices: Mapping[str, Changes]) -> set[str]:
-    return {path for changes in choices.values() for path in changes}
-
-
 def _separate(tune: Tuning, seeds: Iterable[int], axes: Iterable[str]) -> None:
     for seed in sorted(set(tune.seeds) & set(seeds)):
         raise ValueError(f"tune.seeds: other seeds than those that are compared are required, got {seed} in both")
-    if tune.field in axes:
-        raise ValueError(f"tune.field: a path that is no axis of the study is required, got '{tune.field}'")
-
-
-def _known(where: str, name: str, known: Iterable[str]) -> None:
-    if name not in known:
-        near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-        hint = "".join(f"did you mean '{one}'? " for one in near)
-        raise ValueError(f"{where}: unknown '{name}'; {hint}One of {', '.join(known)} is required")
+    for field in tune.fields:
+        if field in axes:
+            raise ValueError(f"tune.space: paths that are no axis of the study are required, got '{field}'")

@@ -65,6 +65,25 @@ class Patience(Callback):
         return bool(before) and not (latest < best and latest <= best - self.least)
 
 
+class Limits(Callback):
+    """Stop at an evaluation with a metric worse than the limit of its step; successive halving stops runs so."""
+
+    kind: Literal["limits"] = "limits"
+    metric: Literal["val_loss", "val_accuracy"] = Field(default="val_loss", description="the metric with limits")
+    limits: tuple[tuple[int, float], ...] = Field(
+        strict=False, description="(step, largest loss or least accuracy with which the run goes on there)"
+    )
+
+    def stepped(self, run: RunView, tick: Tick) -> bool:
+        value = run.rows[-1].get(self.metric)
+        return value is not None and self.exceeded(tick.step, value)
+
+    def exceeded(self, step: int, value: float) -> bool:
+        """Whether a metric at a step is worse than its limit."""
+        better_is_more = self.metric == "val_accuracy"
+        return any(step == at and (value < limit if better_is_more else value > limit) for at, limit in self.limits)
+
+
 @dataclass(frozen=True)
 class Callbacks:
     """The callbacks of a run with what they see; rank 0 calls them, and every rank does what they decide."""

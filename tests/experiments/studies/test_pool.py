@@ -9,7 +9,7 @@ import pytest
 
 from eigengraft.experiments.studies.pool import run_pool
 
-from ..processes import ROOT, fork_what_is_spawned, start
+from ...processes import ROOT, fork_what_is_spawned, start
 
 pytestmark = pytest.mark.slow
 

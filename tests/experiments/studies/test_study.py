@@ -13,7 +13,7 @@ from eigengraft.experiments.studies.running import prepare_study, run_study
 from eigengraft.experiments.studies.study import Study, load_study, shipped_studies
 from eigengraft.experiments.training.train import train
 
-from ..processes import fork_what_is_spawned, run, start
+from ...processes import fork_what_is_spawned, run, start
 
 pytestmark = pytest.mark.slow
 

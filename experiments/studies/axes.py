@@ -1,0 +1,71 @@
+"""Axes of a study: labels with the changes that belong to them, and settings for some combinations of labels."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic import Field, field_validator
+
+from eigengraft.component import Component
+
+Changes = dict[str, Any]
+"""Values by dotted path, like overrides: `steps`, `task.width`, `update.eigenbasis.refresh.steps`."""
+
+Label = str | int | float | bool
+"""A label as it may be written; the text of a value is its label."""
+
+LABEL = re.compile(r"[\w.+-]+")
+"""What a label may be, as a part of a directory's name."""
+
+
+class Setting(Component):
+    """Values for the cells whose label on every axis in `when` is among those named there."""
+
+    when: dict[str, tuple[str, ...]] = Field(min_length=1, description="axis -> label or list of labels")
+    set: dict[str, Any] = Field(min_length=1, description="dotted path -> value")
+
+    @field_validator("when", mode="before", json_schema_input_type=dict[str, Label | list[Label]])
+    @classmethod
+    def _lists(cls, when: Any) -> Any:
+        if not isinstance(when, Mapping):
+            return when
+        return {axis: tuple(map(as_label, v if isinstance(v, (list, tuple)) else [v])) for axis, v in when.items()}
+
+    def holds(self, labels: Mapping[str, str]) -> bool:
+        """Whether this setting applies to the cell with these labels."""
+        return all(labels[axis] in some for axis, some in self.when.items())
+
+
+def axis_choices(axis: str, choices: Any) -> Any:
+    """An axis in its long form, label -> {path -> value}."""
+    if isinstance(choices, Mapping):
+        return {as_label(label): changes for label, changes in choices.items()}
+    if not isinstance(choices, (list, tuple)) or not choices:
+        raise ValueError(f"{axis}: a list of values or a mapping label -> {{path: value}} is required, got {choices!r}")
+    labels = [as_label(value) for value in choices]
+    if len(set(labels)) < len(labels):
+        raise ValueError(f"{axis}: distinct values are required, got {', '.join(labels)}")
+    return {label: {axis: value} for label, value in zip(labels, choices, strict=True)}
+
+
+def as_label(value: Any) -> str:
+    """A value as a label: part of a directory's name."""
+    text = str(value).lower() if isinstance(value, bool) or value is None else str(value)
+    if not LABEL.fullmatch(text):
+        remedy = "give the axis as a mapping label -> {path: value}"
+        raise ValueError(f"a label of letters, digits and . _ + - is required, got {text!r}; {remedy}")
+    return text
+
+
+def changed_paths(choices: Mapping[str, Changes]) -> set[str]:
+    return {path for changes in choices.values() for path in changes}
+
+
+def require_known(where: str, name: str, known: Iterable[str]) -> None:
+    if name not in known:
+        near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+        hint = "".join(f"did you mean '{one}'? " for one in near)
+        raise ValueError(f"{where}: unknown '{name}'; {hint}One of {', '.join(known)} is required")

@@ -1,0 +1,140 @@
+"""Tuning along the fields of a grid, downhill: most often of the learning rate alone, on a grid of constant ratio."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from eigengraft.component import Component, RecipeError
+
+from ...training.experiment import Experiment
+from .base import Trial, Tuning, Values, best_trial, six_digits
+from .space import Scalar, read_space
+
+Point = tuple[int, ...]
+"""A place on the grid: for each field the exponent of its ratio, or the place in its list."""
+
+
+class RatioGrid(Component):
+    """start * ratio^k for every integer k, to six digits."""
+
+    ratio: float = Field(2.0, gt=1, description="quotient of neighbouring values")
+    start: float | None = Field(None, gt=0, description="value to start from; none: the cell's own lr or weight_decay")
+
+    def first(self, path: str, experiment: Experiment) -> float:
+        """The value to start from in a cell. Raises RecipeError where there is none."""
+        own = None
+        if path in ("lr", "weight_decay"):
+            own = getattr(experiment, path)
+            own = getattr(experiment.recipe, path) if own is None else own
+        start = own if self.start is None else self.start
+        if not isinstance(start, (int, float)) or start <= 0:
+            where = f"tune.space.{path}.start"
+            raise RecipeError(f"{where}: a positive value to start from is required, got {start}")
+        return float(start)
+
+
+class CoordinateDescent(Tuning):
+    """x <- argmin over x and its neighbours on a grid, one field after the other, until no neighbour is better.
+
+    A field is a grid of constant ratio without end, {ratio: 2}, or a list of values in their order, of which the middle
+    one comes first. The start and its neighbours along the first field are tried first. Where the best value diverged,
+    only lower neighbours on a grid of constant ratio are. A minimum that is not the only one may be missed.
+    """
+
+    kind: Literal["coordinate_descent"] = "coordinate_descent"
+    trials: int = Field(10, ge=3, description="largest number of values tried in a cell")
+    space: dict[str, RatioGrid | list[Scalar]] = Field(
+        {"lr": RatioGrid()}, min_length=1, description="dotted path -> {ratio, start}, or list of values in their order"
+    )
+
+    @field_validator("space", mode="before", json_schema_input_type=dict[str, RatioGrid | list[Scalar]])
+    @classmethod
+    def _read(cls, space: Any) -> Any:
+        return read_space(space, RatioGrid)
+
+    @property
+    def fields(self) -> Collection[str]:
+        return self.space
+
+    @property
+    def rule(self) -> str:
+        return (
+            "Coordinate descent: the best values so far are compared with their neighbours on the grid, one field "
+            f"after the other, until no neighbour is better or {self.trials} were tried."
+        )
+
+    def proposed(self, cell: Experiment, trials: Sequence[Trial]) -> list[Values]:
+        starts = self._starts(cell)
+        points = [self._point(trial.values, starts) for trial in trials]
+        if not points:
+            origin = tuple(
+                0 if start is not None else (len(self._list(path)) - 1) // 2 for path, start in starts.items()
+            )
+            first = self._neighbours(origin, 0)
+            return [self._values(point, starts) for point in sorted({origin, *first})]
+        best = best_trial(trials)
+        place = self._point(best.values, starts)
+        for axis in range(len(self.space)):
+            beyond = self._neighbours(place, axis)
+            if math.isinf(best.score) and isinstance(list(self.space.values())[axis], RatioGrid):
+                beyond = beyond[:1]
+            if wanted := [point for point in beyond if point not in points]:
+                fits = len(trials) + len(wanted) <= self.trials
+                return [self._values(point, starts) for point in wanted] if fits else []
+        return []
+
+    def edges(self, cell: Experiment, best: Trial, trials: Sequence[Trial]) -> dict[str, str]:
+        starts = self._starts(cell)
+        points = {self._point(trial.values, starts) for trial in trials}
+        place, found = self._point(best.values, starts), {}
+        for axis, (path, grid) in enumerate(self.space.items()):
+            low, high = _moved(place, axis, -1) in points, _moved(place, axis, 1) in points
+            ordered = isinstance(grid, RatioGrid) or all(isinstance(v, (int, float)) for v in grid)
+            if ordered and best.values[path] != 0 and not (low and high):  # nothing lies beyond 0
+                found[path] = "largest" if low else "least"
+        return found
+
+    def _starts(self, cell: Experiment) -> dict[str, float | None]:
+        """The start of every grid of constant ratio; None for a list."""
+        return {p: g.first(p, cell) if isinstance(g, RatioGrid) else None for p, g in self.space.items()}
+
+    def _list(self, path: str) -> list[Scalar]:
+        grid = self.space[path]
+        assert isinstance(grid, list)
+        return grid
+
+    def _neighbours(self, point: Point, axis: int) -> list[Point]:
+        """The places before and after one along a field, as far as there are any."""
+        grid = list(self.space.values())[axis]
+        beside = [_moved(point, axis, by) for by in (-1, 1)]
+        return [one for one in beside if isinstance(grid, RatioGrid) or 0 <= one[axis] < len(grid)]
+
+    def _values(self, point: Point, starts: Mapping[str, float | None]) -> Values:
+        values: Values = {}
+        for k, (path, grid) in zip(point, self.space.items(), strict=True):
+            start = starts[path]
+            if isinstance(grid, RatioGrid):
+                assert start is not None
+                values[path] = six_digits(start * grid.ratio**k)
+            else:
+                values[path] = grid[k]
+        return values
+
+    def _point(self, values: Mapping[str, Any], starts: Mapping[str, float | None]) -> Point:
+        place = []
+        for path, grid in self.space.items():
+            start = starts[path]
+            if isinstance(grid, RatioGrid):
+                assert start is not None
+                place.append(round(math.log(values[path] / start) / math.log(grid.ratio)))
+            else:
+                place.append(grid.index(values[path]))
+        return tuple(place)
+
+
+def _moved(point: Point, axis: int, by: int) -> Point:
+    return (*point[:axis], point[axis] + by, *point[axis + 1 :])

@@ -1,0 +1,142 @@
+"""Random search, TPE and successive halving: draws that follow from earlier trials, and runs that are stopped."""
+
+import dataclasses
+import json
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from eigengraft import RecipeError
+from eigengraft.experiments import load_experiment
+from eigengraft.experiments.reports.run import METRICS
+from eigengraft.experiments.studies.study import load_study
+from eigengraft.experiments.studies.tuning import TPE, Random
+from eigengraft.experiments.studies.tuning.base import Trial
+from eigengraft.experiments.studies.tuning.halving import Halving
+from eigengraft.experiments.studies.tuning.rounds import plan_tuning
+from eigengraft.experiments.studies.tuning.space import Range
+from eigengraft.experiments.training.train import train
+
+TINY = {"task": {"kind": "digits", "layers": 1, "width": 4, "batch_size": 8}, "recipe": "adamw", "steps": 9}
+CELL = load_experiment(TINY)
+SPACE = {"lr": {"low": 1e-4, "high": 1.0, "log": True}, "schedule.warmup_steps": [10, 30]}
+LOSS = METRICS["val_loss"]
+
+
+def search(tuning, loss):
+    trials = []
+    while wanted := tuning.next(CELL, trials):
+        trials += [Trial(values, loss(values)) for values in wanted]
+    return tuning.found(CELL, trials)
+
+
+def test_random_values_are_uniform_on_their_scale_and_the_same_again():
+    space = {**SPACE, "n": {"low": 1.0, "high": 4.0, "integer": True}, "x": {"low": -1.0, "high": 1.0}}
+    drawn = Random(seeds=(0,), space=space, trials=2000).draw([], 2000)
+    logs = np.log10([values["lr"] for values in drawn])
+    # twelve intervals of equal length in the logarithm: chi squared with 11 degrees of freedom, p > 0.001 below 31.3
+    counts, _ = np.histogram(logs, 12, (-4, 0))
+    assert ((counts - 2000 / 12) ** 2 / (2000 / 12)).sum() < 31.3
+    assert abs(np.corrcoef(logs, [values["x"] for values in drawn])[0, 1]) < 0.1  # 4.5 standard errors
+    shares = Counter(values["n"] for values in drawn)
+    assert sorted(shares) == [1, 2, 3, 4] and min(shares.values()) > 400  # 5 standard errors below 500
+    assert {values["schedule.warmup_steps"] for values in drawn} == {10, 30}
+    assert Random(seeds=(0,), space=space).draw([Trial(values, 0.0) for values in drawn[:3]], 2) == drawn[3:5]
+
+
+def test_the_best_draw_is_found_and_its_place_in_the_range():
+    one = search(Random(seeds=(0,), space=SPACE, trials=30), lambda values: values["lr"])
+    assert one.values["lr"] == min(trial.values["lr"] for trial in one.trials)
+    assert one.edges == {"lr": "least"}  # below 1e-4 * 10^(0.05 * 4)
+    assert Range(low=1e-4, high=1.0, log=True).edge(1.6e-4) is None
+    assert Range(low=0.0, high=1.0).edge(0.0) is None  # nothing lies beyond 0
+    assert Range(low=0.0, high=1.0).edge(0.96) == "largest"
+
+
+def test_tpe_comes_closer_than_random_search_and_draws_the_same_again():
+    pytest.importorskip("optuna", reason="the extra `search` is not installed")
+    space = {"lr": {"low": 1e-4, "high": 1.0, "log": True}, "decay": {"low": 0.0, "high": 1.0}}
+
+    def loss(values):
+        return math.log10(values["lr"] / 0.02) ** 2 + 4 * (values["decay"] - 0.3) ** 2
+
+    def best(kind, seed):
+        found = search(kind(seeds=(0,), space=space, trials=30, seed=seed), loss)
+        return min(trial.score for trial in found.trials)
+
+    seeds = range(0, 300, 100)  # a trial's draws have the seed plus its number
+    assert np.median([best(TPE, s) for s in seeds]) < np.median([best(Random, s) for s in seeds])
+    tuning = TPE(seeds=(0,), space=space, together=2, startup=2)
+    trials = [Trial(values, loss(values)) for values in tuning.draw([], 4)]
+    trials[1] = dataclasses.replace(trials[1], score=math.inf)
+    trials[2] = dataclasses.replace(trials[2], stopped=3)
+    first = tuning.draw(trials, 2)
+    assert first == tuning.draw(trials, 2) and first[0] != first[1]
+    assert all(1e-4 <= values["lr"] <= 1 and 0 <= values["decay"] <= 1 for values in first)
+
+
+@pytest.mark.parametrize("rate", [2, 3, 4])
+def test_successive_halving_decides_as_optuna(rate):
+    optuna = pytest.importorskip("optuna", reason="the extra `search` is not installed")
+    study = optuna.create_study(
+        pruner=optuna.pruners.SuccessiveHalvingPruner(min_resource=2, reduction_factor=rate, min_early_stopping_rate=0)
+    )
+    halving, cell = Halving(rate=rate, least=2), CELL.replace(steps=2 * rate**2 + 1, eval_every=1)
+    assert halving.rungs(cell) == [2, 2 * rate, 2 * rate**2]
+    generator, earlier = np.random.default_rng(0), []
+    for _ in range(25):
+        losses, theirs, curve = generator.random(3).tolist(), study.ask(), {}
+        limits = halving.limits(cell, earlier, LOSS)
+        for step, loss in zip(halving.rungs(cell), losses, strict=True):
+            theirs.report(loss, step)
+            curve[step] = loss
+            stops = limits is not None and limits.exceeded(step, loss)
+            assert stops == theirs.should_prune()
+            if stops:
+                break
+        study.tell(theirs, state=optuna.trial.TrialState.PRUNED if stops else None, values=None if stops else [loss])
+        earlier.append(Trial({}, loss, curves={cell.seed: curve}))
+
+
+def test_comparisons_are_at_evaluations():
+    assert Halving(rate=3, least=10).rungs(CELL.replace(steps=300, eval_every=20)) == [20, 40, 100, 280]
+
+
+@pytest.mark.slow
+def test_a_search_with_halving_stops_runs_and_takes_none_of_them(tmp_path):
+    tune = {"kind": "random", "seeds": [7], "trials": 4, "space": SPACE["lr"], "halving": {"least": 3, "rate": 2}}
+    tune["space"] = {"lr": SPACE["lr"]}
+    one = load_study(
+        {
+            "base": {**TINY, "eval_every": 3, "log_every": 3},
+            "axes": {"method": {"adam": {}}},
+            "tune": tune,
+            "seeds": [0],
+        }
+    )
+    while runs := plan_tuning(one, tmp_path)[0]:
+        for run in runs:
+            train(run.experiment, tmp_path / run.directory)
+    found = plan_tuning(one, tmp_path)[1]["method=adam"]
+    curves = [trial.curves[7] for trial in found.trials]
+    for k, trial in enumerate(found.trials):
+        # the rule with 2: at step 3 as good as the best of n + 1 over 2, rounded down and at least 1
+        others = sorted(curve[3] for curve in curves[:k])
+        behind = bool(others) and curves[k][3] > others[max((k + 1) // 2 - 1, 0)]
+        assert (trial.stopped == 3) == behind
+        assert max(curves[k]) == (trial.stopped or 9)
+    assert {trial.stopped for trial in found.trials} > {None}
+    assert found.values == min((t for t in found.trials if t.stopped is None), key=lambda t: t.score).values
+    described = found.described(LOSS)
+    assert "Successive halving: at step 3, and at every 2-fold" in described["rule"]
+    assert [trial["stopped"] for trial in json.loads(json.dumps(described))["tried"]] == [
+        t.stopped for t in found.trials
+    ]
+
+
+def test_tpe_without_optuna_names_the_extra(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "optuna", None)
+    with pytest.raises(RecipeError, match=r"tune.kind: Optuna is required by tpe \(pip install eigengraft\[search\]\)"):
+        TPE(seeds=(0,), space=SPACE).draw([], 1)
