@@ -10,6 +10,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from .console import print_table
+
 if TYPE_CHECKING:
     from ..studies.running import PreparedStudy
 
@@ -23,8 +25,14 @@ def ablate_command(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="directory of the study; default runs/NAME")] = None,
     workers: Workers = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="list runs, differences, expected time and memory; run nothing")
+    ] = False,
 ) -> None:
     """Run every cell of a study with every seed; the same command again continues a stopped study."""
+    if dry_run:
+        _print_preview(study, overrides or [], out)
+        return
     directory = _run(study, overrides or [], out, workers)
     typer.echo(f"{directory}: all runs complete. For the report: eigengraft report {directory}")
 
@@ -53,6 +61,19 @@ def demo_command(
 
     directory = _run("demo", [], out, workers)
     typer.echo(f"report: {write_report(directory).resolve()}")
+
+
+def _print_preview(source: str, overrides: list[str], out: Path | None) -> None:
+    """Print what a study would run."""
+    from ..studies.preview import preview_study
+    from ..studies.study import load_study
+    from .preview_tables import cells_table, differences_table, sentence
+
+    study = load_study(source, overrides)
+    preview = preview_study(study, out or Path("runs") / study.name)
+    for table in (cells_table(preview), *differences_table(preview)):
+        print_table(table)
+    typer.echo(sentence(preview))
 
 
 def _run(source: str, overrides: list[str], out: Path | None, workers: int | None) -> Path:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from pydantic import Field, field_validator
@@ -21,26 +22,46 @@ LABEL = re.compile(r"[\w.+-]+")
 """What a label may be, as a part of a directory's name."""
 
 
+Where = dict[str, tuple[str, ...]]
+"""Axis -> some of its labels: the cells whose label on every axis named is among these."""
+
+
+def read_where(where: Any) -> Any:
+    """A `Where` as it may be written, a label alone for a list of one, in its long form."""
+    if not isinstance(where, Mapping):
+        return where
+    return {axis: tuple(map(as_label, v if isinstance(v, (list, tuple)) else [v])) for axis, v in where.items()}
+
+
+def inside(where: Where, labels: Mapping[str, str]) -> bool:
+    """Whether the cell with these labels is among those that are meant."""
+    return all(labels[axis] in some for axis, some in where.items())
+
+
 class Setting(Component):
     """Values for the cells whose label on every axis in `when` is among those named there."""
 
-    when: dict[str, tuple[str, ...]] = Field(min_length=1, description="axis -> label or list of labels")
+    when: Where = Field(min_length=1, description="axis -> label or list of labels")
     set: dict[str, Any] = Field(min_length=1, description="dotted path -> value")
 
     @field_validator("when", mode="before", json_schema_input_type=dict[str, Label | list[Label]])
     @classmethod
     def _lists(cls, when: Any) -> Any:
-        if not isinstance(when, Mapping):
-            return when
-        return {axis: tuple(map(as_label, v if isinstance(v, (list, tuple)) else [v])) for axis, v in when.items()}
+        return read_where(when)
 
-    def holds(self, labels: Mapping[str, str]) -> bool:
-        """Whether this setting applies to the cell with these labels."""
-        return all(labels[axis] in some for axis, some in self.when.items())
+
+def combinations(axes: Mapping[str, Mapping[str, Any]], exclude: Iterable[Where]) -> Iterator[dict[str, str]]:
+    """Every combination of one label from each axis that is not excluded, the last axis innermost."""
+    for labels in itertools.product(*axes.values()):
+        combination = dict(zip(axes, labels, strict=True))
+        if not any(inside(where, combination) for where in exclude):
+            yield combination
 
 
 def axis_choices(axis: str, choices: Any) -> Any:
     """An axis in its long form, label -> {path -> value}."""
+    if isinstance(choices, Mapping) and choices and all(isinstance(some, (list, tuple)) for some in choices.values()):
+        return _zipped(axis, choices)
     if isinstance(choices, Mapping):
         return {as_label(label): changes for label, changes in choices.items()}
     if not isinstance(choices, (list, tuple)) or not choices:
@@ -49,6 +70,16 @@ def axis_choices(axis: str, choices: Any) -> Any:
     if len(set(labels)) < len(labels):
         raise ValueError(f"{axis}: distinct values are required, got {', '.join(labels)}")
     return {label: {axis: value} for label, value in zip(labels, choices, strict=True)}
+
+
+def _zipped(axis: str, lists: Mapping[str, Any]) -> dict[str, Changes]:
+    """An axis of lists by path: values at the same place belong together; those of the first path are the labels."""
+    lengths = {path: len(some) for path, some in lists.items()}
+    if len(set(lengths.values())) > 1:
+        got = ", ".join(f"{count} of {path}" for path, count in lengths.items())
+        raise ValueError(f"{axis}: as many values for each path are required, got {got}")
+    labels = axis_choices(axis, next(iter(lists.values())))
+    return {label: {path: some[place] for path, some in lists.items()} for place, label in enumerate(labels)}
 
 
 def as_label(value: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from ..reports.run import METRICS
 from ..training.experiment import Experiment
 from ..training.loading import load_experiment
 from ..training.rundir import RunDirectory
+from .axes import combinations, inside
 from .study import Study
 from .tuning.base import Tuned
 
@@ -50,11 +50,10 @@ class Cell:
 
 def cells(study: Study) -> Iterator[Cell]:
     """Every combination of labels with the changes of its labels and settings, the last ones winning."""
-    for choice in itertools.product(*(choices.items() for choices in study.axes.values())):
-        labels = {axis: label for axis, (label, _) in zip(study.axes, choice, strict=True)}
-        changes = {path: value for _, some in choice for path, value in some.items()}
+    for labels in combinations(study.axes, study.exclude):
+        changes = {path: v for axis, label in labels.items() for path, v in study.axes[axis][label].items()}
         for setting in study.settings:
-            changes |= setting.set if setting.holds(labels) else {}
+            changes |= setting.set if inside(setting.when, labels) else {}
         yield Cell(labels, changes)
 
 

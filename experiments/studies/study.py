@@ -16,7 +16,18 @@ from eigengraft.optimizers.recipe.yaml_files import read_yaml
 from ..reports.run import MetricName
 from ..training.imports import resolve_paths
 from ..training.loading import read_experiment
-from .axes import Changes, Label, Setting, as_label, axis_choices, changed_paths, require_known
+from .axes import (
+    Changes,
+    Label,
+    Setting,
+    Where,
+    as_label,
+    axis_choices,
+    changed_paths,
+    combinations,
+    read_where,
+    require_known,
+)
 from .tuning.base import Tuning, distinct
 from .tuning.descent import CoordinateDescent
 
@@ -26,7 +37,8 @@ _SHIPPED = Path(__file__).parent
 class Study(Component):
     """Every combination of one label from each axis is a cell; every cell is run once with each seed.
 
-    A cell is the base experiment, changed by its labels axis by axis, then by the settings that hold for it.
+    A cell is the base experiment, changed by its labels axis by axis, then by the settings that hold for it. Excluded
+    combinations are no cells.
     """
 
     name: str = Field(default="study", pattern=r"^\w[\w.+=-]*$", description="names the directory of the study")
@@ -35,7 +47,12 @@ class Study(Component):
         description="what all runs share, as in an experiment file; or, in a study file, the path of one"
     )
     axes: dict[str, dict[str, Changes]] = Field(
-        min_length=1, description="dotted path -> list of values, or any name -> {label -> {dotted path -> value}}"
+        min_length=1,
+        description="dotted path -> list of values, or any name -> {label -> {dotted path -> value}}, or any name -> "
+        "{dotted path -> list of values}, in which values at the same place belong together",
+    )
+    exclude: tuple[Where, ...] = Field(
+        (), strict=False, description="cells that are not run: axis -> label or list of labels"
     )
     settings: tuple[Setting, ...] = Field((), strict=False, description="values that belong to combinations of labels")
     seeds: tuple[int, ...] = Field((0,), strict=False, min_length=1, description="one run of every cell for each")
@@ -53,12 +70,19 @@ class Study(Component):
     def _plain(cls, base: Any) -> Any:
         return base.model_dump(mode="json") if isinstance(base, BaseModel) else base
 
-    @field_validator("axes", mode="before", json_schema_input_type=dict[str, list[Any] | dict[str, Changes]])
+    @field_validator(
+        "axes", mode="before", json_schema_input_type=dict[str, list[Any] | dict[str, Changes | list[Any]]]
+    )
     @classmethod
     def _choices(cls, axes: Any) -> Any:
         return (
             {axis: axis_choices(str(axis), some) for axis, some in axes.items()} if isinstance(axes, Mapping) else axes
         )
+
+    @field_validator("exclude", mode="before", json_schema_input_type=list[dict[str, Label | list[Label]]])
+    @classmethod
+    def _where(cls, exclude: Any) -> Any:
+        return tuple(map(read_where, exclude)) if isinstance(exclude, (list, tuple)) else exclude
 
     @field_validator("baseline", mode="before", json_schema_input_type=dict[str, Label])
     @classmethod
@@ -86,12 +110,22 @@ class Study(Component):
                 raise ValueError(f"axes: each path on one axis only, '{min(shared)}' is on '{first}' and '{second}'")
         if self.tune is not None:
             _separate(self.tune, self.seeds, self.axes)
+        self._require_labels()
+        return self
+
+    def _require_labels(self) -> None:
+        """Raise ValueError where an axis or a label is named that there is not, or no cell is the baseline."""
         wanted = [("baseline", axis, label) for axis, label in self.baseline.items()]
-        wanted += [("settings.when", axis, v) for s in self.settings for axis, some in s.when.items() for v in some]
+        wheres = [("settings.when", setting.when) for setting in self.settings]
+        wheres += [("exclude", where) for where in self.exclude]
+        wanted += [(name, axis, v) for name, where in wheres for axis, some in where.items() for v in some]
         for where, axis, label in wanted:
             require_known(where, axis, self.axes)
             require_known(f"{where}.{axis}", label, self.axes[axis])
-        return self
+        kept = list(combinations(self.axes, self.exclude))
+        compared, baseline = self.compared
+        if not any(labels[compared] == baseline for labels in kept):
+            raise ValueError(f"exclude: a cell with {compared}={baseline}, the baseline, is required, got none")
 
     @property
     def compared(self) -> tuple[str, str]:

@@ -89,5 +89,18 @@ STUDIES = (
     ),
     ("{base: B, axes: {lr: [0.1], m: {a: {lr: 0.2}}}}", "axes: each path on one axis only, 'lr' is on 'lr' and 'm'"),
     ("{base: nowhere.yaml, axes: {lr: [0.1]}}", "experiment: an existing experiment file is required, got"),
+    (
+        "{base: B, axes: {size: {task.width: [8, 16], lr: [0.1]}}}",
+        "axes.size: as many values for each path are required, got 2 of task.width, 1 of lr",
+    ),
+    ("{base: B, axes: {lr: [0.1]}, exclude: [{lr: 0.2}]}", "exclude.lr: unknown '0.2'; did you mean '0.1'?"),
+    ("{base: B, axes: {lr: [0.1]}, exclude: [{l: 0.1}]}", "exclude: unknown 'l'; "),
+    ("{base: B, axes: {lr: [0.1, 1]}, exclude: [{lr: 0.1}]}", "exclude: a cell with lr=0.1, the baseline, is required"),
+    ("{base: B, axes: {lr: [0.1]}, exclude: {lr: 0.1}}", "exclude: a list is required"),
+    (
+        "{base: B, axes: {m: {a: {}}}, tune: {seeds: [1], space: {lr: 3}}}",
+        "tune.space.lr: a list of values or a mapping",
+    ),
+    ("{base: B, axes: {lr: [1]}, tune: {seeds: [1]}}", "tune.space: paths that are no axis of the study are required"),
     ("{task: digits, recipe: soap}", "a study is required, got an experiment; run it with `eigengraft train"),
 )

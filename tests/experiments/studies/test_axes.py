@@ -1,0 +1,62 @@
+"""Axes whose values belong together, combinations that are left out, and what a study would run."""
+
+import pytest
+from typer.testing import CliRunner
+
+import eigengraft
+from eigengraft.experiments.cli.main import app
+from eigengraft.experiments.studies.plan import plan_runs
+from eigengraft.experiments.studies.preview import preview_study
+from eigengraft.experiments.studies.study import load_study
+
+TINY = {"task": {"kind": "digits", "layers": 1, "width": 4}, "recipe": "adamw", "steps": 2}
+METHODS = {"adam": {}, "soap": {"recipe": "soap"}}
+
+
+def study(**fields):
+    return load_study({"name": "tiny", "base": TINY, "axes": {"method": METHODS}, **fields})
+
+
+def test_values_at_the_same_place_belong_together():
+    one = study(axes={"size": {"task.width": [4, 8], "lr": [0.1, 0.05]}, "method": METHODS})
+    assert one.axes["size"] == {"4": {"task.width": 4, "lr": 0.1}, "8": {"task.width": 8, "lr": 0.05}}
+    runs = plan_runs(one)
+    assert [run.labels["size"] for run in runs] == ["4", "4", "8", "8"]
+    assert [(run.experiment.task.width, run.experiment.lr) for run in runs][1:3] == [(4, 0.1), (8, 0.05)]
+    assert load_study(one.model_dump(mode="json")) == one
+
+
+def test_excluded_combinations_are_not_run():
+    axes = {"method": METHODS, "lr": [0.1, 0.2, 0.3]}
+    runs = plan_runs(study(axes=axes, exclude=[{"method": "soap", "lr": [0.1, 0.3]}], baseline={"lr": 0.1}))
+    assert [(run.labels["method"], run.labels["lr"]) for run in runs] == [
+        ("adam", "0.1"),
+        ("adam", "0.2"),
+        ("adam", "0.3"),
+        ("soap", "0.2"),
+    ]
+
+
+def test_a_preview_counts_runs_and_plans_the_state_that_an_optimizer_has(tmp_path):
+    one = study(seeds=[0, 1], tune={"seeds": [7], "trials": 5})
+    (tmp_path / "method=soap" / "seed-1").mkdir(parents=True)
+    (tmp_path / "method=soap" / "seed-1" / "result.json").write_text("{}")
+    preview = preview_study(one, tmp_path)
+    assert [(cell.runs, cell.complete, cell.tuning) for cell in preview.cells] == [(2, 0, 5), (2, 1, 5)]
+    assert preview.runs == 13
+    assert preview.seconds == pytest.approx(sum(n * c.seconds for n, c in zip((7, 6), preview.cells, strict=True)))
+    for run, cell in zip(plan_runs(one)[::2], preview.cells, strict=True):
+        model = run.experiment.task.new_model(0)
+        assert cell.parameters == sum(parameter.numel() for parameter in model.parameters())
+        assert cell.state_bytes == eigengraft.compose(run.experiment.run_recipe, model).state_bytes()
+
+
+def test_the_command_lists_cells_and_differences_and_writes_nothing(tmp_path):
+    path = tmp_path / "tiny.yaml"
+    path.write_text("{base: {task: digits, recipe: adamw, steps: 60}, axes: {lr: [1], m: {a: {}, s: {recipe: soap}}}}")
+    done = CliRunner().invoke(app, ["ablate", str(path), "--dry-run", "--out", str(tmp_path / "runs")])
+    assert done.exit_code == 0, done.output
+    assert "seconds a run" in done.output
+    assert "tiny: 2 runs in 2 cells" in done.output
+    assert "recipe.update.eigenbasis" in done.output
+    assert list(tmp_path.iterdir()) == [path]
