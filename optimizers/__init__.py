@@ -6,7 +6,7 @@ from .convert_storage import convert_storage as convert_storage
 from .inspection.reporting import RoutedParameter as RoutedParameter
 from .inspection.table import Inspection as Inspection
 from .inspection.table import Measurement as Measurement
-from .models import InputGrams as InputGrams
+from .models import LayerGrams as LayerGrams
 from .models import MaxLogits as MaxLogits
 from .models import compose as compose
 from .models import gauss_newton_bartlett as gauss_newton_bartlett
@@ -15,6 +15,7 @@ from .models import hutchinson as hutchinson
 from .models import submodel as submodel
 from .models import watch_inputs as watch_inputs
 from .models import watch_logits as watch_logits
+from .models import watch_output_gradients as watch_output_gradients
 from .optimizer import Optimizer as Optimizer
 from .recipe.loading import load_recipe as load_recipe
 from .recipe.loading import shipped_recipes as shipped_recipes

@@ -38,6 +38,10 @@ class Cadence(Component, ABC, family="cadence"):
         """The step of a period, 0 .. period - 1, at which blocks of these phases are due."""
         return np.zeros(len(phases), dtype=np.int64)
 
+    def possible(self, step: int, earliest: int) -> bool:
+        """Whether a block may be due at its update of that number; default: always. earliest: as in `due`."""
+        return True
+
     def waves(self, refreshes: float, at_once: int | None = None) -> int | None:
         """In how many equal parts of a period blocks are due; None: in as many as it has steps.
 
@@ -98,6 +102,11 @@ class Every(Cadence):
     def steps_due(self, phases: NDArray[np.float64]) -> NDArray[np.int64]:
         spread = phases if self.stagger == "cost" else np.zeros_like(phases)
         return (np.floor(spread * self.steps + ROUNDED).astype(np.int64) + self.offset) % self.steps
+
+    def possible(self, step: int, earliest: int) -> bool:
+        start = self.start if self.start is not None else earliest
+        every = self.stagger == "cost" or (step - self.offset) % self.steps == 0
+        return step == start or (step > start and every)
 
     def waves(self, refreshes: float, at_once: int | None = None) -> int | None:
         least = at_once or self.at_once

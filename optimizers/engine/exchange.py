@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eigengraft.blocking import InputMatrix, stacked_rows
+from eigengraft.blocking import SideMatrix, stacked_rows
 from eigengraft.numerics import compute_dtype
-from eigengraft.stacks import Stack, input_blocks
+from eigengraft.stacks import Stack, side_blocks
 
 from ..apply import IterateStore
 from ..apply.write import EntryUpdate, Rates
@@ -42,7 +42,7 @@ class Step:
     survey: what is known of the full gradients.
     numbers: signals that are numbers or `[P]`, and totals of slots, by name.
     entries: signals that have a number for each entry of parameters, by name and position.
-    inputs: signals that have a matrix over the inputs of parameters, by name and position.
+    matrices: signals that have a matrix over the inputs or outputs of parameters, by name and position.
     outputs, partners: signals that have numbers for outputs, which multiply what this rank holds of a parameter, or
         rows of the other factor of a product; in the same way.
     """
@@ -54,7 +54,7 @@ class Step:
     survey: GradientSurvey
     numbers: Mapping[str, Tensor | float] = field(default_factory=dict)
     entries: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    inputs: Mapping[str, Sequence[InputMatrix | None]] = field(default_factory=dict)
+    matrices: Mapping[str, Sequence[SideMatrix | None]] = field(default_factory=dict)
     outputs: Mapping[str, Sequence[Tensor | None]] = field(default_factory=dict)
     partners: Mapping[str, Mapping[int, Tensor]] = field(default_factory=dict)
 
@@ -188,8 +188,8 @@ def find_signals(blocks: ActiveBlocks, step: Step, exchange: BlockExchange) -> d
             found[name] = PROVIDERS[name](blocks, step, exchange)
         elif name in step.entries:
             found[name] = exchange.gather(blocks, name)
-        elif name in step.inputs:
-            found[name] = input_blocks(blocks.stack, step.inputs[name])
+        elif name in step.matrices:
+            found[name] = side_blocks(blocks.stack, step.matrices[name])
         elif name in step.partners:
             found[name] = stacked_rows(step.partners[name], blocks.stack.param_ids.tolist(), blocks.stack.dtype)
         elif name in step.numbers:

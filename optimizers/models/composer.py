@@ -19,6 +19,7 @@ from ..recipe.routing import DescribedParameters, ParamInfo, describe_model
 from .evaluation import watch_evaluation
 from .input_grams import watch_inputs
 from .logits import watch_logits
+from .output_grams import watch_output_gradients
 
 _MOST = 256
 """Bytes of state for each entry above which a parameter is said to be costly; Adam holds 8, SOAP on squares 24."""
@@ -37,8 +38,9 @@ def compose(
 
     model: a model, of which routes see module types, tied weights and output heads; or named parameters or groups, of
         which routes see names and shapes only; or what `grouped` or `submodel` return. Frozen parameters take no state
-        until they are thawed. From a model come also the signals `activation_gram` and `max_logit`, where the recipe
-        asks for them, and a warning if it is evaluated at another iterate than the one that the recipe averages.
+        until they are thawed. From a model come also the signals `activation_gram`, `output_gradient_gram` and
+        `max_logit`, where the recipe asks for them, and a warning if it is evaluated at another iterate than the one
+        that the recipe averages.
     lr, weight_decay: default the recipe's.
     overrides: changes of the recipe, as a mapping {dotted path: value} or as strings "path=value".
     checked: check at every step that each stage keeps its contract, and raise a `ContractError` that names it; slower.
@@ -48,6 +50,7 @@ def compose(
     if isinstance(described, DescribedParameters) and described.model is not None:
         optimizer.register_step_pre_hook(ModelLink(described.model).check)
         watch_inputs(optimizer, described.model)
+        watch_output_gradients(optimizer, described.model)
         watch_logits(optimizer, described.model)
         watch_evaluation(optimizer, described.model)
     _warn_of_costs(optimizer)

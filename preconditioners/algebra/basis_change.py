@@ -13,7 +13,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from eigengraft.chains import known_signals
+from eigengraft.chains import SIDES, known_signals
 from eigengraft.slots import Slot, State
 
 from ..base import Stage, chain_slots, walk
@@ -151,7 +151,7 @@ def require_frameless(stages: tuple[Stage, ...], path: str) -> None:
             )
     for here, stage in walk(stages, path):
         for signal in sorted(stage.signals() | stage.accepts):
-            if signal in known_signals() and known_signals()[signal].extent in ("entry", "inputs", "partner"):
+            if signal in known_signals() and known_signals()[signal].extent in ("entry", "partner", *SIDES):
                 raise ValueError(f"{here}: '{signal}' does not follow a change of basis, move the stage outside")
 
 

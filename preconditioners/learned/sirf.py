@@ -1,13 +1,13 @@
-"""Inverse-free Shampoo without a root (Lin, Dangel, Eschenhagen, Bae, Turner & Makhzani 2024, arXiv:2402.03496)."""
+"""Inverse-free factors without a root (Lin et al. 2024, arXiv:2402.03496 and arXiv:2312.05705)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from eigengraft.numerics import block_norm, identity_like, per_block
@@ -18,6 +18,9 @@ from ..algebra.basis_change import mode_products
 from ..algebra.factors import factor_transposed, gram, scaled
 from .base import LearnedFactors, factor_slot, is_informative, peak_of
 
+_MOMENTS = {1: "activation_gram", 0: "output_gradient_gram"}
+"""The signal with the moments of a layer, by the axis of its matrix."""
+
 
 class SIRF(LearnedFactors):
     """P d  with P = K_1 K_1^T x ... x K_k K_k^T, kept as the K_i: P tends to (E[B g g^T] + damping I)^(-1), no root.
@@ -25,11 +28,16 @@ class SIRF(LearnedFactors):
     For each axis i of length d_i, with n entries in a block and H = sqrt(B) g x_1 K_1^T ... x_k K_k^T:
 
     s = (d_i / n H_i H_i^T + damping prod_{j != i} (tr(K_j^T K_j) / d_j) K_i^T K_i - I) / 2
-    m_i <- a m_i + (1 - a) s;   K_i <- K_i (I - b / max(1, ||m_i||_F) m_i)
+    m_i <- a m_i + (1 - a) s;   K_i <- K_i (I - b / max(1, ||m_i||) m_i)
 
     H_i unfolding along axis i, a = momentum, b = lr_preconditioner. The second line is the exponential of matrices to
     first order, so that (K K^T)^(-1) is a running mean of the statistics to first order in b. Where `axes`
     says so K is diagonal. As without a root P g falls as 1 / g, learning rates are in other units than Adam's.
+
+    With `moments: layer` g g^T is that of K-FAC (SINGD, Lin et al. 2024, arXiv:2312.05705, figure 4): for U the mean of
+    x x^T over the inputs of the layer `y = W x` and G that of the gradients in y, the signals `activation_gram` and
+    `output_gradient_gram`, H_1 = K_1^T G K_1, H_2 = K_2^T U K_2, and B tr(H_j) / d_j H_i, j the other axis, takes the
+    place of d_i / n H_i H_i^T. They are collected where a refresh may be due, which `stagger: none` makes rare.
     """
 
     kind: Literal["sirf"] = "sirf"
@@ -39,8 +47,36 @@ class SIRF(LearnedFactors):
     batch_size: float = Field(
         default=1.0, gt=0, description="B: what a mean loss divided the sum over examples by, 1 to leave it out"
     )
+    moments: Literal["gradient", "layer"] = Field(
+        default="gradient", description="whose second moments: the gradient's, or those of the layer's two sides"
+    )
+    norm: Literal["frobenius", "max"] = Field(
+        default="frobenius", description="the norm ||m_i||: Frobenius, or the largest entry's modulus"
+    )
+
+    @model_validator(mode="after")
+    def _source_matters(self) -> Self:
+        if self.moments == "layer" and self.source != "gradient":
+            raise ValueError(f"source: nothing else than a layer's moments is observed, got '{self.source}'")
+        if self.moments == "layer" and self.axes.vectors:
+            raise ValueError("axes: {vectors: false} is required with `moments: layer`, where matrices have moments")
+        return self
+
+    def signals(self) -> frozenset[str]:
+        return self.requires | (frozenset(_MOMENTS.values()) if self.moments == "layer" else frozenset())
+
+    def signals_at(self, step: int) -> frozenset[str]:
+        return self.signals() if self.every.possible(step, earliest=1) else self.requires
+
+    def needs_matrices(self) -> bool:
+        return self.moments == "layer"
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
+        if self.moments == "layer" and len(block) > 2:
+            raise ValueError(
+                f"sirf: blocks with two axes are required by `moments: layer`, outputs and inputs, got shape {block}; "
+                "set `blocking: {merge: ..., keep_axes: 2}`"
+            )
         slots = {}
         for axis in self.factor_axes(block):
             d, full = block[axis], self.axes.full(block, axis)
@@ -52,32 +88,62 @@ class SIRF(LearnedFactors):
     def refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:
         live = is_informative(gradient)
         factors = {axis: state[f"k.{axis}"] for axis in self.factor_axes(state.block)}
+        if self.moments == "layer":
+            live, statistics = live, self._of_layer(factors, context) if factors else {}
+            for data in statistics.values():
+                live = live & peak_of(data).isfinite()
+        else:
+            statistics = self._of_gradient(factors, gradient)
         traces = {axis: k.square().flatten(1).sum(1) / k.shape[-1] for axis, k in factors.items()}
+        for axis, k in factors.items():
+            others = [traces[other] for other in factors if other != axis]
+            weight = self.damping * (torch.stack(others).prod(0) if others else torch.ones_like(traces[axis]))
+            full = k.ndim == 3
+            inner = torch.bmm(k.mT, k) if full else k.square()
+            step = (statistics[axis] + scaled(inner, weight) - (identity_like(k) if full else 1.0)) / 2
+            if self.momentum:
+                m = state[f"m.{axis}"]
+                step = torch.lerp(step, m, self.momentum)
+                state[f"m.{axis}"] = torch.where(per_block(live, m), step, m)
+            length = block_norm(step) if self.norm == "frobenius" else peak_of(step)
+            step = scaled(step, self.lr_preconditioner / length.clamp_min(1.0))
+            moved = k - (torch.bmm(k, step) if full else k * step)
+            state[f"k.{axis}"] = torch.where(per_block(live, k), moved, k)
+
+    def _of_gradient(self, factors: Mapping[int, Tensor], gradient: Tensor) -> Mapping[int, Tensor]:
+        """d_i / n H_i H_i^T for each axis i, `[N, d, d]` or its diagonal."""
         h = mode_products(
             gradient * math.sqrt(self.batch_size), {axis: factor_transposed(k) for axis, k in factors.items()}
         )
         size = peak_of(h).clamp(1.0, _ceiling(h.dtype))
         h = h / per_block(peak_of(h).clamp_min(1.0), h)
-        for axis, k in factors.items():
-            others = [traces[other] for other in factors if other != axis]
-            weight = self.damping * (torch.stack(others).prod(0) if others else torch.ones_like(size))
-            d, full = k.shape[-1], k.ndim == 3
-            inner = torch.bmm(k.mT, k) if full else k.square()
-            data = scaled(gram(h, axis, full), size.square() * (d / h[0].numel()))
-            step = (data + scaled(inner, weight) - (identity_like(k) if full else 1.0)) / 2
-            if self.momentum:
-                m = state[f"m.{axis}"]
-                step = torch.lerp(step, m, self.momentum)
-                state[f"m.{axis}"] = torch.where(per_block(live, m), step, m)
-            step = scaled(step, self.lr_preconditioner / block_norm(step).clamp_min(1.0))
-            moved = k - (torch.bmm(k, step) if full else k * step)
-            state[f"k.{axis}"] = torch.where(per_block(live, k), moved, k)
+        weights = {axis: size.square() * (k.shape[-1] / h[0].numel()) for axis, k in factors.items()}
+        return {axis: scaled(gram(h, axis, k.ndim == 3), weights[axis]) for axis, k in factors.items()}
+
+    def _of_layer(self, factors: Mapping[int, Tensor], context: StepContext) -> Mapping[int, Tensor]:
+        """B tr(H_j) / d_j H_i for each axis i and the other axis j, `[N, d, d]` or its diagonal."""
+        given = {axis: torch.as_tensor(context.signal(name)) for axis, name in _MOMENTS.items()}
+        seen = {axis: _congruent(moments, factors.get(axis)) for axis, moments in given.items()}
+        means = {axis: h.mean(1) if h.ndim == 2 else h.diagonal(0, 1, 2).mean(1) for axis, h in seen.items()}
+        return {axis: scaled(seen[axis], self.batch_size * means[1 - axis]) for axis in factors}
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         factors = {axis: state[f"k.{axis}"] for axis in self.factor_axes(state.block)}
         return mode_products(
             mode_products(direction, {axis: factor_transposed(k) for axis, k in factors.items()}), factors
         )
+
+
+def _congruent(moments: Tensor, k: Tensor | None) -> Tensor:
+    """K^T M K, or its diagonal where K is one; without K it is M. No larger than squares allow."""
+    if k is None:
+        h = moments
+    elif k.ndim == 3:
+        h = torch.bmm(k.mT, torch.bmm(moments.to(k), k))
+    else:
+        h = moments.diagonal(0, 1, 2).to(k) * k.square()
+    peak = peak_of(h)
+    return scaled(h, (_ceiling(h.dtype) / peak).clamp(max=1.0))
 
 
 def _ceiling(dtype: torch.dtype) -> float:

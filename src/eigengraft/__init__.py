@@ -14,6 +14,7 @@ from eigengraft.optimizers import load_recipe as load_recipe
 from eigengraft.optimizers import shipped_recipes as shipped_recipes
 from eigengraft.optimizers import watch_inputs as watch_inputs
 from eigengraft.optimizers import watch_logits as watch_logits
+from eigengraft.optimizers import watch_output_gradients as watch_output_gradients
 from eigengraft.preconditioners import Stage as Stage
 
 from .chains import Signal as Signal

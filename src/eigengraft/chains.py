@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
+from .blocking.side_blocks import MatrixSide
 from .component import FAMILY_MARK, stage_name
 from .ramps import schedules
 
@@ -51,17 +52,17 @@ class Signal:
 
     name: what stages ask for.
     extent: "step": one number; "parameter": one for each parameter; "entry": one for each entry of a parameter;
-        "inputs": a matrix `[n, n]` for a parameter with n inputs, `[*batch, n, n]` for a batch of matrices, of which a
-        block is given the rows and columns of its inputs; "outputs": one for each of equally many outputs of a
-        parameter, such as heads, which constraints alone ask for; "partner": what the other factor of a product has,
-        `[p, r]`, the shared axis last, for parameters that the view `pairs` shows as `[q, r]`.
+        "input_matrix", "output_matrix": a matrix `[n, n]` for a parameter with n inputs or outputs, `[*batch, n, n]`
+        for a batch of matrices, of which a block is given the rows and columns of its own; "outputs": one for each of
+        equally many outputs of a parameter, such as heads, which constraints alone ask for; "partner": what the other
+        factor of a product has, `[p, r]`, the shared axis last, for parameters that the view `pairs` shows as `[q, r]`.
     about: what it is.
     reduce: what becomes of numbers that several ranks give, or several calls of `provide` before a step.
     by: what provides it beside `optimizer.provide`, as errors say it.
     """
 
     name: str
-    extent: Literal["step", "parameter", "entry", "inputs", "outputs", "partner"]
+    extent: Literal["step", "parameter", "entry", "input_matrix", "output_matrix", "outputs", "partner"]
     about: str
     reduce: Literal["mean", "sum", "max"] = "mean"
     by: str = ""
@@ -102,9 +103,15 @@ for _signal in (
     ),
     Signal(
         "activation_gram",
-        "inputs",
+        "input_matrix",
         "the mean of x x^T over the inputs x that the parameter's layer has had",
         by="eigengraft.watch_inputs(optimizer, model), or by eigengraft.compose with the model",
+    ),
+    Signal(
+        "output_gradient_gram",
+        "output_matrix",
+        "the mean of g g^T over gradients g of the loss of each row alone in what the parameter's layer returned",
+        by="eigengraft.watch_output_gradients(optimizer, model), or by eigengraft.compose with the model",
     ),
     Signal(
         "max_logit",
@@ -117,6 +124,8 @@ for _signal in (
     register_signal(_signal)
 PARTNER = frozenset(name for name, signal in _SIGNALS.items() if signal.extent == "partner")
 """Signals of the other factor of a product."""
+SIDES: Mapping[str, MatrixSide] = {"input_matrix": "inputs", "output_matrix": "outputs"}
+"""The side of a matrix that signals are over, by their extent."""
 
 
 class Asks(Protocol):

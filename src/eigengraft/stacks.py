@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .blocking.block_grid import BlockGrid
-from .blocking.input_blocks import InputMatrix, input_columns
+from .blocking.side_blocks import SideMatrix, side_of_blocks
 from .component import ContractError
 
 BYTES_ON_CPU, BYTES_ELSEWHERE = 1 << 22, 1 << 28
@@ -122,17 +122,18 @@ class Stack:
         return list(torch.split(rows, [len(grid.keys) for _, grid in self.grids]))
 
 
-def input_blocks(stack: Stack, matrices: Sequence[InputMatrix | None]) -> Tensor:
-    """The parts `[n, c, c]` of matrices over inputs, by position, that belong to blocks; 0 where there is none."""
+def side_blocks(stack: Stack, matrices: Sequence[SideMatrix | None]) -> Tensor:
+    """The parts `[n, c, c]` of matrices over inputs or outputs, by position, that belong to blocks; 0 without one."""
     known = {int(at): matrix for at in np.unique(stack.param_ids) if (matrix := matrices[at]) is not None}
     zero = torch.zeros((), dtype=torch.int64, device=stack.device)
     nothing = {at: zero.expand(grid.merged) for at, grid in stack.grids}
     indices = [known[at].index if at in known else nothing.get(at, zero) for at in range(len(matrices))]
-    columns = input_columns(stack.gather(indices))
-    out = torch.zeros((*columns.shape, columns.shape[-1]), dtype=stack.dtype, device=stack.device)
+    side = next(matrix.side for matrix in matrices if matrix is not None)
+    own = side_of_blocks(stack.gather(indices), side)
+    out = torch.zeros((*own.shape, own.shape[-1]), dtype=stack.dtype, device=stack.device)
     for at, matrix in known.items():
         rows = torch.from_numpy(np.flatnonzero(stack.param_ids == at)).to(stack.device)
-        out[rows] = matrix.blocks(columns[rows]).to(out.dtype)
+        out[rows] = matrix.blocks(own[rows]).to(out.dtype)
     return out
 
 

@@ -96,6 +96,23 @@ DIRECT: tuple[Row, ...] = (
     Row({"kind": "sirf", "axes": {"side": {1: [], 2: [1]}}}, "chosen axes"),
     Row({"kind": "sirf", "axes": bounded(4), "refresh": SPREAD}, "diagonals, spread"),
     Row(
+        {"kind": "sirf", "moments": "layer", "norm": "max", "axes": {"vectors": False}},
+        "of a layer",
+        blocks=((6, 5), (7,)),
+        faults=(
+            Fault({"kind": "sirf", "moments": "layer"}, r"axes: \{vectors: false\} is required with `moments: layer`"),
+            Fault({"kind": "sirf", "moments": "layer", "source": "direction"}, "source: nothing else than a layer's"),
+            Fault(
+                {"kind": "sirf", "moments": "layer", "axes": {"vectors": False}, "norm": "spectral"}, "norm: .*'max'"
+            ),
+        ),
+    ),
+    Row(
+        {"kind": "sirf", "moments": "layer", "axes": {"vectors": False, **bounded(5)}, "refresh": LATE},
+        "of a layer, diagonals",
+        blocks=((6, 5), (5, 8)),
+    ),
+    Row(
         {"kind": "eigenfactors"},
         "as it comes",
         singular=True,

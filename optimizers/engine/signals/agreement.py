@@ -41,7 +41,7 @@ class SignalCall:
         level, extent = torch.tensor([self.level], dtype=torch.float64, device=device), self.signal.extent
         if extent == "entry":
             return level
-        if extent in ("inputs", "outputs"):
+        if extent in ("input_matrix", "output_matrix", "outputs"):
             sizes = [float(self.values[at].numel()) if at in self.values else 0.0 for at in range(positions)]
             return torch.cat([level, torch.tensor(sizes, dtype=torch.float64, device=device)])
         zero = torch.zeros((), dtype=torch.float64, device=device)

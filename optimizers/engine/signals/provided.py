@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from eigengraft.chains import Signal
+from eigengraft.chains import SIDES, Signal
 from eigengraft.distributed.layouts import local
 
 Given = float | Tensor | Mapping[Tensor, float | Tensor]
@@ -70,9 +70,10 @@ def _by_id(value: Given) -> Iterator[tuple[int | None, float | Tensor]]:
 
 def _require_shape(signal: Signal, parameter: Tensor, value: Tensor | float) -> None:
     found = tuple(value.shape) if isinstance(value, Tensor) else ()
-    if signal.extent == "inputs":
+    if signal.extent in SIDES:
         if len(found) < 2 or found[-1] != found[-2]:
-            raise ValueError(f"provide: '{signal.name}' takes a square matrix over inputs, got shape {found}")
+            side = SIDES[signal.extent]
+            raise ValueError(f"provide: '{signal.name}' takes a square matrix over {side}, got shape {found}")
         return
     if signal.extent == "outputs":
         if len(found) != 1:

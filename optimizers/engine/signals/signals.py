@@ -10,8 +10,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from eigengraft.blocking import InputMatrix
-from eigengraft.chains import PARTNER, Signal, follows_run, known_signals
+from eigengraft.blocking import SideMatrix
+from eigengraft.chains import PARTNER, SIDES, Signal, follows_run, known_signals
 from eigengraft.distributed.layouts import local
 
 from ...recipe.recipe import Recipe
@@ -152,7 +152,7 @@ def _error(signal: Signal, where: str, got: str) -> ValueError:
 
 def _with_tensors(step: Step, agreed: Agreed, param_set: ParamSet) -> Step:
     """A step with the signals that are tensors, in the form that blocks or constraints take them from."""
-    entries, inputs = dict(step.entries), dict[str, list[InputMatrix | None]]()
+    entries, matrices = dict(step.entries), dict[str, list[SideMatrix | None]]()
     outputs = dict[str, list[Tensor | None]]()
     for name, tensors in agreed.tensors.items():
         extent, specs = known_signals()[name].extent, param_set.specs
@@ -162,15 +162,15 @@ def _with_tensors(step: Step, agreed: Agreed, param_set: ParamSet) -> Step:
             rows = {at: for_outputs(tensors[at], param_set, at, name) for at in tensors}
             outputs[name] = [rows.get(at) for at in range(len(specs))]
         else:
-            made = {at: _input_matrix(tensors[at], param_set, at, name) for at in tensors}
-            inputs[name] = [made.get(at) for at in range(len(specs))]
-    return replace(step, entries=entries, inputs=inputs, outputs=outputs)
+            made = {at: _side_matrix(tensors[at], param_set, at, name) for at in tensors}
+            matrices[name] = [made.get(at) for at in range(len(specs))]
+    return replace(step, entries=entries, matrices=matrices, outputs=outputs)
 
 
-def _input_matrix(value: Tensor, param_set: ParamSet, at: int, name: str) -> InputMatrix:
+def _side_matrix(value: Tensor, param_set: ParamSet, at: int, name: str) -> SideMatrix:
     spec = param_set.specs[at]
     try:
-        return InputMatrix.of(value, spec.shape, spec.matrices)
+        return SideMatrix.of(value, spec.shape, spec.matrices, SIDES[known_signals()[name].extent])
     except ValueError as error:
         raise ValueError(f"provide: '{name}' of {spec.name}: {error}") from None
 

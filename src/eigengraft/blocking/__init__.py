@@ -1,8 +1,6 @@
 """How a parameter becomes blocks: which of its entries form a matrix (views), then merging and splitting."""
 
 from .block_grid import BlockGrid as BlockGrid
-from .input_blocks import InputMatrix as InputMatrix
-from .input_blocks import input_columns as input_columns
 from .matrices import Matrices as Matrices
 from .matrices import ModuleFacts as ModuleFacts
 from .matrices import View as View
@@ -12,6 +10,8 @@ from .pairs import Factor as Factor
 from .pairs import named_factor as named_factor
 from .pairs import stacked_rows as stacked_rows
 from .rule import Blocking as Blocking
+from .side_blocks import MatrixSide as MatrixSide
+from .side_blocks import SideMatrix as SideMatrix
 from .views import Batches as Batches
 from .views import Modules as Modules
 from .views import Pairs as Pairs

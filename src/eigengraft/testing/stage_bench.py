@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eigengraft.chains import known_signals
+from eigengraft.chains import SIDES, known_signals
 from eigengraft.preconditioners import Stage, chain_slots, walk
 from eigengraft.preconditioners.checked_mode import Checks
 from eigengraft.quantization import Quantizer
@@ -117,9 +117,9 @@ class StageBench:
             if signal.extent == "entry":
                 ones = torch.linspace(0.5, 1, max(1, math.prod(self.block)), dtype=self.dtype).reshape(self.block)
                 found[name] = size.reshape(-1, *[1] * len(self.block)) * ones
-            elif signal.extent == "inputs":
-                columns = self.block[-1] if len(self.block) > 1 else 1
-                shape = torch.eye(columns, dtype=self.dtype) + torch.full((columns, columns), 0.5, dtype=self.dtype)
+            elif signal.extent in SIDES:
+                own = self.block[-1 if SIDES[signal.extent] == "inputs" else 0] if len(self.block) > 1 else 1
+                shape = torch.eye(own, dtype=self.dtype) + torch.full((own, own), 0.5, dtype=self.dtype)
                 found[name] = size[:, None, None] * shape.to(size)
             elif signal.extent == "partner":
                 rows = torch.linspace(-1, 1, 7 * self.block[-1], dtype=self.dtype).reshape(7, -1).sin()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from eigengraft import Optimizer, Stage
-from eigengraft.chains import Signal, known_signals
+from eigengraft.chains import SIDES, Signal, known_signals
 from eigengraft.optimizers.engine.signals import OWN, Given
 from eigengraft.quantization import Float32
 
@@ -133,8 +133,9 @@ def _train(optimizer: Optimizer, parameters: list[nn.Parameter], given: Tensor) 
 
 def _half(signal: Signal, parameter: Tensor) -> Tensor | float:
     """A signal of a parameter that is 1/2 everywhere, or 1/2 times the identity."""
-    if signal.extent == "inputs":
-        return torch.eye(math.prod(parameter.shape[1:]), dtype=parameter.dtype) / 2
+    if signal.extent in SIDES:
+        own = parameter.shape[1:] if SIDES[signal.extent] == "inputs" else parameter.shape[:1]
+        return torch.eye(math.prod(own), dtype=parameter.dtype) / 2
     if signal.extent == "outputs":
         return torch.full((1,), 0.5)
     return torch.full_like(parameter, 0.5) if signal.extent == "entry" else 0.5

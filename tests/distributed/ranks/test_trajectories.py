@@ -57,6 +57,7 @@ CASES: dict[str, dict[str, Any]] = {
 CASES["pairs"] = {"recipe": "lora_rite"}
 INPUTS = ["update.inputs.statistic.interval=2", "update.inputs.refresh.steps=2", "blocking.size=5", "lr=0.02"]
 INPUTS += ["update.spectral.solver.precision=input"]
+LAYERS = ["update.sirf.refresh.steps=2", "update.sirf.lr_preconditioner=0.2", "blocking.size=5", "lr=0.02"]
 EARLY = ["distribution.overlap_backward=true"]
 CASES["early"] = {"recipe": "soap", "overrides": [*SOAP, *EARLY], "early": True}
 WRITTEN = ["distribution.gather=parameters"]
@@ -132,6 +133,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome
         runs.append(Run(f"{place} searched", "training:run", int(place[-1]), job))
         job = {"place": place[:-1], "overrides": INPUTS, "recipe": "newton_muon"}
         runs.append(Run(f"{place} of inputs", "training:run", int(place[-1]), job))
+        job = {"place": place[:-1], "overrides": LAYERS, "recipe": "singd"}
+        runs.append(Run(f"{place} of layers", "training:run", int(place[-1]), job))
     runs.append(Run("rounded trained", "training:run", 2, {"place": "fsdp", "overrides": BF16}))
     runs.append(Run("early trained", "training:run", 2, {"place": "fsdp", "overrides": EARLY}))
     runs += [Run(f"{place} copied", "copies:run", 2, place) for place in ("plain", "fsdp")]
@@ -260,11 +263,14 @@ def test_sharpness_aware_training_has_the_losses_of_one_process(outcomes: dict[s
 
 
 @pytest.mark.parametrize("place", ["ddp2", "fsdp2"])
-def test_inputs_of_layers_are_those_of_the_whole_batch(outcomes: dict[str, list[Outcome]], place: str) -> None:
-    """Their second moments are means over ranks, as gradients are."""
-    one = outcomes["plain1 of inputs"][0].result
+@pytest.mark.parametrize("moments", ["inputs", "layers"])
+def test_moments_of_layers_are_those_of_the_whole_batch(
+    outcomes: dict[str, list[Outcome]], place: str, moments: str
+) -> None:
+    """Second moments of inputs and of gradients in outputs are means over ranks, as gradients are."""
+    one = outcomes[f"plain1 of {moments}"][0].result
     assert one[-1] < one[0] - 0.1
-    for outcome in outcomes[f"{place} of inputs"]:
+    for outcome in outcomes[f"{place} of {moments}"]:
         assert outcome.result == pytest.approx(one, rel=1e-5)  # as above
 
 

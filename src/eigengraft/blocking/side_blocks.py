@@ -1,0 +1,77 @@
+"""Matrices over the inputs or the outputs of a parameter, and the part of them that belongs to a block.
+
+Legend: a parameter has B matrices along its batch axes, of n inputs or n outputs each; a block has c of these.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .matrices import Matrices
+
+MatrixSide = Literal["inputs", "outputs"]
+"""The side of a matrix: its columns are inputs, its rows outputs."""
+
+
+@dataclass(frozen=True)
+class SideMatrix:
+    """A matrix over the inputs, or over the outputs, of one parameter.
+
+    value: `[n, n]`, or `[*batch, n, n]`.
+    index: for each entry of the parameter, in its shape, the row of `[B n, n]` that its input or output has; a view.
+    side: which of both.
+    """
+
+    value: Tensor
+    index: Tensor
+    side: MatrixSide
+
+    @classmethod
+    def of(cls, value: Tensor, shape: tuple[int, ...], matrices: Matrices, side: MatrixSide) -> SideMatrix:
+        """The matrix of a parameter of that shape. Raises ValueError if it has another number of inputs or outputs."""
+        wanted = side_shape(shape, matrices, side)
+        if tuple(value.shape) != wanted:
+            raise ValueError(f"a tensor of shape {wanted} is required for {shape}, got {tuple(value.shape)}")
+        return cls(value, side_index(shape, matrices, side, value.device), side)
+
+    def blocks(self, own: Tensor) -> Tensor:
+        """The rows and columns of k blocks, `[k, c, c]`; own `[k, c]`: entries of `index`."""
+        n = self.value.shape[-1]
+        return self.value.reshape(-1, n)[own[:, :, None], (own % n)[:, None, :]]
+
+
+def side_shape(shape: tuple[int, ...], matrices: Matrices, side: MatrixSide) -> tuple[int, ...]:
+    """The shape `[*batch, n, n]` of a matrix over the inputs or outputs of a parameter of that shape."""
+    n = math.prod(shape[axis] for axis in _axes(shape, matrices, side))
+    return (*shape[: matrices.batch], n, n)
+
+
+def side_index(shape: tuple[int, ...], matrices: Matrices, side: MatrixSide, device: torch.device) -> Tensor:
+    """For each entry of a parameter, in its shape, the number of its input or output, counted over its batch axes; a
+    view."""
+    counted = sorted([*range(matrices.batch), *_axes(shape, matrices, side)])
+    lengths = [shape[axis] if axis in counted else 1 for axis in range(len(shape))]
+    return torch.arange(math.prod(lengths), device=device).reshape(lengths).expand(shape)
+
+
+def _axes(shape: tuple[int, ...], matrices: Matrices, side: MatrixSide) -> tuple[int, ...]:
+    axes = matrices.matrix_axes(shape)
+    return axes[1:] if side == "inputs" else axes[:1]
+
+
+def side_of_blocks(index: Tensor, side: MatrixSide) -> Tensor:
+    """`[N, c]`, the inputs or outputs of blocks, from their `index` `[N, r, *c]`; ValueError if rows of a block differ
+    in its inputs, or columns in its outputs."""
+    flat = index.flatten(2) if index.ndim > 2 else index.unsqueeze(-1)
+    flat = flat if side == "inputs" else flat.mT
+    if bool((flat != flat[:, :1]).any()):
+        raise ValueError(
+            f"blocks whose first axis is of outputs alone are required, got blocks of shape {tuple(index.shape[1:])}; "
+            "set `blocking: {merge: ..., keep_axes: 2}`"
+        )
+    return flat[:, 0].long()
