@@ -26,6 +26,7 @@ from ..sharding.phases import Phases
 from ..sharding.placement import ParamSpec
 from ..sharding.rank_sync import RankSync
 from .block_groups import build
+from .entrywise.chunks import move_in_chunks
 from .exchange import BlockExchange, LocalExchange, Step, find_signals
 from .finite_check import FiniteCheck, GivenGradients
 from .rank_exchange import RankExchange
@@ -55,15 +56,13 @@ class ParamSet:
         self.recipe, self.rank_group, self.updates = recipe, rank_group, recipe.updates()
         routes = {path: rule for path, rule in self.updates.items() if isinstance(rule, Route)}
         self._routes = {path: RouteRates(route.lr_ratio, route.weight_decay) for path, route in routes.items()}
-        self.names = [spec.name for spec in specs]
-        self.local = self._local(parameters)
+        self.names, self.local = [spec.name for spec in specs], self._local(parameters)
         self.step_counts = torch.zeros(len(parameters), dtype=torch.int64)
         self._counts: NDArray[np.int64] = self.step_counts.numpy()
         self._priming = np.array([self.updates[spec.path].lagging() for spec in specs], dtype=np.int64)
         self.stack_states, self.block_groups = build(specs, recipe, phases, rank_group)
         self._together = sharing_sums(self.stack_states)
-        constraints = {path: update.constraints for path, update in self.updates.items()}
-        paths = [spec.path for spec in specs]
+        constraints, paths = {at: rule.constraints for at, rule in self.updates.items()}, [spec.path for spec in specs]
         rank_sync = None if rank_group is None else RankSync(rank_group, specs, recipe.failure)
         shard_sums = rank_sync.sums if rank_sync is not None and self._constrains_shards() else None
         paired = {path for path, update in self.updates.items() if "partner_before" in asking(update.stages())}
@@ -146,7 +145,8 @@ class ParamSet:
         self.exchange.begin(step, moved, partial(self._write, step=step))
         for states in self._together:
             for blocks, priming in active_blocks(states, step.active, self._counts):
-                self._advance(blocks, step, priming)
+                if self.iterates or not move_in_chunks(blocks, step, self._counts, self.local):
+                    self._advance(blocks, step, priming)
         self.exchange.finish()
 
     def _advance(self, together: Sequence[ActiveBlocks], step: Step, priming: bool) -> None:

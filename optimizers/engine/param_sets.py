@@ -20,8 +20,8 @@ from ..sharding.assignment import Assignment, Assignments
 from ..sharding.phases import Phases
 from .manifest import fill, show
 from .param_set import ParamSet
-from .schedules import Schedules
 from .signals import Signals
+from .signals.schedules import Schedules
 
 StateValues = Mapping[Tensor, Mapping[str, Tensor]]
 """State by parameter and state key."""

@@ -42,6 +42,7 @@ class StackState:
     encoded: slots that are stored by a quantizer; their tensors are "<stage path>/<slot>/<code>".
     checks: what checks the contract of every stage in checked mode; None: nothing does.
     step_watch: what measures the present step, in front of the checks; None: nothing does.
+    chunked: whether steps are taken chunk by chunk, where the parameters lie; None: the first step decides.
     fresh: codes of one block of fresh slots that other stacks have encoded, to be used again, and to be added to.
     """
 
@@ -57,6 +58,7 @@ class StackState:
     encoded: dict[str, EncodedSlot] = field(default_factory=dict, init=False)
     checks: Checks | None = field(default=None, init=False)
     step_watch: Watch | None = field(default=None, init=False)
+    chunked: bool | None = field(default=None, init=False)
     fresh: InitVar[FreshCodes | None] = None
 
     def __post_init__(self, fresh: FreshCodes | None) -> None:

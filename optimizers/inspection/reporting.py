@@ -15,7 +15,7 @@ from eigengraft.state_key import StateKey
 
 from ..apply.averaging import Mode
 from ..engine.param_sets import ParamSets
-from ..engine.schedules import steps_taken
+from ..engine.signals.schedules import steps_taken
 from ..engine.stack_state import StackState
 from ..recipe.recipe import Recipe
 from ..sharding.placement import lr_factors

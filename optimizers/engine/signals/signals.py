@@ -18,11 +18,11 @@ from ...recipe.recipe import Recipe
 from ...recipe.slot_keys import slot_keys
 from ..exchange import Step
 from ..param_set import ParamSet
-from ..schedules import steps_taken
 from .agreement import Agreed, SignalCall, agree
 from .listeners import Listeners
 from .outputs import for_outputs
 from .provided import Given, Provided, SignalSource, require_form
+from .schedules import steps_taken
 
 PER_STACK = frozenset({"lr", "parameter_rms"})
 """Signals that are found for each stack."""

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from eigengraft.ramps import at, present, schedules
 
-from ..recipe.recipe import Recipe
-from .param_set import ParamSet
+from ...recipe.recipe import Recipe
+from ..param_set import ParamSet
 
 
 def steps_taken(param_sets: Iterable[ParamSet]) -> int:

@@ -1,0 +1,119 @@
+"""Entry-wise updates in chunks that fit into a cache: what a chain makes of a few entries is written at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from eigengraft.preconditioners import run_chain
+from eigengraft.slots import State
+from eigengraft.stacks import run_alone
+from eigengraft.step_context import StepContext
+
+from ...apply.write import StepScale, write
+from ..exchange import Step
+from ..stack_state import ActiveBlocks, StackState
+
+CHUNK_ENTRIES = 1 << 18
+"""Entries of a chunk (measured): fewer keep more of a chain in a cache, but each chunk costs a run of the chain."""
+_LEAST = 1 << 15
+"""Entries from which on a block is worth steps of its own (measured)."""
+_VECTOR = 64
+"""Entries that a kernel takes at a time: some round the rest of a tensor differently."""
+
+
+class Chunk(NamedTuple):
+    """Some entries of a block, as views `[1, n, 1, ...]` with as many axes as a stack of it has.
+
+    parameter, gradient: of the block.
+    tensors: state of the block, by "<stage path>/<slot>".
+    """
+
+    parameter: Tensor
+    gradient: Tensor
+    tensors: dict[str, Tensor]
+
+
+def fits_chunks(own: StackState) -> bool:
+    """Whether every block of a stack is a parameter of this process that entry-wise stages alone update on a CPU.
+
+    The stages ask for nothing but gradients, and keep one number for each entry, in the dtype that they compute in.
+    """
+    shape = own.stack.block
+    numel = math.prod(shape)
+    plain = own.rule.entrywise() and not (own.rule.lagging() or own.rule.after_decay or own.rule.constraints)
+    return (
+        plain
+        and own.stack.device.type == "cpu"
+        and numel >= _LEAST
+        and (numel % _VECTOR == 0 or len(own.stack.grids) == 1)
+        and own.block_group is None
+        and not (own.encoded or own.signals or own.foreign or own.totals)
+        and all(slot.shape == shape for _, slot in own.slots())
+        and all(grid.is_parameter for _, grid in own.stack.grids)
+    )
+
+
+def move_in_chunks(
+    together: Sequence[ActiveBlocks], step: Step, counts: NDArray[np.int64], parameters: Sequence[Tensor]
+) -> bool:
+    """Moves the parameters of active blocks, if all have the same step and nobody watches; whether it has.
+
+    counts: `[P]`, gradients that each parameter has had, this one included. The numbers are those of the same step of a
+    stack, bit for bit.
+    """
+    (blocks,) = together[:1]
+    own, positions = blocks.stack_state, blocks.stack.param_ids.tolist()
+    if own.chunked is None:
+        own.chunked = fits_chunks(own)
+    if not own.chunked or step.mask is not None or own.checks or own.step_watch:
+        return False
+    context = own.context(blocks.stack, blocks.rows, counts, {})
+    if context.uniform is None or not all(_contiguous(parameters[at], step.gradients[at]) for at in positions):
+        return False
+    move = _Move(own, context, step.rates.step_scale(own.path), step.rates.gradient_decay(own.path))
+    rows = range(len(positions)) if blocks.rows is None else blocks.rows.tolist()
+    for row, position in zip(rows, positions, strict=True):
+        for chunk in _chunks(own, row, parameters[position], step.gradients[position]):
+            move.run(row, chunk)
+    return True
+
+
+def _contiguous(*tensors: Tensor) -> bool:
+    return all(tensor.is_contiguous() for tensor in tensors)
+
+
+class _Move(NamedTuple):
+    """One step of a stack: its context, the numbers of the write, and the decay that is added to gradients."""
+
+    own: StackState
+    context: StepContext
+    scale: StepScale
+    rate: float
+
+    def run(self, row: int, chunk: Chunk) -> None:
+        """Moves a chunk of the block in a row of the stack."""
+        own, dtype = self.own, self.own.stack.dtype
+        gradient = chunk.gradient.to(dtype)
+        if self.rate:
+            gradient = torch.add(gradient, chunk.parameter.to(dtype), alpha=self.rate)
+        state = State(chunk.tensors, own.stack.block, f"{own.path}.update" if own.path else "update")
+        chain = run_chain(own.rule.update, state, gradient, gradient, self.context)
+        direction = run_alone(chain, state.path)
+        if own.lr_factors is not None:
+            direction = direction * own.lr_factors[row]
+        write([chunk.parameter], [direction], self.scale)
+
+
+def _chunks(own: StackState, row: int, parameter: Tensor, gradient: Tensor) -> Iterator[Chunk]:
+    shape = (1, -1, *[1] * (len(own.stack.block) - 1))
+    slots = [tensor[row] for tensor in own.tensors.values()]
+    parts = [torch.split(tensor.view(shape), CHUNK_ENTRIES, 1) for tensor in (parameter, gradient, *slots)]
+    for entries, given, *held in zip(*parts, strict=True):
+        yield Chunk(entries, given, dict(zip(own.tensors, held, strict=True)))
