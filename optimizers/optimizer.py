@@ -77,7 +77,7 @@ class Optimizer(Reporting, torch.optim.Optimizer):
 
         An option of the recipe or of torch's optimizers is a ValueError, after which the optimizer is as it was.
         """
-        group = own_keys(param_group, self.recipe.to_json())
+        group = own_keys(param_group, self.param_sets.recipe_text)
         index = len(self.param_groups)
         super().add_param_group(group)
         try:

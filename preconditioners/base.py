@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, ClassVar, final
 
 from pydantic import Field
@@ -87,11 +87,12 @@ class Stage(Schedulable, ABC, family="stage"):
         return None
 
     @final
-    def due(self, context: StepContext) -> Iterator[tuple[int, int, bool]]:
+    def due(self, context: StepContext) -> Sequence[tuple[int, int, bool]]:
         """(start, stop, first) spans of the stack whose refresh is due now."""
-        cadence = self.cadence()
-        if cadence is not None:
-            yield from cadence.due(context, 0 if self.lagged() else 1)
+        if id(self) not in context.due:
+            cadence, earliest = self.cadence(), 0 if self.lagged() else 1
+            context.due[id(self)] = () if cadence is None else tuple(cadence.due(context, earliest))
+        return context.due[id(self)]
 
     def lagged(self) -> bool:
         """Whether statistics and refresh follow the use of the current gradient (as published SOAP) or precede it."""
@@ -197,7 +198,7 @@ class Stage(Schedulable, ABC, family="stage"):
     @final
     def _observe_and_refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:
         """Each sweep in turn: observe, then refresh the rows that are due."""
-        spans, sweeps = list(self.due(context)), self.sweeps(state.block)
+        spans, sweeps = self.due(context), self.sweeps(state.block)
         for k, axes in enumerate(sweeps):
             now = context.sweep(axes, sum(sweeps[:k], ())) if len(sweeps) > 1 else context
             watched(self, state).observe(state, gradient, now)

@@ -134,7 +134,7 @@ def _stack_states(
     """Stacks of blocks that are all on this rank; limit: their bytes, if several blocks are in one."""
     found, fresh = [], FreshCodes()
     for blocks in lists:
-        most = stack_length(blocks.kind, recipe)
+        most = stack_length(blocks.kind, recipe) if len(blocks.phases) > 1 else 1
         if limit is not None:
             most = min(most, blocks_that_fit(limit, math.prod(blocks.kind.shape), blocks.kind.dtype))
         found += [_stack_state(some, specs, recipe, fresh) for some in blocks.split(most, recipe)]

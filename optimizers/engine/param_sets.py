@@ -31,6 +31,7 @@ class ParamSets:
     """All parameter sets of an optimizer, by param group.
 
     recipe: declares the updates.
+    recipe_text: the recipe as JSON text, which every param group holds.
     checked: whether the contract of every stage is checked at every step.
     others: parameters of the same model that other optimizers have.
     infos: for each group, a description of each parameter.
@@ -44,6 +45,7 @@ class ParamSets:
 
     def __init__(self, recipe: Recipe, checked: bool = False, others: Sequence[ParamInfo] = ()) -> None:
         self.recipe, self.checked, self.others = recipe, checked, others
+        self.recipe_text = recipe.to_json()
         self.infos: list[list[ParamInfo]] = []
         self.groups: list[list[ParamSet]] = []
         self.parameters: list[Sequence[Tensor]] = []
@@ -62,7 +64,7 @@ class ParamSets:
         group = groups[-1]
         check_values(group)
         group.setdefault("peak_lr", float(group["lr"]))
-        group["recipe"] = self.recipe.to_json()
+        group["recipe"] = self.recipe_text
         group["iterate"] = groups[0]["iterate"] if len(groups) > 1 else "train"
         infos = group_infos(group, known, self.names())
         require_facts(self.recipe, infos)

@@ -10,7 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
-from eigengraft.blocking import Batches, Blocking, Matrices, View, ViewChoice, Whole
+from eigengraft.blocking import Batches, Blocking, View, ViewChoice, Whole
+from eigengraft.blocking.rule import ONE_TENSOR
 from eigengraft.chains import require_signals
 from eigengraft.component import FAMILY_MARK, Component
 from eigengraft.distributed.distribution import Distribution
@@ -51,14 +52,13 @@ class Update(Component):
         yield from walk(self.update, f"{prefix}update")
         yield from walk(self.after_decay, f"{prefix}after_decay")
 
-    def storable_roles(self) -> frozenset[str]:
-        """Roles of the slots that a quantizer can be chosen for by role, over blocks of some shape."""
-        found: set[str] = set()
+    def storable_roles(self) -> Iterator[str]:
+        """Roles of the slots that a quantizer can be chosen for by role, over blocks of some shape; some come again."""
         for block in _SHAPES:
             for stages in (self.update, self.after_decay):
                 with suppress(ValueError):  # a stage may refuse a shape; building says so if a parameter has it
-                    found |= {slot.role for _, _, slot in chain_slots(stages, block) if not slot.sensitive}
-        return frozenset(found - NEVER_CODED)
+                    slots = [slot for _, _, slot in chain_slots(stages, block)]
+                    yield from (slot.role for slot in slots if not slot.sensitive and slot.role not in NEVER_CODED)
 
     def lagging(self) -> bool:
         """Whether the first gradient only primes statistics."""
@@ -152,11 +152,12 @@ class Recipe(Update):
 
     @model_validator(mode="after")
     def _storage_has_slots(self) -> Self:
-        stages = [path for where, rule in self.updates().items() for path, _ in rule.stages(where)]
+        rules, stages = self.updates().values(), [p for at, rule in self.updates().items() for p, _ in rule.stages(at)]
         for key in self.storage:
             stage = StateKey.parse(key).stage or key
             if key in get_args(Role):
-                require_coded_role(key, {role for rule in self.updates().values() for role in rule.storable_roles()})
+                if not any(key in rule.storable_roles() for rule in rules):
+                    require_coded_role(key, {role for rule in rules for role in rule.storable_roles()})
             elif stage not in stages:
                 near = difflib.get_close_matches(stage, [*get_args(Role), *stages], n=1)
                 hint = f", did you mean '{near[0]}'?" if near else ""
@@ -182,7 +183,7 @@ class Recipe(Update):
         """The matrices of one parameter under its update; ValueError if its view does not fit, or leaves them open."""
         rule = self.updates()[self.route(info)[0]]
         needs = next((path for path, stage in rule.stages() if stage.needs_matrices()), None)
-        choice = ViewChoice(Matrices()) if rule.entrywise() else rule.view.of(info.shape, info.facts)
+        choice = ViewChoice(ONE_TENSOR) if rule.entrywise() else rule.view.of(info.shape, info.facts)
         return choice.required_by(needs, info.shape)
 
     def updates(self) -> dict[str, Recipe | Route]:

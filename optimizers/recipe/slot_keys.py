@@ -25,6 +25,8 @@ def require_slots(recipe: Recipe, blocks: Iterable[tuple[str, tuple[int, ...]]])
 
     blocks: (path of the update, shape) of the blocks that there are.
     """
+    if not recipe.storage:
+        return
     slots = {key for path, block in blocks for key in slot_keys(recipe.updates()[path], path, block)}
     for text in recipe.storage:
         key = StateKey.parse(text)

@@ -70,7 +70,7 @@ class Momentum(Stage):
         if self.scheduled("beta"):
             product = _multiplied(state, self.beta)
             return ahead / per_block(1 - (product * self.beta if self.nesterov else product), ahead).to(ahead.dtype)
-        return ahead / context.per_block(lambda step: 1 - self.beta ** (step + int(self.nesterov)), m)
+        return ahead / context.correction(self.beta, m, ahead=int(self.nesterov))
 
     def _filtered(self, state: State, m: Tensor, direction: Tensor, beta3: float, context: StepContext) -> Tensor:
         out = torch.lerp(m, direction, 1 - beta3)

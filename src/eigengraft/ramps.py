@@ -114,7 +114,8 @@ class Schedulable(Component):
 
     def scheduled(self, field: str) -> bool:
         """Whether a field changes during the run."""
-        return field in self._ramps
+        private = self.__pydantic_private__  # what `_ramps` looks up the long way, and every step asks
+        return private is not None and field in private["_ramps"]
 
     @model_validator(mode="wrap")
     @classmethod
@@ -184,8 +185,7 @@ def schedules(component: Component, path: str = "") -> Iterator[tuple[str, tuple
     """(dotted path, ramps) of every scheduled number of a component and of those inside it."""
     if isinstance(component, Schedulable):
         yield from ((f"{path}{name}", ramps) for name, ramps in component._ramps.items())
-    for name in type(component).model_fields:
-        value = getattr(component, name)
+    for name, value in component:
         if isinstance(value, Component):
             yield from schedules(value, f"{path}{name}.")
         for one in value if isinstance(value, tuple) else ():

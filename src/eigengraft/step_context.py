@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Self
@@ -58,6 +58,7 @@ class StepContext:
     axes: the axes of a block that the present sweep observes and refreshes; None: all of them.
     observed_axes: the axes that earlier sweeps of this step observed and refreshed.
     rotation: the gradient in the stage's own basis, for a stage whose `rotation` makes one.
+    due: spans of these rows whose refresh is due, by the id of the stage, so that each cadence is asked once a step.
     """
 
     steps: NDArray[np.int64]
@@ -70,6 +71,7 @@ class StepContext:
     axes: tuple[int, ...] | None = None
     observed_axes: tuple[int, ...] = ()
     rotation: Rotation | None = None
+    due: dict[int, Sequence[tuple[int, int, bool]]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def uniform(self) -> int | None:
@@ -92,14 +94,23 @@ class StepContext:
         return per_block(values.to(device=like.device, dtype=like.dtype), like)
 
     def correction(
-        self, beta: float, like: Tensor, count: Callable[[Tensor], Tensor] | None = None, exponent: float = 1.0
+        self,
+        beta: float,
+        like: Tensor,
+        count: Callable[[Tensor], Tensor] | None = None,
+        exponent: float = 1.0,
+        ahead: int = 0,
     ) -> Tensor:
-        """(1 - beta^step)^exponent; 1 - beta^step is the sum of the weights of a running mean that started from zero
-        (Adam, section 3).
+        """(1 - beta^(step + ahead))^exponent; 1 - beta^step is the sum of the weights of a running mean that started
+        from zero (Adam, section 3).
 
         count: how many terms the mean has at a step, if not one for each.
         """
-        return self.per_block(lambda step: (1 - beta ** (step if count is None else count(step))) ** exponent, like)
+        if count is None and self.uniform is not None:  # the same bits as below, with fewer kernels
+            weights = torch.tensor(1 - beta ** (self.uniform + ahead), dtype=torch.float64)
+            return weights if exponent == 1 else weights**exponent
+        terms = count or (lambda step: step + ahead)
+        return self.per_block(lambda step: (1 - beta ** terms(step)) ** exponent, like)
 
     def signal(self, name: str) -> Tensor | float:
         """A signal that a stage declared: a number (or 0-d tensor), `[N]`, `[N, *block]` or, for blocks of c inputs,

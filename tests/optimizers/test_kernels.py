@@ -1,6 +1,7 @@
 """The number of kernels in a step depends on the number of distinct block shapes, not on the number of blocks."""
 
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -62,9 +63,9 @@ def kernels(recipe: str, layout: str, blocks: int) -> dict[str, Counter[str]]:
     for step in range(1, 12):
         for i, parameter in enumerate(held):
             parameter.grad = normal(*parameter.shape, seed=100 * step + i).float()
-        with Kernels() as mode:
+        with Kernels() if step in (8, 10, 11) else nullcontext() as mode:
             optimizer.step()
-        counted[step] = mode.counts
+        counted[step] = Counter() if mode is None else mode.counts
     return {"steady": counted[8], "refresh": max(counted[10], counted[11], key=Counter.total)}
 
 

@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ from eigengraft.optimizers.planning.plan import Plan, known, plan
 from eigengraft.optimizers.planning.shard_placement import whole_block_shards
 from eigengraft.optimizers.planning.traffic import all_reduced
 from eigengraft.optimizers.recipe.loading import load_recipe
-from eigengraft.optimizers.recipe.routing import DescribedParameters, describe_model
+from eigengraft.optimizers.recipe.routing import DescribedParameters, ParamInfo, describe_model
 from eigengraft.optimizers.sharding.cost_model import block_cost
 
 pytestmark = pytest.mark.slow
@@ -157,6 +158,15 @@ def rank(request: pytest.FixtureRequest) -> Iterator[int]:
     dist.destroy_process_group()
 
 
+@cache
+def planned(name: str, parallel: Any) -> tuple[list[ParamInfo], Plan]:
+    """What is told of the odd model, and the plan that follows from it alone: the same on every rank."""
+    model = Odd()
+    facts = describe_model(model)
+    told = [facts[id(parameter)] for parameter in model.parameters() if parameter.requires_grad]
+    return told, plan(RECIPES[name], told, (2, 2) if parallel == "hsdp" else (RANKS,), parallel)
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2", "hsdp"])
 @pytest.mark.parametrize("name", RECIPES)
@@ -164,10 +174,7 @@ def test_a_plan_is_what_the_optimizer_does(
     rank: int, parallel: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The blocks that each rank owns, its bytes of state, and the bytes and messages of a step, exactly."""
-    model = Odd()
-    facts = describe_model(model)
-    told = [facts[id(parameter)] for parameter in model.parameters() if parameter.requires_grad]
-    paper = plan(RECIPES[name], told, (2, 2) if parallel == "hsdp" else (RANKS,), parallel)
+    model, (told, paper) = Odd(), planned(name, parallel)
     spread(model, parallel)
     counted = Counted(monkeypatch)
     trained = [(path, parameter) for path, parameter in model.named_parameters() if parameter.requires_grad]

@@ -101,7 +101,7 @@ class Matrices(View):
 
     def require_fit(self, shape: tuple[int, ...]) -> None:
         """Raises ValueError if a parameter of that shape does not have these matrices."""
-        least = self.batch + (2 if self.divides or self.outputs == "last" else 1) if self != Matrices() else 0
+        least = self.batch + (2 if self.divides or self.outputs == "last" else min(self.batch, 1))
         if len(shape) < least:
             raise ValueError(f"view: at least {least} axes are required by {self.fields()}, got shape {shape}")
         if not self.divides:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Literal, Self
 
 import numpy as np
@@ -57,26 +58,37 @@ class Blocking(Component):
                 out.append(d)
         return tuple(out[::-1] if self.merge_from == "last" else out)
 
-    def grids(self, shape: tuple[int, ...], matrices: Matrices = ONE_TENSOR) -> Iterator[BlockGrid]:
+    def __hash__(self) -> int:
+        return hash((self.size, self.merge, self.merge_from, self.keep_axes))
+
+    def grids(self, shape: tuple[int, ...], matrices: Matrices = ONE_TENSOR) -> tuple[BlockGrid, ...]:
         """Grids of equal blocks that cover a parameter of that shape, each of its matrices cut alone.
 
         Empty parameters have none.
         """
-        if 0 in shape:
-            return
-        matrices.require_fit(shape)
-        if matrices.divides or matrices.outputs == "last":
-            yield from divided_grids(shape, matrices, self.merged, self.size)
-            return
-        batch, inner = shape[: matrices.batch], self.merged(shape[matrices.batch :])
-        merged, size = (*batch, *inner), [*(1 for _ in batch), *(min(d, self.size or d) for d in inner)]
-        grid = tuple(math.ceil(d / s) for d, s in zip(merged, size, strict=True))
-        joined = tuple((axis,) for axis in range(len(batch), len(merged)))
-        for box in itertools.product(*(equal_runs(d, s) for d, s in zip(merged, size, strict=True))):
-            first, count, start, tile = zip(*box, strict=True)
-            corner = np.ix_(*(np.arange(f, f + c) for f, c in zip(first, count, strict=True)))
-            keys = np.ravel_multi_index(np.broadcast_arrays(*corner), grid).ravel()
-            piece = Piece(start, tile, (0,) * len(inner))
-            blocks = math.prod(grid[len(batch) :])  # of each matrix
-            own = tuple(int(k) // blocks for k in keys)
-            yield BlockGrid(merged, count, tile, (piece,), joined, tuple(int(k) for k in keys), own)
+        return _grids(self, tuple(shape), matrices)
+
+
+@lru_cache(maxsize=128)  # an optimizer asks several times, and parameters of a model have few shapes
+def _grids(rule: Blocking, shape: tuple[int, ...], matrices: Matrices) -> tuple[BlockGrid, ...]:
+    if 0 in shape:
+        return ()
+    matrices.require_fit(shape)
+    divided = matrices.divides or matrices.outputs == "last"
+    return tuple(divided_grids(shape, matrices, rule.merged, rule.size) if divided else _even(rule, shape, matrices))
+
+
+def _even(rule: Blocking, shape: tuple[int, ...], matrices: Matrices) -> Iterator[BlockGrid]:
+    """The grids of matrices that are whole axes of a parameter."""
+    batch, inner = shape[: matrices.batch], rule.merged(shape[matrices.batch :])
+    merged, size = (*batch, *inner), [*(1 for _ in batch), *(min(d, rule.size or d) for d in inner)]
+    grid = tuple(math.ceil(d / s) for d, s in zip(merged, size, strict=True))
+    joined = tuple((axis,) for axis in range(len(batch), len(merged)))
+    for box in itertools.product(*(equal_runs(d, s) for d, s in zip(merged, size, strict=True))):
+        first, count, start, tile = zip(*box, strict=True)
+        corner = np.ix_(*(np.arange(f, f + c) for f, c in zip(first, count, strict=True)))
+        keys = np.ravel_multi_index(np.broadcast_arrays(*corner), grid).ravel()
+        piece = Piece(start, tile, (0,) * len(inner))
+        blocks = math.prod(grid[len(batch) :])  # of each matrix
+        own = tuple(int(k) // blocks for k in keys)
+        yield BlockGrid(merged, count, tile, (piece,), joined, tuple(int(k) for k in keys), own)
