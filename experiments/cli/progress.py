@@ -77,10 +77,16 @@ class StudyProgress:
             self.run_bars[key] = self.progress.add_task(
                 escape(event.run.title), total=event.run.experiment.steps, figures=""
             )
+        elif event.kind in ("elsewhere", "died"):
+            self.progress.remove_task(self.run_bars.pop(key))
+            if event.kind == "died":
+                text = f"{escape(event.run.title)}: {escape(event.value)}; it is begun again"
+                self.progress.console.print(text, highlight=False, soft_wrap=True)
         elif event.kind == "progress":
             self.progress.update(self.run_bars[key], completed=event.value.step, figures=_describe_tick(event.value))
         else:
-            self.progress.remove_task(self.run_bars.pop(key))
+            if key in self.run_bars:  # not of another worker
+                self.progress.remove_task(self.run_bars.pop(key))
             self.done += 1
             text = _describe_result(event.value) if event.kind == "done" else "[red]failed[/red]"
             self.progress.console.print(f"{escape(event.run.title)}: {text}", highlight=False, soft_wrap=True)

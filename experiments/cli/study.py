@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,15 +11,18 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from eigengraft.component import RecipeError
+
 from .console import print_table
 
 if TYPE_CHECKING:
-    from ..studies.running import PreparedStudy
+    from ..studies.running import PreparedStudy, StudyEvent
+    from ..studies.study import Study
 
 Workers = Annotated[int | None, typer.Option(min=1, help="number of processes; default one per core")]
 
 
-def ablate_command(
+def ablate_command(  # noqa: PLR0913  its arguments are the command's options
     study: Annotated[str, typer.Argument(help="a study file (YAML), or the name of a shipped study")],
     overrides: Annotated[
         list[str] | None, typer.Argument(help="dotted.path=value on the study: base.steps=50 seeds=[0,1,2]")
@@ -28,10 +32,27 @@ def ablate_command(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="list runs, differences, expected time and memory; run nothing")
     ] = False,
+    submit: Annotated[
+        str | None, typer.Option(metavar="CLUSTER", help="submit workers as jobs through submitit: slurm, or local")
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="jobs that --submit makes, of --workers processes each")] = 1,
+    option: Annotated[
+        list[str] | None, typer.Option(help="name=value of a job, as slurm_partition=gpu or timeout_min=60; repeatable")
+    ] = None,
 ) -> None:
-    """Run every cell of a study with every seed; the same command again continues a stopped study."""
+    """Run every cell of a study with every seed; the same command again continues a stopped study.
+
+    Given several times at once, on any machines that see the directory, it shares the runs among them.
+    """
     if dry_run:
         _print_preview(study, overrides or [], out)
+        return
+    if submit is None and (option or jobs > 1):
+        raise RecipeError(f"{'--option' if option else '--jobs'}: --submit is required beside it, got none")
+    if submit is not None:
+        from ..studies.study import load_study
+
+        _submit(load_study(study, overrides or []), out, submit, jobs, workers or 1, option or [])
         return
     directory = _run(study, overrides or [], out, workers)
     typer.echo(f"{directory}: all runs complete. For the report: eigengraft report {directory}")
@@ -76,24 +97,37 @@ def _print_preview(source: str, overrides: list[str], out: Path | None) -> None:
     typer.echo(sentence(preview))
 
 
+def _submit(study: Study, out: Path | None, cluster: str, jobs: int, workers: int, options: list[str]) -> None:
+    """Submit workers of a study and say how to follow them."""
+    from ..studies.workers.submission import submit_study
+
+    directory = out or Path("runs") / study.name
+    submitted = submit_study(study, directory, cluster, jobs, workers, options)
+    names = ", ".join(job.job_id for job in submitted)
+    typer.echo(f"jobs {names}; logs in {directory / 'jobs'}; for a report at any time: eigengraft report {directory}")
+
+
 def _run(source: str, overrides: list[str], out: Path | None, workers: int | None) -> Path:
     """Do the remaining runs of a study, those that tune first; name the runs that failed and exit with code 1."""
-    from ..studies.running import prepare_study
+    from ..studies.running import complete_study
     from ..studies.study import load_study
+    from .progress import StudyProgress
 
     study = load_study(source, overrides)
     directory = out or Path("runs") / study.name
     console = Console(stderr=True)
-    failed: dict[str, str] = {}
     runs = 0
-    while True:
-        prepared = prepare_study(study, directory, failed)
+
+    @contextmanager
+    def watch(prepared: PreparedStudy) -> Iterator[Callable[[StudyEvent], None]]:
+        nonlocal runs
+        runs += len(prepared.runs)
         if prepared.tuning and study.tune is not None:
             console.print(f"tuning {', '.join(study.tune.fields)}: {len(prepared.left)} runs", highlight=False)
-        failed |= _do(prepared, workers, console)
-        runs += len(prepared.runs)
-        if not prepared.tuning:
-            break
+        with StudyProgress(console, len(prepared.runs), len(prepared.left)) as progress:
+            yield progress.on_event
+
+    failed = complete_study(study, directory, workers, watch)
     if failed:
         for run, reason in failed.items():
             last = reason.strip().splitlines()[-1]
@@ -102,20 +136,3 @@ def _run(source: str, overrides: list[str], out: Path | None, workers: int | Non
         console.print(f"{len(failed)} of {runs} runs failed; details in {where}/*/*.error.txt")
         raise typer.Exit(1)
     return directory
-
-
-def _do(prepared: PreparedStudy, workers: int | None, console: Console) -> dict[str, str]:
-    """Do the runs that are left with a progress bar; return the reason of every run that failed, by its directory."""
-    from ..studies.running import run_study
-    from .progress import StudyProgress
-
-    failed = {}
-    with (
-        StudyProgress(console, len(prepared.runs), len(prepared.left)) as progress,
-        closing(run_study(prepared, workers)) as events,
-    ):
-        for event in events:
-            progress.on_event(event)
-            if event.kind == "failed":
-                failed[event.run.directory] = event.value
-    return failed

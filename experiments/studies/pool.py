@@ -19,10 +19,10 @@ JobFunction = Callable[[Any, Callable[[Any], None]], Any]
 
 @dataclass(frozen=True)
 class PoolEvent:
-    """An event of job number `job`; `value` is its report, its result, or the reason of its failure."""
+    """An event of job number `job`; `value` is its report, its result, or why it failed or is begun again."""
 
     job: int
-    kind: Literal["started", "progress", "done", "failed"]
+    kind: Literal["started", "progress", "done", "failed", "died"]
     value: Any = None
 
 
@@ -49,7 +49,7 @@ class _Worker:
             kind, value = self.connection.recv()
         except (EOFError, OSError):
             self.process.join()
-            kind, value = "failed", f"its process ended with {_exit(self.process.exitcode)}"
+            kind, value = "died", f"its process ended with {_exit(self.process.exitcode)}"
         if kind != "progress":
             self.job = None
         return PoolEvent(job, kind, value)
@@ -60,12 +60,16 @@ class _Worker:
         self.connection.close()
 
 
-def run_pool(work: JobFunction, jobs: Sequence[Any], workers: int) -> Iterator[PoolEvent]:
+def run_pool(work: JobFunction, jobs: Sequence[Any], workers: int, attempts: int = 1) -> Iterator[PoolEvent]:
     """Do all jobs, the first ones first, on `workers` processes; leaving the iteration early stops them.
+
+    A job whose process died is begun again, `attempts` times in all; then it has failed, as one that raised an error
+    has at once.
 
     `work` and the jobs are pickled and processes spawned: a script that calls this needs `if __name__ == "__main__"`.
     """
     waiting = deque(range(len(jobs)))
+    deaths = [0] * len(jobs)
     team: list[_Worker] = []
     try:
         for _ in range(min(workers, len(jobs))):
@@ -75,7 +79,14 @@ def run_pool(work: JobFunction, jobs: Sequence[Any], workers: int) -> Iterator[P
             for connection in wait(list(busy)):
                 assert isinstance(connection, Connection)
                 worker = busy[connection]
-                yield worker.receive()
+                event = worker.receive()
+                if event.kind == "died":
+                    deaths[event.job] += 1
+                    if deaths[event.job] < attempts:
+                        waiting.appendleft(event.job)
+                    else:
+                        event = PoolEvent(event.job, "failed", event.value)
+                yield event
                 if worker.job is None and waiting:
                     if not worker.process.is_alive():
                         team[team.index(worker)] = worker = _Worker(work)

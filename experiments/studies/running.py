@@ -1,34 +1,44 @@
-"""Run a study: complete runs are kept, stopped runs continue, and a failed run does not stop the others."""
+"""Run a study, alone or with other workers: complete runs are kept, stopped ones continue, failed ones are marked."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from ..reports.run import fault_file
-from ..training.loading import load_experiment
-from ..training.outcome import Result, Tick
-from ..training.train import train
+from ..training.outcome import Result
+from ..training.rundir import RunDirectory
 from .plan import PlannedRun, expected_seconds, plan_runs, refuse_changed, write_manifest
 from .pool import run_pool
 from .study import Study
 from .tuning.rounds import plan_tuning
+from .workers.claimed_run import ATTEMPTS, train_claimed
+from .workers.claims import Claims
+
+POLL = 0.5
+"""Seconds between two looks at the runs of other workers."""
+
+
+Kind = Literal["started", "progress", "done", "failed", "died", "elsewhere"]
 
 
 @dataclass(frozen=True)
 class StudyEvent:
     """An event of one run.
 
-    value: a Tick for "progress", a Result for "done", and the reason, as text, for "failed".
+    kind: "died": its process died and it will be begun again; "elsewhere": another worker holds it, and will end it.
+    value: a Tick for "progress", a Result for "done", and the reason, as text, for "failed" and "died".
     fraction: share of the study's expected work that is done.
     """
 
     run: PlannedRun
-    kind: Literal["started", "progress", "done", "failed"]
+    kind: Kind
     value: Any
     fraction: float
 
@@ -74,39 +84,83 @@ def prepare_study(study: Study, directory: Path, failed: Collection[str] = ()) -
 def run_study(prepared: PreparedStudy, workers: int | None = None) -> Generator[StudyEvent, None, None]:
     """Do the runs that are left on `workers` processes, default one per core, and yield events.
 
-    Leaving the iteration stops the study.
-    A stopped or killed study continues when it is prepared and run again.
+    Any number of callers, on any machines that see the directory, may do so at once: each run is done by one of them,
+    and the others wait for it. Leaving the iteration stops the study. A stopped or killed study continues when it is
+    prepared and run again.
     """
     weights, left = prepared.seconds, {run.directory: 1.0 for run in prepared.left}
     total = sum(weights.values())
-    jobs = [(run.experiment.model_dump(mode="json"), prepared.directory / run.directory) for run in prepared.left]
-    for event in run_pool(_train, jobs, workers or available_cores()):
-        run = prepared.left[event.job]
-        fault = fault_file(prepared.directory / run.directory)
-        if event.kind == "started":
-            fault.unlink(missing_ok=True)
-        elif event.kind == "failed":
-            fault.parent.mkdir(parents=True, exist_ok=True)
-            fault.write_text(event.value, encoding="utf-8")
-        if event.kind != "started":
-            left[run.directory] = 1 - event.value.step / event.value.steps if event.kind == "progress" else 0.0
-        yield StudyEvent(run, event.kind, event.value, 1 - sum(weights[d] * left[d] for d in left) / total)
+    waiting = list(prepared.left)
+    for run in waiting:
+        Claims(prepared.directory / run.directory).forget_dead()
+    while waiting:
+        elsewhere: list[PlannedRun] = []
+        for run, kind, value in itertools.chain(
+            _pool_events(prepared.directory, waiting, workers or available_cores(), elsewhere),
+            _awaited(prepared.directory, elsewhere),
+        ):
+            if kind in ("progress", "done", "failed"):
+                left[run.directory] = 1 - value.step / value.steps if kind == "progress" else 0.0
+            yield StudyEvent(run, kind, value, 1 - sum(weights[d] * left[d] for d in left) / total)
+        waiting = elsewhere
+
+
+def _pool_events(
+    directory: Path, runs: Sequence[PlannedRun], workers: int, elsewhere: list[PlannedRun]
+) -> Iterator[tuple[PlannedRun, Kind, Any]]:
+    """Events of a pool that does these runs; those that another worker holds are put into `elsewhere`."""
+    jobs = [(run.experiment.model_dump(mode="json"), directory / run.directory) for run in runs]
+    for event in run_pool(train_claimed, jobs, workers, ATTEMPTS):
+        run = runs[event.job]
+        if event.kind == "failed":
+            fault_file(directory / run.directory).write_text(event.value, encoding="utf-8")
+        if event.kind == "done" and event.value is None:
+            elsewhere.append(run)
+            yield run, "elsewhere", None
+        else:
+            yield run, event.kind, event.value
+
+
+def _awaited(directory: Path, elsewhere: list[PlannedRun]) -> Iterator[tuple[PlannedRun, Kind, Any]]:
+    """Events of runs that other workers hold, until all ended or a worker died; those that ended leave the list."""
+    while elsewhere:
+        for run in list(elsewhere):
+            path = directory / run.directory
+            held, result, fault = Claims(path).held(), RunDirectory(path).read("result"), fault_file(path)
+            if result is None and held:
+                continue
+            if result is None and not fault.exists():
+                return  # abandoned: the pool takes it
+            elsewhere.remove(run)
+            yield (run, "failed", fault.read_text("utf-8")) if result is None else (run, "done", Result(**result))
+        time.sleep(POLL if elsewhere else 0)
+
+
+def complete_study(
+    study: Study,
+    directory: Path,
+    workers: int | None = None,
+    watch: Callable[[PreparedStudy], AbstractContextManager[Callable[[StudyEvent], None]]] | None = None,
+) -> dict[str, str]:
+    """Tune and run a study to its end; return the reason of every run that failed, by its directory.
+
+    `watch` is entered for the runs of every round of the search, and for those of the study, and is told their events.
+    """
+    failed: dict[str, str] = {}
+    while True:
+        prepared = prepare_study(study, directory, failed)
+        with (
+            nullcontext(lambda event: None) if watch is None else watch(prepared) as told,
+            closing(run_study(prepared, workers)) as events,
+        ):
+            for event in events:
+                told(event)
+                if event.kind == "failed":
+                    failed[event.run.directory] = event.value
+        if not prepared.tuning:
+            return failed
 
 
 def available_cores() -> int:
     """The number of processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _train(job: tuple[dict[str, Any], Path], report: Callable[[Tick], None]) -> Result:
-    """Train one run in a worker. The experiment is plain data, because its imports must be done first."""
-    config, directory = job
-    last = 0.0
-
-    def progress(tick: Tick) -> None:
-        nonlocal last
-        if (now := time.monotonic()) - last > 0.2:
-            last = now
-            report(tick)
-
-    return train(load_experiment(config), directory, progress)

@@ -1,0 +1,1 @@
+"""Several workers on one study: which run is whose, and jobs of a cluster."""

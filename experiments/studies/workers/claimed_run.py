@@ -1,0 +1,48 @@
+"""One run of a study in a worker process, which holds it meanwhile."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ...reports.run import fault_file
+from ...training.loading import load_experiment
+from ...training.outcome import Result, Tick
+from ...training.train import train
+from .claims import Claims
+
+ATTEMPTS = 3
+"""How often a run is begun whose process dies; one that raised an error is not begun again by the same command."""
+
+
+def train_claimed(job: tuple[dict[str, Any], Path], report: Callable[[Tick], None]) -> Result | None:
+    """Train one run in a worker, None if another worker does. The experiment is plain data: its imports come first."""
+    config, directory = job
+    fault = fault_file(directory)
+    with Claims(directory).hold() as number:
+        if number == 0:
+            return None
+        fault.unlink(missing_ok=True)
+        try:
+            if number > ATTEMPTS:
+                raise RuntimeError(f"the processes of {number - 1} attempts died")
+            return train(load_experiment(config), directory, _now_and_then(report))
+        except Exception:
+            fault.write_text(traceback.format_exc(), encoding="utf-8")  # before others see that it is free
+            raise
+
+
+def _now_and_then(report: Callable[[Tick], None]) -> Callable[[Tick], None]:
+    """`report`, called at most five times a second."""
+    last = 0.0
+
+    def progress(tick: Tick) -> None:
+        nonlocal last
+        if (now := time.monotonic()) - last > 0.2:
+            last = now
+            report(tick)
+
+    return progress
