@@ -45,7 +45,10 @@ class Axes(Component):
     )
     max_size: int | None = Field(default=None, ge=1, description="longest axis with a full factor; default: no bound")
     max_skew: float | None = Field(
-        default=None, gt=0, description="axes with d^2 > max_skew n have no full factor; default: no bound"
+        default=None,
+        gt=0,
+        description="axes longer than max_skew times the product of the others, d^2 > max_skew n, have no full factor; "
+        "default: no bound",
     )
     oversize: Literal["none", "diagonal"] = Field(
         default="none", description="what axes that are too long for a full factor have: none, or its diagonal"
@@ -74,6 +77,10 @@ class Axes(Component):
 
     def of(self, block: tuple[int, ...]) -> tuple[int, ...]:
         """The axes of a block that have a factor."""
+        return tuple(axis for axis in self._chosen(block) if self.oversize == "diagonal" or self._fits(block, axis))
+
+    def _chosen(self, block: tuple[int, ...]) -> Sequence[int]:
+        """The axes that have a factor unless they are too long for one."""
         order = len(block)
         if order < 2 and not self.vectors:
             return ()
@@ -84,12 +91,25 @@ class Axes(Component):
             chosen = sorted(chosen, key=lambda axis: block[axis])[:1]
         elif self.side != "all":
             chosen = chosen[:1] if self.side == "left" else chosen[-1:]
-        return tuple(axis for axis in chosen if self.oversize == "diagonal" or self._fits(block, axis))
+        return chosen
+
+    def left_out(self, block: tuple[int, ...]) -> tuple[str, ...]:
+        """Why axes of a block that `side` chooses have no factor: they are too long for one."""
+        left = [axis for axis in self._chosen(block) if axis not in self.of(block)]
+        return tuple(f"axis {axis} without a factor: {self._too_long(block, axis)}" for axis in left)
 
     def full(self, block: tuple[int, ...], axis: int) -> bool:
         """Whether the factor of an axis is a matrix; otherwise it is a diagonal."""
         return self.entries == "full" and self._fits(block, axis)
 
     def _fits(self, block: tuple[int, ...], axis: int) -> bool:
+        return self._too_long(block, axis) is None
+
+    def _too_long(self, block: tuple[int, ...], axis: int) -> str | None:
+        """Which bound an axis exceeds, if any."""
         d, n = block[axis], math.prod(block)
-        return (self.max_size is None or d <= self.max_size) and (self.max_skew is None or d**2 <= self.max_skew * n)
+        if self.max_size is not None and d > self.max_size:
+            return f"{d} > max_size {self.max_size}"
+        if self.max_skew is not None and d**2 > self.max_skew * n:
+            return f"{d} > max_skew {self.max_skew:g} x {n // d}"
+        return None

@@ -119,6 +119,10 @@ class Stage(Schedulable, ABC, family="stage"):
             total += 2.0 * products * slot.shape[1] * numel if square else 4.0 * math.prod(slot.shape)
         return total
 
+    def left_out(self, block: tuple[int, ...]) -> tuple[str, ...]:
+        """What the stage leaves alone of a block of that shape, and why, for `show`; default: nothing."""
+        return ()
+
     def entrywise(self) -> bool:
         """Whether each entry of the direction and of the state depends on that entry of the gradients alone.
 
@@ -243,6 +247,14 @@ def walk(stages: tuple[Stage, ...], path: str = "") -> Iterator[tuple[str, Stage
         yield here, stage
         for part, inside in stage.chains().items():
             yield from walk(inside, f"{here}.{part}")
+
+
+def chain_left_out(stages: tuple[Stage, ...], block: tuple[int, ...]) -> Iterator[str]:
+    """What the stages of a chain, and of the chains inside it, leave alone of a block, and why."""
+    for stage in stages:
+        yield from stage.left_out(block)
+        for part, inside in stage.chains().items():
+            yield from chain_left_out(inside, stage.inner_block(part, block))
 
 
 def chain_slots(stages: tuple[Stage, ...], block: tuple[int, ...], path: str = "") -> Iterator[tuple[str, str, Slot]]:

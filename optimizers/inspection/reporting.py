@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from eigengraft.preconditioners import Stages, chain_left_out
 from eigengraft.state_key import StateKey
 
 from ..apply.averaging import Mode
@@ -34,6 +35,7 @@ class RoutedParameter:
     view: which matrices it is seen as, and why; "" for one tensor that nobody had to decide about.
     blocks: shapes of its blocks.
     state_bytes: bytes of all its state.
+    left_out: what stages leave alone of its blocks, and why, each once: axes that are too long for a factor.
     lr_factors: what `lr_scale` multiplies the directions of its matrices by, each once; (): nothing.
     """
 
@@ -45,6 +47,7 @@ class RoutedParameter:
     blocks: tuple[tuple[int, ...], ...]
     state_bytes: int
     lr_factors: tuple[float, ...] = ()
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -103,9 +106,17 @@ def routing_table(param_sets: ParamSets, state: Mapping[Tensor, Mapping[str, Ten
                 reason += "; frozen, no state"
             size = slot_bytes(state.get(parameter, {}))
             factors = tuple(dict.fromkeys(lr_factors(param_sets.recipe, info)))
+            left = _left_out(param_sets.recipe.updates()[route].update, blocks)
             seen = view.describe(info.shape)
-            rows.append(RoutedParameter(label, info.shape, route, reason, seen, blocks, size, factors))
+            rows.append(RoutedParameter(label, info.shape, route, reason, seen, blocks, size, factors, left))
     return rows
+
+
+def _left_out(stages: Stages, blocks: Iterable[tuple[int, ...]]) -> tuple[str, ...]:
+    """What stages leave alone of blocks, each shape and each remark once."""
+    shapes = dict.fromkeys(blocks)
+    found = (f"{'x'.join(map(str, block))}: {text}" for block in shapes for text in chain_left_out(stages, block))
+    return tuple(dict.fromkeys(found))
 
 
 def describe(param_sets: ParamSets, groups: Sequence[Mapping[str, Any]], iterate: Mode, state_bytes: int) -> str:

@@ -102,7 +102,7 @@ def _warn_of_costs(optimizer: Optimizer) -> None:
         more = f", and {len(rows) - 1} others like it" if len(rows) > 1 else ""
         warnings.warn(
             f"{worst.name}: {worst.state_bytes / math.prod(worst.shape):.0f} bytes of state for each entry of "
-            f"{list(worst.shape)}{more}; `axes: {{max_skew: 32}}` of a statistic leaves axes so long without a factor, "
+            f"{list(worst.shape)}{more}; `axes: {{max_skew: 4}}` of a statistic leaves axes so long without a factor, "
             "and a route sends parameters to another update",
             stacklevel=3,
         )

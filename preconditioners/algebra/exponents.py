@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Annotated, Any
 
@@ -81,6 +81,11 @@ Exponents = Annotated[
     ),
 ]
 """An exponent for all axes, or by order of the block one for all or for each axis, as {2: [1/2, 0]}; 0: no factor."""
+
+
+def default_exponent(axes: Sequence[int]) -> Fraction:
+    """1 / (2k) for k axes with a factor: their product divides by the size of a gradient once, whatever k is."""
+    return Fraction(1, 2 * max(1, len(axes)))
 
 
 def exponent_of(exponents: Fraction | ByOrder | None, order: int, axis: int, default: Fraction) -> Fraction:

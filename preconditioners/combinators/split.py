@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Literal, Self
 
@@ -34,6 +35,11 @@ class Split(Stage):
     inside: Stages = Field(description="the chain on the coordinates in the subspace")
     outside: Stages = Field(description="the chain on what is left")
     rank: int = Field(default=64, ge=1, description="dimension r of the subspace, at most the length of the axis")
+    max_skew: float | None = Field(
+        default=None,
+        gt=0,
+        description="r is also at most max_skew times the product of the other axes; default: no bound",
+    )
     beta: float = Field(default=0.95, ge=0, lt=1, description="decay of the second moment that the subspace is of")
     side: Literal["left", "right", "smaller"] = Field(default="right", description="which axis is split")
     follow: Literal["exact", "none"] = Field(
@@ -57,7 +63,12 @@ class Split(Stage):
         if part == "outside" or len(block) < 2:
             return block
         axis = self._axis(block)
-        return (*block[:axis], min(self.rank, block[axis]), *block[axis + 1 :])
+        return (*block[:axis], self._columns(block, axis), *block[axis + 1 :])
+
+    def _columns(self, block: tuple[int, ...], axis: int) -> int:
+        """r."""
+        r = min(self.rank, block[axis])
+        return r if self.max_skew is None else max(1, min(r, int(self.max_skew * math.prod(block) / block[axis])))
 
     def inner_gradient(self, part: str, state: State, gradient: Tensor, context: StepContext) -> Tensor:
         inside, outside = self._divided(state, gradient)
@@ -66,8 +77,8 @@ class Split(Stage):
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
         if len(block) < 2:
             return {}
-        d = block[self._axis(block)]
-        r = min(self.rank, d)
+        axis = self._axis(block)
+        d, r = block[axis], self._columns(block, axis)
         return {"basis": Slot((d, r), fill="identity", role="basis"), "core": Slot((r, r), role="statistic")}
 
     def cadence(self) -> Cadence:

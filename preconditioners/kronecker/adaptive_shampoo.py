@@ -15,7 +15,7 @@ from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
 from ..algebra.basis_change import mode_products, rotate
-from ..algebra.exponents import Exponents, exponent_of
+from ..algebra.exponents import Exponents, default_exponent, exponent_of
 from ..cadence import Cadence, Every
 from ..roots.base import eigh
 from ..statistics import Power
@@ -30,12 +30,15 @@ class AdaptiveShampoo(Factored):
 
     The error of a stale root is damped away while that is cheap, and a decomposition comes when it is not: damping and
     cadence from data (FOAM, Nam & Ahn 2026, arXiv:2606.02365). `refresh` says when h is looked at, two products of
-    matrices for each axis. Decisions are each block's and each axis' own; e = 1 / (2k) by default.
+    matrices for each axis. Decisions are each block's and each axis' own; e = 1 / (2k) by default, k the
+    number of axes that have a factor.
     """
 
     kind: Literal["adaptive_shampoo"] = "adaptive_shampoo"
     exponent: Exponents = Field(
-        default=None, description="e of each axis, or by order of the block as {2: 1/2}; default 1 / (2 * order)"
+        default=None,
+        description="e of each axis, or by order of the block as {2: 1/2}; default 1 / (2 * number of axes with a "
+        "factor)",
     )
     eps: float = Field(default=1e-10, gt=0, description="least damping r, in units of the statistic")
     threshold: float = Field(default=0.1, gt=0, description="h at which the damping stays as it is")
@@ -53,11 +56,11 @@ class AdaptiveShampoo(Factored):
             raise ValueError("statistic: axes: full factors are required, got diagonal ones")
         return self
 
-    def _exponent(self, order: int, axis: int) -> Fraction:
-        return exponent_of(self.exponent, order, axis, Fraction(1, 2 * max(1, order)))
+    def _exponent(self, block: tuple[int, ...], axis: int) -> Fraction:
+        return exponent_of(self.exponent, len(block), axis, default_exponent(self.statistic.axes.of(block)))
 
     def factor_axes(self, block: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(axis for axis in self.statistic.axes.of(block) if self._exponent(len(block), axis))
+        return tuple(axis for axis in self.statistic.axes.of(block) if self._exponent(block, axis))
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
         slots = dict(super().slots(block))
@@ -78,7 +81,7 @@ class AdaptiveShampoo(Factored):
     def _wanted(self, state: State, axis: int, a: Tensor) -> Tensor:
         """The damping `[N]` that staleness asks for, if nothing is decomposed."""
         q, values, damping = state[f"basis.{axis}"], state[f"values.{axis}"], state[f"damping.{axis}"]
-        damped, e = values + damping[:, None], float(self._exponent(len(state.block), axis))
+        damped, e = values + damping[:, None], float(self._exponent(state.block, axis))
         half = to_power(damped.clamp_min(tiny(a.dtype)), -0.5)
         change = torch.bmm(q.mT, torch.bmm(a, q)) - torch.diag_embed(values)
         root = to_power(damped.clamp_min(tiny(a.dtype)), -e)
@@ -109,5 +112,5 @@ class AdaptiveShampoo(Factored):
         bases = self.matrices(state)
         turned = rotate(direction, {axis: q.mT for axis, q in bases.items()})
         scales = {axis: state[f"values.{axis}"] + state[f"damping.{axis}"][:, None] for axis in bases}
-        roots = {axis: to_power(s, -float(self._exponent(len(state.block), axis))) for axis, s in scales.items()}
+        roots = {axis: to_power(s, -float(self._exponent(state.block, axis))) for axis, s in scales.items()}
         return rotate(mode_products(turned, roots), bases)

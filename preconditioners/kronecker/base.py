@@ -67,6 +67,9 @@ class Factored(Stage):
         full = self.statistic.axes.full
         return float(sum(block[axis] ** (3 if full(block, axis) else 1) for axis in self.factor_axes(block)))
 
+    def left_out(self, block: tuple[int, ...]) -> tuple[str, ...]:
+        return self.statistic.axes.left_out(block)
+
     def needs_matrices(self) -> bool:
         return self.statistic.source == "orthogonalized" or self.statistic.of_inputs
 

@@ -15,7 +15,7 @@ from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
 from ..algebra.basis_change import mode_products, rotate
-from ..algebra.exponents import Exponents, exponent_of
+from ..algebra.exponents import Exponents, default_exponent, exponent_of
 from ..algebra.factors import gram
 from ..cadence import Cadence, Every
 from ..learned.base import LearnedFactors, is_informative
@@ -29,8 +29,9 @@ class Eigenfactors(LearnedFactors):
     A = b V Diag(l) V^T + (1 - b) M;  P = qr(A V);  l <- diag(P^T A P), V <- P
 
     V `[N, d, d]` starts as the identity and l `[N, d]` as `initial`. `power_qr` sorts the columns of V before the step,
-    which the paper does not; measured, neither is closer to Shampoo. Neither a statistic nor a root is kept: of A only
-    the part that is diagonal in P lives on, and R is applied by its factors. At 4 bits this is half the memory of the
+    which the paper does not; measured, neither is closer to Shampoo. k is the number of axes with a factor. Neither a
+    statistic nor a root is kept: of A only the part that is diagonal in P lives on, and R is applied by its factors. At
+    4 bits this is half the memory of the
     paper's Algorithms 1 to 3, which keep V and l for A and a root beside them, for one more product with V per axis and
     step. Of a constant M the angle between two columns and their limits falls by b + (1 - b) r at a refresh, r < 1 the
     ratio of their eigenvalues: no faster than the mean itself forgets. With an exact `solver` and no storage it is
@@ -42,7 +43,7 @@ class Eigenfactors(LearnedFactors):
     beta: float = Field(default=0.95, ge=0, lt=1, description="decay b of the factors, per refresh")
     exponent: Exponents = Field(
         default=None,
-        description="e of each axis, or by order of the block as {2: 1/2, 1: 0}, 0: no factor; default 1 / (2 * order)",
+        description="e of each axis, or by order of the block as {2: 1/2, 1: 0}, 0: no factor; default 1 / (2 * k)",
     )
     eps: float = Field(default=1e-6, ge=0, description="ridge of a root, relative to the largest eigenvalue")
     initial: float = Field(default=1e-6, ge=0, description="l starts as this, in squared units of the gradient")
@@ -108,5 +109,4 @@ class Eigenfactors(LearnedFactors):
         return torch.where(peak > 0, to_power(ridged, -float(self._exponent(state.block, axis))), 1.0)
 
     def _exponent(self, block: tuple[int, ...], axis: int) -> Fraction:
-        order = len(block)
-        return exponent_of(self.exponent, order, axis, Fraction(1, 2 * order))
+        return exponent_of(self.exponent, len(block), axis, default_exponent(self.axes.of(block)))

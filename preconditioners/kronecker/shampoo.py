@@ -16,7 +16,7 @@ from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
 from ..algebra.basis_change import mode_products
-from ..algebra.exponents import Exponents, exponent_of
+from ..algebra.exponents import Exponents, default_exponent, exponent_of
 from ..algebra.spectra import root_residual
 from ..roots import Eigh, RootSolver
 from ..statistics import Power, has_data, mean_eigenvalue
@@ -26,14 +26,15 @@ from .base import Factored
 class Shampoo(Factored):
     """d x_1 A_1^(-e) x_2 ... x_k A_k^(-e)  with A_i the statistic of axis i and e = 1 / (2k) by default.
 
-    Order k is the number of axes of the block. Axes without a factor, or with exponent 0, are left alone.
+    k is the number of axes that have a factor, so that one-sided Shampoo has e = 1/2 (as Distributed Shampoo in JAX;
+    An et al. 2025, ASGO, arXiv:2503.20762). Axes without a factor, or with exponent 0, are left alone.
     """
 
     kind: Literal["shampoo"] = "shampoo"
     exponent: Exponents = Field(
         default=None,
         description="e of each axis, or by order of the block as {2: 1/2, 1: 1/4} or {2: [1/2, 0]}; "
-        "default 1 / (2 * order)",
+        "default 1 / (2 * number of axes with a factor)",
     )
     solver: RootSolver = Field(default=Eigh(), description="how roots are computed")
     matrix: ClassVar[Literal["root", "basis"]] = "root"
@@ -42,15 +43,16 @@ class Shampoo(Factored):
     def _exponents_fit(self) -> Self:
         if self.exponent is not None:  # else it depends on the order of the blocks, and `slots` looks
             for order in self.exponent if isinstance(self.exponent, dict) else (2,):
-                self._require_fit(order)
+                self._require_fit((2,) * order)
         return self
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
-        self._require_fit(len(block))
+        self._require_fit(block)
         return super().slots(block)
 
-    def _require_fit(self, order: int) -> None:
-        for exponent in sorted({self._exponent(order, axis) for axis in range(order)} - {Fraction(0)}):
+    def _require_fit(self, block: tuple[int, ...]) -> None:
+        order = len(block)
+        for exponent in sorted({self._exponent(block, axis) for axis in range(order)} - {Fraction(0)}):
             problem = self.solver.check(exponent)
             if problem:
                 able = ", ".join(kind for kind, solver in RootSolver.members.items() if _solves(solver, exponent))
@@ -67,23 +69,23 @@ class Shampoo(Factored):
                 f"root A^(-{exponent}); got neither, choose another q or exponent"
             )
 
-    def _exponent(self, order: int, axis: int) -> Fraction:
-        return exponent_of(self.exponent, order, axis, Fraction(1, 2 * max(1, order)))
+    def _exponent(self, block: tuple[int, ...], axis: int) -> Fraction:
+        return exponent_of(self.exponent, len(block), axis, default_exponent(self.statistic.axes.of(block)))
 
     def factor_axes(self, block: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(axis for axis in self.statistic.axes.of(block) if self._exponent(len(block), axis))
+        return tuple(axis for axis in self.statistic.axes.of(block) if self._exponent(block, axis))
 
     def refresh_axis(self, state: State, axis: int, context: StepContext) -> None:
         estimate = self.statistic.estimate(state, axis, context)
         solve = self.solver.root if estimate.ndim == 3 else self.solver.diagonal_root
-        found = solve(estimate, self._exponent(len(state.block), axis))
+        found = solve(estimate, self._exponent(state.block, axis))
         self.commit(state, axis, found.value, found.ok)
 
     def power(self, state: State, axis: int, exponent: Fraction, estimate: Tensor) -> Power:
         unit = mean_eigenvalue(estimate)
         if estimate.ndim == 2:
             return self._diagonal_power(exponent, estimate, unit)
-        root, own = state[f"root.{axis}"], self._exponent(len(state.block), axis)
+        root, own = state[f"root.{axis}"], self._exponent(state.block, axis)
         scaled = estimate / per_block(unit, estimate)
         if exponent == 0:
             return Power(None, None, unit, scaled.diagonal(dim1=-2, dim2=-1).sum(-1), has_data(estimate))
@@ -111,7 +113,7 @@ class Shampoo(Factored):
         """residual: ||A (X^(1/e) A - I)||_F / ||A||_F of each root X, A as it is now, not at the last refresh."""
         found = {}
         for axis, root in self.matrices(state).items():
-            exponent = self._exponent(len(state.block), axis)
+            exponent = self._exponent(state.block, axis)
             powers = (exponent.denominator, exponent.numerator)
             found[f"root.{axis}/residual"] = root_residual(self.statistic.estimate(state, axis, context), root, powers)
         return found

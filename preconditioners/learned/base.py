@@ -44,6 +44,9 @@ class LearnedFactors(Stage):
     def refresh_cost(self, block: tuple[int, ...]) -> float:
         return float(sum(block[axis] ** (3 if self.axes.full(block, axis) else 1) for axis in self.factor_axes(block)))
 
+    def left_out(self, block: tuple[int, ...]) -> tuple[str, ...]:
+        return self.axes.left_out(block)
+
     def observed(self, gradient: Tensor, direction: Tensor) -> Tensor:
         return gradient if self.source == "gradient" else direction
 

@@ -16,7 +16,7 @@ from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
 from ..algebra.basis_change import mode_products
-from ..algebra.exponents import Rational
+from ..algebra.exponents import Rational, default_exponent
 from ..algebra.factors import factor_transposed, gram
 from .base import LearnedFactors, is_informative, peak_of
 
@@ -24,7 +24,8 @@ from .base import LearnedFactors, is_informative, peak_of
 class Jorge(LearnedFactors):
     """d x_1 R_1 x_2 ... x_k R_k  with R_i an approximation of A_i^(-e), e = 1 / (2k) by default, kept without A_i.
 
-    A <- b A + (1 - b) S, S = G G^T, is A^(-e) <- b^(-e) A^(-e) (I + (1 - b) / b A^(-1) S)^(-e) where A and S commute.
+    k is the number of axes with a factor. A <- b A + (1 - b) S, S = G G^T, is
+    A^(-e) <- b^(-e) A^(-e) (I + (1 - b) / b A^(-1) S)^(-e) where A and S commute.
     With (1 - b) / b = 1 / ||X||_F, so that the second term has norm 1, and the series to second order (section 3):
 
     published: X = R^(1/e) S,  Y = X / ||X||_F;   R <- (1 + 1 / ||X||_F)^e R (I - e Y + e (e + 1) / 2 Y^2)
@@ -41,7 +42,7 @@ class Jorge(LearnedFactors):
     form: Literal["published", "symmetric"] = Field(default="published", description="how the series is arranged")
     exponent: Rational | None = Field(
         default=None,
-        description="e of each axis, one over a whole number, an even one if symmetric; default 1 / (2 * order)",
+        description="e of each axis, one over a whole number, an even one if symmetric; default 1 / (2 * k)",
     )
     initial: float = Field(default=1e-6, gt=0, description="A starts as this times I, in squared units of the gradient")
     eps: float = Field(
@@ -94,7 +95,7 @@ class Jorge(LearnedFactors):
         return {axis: state[f"root.{axis}"] for axis in self.factor_axes(state.block)}
 
     def _exponent(self, block: tuple[int, ...]) -> Fraction:
-        return self.exponent or Fraction(1, 2 * len(block))
+        return self.exponent or default_exponent(self.factor_axes(block))
 
 
 def _published(r: Tensor, s: Tensor, e: Fraction) -> tuple[Tensor, Tensor]:
