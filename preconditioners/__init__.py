@@ -3,7 +3,6 @@
 from .axes import Axes as Axes
 from .base import Stage as Stage
 from .base import Stages as Stages
-from .base import chain_left_out as chain_left_out
 from .base import chain_slots as chain_slots
 from .base import run_chain as run_chain
 from .base import walk as walk

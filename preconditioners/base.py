@@ -249,14 +249,6 @@ def walk(stages: tuple[Stage, ...], path: str = "") -> Iterator[tuple[str, Stage
             yield from walk(inside, f"{here}.{part}")
 
 
-def chain_left_out(stages: tuple[Stage, ...], block: tuple[int, ...]) -> Iterator[str]:
-    """What the stages of a chain, and of the chains inside it, leave alone of a block, and why."""
-    for stage in stages:
-        yield from stage.left_out(block)
-        for part, inside in stage.chains().items():
-            yield from chain_left_out(inside, stage.inner_block(part, block))
-
-
 def chain_slots(stages: tuple[Stage, ...], block: tuple[int, ...], path: str = "") -> Iterator[tuple[str, str, Slot]]:
     """(stage path, slot name, slot) of all state that a chain needs for one block."""
     for stage in stages:

@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor
 
-from eigengraft.preconditioners import Stages, chain_left_out
 from eigengraft.state_key import StateKey
 
 from ..apply.averaging import Mode
@@ -21,6 +20,7 @@ from ..engine.stack_state import StackState
 from ..recipe.recipe import Recipe
 from ..sharding.placement import lr_factors
 from .inspect import inspect, watch_next_step
+from .left_out import left_out
 from .reached import Reached, reached
 from .table import Inspection, Measurement
 
@@ -106,17 +106,10 @@ def routing_table(param_sets: ParamSets, state: Mapping[Tensor, Mapping[str, Ten
                 reason += "; frozen, no state"
             size = slot_bytes(state.get(parameter, {}))
             factors = tuple(dict.fromkeys(lr_factors(param_sets.recipe, info)))
-            left = _left_out(param_sets.recipe.updates()[route].update, blocks)
+            left = left_out(param_sets.recipe.updates()[route].update, blocks)
             seen = view.describe(info.shape)
             rows.append(RoutedParameter(label, info.shape, route, reason, seen, blocks, size, factors, left))
     return rows
-
-
-def _left_out(stages: Stages, blocks: Iterable[tuple[int, ...]]) -> tuple[str, ...]:
-    """What stages leave alone of blocks, each shape and each remark once."""
-    shapes = dict.fromkeys(blocks)
-    found = (f"{'x'.join(map(str, block))}: {text}" for block in shapes for text in chain_left_out(stages, block))
-    return tuple(dict.fromkeys(found))
 
 
 def describe(param_sets: ParamSets, groups: Sequence[Mapping[str, Any]], iterate: Mode, state_bytes: int) -> str:
