@@ -86,7 +86,7 @@ def by_formula(given: Tensor, steps: int, e: dict[int, float], bound: int = 99, 
         ((3, 4, 5), {}, {0: 1 / 6, 1: 1 / 6, 2: 1 / 6}),
         ((9,), {}, {0: 1 / 2}),
         ((4, 9), {"axes": {"max_size": 6, "oversize": "diagonal"}}, {0: 1 / 4, 1: 1 / 4}),
-        ((4, 9), {"axes": {"max_size": 6}}, {0: 1 / 4, 1: 0.0}),
+        ((4, 9), {"axes": {"max_size": 6}}, {0: 1 / 2, 1: 0.0}),
     ],
     ids=str,
 )
