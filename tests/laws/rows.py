@@ -1,12 +1,16 @@
 """What a component declares to be held to the laws: one row, or several where it has modes."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from eigengraft import Stage
+import numpy as np
+
+from eigengraft import Stage, StepContext
 from eigengraft.component import checked
-from eigengraft.preconditioners import BasisSolver, PolarSolver, RootSolver
+from eigengraft.preconditioners import BasisSolver, PolarSolver, RootSolver, walk
+from eigengraft.testing.samples import TRAJECTORY_STEPS
 from eigengraft.testing.solver_laws import ROUNDING, SolverCase
 from eigengraft.testing.stage_case import BLOCKS, StageCase
 
@@ -17,6 +21,8 @@ STOPPING = ("coupled_newton", "higher_order", "newton_db")
 """Root solvers that stop at a tolerance, 1e-6 at most: the rounding of c A may give them one step more."""
 COSINES = {"svd": 1 - 1e-12, "triangular": 0.8}
 """Least cosines between P(X) and U V^T, where it is not 0.9; rows of `triangular` are orthogonal to first order."""
+BRIEF = 8
+"""Steps of trajectories of stages that have refreshed every block again by then, or never refresh."""
 RESTLESS = "qr_iteration"
 """Ascending order and single steps: does not settle, as its docstring says and `test_bases.py` measures."""
 
@@ -55,7 +61,8 @@ class Row:
     def stage(self) -> StageCase:
         """The case of a row about a stage."""
         stage = checked(Stage, dict(self.make))  # type: ignore[type-abstract]
-        return StageCase(stage, self.blocks, self.degree, bool(self.rotates), self.singular)
+        steps = BRIEF if settled_after(stage) < BRIEF else TRAJECTORY_STEPS
+        return StageCase(stage, self.blocks, self.degree, bool(self.rotates), self.singular, steps)
 
     def solver(self, family: str) -> SolverCase:
         """The case of a row about a solver of that family."""
@@ -68,3 +75,16 @@ class Row:
 
     def __str__(self) -> str:
         return f"{self.kind} {self.note}".strip()
+
+
+def settled_after(stage: Stage) -> float:
+    """The step at which every block has been refreshed once and its cadence has come round: 0 without refreshes."""
+    steps, ids = [0.0], np.arange(3)
+    for _, inner in walk((stage,)):
+        if (cadence := inner.cadence()) is not None:
+            first = np.full(3, math.inf)
+            for step in range(TRAJECTORY_STEPS):
+                for start, stop, _ in inner.due(StepContext(np.full(3, step), ids / 3, ids, seeds=ids)):
+                    first[start:stop] = np.minimum(first[start:stop], step)
+            steps.append(float(first.max()) + (cadence.period or math.inf))
+    return max(steps)

@@ -32,6 +32,7 @@ class StageCase:
     rotates: whether U G V^T gives U D V^T.
     singular: whether bases or roots are taken of singular statistics; in their null space numbers are rounding, so that
     laws that compare two computations do not apply.
+    steps: length of a trajectory.
     """
 
     stage: Stage
@@ -39,6 +40,7 @@ class StageCase:
     degree: Degree | None = None
     rotates: bool = False
     singular: bool = False
+    steps: int = TRAJECTORY_STEPS
 
     @property
     def component(self) -> Component:
@@ -52,12 +54,16 @@ class StageCase:
         """Fresh state for so many blocks."""
         return StageBench(self.stage, block, blocks, dtype)
 
+    def gradients(self, block: tuple[int, ...], blocks: int = 3, dtype: torch.dtype = torch.float64) -> Tensor:
+        """Standard normal gradients `[steps, blocks, *block]`."""
+        return gradients(block, blocks, dtype)[: self.steps]
+
     @cached_property
     def _trajectories(self) -> dict[tuple[tuple[int, ...], torch.dtype], tuple[Tensor, StageBench, StageBench]]:
         return {}
 
     def trajectory(self, block: tuple[int, ...], dtype: torch.dtype = torch.float64) -> tuple[Tensor, StageBench]:
-        """The directions of three blocks from fresh state for `gradients(block)`, and the bench after them: what laws
+        """The directions of three blocks from fresh state for `gradients`, and the bench after them: what laws
         compare with. Made once for each shape and dtype; laws do not step the bench."""
         out, _, bench = self._trajectory(block, dtype)
         return out, bench
@@ -69,10 +75,10 @@ class StageCase:
     def _trajectory(self, block: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, StageBench, StageBench]:
         """(directions, copy of the bench after half of the steps, bench after them)."""
         if (block, dtype) not in self._trajectories:
-            bench, given = self.bench(block, dtype=dtype), gradients(block, dtype=dtype)
-            first = bench.run(given[: TRAJECTORY_STEPS // 2])
+            bench, given = self.bench(block, dtype=dtype), self.gradients(block, dtype=dtype)
+            first = bench.run(given[: self.steps // 2])
             half = bench.copy()
-            out = torch.cat([first, bench.run(given[TRAJECTORY_STEPS // 2 :])])
+            out = torch.cat([first, bench.run(given[self.steps // 2 :])])
             self._trajectories[block, dtype] = out, half, bench
         return self._trajectories[block, dtype]
 

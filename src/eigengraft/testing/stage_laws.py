@@ -14,7 +14,7 @@ from eigengraft.preconditioners import walk
 from eigengraft.quantization import Float32
 
 from .laws import Law, require, require_close, the_declaration_survives
-from .samples import TRAJECTORY_STEPS, difficult, gradients, rotation, standard_normal
+from .samples import difficult, rotation, standard_normal
 from .stage_bench import StageBench
 from .stage_case import StageCase, on
 from .stage_state_laws import (
@@ -37,7 +37,7 @@ def the_contract_is_kept(case: StageCase) -> None:
         for quantizer in (None, Float32(min_elements=1)) if block == case.blocks[0] else (None,):
             with on(block):
                 bench = StageBench(case.stage, block, 3, torch.float32, quantizer).checked()
-                for t, gradient in enumerate(gradients(block, dtype=torch.float32)):
+                for t, gradient in enumerate(case.gradients(block, dtype=torch.float32)):
                     bench.step(gradient, standard_normal(*gradient.shape, seed=t).float() if t % 2 else gradient)
                 if quantizer is None:
                     bench.require_used()
@@ -48,7 +48,7 @@ def a_stack_is_its_blocks(case: StageCase) -> None:
     """N blocks in a stack get the directions that each gets alone: its first and its last block."""
     for block in case.blocks:
         with on(block):
-            given, (stacked, stack) = gradients(block), case.trajectory(block)
+            given, (stacked, stack) = case.gradients(block), case.trajectory(block)
             for i in (0, 2):
                 alone = stack.only(i).run(given[:, i : i + 1])[:, 0]
                 what = f"block {i} alone as in a stack of 3 (does a sum or mean run over the stack axis 0?)"
@@ -62,7 +62,7 @@ def blocks_without_a_gradient_wait(case: StageCase) -> None:
         with on(block):
             stack = case.bench(block)
             alone = [stack.only(i) for i in range(3)]
-            for gradient, rows in zip(gradients(block), chosen, strict=False):
+            for gradient, rows in zip(case.gradients(block), chosen, strict=False):
                 if stack.lagging and len({bool(stack.counts[i] == 0) for i in rows}) > 1:
                     continue
                 ours = stack.step(gradient[rows], rows=rows)
@@ -75,9 +75,9 @@ def masked_rows_change_nothing(case: StageCase) -> None:
     mask = torch.tensor([True, False, True])
     for block in case.blocks:
         with on(block, "a block with a gradient of nan is computed and then dropped: it must not raise"):
-            given, stack, (expected, _) = gradients(block), case.halfway(block), case.trajectory(block)
+            given, stack, (expected, _) = case.gradients(block), case.halfway(block), case.trajectory(block)
             before = {key: tensor.clone() for key, tensor in stack.tensors.items()}
-            for t in range(TRAJECTORY_STEPS // 2, TRAJECTORY_STEPS):
+            for t in range(case.steps // 2, case.steps):
                 spoiled = given[t].clone()
                 spoiled[1] = torch.nan
                 ours = stack.step(spoiled, mask=mask)[mask]
@@ -92,7 +92,7 @@ def inputs_are_never_written_to(case: StageCase) -> None:
     for block in case.blocks:
         with on(block):
             stack = case.bench(block)
-            for t, gradient in enumerate(gradients(block)):
+            for t, gradient in enumerate(case.gradients(block)):
                 direction = standard_normal(*gradient.shape, seed=t)
                 copies = {"gradient": gradient.clone(), "direction": direction.clone()}
                 stack.step(gradient, direction if t % 2 else gradient)
@@ -103,7 +103,7 @@ def inputs_are_never_written_to(case: StageCase) -> None:
 def numbers_stay_finite(case: StageCase) -> None:
     """Direction and state, for zero, huge, tiny, rank-deficient, suddenly different gradients, all in one stack."""
     for block in case.blocks:
-        given = dict(difficult(block))
+        given = {name: some[: case.steps] for name, some in difficult(block)}
         stack = case.bench(block, 3 * len(given), torch.float32)
         failures = {key: stack.tensors[key] for key, slot in stack.declared.items() if slot.role == "failures"}
         directions = [stack.step(gradient).clone() for gradient in torch.cat([*given.values()], 1)]
@@ -127,7 +127,7 @@ def a_zero_gradient_moves_nothing(case: StageCase) -> None:
     """From the first step on; 0 / 0 is the usual fault, which an eps or `numerics.safe_ratio` avoids."""
     for block in case.blocks:
         with on(block):
-            out = case.bench(block).run(torch.zeros_like(gradients(block)))
+            out = case.bench(block).run(torch.zeros_like(case.gradients(block)))
             require(not out.any(), f"a zero direction for a zero gradient is required, got {_odd(out)}")
 
 
@@ -137,7 +137,7 @@ def scaling_all_gradients_scales_the_direction(case: StageCase) -> None:
     for block in case.blocks:
         with on(block):
             degree, (plain, bench) = case.degree_on(block), case.trajectory(block)
-            given = torch.cat([gradients(block) * scale for scale in scales], 1)
+            given = torch.cat([case.gradients(block) * scale for scale in scales], 1)
             both = bench.repeated(len(scales)).run(given)[-1]
         for scale, scaled in zip(scales, torch.split(both, bench.blocks), strict=True):
             with on(block, f"gradients times {scale:g}"):
@@ -150,7 +150,7 @@ def rotating_all_gradients_rotates_the_direction(case: StageCase) -> None:
     for block in ((6, 5), (5, 5)):
         with on(block):
             u, v = rotation(block[0], 1), rotation(block[1], 2)
-            straight, turned = case.trajectory(block)[0], case.bench(block).run(u @ gradients(block) @ v.T)
+            straight, turned = case.trajectory(block)[0], case.bench(block).run(u @ case.gradients(block) @ v.T)
             require_close(turned, u @ straight @ v.T, 1e-9, "a direction that turns with the gradients")
 
 

@@ -14,7 +14,7 @@ from eigengraft.optimizers.engine.signals import OWN, Given
 from eigengraft.quantization import Float32
 
 from .laws import require
-from .samples import TRAJECTORY_STEPS, gradients, standard_normal
+from .samples import standard_normal
 from .stage_bench import StageBench
 from .stage_case import StageCase, on
 
@@ -23,8 +23,8 @@ def a_copy_of_the_state_resumes_exactly(case: StageCase) -> None:
     """All that a stage remembers is in its slots."""
     for block in case.blocks:
         with on(block):
-            given, twin, (expected, _) = gradients(block), case.halfway(block), case.trajectory(block)
-            same = torch.equal(twin.run(given[TRAJECTORY_STEPS // 2 :]), expected[TRAJECTORY_STEPS // 2 :])
+            given, twin, (expected, _) = case.gradients(block), case.halfway(block), case.trajectory(block)
+            same = torch.equal(twin.run(given[case.steps // 2 :]), expected[case.steps // 2 :])
             require(
                 same, "the same directions from a copy of the state are required, got others; is there other memory?"
             )
@@ -35,7 +35,7 @@ def dtype_and_device_are_kept(case: StageCase) -> None:
     for block in case.blocks:
         for dtype in (torch.float32, torch.float64):
             with on(block, str(dtype)):
-                want = _kind(gradients(block, dtype=dtype))
+                want = _kind(case.gradients(block, dtype=dtype))
                 before = {key: _kind(tensor) for key, tensor in case.bench(block, dtype=dtype).tensors.items()}
                 out, stack = case.trajectory(block, dtype)
                 require(
@@ -54,7 +54,10 @@ def storage_makes_no_difference(case: StageCase) -> None:
     for block in case.blocks:
         with on(block):
             coder = StageBench(case.stage, block, 3, torch.float32, Float32(min_elements=1))
-            plain, coded = case.trajectory(block, torch.float32)[0], coder.run(gradients(block, dtype=torch.float32))
+            plain, coded = (
+                case.trajectory(block, torch.float32)[0],
+                coder.run(case.gradients(block, dtype=torch.float32)),
+            )
             require(torch.equal(plain, coded), "the same directions from encoded state are required, got others")
 
 
@@ -80,16 +83,16 @@ def a_checkpoint_resumes_exactly(case: StageCase) -> None:
     for block in ((6, 6), (8,)):
         with on(block):
             blocking = {"size": 2}
-            declared = {"update": [case.stage], "routes": [], "blocking": blocking, "total_steps": TRAJECTORY_STEPS}
-            given = gradients(block, 2, torch.float32)
+            declared = {"update": [case.stage], "routes": [], "blocking": blocking, "total_steps": case.steps}
+            given = case.gradients(block, 2, torch.float32)
             parameters = [nn.Parameter(standard_normal(*block, seed=i).float()) for i in range(2)]
             optimizer = Optimizer(parameters, declared, lr=0.1)
-            _train(optimizer, parameters, given[: TRAJECTORY_STEPS // 2])
+            _train(optimizer, parameters, given[: case.steps // 2])
             copies = [nn.Parameter(parameter.detach().clone()) for parameter in parameters]
             resumed = Optimizer(copies, declared, lr=0.1)
             resumed.load_state_dict(optimizer.state_dict())
-            _train(optimizer, parameters, given[TRAJECTORY_STEPS // 2 :])
-            _train(resumed, copies, given[TRAJECTORY_STEPS // 2 :])
+            _train(optimizer, parameters, given[case.steps // 2 :])
+            _train(resumed, copies, given[case.steps // 2 :])
             same = all(torch.equal(a, b) for a, b in zip(parameters, copies, strict=True))
             require(
                 same, "the same parameters after a resume are required, got others; is there memory beside the slots?"
