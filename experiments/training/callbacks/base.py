@@ -15,9 +15,7 @@ from torch import nn
 import eigengraft
 from eigengraft.component import Component
 
-from .outcome import Result, Tick
-from .parallel.ranks import Ranks
-from .rundir import RunDirectory
+from ..outcome import Result, Tick
 
 
 @dataclass(frozen=True)
@@ -82,28 +80,3 @@ class Limits(Callback):
         """Whether a metric at a step is worse than its limit."""
         better_is_more = self.metric == "val_accuracy"
         return any(step == at and (value < limit if better_is_more else value > limit) for at, limit in self.limits)
-
-
-@dataclass(frozen=True)
-class Callbacks:
-    """The callbacks of a run with what they see; rank 0 calls them, and every rank does what they decide."""
-
-    callbacks: tuple[Callback, ...]
-    model: nn.Module
-    optimizer: eigengraft.Optimizer
-    directory: RunDirectory
-    ranks: Ranks
-
-    def stop(self, tick: Tick) -> bool:
-        """Whether a callback ends the run after a step whose row of metrics is written; all of them are called."""
-        if not self.callbacks:
-            return False
-        return self.ranks.on_first(lambda: True in [one.stepped(self._view(), tick) for one in self.callbacks])
-
-    def finished(self, result: Result) -> None:
-        """Tell every callback the result."""
-        for one in self.callbacks if self.ranks.first else ():
-            one.finished(self._view(), result)
-
-    def _view(self) -> RunView:
-        return RunView(self.model, self.optimizer, self.directory.path, self.directory.rows())

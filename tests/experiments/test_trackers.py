@@ -1,0 +1,88 @@
+"""Trackers: every row of a run is passed on once, also of a run that was stopped and goes on."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eigengraft import RecipeError
+from eigengraft.experiments import load_experiment, train
+
+TINY = {
+    "task": {"kind": "digits", "layers": 1, "width": 4, "batch_size": 8},
+    "recipe": "adamw",
+    "steps": 7,
+    "log_every": 1,
+    "eval_every": 3,
+    "checkpoint_every": 4,
+}
+
+
+class Stopped(Exception):
+    """A kill, as far as files go."""
+
+
+def rows(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def run_in_two(callbacks: list[Any], directory: Path) -> list[dict[str, Any]]:
+    """The rows of metrics of a run that is stopped after step 6 and goes on from its checkpoint at step 4."""
+    experiment = load_experiment({**TINY, "callbacks": callbacks})
+
+    def stop(tick: Any) -> None:
+        if tick.step == 6:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        train(experiment, directory, stop)
+    train(experiment, directory)
+    return [{k: v for k, v in row.items() if v is not None} for row in rows(directory / "metrics.jsonl")]
+
+
+def test_lines_of_json_are_the_rows_of_the_run(tmp_path: Path) -> None:
+    written = run_in_two(["jsonl", {"kind": "jsonl", "path": "more/other.jsonl"}], tmp_path / "run")
+    assert [row["step"] for row in written] == [1, 2, 3, 4, 5, 6, 7]
+    assert rows(tmp_path / "run" / "track.jsonl") == written
+    assert rows(tmp_path / "run" / "more" / "other.jsonl") == written
+
+
+def test_a_diverged_run_passes_on_its_last_row(tmp_path: Path) -> None:
+    result = train(load_experiment({**TINY, "recipe": "sgd", "lr": 1e30, "callbacks": ["jsonl"]}), tmp_path)
+    assert result.diverged
+    assert [row["step"] for row in rows(tmp_path / "track.jsonl")] == list(range(1, result.steps + 1))
+
+
+@pytest.mark.slow
+def test_tensorboard_has_every_step_once(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="the extra `trackers` is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    written = run_in_two(["tensorboard"], tmp_path / "run")
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    for name in ("loss", "val_loss", "lr"):
+        expected = [(row["step"], row[name]) for row in written if name in row]
+        found = [(event.step, event.value) for event in events.Scalars(name)]
+        assert [step for step, _ in found] == [step for step, _ in expected]
+        # TensorBoard keeps float32
+        assert [value for _, value in found] == pytest.approx([value for _, value in expected], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="the extra `trackers` is not installed")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    train(load_experiment({**TINY, "callbacks": ["wandb"]}), tmp_path / "run")
+    (logged,) = (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")
+    content = logged.read_bytes()
+    assert all(name in content for name in (b"val_loss", b"optimizer_ms", b"digits"))
+
+
+@pytest.mark.parametrize("kind", ["tensorboard", "wandb"])
+def test_a_missing_package_is_named(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, {"tensorboard": "torch.utils.tensorboard"}.get(kind, kind), None)
+    with pytest.raises(RecipeError, match=rf"callbacks.{kind}: {kind} is required \(pip install"):
+        train(load_experiment({**TINY, "callbacks": [kind]}), tmp_path)
