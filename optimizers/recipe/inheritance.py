@@ -13,9 +13,10 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from eigengraft.component import RecipeError, checked
+from eigengraft.chains import ChainOf
+from eigengraft.component import Component, RecipeError, checked
 from eigengraft.preconditioners import Stage
 
 from .overrides import apply_overrides
@@ -122,9 +123,22 @@ def _require_stages(path: str, chain: Any) -> None:
 def _kinds(chain: Any) -> Iterator[str]:
     """The kinds of the stages of a raw chain, and of the chains inside them."""
     for stage in chain if isinstance(chain, (list, tuple)) else (chain,):
-        if isinstance(stage, str):
-            yield stage
-        elif isinstance(stage, Mapping):
-            yield from (kind for kind in (stage.get("kind"),) if isinstance(kind, str))
-            for inside in ("inner", "before", "direction", "magnitude", "inside", "outside"):
-                yield from _kinds(stage.get(inside))
+        kind = stage.get("kind") if isinstance(stage, Mapping) else stage
+        if isinstance(kind, str):
+            yield kind
+            yield from _inside(Stage.members.get(kind), stage)
+
+
+def _inside(component: type[Component] | None, raw: Any) -> Iterator[str]:
+    """The kinds of the stages in fields that hold chains, or components with chains of their own, as `sum` does."""
+    if component is None or not isinstance(raw, Mapping):
+        return
+    for name, field in component.model_fields.items():
+        value = raw.get(field.alias or name)
+        if any(isinstance(mark, ChainOf) and mark.family == "stage" for mark in field.metadata):
+            yield from _kinds(value)
+            continue
+        for part in get_args(field.annotation) or (field.annotation,):
+            if isinstance(part, type) and issubclass(part, Component) and not part.is_family():
+                for one in value if isinstance(value, (list, tuple)) else (value,):
+                    yield from _inside(part, one)

@@ -44,6 +44,15 @@ RECIPES = (
     ("{update: my_stage}", "update.my_stage: unknown stage kind 'my_stage' / --import FILE.py adds those of a file"),
     ("{update: RMS}", "update.RMS: unknown stage kind 'RMS'; did you mean 'rms'?"),
     ("{update: soap}", "update.soap: a stage is required, got the name of a recipe; write `base: soap`, or its stages"),
+    ("{update: {kind: projected, rank: 4, inner: soap}}", "update.soap: a stage is required, got the name of a recipe"),
+    (
+        "{update: {kind: sum, paths: [{name: a, stages: [muon]}]}}",
+        "update.muon: a stage is required, got the name of a",
+    ),
+    (
+        "{update: {kind: graft, direction: sign, magnitude: rms, after: [soap]}}",
+        "update.soap: a stage is required, got",
+    ),
     (
         "{update: [momentum, {kind: eigenbasis, inner: adam}]}",
         "update.adam: a stage is required, got the name of a",
