@@ -111,6 +111,13 @@ def test_what_is_shipped() -> None:
     assert sum(name.startswith("reference/") for name in SHIPPED) >= 3
 
 
+def test_a_recipe_says_where_its_rates_come_from() -> None:
+    texts = {name: (recipe_folder() / f"{name}.yaml").read_text() for name in SHIPPED}
+    rates = {name: re.search("^lr: .*$", text, re.MULTILINE) for name, text in texts.items()}
+    assert [name for name, rate in rates.items() if rate and "  # " not in rate[0]] == []
+    assert all(rates[name] or "\nbase: " in text for name, text in texts.items())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 def test_a_shipped_recipe_is_short_says_its_source_and_trains(name: str) -> None:
