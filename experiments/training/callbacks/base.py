@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 from torch import nn
 
 import eigengraft
@@ -71,6 +71,11 @@ class Limits(Callback):
     limits: tuple[tuple[int, float], ...] = Field(
         strict=False, description="(step, largest loss or least accuracy with which the run goes on there)"
     )
+
+    @field_validator("limits", mode="before", json_schema_input_type=list[tuple[int, float]])
+    @classmethod
+    def _pairs(cls, limits: Any) -> Any:
+        return tuple(map(tuple, limits)) if isinstance(limits, list) else limits
 
     def stepped(self, run: RunView, tick: Tick) -> bool:
         value = run.rows[-1].get(self.metric)

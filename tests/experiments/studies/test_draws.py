@@ -55,6 +55,7 @@ def test_the_best_draw_is_found_and_its_place_in_the_range():
     assert Range(low=0.0, high=1.0).edge(0.96) == "largest"
 
 
+@pytest.mark.slow
 def test_tpe_comes_closer_than_random_search_and_draws_the_same_again():
     pytest.importorskip("optuna", reason="the extra `search` is not installed")
     space = {"lr": {"low": 1e-4, "high": 1.0, "log": True}, "decay": {"low": 0.0, "high": 1.0}}
@@ -118,6 +119,7 @@ def test_a_search_with_halving_stops_runs_and_takes_none_of_them(tmp_path):
     )
     while runs := plan_tuning(one, tmp_path)[0]:
         for run in runs:
+            assert load_experiment(json.loads(run.experiment.model_dump_json())) == run.experiment
             train(run.experiment, tmp_path / run.directory)
     found = plan_tuning(one, tmp_path)[1]["method=adam"]
     curves = [trial.curves[7] for trial in found.trials]

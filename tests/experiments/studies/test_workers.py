@@ -26,8 +26,8 @@ from ...processes import fork_what_is_spawned
 TINY = {
     "task": {"kind": "digits", "layers": 1, "width": 4, "batch_size": 8},
     "recipe": "adamw",
-    "steps": 12,
-    "eval_every": 6,
+    "steps": 8,
+    "eval_every": 4,
     "log_every": 1,
     "checkpoint_every": 3,
 }
@@ -155,7 +155,7 @@ def test_a_study_whose_workers_are_killed_ends_like_one_that_was_not(tmp_path, m
     for number in range(10):
         workers = [worker() for _ in range(1 + number % 2)]
         # a kill takes back at most the three steps since the last checkpoint of each run that it ends
-        while steps_in(killed) < 14 * (number + 1) and any(process.is_alive() for process in workers):
+        while steps_in(killed) < 9 * (number + 1) and any(process.is_alive() for process in workers):
             time.sleep(0.002)
         for process in workers:
             process.kill()
