@@ -13,6 +13,7 @@ from eigengraft.optimizers.recipe.routing import describe_model
 from ..training.experiment import Experiment
 from .plan import PlannedRun, expected_seconds, plan_runs
 from .study import Study
+from .tuning.rounds import plan_tuning
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class StudyPreview:
 def preview_study(study: Study, directory: Path) -> StudyPreview:
     """Check every cell of a study and tell what is to be done in `directory`. Raises RecipeError; writes nothing."""
     planned = plan_runs(study)
+    plan_tuning(study, directory)  # checks the fields that are tuned
     seconds = expected_seconds(planned)
     sizes: dict[str, tuple[int, int]] = {}
     cells: dict[str, list[PlannedRun]] = {}

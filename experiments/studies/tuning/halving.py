@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
-from eigengraft.component import Component
+from eigengraft.component import Component, RecipeError
 
 from ...reports.run import Metric
 from ...training.callbacks import Limits
@@ -44,9 +44,14 @@ class Halving(Component):
         return found
 
     def limits(self, experiment: Experiment, trials: Sequence[Trial], metric: Metric) -> Limits | None:
-        """The worst metric at every rung with which a run with the seed of `experiment` goes on."""
-        limits = []
-        for step in self.rungs(experiment):
+        """The worst metric at every rung with which a run with the seed of `experiment` goes on. Raises RecipeError."""
+        limits, rungs = [], self.rungs(experiment)
+        if not rungs:
+            required = (
+                f"an evaluation (every {experiment.eval_every} steps) before the last of {experiment.steps} steps"
+            )
+            raise RecipeError(f"tune.halving.least: {required} is required, got {self.least}")
+        for step in rungs:
             curves = [(trial.curves or {}).get(experiment.seed, {}) for trial in trials]
             others = sorted(curve[step] for curve in curves if step in curve)
             place = max((len(others) + 1) // self.rate - 1, 0)

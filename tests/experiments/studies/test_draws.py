@@ -102,6 +102,10 @@ def test_successive_halving_decides_as_optuna(rate):
 
 
 def test_comparisons_are_at_evaluations():
+    with pytest.raises(
+        RecipeError, match=r"tune.halving.least: an evaluation \(every 50 steps\) before the last of 9 "
+    ):
+        Halving(least=3).limits(CELL, [], LOSS)
     assert Halving(rate=3, least=10).rungs(CELL.replace(steps=300, eval_every=20)) == [20, 40, 100, 280]
 
 
