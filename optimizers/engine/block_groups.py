@@ -20,6 +20,7 @@ from ..recipe.recipe import Recipe
 from ..recipe.slot_keys import require_slots
 from ..sharding.phases import Phases
 from ..sharding.placement import ParamSpec
+from .entrywise.compiled import kernels_for
 from .equal_blocks import BlockKind, EqualBlocks, blocks_in_place, connected, cut_blocks, equal_blocks, stack_length
 from .stack_state import FreshCodes, StackState
 
@@ -151,6 +152,7 @@ def _stack_state(blocks: EqualBlocks, specs: Sequence[ParamSpec], recipe: Recipe
     if recipe.lr_scale is not None:
         factors = [specs[position].lr_factors[own] for position, grid in stack.grids for own in grid.matrices]
         state.lr_factors = torch.tensor(factors, dtype=dtype, device=device)
+    state.kernels = kernels_for(state, recipe, {specs[position].dtype for position, _ in stack.grids})
     return state
 
 

@@ -21,6 +21,7 @@ from eigengraft.step_context import StepContext
 
 from ..recipe.recipe import Recipe, Route
 from ..recipe.slot_keys import slot_keys
+from .entrywise.kernels import Kernel
 
 FreshCodes = dict[tuple[str, Slot, torch.dtype, torch.device], Encoded]
 """Codes `[1, ...]` of fresh slots, by what they follow from: the quantizer, the slot, dtype and device."""
@@ -43,6 +44,7 @@ class StackState:
     checks: what checks the contract of every stage in checked mode; None: nothing does.
     step_watch: what measures the present step, in front of the checks; None: nothing does.
     chunked: whether steps are taken chunk by chunk, where the parameters lie; None: the first step decides.
+    kernels: compiled steps by dtype of parameters; none: the stages run as they are.
     fresh: codes of one block of fresh slots that other stacks have encoded, to be used again, and to be added to.
     """
 
@@ -59,6 +61,7 @@ class StackState:
     checks: Checks | None = field(default=None, init=False)
     step_watch: Watch | None = field(default=None, init=False)
     chunked: bool | None = field(default=None, init=False)
+    kernels: Mapping[torch.dtype, Kernel] = field(default_factory=dict, init=False)
     fresh: InitVar[FreshCodes | None] = None
 
     def __post_init__(self, fresh: FreshCodes | None) -> None:

@@ -126,6 +126,11 @@ def describe(param_sets: ParamSets, groups: Sequence[Mapping[str, Any]], iterate
         where = ", ".join(f"{count} by {path}" for path, count in own.items())
         rates = f"lr={float(group['lr']):g}, weight_decay={float(group['weight_decay']):g}"
         lines.append(f"  group {index}: {len(group['params'])} parameters ({where}), {rates}")
+    if any(update.compile for update in recipe.updates().values()):
+        kernels = sum(len(own.stack.grids) for each in param_sets for own in each.stack_states if own.kernels)
+        lines.append(
+            f"  compiled: steps of {kernels} parameters; not those of single numbers, nor of blocks cut from one"
+        )
     for path, value in param_sets.schedules.values(steps_taken(param_sets)).items():
         lines.append(f"  {path}: {value:g}, scheduled")
     return "\n".join([*lines, f"  state: {state_bytes} bytes)"])

@@ -41,10 +41,9 @@ class Update(Component):
     update: Stages = Field(description="the stages that turn a gradient into a direction, at least one")
     after_decay: Stages = Field(default=(), description="stages after weight decay was added to the direction")
     constraints: Constraints = Field(default=(), description="what every step of a parameter is held to, in order")
-    view: View = Field(
-        default=Batches(), description="which entries form a matrix; default: batches of them, but of convolutions"
-    )
+    view: View = Field(default=Batches(), description="what is a matrix; default: batches, but not of convolutions")
     blocking: Blocking = Field(default=Blocking(), description="how matrices become blocks")
+    compile: bool = Field(default=False, description="an entry-wise chain and its write as one compiled kernel (CPU)")
 
     def stages(self, path: str = "") -> Iterator[tuple[str, Any]]:
         """(dotted path, stage) of every stage, those inside other stages included."""

@@ -29,7 +29,7 @@ ELSEWHERE = {
         ),
         "it belongs to an experiment, or to the training loop",
     ),
-    **dict.fromkeys(("foreach", "fused", "capturable", "compile", "maximize"), "no recipe has this option of torch's"),
+    **dict.fromkeys(("foreach", "fused", "capturable", "maximize"), "no recipe has this option of torch's"),
 }
 """Where the things are that users look for in a recipe or a route."""
 

@@ -59,6 +59,7 @@ class StepContext:
     observed_axes: the axes that earlier sweeps of this step observed and refreshed.
     rotation: the gradient in the stage's own basis, for a stage whose `rotation` makes one.
     due: spans of these rows whose refresh is due, by the id of the stage, so that each cadence is asked once a step.
+    numbers: gives numbers that are functions of a step while a chain is traced, 0-d; None: they are computed.
     """
 
     steps: NDArray[np.int64]
@@ -72,6 +73,7 @@ class StepContext:
     observed_axes: tuple[int, ...] = ()
     rotation: Rotation | None = None
     due: dict[int, Sequence[tuple[int, int, bool]]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    numbers: Callable[[Callable[[Tensor], Tensor]], Tensor] | None = None
 
     @cached_property
     def uniform(self) -> int | None:
@@ -88,6 +90,8 @@ class StepContext:
 
         Where all blocks agree the result is a 0-d float64 CPU tensor, which torch applies as an exact scalar.
         """
+        if self.numbers is not None:
+            return self.numbers(function)
         if self.uniform is not None:
             return function(torch.tensor(self.uniform, dtype=torch.float64))
         values = function(torch.from_numpy(self.steps).double())
@@ -106,7 +110,7 @@ class StepContext:
 
         count: how many terms the mean has at a step, if not one for each.
         """
-        if count is None and self.uniform is not None:  # the same bits as below, with fewer kernels
+        if count is None and self.numbers is None and self.uniform is not None:  # the same bits, with fewer kernels
             weights = torch.tensor(1 - beta ** (self.uniform + ahead), dtype=torch.float64)
             return weights if exponent == 1 else weights**exponent
         terms = count or (lambda step: step + ahead)

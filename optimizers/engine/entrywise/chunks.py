@@ -19,6 +19,7 @@ from eigengraft.step_context import StepContext
 from ...apply.write import StepScale, write
 from ..exchange import Step
 from ..stack_state import ActiveBlocks, StackState
+from .compiled import move_compiled
 
 CHUNK_ENTRIES = 1 << 18
 """Entries of a chunk (measured): fewer keep more of a chain in a cache, but each chunk costs a run of the chain."""
@@ -65,14 +66,18 @@ def move_in_chunks(
 ) -> bool:
     """Moves the parameters of active blocks, if all have the same step and nobody watches; whether it has.
 
-    counts: `[P]`, gradients that each parameter has had, this one included. The numbers are those of the same step of a
-    stack, bit for bit.
+    counts: `[P]`, gradients that each parameter has had, this one included. Without kernels the numbers are those of
+    the same step of a stack, bit for bit.
     """
     (blocks,) = together[:1]
     own, positions = blocks.stack_state, blocks.stack.param_ids.tolist()
     if own.chunked is None:
         own.chunked = fits_chunks(own)
-    if not own.chunked or step.mask is not None or own.checks or own.step_watch:
+    if not (own.chunked or own.kernels) or step.mask is not None or own.checks or own.step_watch:
+        return False
+    if move_compiled(blocks, step, counts, parameters):
+        return True
+    if not own.chunked:
         return False
     context = own.context(blocks.stack, blocks.rows, counts, {})
     if context.uniform is None or not all(_contiguous(parameters[at], step.gradients[at]) for at in positions):

@@ -1,0 +1,81 @@
+"""Steps of stacks by compiled kernels, where parameters lie."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...recipe.recipe import Recipe, Route
+from ..exchange import Step
+from ..stack_state import ActiveBlocks, StackState
+from .kernels import Kernel, KernelSource, WriteNumbers, kernel_of
+
+_SMALL = 1 << 14
+"""Entries below which blocks are worth a copy into one tensor: a call takes as long as so many (measured)."""
+
+
+def kernels_for(own: StackState, recipe: Recipe, stored: Iterable[torch.dtype]) -> dict[torch.dtype, Kernel]:
+    """The kernels of a stack, by dtype of parameters; none if its update does not ask for them, or a block is not a
+    parameter. Raises ValueError for what cannot be compiled, RuntimeError where no compiler is found."""
+    rule, at = own.rule, f"{own.path}." if own.path else ""
+    if not rule.compile:
+        return {}
+    if own.stack.device.type != "cpu":
+        raise ValueError(f"{at}compile: parameters on a CPU are required, got {own.stack.device}")
+    wrong = "averaging" if recipe.averaging is not None else next((f"storage of {key}" for key in own.encoded), None)
+    if wrong:
+        raise ValueError(f"{at}compile: an update of entry-wise stages alone is required, got {wrong}")
+    decay = rule.weight_decay if isinstance(rule, Route) and rule.weight_decay is not None else recipe.weight_decay
+    sources = [
+        KernelSource(rule, own.path, decay, own.stack.block, (*own.tensors,), own.stack.dtype, d) for d in stored
+    ]
+    for source in sources:
+        source.require_traceable()
+    if math.prod(own.stack.block) < 2 or not all(grid.is_parameter for _, grid in own.stack.grids):
+        return {}  # a tensor of one entry would be a kernel of its own
+    return {source.stored: kernel_of(source) for source in sources}
+
+
+def move_compiled(blocks: ActiveBlocks, step: Step, counts: NDArray[np.int64], parameters: Sequence[Tensor]) -> bool:
+    """Moves the parameters of active blocks by kernels, if the stack has them and nobody watches; whether it has.
+
+    counts: `[P]`, gradients that each parameter has had, this one included.
+    """
+    own, positions = blocks.stack_state, blocks.stack.param_ids.tolist()
+    given = [step.gradients[at] for at in positions]
+    held = [parameters[at].detach() for at in positions]
+    if not own.kernels or own.block_group is not None or not all(x.is_contiguous() for x in (*given, *held)):
+        return False
+    scale = step.rates.step_scale(own.path)
+    lr, alpha = float(scale.lr), float(scale.alpha)
+    write = WriteNumbers(lr, 1 - lr * alpha, alpha, step.rates.gradient_decay(own.path), 1.0)
+    steps, dtypes = {int(counts[at]) for at in positions}, {tensor.dtype for tensor in held}
+    plain = blocks.rows is None and own.lr_factors is None and len(steps) == 1 and len(dtypes) == 1
+    if plain and math.prod(own.stack.block) < _SMALL and len(held) > 1:
+        _move_together(own, held, given, own.kernels[held[0].dtype].numbers(steps.pop(), write))
+        return True
+    rows = range(len(held)) if blocks.rows is None else blocks.rows.tolist()
+    for row, at, parameter, gradient in zip(rows, positions, held, given, strict=True):
+        kernel = own.kernels[parameter.dtype]
+        factor = 1.0 if own.lr_factors is None else float(own.lr_factors[row])
+        numbers = kernel.numbers(int(counts[at]), write._replace(factor=factor))
+        _call(kernel, own, [parameter, gradient, *(tensor[row] for tensor in own.tensors.values())], numbers)
+    return True
+
+
+def _call(kernel: Kernel, own: StackState, tensors: Sequence[Tensor], numbers: Sequence[Tensor]) -> None:
+    shape = (1, -1, *[1] * (len(own.stack.block) - 1))
+    kernel.compiled(*(tensor.view(shape) for tensor in tensors), *numbers)
+
+
+def _move_together(own: StackState, held: Sequence[Tensor], given: Sequence[Tensor], numbers: Sequence[Tensor]) -> None:
+    """One call for all blocks of a stack, on copies of their parameters."""
+    parameter, gradient = (torch.cat([tensor.flatten() for tensor in some]) for some in (held, given))
+    _call(own.kernels[parameter.dtype], own, [parameter, gradient, *own.tensors.values()], numbers)
+    moved = parameter.view(len(held), *own.stack.block).unbind()
+    torch._foreach_copy_([tensor.view(own.stack.block) for tensor in held], list(moved))

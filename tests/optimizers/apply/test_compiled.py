@@ -1,0 +1,144 @@
+"""Entry-wise updates as compiled kernels: what is traced, against the same updates as they are, and what is refused.
+
+Kernels run here as they were traced, without a compiler, but for one test that is skipped unless `EIGENGRAFT_COMPILE`
+is set: compiling takes half a minute.
+"""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from eigengraft import Optimizer, compose
+from eigengraft.optimizers.engine.entrywise import compiled, kernels
+
+from ...trajectories import normal
+
+RECIPES: dict[str, Any] = {
+    "adamw": "adamw",
+    "l2": {"base": "sgd", "weight_decay": {"kind": "l2"}},
+    "cautious": {"base": "lion", "weight_decay": {"kind": "cautious"}},
+    "decay after": {"base": "adamw", "weight_decay": {"kind": "decoupled", "placed": "after"}, "lr_scale": {}},
+}
+pytestmark = pytest.mark.slow
+
+SHAPES = ((10, 32), (10, 32), (7,), (4, 3, 5), ())
+
+
+@pytest.fixture
+def as_traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Kernels that run as they were traced; the number of entries of each call."""
+    calls = list[int]()
+
+    def traced(step: Any, **options: bool) -> Any:
+        return lambda *tensors: (calls.append(tensors[0].numel()), step(*tensors))
+
+    monkeypatch.setattr(torch, "compile", traced)
+    monkeypatch.setattr(kernels, "_KERNELS", {})
+    monkeypatch.setattr(compiled, "_SMALL", 20)
+    return calls
+
+
+def trained(recipe: Any, dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+    """Parameters and their state after three steps; the second has no gradient in one of them."""
+    held = [nn.Parameter(normal(*shape, seed=i).to(dtype)) for i, shape in enumerate(SHAPES)]
+    optimizer = Optimizer([(f"p{i}", p) for i, p in enumerate(held)], recipe, lr=0.01, weight_decay=0.1)
+    for step in range(3):
+        for i, parameter in enumerate(held):
+            parameter.grad = normal(*parameter.shape, seed=10 * step + i).to(dtype) if (i, step) != (1, 1) else None
+        optimizer.param_groups[0]["lr"] *= 0.5
+        optimizer.step()
+    return [parameter.detach() for parameter in held], [optimizer.state[parameter] for parameter in held]
+
+
+def compiled_recipe(name: str) -> dict[str, Any]:
+    declared = RECIPES[name]
+    return {"base": declared, "compile": True} if isinstance(declared, str) else {**declared, "compile": True}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_traced_kernels_are_the_chain_and_its_write(name: str, as_traced: list[int]) -> None:
+    wanted, wanted_state = trained(RECIPES[name])
+    assert not as_traced
+    found, state = trained(compiled_recipe(name))
+    assert set(as_traced) >= {320, 7, 60}
+    # the same operations in another order: some roundings of float64 apart
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(state, wanted_state, rtol=1e-12, atol=1e-14)
+
+
+def test_parameters_in_bfloat16_are_rounded_once(as_traced: list[int]) -> None:
+    found, wanted = (trained(recipe, torch.bfloat16)[0] for recipe in (compiled_recipe("adamw"), "adamw"))
+    assert as_traced
+    # float32 sums that differ in last bits may round to neighbours in bfloat16, whose spacing is 2^-8
+    torch.testing.assert_close(found, wanted, rtol=2**-7, atol=0)
+
+
+def test_equal_updates_are_traced_once(as_traced: list[int]) -> None:
+    for _ in range(2):
+        Optimizer([nn.Parameter(normal(3, 4, seed=0))], {"base": "adamw", "compile": True})
+    assert len(kernels._KERNELS) == 1
+
+
+def test_small_equal_parameters_take_one_call(as_traced: list[int]) -> None:
+    held = [nn.Parameter(normal(3, seed=i)) for i in range(5)]
+    optimizer = Optimizer(held, {"base": "adamw", "compile": True})
+    as_traced.clear()
+    for parameter in held:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert as_traced == [15]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "got"),
+    [
+        ({"base": "soap"}, "update.eigenbasis, which mixes entries"),
+        ({"base": "adamw", "constraints": ["radius_pin"]}, "constraints"),
+        ({"base": "adamw", "averaging": "ema"}, "averaging"),
+        ({"base": "adamw", "storage": {"second_moment": "int8"}}, "storage of update.rms/v"),
+    ],
+)
+def test_what_is_no_kernel_is_refused(recipe: dict[str, Any], got: str) -> None:
+    with pytest.raises(ValueError, match=f"^compile: an update of entry-wise stages alone is required, got {got}"):
+        Optimizer([("w", nn.Parameter(normal(64, 64, seed=0)))], {**recipe, "compile": True})
+
+
+def test_the_adam_route_of_a_recipe_is_compiled(as_traced: list[int]) -> None:
+    model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 8))
+    optimizer = compose("soap", model, overrides={"routes.adam.compile": True})
+    assert {own.path for own in optimizer.stack_states() if own.kernels} == {"routes.adam"}
+    assert "  compiled: steps of 2 parameters;" in repr(optimizer)
+
+
+def test_without_a_compiler_construction_says_so(as_traced: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*tensors: Tensor) -> None:
+        raise OSError("no g++")
+
+    monkeypatch.setattr(torch, "compile", lambda step, **options: broken)
+    with pytest.raises(RuntimeError, match=r"^compile: a C\+\+ compiler for torch.compile is required, got no g\+\+"):
+        Optimizer([nn.Parameter(normal(3, 4, seed=0))], {"base": "adamw", "compile": True})
+
+
+@pytest.mark.skipif("EIGENGRAFT_COMPILE" not in os.environ, reason="compiles for half a minute: set EIGENGRAFT_COMPILE")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_entries_do_not_depend_on_their_place(dtype: torch.dtype) -> None:
+    """Slices of any length from anywhere have the bits that they have inside of the tensor."""
+    source = kernels.KernelSource(*_adamw(), (64, 64), ("update.momentum/m", "update.rms/v"), dtype, dtype)
+    kernel = kernels.kernel_of(source)
+    tensors = [normal(1, 4096, 1, seed=i).to(dtype).square() for i in range(4)]
+    numbers = kernel.numbers(3, kernels.WriteNumbers(0.01, 0.999, 0.1, 0.0, 1.0))
+    whole = [tensor.clone() for tensor in tensors]
+    kernel.compiled(*whole, *numbers)
+    for start in range(20):
+        for length in (2, 3, 15, 16, 17, 31, 100, 1023):
+            part = [tensor[:, start : start + length].clone() for tensor in tensors]
+            kernel.compiled(*part, *numbers)
+            assert all(torch.equal(a, b[:, start : start + length]) for a, b in zip(part, whole, strict=True))
+
+
+def _adamw() -> tuple[Any, str, Any]:
+    optimizer = Optimizer([nn.Parameter(torch.zeros(2, 2))], "adamw")
+    return optimizer.recipe, "", optimizer.recipe.weight_decay
