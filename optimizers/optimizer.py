@@ -17,7 +17,6 @@ from .checkpoint.consolidation import consolidate, divided_state, full_state
 from .checkpoint.load_plan import strict_loading
 from .checkpoint.pickling import restored, snapshot
 from .checkpoint.replaced_params import adopt_parameters
-from .engine.param_set import ParamSet
 from .engine.param_sets import ParamSets
 from .engine.signals import Given, SignalSource, with_partners
 from .inspection.reached import require_expected, require_matches, require_partners
@@ -123,11 +122,12 @@ class Optimizer(Reporting, torch.optim.Optimizer):
             self.provide("loss", loss)
         self._settle()
         self.param_sets.schedules.follow(self.param_sets)
-        ready: list[tuple[ParamSet, Any]] = []
-        for index, group in enumerate(self.param_groups):
-            self.param_sets.thaw(index, self.state, "train")
-            hyper = Hyper(number(group, "lr"), float(group["peak_lr"]), float(number(group, "weight_decay")))
-            ready += [(param_set, param_set.prepare(hyper)) for param_set in self.param_sets.groups[index]]
+        hypers = [
+            Hyper(number(group, "lr"), float(group["peak_lr"]), float(number(group, "weight_decay")))
+            for group in self.param_groups
+        ]
+        self.param_sets.thaw(self.state, "train")
+        ready = [(param_set, param_set.prepare(hypers)) for param_set in self.param_sets]
         told = self.param_sets.signals.take(ready)  # all have prepared, which may raise
         for param_set, inputs in with_partners(self.param_sets, told):
             if inputs is not None:

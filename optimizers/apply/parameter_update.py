@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from .constraints import Constraint, ConstraintContext, Slots
-from .write import StepScale, decayed, moved, write
+from .weight_decay import StepScale
+from .write import decayed, moved, write
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -85,3 +87,33 @@ class CautiousDecay(WeightDecay):
 
     def alpha(self, rate: float, lr: float | Tensor, peak_lr: float) -> float | Tensor:
         return rate
+
+
+@dataclass(frozen=True)
+class StepScale:
+    """The numbers of one write: lr, alpha (as in `WeightDecay`), the decay rule that alpha belongs to, and its rate."""
+
+    lr: float | Tensor
+    alpha: float | Tensor
+    decay: WeightDecay
+    rate: float = 0.0
+
+    @property
+    def after(self) -> bool:
+        """Whether the decay acts on the moved parameter."""
+        return self.decay.after
+
+    @property
+    def without_decay(self) -> StepScale:
+        """This scale with alpha = 0, for a step whose decay was taken elsewhere."""
+        return replace(self, alpha=0.0)
+
+    @property
+    def gradient_rate(self) -> float:
+        """Rate of a decay that is added to the gradient; 0 if the decay acts elsewhere."""
+        return self.rate if self.decay.in_gradient else 0.0
+
+    def decay_term(self, parameter: Tensor, update: Tensor) -> Tensor:
+        """alpha W, or alpha W [U W > 0] for cautious decay; in the dtype of the update."""
+        term = parameter.to(update.dtype) * self.alpha
+        return torch.where(update * parameter > 0, term, 0.0) if self.decay.cautious else term

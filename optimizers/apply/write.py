@@ -2,38 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from .weight_decay import WeightDecay
-
-
-@dataclass(frozen=True)
-class StepScale:
-    """The numbers of one write: lr, alpha (as in `WeightDecay`), and the decay rule that alpha belongs to."""
-
-    lr: float | Tensor
-    alpha: float | Tensor
-    decay: WeightDecay
-
-    @property
-    def after(self) -> bool:
-        """Whether the decay acts on the moved parameter."""
-        return self.decay.after
-
-    @property
-    def without_decay(self) -> StepScale:
-        """This scale with alpha = 0, for a step whose decay was taken elsewhere."""
-        return replace(self, alpha=0.0)
-
-    def decay_term(self, parameter: Tensor, update: Tensor) -> Tensor:
-        """alpha W, or alpha W [U W > 0] for cautious decay; in the dtype of the update."""
-        term = parameter.to(update.dtype) * self.alpha
-        return torch.where(update * parameter > 0, term, 0.0) if self.decay.cautious else term
+from .weight_decay import StepScale, WeightDecay
 
 
 @dataclass(frozen=True)
@@ -57,38 +36,92 @@ class RouteRates(NamedTuple):
     decay: rule of weight decay, which does not follow the group's rate; None: the recipe's, which does.
     """
 
-    lr_ratio: float
-    decay: WeightDecay | None
+    lr_ratio: float = 1.0
+    decay: WeightDecay | None = None
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Learning rate and weight decay of every update of a recipe at one step.
+    """Learning rate and weight decay of P parameters at one step.
 
     decay: the recipe's, which is that of every route without a decay of its own.
     routes: rates of routes, by path.
-    hyper: values of the param group.
+    hypers: values of the param groups, by number of the group.
+    groups: `[P]`, the number of each parameter's group.
+    by_value: whether groups with the same values count as one. Ranks that take sums of the same parameters together
+        cannot tell by values, which may differ between them until they are checked.
     """
 
     decay: WeightDecay
     routes: Mapping[str, RouteRates]
-    hyper: Hyper
+    hypers: Mapping[int, Hyper]
+    groups: NDArray[np.int64]
+    by_value: bool = True
+    _scales: dict[tuple[str, int], StepScale] = field(default_factory=dict, init=False, repr=False)
 
-    def step_scale(self, path: str) -> StepScale:
-        """Learning rate and decay factor of the update at a path."""
-        decay, rate = self._decay(path)
-        ratio, hyper = self.routes[path].lr_ratio if path in self.routes else 1.0, self.hyper
-        return StepScale(hyper.lr * ratio, decay.alpha(rate, hyper.lr * ratio, hyper.peak_lr * ratio), decay)
+    @cached_property
+    def alike(self) -> NDArray[np.int64]:
+        """`[P]`, the first group with the values of each parameter's; a tensor is not read, it equals itself alone."""
+        seen: dict[tuple[float, ...], int] = {}
+        first = {}
+        for group, own in self.hypers.items():
+            lr = id(own.lr) if isinstance(own.lr, Tensor) else own.lr
+            key = (lr, own.peak_lr, own.weight_decay) if self.by_value else (group,)
+            first[group] = seen.setdefault(key, group)
+        return np.array([first[group] for group in self.groups.tolist()], dtype=np.int64)
 
-    def gradient_decay(self, path: str) -> float:
-        """Rate of a decay that is added to the gradient; 0 if the decay acts elsewhere."""
-        decay, rate = self._decay(path)
-        return rate if decay.in_gradient else 0.0
+    def step_scale(self, path: str, position: int) -> StepScale:
+        """Learning rate and decay factor of a parameter with the update at a path."""
+        return self._scale(path, int(self.alike[position]))
 
-    def _decay(self, path: str) -> tuple[WeightDecay, float]:
-        """The decay of an update and its rate."""
-        own = self.routes[path].decay if path in self.routes else None
-        return (self.decay, self.hyper.weight_decay) if own is None else (own, own.rate)
+    def _scale(self, path: str, group: int) -> StepScale:
+        if (path, group) not in self._scales:
+            hyper, (ratio, own) = self.hypers[group], self.routes.get(path, RouteRates())
+            decay, rate = (self.decay, hyper.weight_decay) if own is None else (own, own.rate)
+            alpha = decay.alpha(rate, hyper.lr * ratio, hyper.peak_lr * ratio)
+            self._scales[path, group] = StepScale(hyper.lr * ratio, alpha, decay, rate)
+        return self._scales[path, group]
+
+    def lr(self, path: str, positions: NDArray[np.int64]) -> float | Tensor:
+        """Learning rate of parameters of one group with the update at a path."""
+        return self.step_scale(path, int(positions[0])).lr
+
+    def decays_gradients(self, path: str) -> bool:
+        """Whether a decay is added to gradients of the update at a path."""
+        return any(scale.gradient_rate for scale in (self._scale(path, group) for group in self.hypers))
+
+    def map_rows(
+        self,
+        path: str,
+        positions: NDArray[np.int64],
+        function: Callable[[Tensor, Tensor, StepScale], Tensor],
+        x: Tensor,
+        y: Tensor,
+    ) -> Tensor:
+        """function(x, y, rates) of the rows of two stacks `[n, *block]`, with the rates of each.
+
+        positions: `[n]`, of the parameters that the rows belong to, which have the update at a path.
+        """
+        groups = self.alike[positions]
+        if (groups == groups[0]).all():
+            return function(x, y, self._scale(path, int(groups[0])))
+        out = torch.empty_like(y)
+        for group in np.unique(groups).tolist():
+            rows = torch.from_numpy(np.flatnonzero(groups == group)).to(y.device)
+            out[rows] = function(x[rows], y[rows], self._scale(path, group))
+        return out
+
+    def idle(self, nonzero: Callable[[Sequence[int]], bool]) -> NDArray[np.bool_]:
+        """`[P]`, parameters of groups whose learning rate is 0, as the host knows, and whose gradients are.
+
+        nonzero: whether any of the gradients at some positions has an entry other than 0.
+        """
+        found = np.zeros(len(self.groups), dtype=np.bool_)
+        for group, hyper in self.hypers.items():
+            if isinstance(hyper.lr, float) and hyper.lr == 0:
+                own = self.groups == group
+                found |= own & (not nonzero(np.flatnonzero(own).tolist()))
+        return found
 
 
 class EntryUpdate(NamedTuple):
@@ -144,8 +177,24 @@ def moved(parameter: Tensor, update: Tensor, step_scale: StepScale) -> Tensor:
     return decayed(value, update, step_scale) if step_scale.after else value
 
 
+def moved_apart(parameter: Tensor, update: Tensor, step_scale: StepScale) -> Tensor:
+    """The new value of a parameter whose decay is in its update."""
+    return moved(parameter, update, step_scale.without_decay)
+
+
 def decayed(parameter: Tensor, update: Tensor, step_scale: StepScale) -> Tensor:
     """W - lr alpha W, on the entries that decay."""
     if step_scale.decay.cautious:
         return parameter - step_scale.lr * step_scale.decay_term(parameter, update)
     return parameter * (1 - step_scale.lr * step_scale.alpha)
+
+
+def with_decay(parameter: Tensor, update: Tensor, step_scale: StepScale) -> Tensor:
+    """U + alpha W, on the entries that decay."""
+    return update + step_scale.decay_term(parameter, update)
+
+
+def decayed_gradient(gradient: Tensor, parameter: Tensor, step_scale: StepScale) -> Tensor:
+    """g + rate W, for a decay that is added to gradients."""
+    rate = step_scale.gradient_rate
+    return torch.add(gradient, parameter, alpha=rate) if rate else gradient

@@ -36,14 +36,14 @@ class LoadPlan:
     """A state dict that was checked against an optimizer and is not loaded yet.
 
     mode: which iterate the saved parameters hold.
-    groups: for each param group, the parameter sets it will have and the values of their state.
+    batches: for each batch of param groups, the parameter sets it will have and the values of their state.
     state: the mapping that the optimizer showed before the load and shows after it.
     extra: entries of the state that belong to no parameter, but to a user.
     rest: the state dict without its state, which torch loads.
     """
 
     mode: Mode
-    groups: list[tuple[list[ParamSet], StateValues]]
+    batches: list[tuple[list[ParamSet], StateValues]]
     state: defaultdict[Tensor, Any]
     extra: dict[Any, Any]
     rest: dict[str, Any]
@@ -63,14 +63,18 @@ class LoadPlan:
         others = {index: own for index, own in state_dict["state"].items() if index not in known}
         extra = {index: own for index, own in others.items() if not isinstance(own, Mapping)}
         faults = [f"state for an unknown parameter {index!r}" for index in others if index not in extra]
-        groups = []
-        for index, (group, own) in enumerate(zip(optimizer.param_groups, keys, strict=True)):
-            pairs = zip(group["params"], own, strict=True)
+        batches = []
+        for batch in range(len(optimizer.param_sets.batches)):
+            rows = [
+                (optimizer.param_groups[index]["params"], keys[index])
+                for index in optimizer.param_sets.groups_of(batch)
+            ]
+            pairs = [pair for parameters, own in rows for pair in zip(parameters, own, strict=True)]
             values = {parameter: _with_tensor_step(state_dict["state"].get(key, {})) for parameter, key in pairs}
-            groups.append((_fitting(optimizer, index, values), values))
-            faults += [fault for param_set in groups[-1][0] for fault in _set_faults(param_set, values, mode)]
-        _refuse(faults, [param_set for param_sets, _ in groups for param_set in param_sets])
-        local = [(param_sets, _local_values(param_sets, values, mode)) for param_sets, values in groups]
+            batches.append((_fitting(optimizer, batch, values), values))
+            faults += [fault for param_set in batches[-1][0] for fault in _set_faults(param_set, values, mode)]
+        _refuse(faults, [param_set for param_sets, _ in batches for param_set in param_sets])
+        local = [(param_sets, _local_values(param_sets, values, mode)) for param_sets, values in batches]
         rest = [_loaded_group(*pair) for pair in zip(optimizer.param_groups, saved, strict=True)]
         return cls(mode, local, optimizer.state, extra, {**state_dict, "state": {}, "param_groups": rest})
 
@@ -78,10 +82,11 @@ class LoadPlan:
         """Puts the values into the optimizer, whose param groups torch has just replaced by the saved ones."""
         optimizer.state = self.state
         optimizer.state.update(self.extra)
-        for index, (param_sets, values) in enumerate(self.groups):
-            optimizer.param_groups[index].setdefault("iterate", "train")
-            optimizer.param_groups[index]["recipe"] = optimizer.recipe.to_json()
-            optimizer.param_sets.install(index, param_sets, self.state, self.mode, values)
+        for group in optimizer.param_groups:
+            group.setdefault("iterate", "train")
+            group["recipe"] = optimizer.recipe.to_json()
+        for batch, (param_sets, values) in enumerate(self.batches):
+            optimizer.param_sets.install(batch, param_sets, self.state, self.mode, values)
 
 
 @contextmanager
@@ -117,15 +122,15 @@ def _with_tensor_step(state: Any) -> Any:
     return {**state, "step": torch.tensor(step, dtype=torch.int64)} if plain else state
 
 
-def _fitting(optimizer: Loadable, index: int, values: Mapping[Tensor, Any]) -> list[ParamSet]:
-    """The parameter sets of a group, or fresh ones if parameters that are frozen here were trained there."""
+def _fitting(optimizer: Loadable, batch: int, values: Mapping[Tensor, Any]) -> list[ParamSet]:
+    """The parameter sets of a batch, or fresh ones if parameters that are frozen here were trained there."""
     if not any(values[p] and p not in optimizer.state for p in values):
-        return optimizer.param_sets.groups[index]
-    return optimizer.param_sets.build(index, {id(p) for p in values if values[p] or p in optimizer.state})
+        return optimizer.param_sets.built[batch]
+    return optimizer.param_sets.build(batch, {id(p) for p in values if values[p] or p in optimizer.state})
 
 
 def _local_values(param_sets: list[ParamSet], values: StateValues, mode: Mode) -> StateValues:
-    """What this rank holds of the values of a group, which fit; the formats of coded slots are checked too."""
+    """What this rank holds of the values of a batch, which fit; the formats of coded slots are checked too."""
     local = dict(values)
     for param_set in param_sets:
         if param_set.rank_group is None:

@@ -27,7 +27,7 @@ def snapshot(optimizer: Any) -> dict[str, Any]:
         "frozen": param_sets.frozen,
         "others": param_sets.others,
         "batches": param_sets.batches,
-        "skipped": [[param_set.skipped for param_set in group] for group in param_sets.groups],
+        "skipped": param_sets.skipped(),
     }
 
 
@@ -43,9 +43,9 @@ def restored(cls: type[T], saved: dict[str, Any]) -> T:
         for index in range(first, end):
             param_sets.declare(groups[index]["params"], saved["infos"][index], saved["frozen"][index])
         param_sets.assign(first)
-    for index, group in enumerate(groups):
-        wanted = {id(p) for p in group["params"] if p in saved["state"]}
-        param_sets.install(index, param_sets.build(index, wanted), state, group["iterate"], saved["state"])
-        for param_set, counts in zip(param_sets.groups[index], saved["skipped"][index], strict=True):
-            param_set.skipped.update(counts)
+    wanted = {id(p) for group in groups for p in group["params"] if p in saved["state"]}
+    for batch in range(len(param_sets.batches)):
+        param_sets.install(batch, param_sets.build(batch, wanted), state, groups[0]["iterate"], saved["state"])
+    for param_set in param_sets:
+        param_set.skipped.update({name: n for name, n in saved["skipped"].items() if name in param_set.names})
     return optimizer  # type: ignore[no-any-return]

@@ -87,17 +87,14 @@ def local_state(
 
 def shard_hook(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any] | None:
     """State dict hook: replaces state that is divided over ranks, of which this rank shows its own, by DTensors."""
-    divided = False
-    for group, param_sets, saved in zip(
-        optimizer.param_groups, optimizer.param_sets.groups, state_dict["param_groups"], strict=True
-    ):
-        index = dict(zip(map(id, group["params"]), saved["params"], strict=True))
-        for param_set in param_sets:
-            if param_set.rank_group is not None:
-                divided = True
-                states = zip(param_set.parameters, sharded_state(param_set), strict=True)
-                state_dict["state"].update({index[id(parameter)]: state for parameter, state in states})
-    return ShardedStateDict(state_dict) if divided else None
+    groups, index = zip(optimizer.param_groups, state_dict["param_groups"], strict=True), dict[int, Any]()
+    for group, saved in groups:
+        index.update(zip(map(id, group["params"]), saved["params"], strict=True))
+    shared = [param_set for param_set in optimizer.param_sets if param_set.rank_group is not None]
+    for param_set in shared:
+        states = zip(param_set.parameters, sharded_state(param_set), strict=True)
+        state_dict["state"].update({index[id(parameter)]: state for parameter, state in states})
+    return ShardedStateDict(state_dict) if shared else None
 
 
 def gathered(state_dict: Any) -> Any:

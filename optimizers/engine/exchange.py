@@ -21,7 +21,7 @@ from eigengraft.numerics import compute_dtype
 from eigengraft.stacks import Stack, side_blocks
 
 from ..apply import IterateStore
-from ..apply.write import EntryUpdate, Rates
+from ..apply.write import EntryUpdate, Rates, decayed_gradient
 from ..sharding.placement import ParamSpec
 from ..sharding.rank_sync import failed_roots
 from .finite_check import GivenGradients, GradientSurvey, LocalSurvey
@@ -124,13 +124,14 @@ class LocalExchange:
         self._step, self._write, self._updates = step, write, {}
 
     def gather(self, blocks: ActiveBlocks, source: GatherSource) -> Tensor:
+        stack, path, rates = blocks.stack, blocks.stack_state.path, self.step.rates
         if source in self.step.entries:
-            return blocks.stack.gather(self.step.entries[source])
+            return stack.gather(self.step.entries[source])
         if source == "parameters":
-            return blocks.stack.gather(self.iterates.decaying())
-        gradient = blocks.stack.gather(self.step.gradients)
-        rate = self.step.rates.gradient_decay(blocks.stack_state.path)
-        return torch.add(gradient, blocks.stack.gather(self.iterates.parameters), alpha=rate) if rate else gradient
+            return stack.gather(self.iterates.decaying())
+        gradient, decays = stack.gather(self.step.gradients), rates.decays_gradients(path)
+        both = gradient, stack.gather(self.iterates.parameters) if decays else gradient
+        return rates.map_rows(path, stack.param_ids, decayed_gradient, *both) if decays else gradient
 
     def parameter_rms(self, stack: Stack) -> Tensor:
         rms = self._root_mean_squares(list(dict.fromkeys(stack.param_ids.tolist())), stack.dtype)
@@ -158,9 +159,8 @@ class LocalExchange:
 
     def _move(self, updates: Mapping[int, Tensor]) -> None:
         """Writes updates of whole parameters, by position."""
-        parameters = self.iterates.parameters
-        found = [EntryUpdate(p, parameters[p], value.reshape(parameters[p].shape)) for p, value in updates.items()]
-        self.write(found)
+        own = self.iterates.parameters
+        self.write([EntryUpdate(p, own[p], value.reshape(own[p].shape)) for p, value in updates.items()])
 
     def report_failed_roots(self, path: str, positions: Sequence[int]) -> None:
         names = sorted({self.names[position] for position in positions})
@@ -174,7 +174,7 @@ class LocalExchange:
 
 Provider = Callable[[ActiveBlocks, Step, BlockExchange], Tensor | float]
 PROVIDERS: Mapping[str, Provider] = {
-    "lr": lambda blocks, step, exchange: step.rates.step_scale(blocks.stack_state.path).lr,
+    "lr": lambda blocks, step, exchange: step.rates.lr(blocks.stack_state.path, blocks.stack.param_ids),
     "parameter_rms": lambda blocks, step, exchange: exchange.parameter_rms(blocks.stack),
 }
 """How a signal is found that belongs to a stack, by name: a number, or `[n]` for the active blocks."""

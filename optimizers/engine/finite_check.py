@@ -17,7 +17,7 @@ from eigengraft.distributed.work import HostCopy
 from eigengraft.numerics import norms_by_dtype
 
 from ..apply.failure import Failure
-from ..sharding.fingerprint import StepNumbers
+from ..apply.write import Rates
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,13 @@ class GivenGradients:
 
     gradients: what this rank holds of each gradient, by position; None: no gradient.
     present: `[P]` on the host, parameters that have a gradient here.
-    numbers: what all ranks must step with.
+    rates, steps: what all ranks must step with: learning rates and decays, and the number of steps before this one.
     """
 
     gradients: Sequence[Tensor | None]
     present: NDArray[np.bool_]
-    numbers: StepNumbers
+    rates: Rates
+    steps: int
 
 
 STALLED = 10
@@ -48,8 +49,8 @@ class GradientSurvey(Protocol):
     def agreed(self) -> NDArray[np.bool_]:
         """`[P]`, parameters that have a gradient, read on the host."""
 
-    def nonzero(self) -> bool:
-        """Whether any gradient has an entry other than 0, read on the host."""
+    def nonzero(self, positions: Sequence[int]) -> bool:
+        """Whether any of these gradients has an entry other than 0, read on the host."""
 
     def usable(self, positions: Sequence[int], finite: bool) -> Tensor | None:
         """`[n]` on the device, gradients that can be used, or None for all; finite: whether they must be finite."""
@@ -77,8 +78,8 @@ class LocalSurvey:
     def agreed(self) -> NDArray[np.bool_]:
         return self.present
 
-    def nonzero(self) -> bool:
-        return any(bool(gradient.any()) for gradient in self.gradients if gradient is not None)
+    def nonzero(self, positions: Sequence[int]) -> bool:
+        return any(bool(gradient.any()) for at in positions if (gradient := self.gradients[at]) is not None)
 
     def usable(self, positions: Sequence[int], finite: bool) -> Tensor | None:
         found = [gradient for position in positions if (gradient := self.gradients[position]) is not None]
@@ -106,10 +107,7 @@ class FiniteCheck:
     """
 
     def __init__(
-        self,
-        failure: Failure,
-        names: Sequence[str],
-        survey: Callable[[GivenGradients], GradientSurvey],
+        self, failure: Failure, names: Sequence[str], survey: Callable[[GivenGradients], GradientSurvey]
     ) -> None:
         self.failure, self.names, self.survey = failure, list(names), survey
         self.skipped: Counter[str] = Counter()
@@ -119,15 +117,17 @@ class FiniteCheck:
     def check(self, given: GivenGradients) -> tuple[NDArray[np.bool_], Tensor | None, GradientSurvey]:
         """(active `[P]` on the host, mask `[P]` on the device or None, survey). Changes nothing but the count.
 
-        With lr 0 and gradients 0 nothing is active: torch.distributed.checkpoint steps so to have state allocated.
+        With lr 0 and gradients 0 a group is not active: torch.distributed.checkpoint steps so to have state allocated.
         Raises TypeError for sparse gradients, FloatingPointError if the recipe asks for it, and what the survey raises.
         """
         self._require_dense(given.gradients)
-        survey, present, lr = self.survey(given), given.present, given.numbers["lr"]
+        survey, present = self.survey(given), given.present
         if self._on_host(survey.device):
             present = survey.agreed()
-        if isinstance(lr, float) and lr == 0 and not survey.nonzero():
+        idle = given.rates.idle(survey.nonzero)
+        if idle.all():
             return np.zeros_like(present), None, survey
+        present = present & ~idle
         positions = np.flatnonzero(present).tolist()
         usable = survey.usable(positions, self.failure.nonfinite != "ignore")
         return (*((present, None) if usable is None else self._decide(positions, usable, present)), survey)

@@ -1,4 +1,4 @@
-"""A parameter set: parameters of one param group that step together, and one step of them."""
+"""A parameter set: parameters that step together, whatever their param groups, and one step of them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from eigengraft.state_key import StateKey
 
 from ..apply import IterateStore, ParameterUpdate
 from ..apply.averaging import Mode
-from ..apply.write import EntryUpdate, Hyper, Rates, RouteRates, write
+from ..apply.write import EntryUpdate, Hyper, Rates, RouteRates, with_decay, write
 from ..recipe.recipe import Recipe, Route
-from ..sharding.fingerprint import step_numbers
 from ..sharding.phases import Phases
 from ..sharding.placement import ParamSpec
 from ..sharding.rank_sync import RankSync
@@ -35,9 +34,9 @@ from .stack_step import StackStep, active_blocks, after_decay, directions, prime
 
 
 class ParamSet:
-    """P parameters of one param group on one device that the same ranks share, by position 0 .. P - 1.
+    """P parameters on one device that the same ranks share, by position 0 .. P - 1.
 
-    specs: name, update and placement of each parameter.
+    specs: name, update, placement and param group of each parameter.
     local: what this rank holds of each parameter, or updates of it: the parameter itself in one process.
     rank_group: ranks that share the parameters; None: this process alone.
     step_counts: `[P]`, gradients that each parameter has had; `state["step"]` is a view of it.
@@ -54,11 +53,12 @@ class ParamSet:
     ) -> None:
         self.parameters, self.specs = list(parameters), list(specs)
         self.recipe, self.rank_group, self.updates = recipe, rank_group, recipe.updates()
-        routes = {path: rule for path, rule in self.updates.items() if isinstance(rule, Route)}
-        self._routes = {path: RouteRates(route.lr_ratio, route.weight_decay) for path, route in routes.items()}
+        routes = ((path, rule) for path, rule in self.updates.items() if isinstance(rule, Route))
+        self._routes = {path: RouteRates(route.lr_ratio, route.weight_decay) for path, route in routes}
         self.names, self.local = [spec.name for spec in specs], self._local(parameters)
         self.step_counts = torch.zeros(len(parameters), dtype=torch.int64)
         self._counts: NDArray[np.int64] = self.step_counts.numpy()
+        self._groups = np.array([spec.group for spec in specs], dtype=np.int64)
         self._priming = np.array([self.updates[spec.path].lagging() for spec in specs], dtype=np.int64)
         self.stack_states, self.block_groups = build(specs, recipe, phases, rank_group)
         self._together = sharing_sums(self.stack_states)
@@ -123,17 +123,19 @@ class ParamSet:
         rank = self.rank_group.rank
         return tensor.detach()[placement.parts.boxes[rank].within(placement.layout.boxes[rank])]
 
-    def prepare(self, hyper: Hyper) -> Step | None:
+    def prepare(self, hypers: Sequence[Hyper]) -> Step | None:
         """Checks the gradients and changes nothing; None if there is nothing to do. Raises as the finite check does."""
         self.local[:] = self._local(self.parameters)
         found = local_gradients(self.names, self.parameters, self.rank_group)
         gradients = [None if gradient is None else self.part(i, gradient) for i, gradient in enumerate(found)]
         present = np.array([p.grad is not None and p.numel() > 0 for p in self.parameters], dtype=np.bool_)
-        numbers = step_numbers(hyper, int(self._counts.max()))
-        active, mask, survey = self.finite_check.check(GivenGradients(gradients, present, numbers))
+        own = {group: hypers[group] for group in np.unique(self._groups).tolist()}
+        rates = Rates(self.recipe.weight_decay, self._routes, own, self._groups, self.iterates.shard_sums is None)
+        given = GivenGradients(gradients, present, rates, int(self._counts.max()))
+        active, mask, survey = self.finite_check.check(given)
         if not active.any() and mask is None:
             return None
-        return Step(gradients, active, mask, Rates(self.recipe.weight_decay, self._routes, hyper), survey)
+        return Step(gradients, active, mask, rates, survey)
 
     def step(self, step: Step) -> None:
         """One update of every parameter that has a usable gradient."""
@@ -142,7 +144,7 @@ class ParamSet:
         if self.iterates:
             self.iterates.signals = step.outputs
             self.iterates.begin(np.flatnonzero(moved & (self.update_counts == 1)).tolist())
-        self.exchange.begin(step, moved, partial(self._write, step=step))
+        self.exchange.begin(step, moved, partial(self._write, step=step, moved=moved))
         for states in self._together:
             for blocks, priming in active_blocks(states, step.active, self._counts):
                 if self.iterates or not move_in_chunks(blocks, step, self._counts, self.local):
@@ -161,8 +163,7 @@ class ParamSet:
             for blocks, direction in zip(together, found, strict=True):
                 self.exchange.deliver(blocks, direction)
         for one in steps:
-            bad = one.failing(self.recipe.failure.roots)
-            if bad:
+            if bad := one.failing(self.recipe.failure.roots):
                 self.exchange.report_failed_roots(path, one.blocks.stack_state.stack.param_ids[bad].tolist())
 
     def _stack_step(self, blocks: ActiveBlocks, step: Step) -> StackStep:
@@ -173,28 +174,27 @@ class ParamSet:
 
     def _decayed(self, blocks: ActiveBlocks, direction: Tensor, step: Step) -> Tensor:
         """A direction with its weight decay."""
-        scale = step.rates.step_scale(blocks.stack_state.path)
-        return direction + scale.decay_term(self.exchange.gather(blocks, "parameters"), direction)
+        path, parameters = blocks.stack_state.path, self.exchange.gather(blocks, "parameters")
+        return step.rates.map_rows(path, blocks.stack.param_ids, with_decay, parameters, direction)
 
-    def _write(self, updates: Sequence[EntryUpdate], step: Step) -> None:
-        """Moves parameters by their updates; those that were only primed stay."""
-        moved = step.active & (self.update_counts > 0)
-        paths: dict[str, list[EntryUpdate]] = {}
+    def _write(self, updates: Sequence[EntryUpdate], step: Step, moved: NDArray[np.bool_]) -> None:
+        """Moves parameters by their updates, but those that were only primed."""
+        alike: dict[tuple[str, int], list[EntryUpdate]] = {}
         for update in updates:
             if moved[update.position]:
-                paths.setdefault(self.specs[update.position].path, []).append(update)
-        for path, own in paths.items():
-            self._move(path, own, step)
+                key = self.specs[update.position].path, int(step.rates.alike[update.position])
+                alike.setdefault(key, []).append(update)
+        for (path, group), own in alike.items():
+            self._move(path, own, step, step.rates.hypers[group])
 
-    def _move(self, path: str, updates: Sequence[EntryUpdate], step: Step) -> None:
-        """Moves parameters of one path, by their updates."""
+    def _move(self, path: str, updates: Sequence[EntryUpdate], step: Step, hyper: Hyper) -> None:
+        """Moves parameters of one path and with the same rates, by their updates."""
         positions, entries, values = zip(*updates, strict=True)
         masks = None if step.mask is None else [step.mask[position] for position in positions]
-        scale = step.rates.step_scale(path)
-        if self.updates[path].after_decay:
-            scale = scale.without_decay
+        scale = step.rates.step_scale(path, positions[0])
+        scale = scale.without_decay if self.updates[path].after_decay else scale
         if self.iterates:
             update = ParameterUpdate(values, scale, masks)
-            self.iterates.step(positions, self.update_counts[list(positions)], update, step.rates.hyper)
+            self.iterates.step(positions, self.update_counts[list(positions)], update, hyper)
         else:
             write(entries, values, scale, masks)

@@ -1,23 +1,24 @@
-"""The parameter sets of every param group: how they are built, shown to torch, and built again."""
+"""The parameter sets of all param groups: how they are built, shown to torch, and built again."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from eigengraft.chains import asking
 from eigengraft.distributed.rank_group import RankGroup
 
 from ..apply.averaging import Mode
 from ..param_groups import check_values, group_infos, require_facts
 from ..recipe.recipe import Recipe
 from ..recipe.routing import ParamInfo
-from ..sharding.assignment import Assignment, Assignments
-from ..sharding.phases import Phases
+from ..sharding.assignment import Assignments
+from ..sharding.placement import ParamSpec
 from .manifest import fill, show
 from .param_set import ParamSet
 from .signals import Signals
@@ -28,7 +29,7 @@ StateValues = Mapping[Tensor, Mapping[str, Tensor]]
 
 
 class ParamSets:
-    """All parameter sets of an optimizer, by param group.
+    """All parameter sets of an optimizer: of all param groups that were there when state was made, together.
 
     recipe: declares the updates.
     recipe_text: the recipe as JSON text, which every param group holds.
@@ -37,8 +38,8 @@ class ParamSets:
     infos: for each group, a description of each parameter.
     parameters: for each group, its parameters.
     frozen: for each group, which of its parameters had no gradients when it was added.
-    groups: for each group, its parameter sets, one for each device and set of ranks.
     batches: how many groups there were each time when owners were decided.
+    built: for each of these times, the parameter sets of the groups since the one before, as `build` makes them.
     signals, schedules: what stages ask for besides gradients, and their numbers that change during the run.
     consolidated: what `consolidate` has gathered of the state as it is now; None: it has changed since.
     """
@@ -47,7 +48,7 @@ class ParamSets:
         self.recipe, self.checked, self.others = recipe, checked, others
         self.recipe_text = recipe.to_json()
         self.infos: list[list[ParamInfo]] = []
-        self.groups: list[list[ParamSet]] = []
+        self.built: list[list[ParamSet]] = []
         self.parameters: list[Sequence[Tensor]] = []
         self.frozen: list[list[bool]] = []
         self.batches: list[int] = []
@@ -56,8 +57,7 @@ class ParamSets:
         self._assignments = Assignments(recipe, others)
 
     def __iter__(self) -> Iterator[ParamSet]:
-        for param_sets in self.groups:
-            yield from param_sets
+        return chain.from_iterable(self.built)
 
     def declare_group(self, groups: Sequence[dict[str, Any]], known: Mapping[int, ParamInfo] | None) -> None:
         """Adds the last of the param groups, with what every group holds; known: what describes its parameters."""
@@ -73,7 +73,6 @@ class ParamSets:
     def declare(self, parameters: Sequence[Tensor], infos: list[ParamInfo], frozen: list[bool] | None = None) -> None:
         """Adds a group without state, whose blocks have no owners yet; frozen: default, those that are frozen now."""
         self.infos.append(infos)
-        self.groups.append([])
         self.parameters.append(list(parameters))  # a host may put others into the group's list
         self.frozen.append([not p.requires_grad for p in parameters] if frozen is None else frozen)
         self._assignments.add(parameters, infos, self.labels(len(self.infos) - 1), self.frozen[-1])
@@ -82,6 +81,7 @@ class ParamSets:
         """Decides which rank owns which block of the groups from `index` on, and when the blocks of all are due."""
         self._assignments.assign(index)
         self.batches.append(len(self.infos))
+        self.built.append([])
 
     def complete(self, index: int, groups: Sequence[Mapping[str, Any]], state: MutableMapping[Tensor, Any]) -> None:
         """Gives owners and fresh state to the groups from `index` on, all at once, so that no number depends on groups.
@@ -94,24 +94,23 @@ class ParamSets:
         self._assignments.require_same_owners(index)
         if index == 0:
             self._assignments.warn_of_waiting()
-        trained = [{id(p) for p in group["params"] if p.requires_grad} for group in groups[index:]]
-        built = [self.build(place, wanted) for place, wanted in enumerate(trained, start=index)]
-        for place, param_sets in enumerate(built, start=index):
-            self.install(place, param_sets, state, groups[place]["iterate"])
-        self._spread_refreshes(index)
+        last, trained = len(self.batches) - 1, {id(p) for group in groups for p in group["params"] if p.requires_grad}
+        self.install(last, self.build(last, trained), state, groups[index]["iterate"])
+        self._spread_refreshes(last)
 
     def _spread_refreshes(self, end: int) -> None:
-        """Tells blocks of the groups before `end`, which have state, when they are due now that there are more."""
+        """Tells blocks of the batches before `end`, which have state, when they are due now that there are more."""
         phases = self._assignments.phases
-        for param_set in (param_set for param_sets in self.groups[:end] for param_set in param_sets):
+        for param_set in chain.from_iterable(self.built[:end]):
             for stack_state in param_set.stack_states:
                 due = [phases[param_set.specs[position].key][key] for _, position, key in stack_state.rows()]
                 stack_state.phases = np.array(due, dtype=np.float64)
 
     def forget(self, index: int) -> None:
         """Removes the groups from `index` on."""
-        del self.infos[index:], self.groups[index:], self.parameters[index:], self.frozen[index:]
+        del self.infos[index:], self.parameters[index:], self.frozen[index:]
         self.batches = [groups for groups in self.batches if groups <= index]
+        del self.built[len(self.batches) :]
         self._assignments.forget(index)
 
     def names(self) -> set[str]:
@@ -122,24 +121,37 @@ class ParamSets:
         """What errors and counts call the parameters of a group."""
         return [info.name or f"group {index} parameter {place}" for place, info in enumerate(self.infos[index])]
 
-    def build(self, index: int, wanted: set[int]) -> list[ParamSet]:
-        """Fresh parameter sets for the parameters of a group whose id is wanted.
+    def groups_of(self, batch: int) -> range:
+        """The groups of a batch."""
+        return range(self.batches[batch - 1] if batch else 0, self.batches[batch])
+
+    def build(self, batch: int, wanted: set[int]) -> list[ParamSet]:
+        """Fresh parameter sets for the parameters of a batch of groups whose id is wanted: one for each device and set
+        of ranks, and for each group where stages ask for its learning rate.
 
         The sets depend on `wanted` alone, so that a copy or a resumed run has equal ones.
         """
-        parameters = self.parameters[index]
-        chosen = [position for position, parameter in enumerate(parameters) if id(parameter) in wanted]
-        return _make(parameters, self._assignments[index], self.recipe, self._assignments.phases, chosen)
+        found: dict[tuple[object, ...], list[tuple[Tensor, ParamSpec, RankGroup | None]]] = {}
+        with_lr = {path for path, rule in self.recipe.updates().items() if "lr" in asking(rule.stages())}
+        for index in self.groups_of(batch):
+            own = self._assignments[index]
+            for row in zip(self.parameters[index], own.specs, own.rank_groups, strict=True):
+                if id(row[0]) in wanted:
+                    key = row[0].device, row[2], index if row[1].path in with_lr else None
+                    found.setdefault(key, []).append(row)
+        sets = [tuple(zip(*rows, strict=True)) for rows in found.values()]
+        phases = self._assignments.phases
+        return [ParamSet(params, specs, self.recipe, phases, ranks[0]) for params, specs, ranks in sets]
 
     def install(
         self,
-        index: int,
+        batch: int,
         param_sets: list[ParamSet],
         state: MutableMapping[Tensor, Any],
         mode: Mode,
         values: StateValues | None = None,
     ) -> None:
-        """Makes parameter sets the group's, shows their state in `state`, and copies `values` into it."""
+        """Makes parameter sets those of a batch, shows their state in `state`, and copies `values` into it."""
         for param_set in param_sets:
             param_set.iterates.hold(mode)
             for stack_state in param_set.stack_states if self.checked else ():
@@ -147,17 +159,18 @@ class ParamSets:
             show(param_set, state)
             for parameter in param_set.parameters:
                 fill(state[parameter], (values or {}).get(parameter, {}))
-        inherit_counts(param_sets, self.groups[index])
-        self.groups[index] = param_sets
+        inherit_counts(param_sets, self.built[batch])
+        self.built[batch] = param_sets
         self.consolidated = None
 
-    def thaw(self, index: int, state: MutableMapping[Tensor, Any], mode: Mode) -> None:
-        """Gives state to parameters of a group that were frozen and now have a gradient."""
-        parameters = self.parameters[index]
-        if any(p.grad is not None and p not in state for p in parameters):
-            owned = {p: state[p] for p in parameters if p in state}
-            wanted = {id(p) for p in parameters if p in owned or p.grad is not None}
-            self.install(index, self.build(index, wanted), state, mode, owned)
+    def thaw(self, state: MutableMapping[Tensor, Any], mode: Mode) -> None:
+        """Gives state to parameters that were frozen and now have a gradient."""
+        for batch in range(len(self.batches)):
+            parameters = [p for index in self.groups_of(batch) for p in self.parameters[index]]
+            if any(p.grad is not None and p not in state for p in parameters):
+                owned = {p: state[p] for p in parameters if p in state}
+                wanted = {id(p) for p in parameters if p in owned or p.grad is not None}
+                self.install(batch, self.build(batch, wanted), state, mode, owned)
 
     def resolve_deferred(self) -> None:
         """Takes back the steps of parameters whose last gradient turned out, on the device, to be unusable."""
@@ -185,16 +198,3 @@ def inherit_counts(param_sets: Iterable[ParamSet], before: Iterable[ParamSet]) -
         for other, skipped in counts.items():
             if other is not param_set:
                 param_set.skipped.update({name: count for name, count in skipped.items() if name in param_set.names})
-
-
-def _make(
-    parameters: Sequence[Tensor], assignment: Assignment, recipe: Recipe, phases: Phases, chosen: Iterable[int]
-) -> list[ParamSet]:
-    """Fresh parameter sets for the chosen positions of a param group, one for each device and set of ranks."""
-    found: dict[tuple[torch.device, RankGroup | None], list[int]] = {}
-    for position in chosen:
-        found.setdefault((parameters[position].device, assignment.rank_groups[position]), []).append(position)
-    return [
-        ParamSet([parameters[p] for p in own], [assignment.specs[p] for p in own], recipe, phases, rank_group)
-        for (_, rank_group), own in found.items()
-    ]

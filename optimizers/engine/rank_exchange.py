@@ -20,10 +20,10 @@ from eigengraft.distributed.work import Work
 from eigengraft.numerics import compute_dtype
 from eigengraft.stacks import Stack
 
-from ..apply.write import EntryUpdate, moved
+from ..apply.write import EntryUpdate, decayed_gradient, moved, moved_apart
 from ..recipe.recipe import Recipe
 from ..sharding.copy_check import CopyCheck
-from ..sharding.fingerprint import AGAIN, UsedGradients
+from ..sharding.fingerprint import UsedGradients, step_numbers
 from ..sharding.placement import ParamSpec
 from ..sharding.rank_sync import RankSync
 from .block_groups import round_bytes, sends_parameters
@@ -84,7 +84,7 @@ class RankExchange:
         return self._comm_step
 
     def survey(self, given: GivenGradients) -> GradientSurvey:
-        numbers = {**given.numbers, AGAIN: float(self._used_gradients.times())}
+        numbers = step_numbers(given.rates.hypers, given.steps, self._used_gradients.times())
         if self._copy_check is not None:
             survey = self.rank_sync.survey(given.gradients, given.present, numbers, self._copy_check.tell())
             self._copy_check.hear(survey)
@@ -123,11 +123,12 @@ class RankExchange:
     def _reader(self, step: Step, position: int) -> EntryReader | None:
         """What reads entries of a gradient, with the decay that belongs into it."""
         gradient: Tensor | None = step.gradients[position]
-        rate = step.rates.gradient_decay(self.paths[position])
-        if gradient is None or not rate:
+        path = self.paths[position]
+        if gradient is None or not step.rates.decays_gradients(path):
             return read(gradient)
+        scale = step.rates.step_scale(path, position)
         parameter, dtype = self.local.iterates.parameters[position], compute_dtype(gradient.dtype)
-        return lambda view: torch.add(view(gradient).to(dtype), view(parameter).to(dtype), alpha=rate)
+        return lambda view: decayed_gradient(view(gradient).to(dtype), view(parameter).to(dtype), scale)
 
     def gather(self, blocks: ActiveBlocks, source: GatherSource) -> Tensor:
         group = blocks.stack_state.block_group
@@ -156,9 +157,9 @@ class RankExchange:
     def _written(self, blocks: ActiveBlocks, direction: Tensor) -> Tensor:
         """The blocks of parameters after the step."""
         state, step = blocks.stack_state, self.local.step
-        scale = step.rates.step_scale(state.path)
         before = blocks.stack.gather(self.local.iterates.parameters)
-        after = moved(before, direction, scale.without_decay if state.rule.after_decay else scale)
+        write = moved_apart if state.rule.after_decay else moved
+        after = step.rates.map_rows(state.path, blocks.stack.param_ids, write, before, direction)
         if step.mask is None:
             return after
         usable = step.mask[torch.from_numpy(blocks.stack.param_ids).to(after.device)]

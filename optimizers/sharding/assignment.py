@@ -77,7 +77,8 @@ class Assignments:
         for parameter, info, name, is_frozen in zip(parameters, infos, names, frozen, strict=True):
             try:
                 rank_group = self._rank_group(parameter)
-                specs.append(replace(self._spec(parameter, info, name, rank_group), frozen=is_frozen))
+                spec = self._spec(parameter, info, name, rank_group)
+                specs.append(replace(spec, frozen=is_frozen, group=len(self._groups)))
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
             rank_groups.append(rank_group)

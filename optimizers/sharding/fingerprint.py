@@ -20,19 +20,27 @@ from ..apply.write import Hyper
 from .agreement import name_ranks
 
 StepNumbers = Mapping[str, float | Tensor]
-"""Numbers that all ranks must step with, by the names in `NUMBERS`; a tensor on a device is not read by the host."""
+"""Numbers that all ranks must step with, by name; a tensor on a device is not read by the host."""
 
 STEPS = "number of steps"
 AGAIN = "number of steps since the gradients were written"
 NUMBERS = ("lr", "peak_lr", "weight_decay", STEPS, AGAIN)
+"""The names of the numbers of one param group."""
 LENGTH = 1 + 8 * len(NUMBERS)
-"""Entries of a fingerprint."""
+"""Entries of their fingerprint."""
 SHIFTS = np.array([0, 16, 32, 48], dtype=np.int64)
 
 
-def step_numbers(hyper: Hyper, steps: int) -> StepNumbers:
-    """What all ranks must step with; steps: steps before this one."""
-    return {"lr": hyper.lr, "peak_lr": hyper.peak_lr, "weight_decay": hyper.weight_decay, STEPS: float(steps)}
+def step_numbers(hypers: Mapping[int, Hyper], steps: int, again: int) -> StepNumbers:
+    """What all ranks must step with.
+
+    hypers: values of param groups, by number. steps: steps before this one; again: those with the present gradients.
+    """
+    found: dict[str, float | Tensor] = {}
+    for group, own in hypers.items():
+        of = f" of param group {group}" if len(hypers) > 1 else ""
+        found |= {f"lr{of}": own.lr, f"peak_lr{of}": own.peak_lr, f"weight_decay{of}": own.weight_decay}
+    return {**found, STEPS: float(steps), AGAIN: float(again)}
 
 
 def fingerprint(numbers: StepNumbers) -> list[float]:
@@ -53,11 +61,11 @@ def fill_from_device(found: Tensor, numbers: StepNumbers) -> None:
             rows[:, row] = torch.stack([parts, parts * parts]).double()
 
 
-def differing(sums: Sequence[float]) -> list[str]:
+def differing(sums: Sequence[float], names: Sequence[str] = NUMBERS) -> list[str]:
     """Names of numbers that are not the same on all ranks. sums: fingerprints of all ranks, summed."""
-    ranks, (parts, squares) = int(sums[0]), np.array(sums[1:]).astype(np.int64).reshape(2, len(NUMBERS), len(SHIFTS))
+    ranks, (parts, squares) = int(sums[0]), np.array(sums[1:]).astype(np.int64).reshape(2, len(names), len(SHIFTS))
     wrong: NDArray[np.bool_] = (ranks * squares != parts * parts).any(axis=1)
-    return [name for name, bad in zip(NUMBERS, wrong.tolist(), strict=True) if bad]
+    return [name for name, bad in zip(names, wrong.tolist(), strict=True) if bad]
 
 
 def tell_apart(names: Sequence[str], found: Sequence[Mapping[str, float]]) -> str:

@@ -54,6 +54,7 @@ class ParamSpec:
     matrices: which of its entries form a matrix.
     frozen: whether it had no gradients when the optimizer was made.
     lr_factors: what the directions of each of its matrices are multiplied by; (): by nothing.
+    group: number of its param group.
     """
 
     name: str
@@ -65,6 +66,7 @@ class ParamSpec:
     matrices: Matrices = ONE_TENSOR
     frozen: bool = False
     lr_factors: tuple[float, ...] = ()
+    group: int = 0
 
     @property
     def in_place(self) -> bool:

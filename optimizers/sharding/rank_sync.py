@@ -85,7 +85,7 @@ class RankSync:
             return
         told, self._told = self._told, None
         failures, sums = told.sums.wait().tensor_split([len(self.names)])
-        names = differing(sums.tolist())
+        names = differing(sums.tolist(), list(told.numbers))
         if names:
             mine, step = {name: float(value) for name, value in told.numbers.items()}, f"step of {self._named()}"
             found = self.rank_group.all_gather_object(mine, f"numbers of a {step}")
@@ -172,9 +172,9 @@ class RankSurvey:
         self.rank_sync.require_presence(counts)
         return np.array([count == 0 for count in counts]) & self.present
 
-    def nonzero(self) -> bool:
-        """Whether any gradient has an entry other than 0, read on the host."""
-        return bool(self.squares.any())
+    def nonzero(self, positions: Sequence[int]) -> bool:
+        """Whether any of these gradients has an entry other than 0, read on the host."""
+        return bool(self.squares[list(positions)].any())
 
     def usable(self, positions: Sequence[int], finite: bool) -> Tensor:
         """Which gradients can be used, `[n]` on the device; finite: whether they must be finite."""

@@ -16,7 +16,8 @@ from eigengraft.slots import State
 from eigengraft.stacks import run_alone
 from eigengraft.step_context import StepContext
 
-from ...apply.write import StepScale, write
+from ...apply.weight_decay import StepScale
+from ...apply.write import decayed_gradient, write
 from ..exchange import Step
 from ..stack_state import ActiveBlocks, StackState
 from .compiled import move_compiled
@@ -82,9 +83,9 @@ def move_in_chunks(
     context = own.context(blocks.stack, blocks.rows, counts, {})
     if context.uniform is None or not all(_contiguous(parameters[at], step.gradients[at]) for at in positions):
         return False
-    move = _Move(own, context, step.rates.step_scale(own.path), step.rates.gradient_decay(own.path))
     rows = range(len(positions)) if blocks.rows is None else blocks.rows.tolist()
     for row, position in zip(rows, positions, strict=True):
+        move = _Move(own, context, step.rates.step_scale(own.path, position))
         for chunk in _chunks(own, row, parameters[position], step.gradients[position]):
             move.run(row, chunk)
     return True
@@ -95,19 +96,18 @@ def _contiguous(*tensors: Tensor) -> bool:
 
 
 class _Move(NamedTuple):
-    """One step of a stack: its context, the numbers of the write, and the decay that is added to gradients."""
+    """One step of a parameter: its stack, the context of that, and the numbers of the write."""
 
     own: StackState
     context: StepContext
     scale: StepScale
-    rate: float
 
     def run(self, row: int, chunk: Chunk) -> None:
         """Moves a chunk of the block in a row of the stack."""
         own, dtype = self.own, self.own.stack.dtype
         gradient = chunk.gradient.to(dtype)
-        if self.rate:
-            gradient = torch.add(gradient, chunk.parameter.to(dtype), alpha=self.rate)
+        if self.scale.gradient_rate:
+            gradient = decayed_gradient(gradient, chunk.parameter.to(dtype), self.scale)
         state = State(chunk.tensors, own.stack.block, f"{own.path}.update" if own.path else "update")
         chain = run_chain(own.rule.update, state, gradient, gradient, self.context)
         direction = run_alone(chain, state.path)

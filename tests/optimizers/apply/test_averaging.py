@@ -526,11 +526,11 @@ def test_a_learning_rate_on_the_device_is_never_read(row: Any, detect: str) -> N
     for lr in (0.05, torch.tensor(0.05, dtype=torch.float64)):
         params = parameters(torch.float64, [(4, 3), (4, 3), (5,)])
         declared = recipe(row.make, "rms", failure={"detect": detect}, constraints="hyperball")
-        (param_set,) = Optimizer(params, declared).param_sets.groups[0]
+        (param_set,) = Optimizer(params, declared).param_sets
         for t in range(5):
             for i, p in enumerate(params):
                 p.grad = normal(*p.shape, seed=100 * t + i) if (t + i) % 4 else None
-            now = param_set.prepare(Hyper(lr, 0.05, 0.1))
+            now = param_set.prepare([Hyper(lr, 0.05, 0.1)])
             assert now is not None
             with torch.no_grad():
                 param_set.step(now)
