@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from eigengraft.optimizers.apply.write import Hyper
 from eigengraft.optimizers.sharding import agreement, fingerprint
 from eigengraft.optimizers.sharding.agreement import sum_bits
 from eigengraft.optimizers.sharding.fingerprint import LENGTH, NUMBERS, UsedGradients, differing, fill_from_device
@@ -67,6 +68,15 @@ def test_many_numbers_at_once_are_told_apart() -> None:
     said = fingerprint.tell_apart(["lr"], [numbers(lr=1.0), changed, changed])
     assert said == "the same lr, got 1 on rank 0, 0.2 on ranks 1, 2"
     assert fingerprint.fingerprint(numbers(lr=-0.0)) == fingerprint.fingerprint(numbers(lr=0.0))
+
+
+def test_numbers_of_several_groups_are_told_apart() -> None:
+    def told(lr: float) -> dict[str, float | torch.Tensor]:
+        return dict(fingerprint.step_numbers({0: Hyper(0.1, 0.1, 0.0), 3: Hyper(lr, 0.1, 0.0)}, 5, 0))
+
+    sums = [a + b for a, b in zip(fingerprint.fingerprint(told(0.1)), fingerprint.fingerprint(told(0.2)), strict=True)]
+    assert differing(sums, list(told(0.1))) == ["lr of param group 3"]
+    assert tuple(fingerprint.step_numbers({3: Hyper(0.1, 0.1, 0.0)}, 5, 0)) == NUMBERS
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -64,6 +64,10 @@ WRITTEN = ["distribution.gather=parameters"]
 CASES["written"] = {"recipe": "soap", "overrides": [*SOAP, *WRITTEN], "dtype": "bfloat16"}
 CASES["written after decay"] = {"recipe": "splus", "overrides": [*WRITTEN, "averaging=null"]}
 CASES["written with gaps"] = {"recipe": "soap", "overrides": [*SOAP, *WRITTEN], "gaps": True}
+CASES["groups"] = {**CASES["l2"], "groups": True}
+CASES["groups written"] = {**CASES["written"], "dtype": "float32", "groups": True}
+CASES["groups after decay"] = {"recipe": "splus", "groups": True}
+CASES["groups hyper"] = {**CASES["hyper"], "groups": True}
 GAPPED = ("soap", "early", "turning", "shampoo", "adamw", "averaged", "hyper", "record", "signals", "scheduled")
 GAPS = [f"{name} with gaps" for name in GAPPED]
 CASES |= {name: {**CASES[name.removesuffix(" with gaps")], "gaps": True} for name in GAPS}
@@ -76,6 +80,7 @@ CLOSE = (
     "averaged with gaps",
     "pairs",
     *(f"{n}{gaps}" for n in ("hyper", "record", "signals") for gaps in ("", " with gaps")),
+    "groups hyper",
 )
 STORED = [
     "soap",
@@ -94,8 +99,16 @@ STORED = [
 PLACES = {
     "plain1": ["adamw", "soap"],
     "fsdp1": ["adamw", "soap"],
-    "plain2": ["written", "written after decay", "scaled blocks", *STORED],
-    "fsdp2": ["early", "scaled", "scaled blocks", *STORED],
+    "plain2": [
+        "groups",
+        "groups written",
+        "groups after decay",
+        "written",
+        "written after decay",
+        "scaled blocks",
+        *STORED,
+    ],
+    "fsdp2": ["groups", "groups after decay", "groups hyper", "early", "scaled", "scaled blocks", *STORED],
     "plain3": ["written with gaps", *GAPS],
     "fsdp3": ["soap", *GAPS],
     "plain4": ["few", "soap"],

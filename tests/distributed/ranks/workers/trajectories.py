@@ -16,6 +16,7 @@ from eigengraft import Optimizer, Slot, Stage, State, StepContext, load_recipe
 from eigengraft.distributed.gradients import BackwardGather
 from eigengraft.distributed.layouts import local
 from eigengraft.numerics import block_norm
+from eigengraft.optimizers import grouped
 
 from .hosts import prepare
 from .models import divided, lay_out, model, wholes
@@ -23,6 +24,8 @@ from .models import divided, lay_out, model, wholes
 STEPS = 8
 EVALUATED, EMPTY, SPOILT, THAWED = (2, 6), 4, 5, 3
 """Steps after which the other iterate is looked at, without gradients, with one that is not finite, and of thawing."""
+RATES = ((0.02, 0.0), (0.01, 0.2), (0.01, 0.1))
+"""Learning rate and weight decay of param groups, which have every third parameter."""
 
 
 class Listening(Stage):
@@ -57,6 +60,7 @@ def follow(
     place: str,
     overrides: Sequence[str] = (),
     gaps: bool = False,
+    groups: bool = False,
     early: Early | None = None,
     **of_model: Any,
 ) -> Any:
@@ -64,12 +68,13 @@ def follow(
 
     place: where `lay_out` puts the parameters; late: a host shards them after the optimizer was made.
     gaps: whether some parameters miss a step that others take. of_model: what `build` takes.
+    groups: whether there are three param groups, of which one has another learning rate from the middle on.
     early: has gradients written by backward, and counts what is sent by then; None: they are assigned.
     """
     looks = range(STEPS) if of_model.pop("always", False) else EVALUATED
     module = lay_out(build(**of_model), "plain" if place == "late" else place)
     # a model's frozen parameters are left out, those of a list may be thawed
-    parameters = module.named_parameters() if gaps else module
+    parameters = module.named_parameters() if gaps else in_groups(module) if groups else module
     optimizer = eigengraft.compose(load_recipe(recipe, list(overrides)), parameters)
     if place == "late":
         prepare(module, optimizer)
@@ -77,6 +82,8 @@ def follow(
     for step in range(STEPS):
         if gaps and step == THAWED:
             module.frozen.requires_grad_(True)  # type: ignore[union-attr]
+        if groups and step == STEPS // 2:
+            optimizer.param_groups[1]["lr"] = RATES[0][0]
         give(module, step, gaps)
         if early is not None:
             early.backward(module, step)
@@ -100,6 +107,14 @@ def follow(
         "early": {} if early is None else early.counts,
         "steps": {n: int(optimizer.state[p]["step"]) for n, p in module.named_parameters() if p in optimizer.state},
     }
+
+
+def in_groups(module: nn.Module) -> Any:
+    """The param groups of a model."""
+    held = list(module.parameters())
+    return grouped(
+        module, [{"params": held[at::3], "lr": lr, "weight_decay": decay} for at, (lr, decay) in enumerate(RATES)]
+    )
 
 
 def build(dtype: str = "float32", sizes: Sequence[int] = (10, 13), only: str = "") -> nn.Module:
