@@ -95,6 +95,20 @@ def test_groups_in_one_stack_take_the_steps_of_groups_apart(recipe: str, dtype: 
     assert same(everything(runs[0]), everything(runs[1]))
 
 
+@pytest.mark.parametrize("decay", ["decoupled", "l2"])
+def test_large_parameters_have_the_rates_of_their_groups(decay: str) -> None:
+    """Of 2^15 entries and more, which a step takes chunk by chunk where they lie."""
+    runs = []
+    for make in (Optimizer, apart):
+        params = [nn.Parameter(normal(256, 128, seed=i, dtype=torch.float32)) for i in range(2 * PER_GROUP)]
+        runs.append(make(declared(params, RATES[2:]), {"update": CHAIN, "weight_decay": decay}))
+        for t in range(2):
+            step(runs[-1], t)
+        assert all(state.chunked for state in runs[-1].stack_states())
+    assert [len(one.stack_states()) for one in runs] == [1, 2]
+    assert same(*map(everything, runs))
+
+
 @pytest.mark.parametrize("recipe", ["adamw", "soap", "muon"])
 def test_24_groups_make_as_many_stacks_as_one(recipe: str) -> None:
     many = declared(parameters(24), [(0.01 * 0.8**i, 0.1 * (i % 2)) for i in range(24)])
