@@ -65,7 +65,8 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         self._known = described.infos
         super().__init__(described.params, defaults)
         self._known = None
-        self.register_step_post_hook(RoundingWatch().look)
+        if not any(constraint.rounds for rule in self.recipe.updates().values() for constraint in rule.constraints):
+            self.register_step_post_hook(RoundingWatch().look)
         self.param_sets.complete(0, self.param_groups, self.state)
         require_matches(self.recipe, chain(described.others, *self.param_sets.infos))
         require_partners(self.recipe, chain(*self.param_sets.infos))

@@ -67,11 +67,22 @@ class IterateStore:
             declared[AVERAGING] = self.averaging.slots(shape, dtype != parameter.dtype)
         if path in self.paired:
             declared[PARTNER_STAGE] = {"before": Slot(shape, role="iterate")}
-        declared.update({_stage(path, constraint): constraint.slots(shape) for constraint in self.constraints[path]})
+        declared.update(
+            {_stage(path, constraint): self._slots_of(constraint, parameter) for constraint in self.constraints[path]}
+        )
         return {
             stage: {name: slot.allocate(1, dtype, parameter.device)[0] for name, slot in slots.items()}
             for stage, slots in declared.items()
         }
+
+    def _slots_of(self, constraint: Constraint, parameter: Tensor) -> Mapping[str, Slot]:
+        """The slots of a constraint for one parameter; raises ValueError if it rounds what an averaging holds."""
+        if constraint.rounds and self.averaging is not None:
+            kind = getattr(self.averaging, "kind")  # noqa: B009  every member has a kind, the family has none
+            raise ValueError(
+                f"constraints: {constraint.label}: no averaging is required, whose iterates have 32 bits, got '{kind}'"
+            )
+        return constraint.slots(tuple(parameter.shape)) if constraint.keeps(parameter.dtype) else {}
 
     def begin(self, positions: Sequence[int]) -> None:
         """Sets the slots that depend on where parameters are; called before their first update, by all ranks."""

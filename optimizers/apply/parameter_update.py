@@ -44,12 +44,14 @@ class ParameterUpdate:
             return
         updates = self.updates
         before: Sequence[Tensor] = [tensor.to(u.dtype) for tensor, u in zip(tensors, updates, strict=True)]
-        lr = self.step_scale.lr
+        lr, mask = self.step_scale.lr, self.mask
         for bound in self.constraints:
-            updates = bound.constraint.adjust(bound.slots, before, updates, replace(bound.context, lr=lr))
+            updates = bound.constraint.adjust(bound.slots, before, updates, replace(bound.context, lr=lr, mask=mask))
         after: Sequence[Tensor] = [moved(tensor, u, self.step_scale) for tensor, u in zip(before, updates, strict=True)]
         for bound in self.constraints:
-            after = bound.constraint.retract(bound.slots, before, updates, after, replace(bound.context, lr=lr))
+            after = bound.constraint.retract(
+                bound.slots, before, updates, after, replace(bound.context, lr=lr, mask=mask)
+            )
         self._set(tensors, after)
 
     def slice_rows(self, chosen: Sequence[int], constraints: Sequence[BoundConstraint]) -> ParameterUpdate:

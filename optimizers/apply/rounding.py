@@ -78,6 +78,7 @@ def _warn(name: str, parameter: Tensor, before: Tensor, lr: float) -> None:
         dtype = str(parameter.dtype).removeprefix("torch.")
         warnings.warn(
             f"{name}: only {moved / count:.1%} of its entries moved in {_WINDOW} steps at lr {lr:g}: smaller updates "
-            f"are lost to rounding in {dtype}. Keep parameters in float32 and run the model under torch.autocast",
+            f"are lost to rounding in {dtype}. Keep parameters in float32 and run the model under torch.autocast, "
+            "or let `constraints: rounding` write them",
             stacklevel=2,
         )

@@ -51,7 +51,8 @@ def _local_bytes(recipe: Recipe, spec: ParamSpec) -> NDArray[np.int64]:
     assert placement is not None
 
     def size(shape: tuple[int, ...]) -> int:
-        slots = [slot for constraint in rule.constraints for slot in constraint.slots(shape).values()]
+        kept = [constraint for constraint in rule.constraints if constraint.keeps(spec.dtype)]
+        slots = [slot for constraint in kept for slot in constraint.slots(shape).values()]
         if recipe.averaging is not None:
             slots += recipe.averaging.slots(shape, computed != spec.dtype).values()
         if "partner_before" in asking(rule.stages()):

@@ -91,6 +91,11 @@ CONSTRAINTS = (
             Fault({"kind": "qk_clip", "power": 1.5}, "power: .*or equal to 1,"),
         ),
     ),
+    Row(
+        {"kind": "rounding"},
+        faults=(unknown("rounding"), Fault({"kind": "rounding", "rule": "up"}, "rule: .*'stochastic'")),
+    ),
+    Row({"kind": "rounding", "rule": "stochastic"}, "at random"),
     Row({"kind": "radius_pin"}, faults=(unknown("radius_pin"),)),
     Row(
         {"kind": "late_decay"},

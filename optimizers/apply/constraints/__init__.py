@@ -9,4 +9,5 @@ from .late_decay import LateDecay as LateDecay
 from .qk_clip import QKClip as QKClip
 from .radial_brake import RadialBrake as RadialBrake
 from .radius_pin import RadiusPin as RadiusPin
+from .rounding_rule import Rounding as Rounding
 from .row_floor import RowFloor as RowFloor

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 import torch
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from eigengraft.chains import ChainOf
@@ -25,6 +25,7 @@ class ConstraintContext:
     """What constraints know beside n parameters and their updates, of which this rank may hold shards.
 
     lr: learning rate of the update.
+    mask: n 0-d booleans, False where neither parameter nor slots may change; None: all may.
     shard_sums: `[n]` float64 -> the sums over all ranks, of numbers of n tensors, which all ranks call; None: this rank
         holds whole tensors.
     signals: what constraints have declared in `requires_some`, by name: for each tensor numbers that multiply it, None
@@ -32,6 +33,7 @@ class ConstraintContext:
     """
 
     lr: float | Tensor = 0.0
+    mask: Sequence[Tensor] | None = None
     shard_sums: Callable[[Tensor], Tensor] | None = None
     signals: Mapping[str, Sequence[Tensor | None]] = field(default_factory=dict)
 
@@ -65,6 +67,9 @@ class Constraint(Schedulable, ABC, family="constraint"):
     requires_some: ClassVar[frozenset[str]] = frozenset()
     """Signals with outputs that must be provided in every step for some parameter at least, by name."""
 
+    rounds: ClassVar[bool] = False
+    """Whether the parameter is rounded here, so that no constraint may follow and no averaging hold it elsewhere."""
+
     @property
     def accepts(self) -> frozenset[str]:
         """Signals that a parameter may have in a step: those that some parameter must have."""
@@ -86,6 +91,10 @@ class Constraint(Schedulable, ABC, family="constraint"):
     def slots(self, shape: tuple[int, ...]) -> Mapping[str, Slot]:
         """The state of one parameter."""
         return {}
+
+    def keeps(self, dtype: torch.dtype) -> bool:
+        """Whether parameters of a dtype have the slots."""
+        return True
 
     def sets_length(self) -> bool:
         """Whether the length of an update is replaced, so that what multiplies it has no effect."""
@@ -127,5 +136,12 @@ def _norms(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)).to(dtype)
 
 
-Constraints = Annotated[tuple[Constraint, ...], ChainOf("constraint", "constraints")]
+def _rounded_last(constraints: tuple[Constraint, ...]) -> tuple[Constraint, ...]:
+    early = [constraint.label for constraint in constraints[:-1] if constraint.rounds]
+    if early:
+        raise ValueError(f"'{early[0]}' is required to be the last, after which a parameter is as it is stored")
+    return constraints
+
+
+Constraints = Annotated[tuple[Constraint, ...], ChainOf("constraint", "constraints"), AfterValidator(_rounded_last)]
 """Constraints in order; in YAML a list, or a single one."""

@@ -54,6 +54,9 @@ CASES: dict[str, dict[str, Any]] = {
     "scaled blocks": {"recipe": {"base": "soap", "lr_scale": "spectral"}, "overrides": SOAP},
     "signals": {"recipe": {"update": ["listening_for_test", {"kind": "momentum"}]}, "overrides": SMALL},
 }
+CASES["remainders"] = {"recipe": {"base": "soap", "constraints": "rounding"}, "overrides": SOAP, "dtype": "bfloat16"}
+BY_CHANCE = {"kind": "rounding", "rule": "stochastic"}
+CASES["chances"] = {"recipe": {"base": "adamw", "constraints": BY_CHANCE}, "dtype": "bfloat16"}
 CASES["pairs"] = {"recipe": "lora_rite"}
 INPUTS = ["update.inputs.statistic.interval=2", "update.inputs.refresh.steps=2", "blocking.size=5", "lr=0.02"]
 INPUTS += ["update.spectral.solver.precision=input"]
@@ -95,6 +98,8 @@ STORED = [
     "hyper",
     "signals",
     "pairs",
+    "remainders",
+    "chances",
 ]
 PLACES = {
     "plain1": ["adamw", "soap"],
