@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..optimizer import Optimizer
-from .layer_grams import LayerGrams, LayerHook, is_transposed
+from .layer_grams import LayerGrams, LayerHook, is_transposed, whole
 
 _NAME = "activation_gram"
 
@@ -35,7 +35,7 @@ def _see(grams: LayerGrams, path: str, module: nn.Module, args: tuple[Any, ...])
 
 
 def _rows(path: str, module: nn.Module, args: tuple[Any, ...]) -> Tensor:
-    x = args[0].detach() if args and isinstance(args[0], Tensor) else None
+    x = whole(args[0].detach()) if args and isinstance(args[0], Tensor) else None
     if isinstance(module, (nn.Conv1d, nn.Conv2d)) and x is not None:
         return _patches(module, x)
     weight = module._parameters["weight"]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
+from eigengraft.distributed.layouts import is_dtensor
 from eigengraft.numerics import compute_dtype
 
 from ..optimizer import Optimizer
@@ -115,6 +116,11 @@ class LayerHook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LayerHook, (None, self.path, self._see)
+
+
+def whole(x: Tensor) -> Tensor:
+    """All of a tensor that ranks hold parts of, as layers under tensor parallelism are given it."""
+    return x.full_tensor() if is_dtensor(x) else x
 
 
 def is_transposed(module: nn.Module) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..optimizer import Optimizer
-from .layer_grams import LayerGrams, LayerHook, is_transposed
+from .layer_grams import LayerGrams, LayerHook, is_transposed, whole
 
 _NAME = "output_gradient_gram"
 
@@ -41,7 +41,10 @@ def _see(grams: LayerGrams, path: str, module: nn.Module, args: tuple[Any, ...],
     m, axis = int(weight.shape[1 if is_transposed(module) else 0]), _channels(module)
     if not isinstance(output, Tensor) or output.shape[axis] != m:
         got = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
-        raise ValueError(f"{path}: an output of length {m} is required by '{_NAME}', got {got}")
+        raise ValueError(
+            f"{path}: an output of length {m} is required by '{_NAME}', got {got}; under tensor parallelism say "
+            "`use_local_output=False`, so that it is a DTensor"
+        )
     if output.dtype == torch.float16:
         raise ValueError(
             f"{path}: gradients without a loss scale are required by '{_NAME}', got an output in float16, whose "
@@ -52,8 +55,8 @@ def _see(grams: LayerGrams, path: str, module: nn.Module, args: tuple[Any, ...],
 
 
 def _add(grams: LayerGrams, module: nn.Module, gradient: Tensor) -> None:
-    axis = _channels(module)
-    rows = gradient.detach().movedim(axis, -1).reshape(-1, gradient.shape[axis])
+    axis, gradient = _channels(module), whole(gradient.detach())
+    rows = gradient.movedim(axis, -1).reshape(-1, gradient.shape[axis])
     images = len(gradient) if gradient.ndim + axis > 0 else 1
     grams.add(module, rows, len(rows) if axis == -1 else images)
 

@@ -153,6 +153,11 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome
         runs.append(Run(f"{place} of inputs", "training:run", int(place[-1]), job))
         job = {"place": place[:-1], "overrides": LAYERS, "recipe": "singd"}
         runs.append(Run(f"{place} of layers", "training:run", int(place[-1]), job))
+    divided = {
+        "newton_muon": [f"update.inputs.{field}=1" for field in ("statistic.interval", "refresh.steps")] + INPUTS[4:],
+        "singd": ["update.sirf.refresh.steps=1", "update.sirf.lr_preconditioner=0.3"],
+    }
+    runs += [Run(f"layers on {ranks}", "training:tensor_parallel", ranks, divided) for ranks in (0, 2)]
     runs.append(Run("rounded trained", "training:run", 2, {"place": "fsdp", "overrides": BF16}))
     runs.append(Run("early trained", "training:run", 2, {"place": "fsdp", "overrides": EARLY}))
     runs += [Run(f"{place} copied", "copies:run", 2, place) for place in ("plain", "fsdp")]
@@ -290,6 +295,14 @@ def test_moments_of_layers_are_those_of_the_whole_batch(
     assert one[-1] < one[0] - 0.1
     for outcome in outcomes[f"{place} of {moments}"]:
         assert outcome.result == pytest.approx(one, rel=1e-5)  # as above
+
+
+def test_moments_of_layers_that_are_divided_are_those_of_the_whole_layer(outcomes: dict[str, list[Outcome]]) -> None:
+    """Tensor parallelism, by columns and by rows: inputs and gradients in outputs are DTensors."""
+    (one,), ranks = outcomes["layers on 0"], outcomes["layers on 2"]
+    for outcome in ranks:
+        for recipe, losses in one.result.items():
+            assert outcome.result[recipe] == pytest.approx(losses, rel=1e-5), recipe  # as above
 
 
 @pytest.mark.parametrize("place", ["ddp2", "fsdp2"])

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import eigengraft
@@ -45,6 +47,28 @@ def run(job: dict[str, Any]) -> list[float]:
             dist.all_reduce(total)
         losses.append(float(total) / ranks)
     return losses
+
+
+def tensor_parallel(job: dict[str, list[str]]) -> dict[str, list[float]]:
+    """The losses of two layers, divided by columns and by rows where there are ranks; job: {recipe: overrides}."""
+    found = {}
+    for recipe, overrides in job.items():
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(8, 12, bias=False), nn.Tanh(), nn.Linear(12, 6, bias=False))
+        if dist.is_initialized():
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+            plan = {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()}
+            parallelize_module(module, mesh, plan)
+        optimizer = eigengraft.compose(recipe, module, lr=0.05, overrides=[*overrides, "routes=[]"])
+        found[recipe] = []
+        for step in range(STEPS):
+            x = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
+            optimizer.zero_grad()
+            loss = module(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            found[recipe].append(float(loss.detach()))
+    return found
 
 
 def loss_of(module: nn.Module, tokens: Tensor) -> Tensor:
