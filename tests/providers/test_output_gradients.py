@@ -20,6 +20,7 @@ SINGD: dict[str, Any] = {
     "routes": [{"name": "rest", "match": {"ndim": 1}, "update": "identity", "optional": True}],
 }
 FAST = [f"update.sirf.lr_preconditioner={RATE}", f"update.sirf.damping={DAMPING}", "update.sirf.refresh.steps=2"]
+FAST += ["update.sirf.axes.max_skew=null"]
 
 
 class Net(nn.Module):
