@@ -13,7 +13,7 @@ from eigengraft.experiments import load_experiment
 from eigengraft.experiments.reports.run import METRICS
 from eigengraft.experiments.studies.study import load_study
 from eigengraft.experiments.studies.tuning import TPE, Random
-from eigengraft.experiments.studies.tuning.base import Trial
+from eigengraft.experiments.studies.tuning.base import Trial, best_trial
 from eigengraft.experiments.studies.tuning.halving import Halving
 from eigengraft.experiments.studies.tuning.rounds import plan_tuning
 from eigengraft.experiments.studies.tuning.space import Range
@@ -53,6 +53,17 @@ def test_the_best_draw_is_found_and_its_place_in_the_range():
     assert Range(low=1e-4, high=1.0, log=True).edge(1.6e-4) is None
     assert Range(low=0.0, high=1.0).edge(0.0) is None  # nothing lies beyond 0
     assert Range(low=0.0, high=1.0).edge(0.96) == "largest"
+
+
+def test_a_stopped_trial_is_the_best_only_where_all_were_stopped():
+    """It may have the lowest score, for it was never seen at the end."""
+    stopped, worse, ended = (
+        Trial({"lr": 0.3}, 0.1, stopped=3),
+        Trial({"lr": 0.2}, 0.2, stopped=3),
+        Trial({"lr": 0.1}, 0.5),
+    )
+    assert best_trial([stopped, worse, ended]) is ended
+    assert best_trial([worse, stopped]) is stopped
 
 
 @pytest.mark.slow
