@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...apply.weight_decay import StepScale
 from ...recipe.recipe import Recipe, Route
 from ..exchange import Step
 from ..stack_state import ActiveBlocks, StackState
@@ -51,21 +52,24 @@ def move_compiled(blocks: ActiveBlocks, step: Step, counts: NDArray[np.int64], p
     held = [parameters[at].detach() for at in positions]
     if not own.kernels or own.block_group is not None or not all(x.is_contiguous() for x in (*given, *held)):
         return False
-    scale = step.rates.step_scale(own.path)
-    lr, alpha = float(scale.lr), float(scale.alpha)
-    write = WriteNumbers(lr, 1 - lr * alpha, alpha, step.rates.gradient_decay(own.path), 1.0)
+    writes = [_write_numbers(step.rates.step_scale(own.path, at)) for at in positions]
     steps, dtypes = {int(counts[at]) for at in positions}, {tensor.dtype for tensor in held}
-    plain = blocks.rows is None and own.lr_factors is None and len(steps) == 1 and len(dtypes) == 1
+    plain = blocks.rows is None and own.lr_factors is None and len(steps) == len(dtypes) == len({*writes}) == 1
     if plain and math.prod(own.stack.block) < _SMALL and len(held) > 1:
-        _move_together(own, held, given, own.kernels[held[0].dtype].numbers(steps.pop(), write))
+        _move_together(own, held, given, own.kernels[held[0].dtype].numbers(steps.pop(), writes[0]))
         return True
     rows = range(len(held)) if blocks.rows is None else blocks.rows.tolist()
-    for row, at, parameter, gradient in zip(rows, positions, held, given, strict=True):
+    for row, at, parameter, gradient, write in zip(rows, positions, held, given, writes, strict=True):
         kernel = own.kernels[parameter.dtype]
         factor = 1.0 if own.lr_factors is None else float(own.lr_factors[row])
         numbers = kernel.numbers(int(counts[at]), write._replace(factor=factor))
         _call(kernel, own, [parameter, gradient, *(tensor[row] for tensor in own.tensors.values())], numbers)
     return True
+
+
+def _write_numbers(scale: StepScale) -> WriteNumbers:
+    lr, alpha = float(scale.lr), float(scale.alpha)
+    return WriteNumbers(lr, 1 - lr * alpha, alpha, scale.gradient_rate, 1.0)
 
 
 def _call(kernel: Kernel, own: StackState, tensors: Sequence[Tensor], numbers: Sequence[Tensor]) -> None:

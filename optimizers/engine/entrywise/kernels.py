@@ -18,8 +18,8 @@ from eigengraft.slots import State
 from eigengraft.stacks import run_alone
 from eigengraft.step_context import StepContext
 
-from ...apply.weight_decay import WeightDecay
-from ...apply.write import StepScale, moved
+from ...apply.weight_decay import StepScale, WeightDecay
+from ...apply.write import moved
 from ...recipe.recipe import Recipe, Route
 
 NumberOfStep = Callable[[Tensor], Tensor]

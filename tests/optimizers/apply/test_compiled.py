@@ -41,10 +41,14 @@ def as_traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-def trained(recipe: Any, dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+def trained(
+    recipe: Any, dtype: torch.dtype = torch.float64, groups: int = 1
+) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
     """Parameters and their state after three steps; the second has no gradient in one of them."""
     held = [nn.Parameter(normal(*shape, seed=i).to(dtype)) for i, shape in enumerate(SHAPES)]
-    optimizer = Optimizer([(f"p{i}", p) for i, p in enumerate(held)], recipe, lr=0.01, weight_decay=0.1)
+    named = [(f"p{i}", p) for i, p in enumerate(held)]
+    rates = [{"lr": 0.01 * (1 + at), "weight_decay": 0.1 * (1 + at)} for at in range(groups)]
+    optimizer = Optimizer([{"params": named[at::groups], **own} for at, own in enumerate(rates)], recipe)
     for step in range(3):
         for i, parameter in enumerate(held):
             parameter.grad = normal(*parameter.shape, seed=10 * step + i).to(dtype) if (i, step) != (1, 1) else None
@@ -67,6 +71,13 @@ def test_traced_kernels_are_the_chain_and_its_write(name: str, as_traced: list[i
     # the same operations in another order: some roundings of float64 apart
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(state, wanted_state, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", ["adamw", "l2"])
+def test_parameters_of_a_stack_have_the_rates_of_their_groups(name: str, as_traced: list[int]) -> None:
+    found, wanted = (trained(recipe, groups=2)[0] for recipe in (compiled_recipe(name), RECIPES[name]))
+    assert as_traced
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)  # as above
 
 
 def test_parameters_in_bfloat16_are_rounded_once(as_traced: list[int]) -> None:
