@@ -1,4 +1,4 @@
-"""The command line: `eigengraft train | show | schema | ablate | report | demo | bench | plan | costs`.
+"""The command line: `eigengraft train | show | schema | ablate | report | reproduce | demo | bench | plan | costs`.
 
 Commands load, call the library and print. A wrong input ends with one box on standard error and exit code 2, an
 interrupt with exit code 130.
@@ -27,6 +27,7 @@ from ..training.train import train
 from . import bench as cli_bench
 from . import costs as cli_costs
 from . import plan as cli_plan
+from . import reproduce as cli_reproduce
 from . import study as cli_study
 from .console import describe_result, print_error, print_table, routing_table_of, storage_table, to_yaml
 from .progress import training_progress
@@ -130,20 +131,25 @@ def show_command(
 
 @app.command("schema")
 def schema_command(
-    of: Annotated[Literal["recipe", "experiment", "study"], typer.Argument(help="what the schema is for")] = "recipe",
+    of: Annotated[
+        Literal["recipe", "experiment", "study", "claims"], typer.Argument(help="what the schema is for")
+    ] = "recipe",
     imports: Imports = None,
 ) -> None:
     """Print a JSON schema for editors with all registered components, including those of imported files."""
+    from ..reproduction.claims import PaperClaims
     from ..studies.study import Study
 
     for source in imports or ():
         import_component(source)
-    kinds: dict[str, type[Component]] = {"recipe": eigengraft.Recipe, "experiment": Experiment, "study": Study}
+    kinds: dict[str, type[Component]] = {"recipe": eigengraft.Recipe, "experiment": Experiment}
+    kinds |= {"study": Study, "claims": PaperClaims}
     typer.echo(json.dumps(json_schema(kinds[of]), indent=2))
 
 
 app.command("ablate")(cli_study.ablate_command)
 app.command("report")(cli_study.report_command)
+app.command("reproduce")(cli_reproduce.reproduce_command)
 app.command("demo")(cli_study.demo_command)
 app.command("bench")(cli_bench.bench_command)
 app.command("plan")(cli_plan.plan_command)

@@ -54,7 +54,7 @@ def ablate_command(  # noqa: PLR0913  its arguments are the command's options
 
         _submit(load_study(study, overrides or []), out, submit, jobs, workers or 1, option or [])
         return
-    directory = _run(study, overrides or [], out, workers)
+    directory = run_to_end(study, overrides or [], out, workers)
     typer.echo(f"{directory}: all runs complete. For the report: eigengraft report {directory}")
 
 
@@ -80,7 +80,7 @@ def demo_command(
     """Compare AdamW, Shampoo, SOAP and Muon, each at its tuned learning rate, on three small tasks; write a report."""
     from ..reports.report import write_report
 
-    directory = _run("demo", [], out, workers)
+    directory = run_to_end("demo", [], out, workers)
     typer.echo(f"report: {write_report(directory).resolve()}")
 
 
@@ -107,7 +107,7 @@ def _submit(study: Study, out: Path | None, cluster: str, jobs: int, workers: in
     typer.echo(f"jobs {names}; logs in {directory / 'jobs'}; for a report at any time: eigengraft report {directory}")
 
 
-def _run(source: str, overrides: list[str], out: Path | None, workers: int | None) -> Path:
+def run_to_end(source: str, overrides: list[str], out: Path | None, workers: int | None) -> Path:
     """Do the remaining runs of a study, those that tune first; name the runs that failed and exit with code 1."""
     from ..studies.running import complete_study
     from ..studies.study import load_study

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 import eigengraft
-from eigengraft.component import families
+from eigengraft.component import checked, families
 from eigengraft.experiments.cli.main import app
+from eigengraft.experiments.reproduction.claims import PaperClaims
 from eigengraft.experiments.studies.study import Study, load_study
 from eigengraft.experiments.training.loading import load_experiment
 from eigengraft.optimizers.recipe.yaml_files import parse_yaml
@@ -51,7 +52,9 @@ def test_yaml_examples_load(page: str) -> None:
 
 
 def load(data: Mapping[str, Any]) -> object:
-    """A study, an experiment, a recipe, or a recipe under its key, by the fields that are there."""
+    """Claims, a study, an experiment, a recipe, or a recipe under its key, by the fields that are there."""
+    if "claims" in data:
+        return checked(PaperClaims, data)
     if "axes" in data:
         study: Study = load_study(data)
         return study

@@ -1,0 +1,1 @@
+"""Claims of a paper as data, their verdicts from measured runs, and the pages that are generated from them."""

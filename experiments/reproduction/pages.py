@@ -1,0 +1,114 @@
+"""Pages of a folder of papers/: results/claims.md, and the tables in README.md, which stand between markers."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from eigengraft.component import RecipeError
+
+from ..reports.formatting import format_summary
+from ..reports.seed_statistics import summarize
+from ..studies.study import load_study
+from .claims import PaperClaim, PaperClaims, load_claims
+from .results import ResultRow, StudyResults, read_results
+from .verdicts import ClaimFinding, judge
+
+_MARKED = re.compile(r"(<!-- results: (?P<name>[\w.-]+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
+
+
+def read_studies(folder: Path, claims: PaperClaims) -> dict[str, StudyResults]:
+    """The results of all studies that claims are about. Raises ValueError where some are missing."""
+    found = {}
+    for name in claims.studies:
+        path = folder / "results" / f"{name}.json"
+        if name in claims.measured and not path.exists():
+            path = folder / claims.measured[name]
+        found[name] = read_results(path, load_study(folder / f"{name}.yaml"))
+    return found
+
+
+def paper_pages(folder: Path) -> dict[Path, str]:
+    """The text of every page of a folder that is generated, by its path: results/claims.md and README.md."""
+    claims = load_claims(folder)
+    results = read_studies(folder, claims)
+    table = claims_table(claims.claims, judge(claims.claims, results))
+    tables = {"claims": table, **{name: study_table(study) for name, study in results.items()}}
+    pages = {folder / "results" / "claims.md": f"# {claims.paper}\n\n{table}"}
+    readme = folder / "README.md"
+    if readme.is_file():
+        pages[readme] = _renewed(readme, tables)
+    return pages
+
+
+def claims_table(claims: Mapping[str, PaperClaim], found: Mapping[str, ClaimFinding]) -> str:
+    """A row per claim: what the paper says and gives, what is required, what was measured, and the verdict."""
+    heads = ("claim", "source", "published", "required", "measured [95 % interval]", "seeds", "p (Holm)", "verdict")
+    rows = []
+    for name, claim in claims.items():
+        finding = found[name]
+        p = "" if finding.p is None else f"{finding.p:.2g}"
+        measured = (_measured(finding, claim), str(len(finding.values)), p, f"**{finding.verdict}**")
+        rows.append((claim.says, claim.source, claim.published, _required(claim), *measured))
+    return _table(heads, rows)
+
+
+def study_table(results: StudyResults) -> str:
+    """When and on what the runs were made, and a row per cell: mean and spread over seeds of the loss, and costs."""
+    cells: dict[tuple[str, ...], list[ResultRow]] = {}
+    for row in results.rows:
+        cells.setdefault(tuple(row.labels.values()), []).append(row)
+    heads = (*results.rows[0].labels, "learning rate", "validation loss", "optimizer, ms", "bytes per parameter")
+    rows = [(*labels, *_numbers(own)) for labels, own in cells.items()]
+    seeds = ", ".join(map(str, sorted({row.seed for row in results.rows})))
+    made = "; ".join(f"{key} {value}" for key, value in results.made.items())
+    return f"{made}; seeds {seeds}\n\n{_table(heads, rows)}"
+
+
+def _numbers(rows: list[ResultRow]) -> tuple[str, ...]:
+    """Cells of one row of `study_table`; a number that its runs do not have is empty."""
+    rate = rows[0].numbers.get("lr")
+    losses = [row.numbers.get("val_loss") for row in rows]
+    loss = format_summary(summarize([math.inf if x is None else x for x in losses]))
+    costs = []
+    for name, digits in (("optimizer_ms", 2), ("state_bytes_per_parameter", 1)):
+        known = [row.numbers[name] for row in rows if row.numbers.get(name) is not None]
+        costs.append(f"{sum(known) / len(known):.{digits}f}" if known else "")
+    return "" if rate is None else f"{rate:g}", loss, *costs
+
+
+def _required(claim: PaperClaim) -> str:
+    what = f"{claim.compare} of {claim.metric.replace('_', ' ')}"
+    if claim.least is None:
+        return f"{what} at most {claim.most:g}"
+    return f"{what} at least {claim.least:g}" if claim.most is None else f"{what} {claim.least:g} to {claim.most:g}"
+
+
+def _measured(finding: ClaimFinding, claim: PaperClaim) -> str:
+    sign = "+" if claim.compare == "difference" else ""
+    if not math.isfinite(finding.mean):
+        lost = sum(not math.isfinite(value) for value in finding.values.values())
+        return f"no value with {lost} of {len(finding.values)} seeds"
+    text = f"{finding.mean:{sign}.3f}"
+    if finding.low is None or finding.high is None or finding.low == finding.high:
+        return text
+    return f"{text} [{finding.low:{sign}.3f}, {finding.high:{sign}.3f}]"
+
+
+def _renewed(readme: Path, tables: Mapping[str, str]) -> str:
+    """README.md with the tables of today between its markers. Raises RecipeError where a table is not known."""
+
+    def table(found: re.Match[str]) -> str:
+        name = found["name"]
+        if name not in tables:
+            raise RecipeError(f"{readme}: a marker of one of {', '.join(tables)} is required, got '{name}'")
+        return f"{found[1]}{tables[name]}{found[3]}"
+
+    return _MARKED.sub(table, readme.read_text(encoding="utf-8"))
+
+
+def _table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    lines = [heads, ("---",) * len(heads), *rows]
+    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
