@@ -22,7 +22,7 @@ from ..base import Stages, chain_norm, run_chain
 from ..roots import BasisSolver, PowerQR
 from ..statistics import Power, has_data, mean_eigenvalue
 from .base import Factored
-from .marginals import InnerMoments, marginals, require_marginals
+from .marginals import InnerMoments, marginals, require_marginals, weights
 
 
 class Eigenbasis(Factored):
@@ -118,33 +118,35 @@ class Eigenbasis(Factored):
         if self.transport != "marginals":
             super().refresh(state, gradient, context)
             return
-        moments = InnerMoments(self.inner, self._inside(state))
-        super().refresh(state, gradient, context)
-        d = {axis: self._marginals(state, axis) for axis in self.factor_axes(state.block)}
+        axes, moments = self.factor_axes(state.block), InnerMoments(self.inner, self._inside(state))
+        found = {axis: self._renew(state, axis, context) for axis in context.in_sweep(axes)}
+        d = {}
+        for axis in axes:
+            q = None if self.statistic_frame == "basis" else state[f"basis.{axis}"]
+            d[axis] = marginals(state[f"factor.{axis}"], q, found.get(axis))
         power = self.statistic.needs_power
-        moments.fit(d, {} if power is None else {axis: self._powers(own, power) for axis, own in d.items()})
-
-    def _marginals(self, state: State, axis: int) -> Tensor:
-        """Sums of second moments over all axes but one `[N, d]`, as the statistic of the axis knows them."""
-        return marginals(state[f"factor.{axis}"], state[f"basis.{axis}"] if self.statistic_frame == "fixed" else None)
-
-    def _powers(self, values: Tensor, exponent: Fraction) -> Tensor:
-        """Powers of eigenvalues `[N, d]` in units of their mean, from `floor` up: with these a statistic whitens."""
-        values = values / mean_eigenvalue(values)[:, None]
-        return to_power(values.clamp_min(max(self.floor, tiny(values.dtype))), float(exponent))
+        moments.fit(d, {} if power is None else {axis: weights(own, power, self.floor) for axis, own in d.items()})
 
     def refresh_axis(self, state: State, axis: int, context: StepContext) -> None:
+        self._renew(state, axis, context)
+
+    def _renew(self, state: State, axis: int, context: StepContext) -> Tensor | None:
+        """`refresh_axis`; returns diag(Q^T A Q) `[N, d]` where it was found on the way, NaN for other blocks."""
         if self.statistic_frame == "basis":
             self._turn(state, axis, context)
-            return
-        old = state[f"basis.{axis}"].clone()
-        new, order, ok = self.solver.basis(self.statistic.estimate(state, axis, context), old, context.first)
-        new = self.commit(state, axis, new, ok)
+            return None
+        old, a = state[f"basis.{axis}"].clone(), self.statistic.estimate(state, axis, context)
+        (q, order, ok), diagonal = self.solver.basis_and_diagonal(a, old, context.first)
+        new = self.commit(state, axis, q, ok)
         if may_branch_on_values(new) and torch.equal(new, old):
-            return  # a solver that found nothing to do
-        transport(
-            self.inner, self._inside(state), axis, torch.bmm(old.mT, new), order_or_identity(order, ok), self.transport
-        )
+            return None  # a solver that found nothing to do
+        rotation = torch.bmm(old.mT, new)
+        transport(self.inner, self._inside(state), axis, rotation, order_or_identity(order, ok), self.transport)
+        if self.transport != "marginals" or diagonal is None or not may_branch_on_values(new):
+            return None
+        stored = state.decoded(f"basis.{axis}")  # by a codec, with which it may be another Q
+        same = ok if stored is None else (stored == q).flatten(1).all(1)
+        return torch.where(same[:, None], diagonal(rotation), math.nan)
 
     def _turn(self, state: State, axis: int, context: StepContext) -> None:
         """The refresh in the frame of the basis: all that lives there follows P."""

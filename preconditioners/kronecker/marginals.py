@@ -9,27 +9,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from fractions import Fraction
 
 import torch
 from torch import Tensor
 
-from eigengraft.numerics import per_block, tiny
+from eigengraft.numerics import may_branch_on_values, per_block, tiny, to_power
 from eigengraft.slots import Slot, State
 from eigengraft.state_key import StateKey
 
 from ..algebra.basis_change import mode_products, slot_axis
 from ..base import Stage, chain_slots
-from ..statistics import Statistic
+from ..statistics import Statistic, mean_eigenvalue
 
 
-def fitted(v: Tensor, marginals: Mapping[int, Tensor], weights: Mapping[int, Tensor] | None = None) -> Tensor:
-    """v * prod_i (d_i / s_i), scaled to the sum that v had; marginals: d_i by axis of v, in any unit, 0: not known.
+def fit_(v: Tensor, marginals: Mapping[int, Tensor], weights: Mapping[int, Tensor] | None = None) -> Tensor:
+    """In place: v <- v * prod_i (d_i / s_i), scaled to the sum that v had; marginals: d_i by axis of v, in any unit.
 
-    weights: w_j by axis of v: s_i sums v prod_(j != i) w_j. One step of iterative proportional fitting (Deming &
-    Stephan 1940) that takes all axes alike. It is exact where v is a product of one factor for each axis, and whatever
-    v is for a single axis.
+    0 in d_i: not known. weights: w_j by axis of v: s_i sums v prod_(j != i) w_j. One step of iterative proportional
+    fitting (Deming & Stephan 1940) that takes all axes alike. It is exact where v is a product of one factor for each
+    axis, and whatever v is for a single axis.
     """
-    out, total = v, v.flatten(1).sum(-1)
+    factors = []
     for axis, d in marginals.items():
         others = [place + 1 for place in range(v.ndim - 1) if place != axis]
         weighted = mode_products(v, {place: w for place, w in (weights or {}).items() if place != axis})
@@ -37,17 +38,32 @@ def fitted(v: Tensor, marginals: Mapping[int, Tensor], weights: Mapping[int, Ten
         known = (d > 0) & (s > 0)
         unit = (s * known).sum(-1) / (d * known).sum(-1).clamp_min(tiny(d.dtype))
         factor = torch.where(known, d * unit[:, None] / s.clamp_min(tiny(s.dtype)), 1.0)
-        out = out * factor.reshape(-1, *(n if place == axis else 1 for place, n in enumerate(v.shape[1:])))
-    return out * per_block(total / out.flatten(1).sum(-1).clamp_min(tiny(v.dtype)), v)
+        factors.append(factor.reshape(-1, *(n if place == axis else 1 for place, n in enumerate(v.shape[1:]))))
+    total = v.flatten(1).sum(-1)
+    for factor in factors:
+        v.mul_(factor)
+    return v.mul_(per_block(total / v.flatten(1).sum(-1).clamp_min(tiny(v.dtype)), v))
 
 
-def marginals(a: Tensor, basis: Tensor | None) -> Tensor:
-    """d_i `[N, d]` from the factor A_i `[N, d, d]`; 0 where rounding hides it.
+def marginals(a: Tensor, basis: Tensor | None, found: Tensor | None = None) -> Tensor:
+    """d_i `[N, d]` from the factor A_i `[N, d, d]`, in any unit; 0 where rounding hides it.
 
-    basis: Q_i `[N, d, d]`; None: the factor lives in it.
+    basis: Q_i `[N, d, d]`; None: the factor lives in it. found: d_i where it is known already, NaN for other blocks.
     """
-    d = a.diagonal(dim1=-2, dim2=-1) if basis is None else (basis * torch.bmm(a, basis)).sum(-2)
+    if basis is None:
+        d = a.diagonal(dim1=-2, dim2=-1)
+    elif found is None or bool(found.isnan().any()):
+        d = (basis * torch.bmm(a, basis)).sum(-2)
+        d = d if found is None else torch.where(found.isnan(), d, found)
+    else:
+        d = found
     return torch.where(d > torch.finfo(d.dtype).eps * d.shape[-1] * d.amax(-1, keepdim=True), d, 0.0)
+
+
+def weights(d: Tensor, exponent: Fraction, floor: float) -> Tensor:
+    """w_i `[N, d]`: eigenvalues d_i in units of their mean, from `floor` up, to the power that a statistic reads."""
+    values = (d / mean_eigenvalue(d)[:, None]).clamp_min(max(floor, tiny(d.dtype)))
+    return to_power(values, float(exponent))
 
 
 class InnerMoments:
@@ -66,18 +82,21 @@ class InnerMoments:
                 self._second.setdefault(group, (state.scope(path), {}))[1][name] = slot
             elif slot.role == "first_moment" and slot.frame == "vector" and slot.axes is None:
                 self._first.append((state.scope(path), name))
-        self._before = self._sizes()
+        before = {group: {name: scope[name] for name in slots} for group, (scope, slots) in self._second.items()}
+        self._before = self._sizes(before)
 
-    def _sizes(self) -> dict[str, Tensor]:
-        """mean m^2 / v over each block `[first moments m, N]`, by second moment v."""
+    def _sizes(self, second: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """mean m^2 / v over each block `[first moments m, N]`, by second moment v; second: the slots of each v."""
         found = {}
-        for group, (scope, slots) in self._second.items():
-            v = _spread([(scope[name], slot) for name, slot in slots.items()])
+        for group, values in second.items():
+            v = _spread([(x, self._second[group][1][name]) for name, x in values.items()])
             # v of a direction without gradients is the rounding of rotations, with a margin of 16
             rounding = v.flatten(1).mean(-1) * (math.prod(self._block) * (16 * torch.finfo(v.dtype).eps) ** 2)
-            real = v > per_block(rounding, v)
-            sizes = [torch.where(real, m[name].square() / v, 0.0).flatten(1).mean(-1) for m, name in self._first]
-            found[group] = torch.stack([torch.zeros_like(rounding), *sizes])
+            squares = [m[name].square().div_(v) for m, name in self._first]
+            if not may_branch_on_values(v) or not bool((v.flatten(1).amin(-1) > rounding).all()):
+                hidden = ~(v > per_block(rounding, v))
+                squares = [x.masked_fill_(hidden, 0.0) for x in squares]
+            found[group] = torch.stack([torch.zeros_like(rounding), *(x.flatten(1).mean(-1) for x in squares)])
         return found
 
     def fit(self, marginals: Mapping[int, Tensor], weights: Mapping[int, Tensor]) -> None:
@@ -87,18 +106,20 @@ class InnerMoments:
         1 - b where that is more, whichever first moment m is. 1 - b is m^2 / v after one gradient that outweighs all
         others, in any basis, if both moments have the decay b.
         """
-        for scope, slots in self._second.values():
+        new: dict[str, dict[str, Tensor]] = {}
+        for group, (scope, slots) in self._second.items():
+            new[group] = {}
             for name, slot in slots.items():
                 places = {axis: slot_axis(slot, axis, len(self._block)) for axis in marginals}
                 known = {place: marginals[axis] for axis, place in places.items() if place is not None}
-                scope[name] = fitted(scope[name], known, weights)
-        for group, after in self._sizes().items():
+                new[group][name] = fit_(scope[name], known, weights)
+        for group, after in self._sizes(new).items():
             scope, slots = self._second[group]
             (decay,) = {slot.decay or 0.0 for slot in slots.values()}
             most = self._before[group].clamp_min(max(1 - decay, tiny(after.dtype)))
             growth = (after / most).amax(0).clamp_min(1.0)
-            for name in slots:
-                scope[name] = scope[name] * per_block(growth, scope[name])
+            for name, x in new[group].items():
+                scope[name] = x.mul_(per_block(growth, x))
 
 
 def require_marginals(statistic: Statistic, inner: tuple[Stage, ...], keeps_all_columns: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -35,6 +36,10 @@ class Basis(NamedTuple):
     q: Tensor
     order: Tensor | None
     ok: Tensor
+
+
+Diagonal = Callable[[Tensor], Tensor]
+"""q^T Q `[N, d, d]` of the basis before and the new one, both orthonormal -> diag(Q^T A Q) `[N, d]`."""
 
 
 class RootSolver(Schedulable, ABC, family="root_solver"):
@@ -90,6 +95,13 @@ class BasisSolver(Schedulable, ABC, family="basis_solver"):
     @abstractmethod
     def basis(self, a: Tensor, q: Tensor, first: bool) -> Basis:
         """a `[N, d, d]`, q the basis so far; `first` at the first refresh, when q carries nothing yet."""
+
+    def basis_and_diagonal(self, a: Tensor, q: Tensor, first: bool) -> tuple[Basis, Diagonal | None]:
+        """`basis`, and what gives diag(Q^T A Q) for less than a product with A.
+
+        None where a solver has nothing that would give it, as by default.
+        """
+        return self.basis(a, q, first), None
 
 
 def eigh(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -131,6 +131,26 @@ def test_several_steps_are_as_many_refreshes(name: str) -> None:
     assert torch.allclose(many.basis(a, start, False).q, refreshed(one, a, start, 3), rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("size", [1.0, 1e-150])
+def test_the_diagonal_comes_with_the_power_step(size: float) -> None:
+    """diag(Q^T A Q) of the new Q, of a matrix in a stack also beside one that is 0. 1e-13: rounding, condition 1e3."""
+    a = size * turned(torch.logspace(0, -3, 12, dtype=torch.float64).expand(3, -1))
+    a[1] = 0
+    q = nudged(eigenvectors(a), 0.3)
+    (new, _, _), diagonal = PowerQR().basis_and_diagonal(a, q, False)
+    assert diagonal is not None and torch.equal(new, PowerQR().basis(a, q, False).q)
+    true = (new * torch.bmm(a, new)).sum(-2)
+    assert torch.allclose(diagonal(torch.bmm(q.mT, new)), true, rtol=0, atol=1e-13 * size)
+
+
+def test_a_basis_of_several_power_steps_comes_without_a_diagonal() -> None:
+    """As do the first one and that of other solvers."""
+    a = turned(geometric(6, 0.7).expand(2, -1))
+    q = eigenvectors(a)
+    cases = [(PowerQR(steps=2), False), (PowerQR(), True), (EighBasis(), False)]
+    assert all(solver.basis_and_diagonal(a, q, first)[1] is None for solver, first in cases)
+
+
 def test_cholesky_qr_is_householder_qr() -> None:
     """The orthonormal factor is unique. 1e-11: condition 1e3 of A Q at the identity, twice; no fallback."""
     a = turned(torch.logspace(0, -3, 12, dtype=torch.float64).expand(3, -1))

@@ -7,7 +7,8 @@ Legend: N matrices A `[N, d, d]`; Q `[N, d, r]`, r <= d orthonormal columns; o `
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from functools import partial
+from typing import Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from eigengraft.numerics import apply_aligned, block_norm, finite_blocks, per_block, tiny, where_blocks
 
-from ..base import Basis, BasisSolver, leading_eigenvectors
+from ..base import Basis, BasisSolver, Diagonal, leading_eigenvectors
 
 Orthonormal = Callable[[Tensor, Tensor], Tensor]
 """(A Q, Q) -> the orthonormal factor of A Q, with the signs of Q."""
@@ -35,14 +36,23 @@ class PowerQR(BasisSolver):
     )
 
     def basis(self, a: Tensor, q: Tensor, first: bool) -> Basis:
-        if first and self.bootstrap:
-            return leading_eigenvectors(a)
+        return leading_eigenvectors(a) if first and self.bootstrap else self._iterated(a, q)[0]
+
+    def basis_and_diagonal(self, a: Tensor, q: Tensor, first: bool) -> tuple[Basis, Diagonal | None]:
+        if self.steps > 1 or (first and self.bootstrap):
+            return self.basis(a, q, first), None
+        basis, factors = self._iterated(a, q)
+        return basis, None if basis.order is None else partial(factors.diagonal, basis.order)
+
+    def _iterated(self, a: Tensor, q: Tensor) -> tuple[Basis, QRFactors]:
         ok = finite_blocks(a)
         a = where_blocks(ok, a, 0.0)
         order = identity_order(q)
         for _ in range(self.steps):
-            q, order = ordered_step(torch.bmm(a, q), q, order, householder)
-        return Basis(q, order, ok & finite_blocks(q))
+            aq, q, order = in_order(torch.bmm(a, q), q, order)
+            factors = QRFactors.of(aq, q)
+            q = factors.q
+        return Basis(q, order, ok & finite_blocks(q)), factors
 
 
 def unit_sized(a: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,8 +78,14 @@ def off_diagonal(b: Tensor, tolerance: float) -> Tensor:
 
 def ordered_step(aq: Tensor, q: Tensor, order: Tensor, orthonormal: Orthonormal) -> tuple[Tensor, Tensor]:
     """One step of orthogonal iteration, columns first sorted by descending diag(Q^T A Q); aq is A Q."""
+    aq, q, order = in_order(aq, q, order)
+    return orthonormal(aq, q), order
+
+
+def in_order(aq: Tensor, q: Tensor, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """aq, q and order with columns sorted by descending diag(Q^T A Q); aq is A Q."""
     descending = (q * aq).sum(-2).argsort(dim=-1, descending=True, stable=True)  # [N, r]
-    return orthonormal(_columns(aq, descending), _columns(q, descending)), order.gather(-1, descending)
+    return _columns(aq, descending), _columns(q, descending), order.gather(-1, descending)
 
 
 def _columns(x: Tensor, order: Tensor) -> Tensor:
@@ -81,18 +97,48 @@ def _columns(x: Tensor, order: Tensor) -> Tensor:
 
 def householder(aq: Tensor, q: Tensor) -> Tensor:
     """qr(aq).Q, with the signs of q; aq is scaled first, so that no size of A over- or underflows."""
-    size = aq.abs().amax((-2, -1))  # [N]; torch's maximum norm takes twenty times as long
-    live = size > torch.finfo(aq.dtype).tiny
-    x = where_blocks(live, aq / per_block(size.where(live, 1.0), aq), q)
-    return same_signs(apply_aligned(_orthonormal_factor, x), q)
+    return QRFactors.of(aq, q).q
 
 
-def _orthonormal_factor(x: Tensor) -> Tensor:
-    # Householder vectors to Q directly: torch.linalg.qr would also form R
-    q: Tensor = torch.linalg.householder_product(*torch.geqrf(x))
-    return q
+class QRFactors(NamedTuple):
+    """qr(X) of X `[N, d, r]`, whose R nobody may need.
+
+    q `[N, d, r]`; packed `[N, d, r]`: R as LAPACK leaves it, with other numbers below the diagonal; scale `[N, r]`:
+    what its rows are multiplied by, 0 where X is 0.
+    """
+
+    q: Tensor
+    packed: Tensor
+    scale: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor, q: Tensor) -> QRFactors:
+        """Q with the signs of q, and q where x is 0; x is scaled first, so that no size of it over- or underflows."""
+        size = x.abs().amax((-2, -1))  # [N]; torch's maximum norm takes twenty times as long
+        live = size > torch.finfo(x.dtype).tiny
+        new, packed = apply_aligned(_factored, where_blocks(live, x / per_block(size.where(live, 1.0), x), q))
+        signs = _signs(new, q)
+        return cls(new * signs, packed, signs.squeeze(-2) * size.where(live, 0.0)[:, None])
+
+    def diagonal(self, order: Tensor, rotation: Tensor) -> Tensor:
+        """diag(Q^T A Q) `[N, d]` if X is A q[:, order]: that of R q[:, order]^T Q, as q q^T = I; rotation: q^T Q."""
+        n, d = order.shape
+        rows = (order + torch.arange(0, n * d, d, device=order.device)[:, None]).flatten()
+        sorted_rows = rotation.reshape(n * d, d).index_select(0, rows).reshape(n, d, d)
+        triangle = self.packed.mT.tril_()  # in place: its vectors are in Q by now
+        return sorted_rows.mul_(triangle).sum(-2) * self.scale
+
+
+def _factored(x: Tensor) -> tuple[Tensor, Tensor]:
+    # Householder vectors to Q directly: torch.linalg.qr would also copy R
+    packed, tau = torch.geqrf(x)
+    return torch.linalg.householder_product(packed, tau), packed
 
 
 def same_signs(new: Tensor, q: Tensor) -> Tensor:
     """The columns of `new`, none pointing away from the column of q in its place."""
-    return new * torch.where((new * q).sum(-2, keepdim=True) < 0, -1.0, 1.0)
+    return new * _signs(new, q)
+
+
+def _signs(new: Tensor, q: Tensor) -> Tensor:
+    return torch.where((new * q).sum(-2, keepdim=True) < 0, -1.0, 1.0)
