@@ -4,11 +4,13 @@ Loss is that on the validation data at the end of a run, in nats. Differences ar
 
     eigengraft ablate study.yaml --out RUNS
     python transport.py RUNS OUT     writes OUT/transport.json, one row a run, OUT/transport.md and OUT/transport.svg
+    python transport.py RUNS OUT --rows NAME     writes OUT/NAME.json alone, of seeds.yaml or intervals.yaml
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import sys
@@ -21,6 +23,7 @@ from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
 from eigengraft.experiments.reports.figures import LIGHT, MARKERS, save_figure, style_axes
 from eigengraft.experiments.reports.records import read_records
+from eigengraft.experiments.reports.seed_statistics import paired
 
 Row = dict[str, Any]
 RULES = ("exact", "permute", "marginals")
@@ -69,6 +72,22 @@ def table(rows: list[Row], task: str) -> list[str]:
     return lines
 
 
+def paired_table(rows: list[Row]) -> list[str]:
+    """Differences of marginals, seed by seed: mean and 95 % interval (Student)."""
+    heads = ["case", "seeds", *RULES, "marginals - exact", "marginals - permute"]
+    lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
+    for task, case in itertools.product(names(rows, "task"), names(rows, "case")):
+        by_rule = {rule: dict(enumerate(losses(rows, task, rule, case))) for rule in RULES}
+        cells = [f"{task}, {case.replace('-', ' ')}", str(len(by_rule["exact"]))]
+        cells += [f"{fmean(seeds.values()):.3f}" for seeds in by_rule.values()]
+        for rule in RULES[:2]:
+            apart = paired(by_rule["marginals"], by_rule[rule])
+            assert apart is not None and apart.half is not None
+            cells.append(f"{apart.mean:+.3f} ± {apart.half:.3f}")
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
 def markdown(rows: list[Row]) -> str:
     """A table for each task."""
     text = [
@@ -110,10 +129,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Losses by transport of second moments.")
     parser.add_argument("runs", type=Path, help="the directory of a finished study")
     parser.add_argument("out", type=Path, help="where the files go")
+    parser.add_argument("--rows", help="the name of another study, whose rows alone are written")
     given = parser.parse_args()
     rows = collect(given.runs)
     text = ",\n".join(json.dumps(row) for row in rows)
-    (given.out / "transport.json").write_text(f"[\n{text}\n]\n")
+    (given.out / f"{given.rows or 'transport'}.json").write_text(f"[\n{text}\n]\n")
+    if given.rows:
+        tables = [*paired_table(rows), "", *(line for task in names(rows, "task") for line in table(rows, task))]
+        sys.stdout.write("\n".join(tables) + "\n")
+        return
     (given.out / "transport.md").write_text(markdown(rows))
     draw(rows, given.out / "transport.svg")
     sys.stdout.write(markdown(rows))

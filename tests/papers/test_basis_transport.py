@@ -15,17 +15,22 @@ FOLDER = PAPERS / "basis_transport"
 TRANSPORT = script("basis_transport", "transport")
 
 
-@pytest.fixture(scope="module")
-def rows() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads((FOLDER / "transport.json").read_text())
+def read(name: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((FOLDER / f"{name}.json").read_text())
     return found
 
 
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, Any]]:
+    return read("transport")
+
+
 def test_the_runs_that_were_measured_are_those_the_study_plans(rows: list[dict[str, Any]]) -> None:
-    study = load_study(FOLDER / "study.yaml")
-    planned = {(*cell, seed) for cell in itertools.product(*study.axes.values()) for seed in study.seeds}
-    measured = [(row["task"], row["transport"], row["case"], row["seed"]) for row in rows]
-    assert len(measured) == len(set(measured)) == len(plan_runs(study)) and set(measured) == planned
+    for name, measured in (("study", rows), ("seeds", read("seeds")), ("intervals", read("intervals"))):
+        study = load_study(FOLDER / f"{name}.yaml")
+        planned = {(*cell, seed) for cell in itertools.product(*study.axes.values()) for seed in study.seeds}
+        cells = [(*(row[axis] for axis in study.axes), row["seed"]) for row in measured]
+        assert len(cells) == len(set(cells)) == len(plan_runs(study)) and set(cells) == planned
 
 
 def test_the_tables_are_those_of_the_runs(rows: list[dict[str, Any]]) -> None:
@@ -33,7 +38,8 @@ def test_the_tables_are_those_of_the_runs(rows: list[dict[str, Any]]) -> None:
     assert (FOLDER / "transport.md").read_text() == TRANSPORT.markdown(rows)
     told = (FOLDER / "README.md").read_text().splitlines()
     tables = [line for task in ("bytes", "digits") for line in TRANSPORT.table(rows, task)]
-    assert len(tables) == 24 and [line for line in tables if line not in told] == []
+    tables += [*TRANSPORT.paired_table(read("seeds")), *TRANSPORT.table(read("intervals"), "bytes")]
+    assert len(tables) == 33 and [line for line in tables if line not in told] == []
 
 
 def test_differences_are_between_runs_of_one_seed() -> None:

@@ -19,6 +19,7 @@ from eigengraft.preconditioners.kronecker.base import Factored
 from eigengraft.preconditioners.kronecker.eigenbasis import Eigenbasis
 from eigengraft.preconditioners.polar.spectral import Spectral
 from eigengraft.preconditioners.roots.bases.eigh_basis import EighBasis
+from eigengraft.preconditioners.roots.bases.power_qr import PowerQR
 from eigengraft.slots import Slot
 
 EIGH, QR = 9.0, 2 + 8 / 3
@@ -133,6 +134,7 @@ def _refresh(stage: Factored, block: tuple[int, ...], axis: int) -> float:
     slots = [slot for slot in _inner_slots(stage, block) if slot.frame in _moved(stage) and slot.shape]
     moved = sum(2.0 * d * math.prod(slot.shape) for slot in slots)
     sums = 2 * d**3 if stage.transport == "marginals" and stage.statistic_frame == "fixed" else 0.0  # diag(Q^T A Q)
+    sums = 0.0 if isinstance(stage.solver, PowerQR) else sums  # which a power step has anyway
     return solver + sums + (2 * d**3 + moved if slots else 0.0)
 
 
