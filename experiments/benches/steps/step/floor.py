@@ -133,8 +133,10 @@ def _refresh(stage: Factored, block: tuple[int, ...], axis: int) -> float:
     solver = (EIGH if isinstance(stage.solver, EighBasis) else QR) * d**3
     slots = [slot for slot in _inner_slots(stage, block) if slot.frame in _moved(stage) and slot.shape]
     moved = sum(2.0 * d * math.prod(slot.shape) for slot in slots)
-    sums = 2 * d**3 if stage.transport == "marginals" and stage.statistic_frame == "fixed" else 0.0  # diag(Q^T A Q)
-    sums = 0.0 if isinstance(stage.solver, PowerQR) else sums  # which a power step has anyway
+    fitted = stage.transport == "marginals" and stage.statistic_frame == "fixed"
+    sums = (
+        2 * d**3 if fitted and not isinstance(stage.solver, PowerQR) else 0.0
+    )  # diag(Q^T A Q), which a power step has
     return solver + sums + (2 * d**3 + moved if slots else 0.0)
 
 
