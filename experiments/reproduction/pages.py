@@ -56,11 +56,14 @@ def claims_table(claims: Mapping[str, PaperClaim], found: Mapping[str, ClaimFind
 
 
 def study_table(results: StudyResults) -> str:
-    """When and on what the runs were made, and a row per cell: mean and spread over seeds of the loss, and costs."""
+    """When and on what the runs were made, and a row per cell: mean and spread over seeds of the loss, and state bytes.
+
+    Times of steps are in the file of results alone: where a machine does other things too, rows do not compare.
+    """
     cells: dict[tuple[str, ...], list[ResultRow]] = {}
     for row in results.rows:
         cells.setdefault(tuple(row.labels.values()), []).append(row)
-    heads = (*results.rows[0].labels, "learning rate", "validation loss", "optimizer, ms", "bytes per parameter")
+    heads = (*results.rows[0].labels, "learning rate", "validation loss", "bytes per parameter")
     rows = [(*labels, *_numbers(own)) for labels, own in cells.items()]
     seeds = ", ".join(map(str, sorted({row.seed for row in results.rows})))
     made = "; ".join(f"{key} {value}" for key, value in results.made.items())
@@ -72,11 +75,9 @@ def _numbers(rows: list[ResultRow]) -> tuple[str, ...]:
     rate = rows[0].numbers.get("lr")
     losses = [row.numbers.get("val_loss") for row in rows]
     loss = format_summary(summarize([math.inf if x is None else x for x in losses]))
-    costs = []
-    for name, digits in (("optimizer_ms", 2), ("state_bytes_per_parameter", 1)):
-        known = [row.numbers[name] for row in rows if row.numbers.get(name) is not None]
-        costs.append(f"{sum(known) / len(known):.{digits}f}" if known else "")
-    return "" if rate is None else f"{rate:g}", loss, *costs
+    known = [row.numbers["state_bytes_per_parameter"] for row in rows if "state_bytes_per_parameter" in row.numbers]
+    size = f"{sum(known) / len(known):.1f}" if known else ""
+    return "" if rate is None else f"{rate:g}", loss, size
 
 
 def _required(claim: PaperClaim) -> str:
