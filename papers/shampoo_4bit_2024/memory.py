@@ -108,12 +108,14 @@ STORED = (
     "storage.second_moment=float32",
 )
 """Storage of the paper's Table 2: both triangles of a root, and moments in 32 bits."""
+FACTORS = "update.graft.direction.shampoo.statistic.axes.max_skew=null"
+"""A factor on every axis, however long."""
 VARIANTS: dict[str, tuple[str, ...]] = {
-    "shampoo": ("shampoo_4bit", "storage={}"),
-    "shampoo_4bit": ("shampoo_4bit", *STORED),
-    "shampoo_4bit_naive": ("shampoo_4bit_naive", *STORED),
-    "shampoo_cq_ef": ("shampoo_cq_ef", *STORED),
-    "shampoo_cq": ("shampoo_cq", *STORED),
+    "shampoo": ("shampoo_4bit", FACTORS, "storage={}"),
+    "shampoo_4bit": ("shampoo_4bit", FACTORS, *STORED),
+    "shampoo_4bit_naive": ("shampoo_4bit_naive", FACTORS, *STORED),
+    "shampoo_cq_ef": ("shampoo_cq_ef", FACTORS, *STORED),
+    "shampoo_cq": ("shampoo_cq", FACTORS, *STORED),
 }
 """Recipes that are counted, with their overrides."""
 

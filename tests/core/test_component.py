@@ -23,11 +23,19 @@ def members() -> list[type[Component]]:
     return [member for member in found if member.__module__.startswith("eigengraft.")]
 
 
+REQUIRED = {
+    "paths": ({"name": "a", "stages": "sign"},),
+    "limits": ((10, 2.5),),
+    "seeds": (3,),
+    "space": {"lr": {"low": 0.001, "high": 1.0}},
+}
+"""Values of required fields; all others are chains."""
+
+
 def smallest(member: type[Component]) -> Component:
-    """An instance with only the required fields, all of which are chains today, or the paths of a sum."""
+    """An instance with only the required fields."""
     required = [name for name, field in member.model_fields.items() if field.is_required()]
-    path = {"name": "a", "stages": "sign"}
-    return member.model_validate({name: ({**path},) if name == "paths" else ("sign",) for name in required})
+    return member.model_validate({name: copy.deepcopy(REQUIRED.get(name, ("sign",))) for name in required})
 
 
 def test_components_are_frozen() -> None:

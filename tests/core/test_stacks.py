@@ -40,9 +40,9 @@ def test_the_bound_is_in_bytes_and_a_block_may_exceed_it() -> None:
 
 
 def test_the_bound_counts_factors_that_are_larger_than_the_block() -> None:
-    """A block 1024 x 64 has a factor of 4 MiB, one in a stack; for Adam 16 blocks are that large."""
-    held = [nn.Parameter(torch.zeros(1024, 64)) for _ in range(20)]
-    for recipe, expected in (("soap", 20), ("adamw", 2)):
+    """A block 1024 x 256 has a factor of 4 MiB, one in a stack; for Adam 4 blocks are that large."""
+    held = [nn.Parameter(torch.zeros(1024, 256)) for _ in range(20)]
+    for recipe, expected in (("soap", 20), ("adamw", 5)):
         assert units(Optimizer(held, {**load_recipe(recipe).declaration(), "routes": []})) == expected
 
 

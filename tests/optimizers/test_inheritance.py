@@ -34,9 +34,8 @@ def test_values_inside_the_base_are_addressed_as_on_the_command_line() -> None:
 def test_components_may_stand_in_a_mapping_with_a_base() -> None:
     chain = (Momentum(beta=0.8), RMS())
     assert load_recipe({"base": "adamw", "update": chain}) == load_recipe("adamw").replace(update=chain)
-    found = load_recipe(
-        {"base": load_recipe("soap"), "set": {"update.eigenbasis.statistic": Gram(normalize="dimension")}}
-    )
+    statistic = Gram.model_validate({"normalize": "dimension", "axes": {"max_skew": 4}})
+    found = load_recipe({"base": load_recipe("soap"), "set": {"update.eigenbasis.statistic": statistic}})
     assert found == load_recipe("soap", ["update.eigenbasis.statistic.normalize=dimension"])
     assert load_recipe({"base": [RMS()], "lr": 2}) == load_recipe([RMS()]).replace(lr=2.0)
 

@@ -105,7 +105,7 @@ def test_the_demo_holds_what_the_formula_says(recipe: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", [*SHAMPOO, *ADAM, "muon_8bit"])
-@pytest.mark.parametrize("shape", [(1000, 333), (130, 65), (64, 64), (768, 64)], ids=str)
+@pytest.mark.parametrize("shape", [(1000, 333), (130, 65), (64, 64), (256, 64)], ids=str)
 def test_a_matrix_of_any_shape_holds_what_the_formula_says(recipe: str, shape: Shape) -> None:
     """Odd orders, orders that blocks do not divide, and orders at the limit below which nothing is coded."""
     held = plan(load_recipe(recipe, ["routes=[]"]), [("weight", shape)], (1,)).state.max()
