@@ -1,4 +1,4 @@
-# make demo | quick | test | bench | check | docs | hosts | clean | help: each creates .venv when it is missing and brings it up to date.
+# make demo | quick | test | bench | check | docs | hosts | versions | clean | help: each creates .venv when it is missing and brings it up to date.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,7 +17,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # go out by name, which leaves those that take long for neither end.
 SHARED := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo quick test bench check docs hosts clean links
+.PHONY: help demo quick test bench check docs hosts versions clean links
 .DEFAULT_GOAL := help
 
 help:
@@ -28,6 +28,7 @@ help:
 	@echo "make check  lint, formatting, types"
 	@echo "make docs   build the documentation into site/, without a network"
 	@echo "make hosts  train, save and resume in Hugging Face, accelerate, Lightning, timm, torchtitan, Optuna, Ray (5 minutes)"
+	@echo "make versions  the wheel with torch 2.11 to 2.15, gigabytes each, one at a time (make versions ARGS='--torch 2.15.0')"
 	@echo "make clean  remove the environment, caches and build folders; runs/ stays"
 
 demo: $(READY)
@@ -57,6 +58,9 @@ docs: $(READY)
 # In an environment of its own, with what these libraries bring.
 hosts: $(HOSTS_READY)
 	PYTHONPATH=$(CURDIR)/src $(HOSTS)/bin/python -m pytest -p no:cacheprovider --durations=0 tests/hosts $(ARGS)
+
+versions: $(READY)
+	$(BIN)/python tests/versions/versions.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(HOSTS) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
