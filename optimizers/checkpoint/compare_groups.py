@@ -100,13 +100,8 @@ def _compare_recipes(own: str, got: Any) -> None:
     for label in ("name", "about", "distribution", "expect"):  # they do not change what a recipe computes
         mine.pop(label, None)
         other.pop(label, None)
-    for update in (
-        mine,
-        other,
-        *mine.get("routes", ()),
-        *other.get("routes", ()),
-    ):  # compiled or not, state is the same
-        update.pop("compile", None)
+    for update in (mine, other, *mine.get("routes", ()), *other.get("routes", ())):
+        update.pop("compile", None)  # state is the same, compiled or not
     changed = differences(other, mine)
     if changed:
         raise ValueError(

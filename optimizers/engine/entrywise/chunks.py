@@ -70,7 +70,9 @@ def move_in_chunks(
     counts: `[P]`, gradients that each parameter has had, this one included. Without kernels the numbers are those of
     the same step of a stack, bit for bit.
     """
-    (blocks,) = together[:1]
+    blocks, *others = together
+    if others:  # they share sums
+        return False
     own, positions = blocks.stack_state, blocks.stack.param_ids.tolist()
     if own.chunked is None:
         own.chunked = fits_chunks(own)

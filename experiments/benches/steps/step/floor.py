@@ -134,9 +134,7 @@ def _refresh(stage: Factored, block: tuple[int, ...], axis: int) -> float:
     slots = [slot for slot in _inner_slots(stage, block) if slot.frame in _moved(stage) and slot.shape]
     moved = sum(2.0 * d * math.prod(slot.shape) for slot in slots)
     fitted = stage.transport == "marginals" and stage.statistic_frame == "fixed"
-    sums = (
-        2 * d**3 if fitted and not isinstance(stage.solver, PowerQR) else 0.0
-    )  # diag(Q^T A Q), which a power step has
+    sums = 2 * d**3 if fitted and not isinstance(stage.solver, PowerQR) else 0.0  # diag(Q^T A Q); a power step has it
     return solver + sums + (2 * d**3 + moved if slots else 0.0)
 
 
