@@ -1,9 +1,13 @@
 """Tasks to train: the family `task`, its members and their models; models as shapes alone."""
 
+from .algorithmic.modular_addition import ModularAddition as ModularAddition
+from .algorithmic.sequences import SequenceToSequence as SequenceToSequence
 from .base import Batch as Batch
 from .base import Dataset as Dataset
+from .base import Examples as Examples
 from .base import Fingerprint as Fingerprint
 from .base import Metrics as Metrics
 from .base import Task as Task
 from .byte_lm import ByteLM as ByteLM
 from .digits import Digits as Digits
+from .equations.task import DifferentialEquation as DifferentialEquation

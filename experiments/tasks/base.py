@@ -9,11 +9,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from einops import rearrange
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -45,7 +47,7 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class Metrics:
-    """Mean validation loss by the task's own loss and, where the task reports it, accuracy in [0, 1]."""
+    """Validation loss as the task reports it, and accuracy in [0, 1] where the task reports it."""
 
     val_loss: float
     val_accuracy: float | None
@@ -63,6 +65,23 @@ class Dataset(ABC):
     @abstractmethod
     def evaluation(self) -> Iterator[Batch]:
         """Yield the validation batches, the same every time."""
+
+
+class Examples(Dataset):
+    """Examples held in memory: a new permutation of those to train on every epoch, all others at every evaluation."""
+
+    def __init__(self, train: Batch, validation: Batch, batch_size: int, fingerprint: Fingerprint) -> None:
+        self.train, self.validation, self.batch_size, self.fingerprint = train, validation, batch_size, fingerprint
+
+    def batch(self, seed: int, step: int) -> Batch:
+        epoch, position = divmod(step, len(self.train.targets) // self.batch_size)
+        order = _permutation(seed, epoch, len(self.train.targets))
+        chosen = torch.from_numpy(order[position * self.batch_size : (position + 1) * self.batch_size])
+        return Batch(self.train.inputs[chosen], self.train.targets[chosen])
+
+    def evaluation(self) -> Iterator[Batch]:
+        parts = (torch.split(part, 4096) for part in self.validation)
+        yield from map(Batch._make, zip(*parts, strict=True))
 
 
 class Task(Component, family="task"):
@@ -100,6 +119,10 @@ class Task(Component, family="task"):
         logits = rearrange(outputs, "batch ... classes -> (batch ...) classes")
         return functional.cross_entropy(logits, rearrange(targets, "batch ... -> (batch ...)"))
 
+    def reported(self, mean: float) -> float:
+        """The validation loss that is reported for a mean of `loss` over all validation targets. Here: that mean."""
+        return mean
+
     @torch.no_grad()
     def evaluate(self, model: nn.Module, dataset: Dataset, device: torch.device) -> Metrics:
         """Metrics over all evaluation batches, each target weighing the same."""
@@ -114,9 +137,15 @@ class Task(Component, family="task"):
                 hits += int((outputs.argmax(-1) == targets).sum())
             count += targets.numel()
         model.train(was_training)
-        return Metrics(total / count, hits / count if self.reports_accuracy else None)
+        return Metrics(self.reported(total / count), hits / count if self.reports_accuracy else None)
 
 
 def generator(*key: int) -> np.random.Generator:
     """A random stream named by `key` (non-negative integers); different keys give independent streams."""
     return np.random.default_rng(key)
+
+
+@lru_cache(maxsize=2)
+def _permutation(seed: int, epoch: int, count: int) -> NDArray[np.int64]:
+    """The order of the examples of one epoch."""
+    return generator(seed, epoch).permutation(count)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +14,7 @@ from einops import rearrange
 from pydantic import Field
 from torch import Tensor, nn
 
-from .base import Batch, Dataset, Fingerprint, Task, generator
+from .base import Batch, Dataset, Examples, Fingerprint, Task, generator
 from .initialization import Init, initialized
 from .models import cnn, mlp
 
@@ -37,34 +36,17 @@ class Digits(Task):
     reports_accuracy: ClassVar[bool] = True
 
     def load(self) -> Dataset:
-        return Images(self.batch_size)
+        images, digits, sha256 = read_digits()
+        order = torch.from_numpy(generator(0).permutation(len(images)))
+        held_out, rest = order[: len(images) // 5], order[len(images) // 5 :]
+        train, validation = Batch(images[rest], digits[rest]), Batch(images[held_out], digits[held_out])
+        fingerprint = Fingerprint("scikit-learn's handwritten digits", images.nelement(), sha256)
+        return Examples(train, validation, self.batch_size, fingerprint)
 
     def build(self) -> nn.Module:
         if self.model == "cnn":
             return initialized(cnn(SIDE, CLASSES, self.layers, self.width), self.init)
         return initialized(mlp(SIDE * SIDE, CLASSES, self.layers, self.width), self.init)
-
-
-class Images(Dataset):
-    """Images [N, 1, 8, 8] in [0, 1] and their digits [N], split into training and validation."""
-
-    def __init__(self, batch_size: int) -> None:
-        images, digits, sha256 = read_digits()
-        order = torch.from_numpy(generator(0).permutation(len(images)))
-        held_out = len(images) // 5
-        self.validation = Batch(images[order[:held_out]], digits[order[:held_out]])
-        self.train = Batch(images[order[held_out:]], digits[order[held_out:]])
-        self.batch_size = batch_size
-        self.fingerprint = Fingerprint("scikit-learn's handwritten digits", images.nelement(), sha256)
-
-    def batch(self, seed: int, step: int) -> Batch:
-        epoch, position = divmod(step, len(self.train.targets) // self.batch_size)
-        order = generator(seed, epoch).permutation(len(self.train.targets))
-        chosen = torch.from_numpy(order[position * self.batch_size : (position + 1) * self.batch_size])
-        return Batch(self.train.inputs[chosen], self.train.targets[chosen])
-
-    def evaluation(self) -> Iterator[Batch]:
-        yield self.validation
 
 
 @lru_cache(maxsize=1)

@@ -12,32 +12,34 @@ from torch.nn import functional
 
 
 class Attention(nn.Module):
-    """Causal multi-head self-attention, [B, T, width] -> [B, T, width]."""
+    """Multi-head attention, [B, T, width] -> [B, T, width], to the positions before or to all of them."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, causal: bool = True) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.causal = heads, causal
         self.query = nn.Linear(width, width, bias=False)
         self.key = nn.Linear(width, width, bias=False)
         self.value = nn.Linear(width, width, bias=False)
         self.mix = nn.Linear(width, width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        """Attention of x to itself, or to a memory [B, S, width]."""
+        seen = x if memory is None else memory
         query, key, value = (
-            rearrange(layer(x), "b t (heads d) -> b heads t d", heads=self.heads)
-            for layer in (self.query, self.key, self.value)
+            rearrange(layer(given), "b t (heads d) -> b heads t d", heads=self.heads)
+            for layer, given in ((self.query, x), (self.key, seen), (self.value, seen))
         )
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
         return cast(Tensor, self.mix(rearrange(mixed, "b heads t d -> b t (heads d)")))
 
 
 class Block(nn.Module):
     """Pre-norm transformer block, [B, T, width] -> [B, T, width]."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, causal: bool = True) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(width)
-        self.attention = Attention(width, heads)
+        self.attention = Attention(width, heads, causal)
         self.mlp_norm = nn.LayerNorm(width)
         self.up = nn.Linear(width, 4 * width, bias=False)
         self.down = nn.Linear(4 * width, width, bias=False)
