@@ -19,6 +19,7 @@ from .combinators.prodigy import Prodigy as Prodigy
 from .combinators.projected import Projected as Projected
 from .combinators.split import Split as Split
 from .combinators.transform import Transform as Transform
+from .combinators.transform import require_seen_changes as require_seen_changes
 from .combinators.trust import Trust as Trust
 from .elementwise.adafactor import Adafactor as Adafactor
 from .elementwise.adafactor import RelativeStep as RelativeStep

@@ -134,6 +134,18 @@ class Stage(Schedulable, ABC, family="stage"):
         """Whether the stage reads blocks as matrices, first axis x the rest."""
         return False
 
+    def changes_gradient(self) -> bool:
+        """Whether the stage, where the gradient comes to it as it is, is meant to change that for all stages after it,
+        as clipping and centring are. A recipe is refused in which one of these reads the gradient: see `transform`."""
+        return False
+
+    def reads_gradient(self) -> bool:
+        """Whether what the stage returns depends on the length of the gradient and not of the direction alone; chains
+        inside speak for themselves. Default: whether it observes, or refreshes, the gradient."""
+        own = type(self)
+        learns = own.observe is not Stage.observe or own.refresh is not Stage.refresh
+        return learns and own.observed is Stage.observed
+
     def spectral_norm(self, m: int, n: int, before: float | None) -> float | None:
         """The largest spectral norm of a direction m x n, given that of the direction before; None: not bounded."""
         return None

@@ -15,7 +15,7 @@ from eigengraft.blocking.rule import ONE_TENSOR
 from eigengraft.chains import require_signals
 from eigengraft.component import FAMILY_MARK, Component
 from eigengraft.distributed.distribution import Distribution
-from eigengraft.preconditioners import RMS, Momentum, Stages, chain_slots, walk
+from eigengraft.preconditioners import RMS, Momentum, Stages, chain_slots, require_seen_changes, walk
 from eigengraft.quantization.base import NEVER_CODED, Quantizer, require_coded_role
 from eigengraft.slots import Role
 from eigengraft.state_key import StateKey
@@ -77,6 +77,7 @@ class Update(Component):
             raise ValueError("update: a stage is required ('identity' takes the gradient as it is), got none")
         if self.entrywise() and not isinstance(self.view, (Batches, Whole)):
             raise ValueError(f"view: a stage that mixes entries is required, or it is idle, got {self.view!r}")
+        require_seen_changes(self.update, "update")
         require_signals(self.stages(), [(f"constraints.{own.label}", own) for own in self.constraints])
         return self
 

@@ -38,6 +38,9 @@ class Prodigy(Stage):
     def chains(self) -> Mapping[str, Stages]:
         return {"inner": self.inner}
 
+    def reads_gradient(self) -> bool:
+        return True
+
     def inner_gradient(self, part: str, state: State, gradient: Tensor, context: StepContext) -> Tensor:
         return gradient * self.start
 

@@ -21,7 +21,8 @@ class Transform(Stage):
 
     Every stage of `inner` takes T(g) for the gradient: statistics and second moments are made of it. So `{kind:
     transform, before: clip_norm, inner: [momentum, rms]}` is Adam with clipped gradients, where the chain `[clip_norm,
-    momentum, rms]` clips the direction and leaves the second moments as they are. T may have state, as momentum has.
+    momentum, rms]` would clip the direction and leave the second moments as they are, and is refused. T may have state,
+    as momentum has.
     """
 
     kind: Literal["transform"] = "transform"
@@ -57,3 +58,37 @@ class Transform(Stage):
         if any(stage.lagged() for _, stage in walk(self.inner)):
             context = replace(context, steps=context.steps + 1)
         return run_chain(self.before, state.scope("before"), gradient, gradient, context)
+
+
+def require_seen_changes(stages: Stages, path: str) -> None:
+    """Raises ValueError for a chain that changes its gradient before a stage that reads it as it came."""
+    _changed(stages, path, None, True)
+
+
+def _changed(stages: Stages, path: str, change: str | None, untouched: bool) -> tuple[str | None, bool]:
+    """(path of the stage that changed the gradient, or None; whether the direction still is that gradient) after a
+    chain, from those before it. Stages that keep no state leave it the gradient: `scale` before a clip is one."""
+    for stage in stages:
+        here = f"{path}.{stage.label}"
+        if change and stage.reads_gradient():
+            raise ValueError(
+                f"{here}: {{kind: transform, before: {change.rpartition('.')[2]}, inner: [...]}} with this stage in "
+                f"`inner` is required, got {change} before it, which changes the direction and not the gradient that "
+                "this stage reads"
+            )
+        ends = [_changed(inside, f"{here}.{part}", change, untouched) for part, inside in stage.chains().items()]
+        if untouched and stage.changes_gradient():
+            change = here
+        elif ends and not stage.reads_gradient() and all(changed for changed, _ in ends):
+            change, untouched = ends[0][0], all(still for _, still in ends)
+        else:
+            untouched = untouched and not ends and not _remembers(stage)
+    return change, untouched
+
+
+def _remembers(stage: Stage) -> bool:
+    """Whether a stage keeps state for a matrix."""
+    try:
+        return bool(stage.slots((2, 2)))
+    except ValueError:  # a stage may refuse a shape; building says so if a parameter has it
+        return True

@@ -38,6 +38,9 @@ class Adafactor(Stage):
             raise ValueError(f"decay_power: no constant `beta` is required, got beta {self.beta}")
         return self
 
+    def reads_gradient(self) -> bool:
+        return True
+
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
         if len(block) < 2:
             return {"v": Slot(block, role="second_moment", frame="square", decay=self.beta)}

@@ -23,6 +23,9 @@ class ClipRMS(Stage):
     kind: Literal["clip_rms"] = "clip_rms"
     threshold: float = Field(default=1.0, gt=0, description="the largest update RMS that passes unchanged")
 
+    def changes_gradient(self) -> bool:
+        return True
+
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         rms = block_norm(direction) / math.sqrt(max(1, direction[0].numel()))
         return direction / per_block((rms / self.threshold).clamp_min_(1.0), direction)
@@ -40,6 +43,9 @@ class ClipNorm(Stage):
     per: Literal["block", "parameter", "model"] = Field(
         default="block", description="what the norm is taken over; model: the gradients of all parameters, as they come"
     )
+
+    def changes_gradient(self) -> bool:
+        return True
 
     def signals(self) -> frozenset[str]:
         return frozenset({"gradient_norm"}) if self.per == "model" else frozenset()

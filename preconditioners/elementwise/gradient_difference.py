@@ -26,6 +26,9 @@ class GradientDifference(Stage):
     gamma: float = Field(default=0.025, gt=0, description="strength of the correction")
     beta: float = Field(default=0.95, gt=0, lt=1, description="b, the decay of the momentum that follows")
 
+    def changes_gradient(self) -> bool:
+        return True
+
     def entrywise(self) -> bool:
         return True
 

@@ -97,8 +97,7 @@ class RMS(Stage):
 
     Running mean (b < 1): w = 1 - b; c = 1 - b^t with bias correction (Adam, Kingma & Ba 2015), c = 1 without (RMSprop).
     Sum (b = 1) and `damped: false`: w = 1, c = 1 (AdaGrad, Duchi et al. 2011). With `eps_on: raw` the division is by
-    (v^e + eps) / c^e, as in the codes that fold the correction into the step size. Where b is scheduled b^t is the
-    product of the values that it had.
+    (v^e + eps) / c^e, as in codes with the correction in the step size. Where b is scheduled b^t is the product so far.
     x is the gradient, or the direction (NorMuon and AdaMuon: of the orthogonalized momentum). With `per: row` or
     `column` v holds the mean of x^2 over the last axis, or over the last but one, with `block` over all of the block
     (Adam-mini, Zhang et al. 2024, arXiv:2406.16793).
@@ -141,6 +140,9 @@ class RMS(Stage):
 
     def entrywise(self) -> bool:
         return self.per == "entry"
+
+    def reads_gradient(self) -> bool:
+        return self.source == "gradient"
 
     def spectral_norm(self, m: int, n: int, before: float | None) -> float | None:
         averages = self.beta < 1 and self.damped

@@ -70,6 +70,9 @@ class Atan2(Stage):
     width: float = Field(default=1.0, gt=0, description="multiplies the root: larger is closer to a plain division")
     constants: ClassVar[frozenset[str]] = frozenset({"beta"})
 
+    def reads_gradient(self) -> bool:
+        return True
+
     def entrywise(self) -> bool:
         return True
 

@@ -25,6 +25,9 @@ class Standardize(Stage):
     kind: Literal["standardize"] = "standardize"
     center: bool = Field(default=True, description="subtract the mean of each row")
 
+    def changes_gradient(self) -> bool:
+        return True
+
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         peak = direction.abs().amax(-1, keepdim=True)
         rows = direction / peak.clamp_min(tiny(direction.dtype))  # squares of what is left neither over- nor underflow
@@ -42,6 +45,9 @@ class Center(Stage):
     """
 
     kind: Literal["center"] = "center"
+
+    def changes_gradient(self) -> bool:
+        return True
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         if direction.ndim < 3:
@@ -61,6 +67,9 @@ class Sinkhorn(Stage):
     rounds: int = Field(default=5, ge=1, le=100, description="how often rows and columns are normalized")
 
     def needs_matrices(self) -> bool:
+        return True
+
+    def changes_gradient(self) -> bool:
         return True
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:

@@ -79,6 +79,9 @@ class Factored(Stage):
     def signals_at(self, step: int) -> frozenset[str]:
         return self.requires | (self.statistic.requires if self.statistic.observes_at(step) else frozenset())
 
+    def reads_gradient(self) -> bool:
+        return self.statistic.source == "gradient" and not self.statistic.of_inputs
+
     def observed(self, gradient: Tensor, direction: Tensor) -> Tensor:
         return self.statistic.observed(gradient, direction)
 

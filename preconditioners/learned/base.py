@@ -47,6 +47,9 @@ class LearnedFactors(Stage):
     def left_out(self, block: tuple[int, ...]) -> tuple[str, ...]:
         return self.axes.left_out(block)
 
+    def reads_gradient(self) -> bool:
+        return self.source == "gradient"
+
     def observed(self, gradient: Tensor, direction: Tensor) -> Tensor:
         return gradient if self.source == "gradient" else direction
 

@@ -71,6 +71,9 @@ class SIRF(LearnedFactors):
     def needs_matrices(self) -> bool:
         return self.moments == "layer"
 
+    def reads_gradient(self) -> bool:
+        return self.moments == "gradient" and super().reads_gradient()
+
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
         if self.moments == "layer" and len(block) > 2:
             raise ValueError(

@@ -9,8 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eigengraft.chains import PARTNER
-from eigengraft.preconditioners import walk
 from eigengraft.quantization import Float32
 
 from .laws import Law, require, require_close, the_declaration_survives
@@ -24,6 +22,9 @@ from .stage_state_laws import (
     measures_are_of_each_block_alone,
     state_is_reported_to_the_byte,
     storage_makes_no_difference,
+    unpaired,
+    unread,
+    who_reads_the_gradient_says_so,
 )
 
 
@@ -175,12 +176,6 @@ def _rotates(case: StageCase) -> str | None:
 CONTRACT: Law[StageCase] = Law(the_contract_is_kept)
 
 
-def _unpaired(case: object) -> str | None:
-    """Why laws with one parameter do not apply."""
-    asks = isinstance(case, StageCase) and any(stage.signals() & PARTNER for _, stage in walk((case.stage,)))
-    return "a pair of parameters is required" if asks else None
-
-
 STAGE_LAWS: tuple[Law[StageCase], ...] = (
     Law(the_declaration_survives),
     Law(a_stack_is_its_blocks, _comparable),
@@ -192,9 +187,10 @@ STAGE_LAWS: tuple[Law[StageCase], ...] = (
     Law(scaling_all_gradients_scales_the_direction, _scales),
     Law(rotating_all_gradients_rotates_the_direction, _rotates),
     Law(dtype_and_device_are_kept),
+    Law(who_reads_the_gradient_says_so, unread),
     Law(a_copy_of_the_state_resumes_exactly),
     Law(storage_makes_no_difference),
-    Law(state_is_reported_to_the_byte, _unpaired),
-    Law(a_checkpoint_resumes_exactly, _unpaired),
+    Law(state_is_reported_to_the_byte, unpaired),
+    Law(a_checkpoint_resumes_exactly, unpaired),
     Law(measures_are_of_each_block_alone),
 )
