@@ -11,3 +11,6 @@ from .base import Task as Task
 from .byte_lm import ByteLM as ByteLM
 from .digits import Digits as Digits
 from .equations.task import DifferentialEquation as DifferentialEquation
+from .images import MNIST1D as MNIST1D
+from .images import MNIST5K as MNIST5K
+from .images import FashionMNIST as FashionMNIST

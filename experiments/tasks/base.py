@@ -68,20 +68,30 @@ class Dataset(ABC):
 
 
 class Examples(Dataset):
-    """Examples held in memory: a new permutation of those to train on every epoch, all others at every evaluation."""
+    """Examples held in memory: a new permutation of those to train on every epoch, all others at every evaluation.
 
-    def __init__(self, train: Batch, validation: Batch, batch_size: int, fingerprint: Fingerprint) -> None:
+    Inputs held as bytes become numbers when they are asked for, divided by `scale`.
+    """
+
+    def __init__(
+        self, train: Batch, validation: Batch, batch_size: int, fingerprint: Fingerprint, scale: float = 1
+    ) -> None:
         self.train, self.validation, self.batch_size, self.fingerprint = train, validation, batch_size, fingerprint
+        self.scale = scale
 
     def batch(self, seed: int, step: int) -> Batch:
         epoch, position = divmod(step, len(self.train.targets) // self.batch_size)
         order = _permutation(seed, epoch, len(self.train.targets))
         chosen = torch.from_numpy(order[position * self.batch_size : (position + 1) * self.batch_size])
-        return Batch(self.train.inputs[chosen], self.train.targets[chosen])
+        return self._shown(self.train.inputs[chosen], self.train.targets[chosen])
 
     def evaluation(self) -> Iterator[Batch]:
         parts = (torch.split(part, 4096) for part in self.validation)
-        yield from map(Batch._make, zip(*parts, strict=True))
+        for inputs, targets in zip(*parts, strict=True):
+            yield self._shown(inputs, targets)
+
+    def _shown(self, inputs: Tensor, targets: Tensor) -> Batch:
+        return Batch(inputs.float() / self.scale if inputs.dtype == torch.uint8 else inputs, targets)
 
 
 class Task(Component, family="task"):
