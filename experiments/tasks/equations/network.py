@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -57,12 +58,19 @@ class EquationNetwork(nn.Module):
         self.x_axis = Axis(equation.x_range, harmonics, equation.periodic)
         self.t_axis = Axis(equation.t_range, harmonics, False)
         sizes = [self.x_axis.size + self.t_axis.size] + [width] * layers
-        self.layers = nn.ModuleList(nn.Linear(fan_in, fan_out) for fan_in, fan_out in pairwise(sizes))
+        # No list of modules, whose layers `fully_shard` would gather one by one: weights are used beside their calls.
+        for index, (fan_in, fan_out) in enumerate(pairwise(sizes)):
+            self.add_module(f"hidden{index}", nn.Linear(fan_in, fan_out))
         self.head = nn.Linear(width, 1)
-        for layer in (*self.layers, self.head):
-            assert isinstance(layer, nn.Linear)
+        self.depth = layers
+        for layer in (*self.hidden, self.head):
             nn.init.xavier_normal_(layer.weight)
             nn.init.zeros_(layer.bias)
+
+    @property
+    def hidden(self) -> list[nn.Linear]:
+        """The hidden layers, from the input on."""
+        return [cast(nn.Linear, self.get_submodule(f"hidden{index}")) for index in range(self.depth)]
 
     def forward(self, rows: Tensor) -> Tensor:
         """a residual + b u_t + c u [N] of rows (x, t, a, b, c) [N, 5]."""
@@ -78,7 +86,7 @@ class EquationNetwork(nn.Module):
         value, along = torch.cat([of_x, of_t], dim=1), orders[0]
         series = [functional.pad(d, (0, self.t_axis.size)) for d in by_x]
         series += [functional.pad(d, (self.x_axis.size, 0)) for d in by_t]
-        for layer in self.layers:
+        for layer in self.hidden:
             value, series = _through(layer, value, series)
             value, slopes = _tanh(value, max(orders))
             series = [*_chained(slopes, series[:along]), *_chained(slopes, series[along:])]
@@ -87,9 +95,8 @@ class EquationNetwork(nn.Module):
         return Partials(value.squeeze(1), tuple(flat[:along]), tuple(flat[along:]))
 
 
-def _through(layer: nn.Module, value: Tensor, series: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+def _through(layer: nn.Linear, value: Tensor, series: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """A linear layer of values and of their derivatives, which have no bias."""
-    assert isinstance(layer, nn.Linear)
     if not series:
         return layer(value), []
     return layer(value), list(functional.linear(torch.stack(series), layer.weight).unbind(0))
