@@ -25,6 +25,8 @@ _OFF = {
     "differentiable": "no gradient passes through a step",
 }
 """Options of torch's optimizers that a step has no other way for: what may be done about each."""
+WHOLE_SHARDS = "use torch.distributed.fsdp.fully_shard (FSDP2)"
+"""What to do instead where a host cuts flat pieces."""
 
 
 def check_options(given: Mapping[str, Any], who: str) -> None:
@@ -98,6 +100,19 @@ def check_values(group: Mapping[str, Any]) -> None:
                 "model.named_parameters() lists a shared parameter once"
             )
         first[id(parameter)] = name
+
+
+def flat_piece(parameter: Tensor) -> str:
+    """What a tensor is that FSDP1 or DeepSpeed's ZeRO has in place of matrices, and the remedy; empty: it is none.
+
+    Both put marks on their tensors: torch `_fsdp_flattened`, DeepSpeed's stage 3 `ds_id` and, on parameters of the
+    model, `ds_shape`, whose values are on other ranks most of the time.
+    """
+    if getattr(parameter, "_fsdp_flattened", False):
+        return f"a flat one of FullyShardedDataParallel (FSDP1); {WHOLE_SHARDS}"
+    if hasattr(parameter, "ds_shape"):
+        return f"one of shape {tuple(parameter.ds_shape)} in flat pieces of DeepSpeed (ZeRO stage 3); {WHOLE_SHARDS}"
+    return f"a flat piece of DeepSpeed (ZeRO stage 3); {WHOLE_SHARDS}" if hasattr(parameter, "ds_id") else ""
 
 
 def group_infos(

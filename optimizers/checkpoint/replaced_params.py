@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..engine.param_sets import ParamSets, inherit_counts
-from ..param_groups import check_values
+from ..param_groups import WHOLE_SHARDS, check_values, flat_piece
 
 
 def adopt_parameters(optimizer: Any) -> None:
@@ -47,6 +47,8 @@ def _require_alike(groups: Sequence[Mapping[str, Any]], param_sets: ParamSets) -
     stepped = any(bool(param_set.step_counts.any()) for param_set in param_sets)
     for index, (group, own, infos) in enumerate(zip(groups, param_sets.parameters, param_sets.infos, strict=True)):
         found, names = group["params"], param_sets.labels(index)
+        matrices = [name for name, info in zip(names, infos, strict=True) if len(info.shape) > 1]
+        _require_no_pieces(found, dict(zip(names, own, strict=True)), matrices)
         if len(found) != len(own):
             hint = (
                 "add parameters with optimizer.add_param_group" if len(found) > len(own) else "freeze, not remove, them"
@@ -67,6 +69,29 @@ def _require_alike(groups: Sequence[Mapping[str, Any]], param_sets: ParamSets) -
             if tuple(new.shape) != info.shape:
                 raise ValueError(f"{name}: a parameter of shape {info.shape} is required, got {tuple(new.shape)}")
         check_values(group)
+
+
+def _require_no_pieces(found: Sequence[Tensor], own: Mapping[str, Tensor], matrices: Sequence[str]) -> None:
+    """Raises ValueError for flat pieces in place of parameters: marked ones, and one vector alone in place of matrices.
+
+    The second is what DeepSpeed's stages 1 and 2, and its optimizer for bfloat16, leave in a group, without a mark.
+
+    found: what the group holds.
+    own: what the optimizer was made for, by name.
+    matrices: names of those with two axes or more.
+    """
+    for name, old in own.items():
+        if piece := flat_piece(old):
+            raise ValueError(f"{name}: a parameter of its own shape is required, got {piece}")
+    if not own or all(any(new is old for old in own.values()) for new in found):
+        return
+    piece = next(filter(None, map(flat_piece, found)), "")
+    if not piece and matrices and len(found) == 1 and found[0].ndim == 1:
+        piece = f"a vector of {found[0].numel()} in their place, as DeepSpeed (ZeRO) cuts them; {WHOLE_SHARDS}"
+    if piece:
+        first = matrices[0] if matrices else next(iter(own))
+        others = f" and {len(own) - 1} more" if len(own) > 1 else ""
+        raise ValueError(f"{first}{others}: parameters of their own shape are required, got {piece}")
 
 
 class ModelLink:

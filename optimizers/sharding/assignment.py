@@ -15,6 +15,7 @@ from eigengraft.distributed.layouts import is_dtensor
 from eigengraft.distributed.ownership import Loads
 from eigengraft.distributed.rank_group import RankGroup, mesh_group
 
+from ..param_groups import flat_piece
 from ..recipe.recipe import Recipe
 from ..recipe.routing import ParamInfo
 from .agreement import require_agreement
@@ -177,13 +178,10 @@ def _describe(spec: ParamSpec, parameter: Tensor) -> tuple[Any, ...]:
 def scope(parameter: Tensor, distribution: Distribution) -> Any:
     """What parameters that are exchanged together have in common: a device mesh, or REPLICATED; None: no exchange.
 
-    Raises ValueError if the recipe asks for parameters of the other kind, and for flat parameters, which torch marks.
+    Raises ValueError if the recipe asks for parameters of the other kind, and for flat pieces of parameters.
     """
-    if distribution.mode != "local" and getattr(parameter, "_fsdp_flattened", False):
-        raise ValueError(
-            "a parameter of its own shape is required, got a flat one of FullyShardedDataParallel (FSDP1); use "
-            "torch.distributed.fsdp.fully_shard (FSDP2)"
-        )
+    if piece := flat_piece(parameter):
+        raise ValueError(f"a parameter of its own shape is required, got {piece}")
     sharded = is_dtensor(parameter)
     if distribution.mode in ("replicated", "local") and sharded:
         raise ValueError(f"distribution.mode: '{distribution.mode}' takes plain tensors, got a DTensor")

@@ -63,6 +63,44 @@ def test_a_model_on_the_meta_device_is_refused_by_name() -> None:
         compose("soap", Net().to("meta"))
 
 
+class TestFlatPieces:
+    """Marks of tensors as FSDP1 and DeepSpeed set them; neither makes matrices of what it hands to optimizers."""
+
+    REMEDY = r"; use torch\.distributed\.fsdp\.fully_shard \(FSDP2\)$"
+
+    def test_of_fsdp1_are_refused_by_name(self) -> None:
+        flat = nn.Parameter(torch.ones(24))
+        flat._fsdp_flattened = True  # type: ignore[attr-defined]
+        for recipe in ("soap", "sgd", {"base": "sgd", "distribution": {"mode": "local"}}):
+            with pytest.raises(ValueError, match=r"^_flat_param: .* got a flat one of .* \(FSDP1\)" + self.REMEDY):
+                Optimizer([("_flat_param", flat)], recipe)
+
+    def test_of_stage_3_are_refused_by_name_and_shape(self) -> None:
+        model = Net()
+        for number, parameter in enumerate(model.parameters()):
+            parameter.ds_id, parameter.ds_shape = number, parameter.shape  # type: ignore[attr-defined]
+            parameter.data = torch.empty(0)
+        with pytest.raises(
+            ValueError, match=r"^hidden\.weight: .* of shape \(5, 4\) in .* \(ZeRO stage 3\)" + self.REMEDY
+        ):
+            compose("soap", model)
+
+    @pytest.mark.parametrize("stage", [1, 3, "marked later"])
+    @pytest.mark.parametrize("frozen", [(), ("hidden.bias", "last.weight", "last.bias")], ids=["all", "one"])
+    def test_in_place_of_parameters_are_refused_by_name(self, stage: int | str, frozen: tuple[str, ...]) -> None:
+        model = Net()
+        given = [(name, parameter) for name, parameter in model.named_parameters() if name not in frozen]
+        optimizer = Optimizer(given, "soap", overrides={"routes": []})
+        (group,) = optimizer.param_groups
+        group["params"] = [torch.ones(12, requires_grad=True)]
+        if stage == 3:
+            group["params"][0].ds_id = "0_3"
+        if stage == "marked later":
+            group["params"], model.hidden.weight.ds_shape = [], (5, 4)  # type: ignore[assignment]
+        with pytest.raises(ValueError, match=r"^hidden\.weight.* required, got .* \(ZeRO.*\).*" + self.REMEDY):
+            optimizer.step()
+
+
 class TestReplacedParameters:
     def replace(self, model: Net, attribute: str = "weight") -> None:
         setattr(model.hidden, attribute, nn.Parameter(getattr(model.hidden, attribute).detach().clone()))
