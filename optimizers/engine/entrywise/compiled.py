@@ -47,39 +47,54 @@ def move_compiled(blocks: ActiveBlocks, step: Step, counts: NDArray[np.int64], p
 
     counts: `[P]`, gradients that each parameter has had, this one included.
     """
-    own, positions = blocks.stack_state, blocks.stack.param_ids.tolist()
-    given = [step.gradients[at] for at in positions]
-    held = [parameters[at].detach() for at in positions]
-    if not own.kernels or own.block_group is not None or not all(x.is_contiguous() for x in (*given, *held)):
+    own, ids = blocks.stack_state, blocks.stack.param_ids
+    if not own.kernels or own.block_group is not None:
         return False
-    writes = [_write_numbers(step.rates.step_scale(own.path, at)) for at in positions]
-    steps, dtypes = {int(counts[at]) for at in positions}, {tensor.dtype for tensor in held}
-    plain = blocks.rows is None and own.lr_factors is None and len(steps) == len(dtypes) == len({*writes}) == 1
+    given = [step.gradients[at] for at in ids.tolist()]
+    held = [parameters[at].detach() for at in ids.tolist()]
+    if not all(x.is_contiguous() for x in (*given, *held)):
+        return False
+    steps, writes = counts[ids].tolist(), _write_numbers(blocks, step)
+    plain = blocks.rows is None and len({*steps}) == len({x.dtype for x in held}) == len({*writes}) == 1
     if plain and math.prod(own.stack.block) < _SMALL and len(held) > 1:
-        _move_together(own, held, given, own.kernels[held[0].dtype].numbers(steps.pop(), writes[0]))
+        _move_together(own, held, given, own.kernels[held[0].dtype].numbers(steps[0], writes[0]))
         return True
     rows = range(len(held)) if blocks.rows is None else blocks.rows.tolist()
-    for row, at, parameter, gradient, write in zip(rows, positions, held, given, writes, strict=True):
-        kernel = own.kernels[parameter.dtype]
-        factor = 1.0 if own.lr_factors is None else float(own.lr_factors[row])
-        numbers = kernel.numbers(int(counts[at]), write._replace(factor=factor))
-        _call(kernel, own, [parameter, gradient, *(tensor[row] for tensor in own.tensors.values())], numbers)
+    shape = _shape(own)
+    slots = [tensor.view(-1, *shape).unbind() for tensor in own.tensors.values()]  # one call for all rows
+    for row, parameter, gradient, at, write in zip(rows, held, given, steps, writes, strict=True):
+        kernel, state = own.kernels[parameter.dtype], [slot[row] for slot in slots]
+        kernel.compiled([parameter.view(shape), gradient.view(shape), *state, *kernel.numbers(at, write)])
     return True
 
 
-def _write_numbers(scale: StepScale) -> WriteNumbers:
+def _write_numbers(blocks: ActiveBlocks, step: Step) -> list[WriteNumbers]:
+    """The numbers of the write of each block."""
+    own, ids = blocks.stack_state, blocks.stack.param_ids
+    groups = step.rates.alike[ids].tolist()
+    some = dict(zip(groups, ids.tolist(), strict=True))  # a parameter of each group
+    numbers = {group: _numbers_of(step.rates.step_scale(own.path, at)) for group, at in some.items()}
+    if own.lr_factors is None:
+        return [numbers[group] for group in groups]
+    factors = (own.lr_factors if blocks.rows is None else own.lr_factors[blocks.rows]).tolist()
+    return [numbers[group]._replace(factor=factor) for group, factor in zip(groups, factors, strict=True)]
+
+
+def _numbers_of(scale: StepScale) -> WriteNumbers:
     lr, alpha = float(scale.lr), float(scale.alpha)
     return WriteNumbers(lr, 1 - lr * alpha, alpha, scale.gradient_rate, 1.0)
 
 
-def _call(kernel: Kernel, own: StackState, tensors: Sequence[Tensor], numbers: Sequence[Tensor]) -> None:
-    shape = (1, -1, *[1] * (len(own.stack.block) - 1))
-    kernel.compiled(*(tensor.view(shape) for tensor in tensors), *numbers)
+def _shape(own: StackState, blocks: int = 1) -> tuple[int, ...]:
+    """The shape in which a kernel takes the entries of some blocks."""
+    return (1, blocks * math.prod(own.stack.block), *[1] * (len(own.stack.block) - 1))
 
 
 def _move_together(own: StackState, held: Sequence[Tensor], given: Sequence[Tensor], numbers: Sequence[Tensor]) -> None:
     """One call for all blocks of a stack, on copies of their parameters."""
-    parameter, gradient = (torch.cat([tensor.flatten() for tensor in some]) for some in (held, given))
-    _call(own.kernels[parameter.dtype], own, [parameter, gradient, *own.tensors.values()], numbers)
+    shape = _shape(own, len(held))
+    parameter, gradient = (torch.cat([tensor.flatten() for tensor in some]).view(shape) for some in (held, given))
+    slots = [tensor.view(shape) for tensor in own.tensors.values()]
+    own.kernels[parameter.dtype].compiled([parameter, gradient, *slots, *numbers])
     moved = parameter.view(len(held), *own.stack.block).unbind()
     torch._foreach_copy_([tensor.view(own.stack.block) for tensor in held], list(moved))

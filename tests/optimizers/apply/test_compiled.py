@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from eigengraft import Optimizer, compose
-from eigengraft.optimizers.engine.entrywise import compiled, kernels
+from eigengraft.optimizers.engine.entrywise import compiled, generated, kernels
 
 from ...trajectories import normal
 
@@ -32,10 +32,11 @@ def as_traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Kernels that run as they were traced; the number of entries of each call."""
     calls = list[int]()
 
-    def traced(step: Any, **options: bool) -> Any:
-        return lambda *tensors: (calls.append(tensors[0].numel()), step(*tensors))
+    def traced(step: Any, samples: list[Tensor]) -> Any:
+        graph = generated.trace(step, samples)
+        return lambda tensors: (calls.append(tensors[0].numel()), graph(*tensors))
 
-    monkeypatch.setattr(torch, "compile", traced)
+    monkeypatch.setattr(kernels, "generate", traced)
     monkeypatch.setattr(kernels, "_KERNELS", {})
     monkeypatch.setattr(compiled, "_SMALL", 20)
     return calls
@@ -103,6 +104,31 @@ def test_small_equal_parameters_take_one_call(as_traced: list[int]) -> None:
     assert as_traced == [15]
 
 
+def test_numbers_of_a_step_do_not_depend_on_the_steps_before() -> None:
+    """A run that goes on from a checkpoint has the bits of one that was never stopped."""
+    source = kernels.KernelSource(
+        *_adamw(), (64, 64), ("update.momentum/m", "update.rms/v"), torch.float64, torch.float64
+    )
+    write = kernels.WriteNumbers(0.01, 0.999, 0.1, 0.0, 1.0)
+    going = kernels.Kernel(source)
+    for step in (1, 2, 63, 64, 65, 1000):
+        found = torch.stack(going.numbers(step, write))
+        assert torch.equal(found, torch.stack(kernels.Kernel(source).numbers(step, write)))
+        # 1 - b^t loses up to four digits of float64 where b = 0.999 and t = 1
+        wanted = torch.tensor([*write, 1 - 0.9**step, (1 - 0.999**step) ** 0.5], dtype=torch.float64)
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
+
+
+def test_other_inner_functions_of_torch_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generated, "_without_guards", lambda traced: traced.no_such_function)
+    monkeypatch.setattr(torch, "compile", lambda step, **options: step)
+    tensor = torch.ones(1, 8)
+    with pytest.warns(UserWarning, match="is called with its guards, which take longer .*no_such_function"):
+        double = generated.generate(lambda x: (x.mul_(2),), [tensor])
+    double([tensor])
+    assert torch.equal(tensor, torch.full((1, 8), 2.0))
+
+
 @pytest.mark.parametrize(
     ("recipe", "got"),
     [
@@ -125,10 +151,10 @@ def test_the_adam_route_of_a_recipe_is_compiled(as_traced: list[int]) -> None:
 
 
 def test_without_a_compiler_construction_says_so(as_traced: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*tensors: Tensor) -> None:
+    def broken(*given: Any) -> None:
         raise OSError("no g++")
 
-    monkeypatch.setattr(torch, "compile", lambda step, **options: broken)
+    monkeypatch.setattr(kernels, "generate", broken)
     with pytest.raises(RuntimeError, match=r"^compile: a C\+\+ compiler for torch.compile is required, got no g\+\+"):
         Optimizer([nn.Parameter(normal(3, 4, seed=0))], {"base": "adamw", "compile": True})
 
@@ -142,11 +168,11 @@ def test_entries_do_not_depend_on_their_place(dtype: torch.dtype) -> None:
     tensors = [normal(1, 4096, 1, seed=i).to(dtype).square() for i in range(4)]
     numbers = kernel.numbers(3, kernels.WriteNumbers(0.01, 0.999, 0.1, 0.0, 1.0))
     whole = [tensor.clone() for tensor in tensors]
-    kernel.compiled(*whole, *numbers)
+    kernel.compiled([*whole, *numbers])
     for start in range(20):
         for length in (2, 3, 15, 16, 17, 31, 100, 1023):
             part = [tensor[:, start : start + length].clone() for tensor in tensors]
-            kernel.compiled(*part, *numbers)
+            kernel.compiled([*part, *numbers])
             assert all(torch.equal(a, b[:, start : start + length]) for a, b in zip(part, whole, strict=True))
 
 
