@@ -20,6 +20,8 @@ from .initialization import Init, initialized
 from .models import GPT
 
 SYMBOLS = 256
+IN_LIBRARY = "python:"
+"""Start of the path of a file in the standard library's folder, the same on every machine."""
 
 
 class ByteLM(Task):
@@ -30,7 +32,10 @@ class ByteLM(Task):
     """
 
     kind: Literal["byte_lm"] = "byte_lm"
-    path: str | None = Field(default=None, description="a text file; none: the Python standard library's sources")
+    path: str | None = Field(
+        default=None,
+        description="a text file, or 'python:FILE' in the standard library's folder; none: the library's sources",
+    )
     max_bytes: int = Field(default=8 * 2**20, ge=4096, description="read at most this many bytes of text")
     layers: int = Field(default=2, ge=1, le=64, description="transformer blocks")
     width: int = Field(default=64, ge=4, le=4096, description="size of the residual stream")
@@ -43,7 +48,9 @@ class ByteLM(Task):
     @field_validator("path")
     @classmethod
     def _absolute(cls, path: str | None) -> str | None:
-        return None if path is None else str(Path(path).expanduser().absolute())
+        if path is None or path.startswith(IN_LIBRARY):
+            return path
+        return str(Path(path).expanduser().absolute())
 
     @field_validator("heads")
     @classmethod
@@ -56,9 +63,11 @@ class ByteLM(Task):
     def load(self) -> Dataset:
         if self.path is None:
             return Text(self, standard_library_text(self.max_bytes))
-        if not Path(self.path).is_file():
+        inside = self.path.startswith(IN_LIBRARY)
+        file = library_folder() / self.path.removeprefix(IN_LIBRARY) if inside else Path(self.path)
+        if not file.is_file():
             raise ValueError(f"task.path: an existing text file is required, got '{self.path}'")
-        return Text(self, read_text([Path(self.path)], self.max_bytes))
+        return Text(self, read_text([file], self.max_bytes))
 
     def build(self) -> nn.Module:
         return initialized(GPT(SYMBOLS, self.context, self.layers, self.width, self.heads), self.init)
@@ -119,9 +128,14 @@ def read_text(files: Iterable[Path], max_bytes: int) -> bytes:
     return b"".join(parts)
 
 
+def library_folder() -> Path:
+    """The folder of the running Python's standard library."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
 def standard_library_files() -> list[Path]:
     """The standard library's .py files, in an order that depends on their names alone."""
-    root = Path(sysconfig.get_paths()["stdlib"])
+    root = library_folder()
     skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
     files = {file.relative_to(root).as_posix(): file for file in root.rglob("*.py")}
     # _sysconfigdata holds the paths and flags of the machine that built Python: no part of the library.

@@ -14,6 +14,8 @@ from typing import Any
 
 from eigengraft.component import RecipeError
 
+from ..tasks.byte_lm import IN_LIBRARY
+
 
 def import_component(source: str) -> ModuleType:
     """Import `source`, a Python file or the dotted name of an installed module; the same file is imported once.
@@ -74,8 +76,8 @@ def _located(path: str, value: Any, home: Path) -> Any:
         return str(home / value)
     if path == "recipe" and isinstance(value, Mapping) and "base" in value:
         return {**value, "base": _located("recipe.base", value["base"], home)}
-    if path == "task.path" and isinstance(value, str):
+    if path == "task.path" and isinstance(value, str) and not value.startswith(IN_LIBRARY):
         return str(home / value)
-    if path == "task" and isinstance(value, Mapping) and isinstance(value.get("path"), str):
-        return {**value, "path": str(home / value["path"])}
+    if path == "task" and isinstance(value, Mapping) and "path" in value:
+        return {**value, "path": _located("task.path", value["path"], home)}
     return value
