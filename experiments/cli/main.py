@@ -1,4 +1,4 @@
-"""The command line: `eigengraft train | show | schema | ablate | report | reproduce | demo | bench | plan | costs`.
+"""The commands train, show, schema, ablate, report, reproduce, track, demo, bench, plan and costs of `eigengraft`.
 
 Commands load, call the library and print. A wrong input ends with one box on standard error and exit code 2, an
 interrupt with exit code 130.
@@ -29,6 +29,7 @@ from . import costs as cli_costs
 from . import plan as cli_plan
 from . import reproduce as cli_reproduce
 from . import study as cli_study
+from . import track as cli_track
 from .console import describe_result, print_error, print_table, routing_table_of, storage_table, to_yaml
 from .progress import training_progress
 
@@ -150,6 +151,7 @@ def schema_command(
 app.command("ablate")(cli_study.ablate_command)
 app.command("report")(cli_study.report_command)
 app.command("reproduce")(cli_reproduce.reproduce_command)
+app.add_typer(cli_track.track_app, name="track")
 app.command("demo")(cli_study.demo_command)
 app.command("bench")(cli_bench.bench_command)
 app.command("plan")(cli_plan.plan_command)

@@ -107,7 +107,7 @@ def _submit(study: Study, out: Path | None, cluster: str, jobs: int, workers: in
     typer.echo(f"jobs {names}; logs in {directory / 'jobs'}; for a report at any time: eigengraft report {directory}")
 
 
-def run_to_end(source: str, overrides: list[str], out: Path | None, workers: int | None) -> Path:
+def run_to_end(source: str | Study, overrides: list[str], out: Path | None, workers: int | None) -> Path:
     """Do the remaining runs of a study, those that tune first; name the runs that failed and exit with code 1."""
     from ..studies.running import complete_study
     from ..studies.study import load_study

@@ -72,6 +72,16 @@ def holm(p: Mapping[str, float]) -> dict[str, float]:
     return corrected
 
 
+def is_below(values: Sequence[float], target: float, sigma: float, z: float) -> bool:
+    """Whether (target - mean) sqrt(n) >= z sigma: the mean of n values lies below a target by z standard errors.
+
+    The acceptance test of track 3 of modded-nanogpt, with sigma 0.0013 and z about 3 there: sigma, the standard
+    deviation of a value, is known beforehand, so that few values are enough.
+    """
+    mean = math.fsum(values) / len(values)
+    return (target - mean) * math.sqrt(len(values)) >= z * sigma
+
+
 def reaches(x: Sequence[float], y: Sequence[float], level: float) -> float | None:
     """The x where the curve y(x) is first at or below `level`, interpolated linearly; None if nowhere.
 

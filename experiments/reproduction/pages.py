@@ -52,7 +52,7 @@ def claims_table(claims: Mapping[str, PaperClaim], found: Mapping[str, ClaimFind
         p = "" if finding.p is None else f"{finding.p:.2g}"
         measured = (_measured(finding, claim), str(len(finding.values)), p, f"**{finding.verdict}**")
         rows.append((claim.says, claim.source, claim.published, _required(claim), *measured))
-    return _table(heads, rows)
+    return markdown_table(heads, rows)
 
 
 def study_table(results: StudyResults) -> str:
@@ -67,7 +67,7 @@ def study_table(results: StudyResults) -> str:
     rows = [(*labels, *_numbers(own)) for labels, own in cells.items()]
     seeds = ", ".join(map(str, sorted({row.seed for row in results.rows})))
     made = "; ".join(f"{key} {value}" for key, value in results.made.items())
-    return f"{made}; seeds {seeds}\n\n{_table(heads, rows)}"
+    return f"{made}; seeds {seeds}\n\n{markdown_table(heads, rows)}"
 
 
 def _numbers(rows: list[ResultRow]) -> tuple[str, ...]:
@@ -110,6 +110,7 @@ def _renewed(readme: Path, tables: Mapping[str, str]) -> str:
     return _MARKED.sub(table, readme.read_text(encoding="utf-8"))
 
 
-def _table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+def markdown_table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    """A table in Markdown; bars inside its cells are escaped."""
     lines = [heads, ("---",) * len(heads), *rows]
     return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
