@@ -32,6 +32,10 @@ def ablate_command(  # noqa: PLR0913  its arguments are the command's options
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="list runs, differences, expected time and memory; run nothing")
     ] = False,
+    storage: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="database where workers without a common directory meet: sqlite:///study.db"),
+    ] = None,
     submit: Annotated[
         str | None, typer.Option(metavar="CLUSTER", help="submit workers as jobs through submitit: slurm, or local")
     ] = None,
@@ -42,8 +46,11 @@ def ablate_command(  # noqa: PLR0913  its arguments are the command's options
 ) -> None:
     """Run every cell of a study with every seed; the same command again continues a stopped study.
 
-    Given several times at once, on any machines that see the directory, it shares the runs among them.
+    Given several times at once, on any machines that see the directory or the database, it shares the runs among them.
     """
+    if storage is not None and (dry_run or submit is not None):
+        other = "--dry-run, which runs nothing" if dry_run else "--submit, whose jobs see one directory"
+        raise RecipeError(f"--storage: a study that is run here is required, got it with {other}")
     if dry_run:
         _print_preview(study, overrides or [], out)
         return
@@ -54,7 +61,7 @@ def ablate_command(  # noqa: PLR0913  its arguments are the command's options
 
         _submit(load_study(study, overrides or []), out, submit, jobs, workers or 1, option or [])
         return
-    directory = run_to_end(study, overrides or [], out, workers)
+    directory = run_to_end(study, overrides or [], out, workers, storage)
     typer.echo(f"{directory}: all runs complete. For the report: eigengraft report {directory}")
 
 
@@ -107,7 +114,9 @@ def _submit(study: Study, out: Path | None, cluster: str, jobs: int, workers: in
     typer.echo(f"jobs {names}; logs in {directory / 'jobs'}; for a report at any time: eigengraft report {directory}")
 
 
-def run_to_end(source: str | Study, overrides: list[str], out: Path | None, workers: int | None) -> Path:
+def run_to_end(
+    source: str | Study, overrides: list[str], out: Path | None, workers: int | None, storage: str | None = None
+) -> Path:
     """Do the remaining runs of a study, those that tune first; name the runs that failed and exit with code 1."""
     from ..studies.running import complete_study
     from ..studies.study import load_study
@@ -127,7 +136,7 @@ def run_to_end(source: str | Study, overrides: list[str], out: Path | None, work
         with StudyProgress(console, len(prepared.runs), len(prepared.left)) as progress:
             yield progress.on_event
 
-    failed = complete_study(study, directory, workers, watch)
+    failed = complete_study(study, directory, workers, watch, storage)
     if failed:
         for run, reason in failed.items():
             last = reason.strip().splitlines()[-1]

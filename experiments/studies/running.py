@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from eigengraft.component import RecipeError
+
 from ..reports.run import fault_file
 from ..training.outcome import Result
 from ..training.rundir import RunDirectory
@@ -19,7 +21,7 @@ from .pool import run_pool
 from .study import Study
 from .tuning.rounds import plan_tuning
 from .workers.claimed_run import ATTEMPTS, train_claimed
-from .workers.claims import Claims
+from .workers.rendezvous import Rendezvous, SharedDirectory
 
 POLL = 0.5
 """Seconds between two looks at the runs of other workers."""
@@ -49,25 +51,30 @@ class PreparedStudy:
 
     A study that tunes is prepared and run several times: its searches go on, until nothing is left to tune.
 
-    directory: of the study.
+    rendezvous: where its workers meet.
     tuning: whether `runs` are the next runs of the searches, and not the study's own.
     runs: all runs.
     left: runs without a result, the longest first.
     seconds: rough guess of the time of every run, by its directory.
     """
 
-    directory: Path
+    rendezvous: Rendezvous
     tuning: bool
     runs: tuple[PlannedRun, ...]
     left: tuple[PlannedRun, ...]
     seconds: Mapping[str, float]
 
 
-def prepare_study(study: Study, directory: Path, failed: Collection[str] = ()) -> PreparedStudy:
+def prepare_study(
+    study: Study, directory: Path, failed: Collection[str] = (), storage: str | None = None
+) -> PreparedStudy:
     """Check every cell of the study and every run already in `directory`; nothing is run. Raises RecipeError.
 
+    With `storage`, the URL of a database, results of other workers are brought into the directory first.
     A value whose run is named in `failed` counts as diverged while the study tunes.
     """
+    rendezvous = rendezvous_at(study.name, directory, storage)
+    rendezvous.fetch()
     if study.tune is not None:
         plan_runs(study)  # names every wrong cell, where a search would stop at the first
     tuning, tuned = plan_tuning(study, directory, failed)
@@ -78,26 +85,26 @@ def prepare_study(study: Study, directory: Path, failed: Collection[str] = ()) -
     seconds = expected_seconds(planned)
     left.sort(key=lambda run: -seconds[run.directory])
     write_manifest(study, own, tuned, directory)
-    return PreparedStudy(directory, bool(tuning), tuple(planned), tuple(left), seconds)
+    return PreparedStudy(rendezvous, bool(tuning), tuple(planned), tuple(left), seconds)
 
 
 def run_study(prepared: PreparedStudy, workers: int | None = None) -> Generator[StudyEvent, None, None]:
     """Do the runs that are left on `workers` processes, default one per core, and yield events.
 
-    Any number of callers, on any machines that see the directory, may do so at once: each run is done by one of them,
-    and the others wait for it. Leaving the iteration stops the study. A stopped or killed study continues when it is
-    prepared and run again.
+    Any number of callers, on any machines that see the directory or the database, may do so at once: each run is done
+    by one of them, and the others wait for it. Leaving the iteration stops the study. A stopped or killed study
+    continues when it is prepared and run again.
     """
     weights, left = prepared.seconds, {run.directory: 1.0 for run in prepared.left}
     total = sum(weights.values())
     waiting = list(prepared.left)
     for run in waiting:
-        Claims(prepared.directory / run.directory).forget_dead()
+        prepared.rendezvous.claims(run.directory).forget_dead()
     while waiting:
         elsewhere: list[PlannedRun] = []
         for run, kind, value in itertools.chain(
-            _pool_events(prepared.directory, waiting, workers or available_cores(), elsewhere),
-            _awaited(prepared.directory, elsewhere),
+            _pool_events(prepared.rendezvous, waiting, workers or available_cores(), elsewhere),
+            _awaited(prepared.rendezvous, elsewhere),
         ):
             if kind in ("progress", "done", "failed"):
                 left[run.directory] = 1 - value.step / value.steps if kind == "progress" else 0.0
@@ -106,14 +113,15 @@ def run_study(prepared: PreparedStudy, workers: int | None = None) -> Generator[
 
 
 def _pool_events(
-    directory: Path, runs: Sequence[PlannedRun], workers: int, elsewhere: list[PlannedRun]
+    rendezvous: Rendezvous, runs: Sequence[PlannedRun], workers: int, elsewhere: list[PlannedRun]
 ) -> Iterator[tuple[PlannedRun, Kind, Any]]:
     """Events of a pool that does these runs; those that another worker holds are put into `elsewhere`."""
-    jobs = [(run.experiment.model_dump(mode="json"), directory / run.directory) for run in runs]
+    jobs = [(run.experiment.model_dump(mode="json"), run.directory, rendezvous) for run in runs]
     for event in run_pool(train_claimed, jobs, workers, ATTEMPTS):
         run = runs[event.job]
         if event.kind == "failed":
-            fault_file(directory / run.directory).write_text(event.value, encoding="utf-8")
+            fault_file(rendezvous.directory / run.directory).write_text(event.value, encoding="utf-8")
+            rendezvous.publish(run.directory)
         if event.kind == "done" and event.value is None:
             elsewhere.append(run)
             yield run, "elsewhere", None
@@ -121,12 +129,13 @@ def _pool_events(
             yield run, event.kind, event.value
 
 
-def _awaited(directory: Path, elsewhere: list[PlannedRun]) -> Iterator[tuple[PlannedRun, Kind, Any]]:
+def _awaited(rendezvous: Rendezvous, elsewhere: list[PlannedRun]) -> Iterator[tuple[PlannedRun, Kind, Any]]:
     """Events of runs that other workers hold, until all ended or a worker died; those that ended leave the list."""
     while elsewhere:
         for run in list(elsewhere):
-            path = directory / run.directory
-            held, result, fault = Claims(path).held(), RunDirectory(path).read("result"), fault_file(path)
+            path, held = rendezvous.directory / run.directory, rendezvous.claims(run.directory).held()
+            rendezvous.fetch([run.directory])
+            result, fault = RunDirectory(path).read("result"), fault_file(path)
             if result is None and held:
                 continue
             if result is None and not fault.exists():
@@ -136,19 +145,33 @@ def _awaited(directory: Path, elsewhere: list[PlannedRun]) -> Iterator[tuple[Pla
         time.sleep(POLL if elsewhere else 0)
 
 
+def rendezvous_at(study: str, directory: Path, storage: str | None) -> Rendezvous:
+    """Where workers meet: the database with the URL `storage`; none: the directory. Raises RecipeError for no URL."""
+    if storage is None:
+        return SharedDirectory(directory)
+    try:
+        from .workers.database import DatabaseRendezvous
+    except ImportError:
+        required = "SQLAlchemy is required (pip install eigengraft[search]), got none"
+        raise RecipeError(f"--storage: {required}") from None
+    return DatabaseRendezvous(directory, storage, study)
+
+
 def complete_study(
     study: Study,
     directory: Path,
     workers: int | None = None,
     watch: Callable[[PreparedStudy], AbstractContextManager[Callable[[StudyEvent], None]]] | None = None,
+    storage: str | None = None,
 ) -> dict[str, str]:
     """Tune and run a study to its end; return the reason of every run that failed, by its directory.
 
+    Workers meet in `directory`, or in the database with the URL `storage`, which brings all results into `directory`.
     `watch` is entered for the runs of every round of the search, and for those of the study, and is told their events.
     """
     failed: dict[str, str] = {}
     while True:
-        prepared = prepare_study(study, directory, failed)
+        prepared = prepare_study(study, directory, failed, storage)
         with (
             nullcontext(lambda event: None) if watch is None else watch(prepared) as told,
             closing(run_study(prepared, workers)) as events,

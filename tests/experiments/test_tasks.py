@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import pydoc_data
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +44,15 @@ def test_targets_are_the_bytes_that_follow_the_inputs(tmp_path: Path) -> None:
         assert inputs.shape[1] == 32
         torch.testing.assert_close(targets, (inputs + 1) % 256)
         torch.testing.assert_close(inputs[:, 1:], targets[:, :-1])
+
+
+def test_a_file_of_the_standard_library_has_the_same_path_everywhere() -> None:
+    task = ByteLM(path="python:pydoc_data/topics.py", context=32)
+    assert task.path == "python:pydoc_data/topics.py"
+    text = Path(pydoc_data.__file__).with_name("topics.py").read_bytes()
+    assert task.load().fingerprint.sha256 == hashlib.sha256(text).hexdigest()
+    with pytest.raises(ValueError, match=r"an existing text file is required, got 'python:nowhere'"):
+        ByteLM(path="python:nowhere").load()
 
 
 def test_training_never_sees_the_last_part_of_the_text_and_validation_sees_nothing_else(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def load(data: Mapping[str, Any]) -> object:
 
 @pytest.mark.parametrize("page", pages_with("sh"))
 def test_commands_exist(page: str) -> None:
-    known = {command.name for command in app.registered_commands}
+    known = {command.name for command in [*app.registered_commands, *app.registered_groups]}
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     for line in "".join(blocks(page, "sh")).replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)

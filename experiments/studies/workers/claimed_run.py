@@ -5,27 +5,32 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from ...reports.run import fault_file
 from ...training.loading import load_experiment
 from ...training.outcome import Result, Tick
 from ...training.train import train
-from .claims import Claims
+from .rendezvous import Rendezvous
 
 ATTEMPTS = 3
 """How often a run is begun whose process dies; one that raised an error is not begun again by the same command."""
 
 
-def train_claimed(job: tuple[dict[str, Any], Path], report: Callable[[Tick], None]) -> Result | None:
-    """Train one run in a worker, None if another worker does. The experiment is plain data: its imports come first."""
-    config, directory = job
+def train_claimed(job: tuple[dict[str, Any], str, Rendezvous], report: Callable[[Tick], None]) -> Result | None:
+    """Train one run in a worker, None if another worker does. The experiment is plain data: its imports come first.
+
+    A job is the experiment, the run's directory relative to that of the study, and where the workers meet.
+    """
+    config, run, rendezvous = job
+    directory = rendezvous.directory / run
     fault = fault_file(directory)
-    with Claims(directory).hold() as number:
+    with rendezvous.claims(run).hold() as number:
         if number == 0:
             return None
+        rendezvous.fetch([run])  # another worker may have ended it just before
         fault.unlink(missing_ok=True)
+        rendezvous.publish(run)
         try:
             if number > ATTEMPTS:
                 raise RuntimeError(f"the processes of {number - 1} attempts died")
@@ -33,6 +38,8 @@ def train_claimed(job: tuple[dict[str, Any], Path], report: Callable[[Tick], Non
         except Exception:
             fault.write_text(traceback.format_exc(), encoding="utf-8")  # before others see that it is free
             raise
+        finally:
+            rendezvous.publish(run)
 
 
 def _now_and_then(report: Callable[[Tick], None]) -> Callable[[Tick], None]:

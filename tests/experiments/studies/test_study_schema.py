@@ -1,9 +1,14 @@
 """The JSON schema of studies says what the loader says."""
 
+from pathlib import Path
+
 import pytest
 
-from eigengraft import RecipeError
+from eigengraft import Recipe, RecipeError
+from eigengraft.experiments.reproduction.claims import PaperClaims
 from eigengraft.experiments.studies.study import Study, load_study, shipped_studies
+from eigengraft.experiments.track.track import Track
+from eigengraft.experiments.training.experiment import Experiment
 from eigengraft.optimizers.recipe.schema import json_schema
 from eigengraft.optimizers.recipe.yaml_files import parse_yaml, read_yaml
 
@@ -54,6 +59,25 @@ def test_the_schema_refuses_what_the_loader_refuses(text):
     assert violations(SCHEMA, data) != []
 
 
-@pytest.mark.parametrize("name", shipped_studies())
-def test_shipped_studies_follow_the_schema(name):
-    assert violations(SCHEMA, read_yaml(shipped_studies()[name])) == []
+ROOT = Path(__file__).parents[3]
+FOUND = sorted(path for room in ("experiments", "papers") for path in (ROOT / room).rglob("*.yaml"))
+FILES = [path for path in FOUND if "imports" not in read_yaml(path)]  # the schema has no components of a file's own
+
+
+def kind_of(path):
+    """The schema that a file is written for: that of studies, claims, experiments or recipes; None: of a track."""
+    fields = read_yaml(path)
+    kinds = {"axes": Study, "claims": PaperClaims, "tasks": None, "task": Experiment, "update": Recipe, "base": Recipe}
+    return next(kinds[field] for field in kinds if field in fields)
+
+
+@pytest.mark.parametrize("path", [pytest.param(path, id=str(path.relative_to(ROOT))) for path in FILES])
+def test_every_file_of_experiments_and_papers_follows_its_schema(path):
+    kind = kind_of(path)
+    schema = SCHEMA if kind is Study else json_schema(kind or Track)
+    assert violations(schema, read_yaml(path)) == []
+
+
+def test_all_shipped_studies_are_among_the_files():
+    studies = {path for path in FILES if kind_of(path) is Study}
+    assert {path.resolve() for path in shipped_studies().values()} <= studies and len(studies) >= 20

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
@@ -17,8 +18,8 @@ from eigengraft.experiments.studies import running
 from eigengraft.experiments.studies.pool import PoolEvent
 from eigengraft.experiments.studies.running import complete_study, prepare_study, run_study
 from eigengraft.experiments.studies.study import load_study
-from eigengraft.experiments.studies.workers import claims
-from eigengraft.experiments.studies.workers.claims import Claims
+from eigengraft.experiments.studies.workers import claims, database
+from eigengraft.experiments.studies.workers.file_claims import FileClaims
 from eigengraft.experiments.studies.workers.submission import StudyJob, submit_study
 
 from ...processes import fork_what_is_spawned
@@ -37,27 +38,34 @@ def names(run):
     return sorted(path.name for path in run.parent.iterdir())
 
 
-def test_one_worker_holds_a_run_and_leaves_nothing(tmp_path):
-    run = tmp_path / "cell" / "seed-0"
-    with Claims(run).hold() as first:
+@pytest.fixture(params=["files", "database"])
+def claims_of(request, tmp_path):
+    """The claims of a run, by its name."""
+    storage = f"sqlite:///{tmp_path / 'study.db'}" if request.param == "database" else None
+    return running.rendezvous_at("one", tmp_path / "study", storage).claims
+
+
+def test_one_worker_holds_a_run_and_leaves_nothing(claims_of):
+    run = claims_of("cell/seed-0")
+    with run.hold() as first:
         assert first == 1
-        assert Claims(run).held()
-        assert names(run) == ["seed-0.claim-1"]
-        with Claims(run).hold() as second:
+        assert run.held()
+        assert run.numbers() == [1]
+        with claims_of("cell/seed-0").hold() as second:
             assert second == 0
-        with Claims(run.with_name("seed-1")).hold() as other:
+        with claims_of("cell/seed-1").hold() as other:
             assert other == 1
-        Claims(run).forget_dead()
-        assert names(run) == ["seed-0.claim-1"]
-    assert not Claims(run).held() and names(run) == []
+        run.forget_dead()
+        assert run.numbers() == [1]
+    assert not run.held() and run.numbers() == []
 
 
-def test_of_many_workers_one_holds_a_run(tmp_path):
+def test_of_many_workers_one_holds_a_run(claims_of):
     holders, gate, done = [], threading.Barrier(8), threading.Barrier(8)
 
     def work():
         gate.wait()
-        with Claims(tmp_path / "seed-0").hold() as number:
+        with claims_of("seed-0").hold() as number:
             holders.append(number)
             done.wait()
 
@@ -72,7 +80,7 @@ def test_of_many_workers_one_holds_a_run(tmp_path):
 
 
 def _die_holding(run):
-    with Claims(run).hold():
+    with FileClaims(run).hold():
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -84,8 +92,8 @@ def test_the_run_of_a_dead_worker_is_taken_by_the_next(tmp_path):
         process.start()
         process.join()
         assert names(run) == [f"seed-0.claim-{n + 1}" for n in range(deaths)]
-        assert not Claims(run).held()
-    with Claims(run).hold() as number:
+        assert not FileClaims(run).held()
+    with FileClaims(run).hold() as number:
         assert number == 3
     assert names(run) == []
 
@@ -94,12 +102,12 @@ def test_a_worker_on_another_machine_lives_as_long_as_it_gives_signs(tmp_path, m
     """Locks of other machines may not be seen, so that its claim is one that nobody has locked."""
     claim = tmp_path / "seed-0.claim-1"
     claim.write_text("another machine")
-    assert Claims(tmp_path / "seed-0").held()
+    assert FileClaims(tmp_path / "seed-0").held()
     past = time.time() - claims.STALE - 1
     os.utime(claim, (past, past))
-    assert not Claims(tmp_path / "seed-0").held()
+    assert not FileClaims(tmp_path / "seed-0").held()
     monkeypatch.setattr(claims, "HEARTBEAT", 0.01)
-    with Claims(tmp_path / "seed-0").hold() as number:
+    with FileClaims(tmp_path / "seed-0").hold() as number:
         assert number == 2
         own = tmp_path / "seed-0.claim-2"
         os.utime(own, (past, past))
@@ -135,38 +143,117 @@ def steps_in(directory):
     return sum(path.read_bytes().count(b"\n") for path in directory.rglob("metrics.jsonl"))
 
 
-@pytest.mark.slow
-def test_a_study_whose_workers_are_killed_ends_like_one_that_was_not(tmp_path, monkeypatch):
-    """Twelve runs, six of them of a search; workers on one directory, one or two at a time, killed ten times."""
-    monkeypatch.setattr(running, "run_pool", in_this_process)
-    monkeypatch.setattr(running, "POLL", 0.01)
+def searching_study():
+    """Twelve runs, six of them of a search."""
     tune = {"seeds": [7], "space": {"weight_decay": {"start": 0.01, "ratio": 10.0}}, "trials": 3}
     methods = {"adam": {}, "lion": {"recipe": "lion"}}
-    one = load_study({"base": TINY, "axes": {"method": methods}, "seeds": [0, 1, 2], "tune": tune})
-    assert complete_study(one, tmp_path / "whole") == {}
-    whole, killed = trajectories(tmp_path / "whole"), tmp_path / "killed"
+    return load_study({"base": TINY, "axes": {"method": methods}, "seeds": [0, 1, 2], "tune": tune})
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """The trajectories of `searching_study` by one worker that nothing disturbs."""
+    directory = tmp_path_factory.mktemp("uninterrupted")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(running, "run_pool", in_this_process)
+        assert complete_study(searching_study(), directory) == {}
+    whole = trajectories(directory)
     assert len(whole) == 12
+    return whole
 
-    def worker():
-        process = multiprocessing.get_context("fork").Process(target=complete_study, args=(one, killed))
-        process.start()
-        return process
 
+def started_worker(directory, storage=None):
+    arguments = {"study": searching_study(), "directory": directory, "storage": storage}
+    process = multiprocessing.get_context("fork").Process(target=complete_study, kwargs=arguments)
+    process.start()
+    return process
+
+
+@pytest.mark.slow
+def test_a_study_whose_workers_are_killed_ends_like_one_that_was_not(tmp_path, monkeypatch, uninterrupted):
+    """Workers on one directory, one or two at a time, killed ten times."""
+    monkeypatch.setattr(running, "run_pool", in_this_process)
+    monkeypatch.setattr(running, "POLL", 0.01)
     for number in range(10):
-        workers = [worker() for _ in range(1 + number % 2)]
+        workers = [started_worker(tmp_path) for _ in range(1 + number % 2)]
         # a kill takes back at most the three steps since the last checkpoint of each run that it ends
-        while steps_in(killed) < 9 * (number + 1) and any(process.is_alive() for process in workers):
+        while steps_in(tmp_path) < 9 * (number + 1) and any(process.is_alive() for process in workers):
             time.sleep(0.002)
         for process in workers:
             process.kill()
             process.join()
-    assert len(trajectories(killed)) < 12
-    two = [worker(), worker()]
+    assert len(trajectories(tmp_path)) < 12
+    two = [started_worker(tmp_path), started_worker(tmp_path)]
     for process in two:
         process.join()
     assert [process.exitcode for process in two] == [0, 0]
-    assert trajectories(killed) == whole
-    assert not any(Claims(path.parent).held() for path in killed.rglob("result.json"))
+    assert trajectories(tmp_path) == uninterrupted
+    assert not any(FileClaims(path.parent).held() for path in tmp_path.rglob("result.json"))
+
+
+@pytest.mark.slow
+def test_workers_that_share_a_database_and_no_directory_split_a_study(tmp_path, monkeypatch, uninterrupted):
+    """One is killed in its second run; two others end the study, and each has every result."""
+    monkeypatch.setattr(running, "run_pool", in_this_process)
+    monkeypatch.setattr(running, "POLL", 0.05)
+    monkeypatch.setattr(claims, "HEARTBEAT", 0.2)
+    monkeypatch.setattr(database, "STALE", 2.0)  # SQLite tells whole seconds
+    storage = f"sqlite:///{tmp_path / 'study.db'}"
+    killed, first, second = (tmp_path / name for name in ("killed", "first", "second"))
+    process = started_worker(killed, storage)
+    while steps_in(killed) < 12:
+        assert process.is_alive()
+        time.sleep(0.002)
+    process.kill()
+    process.join()
+    two = [started_worker(directory, storage) for directory in (first, second)]
+    for process in two:
+        process.join()
+    assert [process.exitcode for process in two] == [0, 0]
+    assert trajectories(first) == trajectories(second) == uninterrupted
+    # checkpoints stay where they are: the result of the killed worker was taken over, and nothing was run twice
+    trained = [{path.parent.relative_to(one) for path in one.rglob("checkpoint.pt")} for one in (first, second)]
+    assert not trained[0] & trained[1] and all(trained)
+    assert len(trained[0] | trained[1]) == 12 - len(trajectories(killed))
+    # a worker that comes last finds everything there
+    assert complete_study(searching_study(), tmp_path / "late", storage=storage) == {}
+    assert trajectories(tmp_path / "late") == uninterrupted
+    assert not list((tmp_path / "late").rglob("checkpoint.pt"))
+
+
+def test_a_database_tells_why_a_run_failed_until_it_is_tried_again(tmp_path):
+    storage = f"sqlite:///{tmp_path / 'study.db'}"
+    here, there = (running.rendezvous_at("one", tmp_path / name, storage) for name in ("here", "there"))
+    other = running.rendezvous_at("other", tmp_path / "other", storage)
+    run, faults = "cell/seed-0", [tmp_path / name / "cell" / "seed-0.error.txt" for name in ("here", "there")]
+    (here.directory / run).mkdir(parents=True)
+    faults[0].write_text("no memory")
+    here.publish(run)
+    there.fetch()
+    other.fetch()
+    assert faults[1].read_text() == "no memory" and not other.directory.exists()
+    faults[0].unlink()
+    (here.directory / run / "metrics.jsonl").write_text("{}\n")  # of a run that has not ended: it stays here
+    here.publish(run)
+    there.fetch([run])
+    assert not faults[1].exists() and list((there.directory / run).glob("*")) == []
+    (here.directory / run / "result.json").write_text("{}")
+    here.publish(run)
+    there.fetch([run])
+    assert sorted(path.name for path in (there.directory / run).iterdir()) == ["metrics.jsonl", "result.json"]
+
+
+@pytest.mark.parametrize(
+    ("url", "error", "message"),
+    [
+        ("study.db", RecipeError, "--storage: a URL that SQLAlchemy knows is required, got 'study.db'"),
+        ("nosuch://host/x", RecipeError, "--storage: a URL that SQLAlchemy knows is required, got 'nosuch://host/x'"),
+        ("sqlite:////nowhere/study.db", OSError, "--storage: a database that answers is required"),
+    ],
+)
+def test_wrong_storage(url, error, message, tmp_path):
+    with pytest.raises(error, match=re.escape(message)):
+        running.rendezvous_at("one", tmp_path, url).fetch()
 
 
 @pytest.mark.slow
@@ -188,6 +275,8 @@ def test_jobs_of_a_cluster_share_the_runs(tmp_path, monkeypatch):
     [
         (["--jobs", "2"], "--jobs: --submit is required beside it, got none"),
         (["--option", "timeout_min=5"], "--option: --submit is required beside it, got none"),
+        (["--storage", "sqlite:///x.db", "--submit", "local"], "--storage: a study that is run here is required"),
+        (["--storage", "sqlite:///x.db", "--dry-run"], "--storage: a study that is run here is required"),
         (["--submit", "local"], "--submit: submitit is required (pip install eigengraft[slurm]), got none"),
     ],
 )
@@ -204,9 +293,10 @@ import os, signal
 from pathlib import Path
 from typing import Literal
 from eigengraft.experiments.tasks import Task
-from eigengraft.experiments.tasks.digits import Digits, Images
+from eigengraft.experiments.tasks.base import Examples
+from eigengraft.experiments.tasks.digits import Digits
 
-class Dying(Images):
+class Dying(Examples):
     def batch(self, seed, step):
         deaths = Path("deaths")
         if step == 4 and (count := len(deaths.read_text())) < seed:
@@ -216,7 +306,9 @@ class Dying(Images):
 
 class DyingDigits(Task):
     kind: Literal["dying_digits"] = "dying_digits"
-    def load(self): return Dying(8)
+    def load(self):
+        whole = Digits(batch_size=8).load()
+        return Dying(whole.train, whole.validation, whole.batch_size, whole.fingerprint)
     def build(self): return Digits(layers=1, width=4).build()
 """
 
