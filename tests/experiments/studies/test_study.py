@@ -170,9 +170,10 @@ def test_run_keep_and_refuse(tmp_path, monkeypatch):
 
 BROKEN = """
 from typing import Literal
-from eigengraft.experiments.tasks.digits import Digits, Images
+from eigengraft.experiments.tasks.base import Examples
+from eigengraft.experiments.tasks.digits import Digits
 
-class Breaking(Images):
+class Breaking(Examples):
     def batch(self, seed, step):
         if step == 3:
             raise RuntimeError("[bold]no more data")
@@ -182,7 +183,9 @@ from eigengraft.experiments.tasks import Task
 
 class BreakingDigits(Task):
     kind: Literal["breaking_digits"] = "breaking_digits"
-    def load(self): return Breaking(8)
+    def load(self):
+        whole = Digits(batch_size=8).load()
+        return Breaking(whole.train, whole.validation, whole.batch_size, whole.fingerprint)
     def build(self): return Digits(layers=1, width=4).build()
 """
 
@@ -218,9 +221,10 @@ import time
 from pathlib import Path
 from typing import Literal
 from eigengraft.experiments.tasks import Task
-from eigengraft.experiments.tasks.digits import Digits, Images
+from eigengraft.experiments.tasks.base import Examples
+from eigengraft.experiments.tasks.digits import Digits
 
-class Gated(Images):
+class Gated(Examples):
     def batch(self, seed, step):
         while step == 30 and not Path("open").exists():
             time.sleep(0.01)
@@ -228,7 +232,9 @@ class Gated(Images):
 
 class GatedDigits(Task):
     kind: Literal["gated_digits"] = "gated_digits"
-    def load(self): return Gated(8)
+    def load(self):
+        whole = Digits(batch_size=8).load()
+        return Gated(whole.train, whole.validation, whole.batch_size, whole.fingerprint)
     def build(self): return Digits(layers=1, width=8).build()
 """
 
