@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eigengraft.numerics import apply_aligned, finite_blocks, symmetrized, to_power
+from eigengraft.numerics import apply_aligned, finite_blocks, may_branch_on_values, symmetrized, to_power
 from eigengraft.ramps import Schedulable
 
 
@@ -107,7 +107,9 @@ class BasisSolver(Schedulable, ABC, family="basis_solver"):
 def eigh(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Eigenvalues `[N, d]` ascending, eigenvectors `[N, d, d]`, ok `[N]`; float32 failures are tried again in float64.
 
-    Where nothing helps the decomposition is that of the identity and ok is False.
+    A failure is an error of LAPACK's, or a result with nan: on a CPU, divide and conquer in float32 returns one without
+    an error for some finite singular matrices. Where nothing helps the decomposition is that of the identity and ok is
+    False; results with nan on other devices, where a look at them would be waited for, are not tried again.
     """
     ok = finite_blocks(a)
     if a.shape[-1] == 0 or a.shape[0] == 0:
@@ -115,9 +117,16 @@ def eigh(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
     a = torch.where(ok[:, None, None], symmetrized(a), eye)
     try:
-        return *apply_aligned(torch.linalg.eigh, a), ok
+        values, vectors = apply_aligned(torch.linalg.eigh, a)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         return _one_by_one(a.double(), a.dtype, ok)
+    fine = finite_blocks(vectors) & finite_blocks(values)
+    if not may_branch_on_values(a):
+        values, vectors = torch.where(fine[:, None], values, 1.0), torch.where(fine[:, None, None], vectors, eye)
+        return values, vectors, ok & fine
+    if not fine.all():
+        values[~fine], vectors[~fine], ok[~fine] = _one_by_one(a[~fine].double(), a.dtype, ok[~fine])
+    return values, vectors, ok
 
 
 def leading_eigenvectors(a: Tensor, columns: int | None = None) -> Basis:
@@ -131,10 +140,11 @@ def _one_by_one(a: Tensor, dtype: torch.dtype, ok: Tensor) -> tuple[Tensor, Tens
     for matrix in a:
         try:
             value, vector = torch.linalg.eigh(matrix)
-            fine.append(True)
+            fine.append(bool(value.isfinite().all() and vector.isfinite().all()))
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-            value, vector = torch.ones_like(matrix[0]), torch.eye(len(matrix), dtype=a.dtype, device=a.device)
             fine.append(False)
+        if not fine[-1]:
+            value, vector = torch.ones_like(matrix[0]), torch.eye(len(matrix), dtype=a.dtype, device=a.device)
         values.append(value.to(dtype))
         vectors.append(vector.to(dtype))
     return torch.stack(values), torch.stack(vectors), ok & torch.tensor(fine, device=ok.device)
