@@ -48,6 +48,16 @@ def test_the_tables_are_those_of_the_runs(file: str) -> None:
     assert table in (FOLDER / "README.md").read_text()
 
 
+def test_the_best_learning_rates_stand_in_the_guide_and_beside_the_rates_that_were_chosen_here() -> None:
+    rates = script("recipes_on_text", "rates")
+    best, page = rates.rates(), rates.GUIDE.read_text()
+    assert best["polargrad"] == 0.256 and "shampoo | Shampoo with Adam grafting" in page.replace("`", "")
+    assert rates.with_column(page, best) == page
+    for name in shipped_recipes():
+        text = (rates.SHIPPED / f"{name}.yaml").read_text()
+        assert rates.with_comment(text, best.get(name)) == text, name
+
+
 def test_every_shipped_recipe_is_in_the_table_or_said_to_be_left_out() -> None:
     study = load_study(FOLDER / "study.yaml")
     asked = {changes["recipe"] for changes in study.axes["recipe"].values()}
