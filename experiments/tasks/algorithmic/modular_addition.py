@@ -16,7 +16,7 @@ from ..models import GPT
 class ModularAddition(Task):
     """(a, b, =) -> (a + b) mod p,  a and b in 0 .. p - 1;  loss in nats per pair
 
-    Power et al. 2022, arXiv:2201.02177, section 3: a part of the table, chosen once and for all, trains a small
+    Power et al. 2022, arXiv:2201.02177: a part of the table, chosen once and for all, trains a small
     transformer, the rest validates. The rest is learned later than the part that trains, or never ("grokking").
     """
 

@@ -16,7 +16,7 @@ from .spectral import FourierMethod
 class AllenCahn(Equation):
     """u_t = d u_xx + a (u - u^3),  u(x, 0) = x^2 cos(pi x),  periodic in x with period 2,  t in [0, 1]
 
-    Raissi, Perdikaris & Karniadakis 2019, J. Comput. Phys. 378, equation (12), with d = 1e-4 and a = 5. The solution
+    Raissi, Perdikaris & Karniadakis 2019, J. Comput. Phys. 378, section 3.2, with d = 1e-4 and a = 5. The solution
     is that of a spectral method (`FourierMethod`) with 1024 points and steps of 1/500.
     """
 

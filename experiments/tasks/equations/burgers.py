@@ -36,7 +36,7 @@ class Burgers(Equation):
     def _later(self, x: Grid, t: float) -> Grid:
         """u = - int sin(pi y) w(z) dz / int w(z) dz,  y = x - sqrt(4 nu t) z,  w = exp(-z^2 - cos(pi y) / (2 pi nu))
 
-        Cole 1951 and Hopf 1950, as Basdevant et al. write it in equation (2.6). The trapezoidal rule converges
+        Hopf 1950 and Cole 1951, as Basdevant et al. write it. The trapezoidal rule converges
         geometrically for an analytic integrand; beyond `last`, w is below exp(-40) of its maximum.
         """
         last = math.sqrt(1 / (math.pi * self.viscosity) + 40)

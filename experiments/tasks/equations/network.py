@@ -17,7 +17,7 @@ class Axis(nn.Module):
     """Features of one coordinate z [N]: the coordinate scaled to [-1, 1], and sines and cosines of it.
 
     Frequencies are 1 to `harmonics` times that of one period: the range itself, for a periodic coordinate, which then
-    has sines and cosines alone (Dong & Ni 2021, J. Comput. Phys. 435, section 2.1), else twice the range.
+    has sines and cosines alone (Dong & Ni 2021, J. Comput. Phys. 435), else twice the range.
     """
 
     def __init__(self, ends: tuple[float, float], harmonics: int, periodic: bool) -> None:

@@ -31,7 +31,7 @@ class FourierMethod:
     """v' = L v + D F[n(u)],  v = F[u] the Fourier coefficients of u, in steps of ETDRK4.
 
     Cox & Matthews 2002, J. Comput. Phys. 176, equations (26) to (29); the coefficients by means over a circle around
-    h L, as Kassam & Trefethen 2005, SIAM J. Sci. Comput. 26, section 3, since their formulas cancel near 0.
+    h L, as Kassam & Trefethen 2005, SIAM J. Sci. Comput. 26, since their formulas cancel near 0.
 
     x_range: one period.
     linear: L, a number for each wave number k of the modes exp(i k x).

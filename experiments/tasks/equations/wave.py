@@ -16,7 +16,7 @@ class Wave(Equation):
     """u_tt = c^2 u_xx,  u(x, 0) = sin(pi x) + sin(4 pi x) / 2,  u_t(x, 0) = 0,  u(0, t) = u(1, t) = 0,  t in [0, 1]
 
     The solution is sin(pi x) cos(c pi t) + sin(4 pi x) cos(4 c pi t) / 2. Wang, Yu & Perdikaris 2022, J. Comput.
-    Phys. 449, section 7.2, with c = 2.
+    Phys. 449, with c = 2.
     """
 
     kind: Literal["wave"] = "wave"
