@@ -56,7 +56,9 @@ class PartnerBasis(Stage):
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
         if len(block) != 2:
-            raise ValueError(f"partner_basis: factors with two axes are required, got a block of shape {block}")
+            raise ValueError(
+                f"factors with two axes are required, as `view: pairs` shows them, got a block of shape {block}"
+            )
         return {}
 
     def needs_matrices(self) -> bool:

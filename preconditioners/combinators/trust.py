@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from eigengraft.numerics import block_norm, per_block, safe_ratio
@@ -32,6 +32,12 @@ class Trust(Stage):
     agreement: float = Field(default=0.2, ge=0, lt=1, description="cosine of P and d below which P does not count")
     floor: float = Field(default=0.0, ge=0, le=1, description="least weight t of P")
     cap: float = Field(default=1.0, ge=0, le=1, description="largest weight t of P")
+
+    @model_validator(mode="after")
+    def _floor_is_below_cap(self) -> Self:
+        if not (self.scheduled("floor") or self.scheduled("cap")) and self.floor > self.cap:
+            raise ValueError(f"floor: at most cap, {self.cap}, is required, got {self.floor}")
+        return self
 
     def chains(self) -> Mapping[str, Stages]:
         return {"inner": self.inner}

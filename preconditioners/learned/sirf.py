@@ -77,7 +77,7 @@ class SIRF(LearnedFactors):
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
         if self.moments == "layer" and len(block) > 2:
             raise ValueError(
-                f"sirf: blocks with two axes are required by `moments: layer`, outputs and inputs, got shape {block}; "
+                f"blocks with two axes are required by `moments: layer`, outputs and inputs, got shape {block}; "
                 "set `blocking: {merge: ..., keep_axes: 2}`"
             )
         slots = {}

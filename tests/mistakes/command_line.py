@@ -4,7 +4,7 @@ There are exp.yaml (an experiment), study.yaml, broken.py, whose first line cann
 """
 
 COMMAND_LINES = (
-    ("trian exp.yaml", "No such command 'trian'. Did you mean 'train'?"),
+    ("trian exp.yaml", "No such command 'trian'. Did you mean 'train'"),
     ("train", "Missing argument 'experiment'"),
     ("train nowhere.yaml", "experiment: an existing experiment file is required, got 'nowhere.yaml'"),
     ("train soap", "experiment: an existing experiment file is required, got 'soap'"),
