@@ -182,7 +182,7 @@ class Optimizer(Reporting, torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Bit-exact, strict: another recipe, missing, extra or misshapen state is one ValueError, nothing changes."""
         self._settle()
-        with strict_loading(self):
+        with strict_loading(self, state_dict):
             super().load_state_dict(state_dict)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:

@@ -50,6 +50,8 @@ def own_keys(group: Mapping[str, Any], recipe: str) -> dict[str, Any]:
     recipe: what the optimizer writes into its groups. Raises ValueError for another recipe there, and for a key that
     would have an effect elsewhere: an option of torch's optimizers, a field of recipes, a key that is misspelt.
     """
+    if not isinstance(group, Mapping):
+        raise TypeError(f"param group: a mapping with 'params' is required, got a {type(group).__name__}")
     options = {key: group[key] for key in (*_IGNORED, *_OFF) if key in group}
     check_options(options, "param group")
     for key in group:
@@ -63,6 +65,8 @@ def own_keys(group: Mapping[str, Any], recipe: str) -> dict[str, Any]:
                 f"param group: the keys are params, lr and weight_decay, got '{key}'{hint}; the recipe says the rest"
             )
         warnings.warn(f"param group: '{key}' stays in the group, and has no effect on steps", stacklevel=4)
+    if "params" not in group:
+        raise ValueError(f"param group: a mapping with 'params' is required, got the keys {[*group]}")
     if group.get("recipe", recipe) != recipe:
         raise ValueError(
             "param group: one recipe for all groups is required (its `routes` tell parameters apart), got 'recipe'"

@@ -111,16 +111,20 @@ def train_command(
 def show_command(
     source: Annotated[str, typer.Argument(help="a shipped recipe's name, a recipe file or an experiment file")],
     overrides: OverrideArguments = None,
-    task: Annotated[str, typer.Option(help="task whose model the recipe is applied to")] = "byte_lm",
+    task: Annotated[
+        str | None, typer.Option(help="task whose model a recipe is applied to", show_default="byte_lm")
+    ] = None,
     imports: Imports = None,
 ) -> None:
     """Print the resolved recipe or experiment, the route of every parameter, and the bytes of every slot."""
     path = Path(source)
     if path.is_file() and "task" in (read_yaml(path) or ()):
+        if task is not None:
+            raise ValueError(f"--task: a recipe is required beside it, got an experiment, which has a task: {source}")
         experiment = load_experiment(path, overrides or (), imports or ())
         typer.echo(to_yaml(experiment.declaration()))
     else:
-        experiment = load_experiment({"task": task, "recipe": source}, overrides or (), imports or ())
+        experiment = load_experiment({"task": task or "byte_lm", "recipe": source}, overrides or (), imports or ())
         typer.echo(to_yaml(experiment.recipe.declaration()))
     model = experiment.task.new_model(experiment.seed)
     optimizer = eigengraft.compose(experiment.run_recipe, model, lr=experiment.lr)

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any, Protocol, Self
 
 import torch
@@ -51,10 +52,7 @@ class LoadPlan:
     @classmethod
     def check(cls, optimizer: Loadable, state_dict: Any) -> Self:
         """The plan to load a state dict; ValueError on all ranks, and nothing changed, if it does not fit on one."""
-        if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
-            raise ValueError(
-                f"state_dict: a mapping with 'state' and 'param_groups' is required, got a {type(state_dict).__name__}"
-            )
+        _require_state_dict(state_dict)
         saved = state_dict["param_groups"]
         names = [[info.name for info in infos] for infos in optimizer.param_sets.infos]
         keys = compare_groups(optimizer.param_groups, names, saved)
@@ -90,12 +88,13 @@ class LoadPlan:
 
 
 @contextmanager
-def strict_loading(optimizer: Any) -> Iterator[None]:
+def strict_loading(optimizer: Any, state_dict: Any) -> Iterator[None]:
     """Makes torch's `load_state_dict` check the state dict last before it loads, and install the plan first after it.
 
     Load hooks of the user see what they see in torch: earlier ones may change the state dict, later ones find the
     loaded state.
     """
+    _require_state_dict(state_dict)
     with ExitStack() as hooks:
 
         def check(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -105,6 +104,14 @@ def strict_loading(optimizer: Any) -> Iterator[None]:
 
         hooks.callback(optimizer.register_load_state_dict_pre_hook(check).remove)
         yield
+
+
+def _require_state_dict(given: Any) -> None:
+    if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
+        hint = "; torch.load reads it from a file" if isinstance(given, str | PathLike) else ""
+        raise ValueError(
+            f"state_dict: a mapping with 'state' and 'param_groups' is required, got a {type(given).__name__}{hint}"
+        )
 
 
 def _loaded_group(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,13 +21,14 @@ def adopt_parameters(optimizer: Any) -> None:
     """Gives fresh state to parameters that have taken the place of others since the optimizer was made.
 
     Names, routes and groups stay. Raises ValueError, and nothing changes, if the optimizer has made a step or holds the
-    state of one, or if shapes differ or there are more or fewer parameters.
+    state of one, or if shapes differ or there are more or fewer parameters; RuntimeError if its state was emptied.
     """
     groups, param_sets = optimizer.param_groups, optimizer.param_sets
     if len(groups) == len(param_sets.parameters) and all(
         len(group["params"]) == len(own) and all(map(is_, group["params"], own))
         for group, own in zip(groups, param_sets.parameters, strict=True)
     ):
+        _require_state(optimizer.state, param_sets)
         return
     _require_alike(groups, param_sets)
     fresh = ParamSets(param_sets.recipe, param_sets.checked, param_sets.others)
@@ -69,6 +70,16 @@ def _require_alike(groups: Sequence[Mapping[str, Any]], param_sets: ParamSets) -
             if tuple(new.shape) != info.shape:
                 raise ValueError(f"{name}: a parameter of shape {info.shape} is required, got {tuple(new.shape)}")
         check_values(group)
+
+
+def _require_state(state: Mapping[Any, Any], param_sets: ParamSets) -> None:
+    """Raises RuntimeError if the state that torch is shown was emptied, which would change no step."""
+    for param_set in param_sets:
+        if param_set.parameters and param_set.parameters[0] not in state:
+            raise RuntimeError(
+                f"state: what the optimizer has made is required, got none of {param_set.specs[0].name}; steps read "
+                "their own, which stays: compose another optimizer to start afresh"
+            )
 
 
 def _require_no_pieces(found: Sequence[Tensor], own: Mapping[str, Tensor], matrices: Sequence[str]) -> None:

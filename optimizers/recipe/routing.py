@@ -72,12 +72,14 @@ class DescribedParameters:
 
     @classmethod
     def _completed(cls, given: DescribedParameters) -> Self:
+        if not isinstance(given.params, Iterable):
+            raise TypeError(f"params: tensors, (name, tensor) pairs or groups are required, got {given.params!r:.60}")
         params = [group_with_names(entry) for entry in given.params]
         groups = [entry.get("params", ()) if isinstance(entry, dict) else [entry] for entry in params]
         named = [entry for group in groups if not isinstance(group, Tensor) for entry in group]
-        pairs = [entry for entry in named if isinstance(entry, tuple) and len(entry) == 2]
-        infos = describe_named([(name, parameter) for name, parameter in pairs if id(parameter) not in given.infos])
-        return cls(params, {**infos, **given.infos}, given.others)
+        pairs = (entry for entry in named if isinstance(entry, tuple) and len(entry) == 2)
+        new = [pair for pair in pairs if isinstance(pair[1], Tensor) and id(pair[1]) not in given.infos]
+        return cls(params, {**describe_named(new), **given.infos}, given.others)
 
 
 def describe_parameter(

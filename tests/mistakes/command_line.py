@@ -32,6 +32,10 @@ COMMAND_LINES = (
     ("train exp.yaml parallel=ddp", "parallel: "),
     ("show saop", "recipe 'saop': / did you mean 'soap'?"),
     ("show soap --task digts", "task: unknown task kind 'digts'; did you mean 'digits'?"),
+    (
+        "show exp.yaml --task byte_lm",
+        "--task: a recipe is required beside it, got an experiment, which has a task: exp",
+    ),
     ("show study.yaml", "study.yaml: a recipe is required, got a study"),
     ("show soap steps=0", "steps: input should be greater than or equal to 1, got 0"),
     ("ablate nowhere", "study: an existing file or a shipped study (demo, tune-bytes, tune-digits) is required"),

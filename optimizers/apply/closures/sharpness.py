@@ -61,6 +61,8 @@ def loss_of(
             who = "`sam`, which calls it twice" if around is not None else "`line_search`, which calls it again"
             raise RuntimeError(f"Optimizer.step: a closure is required by {who}, got none")
         return None
+    if not callable(closure):
+        raise TypeError(f"Optimizer.step: a function that returns the loss is required as closure, got {closure!r:.60}")
     with torch.enable_grad():
         loss = closure()
     if around is not None:
