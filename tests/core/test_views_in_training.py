@@ -95,6 +95,15 @@ def test_an_expert_is_orthogonalized_alone() -> None:
     assert optimizer.routing_table()[0].blocks == ((24, 36),) * 8
 
 
+def test_square_experts_take_24_bytes_an_entry_with_soap() -> None:
+    """Two moments, two statistics and two bases of each expert's size; as one matrix of all they would be 73."""
+    module = Experts((8, 64, 64))
+    module.weight = nn.Parameter(module.weight.detach().float())
+    state = compose("soap", module).state[module.weight]
+    held = sum(x.numel() * x.element_size() for key, x in state.items() if x.ndim >= 2 and "failures" not in key)
+    assert held == 24 * module.weight.numel()
+
+
 class Attention(nn.Module):
     """Attention with the attributes that a library of models gives it."""
 
