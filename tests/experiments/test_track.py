@@ -20,6 +20,7 @@ from eigengraft.experiments.track.scores import profile, profile_score, ratios, 
 from eigengraft.experiments.track.track import TrackTask, entry_study, load_track
 
 LAPTOP = Path(__file__).parents[2] / "papers" / "laptop_track"
+FIRST = ("adafactor", "adamw", "lion", "muon", "shampoo", "soap")
 TASK = TrackTask(experiment={"steps": 40}, target=1.0, sigma=0.3)
 
 
@@ -93,12 +94,12 @@ def test_the_committed_table_is_that_of_the_committed_runs() -> None:
         assert {run.data for entry in entries for run in entry.runs[name]} == {task.sha256[:16]}
 
 
-def test_sigmas_are_medians_of_the_spread_of_the_committed_entries() -> None:
+def test_sigmas_are_medians_of_the_spread_of_the_first_six_entries() -> None:
     """The sample standard deviation over seeds where the mean is first at or below the target, to one digit."""
     track = load_track()
     for name, task in track.tasks.items():
         spreads = []
-        for entry in read_entries(track, LAPTOP / "results"):
+        for entry in (one for one in read_entries(track, LAPTOP / "results") if one.name in FIRST):
             losses = np.array([run.losses for run in entry.runs[name]])
             below = np.flatnonzero(losses.mean(axis=0) <= task.target)
             spreads += [losses[:, below[0]].std(ddof=1)] if len(below) else []
