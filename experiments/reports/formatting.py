@@ -23,6 +23,9 @@ def sentences(panel: ComparisonPanel, records: Records) -> Iterator[str]:
         return
     yield f"{base.title}: {format_summary(base.final)}."
     test, p = best.difference, panel.corrected.get(best.label)
+    if test is not None and test.half is not None:
+        interval = format_difference(best, panel)[0]
+        yield f"{best.title} minus {base.title}: {interval}, with a 95 % interval over {test.n} paired seeds."
     if test is not None and p is not None and p > 0.05:
         tests = f", corrected for {len(panel.corrected)} comparisons" if len(panel.corrected) > 1 else ""
         yield f"With {test.n} seeds this difference is not significant (p = {p:.2g}{tests})."

@@ -115,6 +115,8 @@ def test_page_says_the_numbers(study):
     page = Page(write_report(study).read_text(encoding="utf-8"))
     text = " ".join(page.text.split())
     assert "Lowest final validation loss: soap, 0.900 ± 0.141. adamw: 2.250 ± 0.354." in text
+    # half of the interval: 12.706, the 97.5 % point of Student's t with one degree of freedom, times 0.3 / 2
+    assert "soap minus adamw: \u22121.350 [\u22123.256, +0.556], with a 95 % interval over 2 paired seeds." in text
     # t = -9 with one degree of freedom: p = 1 - 2/pi atan(9) = 0.0704
     assert "With 2 seeds this difference is not significant (p = 0.07)." in text
     assert "soap reaches adamw's final value after 15 of 30 steps." in text
