@@ -18,6 +18,8 @@ from eigengraft.slots import Slot, State
 
 from ..base import Stage, chain_slots, walk
 
+ProductDtype = Literal["input", "bfloat16"]
+"""dtype of products: that of what is multiplied, or bfloat16 with sums in float32, of which each result is rounded."""
 Transport = Literal["exact", "marginals", "permute", "none"]
 
 
@@ -62,20 +64,28 @@ _SHORT = 64
 columns (measured on a CPU: 3 x 3 and 7 x 7 gain, 8 x 8 does not)."""
 
 
-def rotate(x: Tensor, matrices: Mapping[int, Tensor]) -> Tensor:
+def rotate(x: Tensor, matrices: Mapping[int, Tensor], precision: ProductDtype = "input") -> Tensor:
     """x `[N, *block]` times the matrix `[N, d', d]` of every axis given, whose entries are at most about 1.
 
     Of blocks of three axes and more, adjacent short axes are rotated by the Kronecker product of their matrices. Use
     `mode_products` for roots, whose product may not be finite where that of each with x is.
     """
+    if precision == "bfloat16":
+        return rotate(x.bfloat16(), _in_bfloat16(matrices)).to(x.dtype)
     return mode_products(x, matrices) if x.ndim <= 3 else _rotate_joined(x, matrices)
 
 
-def mode_products(x: Tensor, matrices: Mapping[int, Tensor]) -> Tensor:
+def mode_products(x: Tensor, matrices: Mapping[int, Tensor], precision: ProductDtype = "input") -> Tensor:
     """x `[N, *block]` times the matrix `[N, d', d]`, or the diagonal `[N, d]`, of every axis given, one by one."""
+    if precision == "bfloat16":
+        return mode_products(x.bfloat16(), _in_bfloat16(matrices)).to(x.dtype)
     for axis, matrix in matrices.items():
         x = mode_product(x, matrix, axis)
     return x
+
+
+def _in_bfloat16(matrices: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    return {axis: matrix.bfloat16() for axis, matrix in matrices.items()}
 
 
 def _rotate_joined(x: Tensor, matrices: Mapping[int, Tensor]) -> Tensor:

@@ -110,7 +110,7 @@ class AdaptiveShampoo(Factored):
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         bases = self.matrices(state)
-        turned = rotate(direction, {axis: q.mT for axis, q in bases.items()})
+        turned = rotate(direction, {axis: q.mT for axis, q in bases.items()}, self.precision)
         scales = {axis: state[f"values.{axis}"] + state[f"damping.{axis}"][:, None] for axis in bases}
         roots = {axis: to_power(s, -float(self._exponent(state.block, axis))) for axis, s in scales.items()}
-        return rotate(mode_products(turned, roots), bases)
+        return rotate(mode_products(turned, roots), bases, self.precision)

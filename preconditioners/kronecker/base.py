@@ -15,6 +15,7 @@ from eigengraft.numerics import where_blocks
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
+from ..algebra.basis_change import ProductDtype
 from ..base import Stage
 from ..cadence import Cadence, Every
 from ..statistics import Gram, Power, Statistic
@@ -30,6 +31,9 @@ class Factored(Stage):
 
     statistic: Statistic = Field(default=Gram(), description="what each axis accumulates")
     every: Cadence = Field(default=Every(), alias="refresh", description="when roots or bases are recomputed")
+    precision: ProductDtype = Field(
+        default="input", description="dtype of the products of blocks with the matrices; these are kept as they are"
+    )
     matrix: ClassVar[Literal["root", "basis"]]
 
     def factor_axes(self, block: tuple[int, ...]) -> tuple[int, ...]:

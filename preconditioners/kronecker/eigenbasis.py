@@ -112,7 +112,10 @@ class Eigenbasis(Factored):
 
     def _rotated(self, state: State, x: Tensor) -> Rotation:
         bases = self.matrices(state)
-        return Rotation(x, bases, rotate(x, _inward(bases)))
+        return Rotation(x, bases, self._inward(x, bases))
+
+    def _inward(self, x: Tensor, bases: Mapping[int, Tensor]) -> Tensor:
+        return rotate(x, {axis: q.mT for axis, q in bases.items()}, self.precision)
 
     def refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:
         if self.transport != "marginals":
@@ -190,11 +193,6 @@ class Eigenbasis(Factored):
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Summing[Tensor]:
         known = context.rotation or self._rotated(state, gradient)
-        g, d = (known.rotated if x is known.x else rotate(x, _inward(known.bases)) for x in (gradient, direction))
+        g, d = (known.rotated if x is known.x else self._inward(x, known.bases) for x in (gradient, direction))
         mapped = yield from run_chain(self.inner, self._inside(state), g, d, context)
-        return rotate(mapped, known.bases)
-
-
-def _inward(bases: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """Q^T of every axis."""
-    return {axis: q.mT for axis, q in bases.items()}
+        return rotate(mapped, known.bases, self.precision)

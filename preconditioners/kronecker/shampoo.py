@@ -119,7 +119,7 @@ class Shampoo(Factored):
         return found
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
-        return mode_products(direction, self.matrices(state))
+        return mode_products(direction, self.matrices(state), self.precision)
 
 
 def _solves(solver: type[Component], exponent: Fraction) -> bool:

@@ -16,7 +16,7 @@ from eigengraft.ramps import Schedulable
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
-from ..algebra.basis_change import unfold
+from ..algebra.basis_change import ProductDtype, unfold
 from ..axes import Axes
 from ..polar.solvers import NewtonSchulz, PolarSolver
 from .terms import Contribution, Powers
@@ -49,6 +49,7 @@ class Statistic(Schedulable, ABC, family="statistic"):
         "momentum), or the polar factor of that",
     )
     polar: PolarSolver = Field(default=NewtonSchulz(), description="how `source: orthogonalized` gets the polar factor")
+    precision: ProductDtype = Field(default="input", description="dtype of the product that a contribution is")
     axes: Axes = Field(default=Axes(), description="which axes have a factor, and whether it is a matrix or a diagonal")
 
     @model_validator(mode="after")
@@ -62,6 +63,8 @@ class Statistic(Schedulable, ABC, family="statistic"):
             raise ValueError("damped: true is required with beta 1, whose contributions enter with weight 1, got false")
         if summed and not self.bias_correction:
             raise ValueError(f"bias_correction: true is required with {summed}, which has no bias, got false")
+        if self.precision != "input" and (self.of_inputs or self.axes.entries == "diagonal"):
+            raise ValueError(f"precision: a statistic made of products is required, got {self.precision}")
         return self
 
     @property
@@ -142,7 +145,7 @@ class Statistic(Schedulable, ABC, family="statistic"):
 
     def _accumulate(self, factor: Tensor, contribution: Contribution, now: Tensor | None) -> Tensor:
         """In place: factor <- decay factor + weight scale y z^T. now `[N]`: 1 for blocks that observe, 0 for others."""
-        y, z, scale = contribution
+        y, z, scale = contribution.multiplied() if self.precision != "input" and factor.ndim == 3 else contribution
         decay, weight = self.beta, self._weight
         if now is not None:
             factor.mul_(per_block(1 - now * (1 - decay), factor))

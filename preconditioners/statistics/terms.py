@@ -41,6 +41,12 @@ class Contribution(NamedTuple):
     z: Tensor | None
     scale: Tensor | float
 
+    def multiplied(self) -> Contribution:
+        """O_k / s as a matrix, its product Y Z^T taken in bfloat16."""
+        if self.z is None:
+            return self
+        return Contribution(torch.bmm(self.y.bfloat16(), self.z.bfloat16().mT).to(self.y.dtype), None, self.scale)
+
 
 def mean_eigenvalue(factor: Tensor) -> Tensor:
     """`[N]`, the mean of the diagonal of `[N, d, d]`, or of the diagonal itself, where it is not 0; else 1."""

@@ -1,11 +1,15 @@
-"""Products along axes of blocks against their definition, whatever order and form they are taken in."""
+"""Products along axes of blocks against their definition, whatever order, form and dtype they are taken in."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
+from eigengraft.preconditioners import Eigenbasis, Momentum, Shampoo
 from eigengraft.preconditioners.algebra.basis_change import (
     kronecker,
     mode_product,
@@ -13,6 +17,10 @@ from eigengraft.preconditioners.algebra.basis_change import (
     rotate,
     short_runs,
 )
+from eigengraft.preconditioners.statistics import Gram, InputGram, Power
+from eigengraft.slots import State
+from eigengraft.step_context import StepContext
+from eigengraft.testing import check_stage
 
 from ..trajectories import normal
 
@@ -68,3 +76,55 @@ def test_short_axes_beside_each_other_are_joined() -> None:
 def test_kronecker_products_are_those_of_torch() -> None:
     factors = [normal(2, m, n, seed=m) for m, n in ((3, 2), (4, 4), (2, 5))]
     assert torch.allclose(kronecker(factors)[1], torch.kron(torch.kron(*(f[1] for f in factors[:2])), factors[2][1]))
+
+
+STAGES = {
+    "eigenbasis": Eigenbasis(inner=(Momentum(),), precision="bfloat16", statistic=Gram(precision="bfloat16")),
+    "shampoo": Shampoo(precision="bfloat16", statistic=Gram(precision="bfloat16")),
+}
+
+
+@pytest.mark.parametrize("product", [mode_products, rotate])
+@pytest.mark.parametrize("block", [(24, 40), (8, 3, 3, 5)])
+def test_products_with_blocks_are_rounded_to_bfloat16(product: Callable[..., Tensor], block: tuple[int, ...]) -> None:
+    x = normal(2, *block, seed=0)
+    bases = {axis: torch.linalg.qr(normal(2, d, d, seed=1 + axis))[0] for axis, d in enumerate(block)}
+    wanted = product(x, bases)
+    found = product(x.float(), {axis: q.float() for axis, q in bases.items()}, "bfloat16")
+    assert found.dtype == torch.float32
+    error = float((found.double() - wanted).norm() / wanted.norm())
+    # a block, each basis and each result are rounded by at most 2^-9 of an entry: three roundings an axis, in root mean
+    # square less than all of them together
+    assert 2**-12 < error < 3 * len(block) * 2**-9
+
+
+def test_contributions_to_statistics_are_rounded_to_bfloat16() -> None:
+    x, axes = normal(3, 24, 40, seed=0), (0, 1)
+    context = StepContext(np.ones(3, dtype=np.int64), np.zeros(3), np.arange(3))
+    made = {}
+    for precision in ("bfloat16", "input"):
+        statistic = Gram(precision=precision)
+        made[precision] = {
+            f"update/factor.{axis}": x.new_zeros(3, x.shape[1 + axis], x.shape[1 + axis]) for axis in axes
+        }
+        statistic.observe(State(made[precision], (24, 40), "update"), x, context, axes, _no_powers)
+    for key, wanted in made["input"].items():
+        error = float((made["bfloat16"][key] - wanted).norm() / wanted.norm())
+        assert 2**-12 < error < 3 * 2**-9  # two factors and a result, each rounded by at most 2^-9
+
+
+def _no_powers(axis: int, exponent: Fraction) -> Power:
+    raise AssertionError("a Gram reads no other factor")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STAGES)
+def test_stages_with_products_in_bfloat16_keep_the_laws(name: str) -> None:
+    check_stage(STAGES[name])
+
+
+def test_a_statistic_without_products_refuses_their_dtype() -> None:
+    with pytest.raises(ValidationError, match="precision: a statistic made of products is required, got bfloat16"):
+        Gram(precision="bfloat16", axes={"entries": "diagonal"})
+    with pytest.raises(ValidationError, match="precision: a statistic made of products is required, got bfloat16"):
+        InputGram(precision="bfloat16")

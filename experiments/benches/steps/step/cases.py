@@ -121,7 +121,7 @@ STEP_CASES = (
     _recipe("soap_kl", _EIGENBASIS, "kl_soap"),
     _heavyball("KLSOAP", "kl_soap"),
     _recipe("shampoo", _SHAMPOO, "shampoo"),
-    StepCase(recipe="muon", overrides=("routes=[]", "update.spectral.solver.precision=input"), maths="muon"),
+    StepCase(recipe="muon", overrides=("routes=[]",), maths="muon"),
     StepCase(peer="torch.optim:Muon", options={"lr": 1e-3}, maths="muon", name="torch Muon"),
     StepCase(recipe="adamw", maths="adamw"),
     StepCase(peer="torch.optim:AdamW", options={"fused": True}, maths="adamw", name="torch AdamW, fused"),
