@@ -4,7 +4,7 @@ Loss is that on the validation data at the end of a run, in nats. Differences ar
 
     eigengraft ablate study.yaml --out RUNS
     python transport.py RUNS OUT     writes OUT/transport.json, one row a run, OUT/transport.md and OUT/transport.svg
-    python transport.py RUNS OUT --rows NAME     writes OUT/NAME.json alone, of seeds.yaml or intervals.yaml
+    python transport.py RUNS OUT --rows NAME     writes OUT/NAME.json alone, of the other studies
 """
 
 from __future__ import annotations
@@ -73,14 +73,15 @@ def table(rows: list[Row], task: str) -> list[str]:
 
 
 def paired_table(rows: list[Row]) -> list[str]:
-    """Differences of marginals, seed by seed: mean and 95 % interval (Student)."""
-    heads = ["case", "seeds", *RULES, "marginals - exact", "marginals - permute"]
+    """Differences of marginals to the other rules that were run, seed by seed: mean and 95 % interval (Student)."""
+    rules = [rule for rule in RULES if rule in names(rows, "transport")]
+    heads = ["case", "seeds", *rules, *(f"marginals - {rule}" for rule in rules[:-1])]
     lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
     for task, case in itertools.product(names(rows, "task"), names(rows, "case")):
-        by_rule = {rule: dict(enumerate(losses(rows, task, rule, case))) for rule in RULES}
-        cells = [f"{task}, {case.replace('-', ' ')}", str(len(by_rule["exact"]))]
+        by_rule = {rule: dict(enumerate(losses(rows, task, rule, case))) for rule in rules}
+        cells = [f"{task}, {case.replace('-', ' ')}", str(len(by_rule["marginals"]))]
         cells += [f"{fmean(seeds.values()):.3f}" for seeds in by_rule.values()]
-        for rule in RULES[:2]:
+        for rule in rules[:-1]:
             apart = paired(by_rule["marginals"], by_rule[rule])
             assert apart is not None and apart.half is not None
             cells.append(f"{apart.mean:+.3f} ± {apart.half:.3f}")
@@ -135,7 +136,9 @@ def main() -> None:
     text = ",\n".join(json.dumps(row) for row in rows)
     (given.out / f"{given.rows or 'transport'}.json").write_text(f"[\n{text}\n]\n")
     if given.rows:
-        tables = [*paired_table(rows), "", *(line for task in names(rows, "task") for line in table(rows, task))]
+        tables = paired_table(rows)
+        if len(names(rows, "transport")) == len(RULES):
+            tables += ["", *(line for task in names(rows, "task") for line in table(rows, task))]
         sys.stdout.write("\n".join(tables) + "\n")
         return
     (given.out / "transport.md").write_text(markdown(rows))

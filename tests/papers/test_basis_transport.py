@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
 from eigengraft.experiments.studies.plan import plan_runs
 from eigengraft.experiments.studies.study import load_study
@@ -13,6 +14,7 @@ from .scripts import PAPERS, script
 
 FOLDER = PAPERS / "basis_transport"
 TRANSPORT = script("basis_transport", "transport")
+SIZES = script("basis_transport", "sizes")
 
 
 def read(name: str) -> list[dict[str, Any]]:
@@ -26,7 +28,10 @@ def rows() -> list[dict[str, Any]]:
 
 
 def test_the_runs_that_were_measured_are_those_the_study_plans(rows: list[dict[str, Any]]) -> None:
-    for name, measured in (("study", rows), ("seeds", read("seeds")), ("intervals", read("intervals"))):
+    for name, measured in [
+        ("study", rows),
+        *((name, read(name)) for name in ("seeds", "intervals", "larger", "kl", "rates")),
+    ]:
         study = load_study(FOLDER / f"{name}.yaml")
         planned = {(*cell, seed) for cell in itertools.product(*study.axes.values()) for seed in study.seeds}
         cells = [(*(row[axis] for axis in study.axes), row["seed"]) for row in measured]
@@ -39,7 +44,12 @@ def test_the_tables_are_those_of_the_runs(rows: list[dict[str, Any]]) -> None:
     told = (FOLDER / "README.md").read_text().splitlines()
     tables = [line for task in ("bytes", "digits") for line in TRANSPORT.table(rows, task)]
     tables += [*TRANSPORT.paired_table(read("seeds")), *TRANSPORT.table(read("intervals"), "bytes")]
-    assert len(tables) == 33 and [line for line in tables if line not in told] == []
+    tables += [
+        *TRANSPORT.paired_table(read("larger")),
+        *TRANSPORT.paired_table(read("kl")),
+        *SIZES.table(read("rates")),
+    ]
+    assert len(tables) == 49 and [line for line in tables if line not in told] == []
 
 
 def test_differences_are_between_runs_of_one_seed() -> None:
@@ -53,3 +63,9 @@ def test_differences_are_between_runs_of_one_seed() -> None:
     assert TRANSPORT.table(rows, "a")[2:] == [
         "| lr 0.1 | 4.000 | 4.000 | **1.500** | -2.500 (-3.000 to -2.000) | -2.500 (-3.000 to -2.000) |"
     ]
+
+
+def test_sizes_weigh_entries_by_the_root_of_the_second_moment() -> None:
+    """u = (1, 2) after many steps, v = (1, 9): mean of squares 5/2, weighted with 1 and 3: 13/4."""
+    even, energy = SIZES.update_sizes(torch.tensor([1.0, 6.0]), torch.tensor([1.0, 9.0]), 10_000)
+    assert even == pytest.approx(2.5**0.5) and energy == pytest.approx(3.25**0.5)
