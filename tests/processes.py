@@ -1,8 +1,8 @@
 """Processes for tests as `python` starts them, forked from one that has imported torch: each costs milliseconds.
 
-One server for each process of pytest imports torch, what the first step of any optimizer imports, and the library's
-face. What a script imports beyond these it imports itself, so that a missing import of `eigengraft.experiments` is
-noticed. Run as a script, this file is the server.
+One server for each process of pytest imports torch, what the first step of any optimizer imports, and what the
+library's face names. What a script imports beyond these it imports itself, so that a missing import of
+`eigengraft.experiments` is noticed. Run as a script, this file is the server.
 """
 
 from __future__ import annotations
@@ -34,7 +34,16 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 PRELOADED = (
-    *("torch._dynamo", "eigengraft", "numpy", "typer", "rich.console", "rich.panel", "rich.progress", "rich.table"),
+    *(
+        "torch._dynamo",
+        "eigengraft.optimizers",
+        "numpy",
+        "typer",
+        "rich.console",
+        "rich.panel",
+        "rich.progress",
+        "rich.table",
+    ),
     "ruamel.yaml",
 )
 
@@ -106,7 +115,7 @@ def fork_what_is_spawned(patch: pytest.MonkeyPatch) -> None:
     """Processes that this one spawns through multiprocessing come from a server that has imported the library: what
     they are given is pickled as before, and they know of nothing that was imported or registered here."""
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["eigengraft.experiments", "torch._dynamo"])
+    server.set_forkserver_preload(["eigengraft.experiments.training.train", "torch._dynamo"])
 
     def context(method: str) -> multiprocessing.context.BaseContext:
         assert method == "spawn"

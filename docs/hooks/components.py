@@ -6,8 +6,7 @@ import importlib
 import inspect
 from functools import cache
 
-import eigengraft.experiments.benches
-import eigengraft.experiments.cli.main  # noqa: F401  the two define every family and member
+import eigengraft.experiments.benches  # noqa: F401  with the declarations below it defines every family and member
 from eigengraft.blocking import Blocking
 from eigengraft.component import Component, families
 from eigengraft.distributed.distribution import Distribution

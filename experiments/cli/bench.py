@@ -17,8 +17,6 @@ from rich.table import Table
 from rich.text import Text
 
 from eigengraft.component import RecipeError
-from eigengraft.optimizers.recipe.overrides import apply_overrides
-from eigengraft.optimizers.recipe.yaml_files import parse_yaml, read_yaml
 
 if TYPE_CHECKING:
     from ..benches import Bench, Finding
@@ -75,6 +73,9 @@ def bench_command(  # noqa: PLR0913  its arguments are the command's options
 
 def _chosen(what: str, overrides: list[str], candidates: list[str], device: str | None, quick: bool) -> Bench:
     """The bench that the command line asks for."""
+    from eigengraft.optimizers.recipe.overrides import apply_overrides
+    from eigengraft.optimizers.recipe.yaml_files import parse_yaml, read_yaml
+
     from ..benches import Bench, load_bench
 
     given: dict[str, Any] = {}

@@ -6,7 +6,7 @@ import math
 import sys
 from collections import Counter
 from io import StringIO
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
@@ -15,9 +15,10 @@ from rich.table import Table
 from rich.text import Text
 from ruamel.yaml import YAML
 
-import eigengraft
+if TYPE_CHECKING:
+    import eigengraft
 
-from ..training.outcome import Result
+    from ..training.outcome import Result
 
 
 def print_error(title: str, message: str) -> None:

@@ -1,7 +1,7 @@
 """The commands train, show, schema, ablate, report, reproduce, track, demo, bench, plan and costs of `eigengraft`.
 
 Commands load, call the library and print. A wrong input ends with one box on standard error and exit code 2, an
-interrupt with exit code 130.
+interrupt with exit code 130. What imports torch is imported where it is called, so that help comes at once.
 """
 
 from __future__ import annotations
@@ -14,16 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 import eigengraft
-from eigengraft.component import Component
-from eigengraft.distributed.rank_group import DistributedError
-from eigengraft.optimizers.recipe.schema import json_schema
-from eigengraft.optimizers.recipe.yaml_files import read_yaml
 
-from ..training.experiment import Experiment
-from ..training.imports import import_component
-from ..training.loading import load_experiment
-from ..training.parallel.ranks import is_first_process
-from ..training.train import train
 from . import bench as cli_bench
 from . import costs as cli_costs
 from . import plan as cli_plan
@@ -31,7 +22,6 @@ from . import reproduce as cli_reproduce
 from . import study as cli_study
 from . import track as cli_track
 from .console import describe_result, print_error, print_table, routing_table_of, storage_table, to_yaml
-from .progress import training_progress
 
 
 class Commands(TyperGroup):
@@ -46,11 +36,17 @@ class Commands(TyperGroup):
             raise typer.Exit(130) from None
         except BrokenPipeError:  # the reader of a pipe has closed it: not an error
             raise
-        except (ValueError, OSError, ArithmeticError, DistributedError) as error:
-            if ctx.params.get("debug"):
+        except Exception as error:
+            if ctx.params.get("debug") or not _is_for_users(error):
                 raise
             print_error("error", str(error))
             raise typer.Exit(2) from None
+
+
+def _is_for_users(error: Exception) -> bool:
+    """Whether the message is all that is needed; an error of ranks is known by its module, which imports torch."""
+    ranks = type(error).__module__.startswith("eigengraft.") and isinstance(error, RuntimeError)
+    return ranks or isinstance(error, (ValueError, OSError, ArithmeticError))
 
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -94,6 +90,11 @@ def train_command(
     ] = False,
 ) -> None:
     """Train once; the same command again continues a stopped run."""
+    from ..training.loading import load_experiment
+    from ..training.parallel.ranks import is_first_process
+    from ..training.train import train
+    from .progress import training_progress
+
     loaded = load_experiment(experiment, overrides or (), imports or ())
     directory = out or Path("runs") / loaded.name
     try:
@@ -117,6 +118,10 @@ def show_command(
     imports: Imports = None,
 ) -> None:
     """Print the resolved recipe or experiment, the route of every parameter, and the bytes of every slot."""
+    from eigengraft.optimizers.recipe.yaml_files import read_yaml
+
+    from ..training.loading import load_experiment
+
     path = Path(source)
     if path.is_file() and "task" in (read_yaml(path) or ()):
         if task is not None:
@@ -142,8 +147,13 @@ def schema_command(
     imports: Imports = None,
 ) -> None:
     """Print a JSON schema for editors with all registered components, including those of imported files."""
+    from eigengraft.component import Component
+    from eigengraft.optimizers.recipe.schema import json_schema
+
     from ..reproduction.claims import PaperClaims
     from ..studies.study import Study
+    from ..training.experiment import Experiment
+    from ..training.imports import import_component
 
     for source in imports or ():
         import_component(source)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import numpy as np
 import typer
 from rich.console import Console
 
 from eigengraft.component import RecipeError
-from eigengraft.optimizers.recipe.loading import load_recipe
-from eigengraft.optimizers.recipe.yaml_files import parse_yaml
 
 if TYPE_CHECKING:
     from eigengraft.optimizers.recipe.recipe import Recipe
@@ -44,6 +42,8 @@ def plan_command(  # noqa: PLR0913  its arguments are the command's options
     import torch
 
     from eigengraft.optimizers.planning.plan import plan
+    from eigengraft.optimizers.recipe.loading import load_recipe
+    from eigengraft.optimizers.recipe.yaml_files import parse_yaml
 
     from ..tasks.model_shapes import parameters_of
     from .plan_tables import growth, ranks_table, remarks
@@ -86,8 +86,8 @@ def _meshes(way: DataParallel, axes: tuple[int, ...], world: int | None, worlds:
     if worlds:
         return [_mesh(way, axes[-1:], ranks) for ranks in _numbers("--worlds", worlds, ",")]
     mesh = axes or _mesh(way, (), world or 8)
-    if world is not None and world != np.prod(mesh):
-        raise RecipeError(f"--world: the {np.prod(mesh)} ranks of the mesh are required, got {world}")
+    if world is not None and world != math.prod(mesh):
+        raise RecipeError(f"--world: the {math.prod(mesh)} ranks of the mesh are required, got {world}")
     return [mesh]
 
 

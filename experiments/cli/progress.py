@@ -6,14 +6,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from ..studies.running import StudyEvent
-from ..training.outcome import Result, Tick
+if TYPE_CHECKING:
+    from ..studies.running import StudyEvent
+    from ..training.outcome import Result, Tick
 
 
 @contextmanager

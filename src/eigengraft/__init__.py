@@ -1,36 +1,86 @@
-"""Optimizers composed from interchangeable parts: declare a recipe, get a `torch.optim.Optimizer`."""
+"""Optimizers composed from interchangeable parts: declare a recipe, get a `torch.optim.Optimizer`.
 
-from eigengraft.optimizers import Inspection as Inspection
-from eigengraft.optimizers import MaxLogits as MaxLogits
-from eigengraft.optimizers import Measurement as Measurement
-from eigengraft.optimizers import Optimizer as Optimizer
-from eigengraft.optimizers import Recipe as Recipe
-from eigengraft.optimizers import Route as Route
-from eigengraft.optimizers import RoutedParameter as RoutedParameter
-from eigengraft.optimizers import compose as compose
-from eigengraft.optimizers import gauss_newton_bartlett as gauss_newton_bartlett
-from eigengraft.optimizers import hutchinson as hutchinson
-from eigengraft.optimizers import load_recipe as load_recipe
-from eigengraft.optimizers import shipped_recipes as shipped_recipes
-from eigengraft.optimizers import watch_inputs as watch_inputs
-from eigengraft.optimizers import watch_logits as watch_logits
-from eigengraft.optimizers import watch_output_gradients as watch_output_gradients
-from eigengraft.preconditioners import Stage as Stage
+The first public name that is asked for imports the library, and torch with it; the help of the command line asks for
+none.
+"""
 
-from .chains import Signal as Signal
-from .chains import register_signal as register_signal
-from .component import Component as Component
-from .component import ContractError as ContractError
-from .component import RecipeError as RecipeError
-from .slots import Slot as Slot
-from .slots import State as State
-from .step_context import StepContext as StepContext
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from eigengraft.optimizers import (
+        Inspection,
+        MaxLogits,
+        Measurement,
+        Optimizer,
+        Recipe,
+        Route,
+        RoutedParameter,
+        compose,
+        gauss_newton_bartlett,
+        hutchinson,
+        load_recipe,
+        shipped_recipes,
+        watch_inputs,
+        watch_logits,
+        watch_output_gradients,
+    )
+    from eigengraft.preconditioners import Stage
+
+    from .chains import Signal, register_signal
+    from .component import Component, ContractError, RecipeError
+    from .slots import Slot, State
+    from .step_context import StepContext
 
 __version__ = "0.1.0"
+__all__ = [
+    "Component",
+    "ContractError",
+    "Inspection",
+    "MaxLogits",
+    "Measurement",
+    "Optimizer",
+    "Recipe",
+    "RecipeError",
+    "Route",
+    "RoutedParameter",
+    "Signal",
+    "Slot",
+    "Stage",
+    "State",
+    "StepContext",
+    "compose",
+    "gauss_newton_bartlett",
+    "hutchinson",
+    "load_recipe",
+    "register_signal",
+    "shipped_recipes",
+    "watch_inputs",
+    "watch_logits",
+    "watch_output_gradients",
+]
+_HOMES = ("optimizers", "preconditioners", "chains", "component", "slots", "step_context")
 
 
 def __getattr__(name: str) -> object:
-    known = (
-        f"; recipes are names: eigengraft.compose('{name.lower()}', model)" if name.lower() in shipped_recipes() else ""
-    )
-    raise AttributeError(f"module 'eigengraft' has no attribute '{name}'{known}")
+    """A public name, or a module of the library; each is asked for here once."""
+    if name in __all__:
+        homes = [vars(import_module(f"eigengraft.{home}")) for home in _HOMES]
+        found = next(home[name] for home in homes if name in home)
+    elif not name.startswith("_") and find_spec(f"eigengraft.{name}") is not None:
+        found = import_module(f"eigengraft.{name}")
+    else:
+        raise AttributeError(f"module 'eigengraft' has no attribute '{name}'{_recipe_hint(name.lower())}")
+    globals()[name] = found
+    return found
+
+
+def _recipe_hint(name: str) -> str:
+    if name.startswith("_") or name not in import_module("eigengraft.optimizers").shipped_recipes():
+        return ""
+    return f"; recipes are names: eigengraft.compose('{name}', model)"
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -14,6 +14,7 @@ from ruamel.yaml import YAML
 from typer.testing import CliRunner, Result
 
 import eigengraft
+from eigengraft.distributed.rank_group import DistributedError
 from eigengraft.experiments import load_experiment
 from eigengraft.experiments.cli.main import app
 
@@ -359,6 +360,38 @@ def test_a_real_process_reports_an_error_in_a_box() -> None:
     output, errors = child.communicate()
     assert (child.returncode, output) == (2, "")
     assert errors.startswith("╭") and "nowhere.yaml" in errors and "Traceback" not in errors
+
+
+def test_help_wrong_commands_and_reports_come_without_torch(trained: Path) -> None:
+    """One process for all of them: what one imports is still there after the next."""
+    code = """
+import sys
+from typer.testing import CliRunner
+from eigengraft.experiments.cli.main import app
+names = [command.name for command in app.registered_commands]
+for arguments in (["--version"], ["--help"], *([name, "--help"] for name in names), ["trian"], ["show", "--lr"]):
+    assert bool(CliRunner().invoke(app, arguments).exit_code) == (arguments[-1] in ("trian", "--lr")), arguments
+    assert "torch" not in sys.modules, arguments
+report = CliRunner().invoke(app, ["report", sys.argv[1]])
+assert report.exit_code == 0 and "torch" not in sys.modules, report.output
+print(*names)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONSAFEPATH": "1"}
+    command = [sys.executable, "-c", code, str(trained.parent)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert {"train", "show", "schema", "report"} < set(done.stdout.split())
+
+
+def test_an_error_of_ranks_is_told_and_another_runtime_error_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(error: Exception) -> None:
+        raise error
+
+    loading = "eigengraft.experiments.training.loading.load_experiment"
+    monkeypatch.setattr(loading, lambda *_: fail(DistributedError("rank 1 is lost")))
+    assert call("train", "exp.yaml").exit_code == 2 and "rank 1 is lost" in call("train", "exp.yaml").stderr
+    monkeypatch.setattr(loading, lambda *_: fail(RuntimeError("a fault of the program")))
+    assert isinstance(call("train", "exp.yaml").exception, RuntimeError)
 
 
 def test_debug_lets_the_error_itself_through() -> None:
