@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .study import Workers, run_to_end
+
+if TYPE_CHECKING:
+    from ..reproduction.claims import PaperClaims
 
 
 def reproduce_command(
@@ -24,27 +27,49 @@ def reproduce_command(
     The same command again continues a stopped one. The exit code is 1 if a claim that the folder says to hold does not.
     """
     from ..reproduction.claims import load_claims
-    from ..reproduction.pages import paper_pages, read_studies
-    from ..reproduction.results import collect_results, keep_results
-    from ..reproduction.verdicts import disproved, judge
 
     claims = load_claims(folder)
-    for name in () if check or write else claims.studies:
-        directory = (out or Path("runs") / folder.resolve().name) / name
-        run_to_end(str(folder / f"{name}.yaml"), [], directory, workers)
-        keep_results(collect_results(directory), folder / "results" / f"{name}.json")
-    pages = paper_pages(folder)
-    for path, text in {} if check else pages.items():
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    found = judge(claims.claims, read_studies(folder, claims))
-    for name, finding in found.items():
-        typer.echo(f"{name}: {finding.verdict}. {claims.claims[name].says} ({claims.claims[name].source})")
-    stale = [str(path) for path, text in pages.items() if not path.is_file() or path.read_text("utf-8") != text]
+    if not check and not write:
+        _run_studies(folder, claims, out or Path("runs") / folder.resolve().name, workers)
+    stale = _outdated_pages(folder, renew=not check)
+    wrong = _print_verdicts(folder, claims)
     for page in stale:
         typer.echo(f"{page}: not what its results say; write it with --write")
-    wrong = list(disproved(claims.claims, found))
-    typer.echo(f"{sum(one.verdict == 'holds' for one in found.values())} of {len(found)} claims hold")
     if wrong or stale:
         typer.echo(f"said to hold, and do not: {', '.join(wrong)}" if wrong else "pages are not what results say")
         raise typer.Exit(1)
+
+
+def _run_studies(folder: Path, claims: PaperClaims, out: Path, workers: int | None) -> None:
+    """Run every study of a folder to its end under `out`, and keep its results in the folder as soon as it ends."""
+    from ..reproduction.results import collect_results, keep_results
+
+    for name in claims.studies:
+        run_to_end(str(folder / f"{name}.yaml"), [], out / name, workers)
+        keep_results(collect_results(out / name), folder / "results" / f"{name}.json")
+
+
+def _outdated_pages(folder: Path, renew: bool) -> list[str]:
+    """The generated pages of a folder that are not what its results say; with `renew` all are written, none is left."""
+    from ..reproduction.pages import paper_pages
+
+    stale = []
+    for path, text in paper_pages(folder).items():
+        if renew:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        elif not path.is_file() or path.read_text("utf-8") != text:
+            stale.append(str(path))
+    return stale
+
+
+def _print_verdicts(folder: Path, claims: PaperClaims) -> list[str]:
+    """Print the verdict of every claim and how many hold; the names of those that the folder wrongly says to hold."""
+    from ..reproduction.pages import read_studies
+    from ..reproduction.verdicts import disproved, judge
+
+    found = judge(claims.claims, read_studies(folder, claims))
+    for name, finding in found.items():
+        typer.echo(f"{name}: {finding.verdict}. {claims.claims[name].says} ({claims.claims[name].source})")
+    typer.echo(f"{sum(one.verdict == 'holds' for one in found.values())} of {len(found)} claims hold")
+    return list(disproved(claims.claims, found))
