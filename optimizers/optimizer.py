@@ -16,7 +16,7 @@ from .apply.write import Hyper
 from .checkpoint.consolidation import consolidate, divided_state, full_state
 from .checkpoint.load_plan import strict_loading
 from .checkpoint.pickling import restored, snapshot
-from .checkpoint.replaced_params import adopt_parameters
+from .checkpoint.replaced_params import adopt_parameters, require_unchanged
 from .engine.param_sets import ParamSets
 from .engine.signals import Given, SignalSource, with_partners
 from .inspection.reached import require_expected, require_matches, require_partners
@@ -122,6 +122,7 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         if isinstance(loss, (Tensor, float)):
             self.provide("loss", loss)
         self._settle()
+        require_unchanged(self.param_sets)
         self.param_sets.schedules.follow(self.param_sets)
         hypers = [
             Hyper(number(group, "lr"), float(group["peak_lr"]), float(number(group, "weight_decay")))

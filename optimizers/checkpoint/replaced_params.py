@@ -82,6 +82,18 @@ def _require_state(state: Mapping[Any, Any], param_sets: ParamSets) -> None:
             )
 
 
+def require_unchanged(param_sets: ParamSets) -> None:
+    """Raises ValueError for a parameter whose shape or dtype, by which its state was made, is another by now."""
+    for param_set in param_sets:
+        for parameter, spec in zip(param_set.parameters, param_set.specs, strict=True):
+            if parameter.dtype is not spec.dtype or parameter.shape != spec.shape:
+                made, got = (f"{tuple(x.shape)} in {x.dtype}" for x in (spec, parameter))
+                raise ValueError(
+                    f"{spec.name}: the shape and dtype that the optimizer was made for are required, {made}, got "
+                    f"{got}; resize or cast a model (`model.half()`) first, then compose its optimizer"
+                )
+
+
 def _require_no_pieces(found: Sequence[Tensor], own: Mapping[str, Tensor], matrices: Sequence[str]) -> None:
     """Raises ValueError for flat pieces in place of parameters: marked ones, and one vector alone in place of matrices.
 

@@ -41,6 +41,14 @@ class Component(BaseModel):
     elsewhere: ClassVar[Mapping[str, str]] = {}
     """What to do about fields that are looked for here, but are elsewhere; "." stands for every dotted path."""
 
+    def __new__(cls, *values: object, **fields: object) -> Self:
+        """Raises TypeError for values without names, which pydantic's own error would not say how to give."""
+        if values:
+            name = next(iter(name for name in cls.model_fields if name not in ("kind", "name")), "field")
+            given = ", ".join(map(_short, values))
+            raise TypeError(f"{cls.__name__}: fields are given by name, e.g. {cls.__name__}({name}=...), got {given}")
+        return super().__new__(cls)
+
     def __init_subclass__(cls, *, family: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
 
