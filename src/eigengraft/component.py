@@ -44,9 +44,8 @@ class Component(BaseModel):
     def __new__(cls, *values: object, **fields: object) -> Self:
         """Raises TypeError for values without names, which pydantic's own error would not say how to give."""
         if values:
-            name = next(iter(name for name in cls.model_fields if name not in ("kind", "name")), "field")
-            given = ", ".join(map(_short, values))
-            raise TypeError(f"{cls.__name__}: fields are given by name, e.g. {cls.__name__}({name}=...), got {given}")
+            example = f"{cls.__name__}({next((k for k in cls.model_fields if k not in ('kind', 'name')), 'name')}=...)"
+            raise TypeError(f"{cls.__name__}: fields are given by name, e.g. {example}, got {_short(values[0])}")
         return super().__new__(cls)
 
     def __init_subclass__(cls, *, family: str | None = None, **kwargs: Any) -> None:
@@ -131,8 +130,7 @@ class Component(BaseModel):
 
     def declaration(self) -> dict[str, Any]:
         """The fields as plain data in the order one would write them, without those that are None by default."""
-        data = self.model_dump(mode="json")
-        written = {}
+        data, written = self.model_dump(mode="json"), dict[str, Any]()
         for name in sorted(type(self).model_fields, key=lambda name: (name != "kind", name != "name")):
             field, value = type(self).model_fields[name], getattr(self, name)
             key = field.alias or name
