@@ -193,6 +193,7 @@ def test_a_sound_stage_gets_a_report_of_laws_held_and_not_asked(late: bool) -> N
     assert report.skipped == {
         "scaling all gradients scales the direction": "no degree is given",
         "rotating all gradients rotates the direction": "rotates=False",
+        "who reads the gradient says so": "it says that it reads the gradient",
     }
     assert str(report).startswith("update.broken_for_test: 14 laws hold\n  the contract is kept\n")
 
