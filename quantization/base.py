@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,7 +23,11 @@ class Quantizer(Component, ABC, family="quantizer"):
 
     An encoded slot has the state keys "<slot>/<name of a tensor>".
     Laws: rows are encoded one by one, zero comes back as zero, arguments are not written to.
+
+    roles: roles of the slots that it can store; (): of all.
     """
+
+    roles: ClassVar[tuple[str, ...]] = ()
 
     def unsupported(self, slot: Slot) -> str | None:
         """Why this quantizer cannot store the slot, or None."""
@@ -65,13 +70,34 @@ NEVER_CODED = frozenset({"iterate", "count", "failures"})
 """Roles of slots that are always stored as they are computed."""
 
 
-def require_coded_role(role: str, roles: Collection[str]) -> None:
-    """Raises ValueError for a role in `storage` that no slot has which could be coded by its role."""
+def require_coded_role(role: str, quantizer: Quantizer, roles: Iterable[str]) -> None:
+    """Raises ValueError for a role in `storage` that no slot has which could be coded by its role, or not so.
+
+    roles: of the slots that a recipe may have, read as far as needed.
+    """
+    if quantizer.roles and role not in quantizer.roles:
+        raise ValueError(f"storage.{role}: {_needs(quantizer)}, which stores nothing else, got {role}")
+    others = set[str]()
+    for other in roles:
+        if other == role:
+            return
+        others.add(other)
     why = "iterates and counts are always stored as they are computed; remove the entry"
     if role not in NEVER_CODED:
-        why = f"there are: {', '.join(sorted(roles)) or 'none'}; slots of a graft's magnitude are named by stage path"
-    if role not in roles:
-        raise ValueError(f"storage: the role of a slot that can be coded is required ({why}), got '{role}'")
+        why = f"there are: {', '.join(sorted(others)) or 'none'}; slots of a graft's magnitude are named by stage path"
+    raise ValueError(f"storage: the role of a slot that can be coded is required ({why}), got '{role}'")
+
+
+def require_stage_roles(stage: str, quantizer: Quantizer, slots: Iterable[Slot]) -> None:
+    """Raises ValueError for a stage in `storage` with slots of which none has a role that the quantizer can store."""
+    roles = sorted({slot.role for slot in slots})
+    if roles and quantizer.roles and not {*roles} & {*quantizer.roles}:
+        raise ValueError(f"storage.{stage}: {_needs(quantizer)}, got {' and '.join(roles)}")
+
+
+def _needs(quantizer: Quantizer) -> str:
+    kind = getattr(quantizer, "kind", type(quantizer).__name__)
+    return f"slots of role {' or '.join(quantizer.roles)} are required by {kind}"
 
 
 def choose(storage: Mapping[str, Quantizer], key: StateKey, slot: Slot) -> Quantizer | None:

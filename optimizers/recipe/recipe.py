@@ -153,11 +153,10 @@ class Recipe(Update):
     @model_validator(mode="after")
     def _storage_has_slots(self) -> Self:
         rules, stages = self.updates().values(), [p for at, rule in self.updates().items() for p, _ in rule.stages(at)]
-        for key in self.storage:
+        for key, quantizer in self.storage.items():
             stage = StateKey.parse(key).stage or key
             if key in get_args(Role):
-                if not any(key in rule.storable_roles() for rule in rules):
-                    require_coded_role(key, {role for rule in rules for role in rule.storable_roles()})
+                require_coded_role(key, quantizer, (role for rule in rules for role in rule.storable_roles()))
             elif stage not in stages:
                 near = difflib.get_close_matches(stage, [*get_args(Role), *stages], n=1)
                 hint = f", did you mean '{near[0]}'?" if near else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from eigengraft.preconditioners import chain_slots
+from eigengraft.quantization.base import require_stage_roles
 from eigengraft.slots import Slot
 from eigengraft.state_key import StateKey
 
@@ -21,14 +22,17 @@ def slot_keys(rule: Recipe | Route, path: str, block: tuple[int, ...]) -> dict[S
 
 
 def require_slots(recipe: Recipe, blocks: Iterable[tuple[str, tuple[int, ...]]]) -> None:
-    """Raises ValueError for a storage key "<stage path>/<slot>" whose stage is there, but not the slot.
+    """Raises ValueError for a storage key "<stage path>/<slot>" whose stage is there, but not the slot, and for a stage
+    none of whose slots can be stored so.
 
     blocks: (path of the update, shape) of the blocks that there are.
     """
     if not recipe.storage:
         return
-    slots = {key for path, block in blocks for key in slot_keys(recipe.updates()[path], path, block)}
-    for text in recipe.storage:
+    found = [slot_keys(recipe.updates()[path], path, block) for path, block in blocks]
+    slots = {key: slot for own in found for key, slot in own.items()}
+    for text, quantizer in recipe.storage.items():
+        require_stage_roles(text, quantizer, [slot for own, slot in slots.items() if own.stage == text])
         key = StateKey.parse(text)
         near = sorted(str(slot) for slot in slots if slot.stage == key.stage)
         if near and key not in slots:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -26,6 +26,7 @@ class Cholesky(Structure):
     keeps what was stored before if that fails too.
     """
 
+    roles: ClassVar[tuple[str, ...]] = ("statistic", "root")
     kind: Literal["cholesky"] = "cholesky"
     eps: float = Field(default=1e-6, gt=0, lt=1, description="ridge in units of the largest entry")
     error_feedback: float | None = Field(
@@ -33,7 +34,7 @@ class Cholesky(Structure):
     )
 
     def shape_error(self, slot: Slot) -> str | None:
-        return square_shape_error(slot, ("statistic", "root"), "positive semi-definite matrices", least=2)
+        return square_shape_error(slot, self.roles, "positive semi-definite matrices", least=2)
 
     def encode(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
         c, ok = self._factor(x)

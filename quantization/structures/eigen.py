@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -24,12 +24,13 @@ class Eigen(Structure):
     0. A zero matrix keeps its basis, a matrix that is not finite keeps all that was stored before. A `[N, d, d]`.
     """
 
+    roles: ClassVar[tuple[str, ...]] = ("statistic",)
     kind: Literal["eigen"] = "eigen"
     rectify: int = Field(default=1, ge=0, le=16, description="Bjorck steps after decoding; 0 = none")
     steps: int = Field(default=1, ge=1, le=16, description="power steps for each writing")
 
     def shape_error(self, slot: Slot) -> str | None:
-        return square_shape_error(slot, ("statistic",), "positive semi-definite matrices")
+        return square_shape_error(slot, self.roles, "positive semi-definite matrices")
 
     def encode(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
         ok = x.isfinite().flatten(1).all(-1)

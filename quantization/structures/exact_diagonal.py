@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -22,6 +22,7 @@ class ExactDiagonal(Structure):
     stores one triangle is symmetric already.
     """
 
+    roles: ClassVar[tuple[str, ...]] = ("statistic", "root")
     kind: Literal["exact_diagonal"] = "exact_diagonal"
     symmetrize: bool = Field(
         default=True, description="(A + A^T) / 2 after decoding; false: as Distributed Shampoo in JAX"
@@ -39,7 +40,7 @@ class ExactDiagonal(Structure):
         return self.symmetrize
 
     def shape_error(self, slot: Slot) -> str | None:
-        return square_shape_error(slot, ("statistic", "root"), "square matrices")
+        return square_shape_error(slot, self.roles, "square matrices")
 
     def encode(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
         diagonal = x.diagonal(dim1=-2, dim2=-1).clone()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -23,6 +23,7 @@ class Orthogonal(Structure):
     come back with singular values above sqrt 3, from which the steps do not converge, is stored scaled down.
     """
 
+    roles: ClassVar[tuple[str, ...]] = ("basis",)
     kind: Literal["orthogonal"] = "orthogonal"
     rectify: int = Field(default=1, ge=0, le=16, description="Bjorck steps after decoding; 0 = none")
 
@@ -30,7 +31,7 @@ class Orthogonal(Structure):
         return self.shape_error(slot) or self.inner.unsupported(_transposed(slot))
 
     def shape_error(self, slot: Slot) -> str | None:
-        if slot.role == "basis" and len(slot.shape) == 2 and slot.shape[0] >= slot.shape[1]:
+        if slot.role in self.roles and len(slot.shape) == 2 and slot.shape[0] >= slot.shape[1]:
             return None
         return f"orthonormal columns (role basis) are required, got a {slot.role} of shape {slot.shape}"
 

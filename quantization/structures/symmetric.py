@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -23,11 +23,12 @@ class Symmetric(Quantizer):
     rounded. To one, the triangle is a single row, whose blocks go on from one row of the matrix to the next.
     """
 
+    roles: ClassVar[tuple[str, ...]] = ("statistic", "root")
     kind: Literal["symmetric"] = "symmetric"
     inner: Quantizer | None = Field(default=None, description="how the triangle is stored; default: as it is")
 
     def unsupported(self, slot: Slot) -> str | None:
-        problem = square_shape_error(slot, ("statistic", "root"), "symmetric matrices")
+        problem = square_shape_error(slot, self.roles, "symmetric matrices")
         return problem or (self.inner.unsupported(slot) if self.inner else None)
 
     @property

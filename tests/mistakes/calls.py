@@ -93,6 +93,10 @@ CALLS = (
     ("load_recipe('')", "recipe '': a shipped recipe or the path of a .yaml file is required"),
     ("load_recipe('soap').replace(lrr=1)", "lrr / unknown field (did you mean 'lr'?)"),
     ("load_recipe('soap').replace(lr=-1)", "lr / greater than or equal to 0"),
+    (
+        "compose({'base': 'soap', 'storage': {'update.eigenbasis.inner.rms': {'kind': 'orthogonal'}}}, model)",
+        "storage.update.eigenbasis.inner.rms: slots of role basis are required by orthogonal, got second_moment",
+    ),
     ("Momentum(0.9)", "Momentum: fields are given by name, e.g. Momentum(beta=...), got 0.9"),
     ("eigengraft.Recipe('soap')", "Recipe: fields are given by name, e.g. Recipe("),
     ("Momentum(beta=2)", "beta / less than 1"),

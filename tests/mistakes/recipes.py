@@ -132,6 +132,14 @@ RECIPES = (
         "{update: rms, storage: {basis: int8}}",
         "storage: the role of a slot that can be coded is required / got 'basis'",
     ),
+    (
+        "{update: rms, storage: {second_moment: {kind: orthogonal, inner: int4}}}",
+        "storage.second_moment: slots of role basis are required by orthogonal, which stores nothing else, got",
+    ),
+    (
+        "{base: soap, storage: {first_moment: cholesky}}",
+        "storage.first_moment: slots of role statistic or root are required by cholesky",
+    ),
     ("{base: soap, storage: {iterate: int8}}", "storage: / iterates and counts are always stored / got 'iterate'"),
     ("{update: rms, storage: {update.rms/vv: int8}}", "storage: a slot of the stage is required (update.rms/v), got"),
     (
