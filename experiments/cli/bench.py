@@ -101,10 +101,11 @@ def _chosen(what: str, overrides: list[str], candidates: list[str], device: str 
 def _measure(chosen: Bench, directory: Path) -> None:
     from ..benches import write_rows
     from ..benches.common.figure import write_figure
+    from ..directories import make_directory
 
     _require_directory(directory)
     device = chosen.target_device()  # before anything is written
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
     cells = track(
         chosen.cell_by_cell(), "measuring", total=chosen.cells(), console=Console(stderr=True), transient=True
     )

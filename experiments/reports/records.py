@@ -70,6 +70,10 @@ def read_records(directory: Path) -> Records:
     runs = tuple(Run(run["labels"], run["seed"], directory / run["directory"]) for run in manifest["runs"])
     metric = METRICS[manifest["metric"]]
     tuned = tuple(_tuned(cell, one) for cell, one in manifest.get("tuned", {}).items())
+    if not tuned and all(run.status(metric) == "missing" for run in runs):
+        raise ValueError(
+            f"report: runs that have begun are required, got none of the study's {len(runs)} in {directory}"
+        )
     name, description = manifest["name"], manifest["description"]
     return Records(name, description, metric, manifest["compare"], manifest["baseline"], runs, tuned)
 
@@ -85,7 +89,7 @@ def _order(value: object) -> tuple[bool, float, str]:
 
 
 def _stray(directory: Path) -> Records:
-    found = [path.parent for path in sorted(directory.rglob("config.json"))]
+    found = [path.parent for path in sorted(directory.rglob("config.json")) if read_object(path)]
     if not found:
         raise ValueError(f"report: a directory with a study or with runs is required, got {directory}")
     runs = [_stray_run(path, directory) for path in found]

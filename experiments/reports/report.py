@@ -12,6 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
+from ..directories import make_directory
 from . import figures
 from .comparison import ComparisonPanel, compare
 from .formatting import (
@@ -49,7 +50,7 @@ def write_report(directory: Path) -> Path:
 
 def write_figures(directory: Path, folder: Path) -> list[Path]:
     """Write every figure of the report of `directory` into `folder`, as SVG and as PNG."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_directory(folder)
     records = read_records(directory)
     panels, metric = compare(records), records.metric.title
     named = {

@@ -10,6 +10,7 @@ from typing import Any
 
 from eigengraft.component import RecipeError
 
+from ..directories import make_directory
 from ..reports.records import MANIFEST
 from ..reports.run import METRICS
 from ..training.experiment import Experiment
@@ -116,7 +117,7 @@ def write_manifest(study: Study, planned: list[PlannedRun], tuned: Mapping[str, 
         "tuned": {cell: found.described(METRICS[study.metric]) for cell, found in tuned.items()},
         "runs": [{"directory": run.directory, "labels": dict(run.labels), "seed": run.seed} for run in planned],
     }
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
     RunDirectory(directory).write(MANIFEST, content)
 
 

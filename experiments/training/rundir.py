@@ -27,6 +27,8 @@ import torch
 from eigengraft.component import RecipeError
 from eigengraft.optimizers.recipe.overrides import differences
 
+from ..directories import make_directory
+
 PARTIAL = ".partial"
 
 
@@ -43,7 +45,7 @@ class RunDirectory:
         if known is None:
             if self.path.exists() and (not self.path.is_dir() or set(self.path.iterdir()) - self._partial()):
                 raise RecipeError(f"{self.path}: an empty or new directory is required, got other files in it")
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_directory(self.path)
             self.write("config", config)
             return
         # `imports` may differ, so that a moved checkout continues its runs, `parallel` and `diagnostics`, because the

@@ -1,6 +1,7 @@
 """What users type after `eigengraft`, and the words that the error must hold.
 
-There are exp.yaml (an experiment), study.yaml, broken.py, whose first line cannot be run, and the empty folder empty.
+There are exp.yaml (an experiment), study.yaml, broken.py, whose first line cannot be run, the empty
+folder empty, and planned, a study of which no run has begun.
 """
 
 COMMAND_LINES = (
@@ -44,6 +45,9 @@ COMMAND_LINES = (
     ("ablate study.yaml --workers 0", "Invalid value for '--workers'"),
     ("ablate study.yaml lr=1", "lr: unknown field"),
     ("report nowhere", "report: a directory with a study or with runs is required, got nowhere"),
+    ("train exp.yaml --out exp.yaml/run", "exp.yaml/run: a directory that can be made is required, got: not a"),
+    ("report planned", "report: runs that have begun are required, got none of the study's 1 in planned"),
+    ("report exp.yaml", "report: a directory with a study or with runs is required, got exp.yaml"),
     ("report empty", "report: a directory with a study or with runs is required, got empty"),
     ("bench rots", "bench: one of / is required, got 'rots'; did you mean 'roots'?"),
     ("bench roots --candidate eihg", "bench.solvers.eihg: unknown root_solver kind 'eihg'; did you mean 'eigh'?"),

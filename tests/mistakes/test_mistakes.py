@@ -4,6 +4,7 @@ The tables beside this file hold them, one row each: what is written, and the wo
 several are divided by " / ".
 """
 
+import json
 import shlex
 import warnings
 from collections.abc import Callable
@@ -27,6 +28,15 @@ from .command_line import COMMAND_LINES
 from .experiments import EXPERIMENTS, STUDIES
 from .recipes import RECIPES
 
+PLANNED = {
+    "name": "study",
+    "description": "",
+    "metric": "val_loss",
+    "compare": "lr",
+    "baseline": "0.1",
+    "runs": [{"directory": "lr=0.1/seed-0", "labels": {"lr": "0.1"}, "seed": 0}],
+}
+"""What is beside the runs of a study of which none has begun."""
 BASE = "{task: digits, recipe: soap, steps: 2}"
 
 
@@ -58,6 +68,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("study.yaml").write_text(f"{{base: {BASE}, axes: {{lr: [0.1]}}}}")
     Path("broken.py").write_text("import nothing_of_this_name")
     Path("empty").mkdir()
+    Path("planned").mkdir()
+    Path("planned/study.json").write_text(json.dumps(PLANNED))
     return tmp_path
 
 

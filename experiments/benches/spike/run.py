@@ -23,6 +23,7 @@ from torch import Tensor, nn
 import eigengraft
 from eigengraft.optimizers.recipe.loading import load_recipe
 
+from ...directories import make_directory
 from ...tasks import Batch
 from ...training.experiment import Experiment
 from ...training.loading import load_experiment
@@ -129,6 +130,6 @@ def spike_grid(quick: bool = False) -> list[dict[str, Any]]:
 
 def write_results(rows: Sequence[SpikeRow], directory: Path) -> None:
     """Write `spike.jsonl` and `spike.svg`."""
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
     write_rows(rows, directory / "spike.jsonl")
     draw_spike(rows, directory / "spike.svg")
