@@ -21,7 +21,7 @@ from .engine.param_sets import ParamSets
 from .engine.signals import Given, SignalSource, with_partners
 from .inspection.reached import require_expected, require_matches, require_partners
 from .inspection.reporting import Reporting
-from .param_groups import check_options, number, own_keys
+from .param_groups import check_options, number, own_keys, warn_of_options
 from .recipe.loading import RecipeSource, load_recipe
 from .recipe.overrides import Overrides
 from .recipe.routing import DescribedParameters, ParamInfo
@@ -123,6 +123,7 @@ class Optimizer(Reporting, torch.optim.Optimizer):
             self.provide("loss", loss)
         self._settle()
         require_unchanged(self.param_sets)
+        warn_of_options(self.param_groups)
         self.param_sets.schedules.follow(self.param_sets)
         hypers = [
             Hyper(number(group, "lr"), float(group["peak_lr"]), float(number(group, "weight_decay")))

@@ -25,6 +25,7 @@ _OFF = {
     "differentiable": "no gradient passes through a step",
 }
 """Options of torch's optimizers that a step has no other way for: what may be done about each."""
+_TAKEN = frozenset((*_KEYS, *_IGNORED, *_OFF))
 WHOLE_SHARDS = "use torch.distributed.fsdp.fully_shard (FSDP2)"
 """What to do instead where a host cuts flat pieces."""
 
@@ -72,6 +73,14 @@ def own_keys(group: Mapping[str, Any], recipe: str) -> dict[str, Any]:
             "param group: one recipe for all groups is required (its `routes` tell parameters apart), got 'recipe'"
         )
     return {key: value for key, value in group.items() if key not in options}
+
+
+def warn_of_options(groups: Iterable[Mapping[str, Any]]) -> None:
+    """Warns of options that were put into a group by hand, as `group["momentum"] = 0.5`; other keys are the user's."""
+    for group in groups:
+        for key in sorted(group.keys() - _TAKEN):
+            if key in _elsewhere():
+                warnings.warn(f"param group: '{key}' has no effect on steps; the recipe says it", stacklevel=4)
 
 
 @cache

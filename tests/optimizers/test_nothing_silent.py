@@ -268,3 +268,15 @@ class TestGroupsOfAModel:
     def test_a_parameter_of_another_model_is_refused(self) -> None:
         with pytest.raises(ValueError, match=r"^grouped: group 0: .* of shape \(5, 4\) at 0"):
             grouped(Net(), [{"params": list(Net().parameters())}])
+
+
+def test_an_option_put_into_a_group_by_hand_is_said_and_other_keys_are_not() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = compose("sgd", model)
+    optimizer.param_groups[0]["mine"] = 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+    optimizer.param_groups[0]["momentum"] = 0.5
+    with pytest.warns(UserWarning, match="'momentum' has no effect on steps; the recipe says it"):
+        optimizer.step()
