@@ -2,10 +2,13 @@
 
 import json
 import math
+import os
 import re
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,7 @@ TRAJECTORY = ("step", "loss", "val_loss", "lr")
 TASK = '''
 """A byte-level language model in float64, where `FAULT=rank:step:what` makes a rank fail at a step, as it is asked."""
 
+import os
 import signal
 from typing import Literal
 
@@ -96,15 +100,18 @@ def free_port() -> int:
 
 def torchrun(arguments: list[str], fault: str = "") -> tuple[int, str]:
     """`eigengraft train` under torchrun on two ranks: exit code and all that was said, as one line without boxes."""
-    command = ["-m", "torch.distributed.run", "--master-port", str(free_port())]
+    command = [sys.executable, "-m", "torch.distributed.run", "--master-port", str(free_port())]
     command += ["--nproc-per-node", "2", "-m", "eigengraft", "train", *arguments]
-    variables = {"PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", "FAULT": fault, "COLUMNS": "2000"}
-    launcher = start(*command, folder=ROOT, **variables)
-    try:
-        said = "".join(launcher.communicate(timeout=120))
-    finally:
-        launcher.send_signal(signal.SIGTERM)  # of one that hangs; it ends its ranks
-    return launcher.wait(), " ".join(said.replace("│", " ").split())
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
+    environment |= {"FAULT": fault, "COLUMNS": "2000"}
+    output: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+    with subprocess.Popen(command, env=environment, **output) as process:
+        try:
+            said, _ = process.communicate(timeout=120)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, " ".join(said.replace("│", " ").split())
 
 
 def as_torchrun(arguments: list[str]) -> tuple[int, str]:
