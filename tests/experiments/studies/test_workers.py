@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 
 import pytest
 from typer.testing import CliRunner
@@ -18,7 +19,7 @@ from eigengraft.experiments.studies import running
 from eigengraft.experiments.studies.pool import PoolEvent
 from eigengraft.experiments.studies.running import complete_study, prepare_study, run_study
 from eigengraft.experiments.studies.study import load_study
-from eigengraft.experiments.studies.workers import claims, database
+from eigengraft.experiments.studies.workers import claimed_run, claims, database
 from eigengraft.experiments.studies.workers.file_claims import FileClaims
 from eigengraft.experiments.studies.workers.submission import StudyJob, submit_study
 
@@ -132,11 +133,19 @@ def rows(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
 
 
-def in_this_process(work, jobs, workers, attempts):
+def in_this_process(work, jobs, workers, attempts, progress=lambda tick: None):
     """A pool without processes of its own, so that a worker is one process."""
     for number, job in enumerate(jobs):
         yield PoolEvent(number, "started")
-        yield PoolEvent(number, "done", work(job, lambda tick: None))
+        yield PoolEvent(number, "done", work(job, progress))
+
+
+def count(steps, tick):
+    """Counts steps of all workers; from the ninth on a worker waits for its end."""
+    with steps.get_lock():
+        steps.value += 1
+    while steps.value > 8:
+        signal.pause()
 
 
 def steps_in(directory):
@@ -171,17 +180,25 @@ def started_worker(directory, storage=None):
 
 @pytest.mark.slow
 def test_a_study_whose_workers_are_killed_ends_like_one_that_was_not(tmp_path, monkeypatch, uninterrupted):
-    """Workers on one directory, one or two at a time, killed ten times."""
-    monkeypatch.setattr(running, "run_pool", in_this_process)
+    """Workers on one directory, one or two at a time, killed ten times, when together they have made nine steps.
+
+    Ten kills are at most 95 of the study's 96 steps; a run may die more often than a study allows.
+    """
+    steps = multiprocessing.get_context("fork").Value("i", 0)
     monkeypatch.setattr(running, "POLL", 0.01)
+    monkeypatch.setattr(claimed_run, "ATTEMPTS", 10)
+    monkeypatch.setattr(claimed_run, "_now_and_then", lambda report: report)  # steps are reported one by one
+    monkeypatch.setattr(running, "run_pool", partial(in_this_process, progress=partial(count, steps)))
     for number in range(10):
+        steps.value = 0
         workers = [started_worker(tmp_path) for _ in range(1 + number % 2)]
-        # a kill takes back at most the three steps since the last checkpoint of each run that it ends
-        while steps_in(tmp_path) < 9 * (number + 1) and any(process.is_alive() for process in workers):
+        while steps.value < 9:
+            assert any(process.is_alive() for process in workers)
             time.sleep(0.002)
         for process in workers:
             process.kill()
             process.join()
+    monkeypatch.setattr(running, "run_pool", in_this_process)
     assert len(trajectories(tmp_path)) < 12
     two = [started_worker(tmp_path), started_worker(tmp_path)]
     for process in two:
