@@ -40,7 +40,8 @@ def made(row: Row, dtype: torch.dtype = torch.float32, **changes: Any) -> tuple[
     """Parameters and an optimizer in which every slot that the quantizer takes is stored by it."""
     quantizer = small({**row.make, **changes})
     parameters = [torch.nn.Parameter(normal(*shape, seed=i).to(dtype)) for i, shape in enumerate(SHAPES)]
-    storage = {role: quantizer for role in get_args(Role) if role not in ("count", "failures", "iterate")}
+    roles = quantizer.roles or {*get_args(Role)} - {"count", "failures", "iterate"}
+    storage = dict.fromkeys(roles, quantizer)
     optimizer = Optimizer(parameters, {"update": UPDATE, "routes": [], "storage": storage}, lr=0.01)
     coded = {key.rpartition("/")[0] for key in optimizer.state[parameters[0]] if key.endswith("/format")}
     assert coded
@@ -113,7 +114,8 @@ def test_a_gradient_that_is_not_finite_leaves_what_is_stored(row: Row, detect: s
     """Of its own parameter everything, bit for bit; the other two go on, one of them in the same stack."""
     quantizer = small(row.make)
     parameters = [torch.nn.Parameter(normal(*shape, seed=i).float()) for i, shape in enumerate(SHAPES)]
-    storage = {role: quantizer for role in get_args(Role) if role not in ("count", "failures", "iterate")}
+    roles = quantizer.roles or {*get_args(Role)} - {"count", "failures", "iterate"}
+    storage = dict.fromkeys(roles, quantizer)
     recipe = {"update": UPDATE, "routes": [], "storage": storage, "failure": {"detect": detect}}
     optimizer = Optimizer(parameters, recipe, lr=0.01)
     walk(optimizer, parameters, GRADIENTS[:3])
