@@ -43,6 +43,8 @@ class Stage(Schedulable, ABC, family="stage"):
     """Signals that the optimizer must provide on the context, by name; the names are registered."""
     accepts: ClassVar[frozenset[str]] = frozenset()
     """Signals that are on the context in those steps only for which they were provided."""
+    requires_first: ClassVar[frozenset[str]] = frozenset()
+    """Those of `accepts` that all parameters of an optimizer's first step must have, but no step after it."""
     elsewhere: ClassVar[Mapping[str, str]] = {
         "storage": "it goes to the top level of the recipe: `storage: {<path of the stage>: int8}`",
         **dict.fromkeys(("lr", "weight_decay"), "it goes to the top level of the recipe"),
@@ -124,10 +126,8 @@ class Stage(Schedulable, ABC, family="stage"):
         return ()
 
     def entrywise(self) -> bool:
-        """Whether each entry of the direction and of the state depends on that entry of the gradients alone.
-
-        Then a part of a block may be updated wherever it is, as if it were a block.
-        """
+        """Whether each entry of the direction and of the state depends on that entry of the gradients alone, so that a
+        part of a block may be updated wherever it is, as if it were a block."""
         return False
 
     def needs_matrices(self) -> bool:

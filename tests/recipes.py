@@ -44,8 +44,8 @@ def cover(names: Iterable[str]) -> tuple[str, ...]:
 def alone(name: str) -> bool:
     """Whether steps of a recipe take gradients alone, and no signal that a model or a training loop must provide."""
     asked = [own for rule in load_recipe(name).updates().values() for _, own in listeners(rule, "")]
-    signals = {signal for own in asked for signal in (*own.signals(), *getattr(own, "requires_some", ()))}
-    return signals <= OWN
+    some = {signal for own in asked for what in ("some", "first") for signal in getattr(own, f"requires_{what}", ())}
+    return some.union(*(own.signals() for own in asked)) <= OWN
 
 
 ALONE = tuple(name for name in SHIPPED if alone(name))

@@ -20,8 +20,8 @@ class DiagonalNewton(Stage):
 
     Sophia (Liu et al. 2023, arXiv:2305.14342, Algorithm 3) after an uncorrected momentum. H is an estimate of the
     diagonal of the Hessian, the signal `hessian_diagonal`, provided every 10 steps or so: by Hutchinson's method, or by
-    squares of gradients of labels that the model draws (Gauss-Newton-Bartlett). Entries where h is not positive move by
-    `bound`, in the direction of d.
+    squares of gradients of labels that the model draws (Gauss-Newton-Bartlett). The first step of an optimizer must
+    have it. Entries where h is not positive move by `bound`, in the direction of d.
     """
 
     kind: Literal["diagonal_newton"] = "diagonal_newton"
@@ -30,6 +30,7 @@ class DiagonalNewton(Stage):
     eps: float = Field(default=1e-12, gt=0, description="floor of what is divided by, in units of the Hessian")
     bound: float = Field(default=1.0, gt=0, description="largest entry of the result")
     accepts: ClassVar[frozenset[str]] = frozenset({"hessian_diagonal"})
+    requires_first: ClassVar[frozenset[str]] = accepts
 
     def entrywise(self) -> bool:
         return True

@@ -1,13 +1,13 @@
 """Estimates of the diagonal of the Hessian against the Hessian itself."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from eigengraft import Optimizer, compose, gauss_newton_bartlett, hutchinson
+from eigengraft import Optimizer, Stage, State, StepContext, compose, gauss_newton_bartlett, hutchinson
 
 from ..parity.test_more_methods import LR
 from ..trajectories import normal
@@ -106,6 +106,76 @@ def test_sophia_trains_with_estimates_of_every_few_steps() -> None:
         optimizer.step()
         losses.append(float(value))
     assert losses[-1] < 0.5 * losses[0]
+
+
+FIRST = r"update\.diagonal_newton: the signal 'hessian_diagonal' is required in the first step, by optimizer\.provide\("
+FIRST += (
+    r"'hessian_diagonal', \.\.\.\) before it, or by eigengraft\.hutchinson or .*\.gauss_newton_bartlett, got none for "
+)
+
+
+def gradients(parameters: list[nn.Parameter], value: float = 1.0) -> list[nn.Parameter]:
+    for p in parameters:
+        p.grad = torch.full_like(p, value)
+    return parameters
+
+
+def test_a_first_step_without_a_diagonal_is_refused() -> None:
+    """Nothing changes; one for some of the parameters, which the step could not take, is no remedy."""
+    parameters = gradients(parts())
+    before, optimizer = (
+        [p.detach().clone() for p in parameters],
+        Optimizer(zip("ab", parameters, strict=True), "sophia", lr=LR),
+    )
+    with pytest.raises(ValueError, match=f"^{FIRST}a, b$"):
+        optimizer.step()
+    assert all(torch.equal(p, x) and optimizer.state[p]["step"] == 0 for p, x in zip(parameters, before, strict=True))
+    optimizer.provide("hessian_diagonal", {parameters[0]: torch.ones(3, 2)})
+    with pytest.raises(ValueError, match=f"^{FIRST}b$"):
+        optimizer.step()
+    optimizer.provide("hessian_diagonal", {parameters[1]: torch.ones(4)})
+    optimizer.step()
+
+
+def test_later_steps_and_parameters_need_no_diagonal() -> None:
+    """Neither a parameter whose first gradient comes later, nor the first step after loading."""
+    parameters = gradients(parts())
+    optimizer, parameters[1].grad = Optimizer([*parameters], "sophia", lr=LR), None
+    optimizer.provide("hessian_diagonal", {parameters[0]: torch.ones(3, 2)})
+    optimizer.step()
+    gradients(parameters)
+    optimizer.step()
+    copies = gradients([nn.Parameter(p.detach().clone()) for p in parameters])
+    resumed = Optimizer([*copies], "sophia", lr=LR)
+    resumed.load_state_dict(optimizer.state_dict())
+    for one in (optimizer, resumed):
+        one.step()
+    assert all(torch.equal(p, q) for p, q in zip(parameters, copies, strict=True))
+
+
+def test_a_first_gradient_that_is_not_finite_costs_its_diagonal_and_no_error() -> None:
+    parameters = gradients(parts(), torch.nan)
+    optimizer = Optimizer([*parameters], "sophia", lr=LR)
+    optimizer.provide("hessian_diagonal", {p: torch.ones_like(p) for p in parameters})
+    optimizer.step()
+    gradients(parameters)
+    optimizer.step()
+    assert [int(optimizer.state[p]["step"]) for p in parameters] == [1, 1]
+
+
+def test_a_signal_of_the_first_step_is_one_that_the_stage_accepts() -> None:
+    class Deaf(Stage):
+        """d"""
+
+        kind: Literal["deaf_for_test"] = "deaf_for_test"
+        requires_first: ClassVar[frozenset[str]] = frozenset({"loss"})
+
+        def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+            return direction
+
+    Stage.members.pop("deaf_for_test")  # the laws are about every member of the family
+    with pytest.raises(ValueError, match=r"update\.deaf_for_test: .*`accepts` are required .*, got \['loss'\]"):
+        Optimizer(parts(), [Deaf()])
 
 
 def test_faults_are_named() -> None:

@@ -48,9 +48,11 @@ class Provided:
         value = torch.as_tensor(kept[0], dtype=torch.float64) if isinstance(kept[0], float) else kept[0]
         return value / kept[1] if signal.reduce == "mean" and kept[1] > 1 else value
 
-    def clear(self) -> None:
-        """Forgets the values; the sources stay."""
+    def clear(self) -> list[str]:
+        """Forgets the values, and returns their names; the sources stay."""
+        names = [name for name, values in self._kept.items() if values]
         self._kept.clear()
+        return names
 
 
 def require_form(signal: Signal, value: Given) -> None:

@@ -19,6 +19,7 @@ from ...recipe.slot_keys import slot_keys
 from ..exchange import Step
 from ..param_set import ParamSet
 from .agreement import Agreed, SignalCall, agree
+from .first_step import FirstStep
 from .listeners import Listeners
 from .outputs import for_outputs
 from .provided import Given, Provided, SignalSource, require_form
@@ -39,7 +40,7 @@ class Signals:
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self.listeners = recipe, Listeners(recipe)
-        self.provided = Provided()
+        self.provided, self.first_step = Provided(), FirstStep(recipe)
         self._totals: WeakKeyDictionary[ParamSet, Sequence[str]] = WeakKeyDictionary()
         rules = recipe.updates()
         if follows_run(rules) and recipe.total_steps is None:
@@ -71,14 +72,15 @@ class Signals:
             for given in [source() for source in sources]:
                 if given is not None:
                     self.provide(name, given, parameters)
+        self.first_step.follow(param_set for param_set, _ in steps)
         ready = [(param_set, step) for param_set, step in steps if step is not None]
         shared = dict(self._of_all(ready))
         found = [(param_set, step and self._of_one(param_set, step, shared)) for param_set, step in steps]
-        self.provided.clear()
+        self.first_step.close(self.provided.clear())
         made = {name for _, step in found if step is not None for name in step.outputs}
         for name, where in self.listeners.somewhere.items() if ready else ():
             if name not in made:
-                raise _error(known_signals()[name], where, "none for any parameter")
+                raise _error(known_signals()[name], where, "every step", "none for any parameter")
         return found
 
     def _total_keys(self, param_set: ParamSet) -> Sequence[str]:
@@ -130,10 +132,9 @@ class Signals:
             if not step.active[at] or signal.name not in self.listeners.asked[spec.path]:
                 continue
             wanted.append(at)
-            if signal.name in due(spec.path, counts[at]):
+            if signal.name in due(spec.path, counts[at]) or self.first_step.asks(signal.name, spec.path):
                 needed.append(at)
-            value = self.provided.get(signal, parameter)
-            if value is not None:
+            if (value := self.provided.get(signal, parameter)) is not None:
                 values[at] = param_set.part(at, local(value)) if signal.extent == "entry" else value
         return SignalCall(signal, values, wanted, needed)
 
@@ -141,13 +142,14 @@ class Signals:
         """The error of a signal that must be there for some parameters."""
         names = [param_set.names[at] for at in call.needed if at not in call.values]
         got = f"none for {', '.join(names[:3])}{' and more' if len(names) > 3 else ''}" if names else "none on a rank"
-        return _error(call.signal, self.listeners.asking[call.signal.name], got)
+        name = call.signal.name
+        return _error(call.signal, self.listeners.asking[name], self.first_step.when(name), got)
 
 
-def _error(signal: Signal, where: str, got: str) -> ValueError:
-    """The error of a signal that must be there; where: the path of what asks for it."""
+def _error(signal: Signal, where: str, when: str, got: str) -> ValueError:
+    """The error of a signal that must be there; where: the path of what asks for it, when: the steps."""
     by = f"optimizer.provide('{signal.name}', ...) before it{f', or by {signal.by}' if signal.by else ''}"
-    return ValueError(f"{where}: the signal '{signal.name}' is required in every step, by {by}, got {got}")
+    return ValueError(f"{where}: the signal '{signal.name}' is required in {when}, by {by}, got {got}")
 
 
 def _with_tensors(step: Step, agreed: Agreed, param_set: ParamSet) -> Step:

@@ -55,6 +55,10 @@ def together(first: str, second: str, remedy: str = "") -> str:
     return f"DistributedError: ({re.escape(first)}|{re.escape(second)}){re.escape(said)}$"
 
 
+UNPROVIDED = (
+    r"ValueError: update\.diagonal_newton: the signal 'hessian_diagonal' is required in the first step, by .*, "
+)
+UNPROVIDED += "got none (for|on a rank)"
 GRADIENTS = "agreement on gradients (scale and {} more)"
 SUMS = "redistribution of gradients (scale and {} more{})"
 REFUSED = {f"{fault} {place}": cause for fault, cause in DIFFERENT.items() for place in PLACES} | {
@@ -67,6 +71,8 @@ REFUSED = {f"{fault} {place}": cause for fault, cause in DIFFERENT.items() for p
     "thawed plain": together(GRADIENTS.format(12), GRADIENTS.format(13)),
     "thawed fsdp": together(GRADIENTS.format(12), GRADIENTS.format(13)),
     "added plain": together(GRADIENTS.format(12), "agreement on param groups"),
+    "unprovided plain": UNPROVIDED,
+    "unprovided fsdp": UNPROVIDED,
     "another_group plain": MORE,
     "another_group fsdp": MORE,
 }

@@ -315,6 +315,16 @@ def thawed(place: str) -> None:
     optimizer.step()
 
 
+def unprovided(place: str) -> None:
+    """One rank is not provided with the signal of the first step."""
+    module = lay_out(model(), place)
+    optimizer = eigengraft.compose("sophia", module)
+    give(module, 0, gaps=False)
+    if not bad():
+        optimizer.provide("hessian_diagonal", {p: torch.ones_like(p) for p in module.parameters() if p.requires_grad})
+    optimizer.step()
+
+
 def added(place: str) -> None:
     """One rank adds a param group, and the others take a step."""
     module, optimizer = start(place)
@@ -417,6 +427,7 @@ FAULTS: dict[str, Callable[..., Any]] = {
         flat_original,
         another_group,
         thawed,
+        unprovided,
         added,
         other_lr,
         alone,
