@@ -13,6 +13,7 @@ from eigengraft.noise import uniform
 
 from ..engine.param_set import ParamSet
 from ..optimizer import Optimizer
+from .arguments import require_function, require_integer, require_loss, require_optimizer
 
 _NAME = "hessian_diagonal"
 PROBES = 1 << 34
@@ -31,13 +32,12 @@ def hutchinson(optimizer: Optimizer, loss: Callable[[], Tensor], samples: int = 
         `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`).
     samples: number of probes u.
     """
+    _require("hutchinson", optimizer, loss, samples=samples)
     if samples < 1:
         raise ValueError(f"hutchinson: at least one sample is required, got {samples}")
 
     def estimate(parameters: Sequence[Tensor], names: Sequence[str]) -> list[Tensor]:
-        gradients: Sequence[Tensor | None] = torch.autograd.grad(
-            loss(), parameters, create_graph=True, allow_unused=True
-        )
+        gradients = _gradients("hutchinson", loss(), parameters, names, create_graph=True)
         curved = [g if g is not None and g.requires_grad else None for g in gradients]
         total = [torch.zeros_like(parameter) for parameter in parameters]
         for sample in range(samples):
@@ -60,15 +60,41 @@ def gauss_newton_bartlett(optimizer: Optimizer, loss: Callable[[], Tensor], coun
         negative log-likelihoods, without a backward.
     count: number of examples in that mean.
     """
+    _require("gauss_newton_bartlett", optimizer, loss, count=count)
     if count < 1:
         raise ValueError(f"gauss_newton_bartlett: a count of at least 1 is required, got {count}")
 
     def estimate(parameters: Sequence[Tensor], names: Sequence[str]) -> list[Tensor]:
-        gradients: Sequence[Tensor | None] = torch.autograd.grad(loss(), parameters, allow_unused=True)
+        gradients = _gradients("gauss_newton_bartlett", loss(), parameters, names)
         pairs = zip(gradients, parameters, strict=True)
         return [torch.zeros_like(p) if g is None else count * g.square() for g, p in pairs]
 
     return _provide("gauss_newton_bartlett", optimizer, estimate)
+
+
+def _require(who: str, optimizer: Optimizer, loss: Callable[[], Tensor], **integers: int) -> None:
+    """Raises TypeError for arguments that are of another kind; integers: by name."""
+    require_optimizer(who, optimizer)
+    require_function(who, loss)
+    for name, value in integers.items():
+        require_integer(who, name, value)
+
+
+def _gradients(
+    who: str, loss: Tensor, parameters: Sequence[Tensor], names: Sequence[str], create_graph: bool = False
+) -> Sequence[Tensor | None]:
+    """The gradients of a loss, None for parameters that it does not depend on; it must depend on one."""
+    if not parameters:
+        raise ValueError(f"{who}: parameters that are trained are required, got none with `requires_grad`")
+    require_loss(who, loss)
+    found: Sequence[Tensor | None] = torch.autograd.grad(loss, parameters, create_graph=create_graph, allow_unused=True)
+    if all(gradient is None for gradient in found):
+        more = " and more" if len(names) > 3 else ""
+        raise ValueError(
+            f"{who}: a loss that depends on parameters of the optimizer is required, got one that depends on none of "
+            f"{', '.join(names[:3])}{more}"
+        )
+    return found
 
 
 def _provide(

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..optimizer import Optimizer
+from .arguments import require_watchable
 from .layer_grams import LayerGrams, LayerHook, is_transposed, whole
 
 _NAME = "activation_gram"
@@ -21,6 +22,7 @@ def watch_inputs(optimizer: Optimizer, model: nn.Module) -> LayerGrams | None:
     patches. Returns None, and no hook is there, if no stage asks. The model may be wrapped (DDP) or sharded before or
     after.
     """
+    require_watchable("watch_inputs", optimizer, model)
     if _NAME not in optimizer.param_sets.signals.listeners.asking:
         return None
     grams = LayerGrams(optimizer, _NAME, lambda total, rows: total / rows)

@@ -11,6 +11,7 @@ from torch._compile import _disable_dynamo
 
 from ..engine.signals import Given
 from ..optimizer import Optimizer
+from .arguments import require_watchable
 
 _NAME = "max_logit"
 
@@ -86,6 +87,7 @@ def watch_logits(optimizer: Optimizer, model: nn.Module) -> None:
 
     Nothing is recorded if no constraint asks. The model may be wrapped (DDP) or sharded before or after.
     """
+    require_watchable("watch_logits", optimizer, model)
     if _NAME in optimizer.param_sets.signals.listeners.asking:
         optimizer.provide(_NAME, LogitSource(optimizer, model))
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..optimizer import Optimizer
+from .arguments import require_watchable
 from .layer_grams import LayerGrams, LayerHook, is_transposed, whole
 
 _NAME = "output_gradient_gram"
@@ -25,6 +26,7 @@ def watch_output_gradients(optimizer: Optimizer, model: nn.Module) -> LayerGrams
     Gradients must not be scaled, as a GradScaler does: outputs in float16 are refused. Returns None, and no hook is
     there, if no stage asks. The model may be wrapped (DDP) or sharded before or after.
     """
+    require_watchable("watch_output_gradients", optimizer, model)
     if _NAME not in optimizer.param_sets.signals.listeners.asking:
         return None
     grams = LayerGrams(optimizer, _NAME, lambda total, rows: total * rows)

@@ -87,6 +87,42 @@ CALLS = (
     ),
     ("backward() or Optimizer([('w', model[0].weight)], 'newton_muon').step()", "the signal 'activation_gram' is"),
     ("backward() or Optimizer(model.named_parameters(), 'muonclip').step()", "the signal 'max_logit' is required"),
+    (
+        "backward() or compose('sophia', model).step()",
+        "update.diagonal_newton: the signal 'hessian_diagonal' is / first",
+    ),
+    ("eigengraft.watch_inputs(sgd, model.parameters())", "watch_inputs: a model, an nn.Module, is required, got gener"),
+    ("eigengraft.watch_inputs(model, sgd)", "watch_inputs: an eigengraft.Optimizer is required first, got Sequential"),
+    ("eigengraft.watch_output_gradients(sgd, None)", "watch_output_gradients: a model, an nn.Module, is required, got"),
+    ("eigengraft.watch_logits(sgd, 'model')", "watch_logits: a model, an nn.Module, is required, got 'model'"),
+    (
+        "eigengraft.hutchinson(torch.optim.SGD(model.parameters(), 0.1), model)",
+        "hutchinson: an eigengraft.Optimizer is required first, got SGD",
+    ),
+    (
+        "eigengraft.hutchinson(sgd, model(torch.ones(2, 8)).sum())",
+        "hutchinson: a function that returns the loss is required as loss, got Tensor",
+    ),
+    ("eigengraft.hutchinson(sgd, model, samples=1.5)", "hutchinson: an integer is required as samples, got 1.5"),
+    (
+        "eigengraft.hutchinson(compose('sophia', model), lambda: model(torch.ones(2, 8)))",
+        "hutchinson: one number is required from the function loss, got shape (2, 4)",
+    ),
+    (
+        "eigengraft.hutchinson(compose('sophia', model), lambda: (model(torch.ones(2, 8)).sum(), None))",
+        "hutchinson: a tensor is required from the function loss, got tuple",
+    ),
+    (
+        "eigengraft.hutchinson(compose('sophia', model), lambda: model(torch.ones(2, 8)).sum().detach())",
+        "hutchinson: a loss that depends on parameters is required, got one without a gradient",
+    ),
+    (
+        "eigengraft.gauss_newton_bartlett(compose('sophia', model), lambda: conv(torch.ones(2, 4, 4)).sum(), 2)",
+        "a loss that depends on parameters of the optimizer is required, got one that depends on none of 0.weight, 0.b",
+    ),
+    ("eigengraft.gauss_newton_bartlett(sgd, 3, 2)", "a function that returns the loss is required as loss, got 3"),
+    ("eigengraft.gauss_newton_bartlett(sgd, model, '2')", "bartlett: an integer is required as count, got '2'"),
+    ("eigengraft.gauss_newton_bartlett(sgd, model, 0)", "bartlett: a count of at least 1 is required, got 0"),
     ("load_recipe('soap', ['update.rms.beta=0.9'])", "there is no 'rms' in 'update' (there are: eigenbasis)"),
     ("load_recipe('soap', {'': 1})", "overrides: the path of a field is required for every value, got ''"),
     ("load_recipe('soap.yml')", "soap.yml: an existing YAML file is required"),

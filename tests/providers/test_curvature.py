@@ -184,3 +184,7 @@ def test_faults_are_named() -> None:
         hutchinson(optimizer, lambda: torch.zeros(()), samples=0)
     with pytest.raises(ValueError, match="gauss_newton_bartlett: a count of at least 1 is required, got 0"):
         gauss_newton_bartlett(optimizer, lambda: torch.zeros(()), count=0)
+    for p in optimizer.param_groups[0]["params"]:
+        p.requires_grad_(False)
+    with pytest.raises(ValueError, match="hutchinson: parameters that are trained are required, got none with"):
+        hutchinson(optimizer, lambda: torch.zeros(()))
