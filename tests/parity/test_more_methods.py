@@ -587,11 +587,54 @@ def test_the_record_of_track_3_is_its_formulas(shape: tuple[int, int]) -> None:
     assert distance(follow(recipe("track3", *overrides, lr=LR), [init], gradients), [torch.stack(path)], [init]) <= 1e-9
 
 
+def gram_norm(x: Tensor) -> Tensor:
+    return (x @ x.mT).norm().sqrt()
+
+
+def cosine(x: Tensor, y: Tensor) -> Tensor:
+    return (x * y).sum() / (x.norm() * y.norm())
+
+
+def trusted(x: Tensor, raw: Tensor, g: Tensor, bounds: tuple[float, float]) -> tuple[Tensor, float]:
+    """The formulas of the record's code: what becomes of the direction x of the momentum `raw`, and the gate."""
+    made = x * gram_norm(raw) / gram_norm(x)
+    agree = ((cosine(made, raw) - 0.2) / 0.8).clamp(0, 1)
+    gate = (agree * (cosine(made, g) / cosine(raw, g).clamp_min(1e-8)).clamp(0, 1)).clamp(*bounds)
+    blended = raw + gate * (made - raw)
+    return blended * gram_norm(raw) / gram_norm(blended), float(gate)
+
+
+def test_other_parameters_of_the_record_are_its_formulas() -> None:
+    """Attention outputs by NS12(trust(SOAP(N))) constrained; embedding, head and vectors by Adam with rates of their
+    own. Bases are new at every update from the second on; the look-ahead begins later. 1e-9 as above."""
+    shapes = {"attn.c_proj.weight": (5, 8), "wte.weight": (6, 4), "lm_head.weight": (4, 6), "layer.bias": (7,)}
+    decays = {"wte.weight": (0.99, 8.0), "lm_head.weight": (0.997, 0.0833), "layer.bias": (0.9965, 0.267)}
+    gradients, init = random_gradients([*shapes.values()], STEPS), {n: normal(*s, seed=5) for n, s in shapes.items()}
+    params = {name: torch.nn.Parameter(x.clone()) for name, x in init.items()}
+    optimizer = Optimizer(params.items(), "track3", lr=LR)
+    for row in gradients:
+        for p, g in zip(params.values(), row, strict=True):
+            p.grad = g.clone()
+        optimizer.step()
+    given = {name: [row[i] for row in gradients] for i, name in enumerate(shapes)}
+    for name, (beta, ratio) in decays.items():
+        roots = [v.sqrt() + 1e-10 for v in means([g.square() for g in given[name]], beta, True)]
+        init[name] -= LR * ratio * sum(m / root for m, root in zip(means(given[name], 0.8, True), roots, strict=True))
+    w, m, moments, own = init["attn.c_proj.weight"], torch.zeros(5, 8).double(), [], given["attn.c_proj.weight"]
+    for t, g in enumerate(own, start=1):
+        b = 0.85 + 0.1 * t / 300
+        m = b * m + (1 - b) * g
+        moments.append(b * m + (1 - b) * g)
+    soap = in_basis(own, moments, Gram((5, 8), 0.9), by_qr, OwnRMS((5, 8), 0.9), lambda t: t >= 2)
+    for x, raw, g in zip(soap, moments, own, strict=True):
+        w = constrained(w, newton_schulz(trusted(x, raw, g, (0.45, 0.85))[0], 12, (2.0, -1.5, 0.5)), LR)
+    for name, expected in {**init, "attn.c_proj.weight": w}.items():
+        assert float((params[name].detach() - expected).abs().max()) <= 1e-9 * float(expected.abs().max()), name
+
+
 @pytest.mark.parametrize(("floor", "cap"), [(0.0, 1.0), (0.45, 0.85)])
 def test_trust_is_the_gate_of_the_record(floor: float, cap: float) -> None:
     """The formulas of the record's code, of signs in place of SOAP's direction; 1e-12 is rounding."""
-    gram_norm = lambda x: (x @ x.mT).norm().sqrt()  # noqa: E731
-    cosine = lambda x, y: (x * y).sum() / (x.norm() * y.norm())  # noqa: E731
     weight, gradients = torch.nn.Parameter(normal(5, 4, seed=5)), random_gradients([(5, 4)], STEPS)
     update = [
         {"kind": "momentum", "beta": 0.9, "nesterov": True, "bias_correction": False},
@@ -602,12 +645,9 @@ def test_trust_is_the_gate_of_the_record(floor: float, cap: float) -> None:
     for (g,) in gradients:
         m = 0.9 * m + 0.1 * g
         raw = 0.9 * m + 0.1 * g
-        made = raw.sign() * gram_norm(raw) / gram_norm(raw.sign())
-        agree = ((cosine(made, raw) - 0.2) / 0.8).clamp(0, 1)
-        gate = (agree * (cosine(made, g) / cosine(raw, g).clamp_min(1e-8)).clamp(0, 1)).clamp(floor, cap)
-        blended = raw + gate * (made - raw)
-        w = w - LR * blended * gram_norm(raw) / gram_norm(blended)
-        gates.add(round(float(gate), 6))
+        direction, gate = trusted(raw.sign(), raw, g, (floor, cap))
+        w = w - LR * direction
+        gates.add(round(gate, 6))
         weight.grad = g.clone()
         optimizer.step()
         torch.testing.assert_close(weight.detach(), w, rtol=0, atol=1e-12)
