@@ -123,7 +123,7 @@ class Optimizer(Reporting, torch.optim.Optimizer):
             self.provide("loss", loss)
         self._settle()
         require_unchanged(self.param_sets)
-        warn_of_options(self.param_groups)
+        warn_of_options(self.param_groups, self.recipe)
         self.param_sets.schedules.follow(self.param_sets)
         hypers = [
             Hyper(number(group, "lr"), float(group["peak_lr"]), float(number(group, "weight_decay")))

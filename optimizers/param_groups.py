@@ -75,12 +75,24 @@ def own_keys(group: Mapping[str, Any], recipe: str) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in options}
 
 
-def warn_of_options(groups: Iterable[Mapping[str, Any]]) -> None:
-    """Warns of options that were put into a group by hand, as `group["momentum"] = 0.5`; other keys are the user's."""
+def warn_of_options(groups: Iterable[Mapping[str, Any]], recipe: Recipe) -> None:
+    """Warns of what was put into a group by hand and belongs to the recipe; other keys are the user's.
+
+    That is an option of torch's optimizers (`group["momentum"] = 0.5`), a field of recipes or one of a stage of this
+    recipe (`group["beta"] = 0.5`), which the warning has the path of.
+    """
     for group in groups:
         for key in sorted(group.keys() - _TAKEN):
-            if key in _elsewhere():
-                warnings.warn(f"param group: '{key}' has no effect on steps; the recipe says it", stacklevel=4)
+            paths = _paths_of(key, recipe)
+            if paths or key in _elsewhere():
+                there = f"{', '.join(paths)} of the recipe says it" if paths else "the recipe says it"
+                warnings.warn(f"param group: '{key}' has no effect on steps; {there}", stacklevel=4)
+
+
+def _paths_of(key: str, recipe: Recipe) -> list[str]:
+    """Dotted paths of the stages' fields of this name."""
+    stages = [found for at, rule in recipe.updates().items() for found in rule.stages(at)]
+    return [f"{path}.{key}" for path, stage in stages if key in type(stage).model_fields]
 
 
 @cache

@@ -139,3 +139,15 @@ CALLS = (
     ("Momentum(bta=0.9)", "bta / unknown field (did you mean 'beta'?)"),
     ("eigengraft.SOAP(model.parameters())", "has no attribute 'SOAP'; recipes are names: eigengraft.compose('soap'"),
 )
+
+WARNINGS: tuple[tuple[str, str], ...] = (
+    (
+        "[sgd.param_groups[0].update(dampening=0.1), sgd.step()]",
+        "param group: 'dampening' has no effect on steps; the recipe says it",
+    ),
+    (
+        "[adamw.param_groups[0].update(beta=0.5), adamw.step()]",
+        "param group: 'beta' has no effect on steps; update.momentum.beta, update.rms.beta of the recipe says it",
+    ),
+)
+"""What goes on as before, with a warning."""

@@ -5,6 +5,7 @@ several are divided by " / ".
 """
 
 import json
+import re
 import shlex
 import warnings
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from eigengraft.experiments.studies.study import load_study
 from eigengraft.optimizers.recipe.yaml_files import parse_yaml
 from eigengraft.preconditioners import Momentum
 
-from .calls import CALLS
+from .calls import CALLS, WARNINGS
 from .command_line import COMMAND_LINES
 from .experiments import EXPERIMENTS, STUDIES
 from .recipes import RECIPES
@@ -74,7 +75,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_there_are_at_least_150_different_mistakes() -> None:
-    rows = [*RECIPES, *EXPERIMENTS, *STUDIES, *COMMAND_LINES, *CALLS]
+    rows = [*RECIPES, *EXPERIMENTS, *STUDIES, *COMMAND_LINES, *CALLS, *WARNINGS]
     assert len({written for written, _ in rows}) == len(rows) >= 150
     assert all(words.strip() for _, words in rows)
 
@@ -112,6 +113,13 @@ def test_a_call(written: str, words: str) -> None:
     names |= {"conv": nn.Sequential(nn.Conv2d(2, 3, 3)), "sgd": eigengraft.compose("sgd", model)}
     names["backward"] = lambda: model(torch.ones(2, 8)).square().sum().backward()
     assert refused(lambda: eval(written, names), words) == ""
+
+
+@pytest.mark.parametrize(("written", "words"), WARNINGS)
+def test_a_warning(written: str, words: str) -> None:
+    optimizers = {name: eigengraft.compose(name, net()) for name in ("sgd", "adamw")}
+    with pytest.warns(UserWarning, match=f"^{re.escape(words)}$"):
+        eval(written, dict(optimizers))
 
 
 def test_what_is_meant_is_done(folder: Path) -> None:

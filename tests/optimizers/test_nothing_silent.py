@@ -280,3 +280,15 @@ def test_an_option_put_into_a_group_by_hand_is_said_and_other_keys_are_not() -> 
     optimizer.param_groups[0]["momentum"] = 0.5
     with pytest.warns(UserWarning, match="'momentum' has no effect on steps; the recipe says it"):
         optimizer.step()
+
+
+def test_a_field_of_a_stage_put_into_a_group_by_hand_is_said_with_its_path() -> None:
+    optimizer = compose("adamw", nn.Linear(2, 2))
+    optimizer.param_groups[0]["solver"] = "eigh"  # no stage of this recipe has it: a key of the user's
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+    optimizer.param_groups[0]["beta"] = 0.5
+    said = r"'beta' has no effect on steps; update\.momentum\.beta, update\.rms\.beta of the recipe says it"
+    with pytest.warns(UserWarning, match=said):
+        optimizer.step()
