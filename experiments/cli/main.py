@@ -137,6 +137,8 @@ def show_command(
     print_table(storage_table(optimizer))
     for line in optimizer.reached():
         typer.echo(f"# expected: {line}")
+    for slow in optimizer.slow_products():
+        typer.echo(f"# {slow}")
 
 
 @app.command("schema")

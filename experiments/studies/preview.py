@@ -86,5 +86,6 @@ def _sizes(experiment: Experiment) -> tuple[int, int]:
     model = experiment.task.new_model(0)
     infos = describe_model(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    planned = plan(experiment.run_recipe, [infos[id(parameter)] for parameter in trained], (1,), "ddp")
+    dtypes = [parameter.dtype for parameter in trained]
+    planned = plan(experiment.run_recipe, [infos[id(parameter)] for parameter in trained], (1,), "ddp", dtypes)
     return int(planned.state.max()), sum(parameter.numel() for parameter in trained)

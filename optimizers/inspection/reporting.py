@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 from torch import Tensor
-
-from eigengraft.state_key import StateKey
 
 from ..apply.averaging import Mode
 from ..engine.param_sets import ParamSets
@@ -22,6 +19,8 @@ from ..sharding.placement import lr_factors
 from .inspect import inspect, watch_next_step
 from .left_out import left_out
 from .reached import Reached, reached
+from .sizes import SlotSize, slot_bytes, slot_sizes
+from .speed import fallbacks, slow_products
 from .table import Inspection, Measurement
 
 
@@ -36,6 +35,7 @@ class RoutedParameter:
     blocks: shapes of its blocks.
     state_bytes: bytes of all its state.
     left_out: what stages leave alone of its blocks, and why, each once: axes that are too long for a factor.
+    fallbacks: why its steps are not compiled, or not taken in chunks, though this is asked for or worth it.
     lr_factors: what `lr_scale` multiplies the directions of its matrices by, each once; (): nothing.
     """
 
@@ -48,53 +48,14 @@ class RoutedParameter:
     state_bytes: int
     lr_factors: tuple[float, ...] = ()
     left_out: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class SlotSize:
-    """Bytes of one slot over all parameters that have it.
-
-    key: "<stage path>/<slot>", or "averaging/<slot>" and the like.
-    role: of the slot.
-    storage: kind of the quantizer; "" for none.
-    declared: bytes in the dtype that the slot is computed in.
-    stored: bytes that it takes.
-    """
-
-    key: str
-    role: str
-    storage: str
-    declared: int
-    stored: int
-
-
-def slot_sizes(stack_states: Iterable[StackState], states: Iterable[Mapping[str, Tensor]]) -> list[SlotSize]:
-    """Sizes of all slots, in the order of the chains; iterates and counts, which no stack has, come last.
-
-    states: of each parameter, by state key.
-    """
-    found: dict[tuple[str, str, str], list[int]] = {}
-    for stack_state in stack_states:
-        for key, slot in stack_state.slots():
-            coded = stack_state.encoded.get(str(key))
-            kind = str(getattr(coded.codec, "kind", "")) if coded is not None else ""
-            dtype = slot.dtype or stack_state.stack.dtype
-            declared = len(stack_state.stack.param_ids) * math.prod(slot.shape) * dtype.itemsize
-            stored = sum(tensor.numel() * tensor.element_size() for tensor in stack_state.stored(key))
-            sizes = found.setdefault((str(key), slot.role, kind), [0, 0])
-            sizes[0], sizes[1] = sizes[0] + declared, sizes[1] + stored
-    for state in states:
-        for text, tensor in state.items():
-            if StateKey.parse(text).block is None:
-                size = tensor.numel() * tensor.element_size()
-                sizes = found.setdefault((text, "count" if text == "step" else "iterate", ""), [0, 0])
-                sizes[0], sizes[1] = sizes[0] + size, sizes[1] + size
-    return [SlotSize(*names, *sizes) for names, sizes in found.items()]
+    fallbacks: tuple[str, ...] = ()
 
 
 def routing_table(param_sets: ParamSets, state: Mapping[Tensor, Mapping[str, Tensor]]) -> list[RoutedParameter]:
     """Where each parameter went and why, in the order of the groups; state: of each parameter, by state key."""
-    rows = []
+    rows, slower = [], dict[int, tuple[str, ...]]()
+    for each in param_sets:
+        slower.update({id(each.parameters[position]): why for position, why in fallbacks(each).items()})
     for index, infos in enumerate(param_sets.infos):
         labels, parameters = param_sets.labels(index), param_sets.parameters[index]
         for parameter, info, label in zip(parameters, infos, labels, strict=True):
@@ -108,7 +69,8 @@ def routing_table(param_sets: ParamSets, state: Mapping[Tensor, Mapping[str, Ten
             factors = tuple(dict.fromkeys(lr_factors(param_sets.recipe, info)))
             left = left_out(param_sets.recipe.updates()[route].update, blocks)
             seen = view.describe(info.shape)
-            rows.append(RoutedParameter(label, info.shape, route, reason, seen, blocks, size, factors, left))
+            why = slower.get(id(parameter), ())
+            rows.append(RoutedParameter(label, info.shape, route, reason, seen, blocks, size, factors, left, why))
     return rows
 
 
@@ -134,11 +96,6 @@ def describe(param_sets: ParamSets, groups: Sequence[Mapping[str, Any]], iterate
     for path, value in param_sets.schedules.values(steps_taken(param_sets)).items():
         lines.append(f"  {path}: {value:g}, scheduled")
     return "\n".join([*lines, f"  state: {state_bytes} bytes)"])
-
-
-def slot_bytes(state: Mapping[str, Tensor]) -> int:
-    """Bytes of one parameter's state."""
-    return sum(slot.numel() * slot.element_size() for slot in state.values())
 
 
 class Reporting:
@@ -182,6 +139,11 @@ class Reporting:
     def reached(self) -> list[Reached]:
         """What the routes make of each expectation of the recipe."""
         return reached(self.recipe, chain(self.param_sets.others, *self.param_sets.infos))
+
+    def slow_products(self) -> list[str]:
+        """What the recipe asks to be multiplied in bfloat16 on devices without instructions for it, a line for each."""
+        devices = (stack_state.stack.device for stack_state in self.stack_states())
+        return list(slow_products(self.recipe, devices))
 
     def slot_sizes(self) -> list[SlotSize]:
         """Bytes that each slot was declared to take, and bytes that it takes in its storage."""

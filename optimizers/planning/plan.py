@@ -90,7 +90,7 @@ def plan(
     parameters: Iterable[tuple[str, Sequence[int]] | ParamInfo],
     mesh: tuple[int, ...],
     parallel: DataParallelKind | Sequence[Placement] = "fsdp2",
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | Sequence[torch.dtype] = torch.float32,
 ) -> Plan:
     """How a recipe is divided over the ranks of a device mesh.
 
@@ -98,10 +98,10 @@ def plan(
     mesh: shape of the device mesh.
     parallel: how parameters lie on the mesh. "ddp": every rank holds all; "fsdp2": cut along the first axis; "hsdp":
         cut over the second axis of the mesh, copied over the first; or a placement for each axis of the mesh.
-    dtype: dtype of parameters and gradients.
+    dtype: dtype of parameters and gradients, or one for each parameter.
     """
     recipe = load_recipe(recipe)
-    infos = known(parameters, dtype)
+    infos = known(parameters)
     if not infos:
         raise ValueError("plan: at least one parameter is required, got none")
     require_expected(recipe, infos)
@@ -109,7 +109,8 @@ def plan(
     if names.count(twice := max(names, key=names.count)) > 1:
         raise ValueError(f"plan: a name of its own for each parameter is required, got '{twice}' twice")
     layouts = _layouts(recipe, names, [info.shape for info in infos], mesh, parallel)
-    specs = [_spec(recipe, *row, dtype) for row in zip(names, infos, layouts, strict=True)]
+    dtypes = [dtype] * len(infos) if isinstance(dtype, torch.dtype) else dtype
+    specs = [_spec(recipe, *row) for row in zip(names, infos, layouts, dtypes, strict=True)]
     phases = refresh_phases(recipe, (spec.key for spec in specs))
     loads = Loads(len(layouts[0].boxes), common_interval(recipe))
     balance, ranks = assign_owners(specs, recipe, phases, loads), loads.ranks
@@ -126,13 +127,11 @@ def plan(
     )
 
 
-def known(
-    parameters: Iterable[tuple[str, Sequence[int]] | ParamInfo], dtype: torch.dtype = torch.float32
-) -> list[ParamInfo]:
+def known(parameters: Iterable[tuple[str, Sequence[int]] | ParamInfo]) -> list[ParamInfo]:
     """Infos of parameters, where only names and shapes may be given; names are canonical, as an optimizer's."""
     rows = list(parameters)
     names = iter(canonical_names([given[0] for given in rows if not isinstance(given, ParamInfo)]))
-    return [given if isinstance(given, ParamInfo) else _info(next(names), given[1], dtype) for given in rows]
+    return [given if isinstance(given, ParamInfo) else _info(next(names), given[1]) for given in rows]
 
 
 def _spec(recipe: Recipe, name: str, info: ParamInfo, layout: Layout, dtype: torch.dtype) -> ParamSpec:
@@ -145,10 +144,10 @@ def _spec(recipe: Recipe, name: str, info: ParamInfo, layout: Layout, dtype: tor
     return ParamSpec(name, path, tuple(info.shape), dtype, torch.device("meta"), placement, matrices)
 
 
-def _info(name: str, shape: Sequence[int], dtype: torch.dtype) -> ParamInfo:
+def _info(name: str, shape: Sequence[int]) -> ParamInfo:
     if any(length < 0 for length in shape):
         raise ValueError(f"{name}: a shape without negative lengths is required, got {tuple(shape)}")
-    return describe_parameter(name, torch.empty(tuple(shape), dtype=dtype, device="meta"))
+    return describe_parameter(name, torch.empty(tuple(shape), device="meta"))
 
 
 def _layouts(

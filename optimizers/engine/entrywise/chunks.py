@@ -42,24 +42,32 @@ class Chunk(NamedTuple):
     tensors: dict[str, Tensor]
 
 
-def fits_chunks(own: StackState) -> bool:
-    """Whether every block of a stack is a parameter of this process that entry-wise stages alone update on a CPU.
+def worth_chunks(own: StackState) -> bool:
+    """Whether entry-wise stages alone update the blocks of a stack, which are on a CPU and large enough for chunks."""
+    return own.stack.device.type == "cpu" and math.prod(own.stack.block) >= _LEAST and own.rule.entrywise()
 
-    The stages ask for nothing but gradients, and keep one number for each entry, in the dtype that they compute in.
+
+def chunks_refused(own: StackState) -> str | None:
+    """Why blocks are not taken in chunks, though they are worth it; None: they are.
+
+    Each block must be a parameter of this process, whose stages ask for nothing but gradients, and keep one number for
+    each entry, in the dtype that they compute in.
     """
-    shape = own.stack.block
-    numel = math.prod(shape)
-    plain = own.rule.entrywise() and not (own.rule.lagging() or own.rule.after_decay or own.rule.constraints)
-    return (
-        plain
-        and own.stack.device.type == "cpu"
-        and numel >= _LEAST
-        and (numel % _VECTOR == 0 or len(own.stack.grids) == 1)
-        and own.block_group is None
-        and not (own.encoded or own.signals or own.foreign or own.totals)
-        and all(slot.shape == shape for _, slot in own.slots())
-        and all(grid.is_parameter for _, grid in own.stack.grids)
-    )
+    shape, asked = own.stack.block, [*sorted(own.signals), *own.foreign, *own.totals]
+    reasons = {
+        "a stage is lagged": own.rule.lagging(),
+        "stages follow weight decay": bool(own.rule.after_decay),
+        "it has constraints": bool(own.rule.constraints),
+        f"its size is no multiple of {_VECTOR}, and others share its stack": (
+            math.prod(shape) % _VECTOR != 0 and len(own.stack.grids) > 1
+        ),
+        "its updates are sent between ranks": own.block_group is not None,
+        "its state is coded": bool(own.encoded),
+        f"stages ask for more than gradients or are not from here ({', '.join(asked)})": bool(asked),
+        "its state has another shape": any(slot.shape != shape for _, slot in own.slots()),
+        "its blocks are parts of it": not all(grid.is_parameter for _, grid in own.stack.grids),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def move_in_chunks(
@@ -75,7 +83,7 @@ def move_in_chunks(
         return False
     own, positions = blocks.stack_state, blocks.stack.param_ids.tolist()
     if own.chunked is None:
-        own.chunked = fits_chunks(own)
+        own.chunked = worth_chunks(own) and chunks_refused(own) is None
     if not (own.chunked or own.kernels) or step.mask is not None or own.checks or own.step_watch:
         return False
     if move_compiled(blocks, step, counts, parameters):

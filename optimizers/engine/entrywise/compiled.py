@@ -37,9 +37,18 @@ def kernels_for(own: StackState, recipe: Recipe, stored: Iterable[torch.dtype]) 
     ]
     for source in sources:
         source.require_traceable()
-    if math.prod(own.stack.block) < 2 or not all(grid.is_parameter for _, grid in own.stack.grids):
-        return {}  # a tensor of one entry would be a kernel of its own
+    if kernels_refused(own) is not None:
+        return {}
     return {source.stored: kernel_of(source) for source in sources}
+
+
+def kernels_refused(own: StackState) -> str | None:
+    """Why a stack whose update asks for kernels has none; None: it has."""
+    if math.prod(own.stack.block) < 2:
+        return "a single number would need a kernel of its own"
+    if not all(grid.is_parameter for _, grid in own.stack.grids):
+        return "its blocks are parts of it"
+    return None
 
 
 def move_compiled(blocks: ActiveBlocks, step: Step, counts: NDArray[np.int64], parameters: Sequence[Tensor]) -> bool:

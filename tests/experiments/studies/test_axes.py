@@ -54,6 +54,21 @@ def test_a_preview_counts_runs_and_plans_the_state_that_an_optimizer_has(tmp_pat
         assert cell.state_bytes == eigengraft.compose(run.experiment.run_recipe, model).state_bytes()
 
 
+def test_a_preview_counts_what_constraints_keep_of_parameters_in_their_dtype(tmp_path, monkeypatch):
+    one = study(base={**TINY, "recipe": {"base": "adamw", "constraints": {"kind": "rounding", "rule": "compensated"}}})
+    task = plan_runs(one)[0].experiment.task
+
+    def mixed(self, seed):
+        model = self.build()
+        for parameter in model.parameters():
+            parameter.data = parameter.data.bfloat16() if parameter.ndim > 1 else parameter.data
+        return model
+
+    monkeypatch.setattr(type(task), "new_model", mixed)
+    run, cell = plan_runs(one)[0], preview_study(one, tmp_path).cells[0]
+    assert cell.state_bytes == eigengraft.compose(run.experiment.run_recipe, mixed(task, 0)).state_bytes()
+
+
 def test_the_command_lists_cells_and_differences_and_writes_nothing(tmp_path):
     path = tmp_path / "tiny.yaml"
     path.write_text("{base: {task: digits, recipe: adamw, steps: 60}, axes: {lr: [1], m: {a: {}, s: {recipe: soap}}}}")

@@ -1,0 +1,76 @@
+"""What is asked for speed and gives none here: updates that fall back, products in bfloat16 on other machines.
+
+Nothing is timed: it follows from the recipe, from parameters, and from what the processor says of itself.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from eigengraft.component import Component, stage_name
+
+from ..engine.entrywise.chunks import chunks_refused, worth_chunks
+from ..engine.entrywise.compiled import kernels_refused
+from ..engine.param_set import ParamSet
+from ..engine.stack_state import StackState
+from ..recipe.recipe import Recipe
+
+
+def fallbacks(param_set: ParamSet) -> dict[int, tuple[str, ...]]:
+    """Why steps of parameters are not compiled, though their update asks for it, or not taken in chunks, though their
+    size is worth it; by position of the parameter."""
+    found: dict[int, dict[str, None]] = {}
+    for own in param_set.stack_states:
+        for position in dict.fromkeys(own.stack.param_ids.tolist()):
+            if (reason := _fallback(own, param_set, position)) is not None:
+                found.setdefault(position, {})[reason] = None
+    return {position: tuple(reasons) for position, reasons in found.items()}
+
+
+def _fallback(own: StackState, param_set: ParamSet, position: int) -> str | None:
+    plain = None if param_set.local[position].is_contiguous() else "it is not contiguous"
+    if own.rule.compile:
+        sent = "its updates are sent between ranks" if own.block_group is not None else None
+        reason = kernels_refused(own) or sent or plain
+        return None if reason is None else f"not compiled: {reason}"
+    if not worth_chunks(own):
+        return None
+    held = "an averaging or a constraint is in the recipe" if param_set.iterates else None
+    reason = chunks_refused(own) or held or plain
+    return None if reason is None else f"not in chunks: {reason}"
+
+
+def slow_products(recipe: Recipe, devices: Iterable[torch.device]) -> Iterator[str]:
+    """A line for each device without fast products in bfloat16, if the recipe asks for some."""
+    asked = list(_in_bfloat16(recipe))
+    for device in dict.fromkeys(devices) if asked else ():
+        if has_fast_bfloat16(device) is False:
+            yield (
+                f"{', '.join(asked)}: bfloat16 saves no time on this machine, whose {device.type} has no instructions "
+                "for products in it"
+            )
+
+
+def _in_bfloat16(component: Component, path: str = "") -> Iterator[str]:
+    """Paths of fields `precision` that say bfloat16, of a component and of those inside it."""
+    for name, value in component:
+        if name == "precision" and value == "bfloat16":
+            yield f"{path}{name}"
+        for one in value if isinstance(value, tuple) else (value,):
+            if isinstance(one, Component):
+                inner = f"{name}.{stage_name(one)}" if isinstance(value, tuple) else name
+                yield from _in_bfloat16(one, f"{path}{inner}.")
+
+
+def has_fast_bfloat16(device: torch.device) -> bool | None:
+    """Whether a device multiplies matrices in bfloat16 by instructions of its own; None: nobody says."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    if device.type != "cpu":
+        return None
+    if platform.machine().lower() in ("aarch64", "arm64"):
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return bool(torch.cpu._is_avx512_bf16_supported())
