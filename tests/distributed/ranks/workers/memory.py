@@ -16,7 +16,7 @@ from eigengraft import load_recipe
 from .models import lay_out, model
 from .trajectories import give
 
-LAYERS, BUCKET = 100, 10 * 4 * 64 * 64
+LAYERS, BUCKET = 60, 10 * 4 * 64 * 64
 """Matrices of the model of `hold`, and bytes of a bucket: with a bucket of 10 matrices a message is one matrix."""
 
 
@@ -118,7 +118,7 @@ def hold(job: dict[str, Any]) -> dict[str, int]:
 
 
 def peak(recipe: str, place: str) -> int:
-    """One case; its buckets have room for eight matrices."""
+    """One case; its buckets have room for ten matrices."""
     torch.manual_seed(0)
     module = lay_out(nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(LAYERS))), place)
     optimizer = eigengraft.compose(load_recipe(recipe, [f"distribution.bucket={BUCKET}"]), module)
