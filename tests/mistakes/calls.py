@@ -142,8 +142,8 @@ CALLS = (
 
 WARNINGS: tuple[tuple[str, str], ...] = (
     (
-        "[sgd.param_groups[0].update(dampening=0.1), sgd.step()]",
-        "param group: 'dampening' has no effect on steps; the recipe says it",
+        "[sgd.param_groups[0].update(amsgrad=True), sgd.step()]",
+        "param group: 'amsgrad' has no effect on steps; the recipe says it",
     ),
     (
         "[adamw.param_groups[0].update(beta=0.5), adamw.step()]",
