@@ -56,7 +56,10 @@ def format_summary(summary: Summary | None) -> str:
 
 
 def format_difference(row: ComparisonRow, panel: ComparisonPanel) -> tuple[str, str]:
-    """Mean difference with its 95 % interval, and the test of whether it is 0, p corrected for all of the panel."""
+    """Mean difference with its 95 % interval, and the test of whether it is 0, p corrected for all of the panel.
+
+    Where there are pairs enough, a bootstrap interval too.
+    """
     difference = row.difference
     if difference is None:
         return _NONE, "" if row.comparable else "another task"
@@ -66,7 +69,10 @@ def format_difference(row: ComparisonRow, panel: ComparisonPanel) -> tuple[str, 
     ends = [signed(difference.mean + side * difference.half) for side in (-1, 1)]
     tests = f", Holm {panel.corrected[row.label]:.2g}" if len(panel.corrected) > 1 else ""
     t = f"{difference.t:.1f}".replace("-", _MINUS)
-    return f"{mean} [{ends[0]}, {ends[1]}]", f"t = {t}, p = {difference.p:.2g}{tests}"
+    drawn = ""
+    if difference.bootstrap is not None:
+        drawn = f"\nbootstrap [{', '.join(map(signed, difference.bootstrap))}]"
+    return f"{mean} [{ends[0]}, {ends[1]}]", f"t = {t}, p = {difference.p:.2g}{tests}{drawn}"
 
 
 def signed(value: float) -> str:

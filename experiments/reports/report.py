@@ -27,7 +27,7 @@ from .internals import internals
 from .recipe_diff import diff_recipes
 from .records import Records, learning_rate, read_records
 from .run import Run, Status
-from .seed_statistics import Paired
+from .seed_statistics import BOOTSTRAP_PAIRS, Paired
 from .sweep import at_their_best, sweeps
 from .tables import write_runs_csv, write_tables
 
@@ -106,6 +106,7 @@ def render(records: Records) -> str:
         recipe_diff=diff_recipes({panel.title: panel.configs for panel in panels}),
         environments=_environments(records.runs),
         critical=_critical(records),
+        bootstrap_pairs=BOOTSTRAP_PAIRS,
         palette=list(zip(figures.LIGHT, figures.DARK, strict=True)),
     )
 

@@ -66,6 +66,20 @@ def test_p_is_corrected_for_the_comparisons_of_a_table(tmp_path):
     assert f"[{low:+.3f}, {high:+.3f}]".replace("-", "\u2212") in text
 
 
+@pytest.mark.parametrize("seeds", [3, 8])
+def test_a_bootstrap_interval_is_shown_where_there_are_seeds_enough(tmp_path, seeds):
+    runs = [("adamw", s, {"recipe": ADAM, "values": [3.0]}) for s in range(seeds)]
+    runs += [("soap", s, {"recipe": SOAP, "values": [2.0 + 0.01 * s**2]}) for s in range(seeds)]
+    write_study(tmp_path, runs)
+    (panel,) = compare(read_records(tmp_path))
+    text = " ".join(Page(write_report(tmp_path).read_text(encoding="utf-8")).text.split())
+    low, high = panel.rows[1].difference.bootstrap or (0.0, 0.0)
+    shown = f"bootstrap [{low:+.3f}, {high:+.3f}]".replace("-", "\u2212")
+    assert (shown in text, "(BCa), 10,000 draws" in text, "intervals are not used" in text) == (
+        (False, False, True) if seeds == 3 else (True, True, False)
+    )
+
+
 @pytest.mark.parametrize("study", [True, False])
 def test_runs_of_several_tasks_are_never_subtracted(tmp_path, study):
     runs = {"adamw": {"recipe": ADAM, "values": [3.0]}, "soap": {"recipe": SOAP, "values": [1.0], "task": "digits"}}

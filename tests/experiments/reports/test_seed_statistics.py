@@ -2,9 +2,10 @@
 
 import math
 
+import numpy as np
 import pytest
 
-from eigengraft.experiments.reports.seed_statistics import holm, paired, reaches, summarize
+from eigengraft.experiments.reports.seed_statistics import bootstrap_interval, holm, paired, reaches, summarize
 
 
 def test_mean_and_sample_standard_deviation():
@@ -76,3 +77,19 @@ def test_the_interval_of_a_difference_ends_at_zero_where_p_is_one_in_twenty():
     result = paired({0: 4.0, 1: 5.0}, {0: 5.0, 1: 8.0})
     assert result is not None and result.half == pytest.approx(math.tan(0.475 * math.pi), rel=1e-9)
     assert paired({0: 1.0}, {0: 2.0}).half is None
+
+
+@pytest.mark.slow
+def test_the_bootstrap_interval_is_that_of_scipy():
+    stats = pytest.importorskip("scipy.stats")
+    skewed = np.random.default_rng(7).exponential(size=9) - 0.2
+    found = stats.bootstrap((skewed,), np.mean, n_resamples=10_000, method="BCa", rng=np.random.default_rng(0))
+    # scipy draws the same numbers; what is left is rounding
+    assert bootstrap_interval(list(skewed)) == pytest.approx(tuple(found.confidence_interval), rel=1e-9)
+
+
+def test_few_pairs_and_equal_differences_have_no_bootstrap_interval():
+    eight = {seed: seed**2 / 10 for seed in range(8)}
+    assert paired(eight, dict.fromkeys(range(8), 1.0)).bootstrap == bootstrap_interval([v - 1 for v in eight.values()])
+    assert paired(eight, dict.fromkeys(range(7), 1.0)).bootstrap is None
+    assert paired(dict.fromkeys(range(8), 2.0), dict.fromkeys(range(8), 1.0)).bootstrap is None
