@@ -153,6 +153,18 @@ def test_later_steps_and_parameters_need_no_diagonal() -> None:
     assert all(torch.equal(p, q) for p, q in zip(parameters, copies, strict=True))
 
 
+def test_a_diagonal_that_some_parameters_lack_is_left_out_with_a_warning() -> None:
+    parameters = gradients(parts())
+    optimizer = Optimizer([*parameters], "sophia", lr=LR)
+    optimizer.provide("hessian_diagonal", {p: torch.ones_like(p) for p in parameters})
+    optimizer.step()
+    before = optimizer.state[parameters[0]]["0/update.diagonal_newton/h"].clone()
+    optimizer.provide("hessian_diagonal", {parameters[0]: torch.full((3, 2), 5.0)})
+    with pytest.warns(UserWarning, match=r"'hessian_diagonal' is left out of a step: .* required, .* got 1 of 2 here"):
+        optimizer.step()
+    assert before.any() and torch.equal(optimizer.state[parameters[0]]["0/update.diagonal_newton/h"], before)
+
+
 def test_a_first_gradient_that_is_not_finite_costs_its_diagonal_and_no_error() -> None:
     parameters = gradients(parts(), torch.nan)
     optimizer = Optimizer([*parameters], "sophia", lr=LR)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -78,7 +79,10 @@ class Agreed:
 def agree(
     calls: Sequence[SignalCall], positions: int, device: torch.device, ranks: RankGroup | None, what: str
 ) -> Agreed:
-    """What all ranks were provided, reduced as each signal declares; all ranks of the group call it."""
+    """What all ranks were provided, reduced as each signal declares; all ranks of the group call it.
+
+    Warns of a signal that some parameters have and others lack, which no parameter gets in this step.
+    """
     parts = [call.told(positions, device) for call in calls]
     found = torch.cat(parts)[None]
     if ranks is not None:
@@ -90,6 +94,12 @@ def agree(
             agreed.missing.append(call)
         elif used := call.used(told):
             _take(call, used, told[:, 1:], agreed, ranks)
+        elif call.values and call.signal.extent != "outputs":
+            warnings.warn(
+                f"provide: the signal '{call.signal.name}' is left out of a step: values for all parameters that ask "
+                f"for it are required, on all ranks, got {len(call.values)} of {len(call.wanted)} here ({what})",
+                stacklevel=2,
+            )
     return agreed
 
 
