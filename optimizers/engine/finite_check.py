@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eigengraft.distributed.work import HostCopy
-from eigengraft.numerics import norms_by_dtype
+from eigengraft.numerics import norms_by_dtype, squares_are_finite
 
 from ..apply.failure import Failure
 from ..apply.write import Rates
@@ -121,27 +121,27 @@ class FiniteCheck:
         Raises TypeError for sparse gradients, FloatingPointError if the recipe asks for it, and what the survey raises.
         """
         self._require_dense(given.gradients)
-        survey, present = self.survey(given), given.present
-        if self._on_host(survey.device):
-            present = survey.agreed()
+        survey = self.survey(given)
+        present = survey.agreed() if self._on_host(survey.device) else given.present
         idle = given.rates.idle(survey.nonzero)
         if idle.all():
             return np.zeros_like(present), None, survey
         present = present & ~idle
         positions = np.flatnonzero(present).tolist()
-        usable = survey.usable(positions, self.failure.nonfinite != "ignore")
-        return (*((present, None) if usable is None else self._decide(positions, usable, present)), survey)
+        return (*self._decide(positions, survey.usable(positions, self.failure.nonfinite != "ignore"), present), survey)
 
     def _decide(
-        self, positions: list[int], usable: Tensor, present: NDArray[np.bool_]
+        self, positions: list[int], usable: Tensor | None, present: NDArray[np.bool_]
     ) -> tuple[NDArray[np.bool_], Tensor | None]:
+        if usable is None:
+            self._stalled *= not positions  # a step without gradients is none
+            return present, None
         if not self._on_host(usable.device):
             return present, self._defer(positions, usable, len(present))
         bad = self._count(positions, usable)
         self.raise_nonfinite(bad, "nothing was changed")
-        active = present.copy()
-        active[bad] = False
-        return active, None
+        present[bad] = False
+        return present, None
 
     def _count(self, positions: list[int], usable: Tensor) -> list[int]:
         """Positions of unusable gradients, which are counted by name."""
@@ -191,10 +191,10 @@ class FiniteCheck:
         return mask
 
 
-def finite_squares(gradients: Sequence[Tensor]) -> Tensor:
-    """Which gradients have a finite sum of squares in the dtype they are computed in, `[n]`, in a few kernels."""
-    finite: list[Tensor] = [torch.empty(0)] * len(gradients)
-    for places, norms in norms_by_dtype(gradients):
-        for place, good in zip(places, norms.square().isfinite().unbind(0), strict=True):
-            finite[place] = good
-    return torch.stack(finite)
+def finite_squares(gradients: Sequence[Tensor]) -> Tensor | None:
+    """Which gradients have a finite sum of squares in the dtype they are computed in, `[n]`; None: all, on a CPU."""
+    found = list(norms_by_dtype(gradients))
+    if all(squares_are_finite(norms) for _, norms in found):
+        return None
+    flags = [pair for ats, norms in found for pair in zip(ats, norms.square().isfinite().unbind(), strict=True)]
+    return torch.stack([good for _, good in sorted(flags, key=lambda pair: pair[0])])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import InitVar, dataclass, field
 from functools import cached_property
@@ -121,6 +122,13 @@ class StackState:
     def spans(self) -> bool:
         """Whether a stage takes sums over all blocks of a parameter."""
         return self.rule.spans()
+
+    @cached_property
+    def entries(self) -> list[list[Tensor]]:
+        """The state of each row, slot by slot, as compiled kernels take it: views `[1, numel, 1, ...]`."""
+        shape = (1, math.prod(self.stack.block), *[1] * (len(self.stack.block) - 1))
+        slots = [tensor.view(-1, *shape).unbind() for tensor in self.tensors.values()]
+        return [[slot[row] for slot in slots] for row in range(len(self.stack.param_ids))]
 
     def select(self, active: NDArray[np.bool_]) -> ActiveBlocks:
         """The blocks of active parameters; active: `[P]`, by position of the parameter."""

@@ -73,6 +73,12 @@ def norms_by_dtype(tensors: Sequence[Tensor]) -> Iterator[tuple[list[int], Tenso
         yield places, torch.stack(torch._foreach_norm([tensors[place] for place in places], 2, dtype=dtype))
 
 
+def squares_are_finite(norms: Tensor) -> bool:
+    """Whether squares of norms are known to be finite in their dtype; False where asking would wait for a device."""
+    bound = torch.finfo(norms.dtype).max ** 0.5 / 2  # half of what would do: whatever the rounding
+    return may_branch_on_values(norms) and all(norm < bound for norm in norms.tolist())
+
+
 def safe_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     """numerator / denominator for values >= 0, and 0 where the denominator is too small to divide by."""
     floor = tiny(denominator.dtype)

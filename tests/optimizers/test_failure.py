@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from eigengraft import Optimizer, load_recipe
+from eigengraft.optimizers.engine.finite_check import STALLED
 
 from ..recipes import COVER, with_options
 
@@ -324,3 +325,25 @@ def test_a_sparse_gradient_is_refused_by_name_and_changes_nothing(split: bool) -
 def test_parameters_are_real_numbers(dtype: torch.dtype) -> None:
     with pytest.raises(ValueError, match=f"params: parameter 0: a real floating-point tensor is required, got {dtype}"):
         Optimizer([torch.ones(2, dtype=dtype)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_gradients_are_used_up_to_the_largest_number_that_has_a_square(dtype: torch.dtype) -> None:
+    root = 2.0 ** (64 if dtype == torch.float32 else 512)  # the least number whose square is infinite
+    sizes = (root * 0.4, root * 0.6, root * (1 - 2**-20), root)
+    params = named(dtype, ((1,),) * len(sizes))
+    optimizer = Optimizer(params, "sgd", lr=1e-6)
+    assign(params, [torch.full((1,), size, dtype=dtype) for size in sizes])
+    optimizer.step()
+    assert optimizer.skipped == {"p3": 1}
+
+
+def test_steps_without_usable_gradients_count_in_a_row_alone() -> None:
+    params = named(shapes=((3,),))
+    optimizer = Optimizer(params, "sgd", lr=1e-6)
+    for step in range(2 * STALLED - 1):  # one good step after nine bad ones
+        assign(params, [torch.full((3,), 1.0 if step == STALLED - 1 else float("nan"), dtype=torch.float64)])
+        optimizer.step()
+    assert optimizer.skipped == {"p0": 2 * STALLED - 2}
+    with pytest.warns(UserWarning, match="got none in 10 steps in a row"):
+        optimizer.step()

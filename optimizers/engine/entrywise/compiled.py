@@ -59,8 +59,8 @@ def move_compiled(blocks: ActiveBlocks, step: Step, counts: NDArray[np.int64], p
     own, ids = blocks.stack_state, blocks.stack.param_ids
     if not own.kernels or own.block_group is not None:
         return False
-    given = [step.gradients[at] for at in ids.tolist()]
-    held = [parameters[at].detach() for at in ids.tolist()]
+    positions = ids.tolist()
+    given, held = [step.gradients[at] for at in positions], [parameters[at] for at in positions]
     if not all(x.is_contiguous() for x in (*given, *held)):
         return False
     steps, writes = counts[ids].tolist(), _write_numbers(blocks, step)
@@ -68,12 +68,10 @@ def move_compiled(blocks: ActiveBlocks, step: Step, counts: NDArray[np.int64], p
     if plain and math.prod(own.stack.block) < _SMALL and len(held) > 1:
         _move_together(own, held, given, own.kernels[held[0].dtype].numbers(steps[0], writes[0]))
         return True
-    rows = range(len(held)) if blocks.rows is None else blocks.rows.tolist()
-    shape = _shape(own)
-    slots = [tensor.view(-1, *shape).unbind() for tensor in own.tensors.values()]  # one call for all rows
+    rows, shape = range(len(held)) if blocks.rows is None else blocks.rows.tolist(), _shape(own)
     for row, parameter, gradient, at, write in zip(rows, held, given, steps, writes, strict=True):
-        kernel, state = own.kernels[parameter.dtype], [slot[row] for slot in slots]
-        kernel.compiled([parameter.view(shape), gradient.view(shape), *state, *kernel.numbers(at, write)])
+        kernel = own.kernels[parameter.dtype]
+        kernel.compiled([parameter.view(shape), gradient.view(shape), *own.entries[row], *kernel.numbers(at, write)])
     return True
 
 

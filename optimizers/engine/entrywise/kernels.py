@@ -130,6 +130,7 @@ class Kernel:
     source: KernelSource
     asked: list[NumberOfStep] = field(default_factory=list, init=False)
     _last: tuple[int, WriteNumbers, list[Tensor]] | None = field(default=None, init=False)
+    _writes: dict[WriteNumbers, list[Tensor]] = field(default_factory=dict, init=False)
     _table: tuple[int, list[tuple[Tensor, ...]]] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -159,7 +160,10 @@ class Kernel:
     def numbers(self, step: int, write: WriteNumbers) -> list[Tensor]:
         """The numbers of one step of blocks that have had so many updates, this one included."""
         if self._last is None or self._last[:2] != (step, write):
-            self._last = step, write, [*self.source.numbers(write), *self._asked_numbers(step)]
+            if write not in self._writes:
+                self._writes = {} if len(self._writes) == _SPAN else self._writes
+                self._writes[write] = self.source.numbers(write)
+            self._last = step, write, [*self._writes[write], *self._asked_numbers(step)]
         return self._last[2]
 
     def _asked_numbers(self, step: int) -> list[Tensor]:
