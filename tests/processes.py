@@ -130,6 +130,7 @@ class _Server:
     def __init__(self, folder: Path) -> None:
         self.folder, self.numbers = folder, itertools.count()
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONSAFEPATH": "1"}
+        environment["PYTHONHASHSEED"] = "7"  # sets have another order than in this process
         command = [sys.executable, str(Path(__file__).resolve())]
         self.process = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, text=True, start_new_session=True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from functools import cache
 
@@ -120,31 +121,35 @@ def wholes(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Copies of tensors, gathered where they are divided: by the parts as they are, not by what DTensor makes of
     them."""
     found = [x.detach() for x in tensors]
-    divided = {place: x for place, x in enumerate(found) if isinstance(x, DTensor)}
-    parts: list[dict[int, Tensor]] = [{}] * dist.get_world_size() if divided else []
-    if divided:  # in one message
-        dist.all_gather_object(parts, {place: x.to_local() for place, x in divided.items()})
-    return [
-        _joined(divided[place], [own[place] for own in parts]) if place in divided else x.clone()
-        for place, x in enumerate(found)
-    ]
+    cut = [x for x in found if isinstance(x, DTensor)]
+    flat: list[Tensor] = [torch.empty(0)] * dist.get_world_size() if cut else []
+    if cut:  # in one message of one tensor: to pickle many takes longer than a step
+        dist.all_gather_object(flat, torch.cat([x.to_local().flatten() for x in cut]))
+    held = [_boxes(x) if _strided(x) else _held(x) for x in cut]
+    sizes = [[_shape(box, x).numel() for box, x in zip(own, cut, strict=True)] for own in zip(*held, strict=True)]
+    parts = [everything.split(own) for everything, own in zip(flat, sizes, strict=True)]
+    joined = map(_joined, cut, held, zip(*parts, strict=True))
+    return [next(joined) if isinstance(x, DTensor) else x.clone() for x in found]
 
 
-def _joined(x: DTensor, parts: Sequence[Tensor]) -> Tensor:
-    full = parts[0].new_full(x.shape, torch.nan)
-    for part, box in zip(parts, _boxes(x) if _strided(x) else _held(x), strict=True):
-        full[box] = part
+def _joined(x: DTensor, boxes: Sequence[tuple[slice, ...]], parts: Sequence[Tensor]) -> Tensor:
+    full = torch.full(x.shape, torch.nan, dtype=x.dtype)
+    for part, box in zip(parts, boxes, strict=True):
+        full[box] = part.view(_shape(box, x))
     assert not full.isnan().any() or any(bool(part.isnan().any()) for part in parts)
     return full
+
+
+def _shape(box: tuple[slice, ...], x: Tensor) -> torch.Size:
+    """Of the part of a tensor in a box, which may leave out the last axes."""
+    return torch.Size([*(span.stop - span.start for span in box), *x.shape[len(box) :]])
 
 
 def divided(x: Tensor, like: Tensor) -> Tensor:
     """A tensor that every rank has, laid out as another one; nobody is asked."""
     if not isinstance(like, DTensor):
         return x.clone()
-    if not _strided(like):
-        return distribute_tensor(x, like.device_mesh, like.placements, src_data_rank=None)
-    local = x[_boxes(like)[dist.get_rank()]].clone()
+    local = x[(_boxes(like) if _strided(like) else _held(like))[dist.get_rank()]].clone()
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=x.shape, stride=x.stride()
     )
@@ -157,12 +162,15 @@ def _strided(x: DTensor) -> bool:
 
 def _held(x: DTensor) -> list[tuple[slice, ...]]:
     """What every rank has, by torch.chunk along each axis of the mesh in turn."""
-    ranks = torch.arange(x.device_mesh.size()).reshape(tuple(x.device_mesh.shape))
+    return _chunks(x.shape, tuple(x.placements), tuple(x.device_mesh.shape))
+
+
+@cache
+def _chunks(shape: torch.Size, placements: tuple[Placement, ...], mesh: tuple[int, ...]) -> list[tuple[slice, ...]]:
     found = []
-    for rank in range(ranks.numel()):
-        coordinate = torch.nonzero(ranks == rank)[0].tolist()
-        spans = [torch.arange(length) for length in x.shape]
-        for placement, count, own in zip(x.placements, x.device_mesh.shape, coordinate, strict=True):
+    for coordinate in itertools.product(*map(range, mesh)):
+        spans = [torch.arange(length) for length in shape]
+        for placement, count, own in zip(placements, mesh, coordinate, strict=True):
             if isinstance(placement, Shard):
                 span = spans[placement.dim]
                 spans[placement.dim] = dict(enumerate(span.chunk(count))).get(own, span[:0])
@@ -173,9 +181,14 @@ def _held(x: DTensor) -> list[tuple[slice, ...]]:
 def _boxes(x: DTensor) -> list[tuple[slice, ...]]:
     """What `fully_shard` leaves on every rank of a mesh [data, rows]: rows are divided first."""
     data, rows = x.device_mesh.shape
+    return _rows(len(x), data, rows)
+
+
+@cache
+def _rows(length: int, data: int, rows: int) -> list[tuple[slice, ...]]:
     found: list[tuple[slice, ...]] = []
     for rank in range(data * rows):
-        ids = torch.arange(len(x))
+        ids = torch.arange(length)
         for ranks, own in ((rows, rank % rows), (data, rank // rows)):
             ids = dict(enumerate(ids.chunk(ranks))).get(own, ids[:0])
         found.append((slice(int(ids[0]), int(ids[-1]) + 1) if len(ids) else slice(0, 0),))
