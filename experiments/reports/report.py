@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from ..directories import make_directory
 from . import figures
 from .comparison import ComparisonPanel, compare
+from .drawings.panels import beside_curves
 from .formatting import (
     format_difference,
     format_number,
@@ -23,7 +24,6 @@ from .formatting import (
     format_summary,
     sentences,
 )
-from .internals import internals
 from .recipe_diff import diff_recipes
 from .records import Records, learning_rate, read_records
 from .run import Run, Status
@@ -60,8 +60,7 @@ def write_figures(directory: Path, folder: Path) -> list[Path]:
     for panel in [*at_their_best(records, panels), *panels]:
         for axis, (short, _) in enumerate(_AXES if panel.begun else ()):
             named[_file(records, panel.title, f"{metric} against {short}")] = _figure(panel, axis)
-        drawing = internals(panel)
-        named |= {} if drawing is None else {_file(records, panel.title, "internals"): drawing}
+        named |= {_file(records, panel.title, short): drawing for short, _, drawing in beside_curves(panel)}
     paths = []
     for name, figure in named.items():
         for suffix in ("svg", "png"):
@@ -126,10 +125,7 @@ def _drawings(panel: ComparisonPanel, index: int) -> list[tuple[str, Markup]]:
         f"{panel.metric.title.capitalize()} against {long}: {panel.title}": (short, _figure(panel, axis))
         for axis, (short, long) in enumerate(_AXES if panel.begun else ())
     }
-    inside = internals(panel)
-    if inside is not None:
-        caption = "Inside the optimizer: medians over parameters, stages and seeds, bands from quartile to quartile"
-        drawings[f"{caption}: {panel.title}"] = ("internals", inside)
+    drawings |= {f"{caption}: {panel.title}": (short, drawing) for short, caption, drawing in beside_curves(panel)}
     return [  # the drawing comes from matplotlib, which escapes labels itself
         (caption, Markup(figures.inline_svg(figure, f"panel-{index}-{short}")))
         for caption, (short, figure) in drawings.items()

@@ -8,7 +8,8 @@ from html.parser import HTMLParser
 import pytest
 
 from eigengraft.experiments.reports.comparison import compare
-from eigengraft.experiments.reports.internals import internals
+from eigengraft.experiments.reports.drawings.differences import differences
+from eigengraft.experiments.reports.drawings.internals import internals
 from eigengraft.experiments.reports.recipe_diff import diff_recipes
 from eigengraft.experiments.reports.records import read_records
 from eigengraft.experiments.reports.report import write_figures, write_report
@@ -153,6 +154,33 @@ def write_diagnostics(run, values):
     ]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (run / "diagnostics.jsonl").write_text(text + '{"step": 30, "par')
+
+
+def test_differences_are_dots_with_intervals_the_best_uppermost(tmp_path):
+    """Of three seeds t(0.975, 2) = 4.303; muon has one seed, and no interval."""
+    ends = {"adamw": (2.0, 2.0, 2.0), "soap": (1.9, 1.8, 1.7), "lion": (2.1, 2.3, 2.2), "muon": (1.0,)}
+    runs = [
+        (method, seed, {"recipe": ADAM, "values": [3.0, value]})
+        for method, values in ends.items()
+        for seed, value in enumerate(values)
+    ]
+    write_study(tmp_path, runs)
+    (panel,) = compare(read_records(tmp_path))
+    (axes,) = differences(panel).axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["lion", "soap"]
+    dots = [container.lines[0].get_xydata()[0].tolist() for container in axes.containers]
+    bars = [container.lines[2][0].get_segments()[0][:, 0].tolist() for container in axes.containers]
+    half = 4.302653 * 0.1 / math.sqrt(3)
+    for (x, y), bar, mean, place in zip(dots, bars, (0.2, -0.2), (0, 1), strict=True):
+        assert (x, y) == (pytest.approx(mean), place)
+        assert bar == pytest.approx([mean - half, mean + half], rel=1e-6)
+    assert "Differences from the baseline over paired seeds" in write_report(tmp_path).read_text(encoding="utf-8")
+    assert tmp_path / "figures" / "trial-differences.png" in write_figures(tmp_path, tmp_path / "figures")
+
+
+def test_one_difference_is_no_figure(study):
+    (panel,) = compare(read_records(study))
+    assert differences(panel) is None and "Differences from" not in write_report(study).read_text(encoding="utf-8")
 
 
 def test_internals_are_drawn_where_runs_have_diagnostics(study):

@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from .comparison import ComparisonPanel, ComparisonRow
-from .figures import INK, Curve, draw_line, log_ticks, style_axes
+from ..comparison import ComparisonPanel, ComparisonRow
+from ..figures import INK, Curve, draw_line, log_ticks, style_axes
 
 MEASURES = {
     "update_rms": ("update, root mean square", True),
