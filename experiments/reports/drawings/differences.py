@@ -13,7 +13,7 @@ from ..figures import INK, LIGHT, MARKERS, style_axes
 from ..seed_statistics import Paired
 
 
-def differences(panel: ComparisonPanel) -> Figure | None:
+def difference_dots(panel: ComparisonPanel) -> Figure | None:
     """A dot for each row at its mean paired difference from the baseline, with the 95 % interval of the t test.
 
     The best row is uppermost. None where fewer than two rows have an interval; a row that diverged, or has a single

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from matplotlib.figure import Figure
 
 from ..comparison import ComparisonPanel
-from .differences import differences
+from .differences import difference_dots
 from .internals import internals
 
 
 def beside_curves(panel: ComparisonPanel) -> Iterator[tuple[str, str, Figure]]:
     """Short name, caption and figure of what a panel has beside its curves."""
-    apart = differences(panel)
+    apart = difference_dots(panel)
     if apart is not None:
         yield "differences", "Differences from the baseline over paired seeds, with 95 % intervals", apart
     inside = internals(panel)

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 
 from eigengraft.experiments.reports.comparison import compare
-from eigengraft.experiments.reports.drawings.differences import differences
+from eigengraft.experiments.reports.drawings.differences import difference_dots
 from eigengraft.experiments.reports.drawings.internals import internals
 from eigengraft.experiments.reports.recipe_diff import diff_recipes
 from eigengraft.experiments.reports.records import read_records
@@ -166,7 +166,7 @@ def test_differences_are_dots_with_intervals_the_best_uppermost(tmp_path):
     ]
     write_study(tmp_path, runs)
     (panel,) = compare(read_records(tmp_path))
-    (axes,) = differences(panel).axes
+    (axes,) = difference_dots(panel).axes
     assert [label.get_text() for label in axes.get_yticklabels()] == ["lion", "soap"]
     dots = [container.lines[0].get_xydata()[0].tolist() for container in axes.containers]
     bars = [container.lines[2][0].get_segments()[0][:, 0].tolist() for container in axes.containers]
@@ -180,7 +180,7 @@ def test_differences_are_dots_with_intervals_the_best_uppermost(tmp_path):
 
 def test_one_difference_is_no_figure(study):
     (panel,) = compare(read_records(study))
-    assert differences(panel) is None and "Differences from" not in write_report(study).read_text(encoding="utf-8")
+    assert difference_dots(panel) is None and "Differences from" not in write_report(study).read_text(encoding="utf-8")
 
 
 def test_internals_are_drawn_where_runs_have_diagnostics(study):
