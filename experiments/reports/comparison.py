@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import fmean
 from typing import Any
 
 from .figures import Curve, LostRun
 from .records import Records
 from .run import Metric, Run
-from .seed_statistics import Paired, Summary, holm, paired, reaches, summarize
+from .seed_statistics import Paired, Summary, Target, holm, paired, reaches, summarize
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,11 @@ class ComparisonRow:
                 found[run.seed] = reaches(curve[axis], values, self.metric.sign * levels[run.seed])
         return found
 
+    def first(self, target: Target) -> int | None:
+        """The step at which all runs together reach a target; a run that has not come to a step is not there."""
+        curves = (run.curve(self.metric) for run in self.runs)
+        return target.first([dict(zip(curve[0], curve[2], strict=True)) for curve in curves], self.metric.sign)
+
     def mean(self, field: str) -> float | None:
         """Mean over seeds of a number in result.json."""
         values = [run.result[field] for run in self.runs if run.result.get(field) is not None]
@@ -96,7 +102,7 @@ class ComparisonRow:
 
         text = f"{self.title}: {len(lost)} of {len(self.runs)} diverged" if lost else ""
         bounds = (over(min, 1), over(max, 1))
-        return Curve(self.title, self.style, over(_mean, 0), over(_mean, 1), *bounds, lost=tuple(lost), lost_label=text)
+        return Curve(self.title, self.style, over(fmean, 0), over(fmean, 1), *bounds, lost=tuple(lost), lost_label=text)
 
 
 @dataclass(frozen=True)
@@ -191,7 +197,3 @@ def _lost(run: Run, metric: Metric, axis: int) -> LostRun:
     points = [(x, y) for x, y in zip(curve[axis], curve[2], strict=True) if math.isfinite(y)]
     end = float(run.rows[-1]["step"]) if axis == 0 else run.seconds()[-1]
     return LostRun([float(x) for x, _ in points], [y for _, y in points], end)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)

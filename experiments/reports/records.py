@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .run import METRICS, Metric, Run, read_object
+from .seed_statistics import Target
 
 MANIFEST = "study"
 
@@ -60,6 +61,7 @@ class Records:
     baseline: str
     runs: tuple[Run, ...]
     tuned: tuple[TunedCell, ...] = ()
+    target: Target | None = None
 
 
 def read_records(directory: Path) -> Records:
@@ -75,7 +77,9 @@ def read_records(directory: Path) -> Records:
             f"report: runs that have begun are required, got none of the study's {len(runs)} in {directory}"
         )
     name, description = manifest["name"], manifest["description"]
-    return Records(name, description, metric, manifest["compare"], manifest["baseline"], runs, tuned)
+    given = manifest.get("study", {}).get("target")
+    target = None if given is None else Target(**given)
+    return Records(name, description, metric, manifest["compare"], manifest["baseline"], runs, tuned, target)
 
 
 def _tuned(cell: str, found: Mapping[str, Any]) -> TunedCell:

@@ -7,7 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from pydantic import Field
 from scipy import special
+
+from eigengraft.component import Component
 
 BOOTSTRAP_PAIRS = 8
 """Fewest pairs with a bootstrap interval; that of fewer is much too narrow: of 3 pairs there are 10 different draws."""
@@ -43,6 +46,30 @@ class Paired:
     def needed(self) -> float | None:
         """|t| that would be significant at 5 percent with this many pairs: 12.7 for 2, 4.30 for 3."""
         return float(special.stdtrit(self.n - 1, 0.975)) if self.n > 1 else None
+
+
+class Target(Component):
+    """A value that counts as reached at the first step at which (value - mean) sqrt(n) >= z sigma.
+
+    The mean is over the n seeds. It is the acceptance test of track 3 of modded-nanogpt, with sigma 0.0013 and z about
+    3 there: sigma, the standard deviation of a seed, is known beforehand, so that few seeds are enough. Where larger is
+    better, signs are turned.
+    """
+
+    value: float = Field(description="what the metric is to reach")
+    sigma: float = Field(gt=0, description="standard deviation of the metric over seeds where it reaches the value")
+    z: float = Field(default=3.0, ge=0, description="how many standard errors the mean must be better than the value")
+
+    def first(self, seeds: Sequence[Mapping[int, float]], sign: int = 1) -> int | None:
+        """The step, None if there is none; seeds: the metric of each by step. A step that a seed lacks does not count.
+
+        sign: -1 where larger is better.
+        """
+        for step in sorted(set[int]().union(*seeds)):
+            mean = math.fsum(sign * own.get(step, sign * math.inf) for own in seeds) / len(seeds)
+            if (sign * self.value - mean) * math.sqrt(len(seeds)) >= self.z * self.sigma:
+                return step
+        return None
 
 
 def summarize(values: Sequence[float]) -> Summary | None:
@@ -98,16 +125,6 @@ def holm(p: Mapping[str, float]) -> dict[str, float]:
     for k, (name, value) in enumerate(sorted(p.items(), key=lambda item: item[1])):
         corrected[name] = worst = max(worst, min(1.0, (len(p) - k) * value))
     return corrected
-
-
-def is_below(values: Sequence[float], target: float, sigma: float, z: float) -> bool:
-    """Whether (target - mean) sqrt(n) >= z sigma: the mean of n values lies below a target by z standard errors.
-
-    The acceptance test of track 3 of modded-nanogpt, with sigma 0.0013 and z about 3 there: sigma, the standard
-    deviation of a value, is known beforehand, so that few values are enough.
-    """
-    mean = math.fsum(values) / len(values)
-    return (target - mean) * math.sqrt(len(values)) >= z * sigma
 
 
 def reaches(x: Sequence[float], y: Sequence[float], level: float) -> float | None:

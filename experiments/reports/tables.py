@@ -61,13 +61,16 @@ def cells_of(panel: ComparisonPanel, records: Records) -> Iterator[list[str]]:
     base = panel.baseline
     p = "p (Holm)" if len(panel.corrected) > 1 else "p"
     differences = ["seeds", f"minus {base.title} [95 % interval]", p] if base else ["seeds"]
-    costs = ["step, ms", "state, bytes per parameter"]
+    costs = [f"steps to {records.target.value:g}"] if records.target else []
+    costs += ["step, ms", "state, bytes per parameter"]
     yield [records.compare, "learning rate", f"final {panel.metric.title}", *differences, *costs]
     for row in panel.rows:
         rate = learning_rate(panel.configs.get(row.label, {}))
         shown = format_summary(row.final) + (f" ({row.diverged} of {len(row.runs)} diverged)" if row.diverged else "")
         middle = [str(len(row.finals)), *_difference(row, panel)] if base else [str(len(row.finals))]
         numbers = [format_number(row.mean("step_ms")), format_number(row.mean("state_bytes_per_parameter"))]
+        if records.target:
+            numbers.insert(0, str(row.first(records.target) or "never"))
         yield [row.title, "" if rate is None else f"{rate:g}", shown, *middle, *numbers]
 
 

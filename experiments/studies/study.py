@@ -14,6 +14,7 @@ from eigengraft.optimizers.recipe.overrides import apply_overrides
 from eigengraft.optimizers.recipe.yaml_files import read_yaml
 
 from ..reports.run import MetricName
+from ..reports.seed_statistics import Target
 from ..training.imports import resolve_paths
 from ..training.loading import read_experiment
 from .axes import (
@@ -61,6 +62,7 @@ class Study(Component):
         description="search of values in every cell before its runs, a coordinate_descent if no kind is given",
     )
     metric: MetricName = Field("val_loss", description="final metric to compare")
+    target: Target | None = Field(None, description="value of the metric whose steps are compared too, of one task")
     baseline: dict[str, str] = Field(
         default={}, max_length=1, description="axis compared: its label to compare with; none: last axis, first label"
     )
@@ -108,6 +110,8 @@ class Study(Component):
             shared = changed_paths(self.axes[first]) & changed_paths(self.axes[second])
             if shared:
                 raise ValueError(f"axes: each path on one axis only, '{min(shared)}' is on '{first}' and '{second}'")
+        if self.target is not None and changed & {"task", "task.kind"}:
+            raise ValueError("target: one task in all cells is required, got axes or settings that change it")
         if self.tune is not None:
             _separate(self.tune, self.seeds, self.axes)
         self._require_labels()

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..reports.seed_statistics import is_below
+from ..reports.seed_statistics import Target
 from .entries import EntryRuns, TaskRun
 from .track import Track, TrackTask
 
@@ -35,11 +35,8 @@ class TaskScore:
 def score(task: TrackTask, z: float, runs: Sequence[TaskRun]) -> TaskScore:
     """The score of the runs of an entry on one task, one run a seed."""
     losses = [dict(zip(run.steps, run.losses, strict=True)) for run in runs]
-    reached, end = math.inf, int(task.experiment["steps"])
-    for step in sorted(set().union(*losses)):
-        if is_below([own.get(step, math.inf) for own in losses], task.target, task.sigma, z):
-            reached = float(step)
-            break
+    first, end = Target(value=task.target, sigma=task.sigma, z=z).first(losses), int(task.experiment["steps"])
+    reached = math.inf if first is None else float(first)
     rate = sum(run.seconds / max(run.steps, default=end) for run in runs) / len(runs)
     last = sum(own.get(end, math.inf) for own in losses) / len(runs)
     return TaskScore(reached, reached * rate, last, runs[0].lr, runs[0].edge)

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from eigengraft.experiments.cli.main import app
-from eigengraft.experiments.reports.seed_statistics import is_below
+from eigengraft.experiments.reports.seed_statistics import Target
 from eigengraft.experiments.studies.plan import plan_runs
 from eigengraft.experiments.track.entries import TaskRun, read_entries
 from eigengraft.experiments.track.report import track_table
@@ -30,10 +30,14 @@ def run(seed: int, losses: list[float], seconds: float = 8.0) -> TaskRun:
 
 def test_a_mean_is_below_a_target_by_standard_errors_of_known_size() -> None:
     """The numbers of modded-nanogpt's track 3: 3.28 is reached if (3.28 - mean) sqrt(n) >= 0.004 = 3.08 * 0.0013."""
+    target = Target(value=3.28, sigma=0.0013, z=0.004 / 0.0013)
     for n, mean in ((1, 3.276), (4, 3.278), (16, 3.279)):
-        assert is_below([mean - 1e-9] * n, 3.28, 0.0013, 0.004 / 0.0013)
-        assert not is_below([mean + 1e-6] * n, 3.28, 0.0013, 0.004 / 0.0013)
-    assert not is_below([1.0, math.inf], 3.28, 0.0013, 3.0)
+        seeds = [{10: 3.5, 20: mean + 1e-6, 30: mean - 1e-9}] * n
+        assert target.first(seeds) == 30
+        assert target.first([{step: -loss for step, loss in own.items()} for own in seeds], sign=-1) is None
+        above = Target(value=-3.28, sigma=0.0013, z=target.z)
+        assert above.first([{step: -loss for step, loss in own.items()} for own in seeds], sign=-1) == 30
+    assert target.first([{10: 1.0}, {10: math.inf, 20: 1.0}, {20: 1.0}]) is None
 
 
 def test_the_score_is_the_first_step_whose_mean_lies_far_enough_below() -> None:

@@ -74,6 +74,12 @@ STUDIES = (
     ("{base: B, axes: {m: {a b: {lr: 1.0}}}}", "axes: a label of letters, digits and . _ + - is required, got 'a b'"),
     ("{base: B, axes: {lr: [0.1]}, seeds: 3}", "seeds: a list is required, got 3"),
     ("{base: B, axes: {lr: [0.1]}, seeds: []}", "seeds: at least 1 item is required, got []"),
+    (
+        "{base: B, axes: {task: [digits]}, target: {value: 2, sigma: 0.1}}",
+        "target: one task in all cells is required, got",
+    ),
+    ("{base: B, axes: {lr: [0.1]}, target: {value: 2.0}}", "target.sigma: required, got nothing"),
+    ("{base: B, axes: {lr: [0.1]}, target: 2.0}", "target: a mapping of fields is required, got 2.0"),
     ("{base: B, axes: {lr: [0.1]}, seed: 1}", "seed: unknown field (did you mean 'seeds'?)"),
     ("{base: B, axes: {seed: [1, 2]}}", "seeds: the list `seeds` of the study is required"),
     ("{base: {task: digits, recipe: soap, seed: 3}, axes: {lr: [0.1]}}", "seeds: the list `seeds` of the study is"),

@@ -178,6 +178,26 @@ def test_differences_are_dots_with_intervals_the_best_uppermost(tmp_path):
     assert tmp_path / "figures" / "trial-differences.png" in write_figures(tmp_path, tmp_path / "figures")
 
 
+def test_steps_to_a_target_of_the_study_are_compared(tmp_path):
+    """With sigma 0.1 sqrt(3) and z = 1 a mean of three seeds must be at most 1.9; a run of muon has not begun."""
+    values = {"adamw": [2.5, 2.1, 1.95, 1.9], "soap": [2.0, 1.85, 1.8, 1.7], "muon": [1.9, 1.8, 1.7, 1.6]}
+    runs = [
+        (method, seed, {"recipe": ADAM, "values": own, "ended": (method, seed) != ("muon", 2)})
+        for method, own in values.items()
+        for seed in range(3)
+    ]
+    runs[-1][2]["values"] = []
+    target = {"value": 2.0, "sigma": 0.1 * math.sqrt(3), "z": 1 - 1e-9}
+    write_study(tmp_path, runs, study={"target": target})
+    records = read_records(tmp_path)
+    (panel,) = compare(records)
+    assert {row.label: row.first(records.target) for row in panel.rows} == {"adamw": 40, "soap": 20, "muon": None}
+    text = Page(write_report(tmp_path).read_text(encoding="utf-8")).text
+    assert "steps to 2" in text and "0.50\u00d7" in text and "acceptance test of track 3" in text
+    lines = (tmp_path / "tables.md").read_text(encoding="utf-8").splitlines()
+    assert [line.split(" | ")[-3] for line in lines[2:] if "|" in line] == ["steps to 2", "---", "40", "20", "never"]
+
+
 def test_one_difference_is_no_figure(study):
     (panel,) = compare(read_records(study))
     assert difference_dots(panel) is None and "Differences from" not in write_report(study).read_text(encoding="utf-8")
