@@ -68,15 +68,21 @@ def ablate_command(  # noqa: PLR0913  its arguments are the command's options
 def report_command(
     directory: Annotated[Path, typer.Argument(help="the directory of a study, finished or not, or of runs")],
     figures: Annotated[Path | None, typer.Option(help="also write the figures there, as SVG and PNG")] = None,
+    parquet: Annotated[
+        bool, typer.Option("--parquet", help="also write runs.parquet and metrics.parquet, all numbers of all runs")
+    ] = False,
 ) -> None:
     """Write DIRECTORY/report.html: one self-contained page with curves, tables and differences of recipes.
 
     Beside it: runs.csv, tables.md and tables.tex.
     """
+    from ..reports.records import read_records
     from ..reports.report import write_figures, write_report
+    from ..reports.tables import write_parquet
 
+    tables = write_parquet(read_records(directory), directory) if parquet else []
     typer.echo(write_report(directory))
-    for path in write_figures(directory, figures) if figures else []:
+    for path in [*tables, *(write_figures(directory, figures) if figures else [])]:
         typer.echo(path)
 
 

@@ -1,4 +1,4 @@
-"""The tables of a report: its runs as CSV, its panels in Markdown and LaTeX."""
+"""The tables of a report: its runs as CSV and Parquet, its panels in Markdown and LaTeX."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import csv
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+from eigengraft.component import RecipeError
 
 from .comparison import ComparisonPanel, ComparisonRow, compare
 from .formatting import format_difference, format_number, format_summary
 from .records import Records, learning_rate
+from .run import Run
 from .sweep import at_their_best
 
 _COLUMNS = ("val_loss", "val_accuracy", "steps", "seconds", "step_ms", "optimizer_ms", "state_bytes_per_parameter")
@@ -99,7 +103,7 @@ def _escaped(text: str) -> str:
 
 def write_runs_csv(records: Records, path: Path) -> None:
     """Write labels, seed, status and the numbers of result.json to six digits; numbers that a run lacks are empty."""
-    axes = list(dict.fromkeys(axis for run in records.runs for axis in run.labels))
+    axes = _axes(records)
     with path.open("w", encoding="utf-8", newline="") as stream:
         writer = csv.writer(stream, lineterminator="\n")
         writer.writerow([*axes, "seed", "status", *_COLUMNS])
@@ -109,3 +113,33 @@ def write_runs_csv(records: Records, path: Path) -> None:
             writer.writerow(
                 [*(run.labels.get(axis, "") for axis in axes), run.seed, run.status(records.metric), *texts]
             )
+
+
+def write_parquet(records: Records, folder: Path) -> list[Path]:
+    """Write runs.parquet, a row for each run as in runs.csv, and metrics.parquet, a row for each logged step of each.
+
+    Labels, seed and status are columns of both; numbers are not rounded, and null where a run lacks them. Raises
+    RecipeError where pyarrow is not installed.
+    """
+    try:
+        from pyarrow import Table
+        from pyarrow.parquet import write_table
+    except ImportError:
+        raise RecipeError("--parquet: pyarrow is required (pip install eigengraft[parquet]), got none") from None
+    runs = [{**_key(run, records), **{column: run.result.get(column) for column in _COLUMNS}} for run in records.runs]
+    metrics = [{**_key(run, records), **row} for run in records.runs for row in run.rows]
+    written = []
+    for name, rows in (("runs", runs), ("metrics", metrics)):
+        columns = dict.fromkeys(column for row in rows for column in row)
+        written.append(folder / f"{name}.parquet")
+        write_table(Table.from_pydict({column: [row.get(column) for row in rows] for column in columns}), written[-1])
+    return written
+
+
+def _key(run: Run, records: Records) -> dict[str, Any]:
+    labels = {axis: run.labels.get(axis) for axis in _axes(records)}
+    return {**labels, "seed": run.seed, "status": run.status(records.metric)}
+
+
+def _axes(records: Records) -> list[str]:
+    return list(dict.fromkeys(axis for run in records.runs for axis in run.labels))

@@ -3,10 +3,12 @@
 import json
 import math
 import re
+import sys
 from html.parser import HTMLParser
 
 import pytest
 
+from eigengraft import RecipeError
 from eigengraft.experiments.reports.comparison import compare
 from eigengraft.experiments.reports.drawings.differences import difference_dots
 from eigengraft.experiments.reports.drawings.internals import internals
@@ -14,6 +16,7 @@ from eigengraft.experiments.reports.recipe_diff import diff_recipes
 from eigengraft.experiments.reports.records import read_records
 from eigengraft.experiments.reports.report import write_figures, write_report
 from eigengraft.experiments.reports.sweep import sweeps
+from eigengraft.experiments.reports.tables import write_parquet
 
 pytestmark = pytest.mark.slow
 
@@ -196,6 +199,22 @@ def test_steps_to_a_target_of_the_study_are_compared(tmp_path):
     assert "steps to 2" in text and "0.50\u00d7" in text and "acceptance test of track 3" in text
     lines = (tmp_path / "tables.md").read_text(encoding="utf-8").splitlines()
     assert [line.split(" | ")[-3] for line in lines[2:] if "|" in line] == ["steps to 2", "---", "40", "20", "never"]
+
+
+def test_parquet_has_every_number_of_every_run(study):
+    parquet = pytest.importorskip("pyarrow.parquet", reason="the extra `parquet` is not installed")
+    records = read_records(study)
+    runs, metrics = (parquet.read_table(path).to_pylist() for path in write_parquet(records, study))
+    assert [(row["method"], row["seed"]) for row in runs] == [(run.labels["method"], run.seed) for run in records.runs]
+    assert [row["val_loss"] for row in runs] == [run.result.get("val_loss") for run in records.runs]
+    assert [row["val_loss"] for row in metrics] == [row["val_loss"] for run in records.runs for row in run.rows]
+    assert {row["status"] for row in runs} == {run.status(records.metric) for run in records.runs}
+
+
+def test_parquet_names_what_is_missing(study, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(RecipeError, match=r"--parquet: pyarrow is required \(pip install eigengraft\[parquet\]\)"):
+        write_parquet(read_records(study), study)
 
 
 def test_one_difference_is_no_figure(study):
