@@ -26,3 +26,15 @@ def test_the_shapes_are_those_of_resnet_50() -> None:
     assert sum(math.prod(shape) for shape, _ in layers) == 25_557_032
     products = sum(math.prod(shape) * uses for shape, uses in layers)
     assert products == pytest.approx(4.09e9, abs=0.005e9)  # published to two digits after the point
+
+
+def test_the_shares_on_the_page_are_those_of_the_rows() -> None:
+    page, found = (RESULTS.parent / "README.md").read_text(), json.loads((RESULTS / "overhead.json").read_text())
+    share = {(r["model"], r["block"], r["interval"], r["ranks"]): r["step"] / r["gradient"] for r in found["counted"]}
+    for ranks in (1, 8, 64):
+        cells = [f"{100 * share[model, 1024, 50, ranks]:.1f} %" for model in OVERHEAD.MODELS]
+        assert f"| {ranks} | {' | '.join(cells)} |" in page
+    for block in (1024, 256):
+        rows = [row for row in found["measured"] if row["block"] == block]
+        more = [(row["step"] - row["diagonal"]) / (row["gradient"] + row["diagonal"]) for row in rows]
+        assert f"| {block} | {' | '.join(f'{100 * part:.0f} %' for part in more)} |" in page
