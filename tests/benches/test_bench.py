@@ -34,7 +34,7 @@ from eigengraft.experiments.benches.problems.recorded import FILE, recorded_fact
 from eigengraft.experiments.benches.problems.spectra import Geometric, Recorded, Spectrum, Synthetic
 from eigengraft.experiments.benches.roots.bench import ridgeless
 from eigengraft.experiments.cli.main import app
-from eigengraft.preconditioners import Basis, BasisSolver, CoupledNewton, Eigh, Root, RootSolver
+from eigengraft.preconditioners import Basis, BasisSolver, CoupledNewton, Eigh, Root, RootSolver, Statistic
 
 from ..trajectories import normal, rotation
 
@@ -464,6 +464,17 @@ class TestNames:
             # Candidates of the bench of steps meet those of the same maths only, which its own tests count.
             assert len(candidates) > (kind != "ranks")
             assert bench.cells() > 0 and (kind == "step" or bench.cells() % len(candidates) == 0)
+
+    def test_statistics_of_all_kinds_that_gradients_give_are_measured(self) -> None:
+        """By default; one of a layer's inputs, which nobody records, is refused."""
+        fields: dict[str, Any] = {"width": 4, "samples": 2, "held_out": 2, "steps": 0, "start": 1, "every": 1}
+        bench = load_bench("statistics", {**fields, **FAST})
+        kinds = {kind for kind, member in Statistic.members.items() if not member.of_inputs}
+        assert {statistic.kind for statistic in bench.statistics} == kinds < {*Statistic.members}  # type: ignore[attr-defined]
+        cells = list(bench.measure())
+        assert len(cells) == bench.cells() and all(cells)
+        with pytest.raises(RecipeError, match="statistics: statistics of gradients are required, got input_gram"):
+            load_bench("statistics", {"statistics": ["input_gram"]})
 
     def test_a_name_has_what_differs(self) -> None:
         assert label(Eigh()) == "eigh"

@@ -42,7 +42,8 @@ def _statistics(value: Any) -> Any:
 
 def _default() -> tuple[Statistic, ...]:
     declared = [{**slow(item["kind"]), **item} for item in defaults(Statistic, _PREFERRED)]
-    return tuple(checked(Statistic, item) for item in declared)  # type: ignore[type-abstract]
+    found = (checked(Statistic, item) for item in declared)  # type: ignore[type-abstract]
+    return tuple(statistic for statistic in found if not statistic.of_inputs)
 
 
 def statistic_label(statistic: Statistic) -> str:
@@ -78,6 +79,9 @@ class StatisticBench(Bench):
     @field_validator("statistics")
     @classmethod
     def _distinct(cls, statistics: tuple[Statistic, ...]) -> tuple[Statistic, ...]:
+        for statistic in statistics:
+            if statistic.of_inputs:
+                raise ValueError(f"statistics of gradients are required, got {statistic_label(statistic)}, of inputs")
         require_distinct(statistics, statistic_label)
         return statistics
 
