@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from eigengraft import Optimizer
+from eigengraft.quantization.base import NEVER_CODED, Quantizer
 from eigengraft.slots import Role
 
 from ..laws.quantizers import QUANTIZERS, WITH_NOISE_INSIDE, small
@@ -36,12 +37,16 @@ SHAPES = [(10, 7), (10, 7), (6,)]
 Parameters = list[torch.nn.Parameter]
 
 
+def everywhere(quantizer: Quantizer) -> dict[str, Quantizer]:
+    """By role, for every role that the quantizer takes."""
+    return {role: quantizer for role in quantizer.roles or get_args(Role) if role not in NEVER_CODED}
+
+
 def made(row: Row, dtype: torch.dtype = torch.float32, **changes: Any) -> tuple[Parameters, Optimizer]:
     """Parameters and an optimizer in which every slot that the quantizer takes is stored by it."""
     quantizer = small({**row.make, **changes})
     parameters = [torch.nn.Parameter(normal(*shape, seed=i).to(dtype)) for i, shape in enumerate(SHAPES)]
-    roles = quantizer.roles or {*get_args(Role)} - {"count", "failures", "iterate"}
-    storage = dict.fromkeys(roles, quantizer)
+    storage = everywhere(quantizer)
     optimizer = Optimizer(parameters, {"update": UPDATE, "routes": [], "storage": storage}, lr=0.01)
     coded = {key.rpartition("/")[0] for key in optimizer.state[parameters[0]] if key.endswith("/format")}
     assert coded
@@ -114,8 +119,7 @@ def test_a_gradient_that_is_not_finite_leaves_what_is_stored(row: Row, detect: s
     """Of its own parameter everything, bit for bit; the other two go on, one of them in the same stack."""
     quantizer = small(row.make)
     parameters = [torch.nn.Parameter(normal(*shape, seed=i).float()) for i, shape in enumerate(SHAPES)]
-    roles = quantizer.roles or {*get_args(Role)} - {"count", "failures", "iterate"}
-    storage = dict.fromkeys(roles, quantizer)
+    storage = everywhere(quantizer)
     recipe = {"update": UPDATE, "routes": [], "storage": storage, "failure": {"detect": detect}}
     optimizer = Optimizer(parameters, recipe, lr=0.01)
     walk(optimizer, parameters, GRADIENTS[:3])
