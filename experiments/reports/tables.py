@@ -13,7 +13,6 @@ from eigengraft.component import RecipeError
 from .comparison import ComparisonPanel, ComparisonRow, compare
 from .formatting import format_difference, format_number, format_summary
 from .records import Records, learning_rate
-from .run import Run
 from .sweep import at_their_best
 
 _COLUMNS = ("val_loss", "val_accuracy", "steps", "seconds", "step_ms", "optimizer_ms", "state_bytes_per_parameter")
@@ -126,19 +125,17 @@ def write_parquet(records: Records, folder: Path) -> list[Path]:
         from pyarrow.parquet import write_table
     except ImportError:
         raise RecipeError("--parquet: pyarrow is required (pip install eigengraft[parquet]), got none") from None
-    runs = [{**_key(run, records), **{column: run.result.get(column) for column in _COLUMNS}} for run in records.runs]
-    metrics = [{**_key(run, records), **row} for run in records.runs for row in run.rows]
-    written = []
+    axes, runs, metrics, written = _axes(records), [], [], []
+    for run in records.runs:
+        own: dict[str, Any] = {axis: run.labels.get(axis) for axis in axes}
+        own |= {"seed": run.seed, "status": run.status(records.metric)}
+        runs.append({**own, **{column: run.result.get(column) for column in _COLUMNS}})
+        metrics += [{**own, **row} for row in run.rows]
     for name, rows in (("runs", runs), ("metrics", metrics)):
         columns = dict.fromkeys(column for row in rows for column in row)
         written.append(folder / f"{name}.parquet")
         write_table(Table.from_pydict({column: [row.get(column) for row in rows] for column in columns}), written[-1])
     return written
-
-
-def _key(run: Run, records: Records) -> dict[str, Any]:
-    labels = {axis: run.labels.get(axis) for axis in _axes(records)}
-    return {**labels, "seed": run.seed, "status": run.status(records.metric)}
 
 
 def _axes(records: Records) -> list[str]:

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from ..comparison import ComparisonPanel, ComparisonRow
+from ..comparison import ComparisonPanel
 from ..figures import INK, LIGHT, MARKERS, style_axes
 from ..seed_statistics import Paired
 
@@ -19,16 +19,16 @@ def difference_dots(panel: ComparisonPanel) -> Figure | None:
     The best row is uppermost. None where fewer than two rows have an interval; a row that diverged, or has a single
     seed, has none and is left out.
     """
-    rows = [row for row in panel.rows if _has_interval(row)]
+    rows = [(row, found) for row in panel.rows if (found := row.difference) is not None and _bar(found) is not None]
     if panel.baseline is None or len(rows) < 2:
         return None
-    rows.sort(key=lambda row: -panel.metric.sign * _interval(row).mean)
+    rows.sort(key=lambda pair: -panel.metric.sign * pair[1].mean)
     figure = Figure(figsize=(4.8, 0.75 + 0.32 * len(rows)), layout="constrained")
     axes = figure.add_subplot()
     axes.axvline(0.0, color=LIGHT[0], linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
-    for height, row in enumerate(rows):
-        _dot(axes, row, height)
-    axes.set_yticks(range(len(rows)), [row.title for row in rows])
+    for height, (row, found) in enumerate(rows):
+        _dot(axes, row.style, found, height)
+    axes.set_yticks(range(len(rows)), [row.title for row, _ in rows])
     axes.set_ylim(-0.6, len(rows) - 0.4)
     axes.set_xlabel(f"final {panel.metric.title} minus that of {panel.baseline.title}")
     axes.xaxis.set_major_locator(MaxNLocator(6))
@@ -38,17 +38,13 @@ def difference_dots(panel: ComparisonPanel) -> Figure | None:
     return figure
 
 
-def _dot(axes: Axes, row: ComparisonRow, height: int) -> None:
-    found, colour, marker = _interval(row), LIGHT[row.style % len(LIGHT)], MARKERS[row.style % len(MARKERS)]
-    bar = [found.half or 0.0]
-    axes.errorbar([found.mean], [height], xerr=bar, color=colour, marker=marker, markersize=5, linewidth=1.5, capsize=3)
+def _dot(axes: Axes, style: int, found: Paired, height: int) -> None:
+    look = LIGHT[style % len(LIGHT)], MARKERS[style % len(MARKERS)]
+    axes.errorbar(
+        [found.mean], [height], xerr=_bar(found), color=look[0], marker=look[1], markersize=5, linewidth=1.5, capsize=3
+    )
 
 
-def _has_interval(row: ComparisonRow) -> bool:
-    half = row.difference.half if row.difference is not None else None
-    return half is not None and math.isfinite(half)
-
-
-def _interval(row: ComparisonRow) -> Paired:
-    assert row.difference is not None
-    return row.difference
+def _bar(found: Paired) -> list[float] | None:
+    """Half of the interval; None where there is none to draw."""
+    return None if found.half is None or not math.isfinite(found.half) else [found.half]
