@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from eigengraft.component import RecipeError
+from eigengraft.errors import RecipeError
 
 
 def make_directory(path: Path) -> None:

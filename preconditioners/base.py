@@ -10,11 +10,11 @@ from typing import Annotated, ClassVar, final
 from pydantic import Field
 from torch import Tensor
 
+from eigengraft.blocking.stacks import Mapped, Summing, settled
 from eigengraft.chains import ChainOf
-from eigengraft.component import located
+from eigengraft.errors import located
 from eigengraft.ramps import Schedulable
 from eigengraft.slots import Slot, State
-from eigengraft.stacks import Mapped, Summing, settled
 from eigengraft.step_context import Rotation, StepContext
 
 from .cadence import Cadence

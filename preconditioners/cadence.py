@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 import numpy as np
 import torch
@@ -23,6 +23,8 @@ ROUNDED = 1e-9
 
 class Cadence(Component, ABC, family="cadence"):
     """Says which blocks of a stack are due, as contiguous spans."""
+
+    number: ClassVar[tuple[str, str] | None] = ("every", "steps")
 
     @property
     def interval(self) -> float:

@@ -16,9 +16,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from eigengraft.component import ContractError
+from eigengraft.blocking.stacks import Mapped, Summing, settled
+from eigengraft.errors import ContractError
 from eigengraft.slots import Slot, State, Watch
-from eigengraft.stacks import Mapped, Summing, settled
 from eigengraft.state_key import StateKey
 from eigengraft.step_context import StepContext
 

@@ -16,7 +16,9 @@ from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
-from eigengraft.component import RecipeError
+from eigengraft.errors import RecipeError
+
+from .arguments import Imports, override_argument
 
 if TYPE_CHECKING:
     from ..benches import Bench, Finding
@@ -28,9 +30,7 @@ def bench_command(  # noqa: PLR0913  its arguments are the command's options
     what: Annotated[str, typer.Argument(help=f"{KINDS}; claims; spike; or a YAML file with a bench")],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(
-            help="field=value of the bench: sizes=[32,64] dtypes=float64 ridge=1e-5; for claims: their names"
-        ),
+        override_argument("field=value of the bench: sizes=[32,64] dtypes=float64 ridge=1e-5; for claims: their names"),
     ] = None,
     candidates: Annotated[
         list[str] | None,
@@ -40,10 +40,7 @@ def bench_command(  # noqa: PLR0913  its arguments are the command's options
     out: Annotated[Path | None, typer.Option(help="directory for rows and figure; default runs/bench-WHAT")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="smaller sizes and fewer problems: a few seconds")] = False,
     check: Annotated[bool, typer.Option("--check", help="also check the claims about these components")] = False,
-    imports: Annotated[
-        list[str] | None,
-        typer.Option("--import", metavar="FILE.py", help="a file or module that defines components; repeatable"),
-    ] = None,
+    imports: Imports = None,
 ) -> None:
     """Measure components alone, error against time, and recommend one for this machine; write rows and a figure.
 

@@ -21,6 +21,7 @@ from . import plan as cli_plan
 from . import reproduce as cli_reproduce
 from . import study as cli_study
 from . import track as cli_track
+from .arguments import Imports, override_argument
 from .console import describe_result, print_error, print_table, routing_table_of, storage_table, to_yaml
 
 
@@ -53,11 +54,7 @@ app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pret
 
 OverrideArguments = Annotated[
     list[str] | None,
-    typer.Argument(help="dotted.path=value, for instance steps=100 task.width=48 update.eigenbasis.refresh.steps=1"),
-]
-Imports = Annotated[
-    list[str] | None,
-    typer.Option("--import", metavar="FILE.py", help="a file or module that defines components; repeatable"),
+    override_argument("dotted.path=value, for instance steps=100 task.width=48 update.eigenbasis.refresh.steps=1"),
 ]
 
 
@@ -129,10 +126,13 @@ def show_command(
         experiment = load_experiment(path, overrides or (), imports or ())
         typer.echo(to_yaml(experiment.declaration()))
     else:
-        experiment = load_experiment({"task": task or "byte_lm", "recipe": source}, overrides or (), imports or ())
+        on_run = [override for override in overrides or () if override.split("=")[0].split(".")[0] in ("task", "steps")]
+        on_recipe = [override.removeprefix("recipe.") for override in overrides or () if override not in on_run]
+        data = {"task": task or "byte_lm", "recipe": source, "overrides": on_recipe}
+        experiment = load_experiment(data, on_run, imports or ())
         typer.echo(to_yaml(experiment.recipe.declaration()))
     model = experiment.task.new_model(experiment.seed)
-    optimizer = eigengraft.compose(experiment.run_recipe, model, lr=experiment.lr)
+    optimizer = eigengraft.compose(experiment.run_recipe, model, experiment.lr, experiment.weight_decay)
     print_table(routing_table_of(optimizer))
     print_table(storage_table(optimizer))
     for line in optimizer.reached():

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from eigengraft.component import RecipeError
+from eigengraft.errors import RecipeError
+
+from .arguments import override_argument
 
 if TYPE_CHECKING:
     from eigengraft.optimizers.recipe.recipe import Recipe
@@ -24,7 +26,7 @@ NODE = 8
 def plan_command(  # noqa: PLR0913  its arguments are the command's options
     model: Annotated[str, typer.Argument(help="a task, llama-8b, llama-70b, or a .txt, .json or .yaml of shapes")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="dotted.path=value on the recipe: blocking.size=512")
+        list[str] | None, override_argument("dotted.path=value on the recipe: blocking.size=512")
     ] = None,
     recipe: Annotated[str, typer.Option(help="a shipped recipe's name or a recipe file")] = "soap",
     world: Annotated[int | None, typer.Option(min=1, help="number of ranks; default that of the mesh, or 8")] = None,
@@ -83,6 +85,8 @@ def _timed(recipe: Recipe, parameters: Sequence[Any]) -> Recipe:
 
 def _meshes(way: DataParallel, axes: tuple[int, ...], world: int | None, worlds: str | None) -> list[tuple[int, ...]]:
     """The mesh of every plan to make."""
+    if worlds and world is not None:
+        raise RecipeError(f"--world: one of --world and --worlds is required, got {world} and '{worlds}'")
     if worlds:
         return [_mesh(way, axes[-1:], ranks) for ranks in _numbers("--worlds", worlds, ",")]
     mesh = axes or _mesh(way, (), world or 8)

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .study import Workers, run_to_end
+from eigengraft.errors import RecipeError
+
+from .arguments import Workers
+from .study import run_to_end
 
 if TYPE_CHECKING:
     from ..reproduction.claims import PaperClaims
@@ -28,6 +31,7 @@ def reproduce_command(
     """
     from ..reproduction.claims import load_claims
 
+    _require_effect(check, write, out, workers)
     claims = load_claims(folder)
     if not check and not write:
         _run_studies(folder, claims, out or Path("runs") / folder.resolve().name, workers)
@@ -38,6 +42,15 @@ def reproduce_command(
     if wrong or stale:
         typer.echo(f"said to hold, and do not: {', '.join(wrong)}" if wrong else "pages are not what results say")
         raise typer.Exit(1)
+
+
+def _require_effect(check: bool, write: bool, out: Path | None, workers: int | None) -> None:
+    """RecipeError for options that say what a run does, where nothing is run, and for two that exclude each other."""
+    if check and write:
+        raise RecipeError("--check: a folder in which nothing is written is required, got it with --write")
+    for name, value in {"--out": out, "--workers": workers}.items():
+        if value is not None and (check or write):
+            raise RecipeError(f"{name}: studies to run are required, got it with {'--check' if check else '--write'}")
 
 
 def _run_studies(folder: Path, claims: PaperClaims, out: Path, workers: int | None) -> None:

@@ -11,21 +11,20 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from eigengraft.component import RecipeError
+from eigengraft.errors import RecipeError
 
+from .arguments import Workers, override_argument
 from .console import print_table
 
 if TYPE_CHECKING:
     from ..studies.running import PreparedStudy, StudyEvent
     from ..studies.study import Study
 
-Workers = Annotated[int | None, typer.Option(min=1, help="number of processes; default one per core")]
-
 
 def ablate_command(  # noqa: PLR0913  its arguments are the command's options
     study: Annotated[str, typer.Argument(help="a study file (YAML), or the name of a shipped study")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="dotted.path=value on the study: base.steps=50 seeds=[0,1,2]")
+        list[str] | None, override_argument("dotted.path=value on the study: base.steps=50 seeds=[0,1,2]")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="directory of the study; default runs/NAME")] = None,
     workers: Workers = None,

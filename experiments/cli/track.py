@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from .study import Workers, run_to_end
+from .arguments import Imports, Workers
+from .study import run_to_end
 
 track_app = typer.Typer(
     no_args_is_help=True, help="A benchmark with fixed tasks and rules: steps to a loss, entries are recipes."
@@ -22,10 +23,7 @@ def track_run_command(
     folder: Folder = Path("runs/track"),
     out: Annotated[Path | None, typer.Option(help="directory of the runs; default runs/track/runs/NAME")] = None,
     workers: Workers = None,
-    imports: Annotated[
-        list[str] | None,
-        typer.Option("--import", metavar="FILE.py", help="a file or module that defines components; repeatable"),
-    ] = None,
+    imports: Imports = None,
 ) -> None:
     """Search the learning rate of an entry on every task, run it with every seed, and keep its results in the folder.
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from eigengraft.component import RecipeError
+from eigengraft.errors import RecipeError
 
 from .comparison import ComparisonPanel, ComparisonRow, compare
 from .formatting import format_difference, format_number, format_summary

@@ -9,7 +9,8 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from eigengraft.component import Component, RecipeError, checked
+from eigengraft.component import Component, checked
+from eigengraft.errors import RecipeError
 from eigengraft.optimizers.recipe.yaml_files import read_yaml
 
 from ..studies.axes import Label, Where, as_label, read_where, require_known

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from eigengraft.component import RecipeError
+from eigengraft.errors import RecipeError
 
 from ..reports.formatting import format_summary
 from ..reports.seed_statistics import summarize

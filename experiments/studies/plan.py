@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eigengraft.component import RecipeError
+from eigengraft.errors import RecipeError
 
 from ..directories import make_directory
 from ..reports.records import MANIFEST

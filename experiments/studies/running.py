@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from eigengraft.component import RecipeError
+from eigengraft.errors import RecipeError
 
 from ..reports.run import fault_file
 from ..training.outcome import Result

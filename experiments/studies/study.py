@@ -9,7 +9,8 @@ from typing import Any
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
-from eigengraft.component import Component, RecipeError, checked
+from eigengraft.component import Component, checked
+from eigengraft.errors import RecipeError
 from eigengraft.optimizers.recipe.overrides import apply_overrides
 from eigengraft.optimizers.recipe.yaml_files import read_yaml
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from eigengraft.component import RecipeError
+from eigengraft.errors import RecipeError
 from eigengraft.optimizers.recipe.routing import ParamInfo, describe_model
 from eigengraft.optimizers.recipe.yaml_files import read_yaml
 

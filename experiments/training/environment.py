@@ -14,7 +14,7 @@ import numpy
 import torch
 
 import eigengraft
-from eigengraft.component import RecipeError
+from eigengraft.errors import RecipeError
 from eigengraft.optimizers.recipe.overrides import differences
 
 from ..tasks import Fingerprint

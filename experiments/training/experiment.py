@@ -12,7 +12,9 @@ from pydantic_core.core_schema import ValidationInfo
 import eigengraft
 from eigengraft.chains import follows_run
 from eigengraft.component import Component, checked
+from eigengraft.errors import RecipeError
 from eigengraft.optimizers.recipe.inheritance import raw_recipe
+from eigengraft.optimizers.recipe.overrides import override_pairs
 from eigengraft.optimizers.recipe.yaml_files import parse_yaml
 
 from ..tasks import Task
@@ -21,6 +23,9 @@ from .callbacks import Callback
 from .imports import import_component, names_a_file
 from .parallel.modes import Parallelism, SingleProcess
 from .schedule import Constant, Schedule
+
+_REPLACED = {"lr": "lr", "weight_decay.rate": "weight_decay"}
+"""Fields of a recipe, and those of an experiment that replace them."""
 
 
 def _or_recipe_name(schema: dict[str, Any]) -> None:
@@ -127,6 +132,12 @@ def resolved(data: Mapping[str, Any]) -> dict[str, Any]:
     recipe = data.get("recipe")
     if isinstance(recipe, Mapping):
         recipe = checked(eigengraft.Recipe, raw_recipe(recipe), "recipe")
+    for path, value in override_pairs(overrides, parse_yaml):
+        field = _REPLACED.get(path)
+        if field is not None and data.get(field) is not None:
+            raise RecipeError(
+                f"recipe.{path}: {value} has no effect, the experiment has its own {field}, {data[field]}"
+            )
     if recipe is not None:
         data["recipe"] = eigengraft.load_recipe(recipe, overrides, parse_yaml)
     return data

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from eigengraft.component import RecipeError
+from eigengraft.errors import RecipeError
 
 from ..tasks.byte_lm import IN_LIBRARY
 

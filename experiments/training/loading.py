@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import eigengraft
-from eigengraft.component import OTHER_NAMES, Component, RecipeError, checked
+from eigengraft.component import Component, checked
+from eigengraft.errors import OTHER_NAMES, RecipeError
 from eigengraft.optimizers.recipe.overrides import apply_overrides
 from eigengraft.optimizers.recipe.yaml_files import parse_yaml, read_yaml
 

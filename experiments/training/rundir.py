@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from eigengraft.component import RecipeError
+from eigengraft.errors import RecipeError
 from eigengraft.optimizers.recipe.overrides import differences
 
 from ..directories import make_directory

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from eigengraft.component import RecipeError
+from eigengraft.errors import RecipeError
 
 from .parallel.ranks import Ranks
 from .rundir import PARTIAL, RunDirectory

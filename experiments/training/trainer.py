@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import eigengraft
-from eigengraft.component import RecipeError
+from eigengraft.errors import RecipeError
 
 from ..tasks import Batch, Metrics
 from . import sharded_checkpoint

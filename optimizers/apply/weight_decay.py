@@ -17,6 +17,7 @@ class WeightDecay(Component, ABC, family="weight_decay"):
     """A rate and a rule; a param group's own `weight_decay` replaces the rate."""
 
     rate: float = Field(default=0.0, ge=0, description="decay rate")
+    number: ClassVar[tuple[str, str] | None] = ("decoupled", "rate")
     cautious: ClassVar[bool] = False
     """Whether only those entries decay whose update points towards zero."""
     in_gradient: ClassVar[bool] = False

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from eigengraft.blocking.stacks import Stack, blocks_that_fit
 from eigengraft.distributed.comm_plan import BlockGroup, PlacedBlock
 from eigengraft.distributed.rank_group import RankGroup
 from eigengraft.numerics import compute_dtype
-from eigengraft.stacks import Stack, blocks_that_fit
 
 from ..recipe.recipe import Recipe
 from ..recipe.slot_keys import require_slots

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from eigengraft.blocking.block_grid import BlockGrid
+from eigengraft.blocking.stacks import max_blocks, split_ranges
 from eigengraft.numerics import compute_dtype
-from eigengraft.stacks import max_blocks, split_ranges
 
 from ..recipe.recipe import Recipe
 from ..recipe.slot_keys import slot_keys

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eigengraft.blocking import SideMatrix, stacked_rows
+from eigengraft.blocking.stacks import Stack, side_blocks
 from eigengraft.numerics import compute_dtype
-from eigengraft.stacks import Stack, side_blocks
 
 from ..apply import IterateStore
 from ..apply.write import EntryUpdate, Rates, decayed_gradient

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from eigengraft.blocking.block_grid import BlockGrid
+from eigengraft.blocking.stacks import Stack
 from eigengraft.distributed.layouts import Layout
 from eigengraft.distributed.resharding import Entry
 from eigengraft.numerics import compute_dtype
-from eigengraft.stacks import Stack
 from eigengraft.state_key import AVERAGING, StateKey
 
 from ..apply.averaging import Mode

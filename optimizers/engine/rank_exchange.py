@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from eigengraft.blocking.stacks import Stack
 from eigengraft.distributed.comm_plan import BlockGroup, CommPlan
 from eigengraft.distributed.comm_step import CommStep
 from eigengraft.distributed.gradients import BackwardGather
@@ -18,7 +19,6 @@ from eigengraft.distributed.param_gather import ParamGather
 from eigengraft.distributed.transfers import Arrived, Assembly, EntryReader, Source, copy_all, read, reading
 from eigengraft.distributed.work import Work
 from eigengraft.numerics import compute_dtype
-from eigengraft.stacks import Stack
 
 from ..apply.write import EntryUpdate, decayed_gradient, moved, moved_apart
 from ..recipe.recipe import Recipe

@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from eigengraft.blocking.stacks import Stack
 from eigengraft.preconditioners.checked_mode import Checks
 from eigengraft.quantization import Quantizer, choose
 from eigengraft.slots import Encoded, EncodedSlot, Slot, State, Storage, Watch
-from eigengraft.stacks import Stack
 from eigengraft.state_key import FORMAT, StateKey
 from eigengraft.step_context import StepContext
 

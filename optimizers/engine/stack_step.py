@@ -11,11 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eigengraft.component import ContractError
+from eigengraft.blocking.stacks import Summing, run_alone, run_together
+from eigengraft.errors import ContractError
 from eigengraft.numerics import per_block
 from eigengraft.preconditioners import run_chain
 from eigengraft.slots import State
-from eigengraft.stacks import Summing, run_alone, run_together
 from eigengraft.step_context import StepContext
 
 from .equal_blocks import connected

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from eigengraft.blocking import Blocking, Pairs
 from eigengraft.chains import PARTNER, asking
-from eigengraft.component import RecipeError
+from eigengraft.errors import RecipeError
 
 from ..recipe.expect import expected_updates, parse_expectation
 from ..recipe.recipe import Recipe

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from eigengraft.component import Component, stage_name
+from eigengraft.component import Component
+from eigengraft.errors import stage_name
 
 from ..engine.entrywise.chunks import chunks_refused, worth_chunks
 from ..engine.entrywise.compiled import kernels_refused

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eigengraft.component import ContractError
+from eigengraft.errors import ContractError
 from eigengraft.preconditioners import Stages
 from eigengraft.preconditioners.algebra.spectra import condition, off_diagonal_share, orthogonality, turning_angle
 from eigengraft.slots import Slot, State

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from eigengraft.chains import ChainOf
-from eigengraft.component import Component, RecipeError, checked
+from eigengraft.component import Component, checked
+from eigengraft.errors import RecipeError
 from eigengraft.preconditioners import Stage
 
 from .overrides import apply_overrides

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from os import PathLike
 from typing import Any
 
-from eigengraft.component import RecipeError, checked
+from eigengraft.component import checked
+from eigengraft.errors import RecipeError
 
 from .inheritance import RecipeSource as RecipeSource
 from .inheritance import raw_recipe

@@ -12,7 +12,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from eigengraft.component import Component, RecipeError, families, stage_name
+from eigengraft.component import Component, families
+from eigengraft.errors import RecipeError, stage_name
 
 Overrides = Mapping[str, Any] | Iterable[str]
 """Changes of a declaration: a mapping {dotted path: value}, or strings "dotted.path=value"; applied in order."""

@@ -8,7 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from eigengraft.component import RecipeError
+from eigengraft.errors import RecipeError
 
 
 def read_yaml(path: str | Path) -> Any:

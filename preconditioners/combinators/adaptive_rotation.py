@@ -9,8 +9,8 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from eigengraft.blocking.stacks import run_alone
 from eigengraft.slots import Slot, State
-from eigengraft.stacks import run_alone
 from eigengraft.step_context import StepContext
 
 from ..algebra.basis_change import mode_product, unfold

@@ -8,9 +8,9 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from eigengraft.blocking.stacks import Summing
 from eigengraft.ramps import Schedulable
 from eigengraft.slots import State
-from eigengraft.stacks import Summing
 from eigengraft.step_context import StepContext
 
 from ..base import Stage, Stages, chain_norm, run_chain

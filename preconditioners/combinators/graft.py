@@ -10,9 +10,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from eigengraft.blocking.stacks import Summing
 from eigengraft.numerics import block_norm, per_block, safe_ratio
 from eigengraft.slots import Slot, State
-from eigengraft.stacks import Summing
 from eigengraft.step_context import StepContext
 
 from ..base import Stage, Stages, run_chain

@@ -9,9 +9,9 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from eigengraft.blocking.stacks import Summing
 from eigengraft.numerics import apply_aligned, tiny
 from eigengraft.slots import Slot, State
-from eigengraft.stacks import Summing
 from eigengraft.step_context import StepContext
 
 from ..algebra.basis_change import mode_product, slot_axis

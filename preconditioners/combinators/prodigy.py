@@ -9,9 +9,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from eigengraft.blocking.stacks import Summing
 from eigengraft.numerics import per_block, tiny
 from eigengraft.slots import Slot, State
-from eigengraft.stacks import Summing
 from eigengraft.step_context import StepContext
 
 from ..base import Stage, Stages, run_chain

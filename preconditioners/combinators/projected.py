@@ -10,9 +10,9 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from eigengraft import noise
+from eigengraft.blocking.stacks import Summing
 from eigengraft.numerics import block_norm, per_block, safe_ratio
 from eigengraft.slots import Slot, State
-from eigengraft.stacks import Summing
 from eigengraft.step_context import StepContext
 
 from ..algebra.basis_change import mode_product, unfold

@@ -9,9 +9,9 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from eigengraft.blocking.stacks import Mapped, Summing, settled
 from eigengraft.numerics import block_norm, per_block, safe_ratio
 from eigengraft.slots import State
-from eigengraft.stacks import Mapped, Summing, settled
 from eigengraft.step_context import StepContext
 
 from ..algebra.basis_change import unfold

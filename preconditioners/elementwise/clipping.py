@@ -9,9 +9,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from eigengraft.blocking.stacks import Summing
 from eigengraft.numerics import block_norm, per_block
 from eigengraft.slots import State
-from eigengraft.stacks import Summing
 from eigengraft.step_context import StepContext
 
 from ..base import Stage

@@ -11,9 +11,9 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from eigengraft.blocking.stacks import Summing
 from eigengraft.numerics import identity_like, may_branch_on_values, per_block, rectified, tiny, to_power
 from eigengraft.slots import State
-from eigengraft.stacks import Summing
 from eigengraft.step_context import Rotation, StepContext
 
 from ..algebra.basis_change import Transport, order_or_identity, require_frameless, rotate, transport

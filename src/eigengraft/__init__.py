@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from eigengraft.preconditioners import Stage
 
     from .chains import Signal, register_signal
-    from .component import Component, ContractError, RecipeError
+    from .component import Component
+    from .errors import ContractError, RecipeError
     from .slots import Slot, State
     from .step_context import StepContext
 

@@ -11,7 +11,8 @@ from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
 from .blocking.side_blocks import MatrixSide
-from .component import FAMILY_MARK, stage_name
+from .component import FAMILY_MARK
+from .errors import stage_name
 from .ramps import schedules
 
 

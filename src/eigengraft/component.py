@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError, model_validator
-from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
+from pydantic_core import CoreSchema, PydanticCustomError
+
+from eigengraft.errors import RecipeError, fault_lines, short, with_nearest
 
 FAMILY_MARK = "x-family"
 """Stands in a generated JSON schema where any member of a family may stand."""
@@ -38,6 +39,8 @@ class Component(BaseModel):
     )
     family_name: ClassVar[str | None] = None
     members: ClassVar[dict[str, type[Component]]] = {}
+    number: ClassVar[tuple[str, str] | None] = None
+    """Kind and field of a family that a bare number most likely stands for, for the error about it."""
     elsewhere: ClassVar[Mapping[str, str]] = {}
     """What to do about fields that are looked for here, but are elsewhere; "." stands for every dotted path."""
 
@@ -45,7 +48,7 @@ class Component(BaseModel):
         """Raises TypeError for values without names, which pydantic's own error would not say how to give."""
         if values:
             example = f"{cls.__name__}({next((k for k in cls.model_fields if k not in ('kind', 'name')), 'name')}=...)"
-            raise TypeError(f"{cls.__name__}: fields are given by name, e.g. {example}, got {_short(values[0])}")
+            raise TypeError(f"{cls.__name__}: fields are given by name, e.g. {example}, got {short(values[0])}")
         return super().__new__(cls)
 
     def __init_subclass__(cls, *, family: str | None = None, **kwargs: Any) -> None:
@@ -77,17 +80,20 @@ class Component(BaseModel):
             try:
                 return handler(value)
             except ValidationError as error:
-                raise _with_nearest(cls, error) from None
+                raise with_nearest(cls, cls.elsewhere, error) from None
         if isinstance(value, str):
             value = {"kind": value}
         if not isinstance(value, Mapping) or "kind" not in value:
             keyed = [key for key in value if key in cls.members] if isinstance(value, Mapping) else []
+            meant = f"kind: {keyed[0]}, ..." if keyed else ""
+            if cls.number is not None and isinstance(value, (int, float)):
+                meant = "kind: {}, {}: {}".format(*cls.number, value)
             raise PydanticCustomError(
                 "missing_kind",
                 "a {family} is required: an instance, a mapping with 'kind'{hint}, or one of the kinds {kinds}",
                 {
                     "family": cls.family_name,
-                    "hint": f" ({{kind: {keyed[0]}, ...}})" if keyed else "",
+                    "hint": f" ({{{meant}}})" if meant else "",
                     "kinds": ", ".join(sorted(cls.members)),
                 },
             )
@@ -169,38 +175,6 @@ def _register(cls: type[Component]) -> None:
     cls.members[kind] = cls
 
 
-OTHER_NAMES = {"learning_rate": "lr", "betas": "beta", "epsilon": "eps", "wd": "weight_decay", "optimizer": "recipe"}
-"""What others call a field, and its name here."""
-
-
-def _with_nearest(cls: type[Component], error: ValidationError) -> ValidationError:
-    """Say about each unknown field where it belongs, or which known one is meant."""
-    details: list[InitErrorDetails] = []
-    for fault in error.errors(include_url=False):
-        kind, message = fault["type"], fault["msg"]
-        if kind == "extra_forbidden" and len(fault["loc"]) == 1:
-            kind, message = "unknown_field", f"unknown field{_advice(cls, str(fault['loc'][0]))}"
-        details.append({"type": PydanticCustomError(kind, message), "loc": fault["loc"], "input": fault["input"]})
-    return ValidationError.from_exception_data(error.title, details)
-
-
-def _advice(cls: type[Component], name: str) -> str:
-    known = [field.alias or name for name, field in cls.model_fields.items()]
-    if where := cls.elsewhere.get("." if "." in name else name):
-        return f"; {where}"
-    near = [OTHER_NAMES[name]] if OTHER_NAMES.get(name) in known else []
-    near = near or [*_inside(cls, name), *difflib.get_close_matches(name.lower(), known, n=1)]
-    return f" (did you mean '{near[0]}'?)" if near else f" (there are: {', '.join(known)})"
-
-
-def _inside(cls: type[Component], name: str) -> Iterator[str]:
-    """Paths of a field in the components that the fields of a component hold by default."""
-    for field, info in cls.model_fields.items():
-        if isinstance(info.default, Component):
-            own = type(info.default)
-            yield from [f"{field}.{name}"] if name in own.model_fields else (f"{field}.{p}" for p in _inside(own, name))
-
-
 def families() -> dict[str, type[Component]]:
     """Every family defined so far, by name."""
     return dict(_FAMILIES)
@@ -209,82 +183,9 @@ def families() -> dict[str, type[Component]]:
 C = TypeVar("C", bound=Component)
 
 
-class RecipeError(ValueError):
-    """A declaration that cannot be used: one line for each fault, with its path, what was required and what was got."""
-
-
-class ContractError(ValueError):
-    """A stage that breaks its contract: `<path of the stage>: <what was required>, got <what was got>`."""
-
-
 def checked(cls: type[C], data: Any, where: str = "") -> C:
     """`data` as a `cls`; faults are raised as one `RecipeError` whose paths name stages by their names."""
     try:
         return cls.model_validate(data)
     except ValidationError as error:
-        faults = error.errors()
-        # a tuple without its wrong items is then also too short
-        inside = {fault["loc"][:depth] for fault in faults for depth in range(len(fault["loc"]))}
-        faults = [fault for fault in faults if fault["type"] != "too_short" or fault["loc"] not in inside]
-        lines = [_fault(detail, data, where) for detail in faults]
-        raise RecipeError("\n".join(dict.fromkeys(lines))) from None
-
-
-_REQUIRED = {
-    "dict_type": "a mapping is required",
-    "model_type": "a mapping of fields is required",
-    "tuple_type": "a list is required",
-    "too_short": "at least 1 item is required",
-}
-"""What is required, in the words of a file, where pydantic names types of Python."""
-
-
-def _fault(detail: Any, data: Any, where: str) -> str:
-    path, got = ".".join([where] * bool(where) + list(_names(detail["loc"], data))), detail["input"]
-    if detail["type"] == "missing":
-        return f"{path}: required, got nothing"
-    message = detail["msg"].removeprefix("Value error, ")
-    if detail["type"] in _REQUIRED:
-        message = _REQUIRED[detail["type"]]
-    field = message.partition(": ")[0]
-    if isinstance(got, Mapping) and field in got:
-        got = got[field]
-    told = ", got " in message  # by who knows which part of a whole stage is meant
-    return located(path, f"{message[:1].lower()}{message[1:]}") + ("" if told else f", got {_short(got)}")
-
-
-def located(path: str, message: str) -> str:
-    """The message under a path; where it names a field of what is there (`beta: ...`), that is part of the path."""
-    field = message.partition(": ")[0]
-    if ": " in message and re.fullmatch(r"[a-z_]+(\.[\w/]+)*", field):
-        return message if path == field or not path else f"{path}.{message}"
-    return f"{path or 'recipe'}: {message}"
-
-
-def _names(location: tuple[int | str, ...], data: Any) -> Iterator[str]:
-    """The parts of a pydantic location, with list positions replaced by the name or kind found there."""
-    for part in location:
-        alone = isinstance(part, int) and not isinstance(data, (list, tuple))  # a single stage stands for a list of one
-        try:
-            if not alone:
-                data = data[part] if hasattr(data, "__getitem__") else getattr(data, str(part))
-        except (KeyError, IndexError, TypeError, AttributeError):
-            data = None
-        if not alone or stage_name(data):
-            yield stage_name(data) or str(part) if isinstance(part, int) else str(part)
-
-
-def stage_name(data: Any) -> str | None:
-    """The name of a stage in raw data: its `name`, else its `kind`; a bare string is its kind."""
-    if isinstance(data, str):
-        return data
-    if isinstance(data, Mapping):
-        name = data.get("name") or data.get("kind")
-        return name if isinstance(name, str) else None
-    name = getattr(data, "name", None) or getattr(data, "kind", None)
-    return name if isinstance(name, str) else None
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+        raise RecipeError("\n".join(fault_lines(error, data, where))) from None

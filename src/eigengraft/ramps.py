@@ -8,7 +8,8 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_serializer, model_validator
 
-from .component import C, Component, stage_name
+from .component import C, Component
+from .errors import stage_name
 
 Shape = Literal["linear", "cosine", "half_life"]
 

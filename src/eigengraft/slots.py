@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from . import noise
-from .component import ContractError
+from .errors import ContractError
 from .numerics import per_block
 from .state_key import StateKey
 

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .component import ContractError
+from .errors import ContractError
 from .numerics import per_block
 from .slots import State
 from .state_key import StateKey

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner, Result
 
-from eigengraft.component import RecipeError
+from eigengraft.errors import RecipeError
 from eigengraft.experiments.benches import (
     Bench,
     bench_bases,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner, Result
 
-from eigengraft.component import RecipeError
+from eigengraft.errors import RecipeError
 from eigengraft.experiments.benches import QuantizerRow, bench_quantizers, load_bench
 from eigengraft.experiments.benches.problems.spectra import Spectrum
 from eigengraft.experiments.benches.quantizers.declarations import (

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from eigengraft.component import RecipeError
+from eigengraft.errors import RecipeError
 from eigengraft.experiments.benches import RankRow, load_bench
 from eigengraft.experiments.benches.steps.ranks.bench import RankBench
 from eigengraft.experiments.benches.steps.ranks.processes import answer

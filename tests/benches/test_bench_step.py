@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from eigengraft import Optimizer
-from eigengraft.component import RecipeError
+from eigengraft.errors import RecipeError
 from eigengraft.experiments.benches import bench_step
 from eigengraft.experiments.benches.steps.step.floor import MachineRates, StepWork, step_work
 from eigengraft.experiments.benches.steps.step.measure import held_bytes, step_times

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from eigengraft.component import RecipeError
+from eigengraft.errors import RecipeError
 from eigengraft.experiments.benches import StorageRow, bench_storage, load_bench
 from eigengraft.experiments.benches.steps.storage.bench import CASES, StorageBench
 from eigengraft.experiments.cli.main import app

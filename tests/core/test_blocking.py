@@ -12,8 +12,8 @@ from torch import Tensor
 
 from eigengraft import RecipeError
 from eigengraft.blocking import BlockGrid, Blocking
+from eigengraft.blocking.stacks import Stack
 from eigengraft.component import checked
-from eigengraft.stacks import Stack
 
 shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 full_shapes = st.lists(st.integers(1, 7), max_size=4).map(tuple)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import eigengraft
 from eigengraft import Optimizer, compose
 from eigengraft.blocking import Matrices, module_facts
-from eigengraft.component import RecipeError
+from eigengraft.errors import RecipeError
 
 from ..views import matrices_by_hand
 

@@ -19,10 +19,6 @@ OPTIMIZER_ROOMS = ("apply", "lr_scale", "recipe", "param_groups", "sharding", "e
 """Rooms of `optimizers`, each of which imports only from those before it; planning may import from all."""
 LIMIT = 200
 LONGER = {
-    "eigengraft.component": (
-        290,
-        "open families: registration, validation, and the errors of both",
-    ),
     "eigengraft.slots": (260, "a slot, its storage and the state that loads it are one contract, read together"),
     "eigengraft.preconditioners.base": (276, "the contract of a stage with everything that runs it"),
 }

@@ -29,13 +29,13 @@ from typer.testing import CliRunner
 
 import eigengraft
 from eigengraft.blocking import Blocking
-from eigengraft.component import RecipeError
 from eigengraft.distributed.distribution import Distribution
 from eigengraft.distributed.layouts import Layout
 from eigengraft.distributed.ownership import Item, Loads, assign
 from eigengraft.distributed.rank_group import RankGroup, pads
 from eigengraft.distributed.regions import holding
 from eigengraft.distributed.work import Work
+from eigengraft.errors import RecipeError
 from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.tasks.model_shapes import LLAMAS, parameters_of, read_shapes
 from eigengraft.optimizers.planning.measure import measured_work

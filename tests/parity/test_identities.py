@@ -12,6 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from eigengraft import State, StepContext
+from eigengraft.blocking.stacks import run_together
 from eigengraft.preconditioners import (
     BasisSolver,
     Eigenbasis,
@@ -23,7 +24,6 @@ from eigengraft.preconditioners import (
     chain_slots,
 )
 from eigengraft.preconditioners.roots.base import Basis
-from eigengraft.stacks import run_together
 
 from ..trajectories import distance, follow, normal, random_gradients, recipe, rotation
 

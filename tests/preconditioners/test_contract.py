@@ -9,12 +9,12 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from eigengraft import Optimizer, Stage, State, StepContext
-from eigengraft.component import ContractError
+from eigengraft.blocking.stacks import Summing, run_together
+from eigengraft.errors import ContractError
 from eigengraft.numerics import per_block
 from eigengraft.preconditioners import Cadence, Every
 from eigengraft.preconditioners.algebra.basis_change import fold, unfold
 from eigengraft.slots import Slot
-from eigengraft.stacks import Summing, run_together
 
 from ..trajectories import normal
 from .test_statistics import Stepper

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from eigengraft import load_recipe
-from eigengraft.component import RecipeError
+from eigengraft.errors import RecipeError
 from eigengraft.preconditioners.kronecker.marginals import fit_, marginals
 
 from ..trajectories import normal, random_gradients

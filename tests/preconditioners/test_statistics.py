@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from eigengraft import Optimizer, RecipeError, State, StepContext, load_recipe
+from eigengraft.blocking.stacks import run_together
 from eigengraft.component import checked
 from eigengraft.preconditioners import Eigenbasis, Shampoo, Stage, chain_slots
-from eigengraft.stacks import run_together
 
 from ..trajectories import normal, rotation
 

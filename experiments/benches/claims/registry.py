@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from eigengraft.component import RecipeError
+from eigengraft.errors import RecipeError
 
 
 @dataclass(frozen=True)

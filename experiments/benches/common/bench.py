@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import torch
 from pydantic import Field
 
-from eigengraft.component import Component, RecipeError, checked
+from eigengraft.component import Component, checked
+from eigengraft.errors import RecipeError
 
 from .results import FigurePanel, ResultTable
 

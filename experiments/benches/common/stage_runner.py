@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eigengraft.blocking.stacks import run_together
 from eigengraft.preconditioners import Stage, chain_slots, run_chain, walk
 from eigengraft.slots import State
-from eigengraft.stacks import run_together
 from eigengraft.state_key import StateKey
 from eigengraft.step_context import StepContext
 

@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from eigengraft.component import Component, RecipeError
+from eigengraft.component import Component
+from eigengraft.errors import RecipeError
 
 from ...training.experiment import Experiment
 from .base import Trial, Tuning, Values, best_trial, six_digits

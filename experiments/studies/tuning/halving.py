@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
-from eigengraft.component import Component, RecipeError
+from eigengraft.component import Component
+from eigengraft.errors import RecipeError
 
 from ...reports.run import Metric
 from ...training.callbacks import Limits

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field, field_validator
 
-from eigengraft.component import RecipeError
+from eigengraft.errors import RecipeError
 
 from ...reports.run import Metric
 from ...training.callbacks import Limits

@@ -9,7 +9,8 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from eigengraft.component import Component, RecipeError, checked
+from eigengraft.component import Component, checked
+from eigengraft.errors import RecipeError
 
 from ..axes import LABEL
 from .base import six_digits, text

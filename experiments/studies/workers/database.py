@@ -18,7 +18,7 @@ from pathlib import Path
 import sqlalchemy as sql
 from sqlalchemy.dialects.mysql import LONGTEXT
 
-from eigengraft.component import RecipeError
+from eigengraft.errors import RecipeError
 
 from ...reports.run import fault_file
 from .claims import STALE, Claims

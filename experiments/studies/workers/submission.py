@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eigengraft.component import RecipeError
+from eigengraft.errors import RecipeError
 from eigengraft.optimizers.recipe.overrides import json_value
 
 from ..running import complete_study, prepare_study

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 
 from pydantic import Field
 
-from eigengraft.component import RecipeError
+from eigengraft.errors import RecipeError
 
 from .base import Callback, RunView
 

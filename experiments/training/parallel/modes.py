@@ -15,7 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from eigengraft.component import Component, RecipeError
+from eigengraft.component import Component
+from eigengraft.errors import RecipeError
 
 from .ranks import Ranks
 

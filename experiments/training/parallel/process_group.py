@@ -13,8 +13,8 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from eigengraft.component import RecipeError, stage_name
 from eigengraft.distributed.rank_group import DistributedError
+from eigengraft.errors import RecipeError, stage_name
 
 from .modes import MultiProcess, Parallelism
 from .ranks import Ranks, launched_processes

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from eigengraft.component import RecipeError
+from eigengraft.errors import RecipeError
 
 from ...tasks import Batch
 from ...tasks.base import generator

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from eigengraft.blocking.stacks import run_alone
 from eigengraft.preconditioners import run_chain
 from eigengraft.slots import State
-from eigengraft.stacks import run_alone
 from eigengraft.step_context import StepContext
 
 from ...apply.weight_decay import StepScale

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eigengraft.blocking.stacks import run_alone
 from eigengraft.chains import asking
 from eigengraft.preconditioners import run_chain
 from eigengraft.ramps import schedules
 from eigengraft.slots import State
-from eigengraft.stacks import run_alone
 from eigengraft.step_context import StepContext
 
 from ...apply.weight_decay import StepScale, WeightDecay

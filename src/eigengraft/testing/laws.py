@@ -10,7 +10,8 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from eigengraft.component import Component, ContractError, checked, families
+from eigengraft.component import Component, checked, families
+from eigengraft.errors import ContractError
 
 
 class LawError(AssertionError):

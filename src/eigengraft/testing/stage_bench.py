@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eigengraft.blocking.stacks import run_together
 from eigengraft.chains import SIDES, known_signals
 from eigengraft.preconditioners import Stage, chain_slots, walk
 from eigengraft.preconditioners.checked_mode import Checks
 from eigengraft.quantization import Quantizer
 from eigengraft.slots import EncodedSlot, State, Storage
-from eigengraft.stacks import run_together
 from eigengraft.state_key import StateKey
 from eigengraft.step_context import StepContext
 

@@ -10,7 +10,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from eigengraft.component import Component, ContractError
+from eigengraft.component import Component
+from eigengraft.errors import ContractError
 from eigengraft.preconditioners import Stage
 
 from .laws import LawError

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 import torch
 import torch.distributed as dist
 
-from eigengraft.component import RecipeError
+from eigengraft.errors import RecipeError
 from eigengraft.optimizers import Optimizer, load_recipe
 
 from .rows import BusyTimes

@@ -12,7 +12,8 @@ import torch
 from pydantic import Field, model_validator
 from torch.nn import Parameter
 
-from eigengraft.component import Component, RecipeError
+from eigengraft.component import Component
+from eigengraft.errors import RecipeError
 from eigengraft.optimizers import Optimizer
 
 INTERVAL = "{interval}"

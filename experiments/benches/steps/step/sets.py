@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eigengraft.component import RecipeError
+from eigengraft.errors import RecipeError
 
 Shapes = list[tuple[int, ...]]
 TURNS = 8

@@ -10,7 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from pydantic import BeforeValidator, Field, field_validator
 
-from eigengraft.component import Component, RecipeError
+from eigengraft.component import Component
+from eigengraft.errors import RecipeError
 from eigengraft.optimizers import Optimizer, Recipe
 from eigengraft.optimizers.recipe.loading import load_recipe
 

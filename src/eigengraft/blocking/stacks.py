@@ -13,9 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .blocking.block_grid import BlockGrid
-from .blocking.side_blocks import SideMatrix, side_of_blocks
-from .component import ContractError
+from eigengraft.errors import ContractError
+
+from .block_grid import BlockGrid
+from .side_blocks import SideMatrix, side_of_blocks
 
 BYTES_ON_CPU, BYTES_ELSEWHERE = 1 << 22, 1 << 28
 """Bytes of the largest tensor of a stack. A step needs memory for a few such tensors: decoded slots and products.

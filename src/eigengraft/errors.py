@@ -1,0 +1,121 @@
+"""Errors that users read: a path in a declaration, what is required there, and what was got."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+
+class RecipeError(ValueError):
+    """A declaration that cannot be used: one line for each fault, with its path, what was required and what was got."""
+
+
+class ContractError(ValueError):
+    """A stage that breaks its contract: `<path of the stage>: <what was required>, got <what was got>`."""
+
+
+OTHER_NAMES = {"learning_rate": "lr", "betas": "beta", "epsilon": "eps", "wd": "weight_decay", "optimizer": "recipe"}
+"""What others call a field, and its name here."""
+
+
+def with_nearest(cls: type[BaseModel], elsewhere: Mapping[str, str], error: ValidationError) -> ValidationError:
+    """The error with, for each unknown field, where it belongs, or which known one is meant."""
+    details: list[InitErrorDetails] = []
+    for fault in error.errors(include_url=False):
+        kind, message = fault["type"], fault["msg"]
+        if kind == "extra_forbidden" and len(fault["loc"]) == 1:
+            kind, message = "unknown_field", f"unknown field{_advice(cls, elsewhere, str(fault['loc'][0]))}"
+        details.append({"type": PydanticCustomError(kind, message), "loc": fault["loc"], "input": fault["input"]})
+    return ValidationError.from_exception_data(error.title, details)
+
+
+def _advice(cls: type[BaseModel], elsewhere: Mapping[str, str], name: str) -> str:
+    known = [field.alias or name for name, field in cls.model_fields.items()]
+    if where := elsewhere.get("." if "." in name else name):
+        return f"; {where}"
+    near = [OTHER_NAMES[name]] if OTHER_NAMES.get(name) in known else []
+    near = near or [*_inside(cls, name), *difflib.get_close_matches(name.lower(), known, n=1)]
+    return f" (did you mean '{near[0]}'?)" if near else f" (there are: {', '.join(known)})"
+
+
+def _inside(cls: type[BaseModel], name: str) -> Iterator[str]:
+    """Paths of a field in the components that the fields of a component hold by default."""
+    for field, info in cls.model_fields.items():
+        if isinstance(info.default, BaseModel):
+            own = type(info.default)
+            yield from [f"{field}.{name}"] if name in own.model_fields else (f"{field}.{p}" for p in _inside(own, name))
+
+
+def fault_lines(error: ValidationError, data: Any, where: str) -> list[str]:
+    """A line for every fault of `data`, whose paths, under `where`, name stages by their names."""
+    faults = error.errors()
+    # a tuple without its wrong items is then also too short
+    inside = {fault["loc"][:depth] for fault in faults for depth in range(len(fault["loc"]))}
+    faults = [fault for fault in faults if fault["type"] != "too_short" or fault["loc"] not in inside]
+    return list(dict.fromkeys(_fault(detail, data, where) for detail in faults))
+
+
+_REQUIRED = {
+    "dict_type": "a mapping is required",
+    "model_type": "a mapping of fields is required",
+    "tuple_type": "a list is required",
+    "too_short": "at least 1 item is required",
+}
+"""What is required, in the words of a file, where pydantic names types of Python."""
+
+
+def _fault(detail: Any, data: Any, where: str) -> str:
+    path, got = ".".join([where] * bool(where) + list(_names(detail["loc"], data))), detail["input"]
+    if detail["type"] == "missing":
+        return f"{path}: required, got nothing"
+    message = detail["msg"].removeprefix("Value error, ")
+    if detail["type"] in _REQUIRED:
+        message = _REQUIRED[detail["type"]]
+    field = message.partition(": ")[0]
+    if isinstance(got, Mapping) and field in got:
+        got = got[field]
+    told = ", got " in message  # by who knows which part of a whole stage is meant
+    return located(path, f"{message[:1].lower()}{message[1:]}") + ("" if told else f", got {short(got)}")
+
+
+def located(path: str, message: str) -> str:
+    """The message under a path; where it names a field of what is there (`beta: ...`), that is part of the path."""
+    field = message.partition(": ")[0]
+    if ": " in message and re.fullmatch(r"[a-z_]+(\.[\w/]+)*", field):
+        return message if path == field or not path else f"{path}.{message}"
+    return f"{path or 'recipe'}: {message}"
+
+
+def _names(location: tuple[int | str, ...], data: Any) -> Iterator[str]:
+    """The parts of a pydantic location, with list positions replaced by the name or kind found there."""
+    for part in location:
+        alone = isinstance(part, int) and not isinstance(data, (list, tuple))  # a single stage stands for a list of one
+        try:
+            if not alone:
+                data = data[part] if hasattr(data, "__getitem__") else getattr(data, str(part))
+        except (KeyError, IndexError, TypeError, AttributeError):
+            data = None
+        if not alone or stage_name(data):
+            yield stage_name(data) or str(part) if isinstance(part, int) else str(part)
+
+
+def stage_name(data: Any) -> str | None:
+    """The name of a stage in raw data: its `name`, else its `kind`; a bare string is its kind."""
+    if isinstance(data, str):
+        return data
+    if isinstance(data, Mapping):
+        name = data.get("name") or data.get("kind")
+        return name if isinstance(name, str) else None
+    name = getattr(data, "name", None) or getattr(data, "kind", None)
+    return name if isinstance(name, str) else None
+
+
+def short(value: object) -> str:
+    """The text of a value, at most 80 characters of it."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
