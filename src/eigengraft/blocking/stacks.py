@@ -13,8 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eigengraft.errors import ContractError
-
+from ..errors import ContractError
 from .block_grid import BlockGrid
 from .side_blocks import SideMatrix, side_of_blocks
 
