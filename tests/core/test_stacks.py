@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from eigengraft import Optimizer, load_recipe, stacks
+from eigengraft import Optimizer, load_recipe
+from eigengraft.blocking import stacks
 
 from ..distributed.ranks.workers.memory import Watch
 from ..laws.quantizers import small
