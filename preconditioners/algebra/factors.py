@@ -13,6 +13,7 @@ from torch import Tensor
 from eigengraft.numerics import apply_aligned, per_block, tiny
 
 from .basis_change import fold, mode_product, unfold
+from .symmetric import symmetric_product
 
 Factors = Mapping[int, Tensor]
 
@@ -25,7 +26,7 @@ def factor_transposed(factor: Tensor) -> Tensor:
 def gram(x: Tensor, axis: int, full: bool) -> Tensor:
     """X X^T, or its diagonal."""
     y = unfold(x, axis)
-    return torch.bmm(y, y.mT) if full else y.square().sum(-1)
+    return symmetric_product(y, y) if full else y.square().sum(-1)
 
 
 def solved(x: Tensor, factor: Tensor, axis: int) -> Tensor:

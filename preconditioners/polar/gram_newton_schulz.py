@@ -10,6 +10,7 @@ from torch import Tensor
 
 from eigengraft.numerics import block_norm, identity_like, per_block
 
+from ..algebra.symmetric import add_symmetric, symmetric_product
 from .coefficients import Coefficients, require_used, triples
 from .solvers import PolarSolver
 
@@ -40,15 +41,15 @@ class GramNewtonSchulz(PolarSolver):
         tall = y.shape[1] > y.shape[2]
         y, coefficients = y.mT if tall else y, triples(self.coefficients, self.steps)
         for start in range(0, self.steps, self.restart):
-            gram = torch.bmm(y, y.mT)
+            gram = symmetric_product(y, y)
             q: Tensor | None = None
             last = min(start + self.restart, self.steps) - 1
             for step in range(start, last + 1):
                 a, b, c = coefficients[step]
-                p = torch.baddbmm(gram, gram, gram, beta=b, alpha=c) + a * identity_like(gram)
-                q = p if q is None else torch.bmm(p, q)
+                p = add_symmetric(gram.clone(), gram, gram, b, c) + a * identity_like(gram)
+                q = p if q is None else symmetric_product(p, q)
                 if step < last:
-                    gram = torch.bmm(p, torch.bmm(gram, p))
+                    gram = symmetric_product(p, symmetric_product(gram, p))
             assert q is not None
             y = torch.bmm(q, y)
         return y.mT if tall else y

@@ -13,6 +13,7 @@ from torch import Tensor
 from eigengraft.numerics import apply_aligned, block_norm, per_block, safe_ratio
 from eigengraft.ramps import Schedulable
 
+from ..algebra.symmetric import add_symmetric, symmetric_product
 from .coefficients import Coefficients, require_used, triples
 
 
@@ -64,11 +65,11 @@ class NewtonSchulz(PolarSolver):
         tall = y.shape[1] > y.shape[2]
         y = y.mT if tall else y
         if self.scaling == "almost_orthogonal":
-            sums = torch.bmm(y, y.mT).abs().sum(-1, keepdim=True).sqrt()
+            sums = symmetric_product(y, y).abs().sum(-1, keepdim=True).sqrt()
             y = y * safe_ratio(torch.ones_like(sums), sums)
         for a, b, c in triples(self.coefficients, self.steps):
-            gram = torch.bmm(y, y.mT)
-            y = torch.baddbmm(y, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
+            gram = symmetric_product(y, y)
+            y = torch.baddbmm(y, add_symmetric(gram.clone(), gram, gram, b, c), y, beta=a)
         return (y.mT if tall else y).to(x.dtype)
 
 

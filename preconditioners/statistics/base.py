@@ -16,7 +16,8 @@ from eigengraft.ramps import Schedulable
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
-from ..algebra.basis_change import ProductDtype, unfold
+from ..algebra.basis_change import ProductDtype
+from ..algebra.symmetric import add_symmetric
 from ..axes import Axes
 from ..polar.solvers import NewtonSchulz, PolarSolver
 from .terms import Contribution, Powers
@@ -157,8 +158,8 @@ class Statistic(Schedulable, ABC, family="statistic"):
             sums = (y * z).sum(-1)
             return factor.mul_(decay).add_(sums * (scale if isinstance(scale, float) else scale[:, None]), alpha=weight)
         if isinstance(scale, float):
-            return factor.baddbmm_(y, z.mT, beta=decay, alpha=weight * scale)
-        return factor.baddbmm_(y * per_block(scale, y), z.mT, beta=decay, alpha=weight)
+            return add_symmetric(factor, y, z, decay, weight * scale)
+        return add_symmetric(factor, y * per_block(scale, y), z, decay, weight)
 
     def estimate(self, state: State, axis: int, context: StepContext, behind: int = 0) -> Tensor:
         """The factor `[N, d, d]` of one axis as a solver should see it, `[N, d]` if diagonal; fresh or a view.
@@ -177,24 +178,3 @@ class Statistic(Schedulable, ABC, family="statistic"):
     def _observations(self, step: Tensor) -> Tensor:
         """The number of observations up to a step; at least 1, for a lagged stage observes at step 0 as well."""
         return 1 + torch.div((step - 1).clamp_min(0), self.interval, rounding_mode="floor")
-
-
-class Gram(Statistic):
-    """O_k = mat_k(G) mat_k(G)^T, all other axes contracted (Algorithm 2 of the paper; Shi et al. 2023, section 3).
-
-    normalize: `dimension` divides by the product of the other axes' lengths, so that factors do not grow with width.
-    """
-
-    kind: Literal["gram"] = "gram"
-    normalize: Literal["none", "dimension"] = Field(default="none", description="what a contribution is divided by")
-
-    @property
-    def decay_of_squares(self) -> float | None:
-        return self.beta if self.every_gradient else None
-
-    def contribution(self, state: State, x: Tensor, axis: int, powers: Powers, context: StepContext) -> Contribution:
-        y = unfold(x, axis)
-        return Contribution(y, y, self._unit(y))
-
-    def _unit(self, y: Tensor) -> float:
-        return 1.0 if self.normalize == "none" else 1.0 / max(1, y.shape[-1])

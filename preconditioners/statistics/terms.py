@@ -11,6 +11,8 @@ from torch import Tensor
 
 from eigengraft.numerics import tiny
 
+from ..algebra.symmetric import symmetric_product
+
 
 class Power(NamedTuple):
     """(A_j / unit)^p as T^T U: left = T, right = U, `[N, d', d]`, or `[N, d]` for a diagonal factor; None: identity.
@@ -45,7 +47,8 @@ class Contribution(NamedTuple):
         """O_k / s as a matrix, its product Y Z^T taken in bfloat16."""
         if self.z is None:
             return self
-        return Contribution(torch.bmm(self.y.bfloat16(), self.z.bfloat16().mT).to(self.y.dtype), None, self.scale)
+        product = symmetric_product(self.y.bfloat16(), self.z.bfloat16())
+        return Contribution(product.to(self.y.dtype), None, self.scale)
 
 
 def mean_eigenvalue(factor: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from eigengraft.numerics import finite_blocks, identity_like, tiny, to_power
 
+from ...algebra.symmetric import symmetric_product
 from ..base import Root, RootSolver, eigh
 
 
@@ -63,7 +64,7 @@ class Eigh(RootSolver):
         power = to_power(values, -float(exponent))
         if self.deficiency == "pseudo_inverse":
             power = torch.where(values > 0, power, 0.0)
-        root = torch.bmm(q * power.unsqueeze(1), q.mT).to(dtype)
+        root = symmetric_product(q * power.unsqueeze(1), q).to(dtype)
         ok = ok & finite_blocks(root)
         nothing = torch.zeros_like(ok)
         return Root(root, ok, nothing.int(), nothing.to(dtype), ok & (power > 0).all(-1))

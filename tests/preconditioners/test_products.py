@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Collection
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from eigengraft.preconditioners import Eigenbasis, Momentum, Shampoo
 from eigengraft.preconditioners.algebra.basis_change import (
@@ -17,6 +19,7 @@ from eigengraft.preconditioners.algebra.basis_change import (
     rotate,
     short_runs,
 )
+from eigengraft.preconditioners.algebra.symmetric import add_symmetric, symmetric_product
 from eigengraft.preconditioners.statistics import Gram, InputGram, Power
 from eigengraft.slots import State
 from eigengraft.step_context import StepContext
@@ -128,3 +131,74 @@ def test_a_statistic_without_products_refuses_their_dtype() -> None:
         Gram(precision="bfloat16", axes={"entries": "diagonal"})
     with pytest.raises(ValidationError, match="precision: a statistic made of products is required, got bfloat16"):
         InputGram(precision="bfloat16")
+
+
+SIDES = (5, 255, 256, 300, 513)
+"""Of symmetric products: those by panels, from 256 on, and those that are not."""
+
+
+def wide(side: int, stacked: int = 2, rest: int = 40) -> Tensor:
+    return torch.randn(stacked, side, rest, generator=torch.Generator().manual_seed(side))
+
+
+class Products(TorchDispatchMode):
+    """Counts the operations of matrix products: two for each entry and term."""
+
+    operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.bmm, torch.ops.aten.addmm_, torch.ops.aten.baddbmm_):
+            left, right = args[-2:]
+            self.operations += 2 * left.numel() * right.shape[-1]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_running_mean_of_products_is_that_of_float64(side: int, dtype: torch.dtype) -> None:
+    x = wide(side).to(dtype)
+    before = symmetric_product(x, x)
+    after = add_symmetric(before.clone(), x, 2 * x, beta=0.9, alpha=0.1)
+    exact = 1.1 * x.double() @ x.double().mT
+    # sums of 40 products, each rounded: 40 units of rounding of the largest entry, which is about 80
+    torch.testing.assert_close(after.double(), exact, rtol=0, atol=40 * 80 * torch.finfo(dtype).eps)
+    if side >= 256:
+        assert torch.equal(after[:, :128, 128:], after[:, 128:, :128].mT)
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_a_matrix_does_not_depend_on_the_others_of_its_stack(side: int) -> None:
+    x = wide(side, stacked=3)
+    together = symmetric_product(x, x)
+    for row in range(3):
+        alone = symmetric_product(x[row : row + 1].clone(), x[row : row + 1].clone())
+        assert torch.equal(together[row], alone[0])
+
+
+def test_strides_of_the_factors_change_nothing() -> None:
+    x = wide(300)
+    turned = x.mT.contiguous().mT
+    torch.testing.assert_close(symmetric_product(turned, turned), symmetric_product(x, x), rtol=1e-5, atol=1e-4)
+
+
+def test_what_was_there_is_not_read_without_a_weight() -> None:
+    x = wide(300)
+    total = torch.full((2, 300, 300), float("nan"))
+    assert torch.equal(add_symmetric(total, x, x, beta=0), symmetric_product(x, x))
+
+
+@pytest.mark.parametrize(
+    ("side", "dtype", "share"), [(512, "float32", 0.625), (255, "float32", 1), (512, "bfloat16", 1)]
+)
+def test_operations_are_those_of_the_lower_panels(side: int, dtype: str, share: float) -> None:
+    x = wide(side).to(getattr(torch, dtype))
+    with Products() as counted:
+        symmetric_product(x, x)
+    assert counted.operations == share * 2 * 2 * side * side * 40
+
+
+def test_products_in_bfloat16_are_rounded_once() -> None:
+    x = wide(800, rest=16).bfloat16()
+    exact = x.double() @ x.double().mT
+    # a rounding of the result, 2^-9, and sums in float32
+    torch.testing.assert_close(symmetric_product(x, x).double(), exact, rtol=2**-8, atol=1e-4)
