@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from fractions import Fraction
+from functools import cache
 from typing import ClassVar, Literal
 
 import torch
@@ -94,6 +95,7 @@ class Factored(Stage):
         return tuple((axis,) for axis in axes) if self.statistic.sequential else (axes,)
 
     def observe(self, state: State, gradient: Tensor, context: StepContext) -> None:
+        @cache
         def powers(axis: int, exponent: Fraction) -> Power:
             behind = 0 if axis in context.observed_axes else 1
             return self.power(state, axis, exponent, self.statistic.estimate(state, axis, context, behind))

@@ -95,6 +95,12 @@ class Statistic(Schedulable, ABC, family="statistic"):
     def contribution(self, state: State, x: Tensor, axis: int, powers: Powers, context: StepContext) -> Contribution:
         """What one step x `[N, *block]` contributes to the factor of one axis."""
 
+    def contributions(
+        self, state: State, x: Tensor, axes: tuple[int, ...], powers: Powers, context: StepContext
+    ) -> list[Contribution]:
+        """What one step contributes to the factors of some axes, in their order; for those that share work."""
+        return [self.contribution(state, x, axis, powers, context) for axis in axes]
+
     def slots(self, block: tuple[int, ...], axes: tuple[int, ...]) -> Mapping[str, Slot]:
         """The factors of those axes for one block."""
         slots = {}
@@ -134,7 +140,7 @@ class Statistic(Schedulable, ABC, family="statistic"):
             if not due.any():
                 return
             now = None if due.all() else torch.from_numpy(due).to(device=x.device, dtype=x.dtype)
-        contributions = [self.contribution(state, x, axis, powers, context) for axis in axes]
+        contributions = self.contributions(state, x, axes, powers, context)
         for axis, contribution in zip(axes, contributions, strict=True):
             factor = state[f"factor.{axis}"]
             state[f"factor.{axis}"] = self._accumulate(factor, contribution, now)

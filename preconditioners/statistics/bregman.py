@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
-from typing import Literal, Self
+from typing import Literal, NamedTuple, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -68,23 +69,32 @@ class Bregman(Statistic):
         return self.beta if self.every_gradient else None
 
     def contribution(self, state: State, x: Tensor, axis: int, powers: Powers, context: StepContext) -> Contribution:
-        left, right, scale = x, x, x.new_ones(x.shape[0])
-        for other in range(len(state.block)):
-            if other == axis:
-                continue
-            d = state.block[other]
-            trace: Tensor | float = d
-            if self.has(state, other):
-                power = powers(other, self.q - 1)
-                known = power.known
-                unit = torch.where(known, power.unit, self._unknown(state, x))
-                half = to_power(unit, -0.5 if self.normalize == "trace" else float(self.q - 1) / 2)
-                left = _whitened(left, power.left, other, known) * per_block(half, x)
-                right = _whitened(right, power.right, other, known) * per_block(half, x)
-                trace = torch.where(known, power.trace, float(d))
-            if self.normalize != "none":
-                scale = scale / (trace if self.normalize == "trace" else d)
-        return Contribution(unfold(left, axis), unfold(right, axis), scale)
+        return self.contributions(state, x, (axis,), powers, context)[0]
+
+    def contributions(
+        self, state: State, x: Tensor, axes: tuple[int, ...], powers: Powers, context: StepContext
+    ) -> list[Contribution]:
+        every = range(len(state.block))
+        whitenings = {a: self._whitening(state, x, a, powers) for a in every if any(a != axis for axis in axes)}
+        found = {}
+        for axis, (left, right) in _whitened_elsewhere((x, x), whitenings, tuple(every), axes):
+            y = unfold(left, axis)
+            scale = x.new_ones(x.shape[0])
+            for other, whitening in whitenings.items():
+                scale = scale / whitening.trace if other != axis and self.normalize != "none" else scale
+            found[axis] = Contribution(y, y if right is left else unfold(right, axis), scale)
+        return [found[axis] for axis in axes]
+
+    def _whitening(self, state: State, x: Tensor, axis: int, powers: Powers) -> _Whitening:
+        d = state.block[axis]
+        if not self.has(state, axis):
+            return _Whitening(None, None, None, None, d)
+        power = powers(axis, self.q - 1)
+        known = None if may_branch_on_values(x) and bool(power.known.all()) else power.known
+        unit = power.unit if known is None else torch.where(known, power.unit, self._unknown(state, x))
+        half = to_power(unit, -0.5 if self.normalize == "trace" else float(self.q - 1) / 2)
+        trace = float(d) if self.normalize == "dimension" else torch.where(power.known, power.trace, float(d))
+        return _Whitening(power.left, power.right, half, known, trace)
 
     def _unknown(self, state: State, x: Tensor) -> Tensor:
         """r `[N]`, what a factor that has seen nothing counts as."""
@@ -95,10 +105,52 @@ class Bregman(Statistic):
         return torch.where(rms > tiny(x.dtype), rms, 1.0)
 
 
-def _whitened(x: Tensor, matrix: Tensor | None, axis: int, known: Tensor) -> Tensor:
-    if matrix is None:
-        return x
-    whitened = mode_product(x, matrix, axis)
-    if may_branch_on_values(x) and bool(known.all()):
-        return whitened
-    return torch.where(per_block(known, x), whitened, x)
+class _Whitening(NamedTuple):
+    """What the factor of one axis does to the gradient that the other axes observe.
+
+    left, right: of the power, as `Power` has them. half `[N]`: the root of the power's unit; None: there is no factor.
+    known `[N]`: where there is a power; None: everywhere. trace `[N]`, or the length of the axis.
+    """
+
+    left: Tensor | None
+    right: Tensor | None
+    half: Tensor | None
+    known: Tensor | None
+    trace: Tensor | float
+
+    def of(self, pair: _Pair, axis: int) -> _Pair:
+        """Both tensors, whitened along the axis; one and the same while both have been whitened alike."""
+        left = self._along(pair[0], self.left, axis)
+        return left, left if pair[1] is pair[0] and self.right is self.left else self._along(pair[1], self.right, axis)
+
+    def _along(self, x: Tensor, matrix: Tensor | None, axis: int) -> Tensor:
+        if self.half is None:
+            return x
+        if matrix is None:
+            return x * per_block(self.half, x)
+        whitened = mode_product(x, matrix * per_block(self.half, matrix), axis)
+        if self.known is None:
+            return whitened
+        return torch.where(per_block(self.known, x), whitened, x * per_block(self.half, x))
+
+
+_Pair = tuple[Tensor, Tensor]
+
+
+def _whitened_elsewhere(
+    pair: _Pair, whitenings: Mapping[int, _Whitening], axes: tuple[int, ...], wanted: tuple[int, ...]
+) -> Iterator[tuple[int, _Pair]]:
+    """(axis, the tensors whitened along all of `axes` but that one) for those that are wanted.
+
+    Halves of the axes whiten for each other, so that of k axes each whitens about log2 k times, not k - 1.
+    """
+    if len(axes) == 1:
+        yield axes[0], pair
+        return
+    middle = len(axes) // 2
+    for own, others in ((axes[:middle], axes[middle:]), (axes[middle:], axes[:middle])):
+        if set(own) & set(wanted):
+            whitened = pair
+            for other in others:
+                whitened = whitenings[other].of(whitened, other)
+            yield from _whitened_elsewhere(whitened, whitenings, own, wanted)

@@ -12,6 +12,8 @@ from eigengraft import Optimizer, RecipeError, State, StepContext, load_recipe
 from eigengraft.blocking.stacks import run_together
 from eigengraft.component import checked
 from eigengraft.preconditioners import Eigenbasis, Shampoo, Stage, chain_slots
+from eigengraft.preconditioners.algebra.basis_change import mode_product
+from eigengraft.preconditioners.statistics import bregman
 
 from ..trajectories import normal, rotation
 
@@ -152,7 +154,8 @@ def bregman_by_definition(given: list[Tensor], q: float, order: str, normalize: 
 QS = ["0", "1/2", "1", "2"]
 
 
-OWNERS = [("roots", (4, 4)), ("roots", (2, 3, 4)), ("basis", (4, 4)), ("basis", (2, 3, 4)), ("diagonals", (4, 4))]
+OWNERS = [(owner, block) for owner in ("roots", "basis") for block in ((4, 4), (2, 3, 4))]
+OWNERS += [("basis", (2, 3, 2, 2)), ("diagonals", (4, 4))]
 
 
 @pytest.mark.parametrize(("owner", "block"), OWNERS, ids=str)
@@ -187,6 +190,25 @@ def test_bregman_factors_are_their_definition(
     for axis, a in enumerate(expected):
         ours = stage.estimate(axis)
         assert close(ours, a.diagonal() if owner == "diagonals" else a, 1e-9)
+
+
+@pytest.mark.parametrize(("block", "products"), [((4, 3), 2), ((2, 3, 4), 5), ((2, 3, 4, 2), 8)], ids=str)
+def test_axes_share_what_whitens_their_gradients(
+    block: tuple[int, ...], products: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of k axes each is whitened along k - 1 others: k (k - 1) products apart. Both sides of a KL factor are one."""
+    stage = Stepper({"kind": "eigenbasis", "inner": "identity", "refresh": EVERY, "statistic": "bregman"}, block)
+    stage.step(normal(*block, seed=0))
+    counted = 0
+
+    def product(x: Tensor, matrix: Tensor, axis: int) -> Tensor:
+        nonlocal counted
+        counted += 1
+        return mode_product(x, matrix, axis)
+
+    monkeypatch.setattr(bregman, "mode_product", product)
+    stage.step(normal(*block, seed=1))
+    assert counted == products
 
 
 @pytest.mark.slow
