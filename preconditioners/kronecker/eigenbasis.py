@@ -141,8 +141,8 @@ class Eigenbasis(Factored):
         old, a = state[f"basis.{axis}"].clone(), self.statistic.estimate(state, axis, context)
         (q, order, ok), diagonal = self.solver.basis_and_diagonal(a, old, context.first)
         new = self.commit(state, axis, q, ok)
-        if may_branch_on_values(new) and torch.equal(new, old):
-            return None  # a solver that found nothing to do
+        if self.transport == "none" or (may_branch_on_values(new) and torch.equal(new, old)):
+            return None  # nothing follows, or the solver found nothing to do
         rotation = torch.bmm(old.mT, new)
         transport(self.inner, self._inside(state), axis, rotation, order_or_identity(order, ok), self.transport)
         if self.transport != "marginals" or diagonal is None or not may_branch_on_values(new):

@@ -14,7 +14,15 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.numerics import apply_aligned, block_norm, finite_blocks, per_block, tiny, where_blocks
+from eigengraft.numerics import (
+    apply_aligned,
+    block_norm,
+    finite_blocks,
+    per_block,
+    tiny,
+    transposed,
+    where_blocks,
+)
 
 from ..base import Basis, BasisSolver, Diagonal, leading_eigenvectors
 
@@ -47,12 +55,13 @@ class PowerQR(BasisSolver):
     def _iterated(self, a: Tensor, q: Tensor) -> tuple[Basis, QRFactors]:
         ok = finite_blocks(a)
         a = where_blocks(ok, a, 0.0)
-        order = identity_order(q)
+        order, q = identity_order(q), _by_columns(q)
         for _ in range(self.steps):
-            aq, q, order = in_order(torch.bmm(a, q), q, order)
+            aq = torch.bmm(q.mT, a).mT  # A Q by columns, as A is symmetric
+            aq, q, order = in_order(aq, q, order)
             factors = QRFactors.of(aq, q)
             q = factors.q
-        return Basis(q, order, ok & finite_blocks(q)), factors
+        return Basis(transposed(q.mT), order, ok & finite_blocks(q)), factors
 
 
 def unit_sized(a: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,8 +97,17 @@ def in_order(aq: Tensor, q: Tensor, order: Tensor) -> tuple[Tensor, Tensor, Tens
     return _columns(aq, descending), _columns(q, descending), order.gather(-1, descending)
 
 
+def _by_columns(x: Tensor) -> Tensor:
+    """x `[N, d, r]` with the entries of each column side by side in memory, as LAPACK takes and returns them."""
+    return x if x.mT.is_contiguous() else transposed(x).mT
+
+
 def _columns(x: Tensor, order: Tensor) -> Tensor:
     """The columns of x `[N, d, r]` in that order `[N, r]`."""
+    if x.mT.is_contiguous():
+        n, d, r = x.shape
+        rows = (order + torch.arange(0, n * r, r, device=order.device)[:, None]).flatten()
+        return x.mT.reshape(n * r, d).index_select(0, rows).reshape(n, r, d).mT
     if len(x) == 1:  # takes half the time
         return x[0].index_select(-1, order[0]).unsqueeze(0)
     return x.gather(-1, order.unsqueeze(-2).expand_as(x))
@@ -122,9 +140,7 @@ class QRFactors(NamedTuple):
 
     def diagonal(self, order: Tensor, rotation: Tensor) -> Tensor:
         """diag(Q^T A Q) `[N, d]` if X is A q[:, order]: that of R q[:, order]^T Q, as q q^T = I; rotation: q^T Q."""
-        n, d = order.shape
-        rows = (order + torch.arange(0, n * d, d, device=order.device)[:, None]).flatten()
-        sorted_rows = rotation.reshape(n * d, d).index_select(0, rows).reshape(n, d, d)
+        sorted_rows = _columns(rotation.mT, order).mT
         triangle = self.packed.mT.tril_()  # in place: its vectors are in Q by now
         return sorted_rows.mul_(triangle).sum(-2) * self.scale
 
