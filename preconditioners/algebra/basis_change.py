@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -120,15 +121,32 @@ def kronecker(factors: Sequence[Tensor]) -> Tensor:
     return product
 
 
+class Turn:
+    """A change of basis by R = Q_old^T Q_new `[N, r, r]`, a product that is made when something first needs it.
+
+    old, new: Q_old and Q_new `[N, d, r]`; without `old`, new is R itself.
+    """
+
+    def __init__(self, new: Tensor, old: Tensor | None = None) -> None:
+        self.new, self.old = new, old
+
+    @cached_property
+    def rotation(self) -> Tensor:
+        return self.new if self.old is None else torch.bmm(self.old.mT, self.new)
+
+    def of_vectors(self, x: Tensor, axis: int) -> Tensor:
+        """R^T x along an axis; as Q_new^T (Q_old x) where R alone would take more operations than both."""
+        d, r = self.new.shape[1:]
+        rest = x[0].numel() // r
+        if self.old is None or "rotation" in vars(self) or 2 * d * rest >= r * (d + rest):
+            return mode_product(x, self.rotation.mT, axis)
+        return mode_product(mode_product(x, self.old, axis), self.new.mT, axis)
+
+
 def transport(
-    stages: tuple[Stage, ...],
-    state: State,
-    axis: int,
-    rotation: Tensor,
-    order: Tensor | None,
-    how: Transport = "exact",
+    stages: tuple[Stage, ...], state: State, axis: int, turn: Turn, order: Tensor | None, how: Transport = "exact"
 ) -> None:
-    """Change the basis of all slots of a chain along one axis by R = Q_old^T Q_new `[N, r, r]`.
+    """Change the basis of all slots of a chain along one axis by R, the rotation of a turn.
 
     state: of the chain, with the block as it sees it. exact: vectors are rotated, squares are transported by the
     Hadamard square, (R*R)^T v; marginals: the same, as a start; permute: vectors are rotated, squares are reordered by
@@ -142,9 +160,9 @@ def transport(
             continue
         scope = state.scope(path)
         if slot.frame == "vector":
-            scope[name] = mode_product(scope[name], rotation.mT, place)
+            scope[name] = turn.of_vectors(scope[name], place)
         elif how != "permute":
-            scope[name] = mode_product(scope[name], rotation.square().mT, place)
+            scope[name] = mode_product(scope[name], turn.rotation.square().mT, place)
         elif order is not None:
             x = scope[name]
             index = order.reshape(-1, *(order.shape[1] if a == place else 1 for a in range(x.ndim - 1)))

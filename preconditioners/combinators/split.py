@@ -15,7 +15,7 @@ from eigengraft.numerics import per_block, tiny
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
-from ..algebra.basis_change import mode_product, require_frameless, transport, unfold
+from ..algebra.basis_change import Turn, mode_product, require_frameless, transport, unfold
 from ..base import Stage, Stages, run_chain
 from ..cadence import Cadence, Every
 from ..roots.base import eigh
@@ -104,7 +104,7 @@ class Split(Stage):
         state["basis"] = new
         if self.follow == "exact":
             inner = state.scope("inside", self.inner_block("inside", state.block))
-            transport(self.inside, inner, axis, turn, None)
+            transport(self.inside, inner, axis, Turn(turn), None)
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Summing[Tensor]:
         inner = state.scope("inside", self.inner_block("inside", state.block))

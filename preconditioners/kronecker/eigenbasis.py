@@ -16,7 +16,7 @@ from eigengraft.numerics import identity_like, may_branch_on_values, per_block, 
 from eigengraft.slots import State
 from eigengraft.step_context import Rotation, StepContext
 
-from ..algebra.basis_change import Transport, order_or_identity, require_frameless, rotate, transport
+from ..algebra.basis_change import Transport, Turn, order_or_identity, require_frameless, rotate, transport
 from ..algebra.spectra import off_diagonal_share, turning_angle
 from ..base import Stages, chain_norm, run_chain
 from ..roots import BasisSolver, PowerQR
@@ -143,13 +143,13 @@ class Eigenbasis(Factored):
         new = self.commit(state, axis, q, ok)
         if self.transport == "none" or (may_branch_on_values(new) and torch.equal(new, old)):
             return None  # nothing follows, or the solver found nothing to do
-        rotation = torch.bmm(old.mT, new)
-        transport(self.inner, self._inside(state), axis, rotation, order_or_identity(order, ok), self.transport)
+        turn = Turn(new, old)
+        transport(self.inner, self._inside(state), axis, turn, order_or_identity(order, ok), self.transport)
         if self.transport != "marginals" or diagonal is None or not may_branch_on_values(new):
             return None
         stored = state.decoded(f"basis.{axis}")  # by a codec, with which it may be another Q
         same = ok if stored is None else (stored == q).flatten(1).all(1)
-        return torch.where(same[:, None], diagonal(rotation), math.nan)
+        return torch.where(same[:, None], diagonal(turn.rotation), math.nan)
 
     def _turn(self, state: State, axis: int, context: StepContext) -> None:
         """The refresh in the frame of the basis: all that lives there follows P."""
@@ -161,7 +161,7 @@ class Eigenbasis(Factored):
         if may_branch_on_values(p) and torch.equal(p, eye):
             return
         self.statistic.rotate(state, axis, p)
-        transport(self.inner, self._inside(state), axis, p, order_or_identity(order, ok), self.transport)
+        transport(self.inner, self._inside(state), axis, Turn(p), order_or_identity(order, ok), self.transport)
 
     def power(self, state: State, axis: int, exponent: Fraction, estimate: Tensor) -> Power:
         unit = mean_eigenvalue(estimate)
