@@ -18,7 +18,9 @@ from ..studies.study import Study, load_study
 
 Verdict = Literal["holds", "fails", "undecided"]
 
-ClaimMetric = Literal["val_loss", "val_accuracy", "steps_to_loss", "state_bytes_per_parameter", "optimizer_ms"]
+ClaimMetric = Literal[
+    "val_loss", "val_accuracy", "steps_to_loss", "fitted_steps", "state_bytes_per_parameter", "optimizer_ms"
+]
 
 CLAIMS = "claims.yaml"
 
@@ -56,7 +58,8 @@ class PaperClaim(CellPair):
 
     Where `of` means several cells, a seed's value is the mean over them. `beside` is another pair, whose difference is
     subtracted, or by whose ratio is divided. `steps_to_loss` is the step at which a run first reaches the loss that its
-    partner ends with, as a ratio to the partner's steps.
+    partner ends with, as a ratio to the partner's steps. `fitted_steps` is the ratio of steps to an equal loss from
+    cells that differ in their steps, by fits over these lengths: see `fitted_steps_ratio`.
     """
 
     says: str = Field(min_length=1, description="what the paper says, in one sentence")
@@ -77,8 +80,8 @@ class PaperClaim(CellPair):
             raise ValueError(f"least, most: an interval with an end is required, got {self.least} to {self.most}")
         if self.compare == "ratio" and high <= 0:
             raise ValueError(f"most: a positive end is required of a ratio, got {self.most}")
-        if self.metric == "steps_to_loss" and self.compare == "difference":
-            raise ValueError("compare: 'ratio' is required with metric 'steps_to_loss', got 'difference'")
+        if self.metric in ("steps_to_loss", "fitted_steps") and self.compare == "difference":
+            raise ValueError(f"compare: 'ratio' is required with metric '{self.metric}', got 'difference'")
         return self
 
     @property

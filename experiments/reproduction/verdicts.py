@@ -11,6 +11,7 @@ from scipy import special
 from ..reports.seed_statistics import holm, reaches, summarize
 from ..studies.axes import inside
 from .claims import CellPair, ClaimMetric, PaperClaim, Verdict
+from .length_fits import fitted_steps_ratio
 from .results import ResultRow, StudyResults
 
 
@@ -87,15 +88,28 @@ def interval_test(
 
 
 def _by_seed(claim: PaperClaim, pair: CellPair, results: StudyResults) -> dict[int, float]:
-    """The difference, or the logarithm of the ratio, by seed: the mean over the cells of the pair."""
-    found: dict[int, list[float]] = {}
+    """The difference, or the logarithm of the ratio, by seed: the mean over the cells of the pair, or of their fits."""
+    pairs: dict[int, list[tuple[ResultRow, ResultRow]]] = {}
     for row in results.rows:
         if inside(pair.of, row.labels):
             partner = results.row({**row.labels, **pair.than}, row.seed)
-            found.setdefault(row.seed, []).append(_compared(claim, row, partner))
-    if not found:
+            pairs.setdefault(row.seed, []).append((row, partner))
+    if not pairs:
         raise ValueError(f"claims: cells of the study are required, got {pair.of}, which are excluded")
-    return {seed: math.fsum(some) / len(some) for seed, some in sorted(found.items())}
+    if claim.metric == "fitted_steps":
+        return {seed: _fitted(some) for seed, some in sorted(pairs.items())}
+    found = {seed: [_compared(claim, *rows) for rows in some] for seed, some in sorted(pairs.items())}
+    return {seed: math.fsum(some) / len(some) for seed, some in found.items()}
+
+
+def _fitted(pairs: list[tuple[ResultRow, ResultRow]]) -> float:
+    """The logarithm of the ratio of steps to an equal loss, from the runs of one seed, each pair of one length."""
+    own, other = (
+        {int(row.numbers["steps"]): _number(row, "val_loss") for row in rows} for rows in zip(*pairs, strict=True)
+    )
+    if len(own) < len(pairs):
+        raise ValueError(f"claims: cells that differ in their steps alone are required, got {len(pairs)} pairs")
+    return _log(fitted_steps_ratio(own, other))
 
 
 def _compared(claim: PaperClaim, row: ResultRow, partner: ResultRow) -> float:
