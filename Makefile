@@ -57,7 +57,7 @@ docs: $(READY)
 
 # In an environment of its own, with what these libraries bring.
 hosts: $(HOSTS_READY)
-	PYTHONPATH=$(CURDIR)/src $(HOSTS)/bin/python -m pytest -p no:cacheprovider --durations=0 tests/hosts $(ARGS)
+	PYTHONPATH="$(CURDIR)/src" $(HOSTS)/bin/python -m pytest -p no:cacheprovider --durations=0 tests/hosts $(ARGS)
 
 versions: $(READY)
 	$(BIN)/python tests/versions/versions.py $(ARGS)
