@@ -101,3 +101,5 @@ SCENARIOS = {run.__name__: run for run in (huggingface_ddp, accelerate_ddp, acce
 
 if __name__ == "__main__":
     SCENARIOS[sys.argv[1]](*sys.argv[2:])
+    sys.stdout.flush()
+    os._exit(0)  # torch aborts now and then where an interpreter ends after FSDP2 on gloo, with torch's own AdamW too
