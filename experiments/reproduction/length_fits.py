@@ -57,12 +57,13 @@ def fitted_steps_ratio(own: Mapping[int, float], other: Mapping[int, float]) -> 
     """Steps of one method over those of another at an equal loss, from last losses by length of run.
 
     Both losses are fitted by power laws in the steps, and solved for the higher of the two fitted losses at the
-    longest lengths, so that neither law is extended to longer runs (Vyas et al. 2024, arXiv:2409.11321). nan where a
-    loss is not finite, or where a law would have to be extended to runs shorter than the shortest.
+    longest lengths, so that neither law is extended to longer runs (Vyas et al. 2024, arXiv:2409.11321). Nor is one to
+    shorter runs: steps below those of the shortest run count as these, which brings the ratio nearer to 1. nan where a
+    loss is not finite.
     """
     if not all(map(math.isfinite, (*own.values(), *other.values()))):
         return math.nan
     laws = [fit_power_law(list(some), list(some.values())) for some in (own, other)]
     level = max(law.loss(max(some)) for law, some in zip(laws, (own, other), strict=True))
-    mine, others = (law.steps(level) for law in laws)
-    return mine / others if mine >= min(own) and others >= min(other) else math.nan
+    mine, others = (max(law.steps(level), min(some)) for law, some in zip(laws, (own, other), strict=True))
+    return mine / others

@@ -34,7 +34,7 @@ Shape = tuple[int, ...]
 Layer = tuple[Shape, int]
 """The shape of a parameter, and how often each of its entries is used for one example."""
 REFRESH = "update.graft.direction.shampoo.refresh"
-TOKENS = 2048
+TOKENS = (512, 2048, 8192)
 """Tokens that every rank of the measurement has in a step."""
 
 
@@ -88,11 +88,11 @@ def counted(model: str, block: int, interval: int, ranks: int) -> dict[str, Any]
     return row | {"step": float(planned.work.max()), "state": int(planned.state.max())}
 
 
-def gradient_ms(shapes: list[Shape], repeats: int = 5) -> float:
-    """Median milliseconds of one thread for the three products of every matrix on TOKENS rows."""
+def gradient_ms(shapes: list[Shape], tokens: int, repeats: int = 5) -> float:
+    """Median milliseconds of one thread for the three products of every matrix on as many rows as tokens."""
 
     def products(matrix: Tensor) -> None:
-        x, g = torch.ones(TOKENS, matrix.shape[1]), torch.ones(TOKENS, matrix.shape[0])
+        x, g = torch.ones(tokens, matrix.shape[1]), torch.ones(tokens, matrix.shape[0])
         _ = x @ matrix.mT, g @ matrix, g.mT @ x
 
     matrices, times = [torch.randn(shape) for shape in shapes], []
@@ -105,16 +105,16 @@ def gradient_ms(shapes: list[Shape], repeats: int = 5) -> float:
 
 
 def measured() -> list[dict[str, Any]]:
-    """Milliseconds of a step on 1, 2 and 4 ranks, the longest of any rank, for AdamW and two choices of Shampoo."""
+    """Milliseconds of a step on 1, 2 and 4 ranks, the longest of any rank, for AdamW and four choices of Shampoo."""
     shapes = [shape for shape, _ in transformer(256, 2)]
     named = tuple((f"p{i}", shape) for i, shape in enumerate(shapes))
-    choices = ((1024, 10), (256, 10))
+    choices = ((1024, 10), (1024, 50), (256, 10), (256, 50))
     adamw = RankJob(load_recipe("adamw").to_json(), named, 20, 40, 0)
     jobs = [RankJob(shampoo(*c).to_json(), named, c[1] + 1, c[1], 0) for c in choices]
-    gradient, rows = gradient_ms(shapes), []
+    gradients, rows = {str(tokens): gradient_ms(shapes, tokens) for tokens in TOKENS}, []
     for ranks in (1, 2, 4):
         diagonal, *paths = [path_of(busy) for busy in busy_times([adamw, *jobs], ranks)]
-        about = {"ranks": ranks, "gradient": gradient, "diagonal": diagonal}
+        about = {"ranks": ranks, "gradient": gradients, "diagonal": diagonal}
         rows += [
             {"block": b, "interval": i, **about, "step": path} for (b, i), path in zip(choices, paths, strict=True)
         ]
@@ -122,7 +122,7 @@ def measured() -> list[dict[str, Any]]:
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """Two tables: operations that were counted, milliseconds that were measured."""
+    """Tables of operations that were counted and milliseconds that were measured."""
     head = (
         "| model | parameters | a rank's examples | block | roots every | ranks | step, TFLOP | of gradient | state |"
     )
@@ -132,15 +132,25 @@ def markdown(found: dict[str, Any]) -> str:
         share = row["step"] / row["gradient"]
         end = f"| {row['interval']} | {row['ranks']} | {row['step'] / 1e12:.3f} | {100 * share:.1f} % "
         lines.append(start + end + f"| {row['state'] / 1e9:.2f} GB |")
-    lines += ["", f"Milliseconds that were measured: {found['made']}.", ""]
-    lines += ["| block | roots every | ranks | gradient | AdamW | Shampoo | more than with AdamW |", "|" + " --- |" * 7]
+    gradients = ", ".join(f"{ms:.0f} for {n} tokens" for n, ms in found["measured"][0]["gradient"].items())
+    lines += ["", f"Milliseconds that were measured: {found['made']}. The gradient takes {gradients}.", ""]
+    lines += ["| block | roots every | ranks | AdamW | Shampoo |", "|" + " --- |" * 5]
     for row in found["measured"]:
-        more = (row["step"] - row["diagonal"]) / (row["gradient"] + row["diagonal"])
-        start = (
-            f"| {row['block']} | {row['interval']} | {row['ranks']} | {row['gradient']:.0f} | {row['diagonal']:.1f} "
-        )
-        lines.append(start + f"| {row['step']:.1f} | {100 * more:.0f} % |")
-    return "\n".join([*lines, ""])
+        start = f"| {row['block']} | {row['interval']} | {row['ranks']} "
+        lines.append(start + f"| {row['diagonal']:.1f} | {row['step']:.1f} |")
+    lines += ["", "How much longer a step takes than with AdamW, gradient and update:", ""]
+    return "\n".join([*lines, *shares_table(found["measured"]), ""])
+
+
+def shares_table(measured: list[dict[str, Any]]) -> list[str]:
+    """How much longer a step with Shampoo takes than one with AdamW, by block, interval, tokens and ranks."""
+    shares: dict[tuple[int, int, str], list[str]] = {}
+    for row in measured:
+        for tokens, ms in row["gradient"].items():
+            more = (row["step"] - row["diagonal"]) / (ms + row["diagonal"])
+            shares.setdefault((row["block"], row["interval"], tokens), []).append(f"{100 * more:.0f} %")
+    lines = ["| block | roots every | tokens a rank | 1 rank | 2 ranks | 4 ranks |", "|" + " --- |" * 6]
+    return lines + [f"| {' | '.join(map(str, key))} | {' | '.join(found)} |" for key, found in shares.items()]
 
 
 def main() -> None:

@@ -28,7 +28,9 @@ BEFORE = f"import sys; sys.path.append({str(ROOT / 'tests' / 'hosts')!r})\nimpor
 def test_an_example_runs(section: str, tmp_path: Path) -> None:
     pytest.importorskip(LIBRARIES[section])
     if section == "Ray Tune" and " " in sys.executable:
-        pytest.skip(f"Ray's workers start through a shell that cuts the interpreter's path at a space: {sys.executable}")
+        pytest.skip(
+            f"Ray's workers start through a shell that cuts the interpreter's path at a space: {sys.executable}"
+        )
     (tmp_path / "example.py").write_text(BEFORE + "\n".join(EXAMPLES[section]))
     command = [sys.executable, "example.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=200)

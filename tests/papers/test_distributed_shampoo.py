@@ -34,7 +34,13 @@ def test_the_shares_on_the_page_are_those_of_the_rows() -> None:
     for ranks in (1, 8, 64):
         cells = [f"{100 * share[model, 1024, 50, ranks]:.1f} %" for model in OVERHEAD.MODELS]
         assert f"| {ranks} | {' | '.join(cells)} |" in page
-    for block in (1024, 256):
-        rows = [row for row in found["measured"] if row["block"] == block]
-        more = [(row["step"] - row["diagonal"]) / (row["gradient"] + row["diagonal"]) for row in rows]
-        assert f"| {block} | {' | '.join(f'{100 * part:.0f} %' for part in more)} |" in page
+    assert "\n".join(OVERHEAD.shares_table(found["measured"])) in page
+
+
+def test_a_share_is_the_time_beyond_adamw_over_the_whole_step_with_it() -> None:
+    """(30 - 10) / (90 + 10) and (16 - 6) / (94 + 6), by hand."""
+    rows = [
+        {"block": 8, "interval": 1, "ranks": 1, "gradient": {"64": 90.0}, "diagonal": 10.0, "step": 30.0},
+        {"block": 8, "interval": 1, "ranks": 2, "gradient": {"64": 94.0}, "diagonal": 6.0, "step": 16.0},
+    ]
+    assert OVERHEAD.shares_table(rows)[2:] == ["| 8 | 1 | 64 | 20 % | 10 % |"]

@@ -45,8 +45,13 @@ def test_the_ratio_is_that_of_the_laws_at_the_higher_of_both_last_losses() -> No
 
 
 def test_a_law_is_not_extended_to_shorter_runs() -> None:
-    """2 + 10 n^-1/2 needs 62 steps for what 2 + 20 n^-1/2 has after 250, and the shortest run is one of 75."""
-    assert math.isnan(fitted_steps_ratio(ends(PowerLaw(2.0, 10.0, 0.5)), ends(PowerLaw(2.0, 20.0, 0.5))))
+    """2 + 10 n^-1/2 needs 62 steps for what 2 + 20 n^-1/2 has after 250; the shortest run is one of 75 and counts."""
+    fast, slow = ends(PowerLaw(2.0, 10.0, 0.5)), ends(PowerLaw(2.0, 20.0, 0.5))
+    assert fitted_steps_ratio(fast, slow) == pytest.approx(75 / 250, rel=1e-4)
+    assert fitted_steps_ratio(slow, fast) == pytest.approx(250 / 75, rel=1e-4)
+
+
+def test_a_run_without_a_finite_loss_leaves_no_ratio() -> None:
     assert math.isnan(fitted_steps_ratio({**ends(PowerLaw(2.0, 14.0, 0.5)), 75: math.inf}, dict.fromkeys(LENGTHS, 1.0)))
     with pytest.raises(ValueError, match=r"four lengths at least are required, got \[1, 2, 3\]"):
         fit_power_law([1, 2, 3], [3.0, 2.0, 1.5])
