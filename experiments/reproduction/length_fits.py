@@ -13,7 +13,7 @@ _EXPONENTS = (0.01, 4.0)
 """Range of the exponent of a fit."""
 
 
-class PowerLaw(NamedTuple):
+class LossCurve(NamedTuple):
     """The last loss of a run of n steps, floor + scale n^-exponent."""
 
     floor: float
@@ -30,7 +30,7 @@ class PowerLaw(NamedTuple):
         return float(ratio ** (-1 / self.exponent)) if ratio > 0 else math.inf
 
 
-def fit_power_law(steps: Sequence[float], losses: Sequence[float]) -> PowerLaw:
+def fit_loss_curve(steps: Sequence[float], losses: Sequence[float]) -> LossCurve:
     """The power law of least squares: the exponent by search in [0.01, 4], floor and scale linear given it.
 
     Raises ValueError with fewer than four lengths, one more than the law has numbers.
@@ -40,7 +40,7 @@ def fit_power_law(steps: Sequence[float], losses: Sequence[float]) -> PowerLaw:
     n, y = np.asarray(steps, dtype=np.float64), np.asarray(losses, dtype=np.float64)
 
     def linear(exponent: float) -> tuple[float, float, float]:
-        """Squared error, floor and scale of the best fit with an exponent, steps counted in those of the longest run."""
+        """Squared error, floor and scale of the best fit with an exponent; steps in units of the longest run."""
         columns = np.stack([np.ones_like(n), (n / n.max()) ** -exponent], axis=1)
         (floor, scale), *_ = np.linalg.lstsq(columns, y, rcond=None)
         return float(((columns @ [floor, scale] - y) ** 2).sum()), float(floor), float(scale)
@@ -50,7 +50,7 @@ def fit_power_law(steps: Sequence[float], losses: Sequence[float]) -> PowerLaw:
     )
     exponent = float(found.x)
     _, floor, scale = linear(exponent)
-    return PowerLaw(floor, scale * float(n.max()) ** exponent, exponent)
+    return LossCurve(floor, scale * float(n.max()) ** exponent, exponent)
 
 
 def fitted_steps_ratio(own: Mapping[int, float], other: Mapping[int, float]) -> float:
@@ -63,7 +63,7 @@ def fitted_steps_ratio(own: Mapping[int, float], other: Mapping[int, float]) -> 
     """
     if not all(map(math.isfinite, (*own.values(), *other.values()))):
         return math.nan
-    laws = [fit_power_law(list(some), list(some.values())) for some in (own, other)]
+    laws = [fit_loss_curve(list(some), list(some.values())) for some in (own, other)]
     level = max(law.loss(max(some)) for law, some in zip(laws, (own, other), strict=True))
     mine, others = (max(law.steps(level), min(some)) for law, some in zip(laws, (own, other), strict=True))
     return mine / others
