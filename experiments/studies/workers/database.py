@@ -23,6 +23,7 @@ from eigengraft.errors import RecipeError
 from ...reports.run import fault_file
 from .claims import STALE, Claims
 from .rendezvous import Rendezvous
+from .server_time import ServerTime
 
 _TABLES = sql.MetaData()
 _CLAIMS = sql.Table(
@@ -116,13 +117,12 @@ class DatabaseClaims(Claims):
     def alive(self, number: int) -> bool:
         with _transaction(self.url) as connection:
             seen = connection.scalar(sql.select(_CLAIMS.c.seen).where(self._is(number)))
-            now = connection.scalar(sql.select(sql.func.now()))
-        # some databases tell the time of a session with its zone, and keep it without
-        return seen is not None and now is not None and (now.replace(tzinfo=None) - seen).total_seconds() < STALE
+            now = connection.scalar(sql.select(ServerTime()))
+        return seen is not None and now is not None and (now - seen).total_seconds() < STALE
 
     @contextmanager
     def made(self, number: int) -> Iterator[bool]:
-        own = {"run_key": self.key, "number": number, "seen": sql.func.now()}
+        own = {"run_key": self.key, "number": number, "seen": ServerTime()}
         try:
             with _transaction(self.url) as connection:
                 connection.execute(sql.insert(_CLAIMS).values(own))
@@ -139,7 +139,7 @@ class DatabaseClaims(Claims):
 
     def sign(self, number: int) -> None:
         with _transaction(self.url) as connection:
-            connection.execute(sql.update(_CLAIMS).where(self._is(number)).values(seen=sql.func.now()))
+            connection.execute(sql.update(_CLAIMS).where(self._is(number)).values(seen=ServerTime()))
 
     def _is(self, number: int) -> sql.ColumnElement[bool]:
         return (_CLAIMS.c.run_key == self.key) & (_CLAIMS.c.number == number)

@@ -40,10 +40,14 @@ def names(run):
     return sorted(path.name for path in run.parent.iterdir())
 
 
-@pytest.fixture(params=["files", "database"])
+@pytest.fixture(params=["files", "sqlite", "postgresql"])
 def claims_of(request, tmp_path):
     """The claims of a run, by its name."""
-    storage = f"sqlite:///{tmp_path / 'study.db'}" if request.param == "database" else None
+    storage = None
+    if request.param == "sqlite":
+        storage = f"sqlite:///{tmp_path / 'study.db'}"
+    elif request.param == "postgresql":
+        storage = request.getfixturevalue("postgres").new()
     return running.rendezvous_at("one", tmp_path / "study", storage).claims
 
 
@@ -79,6 +83,17 @@ def test_of_many_workers_one_holds_a_run(claims_of):
         for thread in threads:
             thread.join()
         assert sorted(holders) == [0] * 7 + [1]
+
+
+def test_workers_may_live_in_different_time_zones(postgres, monkeypatch):
+    """PostgreSQL writes a time without a zone in that of the session, which libpq takes from the environment."""
+    storage = postgres.new()
+    for zone in ("Asia/Tokyo", "America/New_York"):
+        run = running.rendezvous_at("one", None, storage).claims(zone)
+        monkeypatch.setenv("PGTZ", zone)
+        with run.hold():
+            monkeypatch.setenv("PGTZ", "UTC")
+            assert run.held()
 
 
 def _die_holding(run):
@@ -213,13 +228,12 @@ def test_a_study_whose_workers_are_killed_ends_like_one_that_was_not(tmp_path, m
 
 
 @pytest.mark.slow
-def test_workers_that_share_a_database_and_no_directory_split_a_study(tmp_path, monkeypatch, uninterrupted):
+def test_workers_that_share_a_database_and_no_directory_split_a_study(storage, tmp_path, monkeypatch, uninterrupted):
     """One is killed in its second run; two others end the study, and each has every result."""
     monkeypatch.setattr(running, "run_pool", in_this_process)
     monkeypatch.setattr(running, "POLL", 0.05)
     monkeypatch.setattr(claims, "HEARTBEAT", 0.2)
     monkeypatch.setattr(database, "STALE", 4.0)  # SQLite tells whole seconds; twenty signs may come late
-    storage = f"sqlite:///{tmp_path / 'study.db'}"
     killed, first, second = (tmp_path / name for name in ("killed", "first", "second"))
     process = started_worker(killed, storage)
     while steps_in(killed) < 12:
@@ -242,8 +256,7 @@ def test_workers_that_share_a_database_and_no_directory_split_a_study(tmp_path, 
     assert not list((tmp_path / "late").rglob("checkpoint.pt"))
 
 
-def test_a_database_tells_why_a_run_failed_until_it_is_tried_again(tmp_path):
-    storage = f"sqlite:///{tmp_path / 'study.db'}"
+def test_a_database_tells_why_a_run_failed_until_it_is_tried_again(storage, tmp_path):
     here, there = (running.rendezvous_at("one", tmp_path / name, storage) for name in ("here", "there"))
     other = running.rendezvous_at("other", tmp_path / "other", storage)
     run, faults = "cell/seed-0", [tmp_path / name / "cell" / "seed-0.error.txt" for name in ("here", "there")]
