@@ -17,6 +17,7 @@ from .checkpoint.consolidation import consolidate, divided_state, full_state
 from .checkpoint.load_plan import strict_loading
 from .checkpoint.pickling import restored, snapshot
 from .checkpoint.replaced_params import adopt_parameters, require_unchanged
+from .checkpoint.without_dynamo import without_dynamo
 from .engine.param_sets import ParamSets
 from .engine.signals import Given, SignalSource, with_partners
 from .inspection.reached import require_expected, require_matches, require_partners
@@ -79,7 +80,7 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         """
         group = own_keys(param_group, self.param_sets.recipe_text)
         index = len(self.param_groups)
-        super().add_param_group(group)
+        without_dynamo(super().add_param_group)(group)
         try:
             self.param_sets.declare_group(self.param_groups, self._known)
             if self._known is None:
@@ -89,6 +90,10 @@ class Optimizer(Reporting, torch.optim.Optimizer):
             del self.param_groups[index:]
             self.param_sets.forget(index)
             raise
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets gradients, or makes them zero."""
+        without_dynamo(super().zero_grad)(set_to_none)
 
     def train(self) -> None:
         """Makes the parameters hold the iterate that is trained again, bit for bit."""
@@ -170,7 +175,7 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         """
         self._settle()
         with divided_state(self):
-            return super().state_dict()
+            return without_dynamo(super().state_dict)()
 
     def full_state_dict(self) -> dict[str, Any]:
         """The state dict with all state as plain tensors on the CPU, for torch.save; all ranks call it."""
@@ -185,7 +190,7 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         """Bit-exact, strict: another recipe, missing, extra or misshapen state is one ValueError, nothing changes."""
         self._settle()
         with strict_loading(self, state_dict):
-            super().load_state_dict(state_dict)
+            without_dynamo(super().load_state_dict)(state_dict)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         self._settle()

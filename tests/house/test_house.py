@@ -234,6 +234,8 @@ for _ in range(3):
     optimizer.zero_grad()
     layer(torch.eye(3)).square().sum().backward()
     optimizer.step()
+optimizer.load_state_dict(optimizer.state_dict())
+assert "torch._dynamo" not in sys.modules, "importing torch.compile takes as long as importing torch"
 """
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

@@ -1,10 +1,12 @@
 """The contract of a torch optimizer: schedulers, closures, scaler, groups, copies, hooks, dtypes, layouts, shapes."""
 
 import copy
+import functools
 import math
 import pickle
 import re
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch.optim import lr_scheduler
 import eigengraft
 from eigengraft import Optimizer, load_recipe
 from eigengraft.optimizers.apply.weight_decay import WeightDecay
+from eigengraft.optimizers.checkpoint import without_dynamo
 
 from ..recipes import BROAD, COVER, EVERY_BROAD, TOGETHER, with_options
 from ..trajectories import named
@@ -500,6 +503,27 @@ def test_zero_grad() -> None:
     assert params[0].grad is not None and not params[0].grad.any()
     optimizer.zero_grad()
     assert params[0].grad is None
+
+
+def test_what_wraps_a_method_of_torch_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As tools do that patch the class, also where torch.compile is not imported."""
+    inherited, calls = torch.optim.Optimizer.zero_grad, []
+
+    @functools.wraps(inherited)
+    def watched(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        calls.append(set_to_none)
+        inherited(self, set_to_none)
+
+    monkeypatch.setattr(torch.optim.Optimizer, "zero_grad", watched)
+    monkeypatch.setattr(without_dynamo, "sys", SimpleNamespace(modules={}))
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    optimizer = Optimizer([parameter])
+    optimizer.zero_grad(set_to_none=False)
+    assert calls == [False] and parameter.grad.tolist() == [0.0, 0.0]
+    monkeypatch.setattr(torch.optim.Optimizer, "zero_grad", inherited)
+    optimizer.zero_grad()
+    assert calls == [False] and parameter.grad is None
 
 
 @pytest.mark.parametrize("recipe", EVERY_BROAD)
