@@ -123,6 +123,7 @@ def run_to_end(
     source: str | Study, overrides: list[str], out: Path | None, workers: int | None, storage: str | None = None
 ) -> Path:
     """Do the remaining runs of a study, those that tune first; name the runs that failed and exit with code 1."""
+    from ..reports.records import read_tuned
     from ..studies.running import complete_study
     from ..studies.study import load_study
     from .progress import StudyProgress
@@ -142,6 +143,9 @@ def run_to_end(
             yield progress.on_event
 
     failed = complete_study(study, directory, workers, watch, storage)
+    for one in read_tuned(directory):
+        for notice in one.notices:
+            console.print(f"{escape(one.cell)}: {notice}", highlight=False, soft_wrap=True)
     if failed:
         for run, reason in failed.items():
             last = reason.strip().splitlines()[-1]

@@ -88,3 +88,8 @@ def format_number(value: float | None, digits: int = 1) -> str:
 def format_ratio(value: float | None, base: float | None) -> str:
     """`value / base` as a factor; empty where one is missing."""
     return "" if not value or not base else f"{value / base:.2f}\u00d7"
+
+
+def format_rate(rate: float | None, edge: str = "") -> str:
+    """A learning rate; edge: "least" or "largest" where it is at an end of what was tried."""
+    return "" if rate is None else f"{rate:g}" + (f" ({edge} tried)" if edge else "")

@@ -46,6 +46,15 @@ class TunedCell:
         """The best values with their mean."""
         return next(one for one in self.tried if one.values == self.values)
 
+    @property
+    def notices(self) -> list[str]:
+        """A sentence for each field whose best value is at an end of what was tried."""
+        ends = ((field, self.values[field], end) for field, end in self.edges.items())
+        return [
+            f"the best {field}, {value}, is at the {end} end of what was tried; a better one may lie beyond it"
+            for field, value, end in ends
+        ]
+
 
 @dataclass(frozen=True)
 class Records:
@@ -63,6 +72,17 @@ class Records:
     tuned: tuple[TunedCell, ...] = ()
     target: Target | None = None
 
+    def rate_edge(self, labels: Mapping[str, str]) -> str:
+        """Where the learning rate of a cell was tuned: "least" or "largest" if it is at an end of what was tried."""
+        cell = ",".join(f"{axis}={label}" for axis, label in labels.items())
+        return next((one.edges.get("lr", "") for one in self.tuned if one.cell == cell), "")
+
+
+def read_tuned(directory: Path) -> tuple[TunedCell, ...]:
+    """What the searches of the study in `directory` have found so far."""
+    manifest = read_object(directory / f"{MANIFEST}.json")
+    return tuple(_tuned(cell, one) for cell, one in manifest.get("tuned", {}).items())
+
 
 def read_records(directory: Path) -> Records:
     """The runs under `directory`: those of its study, or without a study every run directory found."""
@@ -71,7 +91,7 @@ def read_records(directory: Path) -> Records:
         return _stray(directory)
     runs = tuple(Run(run["labels"], run["seed"], directory / run["directory"]) for run in manifest["runs"])
     metric = METRICS[manifest["metric"]]
-    tuned = tuple(_tuned(cell, one) for cell, one in manifest.get("tuned", {}).items())
+    tuned = read_tuned(directory)
     if not tuned and all(run.status(metric) == "missing" for run in runs):
         raise ValueError(
             f"report: runs that have begun are required, got none of the study's {len(runs)} in {directory}"

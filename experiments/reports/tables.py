@@ -11,7 +11,7 @@ from typing import Any
 from eigengraft.errors import RecipeError
 
 from .comparison import ComparisonPanel, ComparisonRow, compare
-from .formatting import format_difference, format_number, format_summary
+from .formatting import format_difference, format_number, format_rate, format_summary
 from .records import Records, learning_rate
 from .sweep import at_their_best
 
@@ -68,13 +68,14 @@ def cells_of(panel: ComparisonPanel, records: Records) -> Iterator[list[str]]:
     costs += ["step, ms", "state, bytes per parameter"]
     yield [records.compare, "learning rate", f"final {panel.metric.title}", *differences, *costs]
     for row in panel.rows:
-        rate = learning_rate(panel.configs.get(row.label, {}))
+        edge = records.rate_edge(row.runs[0].labels) if row.runs else ""
+        rate = format_rate(learning_rate(panel.configs.get(row.label, {})), edge)
         shown = format_summary(row.final) + (f" ({row.diverged} of {len(row.runs)} diverged)" if row.diverged else "")
         middle = [str(len(row.finals)), *_difference(row, panel)] if base else [str(len(row.finals))]
         numbers = [format_number(row.mean("step_ms")), format_number(row.mean("state_bytes_per_parameter"))]
         if records.target:
             numbers.insert(0, str(row.first(records.target) or "never"))
-        yield [row.title, "" if rate is None else f"{rate:g}", shown, *middle, *numbers]
+        yield [row.title, rate, shown, *middle, *numbers]
 
 
 def _caption(panel: ComparisonPanel, records: Records) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from eigengraft.errors import RecipeError
 
-from ..reports.formatting import format_summary
+from ..reports.formatting import format_rate, format_summary
 from ..reports.seed_statistics import summarize
 from ..studies.study import load_study
 from .claims import PaperClaim, PaperClaims, load_claims
@@ -72,12 +72,12 @@ def study_table(results: StudyResults) -> str:
 
 def _numbers(rows: list[ResultRow]) -> tuple[str, ...]:
     """Cells of one row of `study_table`; a number that its runs do not have is empty."""
-    rate = rows[0].numbers.get("lr")
+    first = rows[0].numbers
     losses = [row.numbers.get("val_loss") for row in rows]
     loss = format_summary(summarize([math.inf if x is None else x for x in losses]))
     known = [row.numbers["state_bytes_per_parameter"] for row in rows if "state_bytes_per_parameter" in row.numbers]
     size = f"{sum(known) / len(known):.1f}" if known else ""
-    return "" if rate is None else f"{rate:g}", loss, size
+    return format_rate(first.get("lr"), first.get("edge", "")), loss, size
 
 
 def _required(claim: PaperClaim) -> str:

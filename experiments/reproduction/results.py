@@ -45,7 +45,7 @@ class StudyResults:
 def collect_results(directory: Path) -> dict[str, Any]:
     """What is kept of the finished runs under `directory`. Raises ValueError where a run is not finished."""
     records = read_records(directory)
-    rows = [_row(run) for run in records.runs]
+    rows = [_row(run, records.rate_edge(run.labels)) for run in records.runs]
     last = max((run.directory / "result.json").stat().st_mtime for run in records.runs)
     seen = [run.environment for run in records.runs]
     made = {"date": datetime.fromtimestamp(last, UTC).date().isoformat()}
@@ -81,13 +81,13 @@ def read_results(path: Path, study: Study) -> StudyResults:
     return found
 
 
-def _row(run: Run) -> dict[str, Any]:
+def _row(run: Run, edge: str) -> dict[str, Any]:
     if not run.result:
         raise ValueError(f"reproduce: finished runs are required, got none in '{run.directory}'")
     steps, _, losses = run.curve(METRICS["val_loss"])
-    rate = learning_rate(run.config)
+    rate = {"lr": learning_rate(run.config), **({"edge": edge} if edge else {})}
     numbers = {key: _short(run.result.get(key)) for key in _NUMBERS}
-    return {"labels": run.labels, "seed": run.seed, "lr": rate, **numbers, "curve": [steps, list(map(_short, losses))]}
+    return {"labels": run.labels, "seed": run.seed, **rate, **numbers, "curve": [steps, list(map(_short, losses))]}
 
 
 def _read(row: Mapping[str, Any], study: Study) -> ResultRow:

@@ -6,11 +6,14 @@ import difflib
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field, field_validator
 
 from eigengraft.component import Component
+
+from ..training.imports import resolve_paths
 
 Changes = dict[str, Any]
 """Values by dotted path, like overrides: `steps`, `task.width`, `update.eigenbasis.refresh.steps`."""
@@ -80,6 +83,23 @@ def _zipped(axis: str, lists: Mapping[str, Any]) -> dict[str, Changes]:
         raise ValueError(f"{axis}: as many values for each path are required, got {got}")
     labels = axis_choices(axis, next(iter(lists.values())))
     return {label: {path: some[place] for path, some in lists.items()} for place, label in enumerate(labels)}
+
+
+def located_axis(axis: str, choices: Any, home: Path) -> Any:
+    """An axis of a file with the files that it names looked up from `home`; one that names none is as it was."""
+    try:
+        long = axis_choices(axis, choices)
+    except ValueError:
+        return choices  # refused with all other faults of the study
+    found = {k: resolve_paths(v, home) if isinstance(v, Mapping) else v for k, v in long.items()}
+    return choices if found == long else found
+
+
+def located_setting(setting: Any, home: Path) -> Any:
+    """A setting of a file with the files that it names looked up from `home`."""
+    if isinstance(setting, Mapping) and isinstance(setting.get("set"), Mapping):
+        return {**setting, "set": resolve_paths(setting["set"], home)}
+    return setting
 
 
 def as_label(value: Any) -> str:

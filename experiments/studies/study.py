@@ -27,6 +27,8 @@ from .axes import (
     axis_choices,
     changed_paths,
     combinations,
+    located_axis,
+    located_setting,
     read_where,
     require_known,
 )
@@ -178,9 +180,10 @@ def _read(path: Path) -> dict[str, Any]:
     base = data.get("base")
     if isinstance(base, (str, Mapping)):
         data["base"] = read_experiment(home / base) if isinstance(base, str) else resolve_paths(base, home)
-    for choices in data.get("axes", {}).values() if isinstance(data.get("axes"), Mapping) else ():
-        for label, changes in choices.items() if isinstance(choices, Mapping) else ():
-            choices[label] = resolve_paths(changes, home) if isinstance(changes, Mapping) else changes
+    if isinstance(data.get("axes"), Mapping):
+        data["axes"] = {axis: located_axis(str(axis), choices, home) for axis, choices in data["axes"].items()}
+    if isinstance(data.get("settings"), list):
+        data["settings"] = [located_setting(setting, home) for setting in data["settings"]]
     return {"name": path.stem, **data}
 
 

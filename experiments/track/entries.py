@@ -46,11 +46,10 @@ def keep_entry(track: Track, directory: Path, path: Path) -> list[str]:
     """
     content = collect_results(directory)
     records = read_records(directory)
-    edges = {one.cell: one.edges.get("lr", "") for one in records.tuned}
     others = []
     for row, run in zip(content["rows"], records.runs, strict=True):
         task = row["labels"]["task"]
-        row["edge"], row["data"] = edges.get(f"task={task}", ""), run.data[1][:16]
+        row["data"] = run.data[1][:16]
         if row["data"] != track.tasks[task].sha256[:16] and task not in others:
             others.append(task)
     content["made"] = {"track": str(track.version), **content["made"]}
@@ -81,7 +80,7 @@ def _read(track: Track, path: Path) -> EntryRuns:
     for row in content["rows"]:
         steps, losses = row["curve"]
         finite = [math.inf if loss is None else loss for loss in losses]
-        one = TaskRun(row["seed"], steps, finite, row["seconds"], row["lr"], row["edge"], row["data"])
+        one = TaskRun(row["seed"], steps, finite, row["seconds"], row["lr"], row.get("edge", ""), row["data"])
         found[row["labels"]["task"]].append(one)
     runs = {task: sorted(some, key=lambda run: run.seed) for task, some in found.items()}
     for task, some in runs.items():

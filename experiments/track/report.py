@@ -9,6 +9,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from ..reports.figures import INK, LIGHT, save_figure, style_axes
+from ..reports.formatting import format_rate
 from ..reproduction.pages import markdown_table
 from .entries import EntryRuns
 from .scores import WORST_RATIO, TaskScore, profile, profile_score, ratios
@@ -26,7 +27,10 @@ def track_table(track: Track, entries: Sequence[EntryRuns], found: Mapping[str, 
     )
     rates = markdown_table(
         ("entry", *track.tasks, "made"),
-        [(f"`{name}`", *map(_rate, found[name].values()), _made(entries, name)) for name in order],
+        [
+            (f"`{name}`", *(format_rate(one.lr, one.edge) for one in found[name].values()), _made(entries, name))
+            for name in order
+        ],
     )
     return f"Steps to the target, and seconds:\n\n{steps}\nLearning rates that the searches chose:\n\n{rates}"
 
@@ -65,7 +69,7 @@ def _reached(one: TaskScore) -> str:
 
 
 def _rate(one: TaskScore) -> str:
-    return f"{one.lr:g}" + (f" ({one.edge} tried)" if one.edge else "")
+    return format_rate(one.lr, one.edge)
 
 
 def _made(entries: Sequence[EntryRuns], name: str) -> str:

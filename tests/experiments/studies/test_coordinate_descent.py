@@ -6,12 +6,16 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from eigengraft import RecipeError
 from eigengraft.experiments import load_experiment
-from eigengraft.experiments.reports.records import read_records
+from eigengraft.experiments.cli.main import app
+from eigengraft.experiments.reports.records import read_records, read_tuned
 from eigengraft.experiments.reports.report import render
 from eigengraft.experiments.reports.run import METRICS
+from eigengraft.experiments.reports.tables import write_tables
+from eigengraft.experiments.reproduction.results import collect_results
 from eigengraft.experiments.studies.plan import plan_runs
 from eigengraft.experiments.studies.running import prepare_study, run_study
 from eigengraft.experiments.studies.study import load_study
@@ -161,6 +165,22 @@ def test_a_study_tunes_then_runs(tmp_path, monkeypatch):
     page = render(read_records(tmp_path))
     assert "Tuned values" in page and all(f"{value}: " in page for value in tried)  # as the report writes them
     assert ("a better one may lie beyond it" in page) == (config["lr"] != 0.01)
+
+
+def test_a_rate_at_an_end_of_what_was_tried_is_told_wherever_it_is_shown(tmp_path, monkeypatch):
+    """Of three rates that are all far too small the largest is best."""
+    fork_what_is_spawned(monkeypatch)
+    one = study(axes={"method": {"adam": {"lr": 1e-5}}}, seeds=[0], tune={"seeds": [7], "trials": 3})
+    (tmp_path / "tiny.yaml").write_text(json.dumps(one.model_dump(mode="json")))
+    out = tmp_path / "out"
+    done = CliRunner().invoke(app, ["ablate", str(tmp_path / "tiny.yaml"), "--out", str(out)])
+    (found,) = read_tuned(out)
+    assert found.values == {"lr": 2e-5}
+    assert "method=adam: the best lr, 2e-05, is at the largest end of what was tried" in done.output
+    write_tables(read_records(out), tmp_path)
+    for name in ("tables.md", "tables.tex"):
+        assert "2e-05 (largest tried)" in (tmp_path / name).read_text()
+    assert [row["edge"] for row in collect_results(out)["rows"]] == ["largest"]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from eigengraft import RecipeError
 from eigengraft.experiments.reports.records import read_records
-from eigengraft.experiments.studies.plan import plan_runs, refuse_changed
+from eigengraft.experiments.studies.plan import cells, plan_runs, refuse_changed
 from eigengraft.experiments.studies.running import prepare_study, run_study
 from eigengraft.experiments.studies.study import Study, load_study, shipped_studies
 from eigengraft.experiments.training.train import train
@@ -136,6 +136,25 @@ def test_files(tmp_path):
     (tmp_path / "bad.yaml").write_text("base: base.yaml\naxes: 3\n")
     with pytest.raises(RecipeError, match=r"bad.yaml does not describe a study:\naxes: "):
         load_study(tmp_path / "bad.yaml")
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        "recipe: [adamw, own.yaml]",
+        "method: {recipe: [adamw, own.yaml], lr: [0.1, 0.2]}",
+        "method: {adamw: {}, own.yaml: {recipe: own.yaml}}",
+        "method: {adamw: {}, own.yaml: {}}\nsettings: [{when: {method: own.yaml}, set: {recipe: own.yaml}}]",
+    ],
+)
+def test_files_that_a_study_names_are_beside_it(axes, tmp_path):
+    """Not in the present directory, however an axis is written; labels stay as they are."""
+    (tmp_path / "own.yaml").write_text("base: lion\n")
+    base = "base: {task: {kind: digits, width: 4}, recipe: adamw, steps: 3}\n"
+    (tmp_path / "trial.yaml").write_text(f"{base}axes:\n  {axes}\n")
+    loaded = load_study(tmp_path / "trial.yaml")
+    assert [list(cell.labels.values()) for cell in cells(loaded)] == [["adamw"], ["own.yaml"]]
+    assert [run.experiment.recipe.name for run in plan_runs(loaded)] == ["adamw", "own"]
 
 
 def test_python_and_data_say_the_same():
