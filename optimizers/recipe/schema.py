@@ -14,6 +14,7 @@ ELSEWHERE = {
     "recipe": "`update` has the stages",
     "overrides": "`set: {dotted.path: value}` changes single values of a `base`",
     ".": "dotted paths go under `set`, beside a `base`",
+    "imports": "it belongs to an experiment; the command line takes `--import FILE.py`, Python imports the file first",
     **dict.fromkeys(
         (
             "schedule",

@@ -54,6 +54,15 @@ def test_the_new_stage_trains_from_one_file_and_yaml(tmp_path: Path, place: str)
     assert json.loads((tmp_path / "run" / "result.json").read_text())["val_accuracy"] > 0.5  # of ten digits
 
 
+@pytest.mark.slow
+def test_the_new_stage_keeps_the_laws(tmp_path: Path) -> None:
+    check = "from eigengraft.testing import check_stage\nprint(check_stage(Belief()))\n"
+    (tmp_path / "check.py").write_text(files(README)["belief.py"] + check)
+    done = run("check.py", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "update.belief: " in done.stdout and "laws hold" in done.stdout
+
+
 def test_one_line_makes_the_recipes_that_the_front_page_says() -> None:
     import eigengraft
 

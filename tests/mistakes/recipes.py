@@ -35,6 +35,7 @@ RECIPES = (
         "{update: momentum, schedule: cosine}",
         "schedule: unknown field; it belongs to an experiment, or to the training",
     ),
+    ("{update: momentum, imports: [own.py]}", "imports: unknown field; it belongs to an experiment"),
     ("{update: momentum, steps: 100}", "steps: unknown field; it belongs to an experiment"),
     ("{update: momentum, grad_clip: 1.0}", "grad_clip: unknown field; it belongs to an experiment"),
     ("{update: momentum, foreach: true}", "foreach: unknown field; no recipe has this option of torch's"),
