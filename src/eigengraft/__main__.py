@@ -1,10 +1,14 @@
 """`python -m eigengraft` is the command `eigengraft`; torchrun starts it so."""
 
+import os
 import sys
 
 
 def command_line() -> None:
     """Run the command line; where its libraries are missing, say what installs them."""
+    os.environ.setdefault(
+        "KINETO_LOG_LEVEL", "99"
+    )  # torch's profiler, which `bench step` asks, prints lines of its own
     try:
         from eigengraft.experiments.cli.main import main
     except ModuleNotFoundError as error:
