@@ -15,6 +15,9 @@ from .entries import EntryRuns
 from .scores import WORST_RATIO, TaskScore, profile, profile_score, ratios
 from .track import Track
 
+DRAWN, BASELINE = 8, "adamw"
+"""How many of the best entries the figure has, and the one that it always has."""
+
 
 def track_table(track: Track, entries: Sequence[EntryRuns], found: Mapping[str, Mapping[str, TaskScore]]) -> str:
     """A row per entry, the best profile first: steps to the target and seconds, or the loss at the end, and rates."""
@@ -36,12 +39,12 @@ def track_table(track: Track, entries: Sequence[EntryRuns], found: Mapping[str, 
 
 
 def draw_profiles(found: Mapping[str, Mapping[str, TaskScore]]) -> Figure:
-    """rho(tau) of every entry."""
+    """rho(tau) of the entries with the best profiles, DRAWN of them, and of AdamW."""
     figure = Figure(figsize=(6.0, 3.6), layout="constrained")
     axes = figure.add_subplot()
     apart = ratios(found)
     order = sorted(found, key=lambda name: (-profile_score(apart[name]), name))
-    for style, name in enumerate(order):
+    for style, name in enumerate([*order[:DRAWN], *(name for name in order[DRAWN:] if name == BASELINE)]):
         at = sorted({1.0, WORST_RATIO, *(one for one in apart[name].values() if one < WORST_RATIO)})
         dash = "-" if style < len(LIGHT) else (0, (5, 1.5))
         # lines that coincide stay visible: each is a little lower than the one before
