@@ -30,10 +30,7 @@ def track_table(track: Track, entries: Sequence[EntryRuns], found: Mapping[str, 
     )
     rates = markdown_table(
         ("entry", *track.tasks, "made"),
-        [
-            (f"`{name}`", *(format_rate(one.lr, one.edge) for one in found[name].values()), _made(entries, name))
-            for name in order
-        ],
+        [(f"`{name}`", *map(_rate, found[name].values()), _made(entries, name)) for name in order],
     )
     return f"Steps to the target, and seconds:\n\n{steps}\nLearning rates that the searches chose:\n\n{rates}"
 

@@ -6,9 +6,8 @@ import sys
 
 def command_line() -> None:
     """Run the command line; where its libraries are missing, say what installs them."""
-    os.environ.setdefault(
-        "KINETO_LOG_LEVEL", "99"
-    )  # torch's profiler, which `bench step` asks, prints lines of its own
+    # `bench step` asks torch's profiler, which prints lines of its own.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     try:
         from eigengraft.experiments.cli.main import main
     except ModuleNotFoundError as error:
