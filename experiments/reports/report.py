@@ -28,7 +28,7 @@ from .recipe_diff import diff_recipes
 from .records import Records, learning_rate, read_records
 from .run import Run, Status
 from .seed_statistics import BOOTSTRAP_PAIRS, Paired
-from .sweep import at_their_best, sweeps
+from .sweep import at_their_best, sweeps, swept
 from .tables import write_runs_csv, write_tables
 
 _AXES = (("steps", "training steps"), ("seconds", "training seconds"))
@@ -52,12 +52,12 @@ def write_figures(directory: Path, folder: Path) -> list[Path]:
     """Write every figure of the report of `directory` into `folder`, as SVG and as PNG."""
     make_directory(folder)
     records = read_records(directory)
-    panels, metric = compare(records), records.metric.title
+    along, metric = swept(records), records.metric.title
     named = {
-        _file(records, title, f"final {metric} against {records.compare}"): figure
-        for title, figure in _sweeps(panels, records).items()
+        _file(records, title, f"final {metric} against {along.compare}"): figure
+        for title, figure in _sweeps(along).items()
     }
-    for panel in [*at_their_best(records, panels), *panels]:
+    for panel in [*at_their_best(along), *compare(records)]:
         for axis, (short, _) in enumerate(_AXES if panel.begun else ()):
             named[_file(records, panel.title, f"{metric} against {short}")] = _figure(panel, axis)
         named |= {_file(records, panel.title, short): drawing for short, _, drawing in beside_curves(panel)}
@@ -84,9 +84,9 @@ def render(records: Records) -> str:
         "number": format_number,
         "ratio": format_ratio,
     }
-    panels = compare(records)
-    best = at_their_best(records, panels)
-    head = f"Final {records.metric.title} against {axis_name(records.compare)}"
+    panels, along = compare(records), swept(records)
+    best = at_their_best(along)
+    head = f"Final {records.metric.title} against {axis_name(along.compare)}"
     return environment.get_template("report.html.jinja").render(
         records=records,
         panels=[
@@ -94,8 +94,9 @@ def render(records: Records) -> str:
         ],
         sweeps=[
             (f"{head}: {title}", Markup(figures.inline_svg(figure, f"sweep-{index}")))
-            for index, (title, figure) in enumerate(_sweeps(panels, records).items())
+            for index, (title, figure) in enumerate(_sweeps(along).items())
         ],
+        swept=along.compare,
         reached=format_reached,
         learning_rate=learning_rate,
         chosen=bool(best),
@@ -132,13 +133,12 @@ def _drawings(panel: ComparisonPanel, index: int) -> list[tuple[str, Markup]]:
     ]
 
 
-def _sweeps(panels: list[ComparisonPanel], records: Records) -> dict[str, Figure]:
+def _sweeps(records: Records) -> dict[str, Figure]:
     """A figure by its title for each group of panels that a number varies in."""
     y_label = f"final {records.metric.title}"
-    found = sweeps(records, panels)
     return {
         title: figures.draw_curves(curves, axis_name(records.compare), y_label, log_x=True)
-        for title, curves in found.items()
+        for title, curves in sweeps(records).items()
     }
 
 

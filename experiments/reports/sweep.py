@@ -3,18 +3,40 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from .comparison import ComparisonPanel, ComparisonRow, named
+from .comparison import ComparisonPanel, ComparisonRow, compare, named
 from .figures import Curve, LostRun
 from .records import Records
 
+RATE = "lr"
+"""The axis whose best label each method may have for itself, whatever the study compares."""
 
-def sweeps(records: Records, panels: Sequence[ComparisonPanel]) -> dict[str, list[Curve]]:
+
+def swept(records: Records) -> Records:
+    """The same runs, compared along the learning rate if that is an axis beside the one that the study compares.
+
+    The methods are the last of the other labels then, and the runs of the baseline come first.
+    """
+    if records.compare == RATE or not all(RATE in run.labels for run in records.runs):
+        return records
+    runs = [replace(run, labels=_rate_last(run.labels, records.compare)) for run in records.runs]
+    runs.sort(key=lambda run: run.labels[records.compare] != records.baseline)
+    return replace(records, runs=tuple(runs), compare=RATE, baseline=runs[0].labels[RATE])
+
+
+def _rate_last(labels: Mapping[str, str], method: str) -> dict[str, str]:
+    others = {axis: label for axis, label in labels.items() if axis not in (method, RATE)}
+    return {**others, method: labels[method], RATE: labels[RATE]}
+
+
+def sweeps(records: Records) -> dict[str, list[Curve]]:
     """Curves by title: one curve per panel; panels that differ only in the last label share a figure.
 
     Empty unless all labels are numbers. Diverged runs leave a gap; rows without a finished run are left out.
     """
+    panels = compare(records)
     numbers = {row.label: _number(row.label) for panel in panels for row in panel.rows}
     if len(numbers) < 3 or not all(map(math.isfinite, numbers.values())):
         return {}
@@ -40,13 +62,13 @@ def sweeps(records: Records, panels: Sequence[ComparisonPanel]) -> dict[str, lis
     return found
 
 
-def at_their_best(records: Records, panels: Sequence[ComparisonPanel]) -> list[ComparisonPanel]:
+def at_their_best(records: Records) -> list[ComparisonPanel]:
     """Panels that compare each method, a label of the axis before the last, at its own best number of a sweep.
 
     The first method is the baseline. Empty where there is no sweep, or one method alone.
     """
     groups: dict[tuple[str, ...], list[ComparisonPanel]] = {}
-    for panel in panels if sweeps(records, panels) else ():
+    for panel in compare(records) if sweeps(records) else ():
         if panel.best is not None and panel.labels:
             groups.setdefault(panel.labels[:-1], []).append(panel)
     return [_at_their_best(records, outer, group) for outer, group in groups.items() if len(group) > 1]

@@ -13,7 +13,7 @@ from eigengraft.errors import RecipeError
 from .comparison import ComparisonPanel, ComparisonRow, compare
 from .formatting import format_difference, format_number, format_rate, format_summary
 from .records import Records, learning_rate
-from .sweep import at_their_best
+from .sweep import at_their_best, swept
 
 _COLUMNS = ("val_loss", "val_accuracy", "steps", "seconds", "step_ms", "optimizer_ms", "state_bytes_per_parameter")
 _LATEX = {
@@ -31,8 +31,7 @@ _LATEX = {
 
 def write_tables(records: Records, folder: Path) -> list[Path]:
     """Write tables.md and tables.tex, one table for each panel that has begun; LaTeX needs the package booktabs."""
-    panels = compare(records)
-    panels = [panel for panel in [*at_their_best(records, panels), *panels] if panel.begun]
+    panels = [panel for panel in [*at_their_best(swept(records)), *compare(records)] if panel.begun]
     written = {"tables.md": markdown, "tables.tex": latex}
     for name, form in written.items():
         (folder / name).write_text("\n\n".join(form(panel, records) for panel in panels) + "\n", encoding="utf-8")

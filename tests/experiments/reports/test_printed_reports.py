@@ -12,7 +12,7 @@ from eigengraft.experiments.reports.figures import Curve, Level, LostRun, draw_c
 from eigengraft.experiments.reports.formatting import format_difference
 from eigengraft.experiments.reports.records import read_records
 from eigengraft.experiments.reports.report import axis_name, write_figures, write_report
-from eigengraft.experiments.reports.sweep import at_their_best
+from eigengraft.experiments.reports.sweep import at_their_best, swept
 from eigengraft.experiments.reports.tables import latex, markdown, write_tables
 
 from .test_report import ADAM, SOAP, Page, write_run, write_study
@@ -42,13 +42,25 @@ def grid(tmp_path):
 
 def test_each_method_is_compared_at_its_own_best_learning_rate(grid):
     records = read_records(grid)
-    (panel,) = at_their_best(records, compare(records))
+    (panel,) = at_their_best(records)
     assert [row.label for row in panel.rows] == ["adam, lr 0.1", "soap, lr 0.01"]
     # 1.5 - 2.0, 1.6 - 2.2, 1.8 - 2.1: mean -0.4667
     assert panel.rows[1].difference.mean == pytest.approx(-1.4 / 3)
     text = " ".join(Page(write_report(grid).read_text(encoding="utf-8")).text.split())
     assert "each at its own best lr" in text and "flatters" in text
     assert "Lowest final validation loss: soap, lr 0.01, 1.633" in text
+
+
+def test_methods_that_are_compared_beside_learning_rates_have_each_its_best(grid):
+    """The baseline comes first, wherever it stands, and the sections for each rate stay."""
+    manifest = json.loads((grid / "study.json").read_text())
+    (grid / "study.json").write_text(json.dumps({**manifest, "compare": "method", "baseline": "soap"}))
+    (panel,) = at_their_best(swept(read_records(grid)))
+    assert [row.label for row in panel.rows] == ["soap, lr 0.01", "adam, lr 0.1"]
+    assert panel.rows[1].difference.mean == pytest.approx(1.4 / 3)  # as above
+    text = " ".join(Page(write_report(grid).read_text(encoding="utf-8")).text.split())
+    heads = ["Validation loss against lr", "each at its own best lr", "lr 0.01 Lowest", "lr 0.1 Lowest"]
+    assert [text.find(head) for head in heads] == sorted(text.find(head) for head in heads) and heads[-1] in text
 
 
 def test_p_is_corrected_for_the_comparisons_of_a_table(tmp_path):
@@ -146,7 +158,7 @@ def test_seconds_are_those_of_median_steps_and_a_busy_machine_is_named(tmp_path)
 
 def test_tables_in_markdown_and_latex(grid):
     records = read_records(grid)
-    (panel,) = at_their_best(records, compare(records))
+    (panel,) = at_their_best(records)
     head, rule, *rows = markdown(panel, records).splitlines()[2:]
     assert head.count("|") == rule.count("|") == rows[0].count("|") and len(rows) == 2
     assert rows[1].startswith("| soap, lr 0.01 | 0.01 | 1.633 \u00b1 0.153 | 3 | \u22120.467 [")

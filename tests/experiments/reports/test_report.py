@@ -345,7 +345,7 @@ def test_numbers_compared_become_curves(tmp_path):
     manifest = {"name": "n", "description": "", "metric": "val_loss", "compare": "lr", "baseline": "0.01"}
     (tmp_path / "study.json").write_text(json.dumps({**manifest, "runs": listed}))
     records = read_records(tmp_path)
-    (title, (curve,)) = next(iter(sweeps(records, compare(records)).items()))
+    (title, (curve,)) = next(iter(sweeps(records).items()))
     assert (title, curve.label, curve.x) == ("t", "adam", [0.001, 0.01, 0.1])
     assert curve.mean[:2] == [5.0, 2.5] and math.isnan(curve.mean[2])
     assert (curve.low[0], curve.high[0]) == (4.0, 6.0)
@@ -354,7 +354,7 @@ def test_numbers_compared_become_curves(tmp_path):
 
 def test_names_compared_have_no_curve_over_them(study):
     records = read_records(study)
-    assert sweeps(records, compare(records)) == {}
+    assert sweeps(records) == {}
 
 
 def test_only_fields_that_distinguish_are_told():
