@@ -15,7 +15,7 @@ RATE = "lr"
 
 
 def swept(records: Records) -> Records:
-    """The same runs, compared along the learning rate if that is an axis beside the one that the study compares.
+    """The runs compared along the learning rate, if that is an axis beside the one that the study compares.
 
     The methods are the last of the other labels then, and the runs of the baseline come first.
     """
