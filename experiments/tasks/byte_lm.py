@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import hashlib
+import importlib.util
+import lzma
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import IO, Any, Literal
 
 import numpy as np
 import torch
@@ -22,6 +26,11 @@ from .models import GPT
 SYMBOLS = 256
 IN_LIBRARY = "python:"
 """Start of the path of a file in the standard library's folder, the same on every machine."""
+IN_PACKAGE = "package:"
+"""Start of the path of a file in the folder of an installed package, which is not imported."""
+INSTALLED = (IN_LIBRARY, IN_PACKAGE)
+"""Starts of paths that are the same wherever an experiment lies."""
+_OPENERS: Mapping[str, Callable[[Path], IO[Any]]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
 
 class ByteLM(Task):
@@ -34,7 +43,8 @@ class ByteLM(Task):
     kind: Literal["byte_lm"] = "byte_lm"
     path: str | None = Field(
         default=None,
-        description="a text file, or 'python:FILE' in the standard library's folder; none: the library's sources",
+        description="a text file, also .gz, .bz2 or .xz; 'python:FILE' in the standard library's folder, or "
+        "'package:NAME/FILE' in that of an installed package; none: the library's sources",
     )
     max_bytes: int = Field(default=8 * 2**20, ge=4096, description="read at most this many bytes of text")
     layers: int = Field(default=2, ge=1, le=64, description="transformer blocks")
@@ -48,7 +58,7 @@ class ByteLM(Task):
     @field_validator("path")
     @classmethod
     def _absolute(cls, path: str | None) -> str | None:
-        if path is None or path.startswith(IN_LIBRARY):
+        if path is None or path.startswith(INSTALLED):
             return path
         return str(Path(path).expanduser().absolute())
 
@@ -63,11 +73,7 @@ class ByteLM(Task):
     def load(self) -> Dataset:
         if self.path is None:
             return Text(self, standard_library_text(self.max_bytes))
-        inside = self.path.startswith(IN_LIBRARY)
-        file = library_folder() / self.path.removeprefix(IN_LIBRARY) if inside else Path(self.path)
-        if not file.is_file():
-            raise ValueError(f"task.path: an existing text file is required, got '{self.path}'")
-        return Text(self, read_text([file], self.max_bytes))
+        return Text(self, read_text([text_file(self.path)], self.max_bytes))
 
     def build(self) -> nn.Module:
         return initialized(GPT(SYMBOLS, self.context, self.layers, self.width, self.heads), self.init)
@@ -115,17 +121,37 @@ def standard_library_text(max_bytes: int) -> bytes:
     return read_text(standard_library_files(), max_bytes)
 
 
+def text_file(path: str) -> Path:
+    """The file that a `path` of the task names. Raises ValueError where there is none."""
+    file = Path(path)
+    if path.startswith(IN_LIBRARY):
+        file = library_folder() / path.removeprefix(IN_LIBRARY)
+    if path.startswith(IN_PACKAGE):
+        name, _, inside = path.removeprefix(IN_PACKAGE).partition("/")
+        found = importlib.util.find_spec(name) if name.isidentifier() else None
+        if found is None or not found.submodule_search_locations:
+            raise ValueError(f"task.path: an installed package is required after '{IN_PACKAGE}', got '{name}'")
+        file = Path(found.submodule_search_locations[0]) / inside
+    if not file.is_file():
+        raise ValueError(f"task.path: an existing text file is required, got '{path}'")
+    return file
+
+
 def read_text(files: Iterable[Path], max_bytes: int) -> bytes:
     """The first `max_bytes` bytes of all files, one after the other."""
     parts: list[bytes] = []
     size = 0
     for file in files:
-        with file.open("rb") as stream:
+        with _OPENERS.get(file.suffix, _open)(file) as stream:
             parts.append(stream.read(max_bytes - size))
         size += len(parts[-1])
         if size >= max_bytes:
             break
     return b"".join(parts)
+
+
+def _open(file: Path) -> IO[bytes]:
+    return file.open("rb")
 
 
 def library_folder() -> Path:

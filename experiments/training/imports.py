@@ -14,7 +14,7 @@ from typing import Any
 
 from eigengraft.errors import RecipeError
 
-from ..tasks.byte_lm import IN_LIBRARY
+from ..tasks.byte_lm import INSTALLED
 
 
 def import_component(source: str) -> ModuleType:
@@ -76,7 +76,7 @@ def _located(path: str, value: Any, home: Path) -> Any:
         return str(home / value)
     if path == "recipe" and isinstance(value, Mapping) and "base" in value:
         return {**value, "base": _located("recipe.base", value["base"], home)}
-    if path == "task.path" and isinstance(value, str) and not value.startswith(IN_LIBRARY):
+    if path == "task.path" and isinstance(value, str) and not value.startswith(INSTALLED):
         return str(home / value)
     if path == "task" and isinstance(value, Mapping) and "path" in value:
         return {**value, "path": _located("task.path", value["path"], home)}

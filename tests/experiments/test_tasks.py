@@ -1,6 +1,9 @@
 """Tasks: what is read, which batch belongs to which step, and what the metrics mean."""
 
+import bz2
+import gzip
 import hashlib
+import lzma
 import math
 import pydoc_data
 from pathlib import Path
@@ -16,6 +19,7 @@ from eigengraft.component import checked
 from eigengraft.experiments.tasks import Batch, ByteLM, Digits, Task
 from eigengraft.experiments.tasks.byte_lm import standard_library_files
 from eigengraft.experiments.tasks.digits import read_digits
+from eigengraft.experiments.training.imports import resolve_paths
 from eigengraft.experiments.training.schedule import Constant, Cosine, Linear, Schedule
 from eigengraft.testing.laws import Law
 from eigengraft.testing.task_laws import TASK_LAWS, TaskCase
@@ -52,6 +56,26 @@ def test_a_file_of_the_standard_library_has_the_same_path_everywhere() -> None:
     assert task.load().fingerprint.sha256 == hashlib.sha256(text).hexdigest()
     with pytest.raises(ValueError, match=r"an existing text file is required, got 'python:nowhere'"):
         ByteLM(path="python:nowhere").load()
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".bz2", ".xz"])
+def test_a_text_in_a_package_is_read_without_importing_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    text = bytes(range(256)) * 20
+    pack = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}[suffix]
+    (tmp_path / "texts_for_test" / "data").mkdir(parents=True)
+    (tmp_path / "texts_for_test" / "__init__.py").write_text("raise ImportError\n")
+    (tmp_path / "texts_for_test" / "data" / f"text{suffix}").write_bytes(pack(text))
+    monkeypatch.syspath_prepend(tmp_path)
+    path = f"package:texts_for_test/data/text{suffix}"
+    assert resolve_paths({"task": {"kind": "byte_lm", "path": path}}, tmp_path)["task"]["path"] == path
+    found = ByteLM(path=path, context=8).load().fingerprint
+    assert (found.sha256, found.source) == (hashlib.sha256(text).hexdigest(), path)
+    assert ByteLM(path=path, context=8, max_bytes=4096).load().fingerprint.size == 4096  # of the text
+    for wrong, asked in (("package:nowhere_for_test/text", "an installed package"), (f"{path}x", "an existing text")):
+        with pytest.raises(ValueError, match=f"task.path: {asked}.* is required.*, got '"):
+            ByteLM(path=wrong).load()
 
 
 def test_training_never_sees_the_last_part_of_the_text_and_validation_sees_nothing_else(tmp_path: Path) -> None:
