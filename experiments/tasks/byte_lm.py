@@ -8,10 +8,10 @@ import hashlib
 import importlib.util
 import lzma
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import BinaryIO, Literal
 
 import numpy as np
 import torch
@@ -30,7 +30,6 @@ IN_PACKAGE = "package:"
 """Start of the path of a file in the folder of an installed package, which is not imported."""
 INSTALLED = (IN_LIBRARY, IN_PACKAGE)
 """Starts of paths that are the same wherever an experiment lies."""
-_OPENERS: Mapping[str, Callable[[Path], IO[Any]]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
 
 class ByteLM(Task):
@@ -142,7 +141,7 @@ def read_text(files: Iterable[Path], max_bytes: int) -> bytes:
     parts: list[bytes] = []
     size = 0
     for file in files:
-        with _OPENERS.get(file.suffix, _open)(file) as stream:
+        with _opened(file) as stream:
             parts.append(stream.read(max_bytes - size))
         size += len(parts[-1])
         if size >= max_bytes:
@@ -150,8 +149,13 @@ def read_text(files: Iterable[Path], max_bytes: int) -> bytes:
     return b"".join(parts)
 
 
-def _open(file: Path) -> IO[bytes]:
-    return file.open("rb")
+def _opened(file: Path) -> BinaryIO | gzip.GzipFile | bz2.BZ2File | lzma.LZMAFile:
+    """The bytes of a file, which its suffix says how to decompress."""
+    if file.suffix == ".gz":
+        return gzip.open(file)
+    if file.suffix == ".bz2":
+        return bz2.open(file)
+    return lzma.open(file) if file.suffix == ".xz" else file.open("rb")
 
 
 def library_folder() -> Path:
