@@ -17,10 +17,11 @@ def cells_table(preview: StudyPreview) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     for axis in preview.cells[0].labels:
         table.add_column(axis, overflow="fold")
-    for name in ("runs", "complete", "tuning, at most", "seconds a run", "state bytes", "parameters"):
+    for name in ("runs", "complete", "timed", "tuning, at most", "seconds a run", "state bytes", "parameters"):
         table.add_column(name, justify="right")
     for cell in preview.cells:
-        numbers = (cell.runs, cell.complete, cell.tuning, round(cell.seconds), cell.state_bytes, cell.parameters)
+        counts = (cell.runs, cell.complete, cell.timing, cell.tuning)
+        numbers = (*counts, round(cell.seconds), cell.state_bytes, cell.parameters)
         table.add_row(*map(Text, cell.labels.values()), *(f"{number:,}" for number in numbers))
     return table
 
@@ -44,4 +45,8 @@ def sentence(preview: StudyPreview) -> str:
     at_most = "at most " if any(cell.tuning for cell in preview.cells) else ""
     hours, minutes = divmod(round(preview.seconds / 60), 60)
     runs = f"{preview.name}: {at_most}{preview.runs} runs in {len(preview.cells)} cells"
-    return f"{runs}, about {hours}:{minutes:02d} hours on one core; such a guess may be off by a factor of a few"
+    timed = "; steps of other cells than the baseline's follow from the timed runs"
+    return (
+        f"{runs}, about {hours}:{minutes:02d} hours on one core; such a guess may be off by a factor of a few"
+        f"{timed if any(cell.timing for cell in preview.cells) else ''}"
+    )

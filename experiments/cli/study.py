@@ -137,8 +137,10 @@ def run_to_end(
     def watch(prepared: PreparedStudy) -> Iterator[Callable[[StudyEvent], None]]:
         nonlocal runs
         runs += len(prepared.runs)
-        if prepared.tuning and study.tune is not None:
+        if prepared.phase == "tuning" and study.tune is not None:
             console.print(f"tuning {', '.join(study.tune.fields)}: {len(prepared.left)} runs", highlight=False)
+        if prepared.phase == "timing":
+            console.print(f"timing every cell: {len(prepared.left)} runs", highlight=False)
         with StudyProgress(console, len(prepared.runs), len(prepared.left)) as progress:
             yield progress.on_event
 

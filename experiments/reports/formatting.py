@@ -45,6 +45,12 @@ def format_reached(row: ComparisonRow, axis: int) -> tuple[str, str]:
     return f"{mean:.{axis}f}", "" if len(hits) == len(found) else f"{len(hits)} of {len(found)} seeds"
 
 
+def format_length(row: ComparisonRow) -> tuple[str, str]:
+    """Mean steps, and mean training seconds if the median step had taken as long all the time."""
+    ended = [run.seconds()[-1] for run in row.runs if run.result]
+    return format_number(row.mean("steps"), 0), format_number(sum(ended) / len(ended) if ended else None)
+
+
 def format_summary(summary: Summary | None) -> str:
     """Mean and spread."""
     if summary is None:

@@ -61,6 +61,8 @@ class Records:
     """All runs of a directory. Runs are compared along the axis `compare` with the runs labelled `baseline`.
 
     Where no run of a panel has that label, as among runs of no study, they are compared with the first.
+
+    equal: what the cells of the study have alike, "steps" as written, or the training "seconds" of the baseline.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Records:
     runs: tuple[Run, ...]
     tuned: tuple[TunedCell, ...] = ()
     target: Target | None = None
+    equal: str = "steps"
 
     def rate_edge(self, labels: Mapping[str, str]) -> str:
         """Where the learning rate of a cell was tuned: "least" or "largest" if it is at an end of what was tried."""
@@ -99,7 +102,8 @@ def read_records(directory: Path) -> Records:
     name, description = manifest["name"], manifest["description"]
     given = manifest.get("study", {}).get("target")
     target = None if given is None else Target(**given)
-    return Records(name, description, metric, manifest["compare"], manifest["baseline"], runs, tuned, target)
+    compared = (manifest["compare"], manifest["baseline"])
+    return Records(name, description, metric, *compared, runs, tuned, target, manifest.get("equal", "steps"))
 
 
 def _tuned(cell: str, found: Mapping[str, Any]) -> TunedCell:

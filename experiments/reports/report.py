@@ -18,6 +18,7 @@ from .comparison import ComparisonPanel, compare
 from .drawings.panels import beside_curves
 from .formatting import (
     format_difference,
+    format_length,
     format_number,
     format_ratio,
     format_reached,
@@ -82,6 +83,7 @@ def render(records: Records) -> str:
         "summary": format_summary,
         "difference": format_difference,
         "number": format_number,
+        "length_of_run": format_length,
         "ratio": format_ratio,
     }
     panels, along = compare(records), swept(records)

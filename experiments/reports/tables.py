@@ -11,7 +11,7 @@ from typing import Any
 from eigengraft.errors import RecipeError
 
 from .comparison import ComparisonPanel, ComparisonRow, compare
-from .formatting import format_difference, format_number, format_rate, format_summary
+from .formatting import format_difference, format_length, format_number, format_rate, format_summary
 from .records import Records, learning_rate
 from .sweep import at_their_best, swept
 
@@ -64,6 +64,7 @@ def cells_of(panel: ComparisonPanel, records: Records) -> Iterator[list[str]]:
     p = "p (Holm)" if len(panel.corrected) > 1 else "p"
     differences = ["seeds", f"minus {base.title} [95 % interval]", p] if base else ["seeds"]
     costs = [f"steps to {records.target.value:g}"] if records.target else []
+    costs += ["steps", "seconds"] if records.equal == "seconds" else []
     costs += ["step, ms", "state, bytes per parameter"]
     yield [records.compare, "learning rate", f"final {panel.metric.title}", *differences, *costs]
     for row in panel.rows:
@@ -71,9 +72,10 @@ def cells_of(panel: ComparisonPanel, records: Records) -> Iterator[list[str]]:
         rate = format_rate(learning_rate(panel.configs.get(row.label, {})), edge)
         shown = format_summary(row.final) + (f" ({row.diverged} of {len(row.runs)} diverged)" if row.diverged else "")
         middle = [str(len(row.finals)), *_difference(row, panel)] if base else [str(len(row.finals))]
-        numbers = [format_number(row.mean("step_ms")), format_number(row.mean("state_bytes_per_parameter"))]
-        if records.target:
-            numbers.insert(0, str(row.first(records.target) or "never"))
+        numbers = [str(row.first(records.target) or "never")] if records.target else []
+        if records.equal == "seconds":
+            numbers += format_length(row)
+        numbers += [format_number(row.mean("step_ms")), format_number(row.mean("state_bytes_per_parameter"))]
         yield [row.title, rate, shown, *middle, *numbers]
 
 

@@ -61,6 +61,24 @@ def combinations(axes: Mapping[str, Mapping[str, Any]], exclude: Iterable[Where]
             yield combination
 
 
+def require_baselines(
+    axes: Mapping[str, Mapping[str, Changes]],
+    settings: Iterable[Setting],
+    exclude: Iterable[Where],
+    compared: tuple[str, str],
+) -> None:
+    """Raises ValueError where a cell has no baseline whose seconds it could train for, or steps that go unused."""
+    axis, baseline = compared
+    if "steps" in changed_paths(axes[axis]) or any("steps" in one.set and axis in one.when for one in settings):
+        required = f"the steps of {axis}={baseline} alone are required, those of others follow"
+        raise ValueError(f"equal: {required}, got `steps` on axis '{axis}'")
+    kept = list(combinations(axes, exclude))
+    for labels in kept:
+        if {**labels, axis: baseline} not in kept:
+            got = ", ".join(f"{k}={label}" for k, label in labels.items())
+            raise ValueError(f"equal: a cell with {axis}={baseline} is required for every cell, got none for {got}")
+
+
 def axis_choices(axis: str, choices: Any) -> Any:
     """An axis in its long form, label -> {path -> value}."""
     if isinstance(choices, Mapping) and choices and all(isinstance(some, (list, tuple)) for some in choices.values()):

@@ -13,6 +13,7 @@ from eigengraft.optimizers.recipe.routing import describe_model
 from ..training.experiment import Experiment
 from .plan import PlannedRun, expected_seconds, plan_runs
 from .study import Study
+from .tuning.equal_seconds import plan_timing
 from .tuning.rounds import plan_tuning
 
 
@@ -24,6 +25,7 @@ class CellPreview:
     runs: number of runs, one for each seed.
     complete: how many of them have a result.
     tuning: largest number of runs of its search; 0: there is none.
+    timing: number of timed runs still to be done, at most one.
     seconds: expected time of one run, as in the order of a study; a guess to a factor of a few.
     state_bytes: bytes of the optimizer's state, as planned.
     parameters: trainable numbers of the model.
@@ -33,6 +35,7 @@ class CellPreview:
     runs: int
     complete: int
     tuning: int
+    timing: int
     seconds: float
     state_bytes: int
     parameters: int
@@ -49,16 +52,19 @@ class StudyPreview:
     @property
     def runs(self) -> int:
         """The largest number of runs still to be done."""
-        return sum(cell.runs - cell.complete + cell.tuning for cell in self.cells)
+        return sum(cell.runs - cell.complete + cell.tuning + cell.timing for cell in self.cells)
 
     @property
     def seconds(self) -> float:
-        """The expected time of these runs, one after the other."""
-        return sum((cell.runs - cell.complete + cell.tuning) * cell.seconds for cell in self.cells)
+        """The expected time of these runs, one after the other; timed ones are taken for whole ones."""
+        runs = ((cell.runs - cell.complete + cell.tuning + cell.timing, cell.seconds) for cell in self.cells)
+        return sum(count * seconds for count, seconds in runs)
 
 
 def preview_study(study: Study, directory: Path) -> StudyPreview:
     """Check every cell of a study and tell what is to be done in `directory`. Raises RecipeError; writes nothing."""
+    plan_runs(study)  # names every cell that is wrong
+    timing, study = plan_timing(study, directory)
     planned = plan_runs(study)
     plan_tuning(study, directory)  # checks the fields that are tuned
     seconds = expected_seconds(planned)
@@ -75,7 +81,10 @@ def preview_study(study: Study, directory: Path) -> StudyPreview:
             sizes[key] = _sizes(first.experiment)
         complete = sum((directory / run.directory / "result.json").exists() for run in runs)
         tuning = 0 if study.tune is None else study.tune.trials * len(study.tune.seeds)
-        found.append(CellPreview(first.labels, len(runs), complete, tuning, seconds[first.directory], *sizes[key]))
+        timed = sum(first.labels.items() <= run.labels.items() for run in timing)
+        found.append(
+            CellPreview(first.labels, len(runs), complete, tuning, timed, seconds[first.directory], *sizes[key])
+        )
         panel = ", ".join(label for other, label in first.labels.items() if other != axis)
         configs.setdefault(panel, {})[first.labels[axis]] = first.experiment.model_dump(mode="json")
     return StudyPreview(study.name, tuple(found), configs)

@@ -19,6 +19,7 @@ from ..training.rundir import RunDirectory
 from .plan import PlannedRun, expected_seconds, plan_runs, refuse_changed, write_manifest
 from .pool import run_pool
 from .study import Study
+from .tuning.equal_seconds import plan_timing
 from .tuning.rounds import plan_tuning
 from .workers.claimed_run import ATTEMPTS, train_claimed
 from .workers.rendezvous import Rendezvous, SharedDirectory
@@ -27,6 +28,7 @@ POLL = 0.5
 """Seconds between two looks at the runs of other workers."""
 
 
+Phase = Literal["timing", "tuning", "study"]
 Kind = Literal["started", "progress", "done", "failed", "died", "elsewhere"]
 
 
@@ -49,17 +51,18 @@ class StudyEvent:
 class PreparedStudy:
     """A checked study with the runs that are still to be done.
 
-    A study that tunes is prepared and run several times: its searches go on, until nothing is left to tune.
+    A study that tunes is prepared and run several times: its searches go on, until nothing is left to tune. Before
+    them runs are timed where all cells train for equal seconds.
 
     rendezvous: where its workers meet.
-    tuning: whether `runs` are the next runs of the searches, and not the study's own.
+    phase: whether `runs` are timed, are the next runs of the searches, or the study's own.
     runs: all runs.
     left: runs without a result, the longest first.
     seconds: rough guess of the time of every run, by its directory.
     """
 
     rendezvous: Rendezvous
-    tuning: bool
+    phase: Phase
     runs: tuple[PlannedRun, ...]
     left: tuple[PlannedRun, ...]
     seconds: Mapping[str, float]
@@ -75,17 +78,19 @@ def prepare_study(
     """
     rendezvous = rendezvous_at(study.name, directory, storage)
     rendezvous.fetch()
-    if study.tune is not None:
+    if study.tune is not None or study.equal == "seconds":
         plan_runs(study)  # names every wrong cell, where a search would stop at the first
-    tuning, tuned = plan_tuning(study, directory, failed)
-    own = plan_runs(study, tuned)
-    planned = tuning or own
+    timing, timed = plan_timing(study, directory, failed)
+    tuning, tuned = ([], {}) if timing else plan_tuning(timed, directory, failed)
+    own = plan_runs(timed, tuned)
+    planned = timing or tuning or own
     refuse_changed(planned, directory)
     left = [run for run in planned if not (directory / run.directory / "result.json").exists()]
     seconds = expected_seconds(planned)
     left.sort(key=lambda run: -seconds[run.directory])
     write_manifest(study, own, tuned, directory)
-    return PreparedStudy(rendezvous, bool(tuning), tuple(planned), tuple(left), seconds)
+    phase: Phase = "timing" if timing else "tuning" if tuning else "study"
+    return PreparedStudy(rendezvous, phase, tuple(planned), tuple(left), seconds)
 
 
 def run_study(prepared: PreparedStudy, workers: int | None = None) -> Generator[StudyEvent, None, None]:
@@ -168,19 +173,20 @@ def complete_study(
 
     Workers meet in `directory`, or in the database with the URL `storage`, which brings all results into `directory`.
     `watch` is entered for the runs of every round of the search, and for those of the study, and is told their events.
+    Timed runs are made one at a time.
     """
     failed: dict[str, str] = {}
     while True:
         prepared = prepare_study(study, directory, failed, storage)
         with (
             nullcontext(lambda event: None) if watch is None else watch(prepared) as told,
-            closing(run_study(prepared, workers)) as events,
+            closing(run_study(prepared, 1 if prepared.phase == "timing" else workers)) as events,
         ):
             for event in events:
                 told(event)
                 if event.kind == "failed":
                     failed[event.run.directory] = event.value
-        if not prepared.tuning:
+        if prepared.phase == "study":
             return failed
 
 

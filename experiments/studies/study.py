@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
@@ -30,6 +30,7 @@ from .axes import (
     located_axis,
     located_setting,
     read_where,
+    require_baselines,
     require_known,
 )
 from .tuning.base import Tuning, distinct
@@ -60,6 +61,11 @@ class Study(Component):
     )
     settings: tuple[Setting, ...] = Field((), strict=False, description="values that belong to combinations of labels")
     seeds: tuple[int, ...] = Field((0,), strict=False, min_length=1, description="one run of every cell for each")
+    equal: Literal["steps", "seconds"] = Field(
+        "steps",
+        description="what cells have alike: the steps that they say; or training seconds: `steps` are those of the "
+        "baseline, of other cells as many as take its time, by timed runs of each",
+    )
     tune: Tuning | None = Field(
         None,
         description="search of values in every cell before its runs, a coordinate_descent if no kind is given",
@@ -116,7 +122,9 @@ class Study(Component):
         if self.target is not None and changed & {"task", "task.kind"}:
             raise ValueError("target: one task in all cells is required, got axes or settings that change it")
         if self.tune is not None:
-            _separate(self.tune, self.seeds, self.axes)
+            self.tune.require_apart(self.seeds, self.axes)
+            if self.equal == "seconds" and "steps" in self.tune.fields:
+                raise ValueError("tune.space: other paths than steps are required with `equal: seconds`, got 'steps'")
         self._require_labels()
         return self
 
@@ -133,6 +141,8 @@ class Study(Component):
         compared, baseline = self.compared
         if not any(labels[compared] == baseline for labels in kept):
             raise ValueError(f"exclude: a cell with {compared}={baseline}, the baseline, is required, got none")
+        if self.equal == "seconds":
+            require_baselines(self.axes, self.settings, self.exclude, self.compared)
 
     @property
     def compared(self) -> tuple[str, str]:
@@ -185,11 +195,3 @@ def _read(path: Path) -> dict[str, Any]:
     if isinstance(data.get("settings"), list):
         data["settings"] = [located_setting(setting, home) for setting in data["settings"]]
     return {"name": path.stem, **data}
-
-
-def _separate(tune: Tuning, seeds: Iterable[int], axes: Iterable[str]) -> None:
-    for seed in sorted(set(tune.seeds) & set(seeds)):
-        raise ValueError(f"tune.seeds: other seeds than those that are compared are required, got {seed} in both")
-    for field in tune.fields:
-        if field in axes:
-            raise ValueError(f"tune.space: paths that are no axis of the study are required, got '{field}'")

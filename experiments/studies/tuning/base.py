@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +89,14 @@ class Tuning(Component, ABC, family="tuning"):
     @classmethod
     def _distinct(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
         return distinct(seeds)
+
+    def require_apart(self, seeds: Iterable[int], axes: Iterable[str]) -> None:
+        """Raises ValueError where a study compares a seed of the search, or has a field of it as an axis."""
+        for seed in sorted(set(self.seeds) & set(seeds)):
+            raise ValueError(f"tune.seeds: other seeds than those that are compared are required, got {seed} in both")
+        for field in self.fields:
+            if field in axes:
+                raise ValueError(f"tune.space: paths that are no axis of the study are required, got '{field}'")
 
     @property
     @abstractmethod

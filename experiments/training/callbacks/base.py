@@ -63,6 +63,16 @@ class Patience(Callback):
         return bool(before) and not (latest < best and latest <= best - self.least)
 
 
+class StopAfter(Callback):
+    """Stop after a step that has a row of metrics, with the learning rates of the whole run up to there."""
+
+    kind: Literal["stop_after"] = "stop_after"
+    step: int = Field(ge=1, description="the first step after which the run may end")
+
+    def stepped(self, run: RunView, tick: Tick) -> bool:
+        return tick.step >= self.step
+
+
 class Limits(Callback):
     """Stop at an evaluation with a metric worse than the limit of its step; successive halving stops runs so."""
 

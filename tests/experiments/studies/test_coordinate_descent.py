@@ -151,10 +151,10 @@ def test_a_study_tunes_then_runs(tmp_path, monkeypatch):
     while True:
         prepared = prepare_study(one, tmp_path)
         list(run_study(prepared, workers=2))
-        counts.append((prepared.tuning, len(prepared.left)))
-        if not prepared.tuning:
+        counts.append((prepared.phase, len(prepared.left)))
+        if prepared.phase == "study":
             break
-    assert counts == [(True, 3), (False, 1)]
+    assert counts == [("tuning", 3), ("study", 1)]
     manifest = json.loads((tmp_path / "study.json").read_text())
     found = manifest["tuned"]["method=adam"]
     tried = {trial["values"]["lr"]: trial["mean"] for trial in found["tried"]}
