@@ -25,7 +25,7 @@ class CellPreview:
     runs: number of runs, one for each seed.
     complete: how many of them have a result.
     tuning: largest number of runs of its search; 0: there is none.
-    timing: number of timed runs still to be done, at most one.
+    timing: number of timed runs still to be done.
     seconds: expected time of one run, as in the order of a study; a guess to a factor of a few.
     state_bytes: bytes of the optimizer's state, as planned.
     parameters: trainable numbers of the model.

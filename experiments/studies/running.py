@@ -87,7 +87,8 @@ def prepare_study(
     refuse_changed(planned, directory)
     left = [run for run in planned if not (directory / run.directory / "result.json").exists()]
     seconds = expected_seconds(planned)
-    left.sort(key=lambda run: -seconds[run.directory])
+    if not timing:  # rounds of timed runs stay in their order
+        left.sort(key=lambda run: -seconds[run.directory])
     write_manifest(study, own, tuned, directory)
     phase: Phase = "timing" if timing else "tuning" if tuning else "study"
     return PreparedStudy(rendezvous, phase, tuple(planned), tuple(left), seconds)
@@ -173,14 +174,13 @@ def complete_study(
 
     Workers meet in `directory`, or in the database with the URL `storage`, which brings all results into `directory`.
     `watch` is entered for the runs of every round of the search, and for those of the study, and is told their events.
-    Timed runs are made one at a time.
     """
     failed: dict[str, str] = {}
     while True:
         prepared = prepare_study(study, directory, failed, storage)
         with (
             nullcontext(lambda event: None) if watch is None else watch(prepared) as told,
-            closing(run_study(prepared, 1 if prepared.phase == "timing" else workers)) as events,
+            closing(run_study(prepared, workers)) as events,
         ):
             for event in events:
                 told(event)

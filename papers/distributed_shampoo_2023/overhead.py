@@ -2,14 +2,17 @@
 
 The paper (Shi et al. 2023, arXiv:2309.06497, abstract) reports at most 10 % more time for a step than with a diagonal
 method. Operations come from plans, for ResNet-50 at 224 x 224 and the matrices of a transformer of 1.2 billion
-parameters; the gradient takes six for each parameter and token, or place of a convolution. Milliseconds are of the
-threads that compute in gloo processes of this machine: neither messages nor waiting count.
+parameters; the gradient takes six for each parameter and token, or place of a convolution. Seconds are computed from
+them and from the bytes of messages with the data sheet of a V100. Milliseconds are of the threads that compute in gloo
+processes of this machine: neither messages nor waiting count.
 
     python overhead.py            writes results/overhead.json and results/overhead.md
+    python overhead.py --counted  counts anew and keeps the milliseconds
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import sys
@@ -34,6 +37,10 @@ Shape = tuple[int, ...]
 Layer = tuple[Shape, int]
 """The shape of a parameter, and how often each of its entries is used for one example."""
 REFRESH = "update.graft.direction.shampoo.refresh"
+RATE = 15.7e12
+"""Operations a second in float32, the peak of a V100 SXM2 (data sheet)."""
+LINKS = {1: float("inf"), 8: 150e9, 64: 12.5e9}
+"""Bytes a second into a GPU by ranks: NVLink, one direction, in a machine of 8 (data sheet); a 100 Gb/s adapter."""
 TOKENS = (512, 2048, 8192)
 """Tokens that every rank of the measurement has in a step."""
 
@@ -85,7 +92,14 @@ def counted(model: str, block: int, interval: int, ranks: int) -> dict[str, Any]
     row = {"model": model, "parameters": sum(math.prod(s) for s, _ in layers), "examples": f"{examples} {unit}"}
     gradient = 6 * examples * sum(math.prod(s) * uses for s, uses in layers)
     row |= {"block": block, "interval": interval, "ranks": ranks, "gradient": gradient}
-    return row | {"step": float(planned.work.max()), "state": int(planned.state.max())}
+    received = int(planned.traffic["updates"].received.max())
+    return row | {"step": float(planned.work.max()), "state": int(planned.state.max()), "received": received}
+
+
+def seconds_over(row: dict[str, Any]) -> float:
+    """Time of a step, operations and then messages, over that of its gradient, on the hardware of the data sheets."""
+    step = row["step"] / RATE + row["received"] / LINKS[row["ranks"]]
+    return float(step * RATE / row["gradient"])
 
 
 def gradient_ms(shapes: list[Shape], tokens: int, repeats: int = 5) -> float:
@@ -123,15 +137,15 @@ def measured() -> list[dict[str, Any]]:
 
 def markdown(found: dict[str, Any]) -> str:
     """Tables of operations that were counted and milliseconds that were measured."""
-    head = (
-        "| model | parameters | a rank's examples | block | roots every | ranks | step, TFLOP | of gradient | state |"
-    )
-    lines = ["Operations of a step that were counted, of the rank that has most.", "", head, "|" + " --- |" * 9]
+    head = "| model | parameters | a rank's examples | block | roots every | ranks | step, TFLOP | of gradient | state "
+    head += "| updates received | of the gradient's time |"
+    lines = ["Operations of a step that were counted, of the rank that has most.", "", head, "|" + " --- |" * 11]
     for row in found["counted"]:
         start = f"| {row['model']} | {row['parameters'] / 1e6:.1f} M | {row['examples']} | {row['block']} "
         share = row["step"] / row["gradient"]
         end = f"| {row['interval']} | {row['ranks']} | {row['step'] / 1e12:.3f} | {100 * share:.1f} % "
-        lines.append(start + end + f"| {row['state'] / 1e9:.2f} GB |")
+        end += f"| {row['state'] / 1e9:.2f} GB | {row['received'] / 1e6:.0f} MB | {100 * seconds_over(row):.1f} % |"
+        lines.append(start + end)
     gradients = ", ".join(f"{ms:.0f} for {n} tokens" for n, ms in found["measured"][0]["gradient"].items())
     lines += ["", f"Milliseconds that were measured: {found['made']}. The gradient takes {gradients}.", ""]
     lines += ["| block | roots every | ranks | AdamW | Shampoo |", "|" + " --- |" * 5]
@@ -154,10 +168,18 @@ def shares_table(measured: list[dict[str, Any]]) -> list[str]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description="Overhead of steps of Distributed Shampoo.")
+    parser.add_argument("--counted", action="store_true", help="count anew, keep what was measured")
+    given = parser.parse_args()
     torch.set_num_threads(1)
     choices = [(b, i, r) for b, i in ((1024, 10), (1024, 50), (256, 50)) for r in (1, 8, 64)]
     made = f"{datetime.now(UTC):%Y-%m-%d}, one thread a rank, torch {torch.__version__}, seed 0"
-    found = {"made": made, "counted": [counted(m, *c) for m in MODELS for c in choices], "measured": measured()}
+    found = {"made": made, "counted": [counted(m, *c) for m in MODELS for c in choices]}
+    if given.counted:
+        before = json.loads((RESULTS / "overhead.json").read_text())
+        found |= {key: before[key] for key in ("made", "measured")}
+    else:
+        found["measured"] = measured()
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "overhead.json").write_text(json.dumps(found, indent=1) + "\n")
     (RESULTS / "overhead.md").write_text(markdown(found))

@@ -1,9 +1,10 @@
-"""Lengths of runs with which all cells of a study train as long as their baseline, from a timed run of each cell."""
+"""Lengths of runs with which all cells of a study train as long as their baseline, from timed runs of each cell."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
+from statistics import median
 
 from eigengraft.errors import RecipeError
 
@@ -13,38 +14,42 @@ from ..axes import Setting
 from ..plan import Cell, PlannedRun, cells, changed, refuse_changed
 from ..study import Study
 
-TIMED_STEPS = 200
+ROUNDS = 3
+"""Timed runs of every cell; cells are timed in turn, so that what else the machine does meets all of them."""
+TIMED_STEPS = 100
 """Steps of a timed run, whose first twentieth, with what is done once, is not counted; of a shorter run all."""
 
 
 def plan_timing(study: Study, directory: Path, failed: Collection[str] = ()) -> tuple[list[PlannedRun], Study]:
     """The timed runs that are still to be done, and once there are none the study with the steps of every cell.
 
-    A cell has round(N s / t) steps, N and s the steps and the seconds a step of its baseline, t its own seconds a step:
-    training seconds, without evaluation. They follow from the runs in `directory` alone. Raises RecipeError for a timed
-    run that is named in `failed`, that diverged before it had seconds, or was made with other settings.
+    A cell has round(N r) steps, N the steps of its baseline and r the median over rounds of the baseline's seconds a
+    step over its own: training seconds, without evaluation. They follow from the runs in `directory` alone. Raises
+    RecipeError for a timed run that is named in `failed`, that diverged at once, or was made with other settings.
     """
     if study.equal == "steps":
         return [], study
-    timed = {cell.name: (cell, _timed_run(study, cell)) for cell in cells(study)}
-    refuse_changed([run for _, run in timed.values()], directory)
-    for _, run in timed.values():
+    own = list(cells(study))
+    rounds = [{cell.name: _timed_run(study, cell, turn) for cell in own} for turn in range(ROUNDS)]
+    timed = [run for runs in rounds for run in runs.values()]
+    refuse_changed(timed, directory)
+    for run in timed:
         if run.directory in failed:
             raise RecipeError(f"equal: a timed run of every cell is required, got {run.directory}.error.txt")
-    left = [run for _, run in timed.values() if not (directory / run.directory / "result.json").exists()]
-    if left:
+    if left := [run for run in timed if not (directory / run.directory / "result.json").exists()]:
         return left, study
-    seconds = {name: _step_seconds(directory / run.directory) for name, (_, run) in timed.items()}
+    seconds = [{name: _step_seconds(directory / run.directory) for name, run in runs.items()} for runs in rounds]
     axis, baseline = study.compared
     lengths = []
-    for name, (cell, _) in timed.items():
+    for cell in own:
         base = Cell({**cell.labels, axis: baseline}, {}).name
-        steps = round(timed[base][1].experiment.steps * seconds[base] / seconds[name])
-        lengths.append(Setting(when={k: (label,) for k, label in cell.labels.items()}, set={"steps": max(1, steps)}))
+        ratio = median(one[base] / one[cell.name] for one in seconds)
+        steps = max(1, round(rounds[0][base].experiment.steps * ratio))
+        lengths.append(Setting(when={k: (label,) for k, label in cell.labels.items()}, set={"steps": steps}))
     return [], study.replace(equal="steps", settings=(*study.settings, *lengths))
 
 
-def _timed_run(study: Study, cell: Cell) -> PlannedRun:
+def _timed_run(study: Study, cell: Cell, turn: int) -> PlannedRun:
     """The first steps of a run of the cell, without what it writes beside its metrics."""
     experiment = changed(study.base, cell.changes)
     steps = min(TIMED_STEPS, experiment.steps)
@@ -56,7 +61,8 @@ def _timed_run(study: Study, cell: Cell) -> PlannedRun:
         diagnostics=None,
         callbacks=(StopAfter(step=steps),),
     )
-    return PlannedRun({**cell.labels, "timed": f"{steps} steps"}, study.seeds[0], timed, f"timing/{cell.name}")
+    labels = {**cell.labels, "timed": f"round {turn + 1}"}
+    return PlannedRun(labels, study.seeds[0], timed, f"timing/{cell.name}/round-{turn + 1}")
 
 
 def _step_seconds(directory: Path) -> float:
