@@ -23,6 +23,12 @@ class Distribution(Component):
     mode: Literal["auto", "replicated", "sharded", "local"] = Field(
         default="auto", description="which parameters are divided: as their kind says, one kind only, or none"
     )
+    group_size: int | None = Field(
+        default=None,
+        ge=2,
+        description="consecutive ranks that divide replicated parameters among them, as those of one machine: every "
+        "group computes all updates; none: all ranks are one group",
+    )
     dtype: Literal["exact", "bf16"] = Field(
         default="exact",
         description="dtype that is sent: gradients and updates as they are computed, or rounded to bfloat16",
@@ -50,6 +56,10 @@ class Distribution(Component):
 
     @model_validator(mode="after")
     def _sends_what_it_says(self) -> Self:
+        if self.group_size is not None and self.mode in ("sharded", "local"):
+            raise ValueError(
+                f"group_size: mode 'auto' or 'replicated' is required, got '{self.mode}', where nothing is replicated"
+            )
         if self.gather == "parameters" and self.mode in ("sharded", "local"):
             raise ValueError(
                 f"gather: mode 'auto' or 'replicated' is required, got '{self.mode}', where no owner has the parameters"

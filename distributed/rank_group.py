@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .work import Work, as_bytes
+from .work import Work, as_bytes, pads
 
 
 class DistributedError(RuntimeError):
@@ -22,16 +22,6 @@ class DistributedError(RuntimeError):
 
 MEETING = 16
 """Bytes that each rank tells each other before ranks do something together."""
-PADDING = 1.1
-"""Factor by which padding may lengthen the messages of an all-gather of uneven lengths."""
-
-
-def pads(lengths: Sequence[int]) -> bool:
-    """Whether messages of these lengths, one of each rank, are padded to the longest and gathered at once.
-
-    Where padding would lengthen them by more than a tenth, each rank broadcasts its own.
-    """
-    return max(lengths) * len(lengths) <= PADDING * sum(lengths)
 
 
 class RankGroup:
@@ -39,12 +29,13 @@ class RankGroup:
 
     group: the process group.
     timeout: seconds to wait for a collective on a CPU; None: the process group's.
+    everyone: all ranks that do the same together, of which these are a part; these themselves unless given.
     rank: this process, 0 .. R - 1.
     size: R.
     """
 
-    def __init__(self, group: Any, timeout: float | None = None) -> None:
-        self.group, self.timeout = group, timeout
+    def __init__(self, group: Any, timeout: float | None = None, everyone: RankGroup | None = None) -> None:
+        self.group, self.timeout, self.everyone = group, timeout, everyone or self
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._mesh: DeviceMesh | None = None
 
@@ -53,6 +44,14 @@ class RankGroup:
         if self._mesh is None:
             self._mesh = DeviceMesh.from_group(self.group, device.type)
         return self._mesh
+
+    def part(self, size: int) -> RankGroup:
+        """The `size` consecutive ranks that this one is among. Raises ValueError if R is no multiple of the size."""
+        if self.size % size:
+            raise ValueError(f"distribution.group_size: a divisor of {self.size} ranks is required, got {size}")
+        first = self.rank - self.rank % size
+        ranks = dist.get_process_group_ranks(self.group)[first : first + size]
+        return self if size == self.size else RankGroup(_process_group(tuple(ranks)), self.timeout, self)
 
     def twin(self) -> RankGroup:
         """These ranks in a process group of its own, whose messages never wait for others; all ranks call it."""
@@ -183,15 +182,18 @@ def mesh_group(mesh: DeviceMesh) -> Any:
     if mesh.ndim == 1:
         return mesh.get_group()
     ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
-    if len(ranks) == dist.get_world_size():
-        return dist.group.WORLD
-    if ranks not in _GROUPS:
-        _GROUPS[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
-    return _GROUPS[ranks]
+    return dist.group.WORLD if len(ranks) == dist.get_world_size() else _process_group(ranks)
+
+
+def _process_group(ranks: tuple[int, ...]) -> Any:
+    key = dist.group.WORLD, ranks
+    if key not in _GROUPS:
+        _GROUPS[key] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return _GROUPS[key]
 
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Newer versions of torch give the function another name."""
 
-_GROUPS: dict[tuple[int, ...], Any] = {}
-"""Process groups by their ranks; each is made once, because all ranks must take part in making it."""
+_GROUPS: dict[tuple[Any, tuple[int, ...]], Any] = {}
+"""Process groups by the default one, of which they are parts, and their ranks, all of which make each of them once."""

@@ -1,4 +1,4 @@
-"""Collectives and copies under way, and tensors as the bytes that they carry."""
+"""Collectives and copies under way, how messages of unequal lengths are gathered, and tensors as bytes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 Received = TypeVar("Received")
+PADDING = 1.1
+"""Factor by which padding may lengthen the messages of an all-gather of uneven lengths."""
 
 
 @dataclass
@@ -53,6 +55,14 @@ class HostCopy:
         if self._event is not None:
             self._event.synchronize()
         return self._copy
+
+
+def pads(lengths: Sequence[int]) -> bool:
+    """Whether messages of these lengths, one of each rank, are padded to the longest and gathered at once.
+
+    Where padding would lengthen them by more than a tenth, each rank broadcasts its own.
+    """
+    return max(lengths) * len(lengths) <= PADDING * sum(lengths)
 
 
 def as_bytes(x: Tensor) -> Tensor:

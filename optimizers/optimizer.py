@@ -147,7 +147,7 @@ class Optimizer(Reporting, torch.optim.Optimizer):
 
     def _mean_over_ranks(self, value: Tensor) -> Tensor:
         """The mean of a number over the ranks that share parameters, all of which call it."""
-        groups = [param_set.rank_group for param_set in self.param_sets if param_set.rank_group is not None]
+        groups = [one.rank_group.everyone for one in self.param_sets if one.rank_group is not None]
         ranks = max(groups, key=lambda group: group.size, default=None)
         if ranks is None:
             return value

@@ -64,7 +64,7 @@ def consolidate(optimizer: Any, to: int) -> None:
     param_sets = optimizer.param_sets
     rank_groups = _rank_groups(optimizer)
     for rank_group in rank_groups:
-        if to not in dist.get_process_group_ranks(rank_group.group):
+        if to not in dist.get_process_group_ranks(rank_group.everyone.group):
             raise ValueError(f"consolidate_state_dict: a rank that shares all parameters is required, got {to}")
     if not rank_groups:
         return
@@ -108,7 +108,7 @@ def _rank_groups(optimizer: Any) -> list[RankGroup]:
 def _meet(rank_groups: list[RankGroup], what: str) -> None:
     """Waits for all ranks before anything is exchanged, so that a rank that never comes does no harm."""
     for rank_group in rank_groups:
-        rank_group.meet(what, GATHER_FIRST)
+        rank_group.everyone.meet(what, GATHER_FIRST)
 
 
 @contextmanager

@@ -157,7 +157,7 @@ def _refuse(faults: list[str], param_sets: list[ParamSet]) -> None:
     message = "state_dict: it does not fit, nothing was loaded:\n" + "\n".join(faults[:8]) + more if faults else None
     rank_groups = [param_set.rank_group for param_set in param_sets if param_set.rank_group is not None]
     for rank_group in dict.fromkeys(rank_groups):
-        rank_group.raise_on_any(message, "agreement on a state dict")
+        rank_group.everyone.raise_on_any(message, "agreement on a state dict")
     if message is not None:
         raise ValueError(message)
 

@@ -128,9 +128,9 @@ def _rows(who: str, param_set: ParamSet, takers: set[int]) -> Iterator[tuple[Par
 
 def _average(param_set: ParamSet, tensors: Sequence[Tensor], who: str) -> None:
     """The mean over ranks, in place."""
-    ranks = param_set.rank_group
-    if ranks is None or not tensors:
+    if param_set.rank_group is None or not tensors:
         return
+    ranks = param_set.rank_group.everyone
     what = f"{who} of {param_set.names[0]}"
     ranks.meet(what)
     flat = ranks.all_reduce(torch.cat([tensor.reshape(-1) for tensor in tensors]), what) / ranks.size

@@ -5,6 +5,7 @@ Blocks and owners come from the functions that the optimizer uses; parameters ha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 class Plan:
     """What each of R ranks has to do.
 
-    placements: layout and owners of each parameter, by name.
+    placements: layout and owners of each parameter, by name; of one group of ranks, if a recipe has `group_size`.
     blocks: `[R]`, blocks that each rank owns.
     state: `[R]`, bytes of state.
     work: `[R]`, operations per step, or milliseconds if the recipe has measured times.
@@ -114,13 +115,14 @@ def plan(
     phases = refresh_phases(recipe, (spec.key for spec in specs))
     loads = Loads(len(layouts[0].boxes), common_interval(recipe))
     balance, ranks = assign_owners(specs, recipe, phases, loads), loads.ranks
+    groups = math.prod(mesh) // ranks
     block_groups = [block_group for block_group, _ in divide(specs, recipe, phases, ranks)]
     return Plan(
         {spec.name: spec.placement for spec in specs if spec.placement is not None},
-        sum((count_owned(block_group, ranks) for block_group in block_groups), np.zeros(ranks, dtype=np.int64)),
-        state_bytes(recipe, specs, block_groups, ranks),
-        loads.work,
-        step_traffic(recipe, specs, block_groups, layouts, plain=not _placements(mesh, parallel)),
+        np.tile(sum((count_owned(one, ranks) for one in block_groups), np.zeros(ranks, dtype=np.int64)), groups),
+        np.tile(state_bytes(recipe, specs, block_groups, ranks), groups),
+        np.tile(loads.work, groups),
+        step_traffic(recipe, specs, block_groups, layouts, not _placements(mesh, parallel), groups),
         loads.interval,
         balance,
         advise(specs, recipe, phases, ranks, balance) if balance.efficiency < EFFICIENT else None,
@@ -162,12 +164,15 @@ def _layouts(
     mode = recipe.distribution.mode
     if mode == "local" or mode == ("replicated" if placements else "sharded"):
         raise ValueError(f"distribution.mode: '{mode}' does not divide such parameters, got parallel {parallel}")
-    found: dict[tuple[int, ...], Layout] = {}
+    found, ranks, size = dict[tuple[int, ...], Layout](), math.prod(mesh), recipe.distribution.group_size
+    if size is not None and (placements or ranks % size):
+        got = f"parallel {parallel}" if placements else f"{ranks} ranks"
+        raise ValueError(f"distribution.group_size: ddp on a multiple of {size} ranks is required, got {got}")
     for name, shape in zip(names, shapes, strict=True):
         if shape in found:
             continue
         if not placements:
-            found[shape] = Layout.replicate(shape, int(np.prod(mesh)))
+            found[shape] = Layout.replicate(shape, size or ranks)
             continue
         if any(getattr(placement, "dim", -1) >= len(shape) for placement in placements):
             raise ValueError(f"{name}: an axis to cut is required by {placements}, got shape {shape}")

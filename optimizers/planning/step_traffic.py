@@ -17,7 +17,7 @@ from ..engine.block_groups import round_bytes
 from ..recipe.recipe import Recipe
 from ..sharding import fingerprint
 from ..sharding.placement import ParamSpec
-from .traffic import Traffic, all_reduced, together, wire
+from .traffic import Traffic, all_reduced, repeated, together, wire
 
 
 def step_traffic(
@@ -26,11 +26,13 @@ def step_traffic(
     block_groups: Sequence[BlockGroup],
     layouts: Sequence[Layout],
     plain: bool,
+    groups: int = 1,
 ) -> dict[str, Traffic]:
     """The "gradients" to owners, "updates" back, the "agreement" on gradients, and the "meeting" before it on gloo.
 
     Sent like gradients: parameters, if a stage acts after weight decay; signals with entries. plain: whether parameters
-    are plain tensors, whose gradients ranks compare by norms.
+    are plain tensors, whose gradients ranks compare by norms. groups: number of groups of ranks, each of which
+    computes all updates.
     """
     used, ranks = [recipe.updates()[path] for path in dict.fromkeys(s.path for s in specs)], len(layouts[0].boxes)
     replicated = all(layouts[block.position].replicated for group in block_groups for block in group.blocks)
@@ -42,10 +44,10 @@ def step_traffic(
     there, back = wire(block_groups, rounds, layouts, 1 + any(rule.after_decay for rule in used) + entries(asked))
     rows = gathered_parts(specs, ranks, recipe.distribution.message)
     return {
-        "gradients": there,
-        "updates": together(back, rows),
-        "agreement": all_reduced([told, *[len(specs)] * norms], ranks),
-        "meeting": _meeting(ranks),
+        "gradients": repeated(there, groups),
+        "updates": repeated(together(back, rows), groups),
+        "agreement": all_reduced([told, *[len(specs)] * norms], groups * ranks),
+        "meeting": _meeting(groups * ranks),
     }
 
 

@@ -13,8 +13,8 @@ import numpy as np
 from eigengraft.blocking.block_grid import Piece
 from eigengraft.distributed.comm_plan import BlockGroup
 from eigengraft.distributed.layouts import Layout
-from eigengraft.distributed.rank_group import pads
 from eigengraft.distributed.regions import Counts, holding
+from eigengraft.distributed.work import pads
 
 AxisNumbers = tuple[int, ...]
 Place = tuple[AxisNumbers, AxisNumbers, tuple[Piece, ...]]
@@ -78,6 +78,14 @@ def together(first: Traffic, second: Traffic) -> Traffic:
     found = Traffic(first.ranks)
     for name in ("sent", "received", "messages", "buffers"):
         setattr(found, name, getattr(first, name) + getattr(second, name))
+    return found
+
+
+def repeated(one: Traffic, times: int) -> Traffic:
+    """The messages of as many groups of ranks, each of which sends what one does."""
+    found = Traffic(one.ranks * times)
+    for name in ("sent", "received", "messages", "buffers"):
+        setattr(found, name, np.tile(getattr(one, name), times))
     return found
 
 

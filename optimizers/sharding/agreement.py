@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ def require_agreement(
     checksums = checksum_copies(specs, parameters, rank_group.rank)
     digests = {title: _digest(text) for title, text in texts.items()}
     mine = subject, digests, _digest_copies(specs, checksums, rank_group.rank)
-    found = rank_group.all_gather_object(mine, "agreement on param groups")
+    found = rank_group.everyone.all_gather_object(mine, "agreement on param groups")
     if len({other for other, _, _ in found}) > 1:
         raise ValueError(
             "param groups: all ranks must have equally many, got "
@@ -60,7 +61,7 @@ def require_agreement(
     agreed: dict[str, str] = {}
     pairs = [pair for _, _, copies in found for pair in copies.items()]
     if any(agreed.setdefault(holders, digest) != digest for holders, digest in pairs):
-        every = rank_group.all_gather_object(checksums, f"values of {subject}")
+        every = rank_group.everyone.all_gather_object(checksums, f"values of {subject}")
         names, others = _other_values(specs, every)
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         raise ValueError(
@@ -113,12 +114,12 @@ def _other_values(
 ) -> tuple[list[str], list[int]]:
     """(names, ranks) of parameters whose values are others than those of the lowest rank that holds the same entries.
 
-    found: checksums of every rank.
+    found: checksums of every rank; groups of ranks that compute all updates each have the same layout.
     """
     names, others = list[str](), set[int]()
     for position, spec in enumerate(specs):
         first: dict[Box, Checksum | None] = {}
-        pairs = [(box, own[position]) for box, own in zip(_layout(spec).boxes, found, strict=True)]
+        pairs = [(box, own[position]) for box, own in zip(cycle(_layout(spec).boxes), found, strict=False)]
         own_ranks = {rank for rank, (box, value) in enumerate(pairs) if first.setdefault(box, value) != value}
         others |= own_ranks
         names += [spec.name] if own_ranks else []

@@ -107,7 +107,7 @@ class Assignments:
     def warn_of_waiting(self) -> None:
         """Warns, on one rank, if ranks will spend much of their time waiting for each other's refreshes."""
         for rank_group, own in self._shared(0).items():
-            if rank_group.rank == 0:
+            if rank_group.everyone.rank == 0:
                 warn_of_waiting(own, self.recipe, self._keys(), rank_group.size, self._balances[rank_group])
 
     def _spread(self) -> None:
@@ -131,7 +131,8 @@ class Assignments:
             return None
         if where not in self._rank_groups:
             group = dist.group.WORLD if where == REPLICATED else mesh_group(where)
-            self._rank_groups[where] = RankGroup(group, self.recipe.distribution.timeout)
+            ranks, size = RankGroup(group, self.recipe.distribution.timeout), self.recipe.distribution.group_size
+            self._rank_groups[where] = ranks if size is None else ranks.part(size)
         rank_group = self._rank_groups[where]
         self._loads.setdefault(rank_group, Loads(rank_group.size, common_interval(self.recipe)))
         return rank_group
@@ -187,6 +188,10 @@ def scope(parameter: Tensor, distribution: Distribution) -> Any:
         raise ValueError(f"distribution.mode: '{distribution.mode}' takes plain tensors, got a DTensor")
     if distribution.mode == "sharded" and not sharded:
         raise ValueError("distribution.mode: 'sharded' takes DTensors, got a plain tensor")
+    if sharded and distribution.group_size is not None:
+        raise ValueError(
+            "distribution.group_size: plain tensors are required, got a DTensor, whose mesh says its ranks"
+        )
     if sharded:
         return parameter.device_mesh  # type: ignore[attr-defined]
     alone = distribution.mode == "local" or not (dist.is_available() and dist.is_initialized())

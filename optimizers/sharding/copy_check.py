@@ -78,7 +78,7 @@ class CopyCheck:
         places = torch.nonzero(apart).flatten().tolist()
         if places:
             name, more = names[places[0]], f" and {len(places) - 1} more" if len(places) > 1 else ""
-            found = self.rank_sync.rank_group.all_gather_object(mine[places[0]], f"norms of gradients ({name})")
+            found = self.rank_sync.everyone.all_gather_object(mine[places[0]], f"norms of gradients ({name})")
             norms = by_value([float(f"{norm:.6g}") for norm in found])
             raise DistributedError(
                 f"gradient of {name}{more}: all ranks must have the same, because all hold the whole parameter, got "

@@ -26,16 +26,18 @@ NOTHING, LATER = "nothing was changed", "found one step later"
 class RankSync:
     """What ranks tell each other of P parameters in every step, beside the exchange of blocks.
 
+    rank_group: ranks that divide the work on them; everyone: all ranks that do the same, groups of such ranks.
     failed: positions of parameters whose roots have failed on this rank too often; all ranks hear it at the next step.
     """
 
     def __init__(self, rank_group: RankGroup, specs: Sequence[ParamSpec], failure: Failure) -> None:
-        self.rank_group, self.failure = rank_group, failure
+        self.rank_group, self.everyone, self.failure = rank_group, rank_group.everyone, failure
         self.names = [spec.name for spec in specs]
         self.failed: set[int] = set()
         self._device = specs[0].device
         layouts = [spec.placement.updated for spec in specs if spec.placement is not None]
-        self._copies = torch.tensor([float(layout.copies) for layout in layouts], dtype=torch.float64)
+        groups = self.everyone.size // rank_group.size
+        self._copies = torch.tensor([float(groups * layout.copies) for layout in layouts], dtype=torch.float64)
         self._numels = torch.tensor([float(math.prod(spec.shape)) for spec in specs], dtype=torch.float64)
         self._dtypes = [compute_dtype(spec.dtype) for spec in specs]
         self._told: _Told | None = None
@@ -55,7 +57,7 @@ class RankSync:
         """
         self._raise_told()
         total, what = len(gradients), f"agreement on gradients ({self._named()})"
-        self.rank_group.meet(what)
+        self.everyone.meet(what)
         device = next((gradient.device for gradient in gradients if gradient is not None), self._device)
         absent = [float(gradient is None) for gradient in gradients]
         failed = [float(position in self.failed) for position in range(total)]
@@ -64,7 +66,7 @@ class RankSync:
         end = total + len(told)
         fill_from_device(told[2 * total :], numbers)
         found = torch.cat([self._squares(gradients, device), told, *([] if notes is None else [notes.to(device)])])
-        self.rank_group.all_reduce(found, what)
+        self.everyone.all_reduce(found, what)
         kept = {name: x.clone() if isinstance(x, Tensor) else x for name, x in numbers.items()}
         self._told = _Told(HostCopy(found[2 * total : end]), kept)
         if self.reads_at_once(device):
@@ -88,7 +90,7 @@ class RankSync:
         names = differing(sums.tolist(), list(told.numbers))
         if names:
             mine, step = {name: float(value) for name, value in told.numbers.items()}, f"step of {self._named()}"
-            found = self.rank_group.all_gather_object(mine, f"numbers of a {step}")
+            found = self.everyone.all_gather_object(mine, f"numbers of a {step}")
             raise DistributedError(f"{step}: all ranks must have {tell_apart(names, found)}; {outcome}")
         bad = torch.nonzero(failures).flatten().tolist()
         if bad:
@@ -96,7 +98,7 @@ class RankSync:
 
     def require_presence(self, absent: Sequence[float]) -> None:
         """Raises DistributedError if a parameter has a gradient on some ranks only; absent `[P]`: ranks without."""
-        some = [self.names[p] for p, count in enumerate(absent) if 0 < count < self.rank_group.size]
+        some = [self.names[p] for p, count in enumerate(absent) if 0 < count < self.everyone.size]
         if some:
             raise DistributedError(
                 f"gradients: all ranks or none must have one of a parameter, got some ranks for {', '.join(some[:5])}"
@@ -113,13 +115,13 @@ class RankSync:
     def parameter_rms(self, local: Sequence[Tensor]) -> Tensor:
         """The root mean square of each full parameter, `[P]`; local: what this rank holds of it."""
         squares = self._squares(local, local[0].device)
-        self.rank_group.all_reduce(squares, "norms of parameters")
+        self.everyone.all_reduce(squares, "norms of parameters")
         return (squares / self._numels.to(squares)).sqrt()
 
     def sums(self, positions: Sequence[int], local: Tensor) -> Tensor:
         """The sums over all entries of full tensors at n positions; local `[n]` float64: over those of this rank."""
         own = local / self._copies.to(local.device)[list(positions)]
-        return self.rank_group.all_reduce(own, "sums over constrained parameters")
+        return self.everyone.all_reduce(own, "sums over constrained parameters")
 
     def _squares(self, local: Sequence[Tensor | None], device: torch.device) -> Tensor:
         """This rank's share of the sum of squares of each full tensor, `[P]` float64."""

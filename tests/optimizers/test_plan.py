@@ -32,9 +32,9 @@ from eigengraft.blocking import Blocking
 from eigengraft.distributed.distribution import Distribution
 from eigengraft.distributed.layouts import Layout
 from eigengraft.distributed.ownership import Item, Loads, assign
-from eigengraft.distributed.rank_group import RankGroup, pads
+from eigengraft.distributed.rank_group import RankGroup
 from eigengraft.distributed.regions import holding
-from eigengraft.distributed.work import Work
+from eigengraft.distributed.work import Work, pads
 from eigengraft.errors import RecipeError
 from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.tasks.model_shapes import LLAMAS, parameters_of, read_shapes
@@ -164,11 +164,17 @@ def planned(name: str, parallel: Any) -> tuple[list[ParamInfo], Plan]:
     model = Odd()
     facts = describe_model(model)
     told = [facts[id(parameter)] for parameter in model.parameters() if parameter.requires_grad]
-    return told, plan(RECIPES[name], told, (2, 2) if parallel == "hsdp" else (RANKS,), parallel)
+    mesh, way = (2, 2) if parallel == "hsdp" else (RANKS,), "ddp" if parallel == "grouped" else parallel
+    return told, plan(recipe_for(name, parallel), told, mesh, way)
+
+
+def recipe_for(name: str, parallel: Any) -> eigengraft.Recipe:
+    """One of the recipes; grouped: with two groups of ranks, each of which computes all updates."""
+    return eigengraft.load_recipe(RECIPES[name], ["distribution.group_size=2"] if parallel == "grouped" else [])
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp2", "hsdp"])
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2", "hsdp", "grouped"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_plan_is_what_the_optimizer_does(
     rank: int, parallel: Any, name: str, monkeypatch: pytest.MonkeyPatch
@@ -178,7 +184,7 @@ def test_a_plan_is_what_the_optimizer_does(
     spread(model, parallel)
     counted = Counted(monkeypatch)
     trained = [(path, parameter) for path, parameter in model.named_parameters() if parameter.requires_grad]
-    optimizer = eigengraft.Optimizer(DescribedParameters(trained, describe_model(model)), RECIPES[name])
+    optimizer = eigengraft.Optimizer(DescribedParameters(trained, describe_model(model)), recipe_for(name, parallel))
     names = [str(fact.name) for fact in told]
     owned = {
         (names[position], key)
@@ -190,7 +196,7 @@ def test_a_plan_is_what_the_optimizer_does(
         (name, key)
         for name, placement in paper.placements.items()
         for key, owner in (placement.owners or {}).items()
-        if owner == rank
+        if owner == (rank % 2 if parallel == "grouped" else rank)
     }
     assert len(owned) == paper.blocks[rank]
     assert optimizer.state_bytes() == paper.state[rank]
@@ -231,6 +237,7 @@ def test_owners_do_not_write_what_needs_updates() -> None:
         ({"mode": "local", "overlap_backward": True}, "overlap_backward: mode 'auto' or 'sharded' is required"),
         ({"mode": "sharded", "gather": "parameters"}, "gather: mode 'auto' or 'replicated' is required"),
         ({"dtype": "bf16", "gather": "parameters"}, "gather: dtype 'exact' is required"),
+        ({"mode": "local", "group_size": 2}, "group_size: mode 'auto' or 'replicated' is required, got 'local'"),
     ],
 )
 def test_settings_without_effect_are_refused(fields: dict[str, Any], message: str) -> None:
@@ -413,6 +420,8 @@ def test_more_ranks_change_no_sum() -> None:
         ({**SOAP, "distribution": {"mode": "local"}}, [("a", (2, 2))], (2,), "ddp", "distribution.mode: 'local'"),
         ({**SOAP, "distribution": {"mode": "sharded"}}, [("a", (2, 2))], (2,), "ddp", "'sharded' does not"),
         ({**SOAP, "distribution": {"mode": "replicated"}}, [("a", (2, 2))], (2,), "fsdp2", "'replicated' does not"),
+        ({**SOAP, "distribution": {"group_size": 2}}, [("a", (2, 2))], (3,), "ddp", "a multiple of 2 ranks .* got 3"),
+        ({**SOAP, "distribution": {"group_size": 2}}, [("a", (2, 2))], (4,), "fsdp2", "ddp on .* got parallel fsdp2"),
     ],
 )
 def test_what_cannot_be_planned(recipe: Any, shapes: Any, mesh: Any, parallel: Any, message: str) -> None:

@@ -5,6 +5,8 @@ import math
 
 import pytest
 
+from eigengraft.optimizers.planning.plan import plan
+
 from .scripts import PAPERS, script
 
 pytestmark = pytest.mark.slow
@@ -34,7 +36,31 @@ def test_the_shares_on_the_page_are_those_of_the_rows() -> None:
     for ranks in (1, 8, 64):
         cells = [f"{100 * share[model, 1024, 50, ranks]:.1f} %" for model in OVERHEAD.MODELS]
         assert f"| {ranks} | {' | '.join(cells)} |" in page
+    time = {
+        (r["model"], r["ranks"]): OVERHEAD.seconds_over(r)
+        for r in found["counted"]
+        if r["block"] == 1024 and r["interval"] == 50
+    }
+    for ranks, label in ((8, "8"), (64, "64"), (8, "64, in groups of 8")):
+        cells = [f"{100 * time[model, ranks]:.1f} %" for model in OVERHEAD.MODELS]
+        assert f"| {label} | {' | '.join(cells)} |" in page
     assert "\n".join(OVERHEAD.shares_table(found["measured"])) in page
+
+
+def test_a_group_of_ranks_does_what_as_many_ranks_alone_do() -> None:
+    """The row of 64 ranks in groups of 8 is that of 8 ranks."""
+    recipe = OVERHEAD.shampoo(1024, 50)
+    grouped = recipe.replace(distribution=recipe.distribution.replace(group_size=8))
+    layers = [(f"p{i}", shape) for i, (shape, _) in enumerate(OVERHEAD.MODELS["ResNet-50"][0])]
+    eight, many = plan(recipe, layers, (8,), "ddp"), plan(grouped, layers, (64,), "ddp")
+    assert many.work.tolist() == 8 * eight.work.tolist()
+    assert many.traffic["updates"].received.tolist() == 8 * eight.traffic["updates"].received.tolist()
+
+
+def test_seconds_are_operations_and_messages_by_the_data_sheet() -> None:
+    """(15.7e12 / 15.7e12 + 150e9 / 150e9) seconds over 4 seconds of gradient."""
+    row = {"step": 15.7e12, "received": 150e9, "ranks": 8, "gradient": 4 * 15.7e12}
+    assert OVERHEAD.seconds_over(row) == pytest.approx(0.5)
 
 
 def test_a_share_is_the_time_beyond_adamw_over_the_whole_step_with_it() -> None:

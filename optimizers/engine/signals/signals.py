@@ -117,7 +117,7 @@ class Signals:
             return replace(step, numbers=shared, entries=entries)
         what = f"signals {', '.join(call.signal.name for call in calls)} of {param_set.names[0]}"
         device, ranks = param_set.parameters[0].device, param_set.rank_group
-        agreed = agree(calls, len(param_set.specs), device, ranks, what)
+        agreed = agree(calls, len(param_set.specs), device, ranks and ranks.everyone, what)
         if agreed.missing:
             raise self._missing(agreed.missing[0], param_set)
         step = replace(step, numbers={**shared, **agreed.numbers}, entries=entries)

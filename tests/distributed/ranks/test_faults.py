@@ -114,6 +114,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome
         together.append(
             Run(f"refused {place}", "faults:run", 2, {"fault": "refused", "place": place, "faults": faults})
         )
+    together.append(Run("groups_apart", "faults:run", 4, {"fault": "groups_apart", "place": "plain"}))
     return launch_once([*together, *apart], tmp_path_factory, "faults", limit=300)
 
 
@@ -180,6 +181,23 @@ def test_a_nan_on_one_rank_is_skipped_or_raised_on_all(outcomes: dict[str, list[
                     "FloatingPointError: gradient of down.weight: finite values are required"
                 )
                 assert found["said"].endswith("nothing was changed") and found["changed"] == []
+
+
+def test_groups_of_ranks_agree_with_each_other(outcomes: dict[str, list[Outcome]]) -> None:
+    gradients = "DistributedError: gradient of scale and 12 more: all ranks must have the same, .* got norms "
+    values = "the same values, got others than the lowest of them on ranks 2, 3 for up.weight; set the same seed"
+    for outcome in outcomes["groups_apart"]:
+        found = outcome.result
+        assert re.match(rf"{gradients}.* on ranks 0, 1, .* on ranks 2, 3; nothing was changed", found["said"])
+        assert found["changed"] == [] and values in found["values"]
+        size, kind = (
+            "a divisor of 4 ranks is required, got 3",
+            "plain tensors are required, got a DTensor",
+        )
+        assert f"distribution.group_size: {size}" in found["size"]
+        assert f"distribution.group_size: {kind}" in found["kind"]
+    parameters = [outcome.result["parameters"] for outcome in outcomes["groups_apart"]]
+    assert all(torch.equal(value, parameters[0][name]) for own in parameters for name, value in own.items())
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -14,9 +14,9 @@ from .launch import Outcome, Run, launch
 
 pytestmark = pytest.mark.slow
 
-LAYOUTS = ("plain 1", "fsdp2 2", "compiled 2", "fsdp2 3", "tp 3", "hsdp 4")
-"""Layout and number of ranks, in ascending order. compiled: DDP within other wrappers. On three ranks parts are uneven,
-and some are empty."""
+LAYOUTS = ("plain 1", "fsdp2 2", "compiled 2", "fsdp2 3", "tp 3", "hsdp 4", "grouped 4")
+"""Layout and number of ranks, in ascending order. compiled: DDP within other wrappers; grouped: DDP in two groups.
+On three ranks parts are uneven, and some are empty."""
 SAVED = ["tree", "offload", "full", "full offload", "flat", "flat offload", "trained", "whole"]
 KINDS = [*SAVED, "full broadcast", "full offload broadcast"]
 """Flags of torch's StateDictOptions; tree: none; whole: `full_state_dict` of the optimizer. What torch flattens and
@@ -45,6 +45,8 @@ RECIPE = {
 
 
 def case(layout: str) -> dict[str, Any]:
+    if layout.startswith("grouped"):
+        return {"layout": "ddp", **RECIPE, "overrides": [*RECIPE["overrides"], "distribution.group_size=2"]}
     return {"layout": layout.split()[0], **RECIPE}
 
 

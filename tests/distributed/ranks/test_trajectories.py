@@ -120,6 +120,7 @@ PLACES = {
     "fsdp4": ["few", "soap"],
     "hsdp4": ["few", "hyper", "after_decay", "per_parameter", "adamw with gaps", "soap with gaps", "early with gaps"],
     "mixed4": ["few", "muon", "psgd", "per_parameter", *(GAPS[i] for i in (1, 3, 5, 6))],
+    "grouped4": ["few", "adamw", "adafactor", "signals", "written", *(GAPS[i] for i in (0, 2, 3, 5, 6))],
     "late2": ["adamw", "averaged", "soap with gaps"],
     "whole2": ["soap"],
     "strided4": ["adamw", "soap with gaps", "early"],
@@ -231,6 +232,18 @@ def test_the_trajectories_go_somewhere(outcomes: dict[str, list[Outcome]]) -> No
 @pytest.mark.parametrize("place", ["plain4", "fsdp4", "hsdp4", "mixed4"])
 def test_ranks_without_blocks_take_part(outcomes: dict[str, list[Outcome]], place: str) -> None:
     assert sorted(rank["blocks"] for rank in results(outcomes, place, "few")) == [0, 0, 0, 1]
+
+
+def test_groups_of_ranks_compute_all_updates_each(outcomes: dict[str, list[Outcome]]) -> None:
+    """The state of two ranks of four is the whole one, and lies twice."""
+    for case in ("soap with gaps", "adamw"):
+        (one,), ranks = results(outcomes, "one", case), results(outcomes, "grouped4", case)
+        if case != "adamw":  # of which each rank has rows of every parameter
+            assert ranks[0]["blocks"] + ranks[1]["blocks"] == one["blocks"] == ranks[2]["blocks"] + ranks[3]["blocks"]
+        # the step of every parameter, 8 bytes, is on each rank
+        steps = 8 * len(one["steps"])
+        held = [rank["bytes"] - steps for rank in ranks]
+        assert held[:2] == held[2:] and sum(held[:2]) == one["bytes"] - steps
 
 
 @pytest.mark.parametrize("place", ["plain2", "plain4"])

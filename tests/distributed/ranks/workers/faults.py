@@ -28,6 +28,7 @@ from .trajectories import give, values
 BAD = 1
 """The rank on which something goes wrong."""
 RECIPE = ["blocking.size=8", "blocking.merge=8", "update.eigenbasis.refresh.steps=2"]
+GROUPED = "distribution.group_size=2"
 Result = dict[str, Any]
 
 
@@ -199,6 +200,30 @@ def not_averaged_on_device(place: str) -> Result:
         optimizer.step()
         give(module, 3, gaps=False)
         return survive(module, optimizer)
+
+
+def groups_apart(place: str) -> Result:
+    """Two groups of two ranks have other gradients than each other; what is said of other values, too, and of groups
+    that cannot be made."""
+    module, optimizer = start(place, [GROUPED], steps=0)
+    give(module, 2, gaps=False)
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(1 + dist.get_rank() // 2)
+    found = survive(module, optimizer)
+    for name, where, overrides in (
+        ("values", "plain", [GROUPED]),
+        ("size", "plain", ["distribution.group_size=3"]),
+        ("kind", "fsdp", [GROUPED]),
+    ):
+        other = lay_out(model(), where)
+        with torch.no_grad():
+            other.up.weight.add_(dist.get_rank() // 2)  # type: ignore[union-attr,operator,arg-type]
+        try:
+            eigengraft.compose(load_recipe("soap", overrides), other)
+        except ValueError as error:
+            found[name] = str(error)
+    return found
 
 
 def rounded_apart(place: str) -> Result:
@@ -412,6 +437,7 @@ FAULTS: dict[str, Callable[..., Any]] = {
         one_sided_sum,
         not_averaged,
         not_averaged_on_device,
+        groups_apart,
         rounded_apart,
         refused,
         sparse,

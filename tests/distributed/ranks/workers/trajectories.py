@@ -66,12 +66,15 @@ def follow(
 ) -> Any:
     """All steps of one case; what is common to all ranks, and what is this rank's own.
 
-    place: where `lay_out` puts the parameters; late: a host shards them after the optimizer was made.
+    place: where `lay_out` puts the parameters; late: a host shards them after the optimizer was made; grouped: two
+        ranks together compute all updates, as every other two do.
     gaps: whether some parameters miss a step that others take. of_model: what `build` takes.
     groups: whether there are three param groups, of which one has another learning rate from the middle on.
     early: has gradients written by backward, and counts what is sent by then; None: they are assigned.
     """
     looks = range(STEPS) if of_model.pop("always", False) else EVALUATED
+    if place == "grouped":
+        place, overrides = "plain", [*overrides, "distribution.group_size=2"]
     module = lay_out(build(**of_model), "plain" if place == "late" else place)
     # a model's frozen parameters are left out, those of a list may be thawed
     parameters = module.named_parameters() if gaps else in_groups(module) if groups else module
