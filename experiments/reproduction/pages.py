@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 
 from eigengraft.errors import RecipeError
 
@@ -58,26 +59,29 @@ def claims_table(claims: Mapping[str, PaperClaim], found: Mapping[str, ClaimFind
 def study_table(results: StudyResults) -> str:
     """When and on what the runs were made, and a row per cell: mean and spread over seeds of the loss, and state bytes.
 
-    Times of steps are in the file of results alone: where a machine does other things too, rows do not compare.
+    Of studies at equal seconds steps and seconds too. Other times are in the file of results alone: where a machine
+    does other things too, rows do not compare.
     """
     cells: dict[tuple[str, ...], list[ResultRow]] = {}
     for row in results.rows:
         cells.setdefault(tuple(row.labels.values()), []).append(row)
-    heads = (*results.rows[0].labels, "learning rate", "validation loss", "bytes per parameter")
-    rows = [(*labels, *_numbers(own)) for labels, own in cells.items()]
+    lengths = ("steps", "seconds") if results.timed else ()
+    heads = (*results.rows[0].labels, "learning rate", *lengths, "validation loss", "bytes per parameter")
+    rows = [(*labels, *_numbers(own, lengths)) for labels, own in cells.items()]
     seeds = ", ".join(map(str, sorted({row.seed for row in results.rows})))
     made = "; ".join(f"{key} {value}" for key, value in results.made.items())
     return f"{made}; seeds {seeds}\n\n{markdown_table(heads, rows)}"
 
 
-def _numbers(rows: list[ResultRow]) -> tuple[str, ...]:
+def _numbers(rows: list[ResultRow], lengths: Sequence[str]) -> tuple[str, ...]:
     """Cells of one row of `study_table`; a number that its runs do not have is empty."""
     first = rows[0].numbers
     losses = [row.numbers.get("val_loss") for row in rows]
     loss = format_summary(summarize([math.inf if x is None else x for x in losses]))
     known = [row.numbers["state_bytes_per_parameter"] for row in rows if "state_bytes_per_parameter" in row.numbers]
     size = f"{sum(known) / len(known):.1f}" if known else ""
-    return format_rate(first.get("lr"), first.get("edge", "")), loss, size
+    means = [fmean(row.numbers[key] for row in rows) for key in lengths]
+    return format_rate(first.get("lr"), first.get("edge", "")), *(f"{mean:.0f}" for mean in means), loss, size
 
 
 def _required(claim: PaperClaim) -> str:

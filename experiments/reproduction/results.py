@@ -29,10 +29,14 @@ class ResultRow:
 
 @dataclass(frozen=True)
 class StudyResults:
-    """The runs of a study, and when, on what and with what they were made, as far as it was recorded."""
+    """The runs of a study, and when, on what and with what they were made, as far as it was recorded.
+
+    timed: whether its cells train for equal seconds, each with steps of its own.
+    """
 
     rows: tuple[ResultRow, ...]
     made: Mapping[str, str]
+    timed: bool = False
 
     def row(self, labels: Mapping[str, str], seed: int) -> ResultRow:
         """The run of a cell with a seed. Raises ValueError where there is none."""
@@ -72,7 +76,7 @@ def read_results(path: Path, study: Study) -> StudyResults:
     content = json.loads(path.read_text(encoding="utf-8"))
     listed = content if isinstance(content, list) else content["rows"]
     made = {} if isinstance(content, list) else content["made"]
-    found = StudyResults(tuple(_read(row, study) for row in listed), made)
+    found = StudyResults(tuple(_read(row, study) for row in listed), made, study.equal == "seconds")
     planned = {(tuple(cell.labels.values()), seed) for cell in cells(study) for seed in study.seeds}
     measured = [(tuple(row.labels.values()), row.seed) for row in found.rows]
     if len(measured) != len(planned) or set(measured) != planned:
