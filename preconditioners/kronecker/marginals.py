@@ -83,28 +83,35 @@ class InnerMoments:
             elif slot.role == "first_moment" and slot.frame == "vector" and slot.axes is None:
                 self._first.append((state.scope(path), name))
         before = {group: {name: scope[name] for name in slots} for group, (scope, slots) in self._second.items()}
-        self._before = self._sizes(before)
+        # sums of m^2 and of v are the same in every basis
+        self._allowed = {group: torch.maximum(size, even) for group, (size, even) in self._sizes(before).items()}
 
-    def _sizes(self, second: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """mean m^2 / v over each block `[first moments m, N]`, by second moment v; second: the slots of each v."""
+    def _sizes(self, second: Mapping[str, Mapping[str, Tensor]]) -> dict[str, tuple[Tensor, Tensor]]:
+        """mean m^2 / v and mean m^2 / mean v of each block, `[1 + first moments m, N]` from zeros on, by second moment.
+
+        second: the slots of each v.
+        """
         found = {}
         for group, values in second.items():
             v = _spread([(x, self._second[group][1][name]) for name, x in values.items()])
             # v of a direction without gradients is the rounding of rotations, with a margin of 16
-            rounding = v.flatten(1).mean(-1) * (math.prod(self._block) * (16 * torch.finfo(v.dtype).eps) ** 2)
-            squares = [m[name].square().div_(v) for m, name in self._first]
+            mean = v.flatten(1).mean(-1)
+            rounding = mean * (math.prod(self._block) * (16 * torch.finfo(v.dtype).eps) ** 2)
+            squares = [m[name].square() for m, name in self._first]
+            even = _means(squares, mean) / mean.clamp_min(tiny(v.dtype))
+            squares = [x.div_(v) for x in squares]
             if not may_branch_on_values(v) or not bool((v.flatten(1).amin(-1) > rounding).all()):
                 hidden = ~(v > per_block(rounding, v))
                 squares = [x.masked_fill_(hidden, 0.0) for x in squares]
-            found[group] = torch.stack([torch.zeros_like(rounding), *(x.flatten(1).mean(-1) for x in squares)])
+            found[group] = _means(squares, mean), even
         return found
 
     def fit(self, marginals: Mapping[int, Tensor], weights: Mapping[int, Tensor]) -> None:
         """Fits the second moments to marginals, by axis of the block; scales those with which an update would grow.
 
-        The scale of a block is the least one, at least 1, with which mean m^2 / v is at most what it was before, or
-        1 - b where that is more, whichever first moment m is. 1 - b is m^2 / v after one gradient that outweighs all
-        others, in any basis, if both moments have the decay b.
+        The scale of a block is the least one, at least 1, with which mean m^2 / v is at most the largest of three,
+        whichever first moment m is: what it was before; mean m^2 / mean v, which a v without differences gives in any
+        basis; 1 - b, which is m^2 / v after one gradient that outweighs all others if both moments have the decay b.
         """
         new: dict[str, dict[str, Tensor]] = {}
         for group, (scope, slots) in self._second.items():
@@ -113,10 +120,10 @@ class InnerMoments:
                 places = {axis: slot_axis(slot, axis, len(self._block)) for axis in marginals}
                 known = {place: marginals[axis] for axis, place in places.items() if place is not None}
                 new[group][name] = fit_(scope[name], known, weights)
-        for group, after in self._sizes(new).items():
+        for group, (after, _) in self._sizes(new).items():
             scope, slots = self._second[group]
             (decay,) = {slot.decay or 0.0 for slot in slots.values()}
-            most = self._before[group].clamp_min(max(1 - decay, tiny(after.dtype)))
+            most = self._allowed[group].clamp_min(max(1 - decay, tiny(after.dtype)))
             growth = (after / most).amax(0).clamp_min(1.0)
             for name, x in new[group].items():
                 scope[name] = x.mul_(per_block(growth, x))
@@ -144,6 +151,11 @@ def _needed(statistic: Statistic, inner: tuple[Stage, ...], keeps_all_columns: b
     if statistic.needs_power is not None and any(slot.frame != "square" for slot in slots):
         return "second moments of every entry with a statistic that is whitened, got factored ones"
     return None
+
+
+def _means(squares: list[Tensor], like: Tensor) -> Tensor:
+    """Means over each block `[1 + n, N]`, after zeros as `like`, which are all there is without first moments."""
+    return torch.stack([torch.zeros_like(like), *(x.flatten(1).mean(-1) for x in squares)])
 
 
 def _spread(parts: list[tuple[Tensor, Slot]]) -> Tensor:

@@ -140,7 +140,7 @@ def test_sums_that_nobody_knows_change_nothing() -> None:
 @pytest.mark.parametrize("inner", ["rms", "adafactor"])
 def test_no_update_grows_by_a_refresh_after_a_spike(inner: str, spike: int) -> None:
     """RMS of m / sqrt(v) after the change of basis, wherever between two refreshes the spike comes: what it was before,
-    or what one gradient that outweighs all others makes of it in any basis.
+    or what one gradient that outweighs all others makes of it in any basis. Gradients are independent of each other.
     """
     moments = [{"kind": "momentum", "beta": BETA}, {"kind": inner, "beta": BETA}]
     stepper, gradients = Stepper(soap(inner=moments), (12, 16)), skewed((12, 16), 20)
