@@ -23,8 +23,11 @@ from ..base import Stage, chain_slots
 from ..statistics import Statistic, mean_eigenvalue
 
 
-def fit_(v: Tensor, marginals: Mapping[int, Tensor], weights: Mapping[int, Tensor] | None = None) -> Tensor:
-    """In place: v <- v * prod_i (d_i / s_i), scaled to the sum that v had; marginals: d_i by axis of v, in any unit.
+def fit_(
+    v: Tensor, marginals: Mapping[int, Tensor], weights: Mapping[int, Tensor] | None = None, power: float = 1.0
+) -> Tensor:
+    """In place: v <- v * prod_i (d_i / s_i)^power, scaled to the sum that v had; marginals: d_i by axis of v, in any
+    unit.
 
     0 in d_i: not known. weights: w_j by axis of v: s_i sums v prod_(j != i) w_j. One step of iterative proportional
     fitting (Deming & Stephan 1940) that takes all axes alike. It is exact where v is a product of one factor for each
@@ -38,6 +41,7 @@ def fit_(v: Tensor, marginals: Mapping[int, Tensor], weights: Mapping[int, Tenso
         known = (d > 0) & (s > 0)
         unit = (s * known).sum(-1) / (d * known).sum(-1).clamp_min(tiny(d.dtype))
         factor = torch.where(known, d * unit[:, None] / s.clamp_min(tiny(s.dtype)), 1.0)
+        factor = factor if power == 1 else factor.pow(power)
         factors.append(factor.reshape(-1, *(n if place == axis else 1 for place, n in enumerate(v.shape[1:]))))
     total = v.flatten(1).sum(-1)
     for factor in factors:
@@ -109,17 +113,18 @@ class InnerMoments:
     def fit(self, marginals: Mapping[int, Tensor], weights: Mapping[int, Tensor]) -> None:
         """Fits the second moments to marginals, by axis of the block; scales those with which an update would grow.
 
+        A factored one, v = r c^T / mean(r), goes half of the way on a logarithmic scale, r and c to the roots of what
+        they are and should be: what moves to one entry is in its row and in its column, and would count twice.
+
         The scale of a block is the least one, at least 1, with which mean m^2 / v is at most the largest of three,
         whichever first moment m is: what it was before; mean m^2 / mean v, which a v without differences gives in any
         basis; 1 - b, which is m^2 / v after one gradient that outweighs all others if both moments have the decay b.
         """
         new: dict[str, dict[str, Tensor]] = {}
         for group, (scope, slots) in self._second.items():
-            new[group] = {}
-            for name, slot in slots.items():
-                places = {axis: slot_axis(slot, axis, len(self._block)) for axis in marginals}
-                known = {place: marginals[axis] for axis, place in places.items() if place is not None}
-                new[group][name] = fit_(scope[name], known, weights)
+            known = {name: self._known(slot, marginals) for name, slot in slots.items()}
+            power = 1 / max(1, sum(map(bool, known.values())))
+            new[group] = {name: fit_(scope[name], own, weights, power) for name, own in known.items()}
         for group, (after, _) in self._sizes(new).items():
             scope, slots = self._second[group]
             (decay,) = {slot.decay or 0.0 for slot in slots.values()}
@@ -127,6 +132,11 @@ class InnerMoments:
             growth = (after / most).amax(0).clamp_min(1.0)
             for name, x in new[group].items():
                 scope[name] = x.mul_(per_block(growth, x))
+
+    def _known(self, slot: Slot, marginals: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Marginals by axis of a slot, of axes of the block."""
+        places = {axis: slot_axis(slot, axis, len(self._block)) for axis in marginals}
+        return {place: marginals[axis] for axis, place in places.items() if place is not None}
 
 
 def require_marginals(statistic: Statistic, inner: tuple[Stage, ...], keeps_all_columns: bool) -> None:

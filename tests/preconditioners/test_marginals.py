@@ -96,11 +96,32 @@ def test_the_last_refresh_leaves_sums_nearer_to_the_truth(shape: tuple[int, ...]
     assert distances["marginals"] < distances["exact"] / 3
 
 
-def test_factored_second_moments_are_the_sums() -> None:
+def test_factored_second_moments_go_half_of_the_way_to_the_sums() -> None:
+    """r and c become the roots of what is carried over, (R*R)^T r, times the true sums in the new basis."""
     stepper, gradients = Stepper(alone("adafactor"), (6, 9)), skewed((6, 9), 8)
+    inside, sizes = stepper.state.scope("inner").scope("adafactor"), ("row", "column")
+    for gradient in gradients[:-1]:
+        stepper.step(gradient)
+    old = [stepper.state[f"basis.{axis}"][0].clone() for axis in range(2)]
+    before = [BETA * inside[name][0] for name in sizes]
+    last = times(times(gradients[-1], old[0].T, 0), old[1].T, 1).square()
+    stepper.step(gradients[-1])  # the newest gradient first, then the refresh
+    new = [stepper.state[f"basis.{axis}"][0] for axis in range(2)]
+    true = squares_in(gradients, new)
+    for axis, name in enumerate(sizes):
+        own = before[axis] + (1 - BETA) * last.mean(1 - axis)
+        root = ((old[axis].T @ new[axis]).square().T @ own * true.mean(1 - axis)).sqrt()
+        torch.testing.assert_close(inside[name][0], root * (own.sum() / root.sum()), rtol=1e-9, atol=0)
+
+
+def test_one_factor_of_a_second_moment_is_known_whole() -> None:
+    """Where the other axis has no basis nothing counts twice."""
+    side = {"kind": "gram", "beta": BETA, "axes": {"side": "left"}}
+    one = soap(inner=[{"kind": "adafactor", "beta": BETA}], timing="lagged", statistic=side)
+    stepper, gradients = Stepper(one, (6, 9)), skewed((6, 9), 8)
     for gradient in gradients:
         stepper.step(gradient)
-    true = squares_in(gradients, [stepper.state[f"basis.{axis}"][0] for axis in range(2)])
+    true = squares_in(gradients, [stepper.state["basis.0"][0], torch.eye(9, dtype=torch.float64)])
     inside = stepper.state.scope("inner").scope("adafactor")
     torch.testing.assert_close(inside["row"][0], true.mean(1), rtol=1e-9, atol=0)
     torch.testing.assert_close(inside["column"][0], true.mean(0), rtol=1e-9, atol=0)
