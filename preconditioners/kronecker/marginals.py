@@ -113,8 +113,9 @@ class InnerMoments:
     def fit(self, marginals: Mapping[int, Tensor], weights: Mapping[int, Tensor]) -> None:
         """Fits the second moments to marginals, by axis of the block; scales those with which an update would grow.
 
-        A factored one, v = r c^T / mean(r), goes half of the way on a logarithmic scale, r and c to the roots of what
-        they are and should be: what moves to one entry is in its row and in its column, and would count twice.
+        A factored one, v = r c^T / mean(r), of which both factors are known goes half of the way on a logarithmic
+        scale, r and c to the roots of what they are times what they should be: what moves to one entry is in its row
+        and in its column, and would count twice.
 
         The scale of a block is the least one, at least 1, with which mean m^2 / v is at most the largest of three,
         whichever first moment m is: what it was before; mean m^2 / mean v, which a v without differences gives in any
