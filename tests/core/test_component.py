@@ -26,6 +26,7 @@ def members() -> list[type[Component]]:
 REQUIRED = {
     "paths": ({"name": "a", "stages": "sign"},),
     "limits": ((10, 2.5),),
+    "step": 10,
     "seeds": (3,),
     "space": {"lr": {"low": 0.001, "high": 1.0}},
 }
