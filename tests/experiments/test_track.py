@@ -99,15 +99,19 @@ def test_the_committed_table_is_that_of_the_committed_runs() -> None:
 
 
 def test_sigmas_are_medians_of_the_spread_of_the_first_six_entries() -> None:
-    """The sample standard deviation over seeds where the mean is first at or below the target, to one digit."""
-    track = load_track()
+    """The sample standard deviation over seeds where the mean is first at or below the target, to one digit. They are
+    of the first runs; `soap`, which changed, was run again since."""
+    track, first = load_track(), json.loads((LAPTOP / "spreads.json").read_text())
     for name, task in track.tasks.items():
-        spreads = []
-        for entry in (one for one in read_entries(track, LAPTOP / "results") if one.name in FIRST):
+        assert task.sigma == float(f"{np.median(list(first[name].values())):.1g}")
+        for entry in (
+            one for one in read_entries(track, LAPTOP / "results") if one.name in FIRST and one.name != "soap"
+        ):
             losses = np.array([run.losses for run in entry.runs[name]])
             below = np.flatnonzero(losses.mean(axis=0) <= task.target)
-            spreads += [losses[:, below[0]].std(ddof=1)] if len(below) else []
-        assert task.sigma == float(f"{np.median(spreads):.1g}")
+            spread = losses[:, below[0]].std(ddof=1) if len(below) else None
+            # written to four digits
+            assert first[name].get(entry.name) == (None if spread is None else pytest.approx(spread, rel=1e-3))
 
 
 @pytest.mark.parametrize(
