@@ -22,7 +22,7 @@ from ..base import Stages, chain_norm, run_chain
 from ..roots import BasisSolver, PowerQR
 from ..statistics import Power, has_data, mean_eigenvalue
 from .base import Factored
-from .marginals import InnerMoments, marginals, require_marginals, weights
+from .marginals import fit_second_moments, marginals, require_marginals, weights
 
 
 class Eigenbasis(Factored):
@@ -35,8 +35,8 @@ class Eigenbasis(Factored):
     transport: what inner state does when Q changes by R = Q_old^T Q_new. exact: vectors are rotated, squares
     transported by (R*R)^T; marginals: exact, then second moments v are fitted to what the statistics know of them in
     any basis, sum_j v_ij = diag(Q_1^T A_1 Q_1)_i, axis by axis, and scaled so that RMS(m / sqrt(v)) of a block is at
-    most what it was, or sqrt(1 - beta); permute: vectors are rotated, squares only follow the reordering of columns, as
-    published; none: everything stays where it is.
+    most RMS(m) / sqrt(mean v), or sqrt(1 - beta); permute: vectors are rotated, squares only follow the reordering of
+    columns, as published; none: everything stays where it is.
     statistic_frame: what is accumulated of axis i. fixed: A_i; basis: B_i = Q_i^T A_i Q_i, from gradients that are in
     the basis already. A refresh asks the solver for the eigenvectors P of B_i; Q_i <- Q_i P, rectified by one Bjorck
     step, and R is P. In exact arithmetic both are the same. But B_i is nearly diagonal, and R is orthogonal however
@@ -121,14 +121,15 @@ class Eigenbasis(Factored):
         if self.transport != "marginals":
             super().refresh(state, gradient, context)
             return
-        axes, moments = self.factor_axes(state.block), InnerMoments(self.inner, self._inside(state))
+        axes = self.factor_axes(state.block)
         found = {axis: self._renew(state, axis, context) for axis in context.in_sweep(axes)}
         d = {}
         for axis in axes:
             q = None if self.statistic_frame == "basis" else state[f"basis.{axis}"]
             d[axis] = marginals(state[f"factor.{axis}"], q, found.get(axis))
         power = self.statistic.needs_power
-        moments.fit(d, {} if power is None else {axis: weights(own, power, self.floor) for axis, own in d.items()})
+        known = {} if power is None else {axis: weights(own, power, self.floor) for axis, own in d.items()}
+        fit_second_moments(self.inner, self._inside(state), d, known)
 
     def refresh_axis(self, state: State, axis: int, context: StepContext) -> None:
         self._renew(state, axis, context)

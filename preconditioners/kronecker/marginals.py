@@ -7,8 +7,7 @@ other axes, for statistics that are whitened on it; m first moments in the new b
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 import torch
@@ -18,7 +17,7 @@ from eigengraft.numerics import may_branch_on_values, per_block, tiny, to_power
 from eigengraft.slots import Slot, State
 from eigengraft.state_key import StateKey
 
-from ..algebra.basis_change import mode_products, slot_axis
+from ..algebra.basis_change import slot_axis
 from ..base import Stage, chain_slots
 from ..statistics import Statistic, mean_eigenvalue
 
@@ -33,20 +32,46 @@ def fit_(
     fitting (Deming & Stephan 1940) that takes all axes alike. It is exact where v is a product of one factor for each
     axis, and whatever v is for a single axis.
     """
-    factors = []
-    for axis, d in marginals.items():
-        others = [place + 1 for place in range(v.ndim - 1) if place != axis]
-        weighted = mode_products(v, {place: w for place, w in (weights or {}).items() if place != axis})
-        s = weighted.sum(others) if others else weighted
-        known = (d > 0) & (s > 0)
-        unit = (s * known).sum(-1) / (d * known).sum(-1).clamp_min(tiny(d.dtype))
-        factor = torch.where(known, d * unit[:, None] / s.clamp_min(tiny(s.dtype)), 1.0)
-        factor = factor if power == 1 else factor.pow(power)
-        factors.append(factor.reshape(-1, *(n if place == axis else 1 for place, n in enumerate(v.shape[1:]))))
-    total = v.flatten(1).sum(-1)
-    for factor in factors:
-        v.mul_(factor)
+    total, sums = v.flatten(1).sum(-1), _sums(v, weights or {})
+    factors = {axis: _factor(d, sums[axis], power) for axis, d in marginals.items()}
+    if 0 in factors:
+        v.mul_(factors[0].reshape(*v.shape[:2], *[1] * (v.ndim - 2)))
+    if (rest := _outer(_after_first(factors), v.shape[2:])) is not None:
+        v.mul_(rest[:, None])
     return v.mul_(per_block(total / v.flatten(1).sum(-1).clamp_min(tiny(v.dtype)), v))
+
+
+def _factor(d: Tensor, s: Tensor, power: float) -> Tensor:
+    """(d_i / s_i)^power `[N, d_i]`, in the unit of s_i; 1 where one of both is not known."""
+    known = (d > 0) & (s > 0)
+    unit = (s * known).sum(-1) / (d * known).sum(-1).clamp_min(tiny(d.dtype))
+    factor = torch.where(known, d * unit[:, None] / s.clamp_min(tiny(s.dtype)), 1.0)
+    return factor if power == 1 else factor.pow(power)
+
+
+def _sums(v: Tensor, weights: Mapping[int, Tensor]) -> list[Tensor]:
+    """s_i `[N, d_i]` of every axis: the first axis against all others, then those, which are few, in the same way."""
+    if v.ndim <= 2:
+        return [v]
+    rows, others = v.flatten(2), _after_first(weights)
+    weight = _outer(others, v.shape[2:])
+    own = rows.sum(2) if weight is None else (rows * weight.flatten(1)[:, None]).sum(2)
+    rest = rows.sum(1) if 0 not in weights else (rows * weights[0][..., None]).sum(1)
+    return [own, *_sums(rest.reshape(-1, *v.shape[2:]), others)]
+
+
+def _after_first(by_axis: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """What axes but the first have, by axis counted from the second one."""
+    return {axis - 1: x for axis, x in by_axis.items() if axis}
+
+
+def _outer(factors: Mapping[int, Tensor], shape: Sequence[int]) -> Tensor | None:
+    """The product of factors `[N, d_i]` by axis, `[N, *shape]`; None: there are none."""
+    product = None
+    for axis, factor in factors.items():
+        placed = factor.reshape(-1, *(n if place == axis else 1 for place, n in enumerate(shape)))
+        product = placed if product is None else product * placed
+    return None if product is None else product.expand(-1, *shape).contiguous()
 
 
 def marginals(a: Tensor, basis: Tensor | None, found: Tensor | None = None) -> Tensor:
@@ -70,74 +95,70 @@ def weights(d: Tensor, exponent: Fraction, floor: float) -> Tensor:
     return to_power(values, float(exponent))
 
 
-class InnerMoments:
-    """First and second moments of a chain whose basis changes; made before the change, and told when it is done.
+def fit_second_moments(
+    stages: tuple[Stage, ...], state: State, marginals: Mapping[int, Tensor], weights: Mapping[int, Tensor]
+) -> None:
+    """Fits the second moments of a chain, after its basis changed, to marginals, by axis of the block; limits updates.
 
-    A second moment is a running mean of squared gradients, whose slots have a `decay`.
+    A second moment is a running mean of squared gradients, whose slots have a `decay` b. A factored one, v = r c^T /
+    mean(r), of which both factors are known goes half of the way on a logarithmic scale, r and c to the roots of what
+    they are times what they should be: what moves to one entry is in its row and in its column, and would count twice.
+
+    Then v of a block is multiplied by the least c >= 1 with which mean(m^2 / (c v)) is at most the larger of two,
+    whichever first moment m is: mean m^2 / mean v, which a v without differences gives in any basis; and 1 - b, which
+    is m^2 / v after one gradient that outweighs all others if both moments have the decay b.
     """
+    first, second = _moments(stages, state)
+    for scope, slots in second:
+        known = {name: _known(slot, marginals, state.block) for name, slot in slots.items()}
+        power = 1 / max(1, sum(map(bool, known.values())))
+        new = {name: fit_(scope[name], own, weights, power) for name, own in known.items()}
+        (decay,) = {slot.decay or 0.0 for slot in slots.values()}
+        growth = _growth([m[name] for m, name in first], _spread([(x, slots[name]) for name, x in new.items()]), decay)
+        for name, x in new.items():
+            scope[name] = x.mul_(per_block(growth, x))
 
-    def __init__(self, stages: tuple[Stage, ...], state: State) -> None:
-        self._block = state.block
-        self._second: dict[str, tuple[State, dict[str, Slot]]] = {}
-        self._first = []
-        for path, name, slot in chain_slots(stages, state.block):
-            if slot.decay is not None:
-                group = path if slot.frame in ("row", "column") else StateKey.join(path, name)
-                self._second.setdefault(group, (state.scope(path), {}))[1][name] = slot
-            elif slot.role == "first_moment" and slot.frame == "vector" and slot.axes is None:
-                self._first.append((state.scope(path), name))
-        before = {group: {name: scope[name] for name in slots} for group, (scope, slots) in self._second.items()}
-        # sums of m^2 and of v are the same in every basis
-        self._allowed = {group: torch.maximum(size, even) for group, (size, even) in self._sizes(before).items()}
 
-    def _sizes(self, second: Mapping[str, Mapping[str, Tensor]]) -> dict[str, tuple[Tensor, Tensor]]:
-        """mean m^2 / v and mean m^2 / mean v of each block, `[1 + first moments m, N]` from zeros on, by second moment.
+def _moments(
+    stages: tuple[Stage, ...], state: State
+) -> tuple[list[tuple[State, str]], list[tuple[State, dict[str, Slot]]]]:
+    """First moments of a chain that live in the basis, and second moments, factors of one together."""
+    first: list[tuple[State, str]] = []
+    second: dict[str, tuple[State, dict[str, Slot]]] = {}
+    for path, name, slot in chain_slots(stages, state.block):
+        if slot.decay is not None:
+            group = path if slot.frame in ("row", "column") else StateKey.join(path, name)
+            second.setdefault(group, (state.scope(path), {}))[1][name] = slot
+        elif slot.role == "first_moment" and slot.frame == "vector" and slot.axes is None:
+            first.append((state.scope(path), name))
+    return first, list(second.values())
 
-        second: the slots of each v.
-        """
-        found = {}
-        for group, values in second.items():
-            v = _spread([(x, self._second[group][1][name]) for name, x in values.items()])
-            # v of a direction without gradients is the rounding of rotations, with a margin of 16
-            mean = v.flatten(1).mean(-1)
-            rounding = mean * (math.prod(self._block) * (16 * torch.finfo(v.dtype).eps) ** 2)
-            squares = [m[name].square() for m, name in self._first]
-            even = _means(squares, mean) / mean.clamp_min(tiny(v.dtype))
-            squares = [x.div_(v) for x in squares]
-            if not may_branch_on_values(v) or not bool((v.flatten(1).amin(-1) > rounding).all()):
-                hidden = ~(v > per_block(rounding, v))
-                squares = [x.masked_fill_(hidden, 0.0) for x in squares]
-            found[group] = _means(squares, mean), even
-        return found
 
-    def fit(self, marginals: Mapping[int, Tensor], weights: Mapping[int, Tensor]) -> None:
-        """Fits the second moments to marginals, by axis of the block; scales those with which an update would grow.
+def _growth(first: list[Tensor], v: Tensor, decay: float) -> Tensor:
+    """c `[N]`, at least 1: how many times larger v must be for updates m / sqrt(v) to be within their limits.
 
-        A factored one, v = r c^T / mean(r), of which both factors are known goes half of the way on a logarithmic
-        scale, r and c to the roots of what they are times what they should be: what moves to one entry is in its row
-        and in its column, and would count twice.
+    Entries of v that are rounding, as of directions without gradients, are not counted.
+    """
+    mean = v.flatten(1).mean(-1)
+    # the rounding of rotations, with a margin of 16
+    rounding = mean * (v[0].numel() * (16 * torch.finfo(v.dtype).eps) ** 2)
+    hidden = None
+    if not may_branch_on_values(v) or not bool((v.flatten(1).amin(-1) > rounding).all()):
+        hidden = ~(v > per_block(rounding, v))
+    growth = torch.ones_like(mean)
+    for m in first:
+        squares = m.square()
+        even = squares.flatten(1).mean(-1) / mean.clamp_min(tiny(v.dtype))
+        sizes = squares.div_(v) if hidden is None else squares.div_(v).masked_fill_(hidden, 0.0)
+        most = even.clamp_min(max(1 - decay, tiny(v.dtype)))
+        growth = torch.maximum(growth, sizes.flatten(1).mean(-1) / most)
+    return growth
 
-        The scale of a block is the least one, at least 1, with which mean m^2 / v is at most the largest of three,
-        whichever first moment m is: what it was before; mean m^2 / mean v, which a v without differences gives in any
-        basis; 1 - b, which is m^2 / v after one gradient that outweighs all others if both moments have the decay b.
-        """
-        new: dict[str, dict[str, Tensor]] = {}
-        for group, (scope, slots) in self._second.items():
-            known = {name: self._known(slot, marginals) for name, slot in slots.items()}
-            power = 1 / max(1, sum(map(bool, known.values())))
-            new[group] = {name: fit_(scope[name], own, weights, power) for name, own in known.items()}
-        for group, (after, _) in self._sizes(new).items():
-            scope, slots = self._second[group]
-            (decay,) = {slot.decay or 0.0 for slot in slots.values()}
-            most = self._allowed[group].clamp_min(max(1 - decay, tiny(after.dtype)))
-            growth = (after / most).amax(0).clamp_min(1.0)
-            for name, x in new[group].items():
-                scope[name] = x.mul_(per_block(growth, x))
 
-    def _known(self, slot: Slot, marginals: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Marginals by axis of a slot, of axes of the block."""
-        places = {axis: slot_axis(slot, axis, len(self._block)) for axis in marginals}
-        return {place: marginals[axis] for axis, place in places.items() if place is not None}
+def _known(slot: Slot, marginals: Mapping[int, Tensor], block: tuple[int, ...]) -> dict[int, Tensor]:
+    """Marginals by axis of a slot, of axes of the block."""
+    places = {axis: slot_axis(slot, axis, len(block)) for axis in marginals}
+    return {place: marginals[axis] for axis, place in places.items() if place is not None}
 
 
 def require_marginals(statistic: Statistic, inner: tuple[Stage, ...], keeps_all_columns: bool) -> None:
@@ -162,11 +183,6 @@ def _needed(statistic: Statistic, inner: tuple[Stage, ...], keeps_all_columns: b
     if statistic.needs_power is not None and any(slot.frame != "square" for slot in slots):
         return "second moments of every entry with a statistic that is whitened, got factored ones"
     return None
-
-
-def _means(squares: list[Tensor], like: Tensor) -> Tensor:
-    """Means over each block `[1 + n, N]`, after zeros as `like`, which are all there is without first moments."""
-    return torch.stack([torch.zeros_like(like), *(x.flatten(1).mean(-1) for x in squares)])
 
 
 def _spread(parts: list[tuple[Tensor, Slot]]) -> Tensor:
