@@ -19,7 +19,13 @@ from ..studies.study import Study, load_study
 Verdict = Literal["holds", "fails", "undecided"]
 
 ClaimMetric = Literal[
-    "val_loss", "val_accuracy", "steps_to_loss", "fitted_steps", "state_bytes_per_parameter", "optimizer_ms"
+    "val_loss",
+    "val_accuracy",
+    "train_loss",
+    "steps_to_loss",
+    "fitted_steps",
+    "state_bytes_per_parameter",
+    "optimizer_ms",
 ]
 
 CLAIMS = "claims.yaml"

@@ -15,7 +15,16 @@ from ..studies.axes import as_label
 from ..studies.plan import cells
 from ..studies.study import Study
 
-_NUMBERS = ("val_loss", "val_accuracy", "steps", "seconds", "step_ms", "optimizer_ms", "state_bytes_per_parameter")
+_NUMBERS = (
+    "val_loss",
+    "val_accuracy",
+    "train_loss",
+    "steps",
+    "seconds",
+    "step_ms",
+    "optimizer_ms",
+    "state_bytes_per_parameter",
+)
 
 
 @dataclass(frozen=True)

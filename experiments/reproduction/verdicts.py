@@ -123,7 +123,8 @@ def _compared(claim: PaperClaim, row: ResultRow, partner: ResultRow) -> float:
 
 def _number(row: ResultRow, metric: ClaimMetric) -> float:
     value = row.numbers.get(metric)
-    if value is None and metric not in ("val_loss", "val_accuracy"):
+    of_diverged = metric in row.numbers and metric in ("val_loss", "val_accuracy", "train_loss")
+    if value is None and not of_diverged:
         raise ValueError(f"results: {metric} is required of every run, not so for {dict(row.labels)}")
     return float(value) if value is not None else -math.inf if metric == "val_accuracy" else math.inf
 

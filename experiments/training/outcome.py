@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
@@ -32,6 +33,8 @@ class Result:
     A diverged run has no validation loss. It ends at the first step without a finite loss, or when all gradients have
     been unusable for so many steps that it is lost.
 
+    train_loss: mean over the steps of the last row of metrics; None: it was not finite.
+
     On several ranks, times are those of rank 0 and state_bytes those of the rank that holds most.
     """
 
@@ -45,6 +48,7 @@ class Result:
     state_bytes_per_parameter: float
     step_ms: float
     optimizer_ms: float
+    train_loss: float | None = None
 
 
 @dataclass
@@ -67,6 +71,12 @@ class MetricsWindow:
             "step_ms": median(self.step_ms),
             "optimizer_ms": median(self.optimizer_ms),
         }
+
+
+def numbers_of_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What a result says of the rows of metrics: median times of a step, and the training loss of the last row."""
+    times = {key: median(row[key] for row in rows) for key in ("step_ms", "optimizer_ms")}
+    return {**times, "train_loss": rows[-1]["loss"]}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from statistics import median
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from . import sharded_checkpoint
 from .callbacks import Callbacks
 from .environment import describe_environment, require_data
 from .experiment import Experiment
-from .outcome import Diagnostics, MetricsWindow, Result, Tick
+from .outcome import Diagnostics, MetricsWindow, Result, Tick, numbers_of_rows
 from .parallel.modes import reshard_model
 from .parallel.process_group import local_device
 from .parallel.ranks import Ranks
@@ -145,7 +144,6 @@ class Trainer:
         return result
 
     def _result(self, metrics: Metrics | None, parameters: int, state_bytes: int) -> Result:
-        rows = self.directory.rows()
         result = Result(
             diverged=metrics is None,
             val_loss=metrics.val_loss if metrics is not None else None,
@@ -155,8 +153,7 @@ class Trainer:
             parameters=parameters,
             state_bytes=state_bytes,
             state_bytes_per_parameter=state_bytes / parameters,
-            step_ms=median(row["step_ms"] for row in rows),
-            optimizer_ms=median(row["optimizer_ms"] for row in rows),
+            **numbers_of_rows(self.directory.rows()),
         )
         self.directory.write("result", asdict(result))
         return result

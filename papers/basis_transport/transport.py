@@ -15,7 +15,7 @@ import json
 import math
 import sys
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, geometric_mean
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -29,6 +29,8 @@ Row = dict[str, Any]
 RULES = ("exact", "permute", "marginals")
 RATE = "lr-"
 """First letters of the cases that are a learning rate."""
+TRAINING = "train_loss"
+"""The number of a row that is its training loss at the end; a run with one row of metrics has none."""
 
 
 def collect(directory: Path) -> list[Row]:
@@ -38,14 +40,15 @@ def collect(directory: Path) -> list[Row]:
         if not run.result:
             raise ValueError(f"{directory}: finished runs are required, {run.directory} is not one")
         labels = {key: run.labels[key] for key in ("task", "transport", "case")}
-        rows.append({**labels, "seed": run.seed, **{key: run.result[key] for key in ("diverged", "val_loss")}})
+        kept = ["diverged", "val_loss", *([TRAINING] if run.config["log_every"] < run.config["steps"] else [])]
+        rows.append({**labels, "seed": run.seed, **{key: run.result[key] for key in kept}})
     return rows
 
 
-def losses(rows: list[Row], task: str, transport: str, case: str) -> list[float]:
+def losses(rows: list[Row], task: str, transport: str, case: str, key: str = "val_loss") -> list[float]:
     """Losses by ascending seed; infinite where a run diverged."""
     wanted = (task, transport, case)
-    found = {row["seed"]: row["val_loss"] for row in rows if (row["task"], row["transport"], row["case"]) == wanted}
+    found = {row["seed"]: row[key] for row in rows if (row["task"], row["transport"], row["case"]) == wanted}
     return [math.inf if found[seed] is None else found[seed] for seed in sorted(found)]
 
 
@@ -68,6 +71,21 @@ def table(rows: list[Row], task: str) -> list[str]:
         for rule in RULES[:2]:
             apart = [ours - theirs for ours, theirs in zip(by_rule["marginals"], by_rule[rule], strict=True)]
             cells.append(f"{fmean(apart):+.3f} ({min(apart):+.3f} to {max(apart):+.3f})")
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def training_table(rows: list[Row], task: str) -> list[str]:
+    """Mean training losses at the end by case, in thousandths of a nat, and the ratios of marginals, seed by seed:
+    geometric mean, least and largest."""
+    heads = ["case", *RULES, "marginals / exact", "marginals / permute"]
+    lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
+    for case in names([row for row in rows if row["task"] == task], "case"):
+        by_rule = {rule: losses(rows, task, rule, case, TRAINING) for rule in RULES}
+        cells = [case.replace("-", " "), *(f"{1e3 * fmean(seeds):.3g}" for seeds in by_rule.values())]
+        for rule in RULES[:2]:
+            apart = [ours / theirs for ours, theirs in zip(by_rule["marginals"], by_rule[rule], strict=True)]
+            cells.append(f"{geometric_mean(apart):.2f} ({min(apart):.2f} to {max(apart):.2f})")
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 
@@ -97,6 +115,13 @@ def markdown(rows: list[Row]) -> str:
     ]
     for task in names(rows, "task"):
         text += [f"## {task}", "", *table(rows, task), ""]
+        if any(TRAINING in row for row in rows if row["task"] == task):
+            text += [
+                "Training loss at the end, in thousandths of a nat, and ratios:",
+                "",
+                *training_table(rows, task),
+                "",
+            ]
     return "\n".join(text)
 
 

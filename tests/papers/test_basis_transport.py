@@ -43,13 +43,14 @@ def test_the_tables_are_those_of_the_runs(rows: list[dict[str, Any]]) -> None:
     assert (FOLDER / "transport.md").read_text() == TRANSPORT.markdown(rows)
     told = (FOLDER / "README.md").read_text().splitlines()
     tables = [line for task in ("bytes", "digits") for line in TRANSPORT.table(rows, task)]
+    tables += TRANSPORT.training_table(rows, "digits")
     tables += [*TRANSPORT.paired_table(read("seeds")), *TRANSPORT.table(read("intervals"), "bytes")]
     tables += [
         *TRANSPORT.paired_table(read("larger")),
         *TRANSPORT.paired_table(read("kl")),
         *SIZES.table(read("rates")),
     ]
-    assert len(tables) == 50 and [line for line in tables if line not in told] == []
+    assert len(tables) == 62 and [line for line in tables if line not in told] == []
 
 
 def test_differences_are_between_runs_of_one_seed() -> None:
@@ -62,6 +63,19 @@ def test_differences_are_between_runs_of_one_seed() -> None:
     ]
     assert TRANSPORT.table(rows, "a")[2:] == [
         "| lr 0.1 | 4.000 | 4.000 | **1.500** | -2.500 (-3.000 to -2.000) | -2.500 (-3.000 to -2.000) |"
+    ]
+
+
+def test_ratios_of_training_losses_are_between_runs_of_one_seed() -> None:
+    """Counted by hand: 1/4 and 4/4 to exact, 1/1 and 4/1 to permute; their geometric means are 1/2 and 2."""
+    values = {"exact": (0.004, 0.004), "permute": (0.001, 0.001), "marginals": (0.001, 0.004)}
+    rows = [
+        {"task": "a", "transport": rule, "case": "kl", "seed": seed, "train_loss": loss}
+        for rule, losses in values.items()
+        for seed, loss in enumerate(losses)
+    ]
+    assert TRANSPORT.training_table(rows, "a")[2:] == [
+        "| kl | 4 | 1 | 2.5 | 0.50 (0.25 to 1.00) | 2.00 (1.00 to 4.00) |"
     ]
 
 
