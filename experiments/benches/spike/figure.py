@@ -22,7 +22,7 @@ _LABELS = {
     "none, momentum outside": "none, momentum outside the basis",
     "published": "reference/soap, as published",
 }
-_RATES = dict(zip(LEARNING_RATES, (", the recipe's own", ", the demo's tuned one"), strict=True))
+_RATES = dict(zip(LEARNING_RATES, (", the recipe's own", ", ten times that"), strict=True))
 _STYLES = {line: index + 1 for index, line in enumerate(LINES)}
 
 
