@@ -8,7 +8,8 @@ from torch import Tensor
 
 from eigengraft import load_recipe
 from eigengraft.errors import RecipeError
-from eigengraft.preconditioners.kronecker.marginals import fit_, marginals
+from eigengraft.preconditioners.algebra.proportional_fitting import fit_
+from eigengraft.preconditioners.kronecker.marginals import marginals
 
 from ..trajectories import normal, random_gradients
 from .test_statistics import Stepper, times
