@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -77,7 +78,15 @@ class Axes(Component):
 
     def of(self, block: tuple[int, ...]) -> tuple[int, ...]:
         """The axes of a block that have a factor."""
-        return tuple(axis for axis in self._chosen(block) if self.oversize == "diagonal" or self._fits(block, axis))
+        if block not in self._known:  # asked several times a step, for each stack
+            chosen = self._chosen(block)
+            self._known[block] = tuple(a for a in chosen if self.oversize == "diagonal" or self._fits(block, a))
+        return self._known[block]
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, ...], tuple[int, ...]]:
+        """What `of` has answered."""
+        return {}
 
     def _chosen(self, block: tuple[int, ...]) -> Sequence[int]:
         """The axes that have a factor unless they are too long for one."""

@@ -116,9 +116,14 @@ class Every(Cadence):
 
     def due(self, context: StepContext, earliest: int) -> Iterator[tuple[int, int, bool]]:
         start = self.start if self.start is not None else earliest
-        steps = context.steps
-        again = (steps > start) & ((steps - self.steps_due(context.phases)) % self.steps == 0)
-        yield from spans(np.where(steps == start, 2, again.astype(np.int64)))
+        steps, uniform = context.steps, context.uniform
+        if uniform is not None and uniform <= start:
+            yield from [(0, len(steps), True)] if uniform == start else []
+            return
+        again = (steps - self.steps_due(context.phases)) % self.steps == 0
+        if uniform is not None and not again.any():  # most steps of most stacks
+            return
+        yield from spans(np.where(steps == start, 2, (again & (steps > start)).astype(np.int64)))
 
 
 class Probability(Cadence):

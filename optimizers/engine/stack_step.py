@@ -78,7 +78,7 @@ class StackStep:
     def failing(self, tolerated: int) -> list[int]:
         """Rows whose root or basis failed more often in a row than tolerated; nothing is read but after a refresh."""
         own = self.blocks.stack_state
-        if not own.failure_counts or not any(stage.due(self.context) for _, stage in own.rule.stages()):
+        if not own.failure_counts or not any(self.context.due.values()):  # every stage has been asked
             return []
         bad = [torch.nonzero(own.tensors[key] > tolerated).flatten().tolist() for key in own.failure_counts]
         return sorted({row for rows in bad for row in rows})

@@ -6,8 +6,8 @@ Legend: N blocks; a axis of the block, of length d; p product of the axes before
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
 from typing import Literal
 
 import torch
@@ -90,7 +90,7 @@ def _in_bfloat16(matrices: Mapping[int, Tensor]) -> dict[int, Tensor]:
 
 
 def _rotate_joined(x: Tensor, matrices: Mapping[int, Tensor]) -> Tensor:
-    runs = short_runs(tuple(x.shape[1:]), {axis for axis, matrix in matrices.items() if matrix.ndim == 3})
+    runs = short_runs(tuple(x.shape[1:]), frozenset(axis for axis, matrix in matrices.items() if matrix.ndim == 3))
     y = x.reshape(x.shape[0], *(math.prod(x.shape[run[0] + 1 : run[-1] + 2]) for run in runs))
     for place, run in enumerate(runs):
         if run[0] in matrices:
@@ -99,12 +99,13 @@ def _rotate_joined(x: Tensor, matrices: Mapping[int, Tensor]) -> Tensor:
     return y.reshape(x.shape[0], *(rotated.get(axis, d) for axis, d in enumerate(x.shape[1:])))
 
 
-def short_runs(block: tuple[int, ...], axes: Collection[int]) -> list[list[int]]:
+@lru_cache(maxsize=256)
+def short_runs(block: tuple[int, ...], axes: frozenset[int]) -> list[list[int]]:
     """The axes of a block in runs, in order; adjacent ones of `axes` are in one run while its length stays short."""
     runs: list[list[int]] = []
     for axis in reversed(range(len(block))):
         run = runs[-1] if runs else []
-        joins = run and {axis, run[0]} <= set(axes) and math.prod(block[axis : run[-1] + 1]) < _SHORT
+        joins = run and {axis, run[0]} <= axes and math.prod(block[axis : run[-1] + 1]) < _SHORT
         if joins:
             run.insert(0, axis)
         else:
@@ -164,9 +165,23 @@ def transport(
         elif how != "permute":
             scope[name] = mode_product(scope[name], turn.rotation.square().mT, place)
         elif order is not None:
-            x = scope[name]
-            index = order.reshape(-1, *(order.shape[1] if a == place else 1 for a in range(x.ndim - 1)))
-            scope[name] = x.gather(place + 1, index.expand_as(x))
+            scope[name] = _reordered(scope[name], place, order)
+
+
+def _reordered(x: Tensor, axis: int, order: Tensor) -> Tensor:
+    """x `[N, *block]`, its entries along an axis of the block in the order `[N, d]`; large blocks one by one on a CPU,
+    where `gather` takes five times as long."""
+    if x.device.type == "cpu" and x[0].numel() >= _ONE_BY_ONE:
+        out = torch.empty_like(x)
+        for target, source, places in zip(out.unbind(0), x.unbind(0), order.unbind(0), strict=True):
+            torch.index_select(source, axis, places, out=target)
+        return out
+    index = order.reshape(-1, *(order.shape[1] if a == axis else 1 for a in range(x.ndim - 1)))
+    return x.gather(axis + 1, index.expand_as(x))
+
+
+_ONE_BY_ONE = 1 << 12
+"""Entries from which on a block is worth a kernel of its own."""
 
 
 def require_frameless(stages: tuple[Stage, ...], path: str) -> None:

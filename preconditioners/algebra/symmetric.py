@@ -30,8 +30,15 @@ def add_symmetric(total: Tensor, y: Tensor, z: Tensor, beta: float = 1, alpha: f
         for start in range(0, len(target), _PANEL):
             panel = slice(start, start + _PANEL)
             target[start:, panel].addmm_(left[start:], right[panel].mT, beta=beta, alpha=alpha)
-            target[:start, panel] = target[panel, :start].mT
+            if start:
+                target[:start, panel] = _spread(target[panel, :start]).mT
     return total
+
+
+def _spread(rows: Tensor) -> Tensor:
+    """A copy of rows `[c, k]` that lie in different sets of a cache, so that columns of it are read faster."""
+    copied = rows.new_empty(rows.shape[0], rows.shape[1] + 16)[:, : rows.shape[1]]
+    return copied.copy_(rows)
 
 
 def _halved(y: Tensor) -> bool:

@@ -12,7 +12,15 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from eigengraft.blocking.stacks import Summing
-from eigengraft.numerics import identity_like, may_branch_on_values, per_block, rectified, tiny, to_power
+from eigengraft.numerics import (
+    identity_like,
+    may_branch_on_values,
+    per_block,
+    rectified,
+    tiny,
+    to_power,
+    where_blocks,
+)
 from eigengraft.slots import State
 from eigengraft.step_context import Rotation, StepContext
 
@@ -139,18 +147,26 @@ class Eigenbasis(Factored):
         if self.statistic_frame == "basis":
             self._turn(state, axis, context)
             return None
-        old, a = state[f"basis.{axis}"].clone(), self.statistic.estimate(state, axis, context)
+        name = f"basis.{axis}"
+        old, coded = state[name], state.coded(name)
+        a = state[f"factor.{axis}"] if self.solver.unit_free else self.statistic.estimate(state, axis, context)
         (q, order, ok), diagonal = self.solver.basis_and_diagonal(a, old, context.first)
-        new = self.commit(state, axis, q, ok)
-        if self.transport == "none" or (may_branch_on_values(new) and torch.equal(new, old)):
-            return None  # nothing follows, or the solver found nothing to do
-        turn = Turn(new, old)
-        transport(self.inner, self._inside(state), axis, turn, order_or_identity(order, ok), self.transport)
-        if self.transport != "marginals" or diagonal is None or not may_branch_on_values(new):
-            return None
-        stored = state.decoded(f"basis.{axis}")  # by a codec, with which it may be another Q
-        same = ok if stored is None else (stored == q).flatten(1).all(1)
-        return torch.where(same[:, None], diagonal(turn.rotation), math.nan)
+        new = self.commit(state, axis, q, ok) if coded else where_blocks(ok, q, old)  # a code may stand for another Q
+        turn, found = Turn(new, old), None
+        if self._follow(state, axis, turn, order_or_identity(order, ok)) and diagonal is not None:
+            same = (new == q).flatten(1).all(1) if coded else ok
+            found = torch.where(same[:, None], diagonal(turn.rotation), math.nan)
+        if not coded:  # only now, for `old` is what is written to
+            self.commit(state, axis, new, ok)
+        return found
+
+    def _follow(self, state: State, axis: int, turn: Turn, order: Tensor | None) -> bool:
+        """Brings inner state to a new basis; whether diag(Q^T A Q) is of use after it, and may be asked for."""
+        branches = may_branch_on_values(turn.new)
+        if self.transport == "none" or (branches and turn.old is not None and torch.equal(turn.new, turn.old)):
+            return False  # nothing follows, or the solver found nothing to do
+        transport(self.inner, self._inside(state), axis, turn, order, self.transport)
+        return branches and self.transport == "marginals"
 
     def _turn(self, state: State, axis: int, context: StepContext) -> None:
         """The refresh in the frame of the basis: all that lives there follows P."""

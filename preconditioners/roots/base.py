@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from fractions import Fraction
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -82,6 +82,9 @@ class BasisSolver(Schedulable, ABC, family="basis_solver"):
 
     Q has no unit. Matrices are solved apart: one that fails is marked, the others keep every bit.
     """
+
+    unit_free: ClassVar[bool] = True
+    """Whether positive multiples of A have the same basis, so that a solver may be shown any of them."""
 
     def columns(self, d: int) -> int:
         """How many eigenvectors of a `[d, d]` matrix are kept: d, or fewer where the basis spans a subspace."""

@@ -88,23 +88,41 @@ def safe_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
 def to_power(x: Tensor, exponent: float) -> Tensor:
     """x^e entry by entry, for spectra and other small tensors: rounded once, from float64.
 
-    torch's pow of float32 rounds the last entries of a tensor differently on a CPU, so that a block's result would
-    depend on the blocks beside it.
+    torch's pow rounds the last entries of a tensor differently on a CPU, those that fill no vector register, so that a
+    block's result would depend on the blocks beside it: in float32, which is rounded here, and in float64, where ones
+    are added that fill the last register.
     """
-    return x if exponent == 1 else x.double().pow(exponent).to(x.dtype)
+    if exponent == 1:
+        return x
+    wide = x.double()
+    if x.dtype != torch.float64 or x.device.type != "cpu":
+        return wide.pow(exponent).to(x.dtype)
+    filled = torch.nn.functional.pad(wide.flatten(), (0, -wide.numel() % _REGISTER), value=1.0)
+    return filled.pow(exponent)[: wide.numel()].view(x.shape)
+
+
+_REGISTER = 16
+"""float64 numbers that a CPU's kernel takes at a time, at most: two registers of AVX-512."""
 
 
 def transposed(a: Tensor) -> Tensor:
-    """A^T of each matrix of a stack `[N, m, n]`, as a dense tensor.
-
-    On a CPU large matrices are copied one by one: torch copies a matrix in tiles, a batch of them along long strides.
-    """
-    if not may_branch_on_values(a) or min(a.shape[1:]) < _TILED:
-        return a.mT.contiguous()
+    """A^T of each matrix of a stack `[N, m, n]`, as a dense tensor."""
     out = a.new_empty(a.shape[0], a.shape[2], a.shape[1])
-    for target, source in zip(out.unbind(0), a.unbind(0), strict=True):
-        target.copy_(source.mT)
-    return out
+    return copy_blocks(out, a.mT)
+
+
+def copy_blocks(target: Tensor, source: Tensor) -> Tensor:
+    """target.copy_(source) of stacks `[N, *block]`.
+
+    On a CPU large transposed matrices are copied one by one: torch copies a matrix in tiles, a batch of them along long
+    strides.
+    """
+    turned = source.ndim == 3 and min(source.shape[1:]) >= _TILED and source.mT.is_contiguous()
+    if not (turned and target.is_contiguous() and may_branch_on_values(source)):
+        return target.copy_(source)
+    for own, given in zip(target.unbind(0), source.unbind(0), strict=True):
+        own.copy_(given)
+    return target
 
 
 _TILED = 256

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from . import noise
 from .errors import ContractError
-from .numerics import per_block
+from .numerics import copy_blocks, per_block
 from .state_key import StateKey
 
 Role = Literal["statistic", "root", "basis", "first_moment", "second_moment", "iterate", "count", "failures"]
@@ -227,11 +227,15 @@ class State:
         if isinstance(self.rows, Tensor):
             target.index_copy_(0, self.rows, value.to(target.dtype))
         else:
-            self._select(target).copy_(value)
+            copy_blocks(self._select(target), value)
 
     def decoded(self, name: str) -> Tensor | None:
         """What is read of a slot that a codec stores, `[n, *shape]`; None: the slot is stored as it is."""
-        return self._load(name) if StateKey.join(self.path, name) in self.storage.encoded else None
+        return self._load(name) if self.coded(name) else None
+
+    def coded(self, name: str) -> bool:
+        """Whether a codec stores the slot, so that what is loaded is a copy and what is kept may differ from it."""
+        return StateKey.join(self.path, name) in self.storage.encoded
 
     def __contains__(self, name: str) -> bool:
         key = StateKey.join(self.path, name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Self
 
 import numpy as np
@@ -111,8 +111,7 @@ class StepContext:
         count: how many terms the mean has at a step, if not one for each.
         """
         if count is None and self.numbers is None and self.uniform is not None:  # the same bits, with fewer kernels
-            weights = torch.tensor(1 - beta ** (self.uniform + ahead), dtype=torch.float64)
-            return weights if exponent == 1 else weights**exponent
+            return _uniform_correction(beta, self.uniform + ahead, exponent)
         terms = count or (lambda step: step + ahead)
         return self.per_block(lambda step: (1 - beta ** terms(step)) ** exponent, like)
 
@@ -163,3 +162,10 @@ class StepContext:
             first=first,
             rotation=self.rotation and self.rotation.slice_rows(start, stop),
         )
+
+
+@lru_cache(maxsize=64)
+def _uniform_correction(beta: float, step: int, exponent: float) -> Tensor:
+    """(1 - beta^step)^exponent, 0-d: the same of all stacks in a step, and not to be written to."""
+    weights = torch.tensor(1 - beta**step, dtype=torch.float64)
+    return weights if exponent == 1 else weights**exponent

@@ -68,7 +68,7 @@ def test_roots_whose_product_overflows_leave_zeros_zeros() -> None:
 
 def test_short_axes_beside_each_other_are_joined() -> None:
     def runs(block: tuple[int, ...], axes: Collection[int] | None = None) -> list[list[int]]:
-        return short_runs(block, range(len(block)) if axes is None else axes)
+        return short_runs(block, frozenset(range(len(block)) if axes is None else axes))
 
     assert runs((256, 256, 3, 3)) == [[0], [1], [2, 3]]
     assert runs((64, 3, 7, 7)) == [[0], [1], [2, 3]]

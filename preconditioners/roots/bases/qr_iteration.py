@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -33,6 +33,7 @@ class QRIteration(BasisSolver):
     order: Literal["ascending", "descending"] = Field(
         default="ascending", description="order of the columns by diag B, after the steps"
     )
+    unit_free: ClassVar[bool] = False  # a ridge has the unit of the matrix
     bootstrap: bool = Field(
         default=False, description="take the first basis from an eigendecomposition instead of the identity"
     )

@@ -17,7 +17,7 @@ from ..errors import ContractError
 from .block_grid import BlockGrid
 from .side_blocks import SideMatrix, side_of_blocks
 
-BYTES_ON_CPU, BYTES_ELSEWHERE = 1 << 22, 1 << 28
+BYTES_ON_CPU, BYTES_ELSEWHERE = 1 << 20, 1 << 28
 """Bytes of the largest tensor of a stack. A step needs memory for a few such tensors: decoded slots and products.
 
 On a CPU, tensors of more than some megabytes are fetched from the system page by page at every allocation; a device
