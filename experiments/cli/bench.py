@@ -106,10 +106,12 @@ def _measure(chosen: Bench, directory: Path) -> None:
     cells = track(
         chosen.cell_by_cell(), "measuring", total=chosen.cells(), console=Console(stderr=True), transient=True
     )
-    rows = [row for cell in cells for row in cell]
+    rows: list[Any] = []
+    for cell in cells:
+        rows += cell
+        write_rows(rows, directory / "rows.jsonl")  # a bench that is stopped leaves what it has measured
     if not rows:
         raise RecipeError("bench: a candidate that takes one of these problems is required; nothing to measure")
-    write_rows(rows, directory / "rows.jsonl")
     write_figure(chosen.panels(rows), directory / "figure.svg")
     where = _environment(device)
     record = {"bench": chosen.declaration(), "environment": where}

@@ -5,13 +5,13 @@ Nothing is timed: it follows from the recipe, from parameters, and from what the
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterable, Iterator
 
 import torch
 
 from eigengraft.component import Component
 from eigengraft.errors import stage_name
+from eigengraft.numerics import has_fast_bfloat16
 
 from ..engine.entrywise.chunks import chunks_refused, worth_chunks
 from ..engine.entrywise.compiled import kernels_refused
@@ -51,7 +51,7 @@ def slow_products(recipe: Recipe, devices: Iterable[torch.device]) -> Iterator[s
         if has_fast_bfloat16(device) is False:
             yield (
                 f"{', '.join(asked)}: bfloat16 saves no time on this machine, whose {device.type} has no instructions "
-                "for products in it"
+                "for products in it; they are taken in float32 of the rounded numbers"
             )
 
 
@@ -64,14 +64,3 @@ def _in_bfloat16(component: Component, path: str = "") -> Iterator[str]:
             if isinstance(one, Component):
                 inner = f"{name}.{stage_name(one)}" if isinstance(value, tuple) else name
                 yield from _in_bfloat16(one, f"{path}{inner}.")
-
-
-def has_fast_bfloat16(device: torch.device) -> bool | None:
-    """Whether a device multiplies matrices in bfloat16 by instructions of its own; None: nobody says."""
-    if device.type == "cuda":
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    if device.type != "cpu":
-        return None
-    if platform.machine().lower() in ("aarch64", "arm64"):
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return bool(torch.cpu._is_avx512_bf16_supported())

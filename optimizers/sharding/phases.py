@@ -50,10 +50,11 @@ class _Kind(NamedTuple):
 def refresh_phases(recipe: Recipe, parameters: Iterable[ParamKey], at_once: int | None = None) -> Phases:
     """The phases of all blocks of all parameters of an optimizer.
 
-    A block's phase is the share of the refresh cost of all blocks before it: equal parts of a refresh interval cost the
-    same. Blocks are ordered by path and shape, then by name and key, so that neither the order nor the grouping of the
-    parameters, nor where they lie, enters a number; blocks of one path and shape that are due together are neighbours.
-    A cadence may have phases rounded down to those of its waves.
+    A block's phase is the share of the refresh cost of all blocks before it and of half its own: equal parts of a
+    refresh interval cost the same, as nearly as whole blocks can. Blocks are ordered by path and shape, then by name
+    and key, so that neither the order nor the grouping of the parameters, nor where they lie, enters a number; blocks
+    of one path and shape that are due together are neighbours. A cadence may have phases rounded down to those of its
+    waves.
 
     at_once: instead of what the cadences say.
     """
@@ -69,7 +70,7 @@ def refresh_phases(recipe: Recipe, parameters: Iterable[ParamKey], at_once: int 
     for (path, _), kind in kinds.items():
         done, waves = 0, _waves(recipe, path, units, at_once)
         for param, keys in kind.blocks if total else ():
-            spread = (before + kind.cost * np.arange(done, done + len(keys))) / total
+            spread = (before + kind.cost * (np.arange(done, done + len(keys)) + 0.5)) / total
             phases[param][list(keys)] = spread if waves is None else np.floor(spread * waves + ROUNDED) / waves
             done += len(keys)
         before += kind.cost * done

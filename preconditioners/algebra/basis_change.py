@@ -15,6 +15,7 @@ from einops import rearrange
 from torch import Tensor
 
 from eigengraft.chains import SIDES, known_signals
+from eigengraft.numerics import multiplied_in_float32
 from eigengraft.slots import Slot, State
 
 from ..base import Stage, chain_slots, walk
@@ -43,6 +44,8 @@ def mode_product(x: Tensor, matrix: Tensor, axis: int) -> Tensor:
     product where p products would have few columns each.
     """
     shape = x.shape
+    if multiplied_in_float32(x):
+        return mode_product(x.float(), matrix.float(), axis).to(x.dtype)
     if matrix.ndim == 2:
         return x * matrix.reshape(-1, *(d if place == axis else 1 for place, d in enumerate(shape[1:])))
     p, d, q = math.prod(shape[1 : axis + 1]), shape[axis + 1], math.prod(shape[axis + 2 :])

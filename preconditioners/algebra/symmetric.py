@@ -8,11 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eigengraft.numerics import may_branch_on_values
+from eigengraft.numerics import may_branch_on_values, multiplied_in_float32
 
 
 def symmetric_product(y: Tensor, z: Tensor) -> Tensor:
     """Y Z^T `[N, d, d]`."""
+    if multiplied_in_float32(y):
+        return symmetric_product(y.float(), z.float()).to(y.dtype)
     if not _halved(y):
         return torch.bmm(y, z.mT)
     return add_symmetric(y.new_empty(*y.shape[:2], y.shape[1]), y, z, beta=0)
@@ -24,6 +26,8 @@ def add_symmetric(total: Tensor, y: Tensor, z: Tensor, beta: float = 1, alpha: f
     Panels of c = 128 columns, each from the diagonal down, take (1 + c / d) / 2 of the operations. Every matrix is
     multiplied by itself, so that no result depends on the others of a stack.
     """
+    if multiplied_in_float32(total):
+        return total.copy_(add_symmetric(total.float(), y.float(), z.float(), beta, alpha))
     if not _halved(y):
         return total.baddbmm_(y, z.mT, beta=beta, alpha=alpha)
     for target, left, right in zip(total.unbind(0), y.unbind(0), z.unbind(0), strict=True):

@@ -10,7 +10,7 @@ from einops import rearrange
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from eigengraft.numerics import apply_aligned, block_norm, per_block, safe_ratio
+from eigengraft.numerics import apply_aligned, block_norm, multiplied_in_float32, per_block, safe_ratio
 from eigengraft.ramps import Schedulable
 
 from ..algebra.symmetric import add_symmetric, symmetric_product
@@ -69,8 +69,15 @@ class NewtonSchulz(PolarSolver):
             y = y * safe_ratio(torch.ones_like(sums), sums)
         for a, b, c in triples(self.coefficients, self.steps):
             gram = symmetric_product(y, y)
-            y = torch.baddbmm(y, add_symmetric(gram.clone(), gram, gram, b, c), y, beta=a)
+            y = _add_product(y, add_symmetric(gram.clone(), gram, gram, b, c), y, a)
         return (y.mT if tall else y).to(x.dtype)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, beta: float) -> Tensor:
+    """beta T + A B, rounded once."""
+    if multiplied_in_float32(total):
+        return torch.baddbmm(total.float(), a.float(), b.float(), beta=beta).to(total.dtype)
+    return torch.baddbmm(total, a, b, beta=beta)
 
 
 class SVD(PolarSolver):

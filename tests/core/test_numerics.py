@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eigengraft.numerics import apply_aligned, finite_blocks, where_blocks
+from eigengraft.numerics import apply_aligned, copy_blocks, finite_blocks, to_power, transposed, where_blocks
 
 from ..trajectories import rotation
 
@@ -93,3 +93,23 @@ def test_finite_blocks_are_found_where_the_sum_is_no_number() -> None:
     assert finite_blocks(x).tolist() == [True, False, True, False]
     assert torch.equal(where_blocks(finite_blocks(x), x, 0.0)[1], torch.zeros(3, 2))
     assert where_blocks(torch.tensor([True, True]), x[:2], 0.0).data_ptr() == x.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_powers_do_not_depend_on_what_follows(dtype: torch.dtype) -> None:
+    """Kernels of pow take the rest of a tensor, after whole registers, by other instructions."""
+    x = torch.rand(512, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+    for exponent in (-0.25, 0.3):
+        known = to_power(x, exponent)
+        assert torch.allclose(known, x.pow(exponent), rtol=4 * torch.finfo(dtype).eps, atol=0)
+        assert all(torch.equal(to_power(x[:n], exponent), known[:n]) for n in range(1, 70))
+    assert to_power(x[:6].view(2, 3), 0.3).shape == (2, 3)
+
+
+@pytest.mark.parametrize("shape", [(3, 300, 260), (2, 5, 4), (2, 256, 256)])
+def test_blocks_are_copied_whatever_their_strides(shape: tuple[int, ...]) -> None:
+    """Large matrices by columns are copied one by one."""
+    x = torch.rand(shape, generator=torch.Generator().manual_seed(0))
+    for given in (x, x.mT.contiguous().mT):
+        assert torch.equal(copy_blocks(torch.empty(shape), given), x)
+    assert torch.equal(transposed(x), x.mT) and transposed(x).is_contiguous()

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from eigengraft import numerics
 from eigengraft.preconditioners import Eigenbasis, Momentum, Shampoo
 from eigengraft.preconditioners.algebra.basis_change import (
     kronecker,
@@ -20,6 +21,7 @@ from eigengraft.preconditioners.algebra.basis_change import (
     short_runs,
 )
 from eigengraft.preconditioners.algebra.symmetric import add_symmetric, symmetric_product
+from eigengraft.preconditioners.polar.solvers import NewtonSchulz
 from eigengraft.preconditioners.statistics import Gram, InputGram, Power
 from eigengraft.slots import State
 from eigengraft.step_context import StepContext
@@ -144,12 +146,16 @@ def wide(side: int, stacked: int = 2, rest: int = 40) -> Tensor:
 class Products(TorchDispatchMode):
     """Counts the operations of matrix products: two for each entry and term."""
 
-    operations = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations, self.dtypes = 0, set[torch.dtype]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket in (torch.ops.aten.bmm, torch.ops.aten.addmm_, torch.ops.aten.baddbmm_):
+        aten = torch.ops.aten
+        if func.overloadpacket in (aten.bmm, aten.addmm_, aten.baddbmm_, aten.baddbmm):
             left, right = args[-2:]
             self.operations += 2 * left.numel() * right.shape[-1]
+            self.dtypes.add(left.dtype)
         return func(*args, **(kwargs or {}))
 
 
@@ -190,7 +196,10 @@ def test_what_was_there_is_not_read_without_a_weight() -> None:
 @pytest.mark.parametrize(
     ("side", "dtype", "share"), [(512, "float32", 0.625), (255, "float32", 1), (512, "bfloat16", 1)]
 )
-def test_operations_are_those_of_the_lower_panels(side: int, dtype: str, share: float) -> None:
+def test_operations_are_those_of_the_lower_panels(
+    side: int, dtype: str, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numerics, "_cpu_has_bfloat16", lambda: True)
     x = wide(side).to(getattr(torch, dtype))
     with Products() as counted:
         symmetric_product(x, x)
@@ -202,3 +211,25 @@ def test_products_in_bfloat16_are_rounded_once() -> None:
     exact = x.double() @ x.double().mT
     # a rounding of the result, 2^-9, and sums in float32
     torch.testing.assert_close(symmetric_product(x, x).double(), exact, rtol=2**-8, atol=1e-4)
+
+
+@pytest.mark.parametrize("has", [True, False], ids=["instructions", "none"])
+def test_products_in_bfloat16_are_the_same_where_a_machine_has_none(has: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Factors and results are rounded, sums are in float32; without instructions no product is one of bfloat16."""
+    monkeypatch.setattr(numerics, "_cpu_has_bfloat16", lambda: has)
+    x, q = wide(24, rest=16), wide(24, rest=24)
+    y, rounded = x.bfloat16(), x.bfloat16().double()
+    with Products() as counted:
+        found = {
+            "rotated": rotate(x, {0: q}, "bfloat16"),
+            "square": symmetric_product(y, y),
+            "sum": add_symmetric(torch.ones(2, 24, 24, dtype=torch.bfloat16), y, y, beta=0.5, alpha=2.0),
+        }
+        polar = NewtonSchulz(precision="bfloat16").polar(x)
+    exact = {"rotated": q.bfloat16().double() @ rounded, "square": rounded @ rounded.mT}
+    exact["sum"] = 0.5 + 2 * exact["square"]
+    assert counted.dtypes == {torch.bfloat16 if has else torch.float32}
+    for name, value in exact.items():  # one rounding of the result, 2^-9, and what sums in float32 lose
+        torch.testing.assert_close(found[name].double(), value, rtol=2**-8, atol=1e-4)
+    # five steps with five roundings each of numbers up to 1
+    torch.testing.assert_close(polar, NewtonSchulz().polar(x), rtol=0, atol=25 * 2**-9)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from eigengraft.component import families
 from eigengraft.preconditioners import AdaptiveQR, BasisSolver, CholeskyQR, EighBasis, PowerQR, QRIteration, Subspace
+from eigengraft.preconditioners.roots.bases.power_qr import QRFactors
 
 from ..trajectories import normal, rotation
 
@@ -149,6 +150,32 @@ def test_a_basis_of_several_power_steps_comes_without_a_diagonal() -> None:
     q = eigenvectors(a)
     cases = [(PowerQR(steps=2), False), (PowerQR(), True), (EighBasis(), False)]
     assert all(solver.basis_and_diagonal(a, q, first)[1] is None for solver, first in cases)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(512, 512), (512, 40), (500, 500)])
+def test_householder_qr_is_that_of_lapack(rows: int, columns: int) -> None:
+    """Columns of 512 float64 numbers are 4096 bytes apart, and get rows of zeros below. The second row is one alone."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, rows, columns, generator=generator, dtype=torch.float64)
+    factors, (q, r) = QRFactors.of(x, torch.zeros_like(x)), torch.linalg.qr(x)
+    signs = r.diagonal(dim1=-2, dim2=-1).sign()
+    # the product of 512 reflections, each of which rounds
+    torch.testing.assert_close(factors.q, q * signs.unsqueeze(-2), rtol=0, atol=512 * 2.3e-16)
+    assert factors.finite.all() and defect(factors.q) < 512 * 2.3e-16
+    assert torch.equal(QRFactors.of(x[1:].clone(), torch.zeros_like(x[1:])).q, factors.q[1:])
+
+
+@pytest.mark.parametrize("size", [1e-300, 1e-30, 1.0, 1e30, 1e300])
+def test_householder_qr_knows_no_unit(size: float) -> None:
+    """One matrix of that size beside one of size 1, one of zeros and one with nan: each keeps what it has alone."""
+    generator = torch.Generator().manual_seed(1)
+    one = torch.randn(1, 20, 20, generator=generator, dtype=torch.float64)
+    old, bad = torch.linalg.qr(one)[0], torch.full_like(one, torch.nan)
+    factors = QRFactors.of(torch.cat([one * size, one, 0 * one, bad]), old.expand(4, -1, -1))
+    torch.testing.assert_close(factors.q[0], factors.q[1], rtol=0, atol=20 * 2.3e-16)
+    assert torch.equal(factors.q[1:2], QRFactors.of(one, old).q)
+    assert factors.finite.tolist() == [True, True, True, False]
+    torch.testing.assert_close(factors.q[2:], old.expand(2, -1, -1), rtol=0, atol=20 * 2.3e-16)
 
 
 def test_cholesky_qr_is_householder_qr() -> None:
