@@ -19,6 +19,7 @@ from eigengraft.numerics import multiplied_in_float32
 from eigengraft.slots import Slot, State
 
 from ..base import Stage, chain_slots, walk
+from .reordering import reordered
 
 ProductDtype = Literal["input", "bfloat16"]
 """dtype of products: that of what is multiplied, or bfloat16 with sums in float32, of which each result is rounded."""
@@ -168,23 +169,7 @@ def transport(
         elif how != "permute":
             scope[name] = mode_product(scope[name], turn.rotation.square().mT, place)
         elif order is not None:
-            scope[name] = _reordered(scope[name], place, order)
-
-
-def _reordered(x: Tensor, axis: int, order: Tensor) -> Tensor:
-    """x `[N, *block]`, its entries along an axis of the block in the order `[N, d]`; large blocks one by one on a CPU,
-    where `gather` takes five times as long."""
-    if x.device.type == "cpu" and x[0].numel() >= _ONE_BY_ONE:
-        out = torch.empty_like(x)
-        for target, source, places in zip(out.unbind(0), x.unbind(0), order.unbind(0), strict=True):
-            torch.index_select(source, axis, places, out=target)
-        return out
-    index = order.reshape(-1, *(order.shape[1] if a == axis else 1 for a in range(x.ndim - 1)))
-    return x.gather(axis + 1, index.expand_as(x))
-
-
-_ONE_BY_ONE = 1 << 12
-"""Entries from which on a block is worth a kernel of its own."""
+            scope[name] = reordered(scope[name], place, order)
 
 
 def require_frameless(stages: tuple[Stage, ...], path: str) -> None:

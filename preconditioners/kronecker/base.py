@@ -111,10 +111,14 @@ class Factored(Stage):
         """The matrix of every axis that has one."""
         return {axis: state[f"{self.matrix}.{axis}"] for axis in self.factor_axes(state.block)}
 
+    def accepted(self, state: State, axis: int, value: Tensor, ok: Tensor) -> Tensor:
+        """`value` where ok `[N]`, elsewhere the matrix that holds now."""
+        return where_blocks(ok, value, state[f"{self.matrix}.{axis}"])
+
     def commit(self, state: State, axis: int, value: Tensor, ok: Tensor) -> Tensor:
         """Write `value` where ok `[N]` and count failures elsewhere; returns the matrix that holds now, as stored."""
         name = f"{self.matrix}.{axis}"
-        state[name] = where_blocks(ok, value, state[name])
+        state[name] = self.accepted(state, axis, value, ok)
         failures = state[f"failures.{axis}"]
         state[f"failures.{axis}"] = torch.where(ok, torch.zeros_like(failures), failures + 1)
         return state[name]

@@ -12,15 +12,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from eigengraft.blocking.stacks import Summing
-from eigengraft.numerics import (
-    identity_like,
-    may_branch_on_values,
-    per_block,
-    rectified,
-    tiny,
-    to_power,
-    where_blocks,
-)
+from eigengraft.numerics import identity_like, may_branch_on_values, per_block, rectified, tiny, to_power
 from eigengraft.slots import State
 from eigengraft.step_context import Rotation, StepContext
 
@@ -131,10 +123,8 @@ class Eigenbasis(Factored):
             return
         axes = self.factor_axes(state.block)
         found = {axis: self._renew(state, axis, context) for axis in context.in_sweep(axes)}
-        d = {}
-        for axis in axes:
-            q = None if self.statistic_frame == "basis" else state[f"basis.{axis}"]
-            d[axis] = marginals(state[f"factor.{axis}"], q, found.get(axis))
+        bases = {} if self.statistic_frame == "basis" else self.matrices(state)
+        d = {axis: marginals(state[f"factor.{axis}"], bases.get(axis), found.get(axis)) for axis in axes}
         power = self.statistic.needs_power
         known = {} if power is None else {axis: weights(own, power, self.floor) for axis, own in d.items()}
         fit_second_moments(self.inner, self._inside(state), d, known)
@@ -147,26 +137,20 @@ class Eigenbasis(Factored):
         if self.statistic_frame == "basis":
             self._turn(state, axis, context)
             return None
-        name = f"basis.{axis}"
-        old, coded = state[name], state.coded(name)
+        old, coded = state[f"basis.{axis}"], state.coded(f"basis.{axis}")
         a = state[f"factor.{axis}"] if self.solver.unit_free else self.statistic.estimate(state, axis, context)
         (q, order, ok), diagonal = self.solver.basis_and_diagonal(a, old, context.first)
-        new = self.commit(state, axis, q, ok) if coded else where_blocks(ok, q, old)  # a code may stand for another Q
-        turn, found = Turn(new, old), None
-        if self._follow(state, axis, turn, order_or_identity(order, ok)) and diagonal is not None:
-            same = (new == q).flatten(1).all(1) if coded else ok
-            found = torch.where(same[:, None], diagonal(turn.rotation), math.nan)
-        if not coded:  # only now, for `old` is what is written to
+        keep = self.commit if coded else self.accepted  # `old` is a copy of what a code stands for, else what is kept
+        new, found = keep(state, axis, q, ok), None
+        branches, turn = may_branch_on_values(new), Turn(new, old)
+        if self.transport != "none" and not (branches and torch.equal(new, old)):
+            transport(self.inner, self._inside(state), axis, turn, order_or_identity(order, ok), self.transport)
+            if self.transport == "marginals" and branches and diagonal is not None:
+                same = (new == q).flatten(1).all(1) if coded else ok  # a code may stand for another Q
+                found = torch.where(same[:, None], diagonal(turn.rotation), math.nan)
+        if not coded:
             self.commit(state, axis, new, ok)
         return found
-
-    def _follow(self, state: State, axis: int, turn: Turn, order: Tensor | None) -> bool:
-        """Brings inner state to a new basis; whether diag(Q^T A Q) is of use after it, and may be asked for."""
-        branches = may_branch_on_values(turn.new)
-        if self.transport == "none" or (branches and turn.old is not None and torch.equal(turn.new, turn.old)):
-            return False  # nothing follows, or the solver found nothing to do
-        transport(self.inner, self._inside(state), axis, turn, order, self.transport)
-        return branches and self.transport == "marginals"
 
     def _turn(self, state: State, axis: int, context: StepContext) -> None:
         """The refresh in the frame of the basis: all that lives there follows P."""

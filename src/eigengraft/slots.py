@@ -172,24 +172,21 @@ class State:
     def __getitem__(self, name: str) -> Tensor:
         """The slot `[n, *shape]`, safe to work on in place; nothing is kept before it is assigned back."""
         value = self._load(name)
-        if self.storage.watch is not None:
-            self.storage.watch.loaded(StateKey.join(self.path, name), value)
+        if (watch := self.storage.watch) is not None:
+            watch.loaded(StateKey.join(self.path, name), value)
         return value
 
     def __setitem__(self, name: str, value: Tensor) -> None:
-        watch = self.storage.watch
-        if watch is None:
-            self._store(name, value)
-            return
-        known = self._load(name)
-        watch.storing(StateKey.join(self.path, name), value, len(known), known.dtype)
+        if (watch := self.storage.watch) is not None:
+            known = self._load(name)
+            watch.storing(StateKey.join(self.path, name), value, len(known), known.dtype)
         self._store(name, value)
-        watch.stored(self, name, value)
+        if watch is not None:
+            watch.stored(self, name, value)
 
     def _load(self, name: str) -> Tensor:
         key = StateKey.join(self.path, name)
-        how = self.storage.encoded.get(key)
-        if how is not None:
+        if (how := self.storage.encoded.get(key)) is not None:
             return how.codec.decode(self._encoded(key, how), how.slot, how.dtype)
         if key not in self.tensors:
             raise self._undeclared(name)
@@ -234,12 +231,11 @@ class State:
         return self._load(name) if self.coded(name) else None
 
     def coded(self, name: str) -> bool:
-        """Whether a codec stores the slot, so that what is loaded is a copy and what is kept may differ from it."""
+        """Whether a codec stores the slot: what is loaded is a copy, and what is kept may differ from it."""
         return StateKey.join(self.path, name) in self.storage.encoded
 
     def __contains__(self, name: str) -> bool:
-        key = StateKey.join(self.path, name)
-        return key in self.tensors or key in self.storage.encoded
+        return self.coded(name) or StateKey.join(self.path, name) in self.tensors
 
     def _select(self, tensor: Tensor) -> Tensor:
         if self.rows is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -167,5 +168,5 @@ class StepContext:
 @lru_cache(maxsize=64)
 def _uniform_correction(beta: float, step: int, exponent: float) -> Tensor:
     """(1 - beta^step)^exponent, 0-d: the same of all stacks in a step, and not to be written to."""
-    weights = torch.tensor(1 - beta**step, dtype=torch.float64)
-    return weights if exponent == 1 else weights**exponent
+    weights = 1 - beta**step
+    return torch.tensor(math.sqrt(weights) if exponent == 0.5 else weights**exponent, dtype=torch.float64)

@@ -34,7 +34,7 @@ def sources() -> dict[str, Path]:
     """Every module of the library by its dotted name; symlinks are not followed, so each file is seen once."""
     base = ROOT / "src" / "eigengraft"
     found = {"eigengraft." + path.stem: path for path in base.glob("*.py")}
-    for folder in (TESTING, "blocking"):
+    for folder in (TESTING, "blocking", "numerics"):
         found |= {f"eigengraft.{folder}.{path.stem}": path for path in (base / folder).glob("*.py")}
     for room in ROOMS:
         for path in (ROOT / room).rglob("*.py"):

@@ -25,6 +25,7 @@ from eigengraft.numerics import (
     where_blocks,
 )
 
+from ...algebra.reordering import reordered
 from ..base import Basis, BasisSolver, Diagonal, leading_eigenvectors
 
 Orthonormal = Callable[[Tensor, Tensor], Tensor]
@@ -103,14 +104,8 @@ def _rayleigh(aq: Tensor, q: Tensor) -> Tensor:
 
 
 def _columns(x: Tensor, order: Tensor) -> Tensor:
-    """The columns of x `[N, d, r]` in that order `[N, r]`."""
-    if x.mT.is_contiguous():
-        n, d, r = x.shape
-        rows = (order + torch.arange(0, n * r, r, device=order.device)[:, None]).flatten()
-        return x.mT.reshape(n * r, d).index_select(0, rows).reshape(n, r, d).mT
-    if len(x) == 1:  # takes half the time
-        return x[0].index_select(-1, order[0]).unsqueeze(0)
-    return x.gather(-1, order.unsqueeze(-2).expand_as(x))
+    """The columns of x `[N, d, r]` in that order `[N, r]`; their entries stay side by side in memory if they were."""
+    return reordered(x.mT, 0, order).mT if x.mT.is_contiguous() else reordered(x, 1, order)
 
 
 def householder(aq: Tensor, q: Tensor) -> Tensor:

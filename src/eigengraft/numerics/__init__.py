@@ -1,0 +1,22 @@
+"""Guards against overflow, underflow, division by zero, bits that depend on a place, and skewed columns; bfloat16."""
+
+from .bfloat16 import has_fast_bfloat16 as has_fast_bfloat16
+from .bfloat16 import multiplied_in_float32 as multiplied_in_float32
+from .guards import apply_aligned as apply_aligned
+from .guards import block_norm as block_norm
+from .guards import compute_dtype as compute_dtype
+from .guards import copy_blocks as copy_blocks
+from .guards import finite_blocks as finite_blocks
+from .guards import identity_like as identity_like
+from .guards import may_branch_on_values as may_branch_on_values
+from .guards import norms_by_dtype as norms_by_dtype
+from .guards import per_block as per_block
+from .guards import safe_ratio as safe_ratio
+from .guards import squares_are_finite as squares_are_finite
+from .guards import symmetrized as symmetrized
+from .guards import tiny as tiny
+from .guards import to_power as to_power
+from .guards import transposed as transposed
+from .guards import where_blocks as where_blocks
+from .rectification import rectified as rectified
+from .rectification import safe_factor as safe_factor
