@@ -90,8 +90,10 @@ _AXES = '.statistic.axes={"max_size": 1024, "vectors": false}'
 
 
 def _recipe(recipe: str, stage: str, maths: str) -> StepCase:
-    """A recipe with the maths of the peers: no splitting, no merging, long axes and vectors without a factor."""
-    same = ("routes=[]", "blocking={}", f"{stage}{_AXES}", f"{stage}.refresh.steps={INTERVAL}")
+    """A recipe with the maths of the peers, for one process: no splitting, no merging, long axes and vectors without a
+    factor, and refreshes spread over all steps of an interval."""
+    refresh = (f"{stage}.refresh.steps={INTERVAL}", f"{stage}.refresh.at_once=1")
+    same = ("routes=[]", "blocking={}", f"{stage}{_AXES}", *refresh)
     return StepCase(recipe=recipe, overrides=same, maths=maths)
 
 
