@@ -9,11 +9,13 @@ from eigengraft import Optimizer
 from eigengraft.errors import RecipeError
 from eigengraft.experiments.benches import bench_step
 from eigengraft.experiments.benches.steps.step.floor import MachineRates, StepWork, step_work
+from eigengraft.experiments.benches.steps.step.loop import SoapLoop
 from eigengraft.experiments.benches.steps.step.measure import held_bytes, step_times
-from eigengraft.experiments.benches.steps.step.sets import SETS, shape_set, turns_of_gradients
+from eigengraft.experiments.benches.steps.step.sets import SETS, TURNS, initial_values, shape_set, turns_of_gradients
 from eigengraft.experiments.benches.steps.step.view import best_other, slope, step_summary
 
 M, N = 24, 16
+BASIS = "update.eigenbasis"
 
 
 def work(recipe: str, *overrides: str, shape: tuple[int, ...] = (M, N)) -> StepWork:
@@ -67,6 +69,22 @@ def test_refreshes_are_what_places_of_an_interval_take_more() -> None:
     found = step_times(times, 5)
     assert (found.steady, found.refresh, found.median, found.largest) == (1.0, 8.0, 1.0, 9.0)
     assert found.amortised == pytest.approx(13 / 5)
+
+
+def test_the_loop_makes_the_steps_of_the_recipe() -> None:
+    """25 steps with refreshes at 2, 5, 10, ...: a stack of three, a tensor of three axes, a long axis, a vector."""
+    shapes = [(12, 8), (12, 8), (6, 3, 4), (12, 8), (40, 5), (7,)]
+    changes = ["routes=[]", "blocking={}", f"{BASIS}.transport=permute", f"{BASIS}.refresh.steps=5"]
+    changes += [f"{BASIS}.refresh.stagger=none", f'{BASIS}.statistic.axes={{"max_size": 20, "vectors": false}}']
+    ours, loop = ([torch.nn.Parameter(x) for x in initial_values(shapes, 0)] for _ in range(2))
+    optimizers = [Optimizer(ours, "soap", lr=0.01, overrides=changes), SoapLoop(loop, lr=0.01, interval=5, max_size=20)]
+    for turn in range(25):
+        for parameters, optimizer in zip((ours, loop), optimizers, strict=True):
+            for parameter, gradient in zip(parameters, turns_of_gradients(shapes, 0)[turn % TURNS], strict=True):
+                parameter.grad = gradient.clone()
+            optimizer.step()
+    for x, y in zip(ours, loop, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-5)  # 25 steps of 0.01, each up to rounding in float32
 
 
 def test_slopes_are_exponents() -> None:

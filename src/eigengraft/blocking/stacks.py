@@ -20,8 +20,8 @@ from .side_blocks import SideMatrix, side_of_blocks
 BYTES_ON_CPU, BYTES_ELSEWHERE = 1 << 20, 1 << 28
 """Bytes of the largest tensor of a stack. A step needs memory for a few such tensors: decoded slots and products.
 
-On a CPU several of them must fit into a cache: with 4 MiB steps of mid-size models take 1.02 to 1.10 times as long
-(measured), and larger tensors are fetched from the system page by page. A device runs faster with fewer, larger kernels.
+On a CPU several of them must fit into a cache, and larger ones come from the system page by page: with 4 MiB the steps
+of mid-size models take 1.02 to 1.10 times as long (measured). A device runs faster with fewer and larger kernels.
 """
 
 

@@ -89,12 +89,12 @@ class StepCase(Component):
 _AXES = '.statistic.axes={"max_size": 1024, "vectors": false}'
 
 
-def _recipe(recipe: str, stage: str, maths: str) -> StepCase:
+def _recipe(recipe: str, stage: str, maths: str, *changes: str) -> StepCase:
     """A recipe with the maths of the peers, for one process: no splitting, no merging, long axes and vectors without a
     factor, and refreshes spread over all steps of an interval."""
     refresh = (f"{stage}.refresh.steps={INTERVAL}", f"{stage}.refresh.at_once=1")
-    same = ("routes=[]", "blocking={}", f"{stage}{_AXES}", *refresh)
-    return StepCase(recipe=recipe, overrides=same, maths=maths)
+    same = ("routes=[]", "blocking={}", f"{stage}{_AXES}", *refresh, *changes)
+    return StepCase(recipe=recipe, overrides=same, maths=maths, name=maths if changes else recipe)
 
 
 _EIGENBASIS, _SHAMPOO = "update.eigenbasis", "update.graft.direction.shampoo"
@@ -121,6 +121,13 @@ STEP_CASES = (
         name="pytorch-optimizer SOAP",
     ),
     _heavyball("SOAP", "soap"),
+    _recipe("soap", _EIGENBASIS, "soap, permuted", f"{_EIGENBASIS}.transport=permute"),
+    StepCase(
+        peer="eigengraft.experiments.benches.steps.step.loop:SoapLoop",
+        options={"lr": 1e-3, "interval": INTERVAL},
+        maths="soap, permuted",
+        name="loop by hand",
+    ),
     _recipe("soap_kl", _EIGENBASIS, "kl_soap"),
     _heavyball("KLSOAP", "kl_soap"),
     _recipe("shampoo", _SHAMPOO, "shampoo"),
