@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self, TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from eigengraft.component import Component
 from eigengraft.noise import uniform
 from eigengraft.step_context import StepContext
 
+_Numbers = TypeVar("_Numbers", float, NDArray[np.float64])
 DRAWS = 1 << 32
 """First of the streams of random numbers that decide on refreshes, far from those that stages use."""
 ROUNDED = 1e-9
@@ -102,8 +103,12 @@ class Every(Cadence):
         return self.steps
 
     def steps_due(self, phases: NDArray[np.float64]) -> NDArray[np.int64]:
-        spread = phases if self.stagger == "cost" else np.zeros_like(phases)
-        return (np.floor(spread * self.steps + ROUNDED).astype(np.int64) + self.offset) % self.steps
+        return self._place(phases).astype(np.int64)
+
+    def _place(self, phase: _Numbers) -> _Numbers:
+        """The step of a period, a whole number, at which a phase is due; of one, or of an array."""
+        spread = phase if self.stagger == "cost" else phase * 0
+        return ((spread * self.steps + ROUNDED) // 1 + self.offset) % self.steps
 
     def possible(self, step: int, earliest: int) -> bool:
         start = self.start if self.start is not None else earliest
@@ -120,9 +125,11 @@ class Every(Cadence):
         if uniform is not None and uniform <= start:
             yield from [(0, len(steps), True)] if uniform == start else []
             return
+        if uniform is not None:  # most steps of most stacks end here, without an array
+            place = uniform % self.steps
+            if not any(self._place(phase) == place for phase in context.phases.tolist()):
+                return
         again = (steps - self.steps_due(context.phases)) % self.steps == 0
-        if uniform is not None and not again.any():  # most steps of most stacks
-            return
         yield from spans(np.where(steps == start, 2, (again & (steps > start)).astype(np.int64)))
 
 

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eigengraft.blocking import SideMatrix, stacked_rows
-from eigengraft.blocking.stacks import Stack, side_blocks
+from eigengraft.blocking.side_blocks import side_blocks
+from eigengraft.blocking.stacks import Stack
 from eigengraft.numerics import compute_dtype
 
 from ..apply import IterateStore
@@ -148,8 +149,7 @@ class LocalExchange:
         return dict(zip(positions, means, strict=True))
 
     def deliver(self, blocks: ActiveBlocks, direction: Tensor) -> None:
-        stack = blocks.stack
-        if all(grid.is_parameter for _, grid in stack.grids):
+        if (stack := blocks.stack).of_parameters:
             self._move(dict(zip(stack.param_ids.tolist(), direction.unbind(0), strict=True)))
             return
         for position, grid in stack.grids:

@@ -100,9 +100,8 @@ def active_blocks(
 
     active, counts: `[P]`, parameters that take part and gradients that each has had.
     """
-    first = active & (counts == 1)
     selections = [(active, False)]
-    if states[0].lagging and first.any():
+    if states[0].lagging and (first := active & (counts == 1)).any():
         selections = [(first, True), (active & ~first, False)]
     for chosen, priming in selections:
         found = [blocks for state in states if len((blocks := state.select(chosen)).stack.param_ids)]

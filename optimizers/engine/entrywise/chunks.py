@@ -65,7 +65,7 @@ def chunks_refused(own: StackState) -> str | None:
         "its state is coded": bool(own.encoded),
         f"stages ask for more than gradients or are not from here ({', '.join(asked)})": bool(asked),
         "its state has another shape": any(slot.shape != shape for _, slot in own.slots()),
-        "its blocks are parts of it": not all(grid.is_parameter for _, grid in own.stack.grids),
+        "its blocks are parts of it": not own.stack.of_parameters,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 

@@ -46,7 +46,7 @@ def kernels_refused(own: StackState) -> str | None:
     """Why a stack whose update asks for kernels has none; None: it has."""
     if math.prod(own.stack.block) < 2:
         return "a single number would need a kernel of its own"
-    if not all(grid.is_parameter for _, grid in own.stack.grids):
+    if not own.stack.of_parameters:
         return "its blocks are parts of it"
     return None
 

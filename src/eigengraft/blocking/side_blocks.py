@@ -6,13 +6,16 @@ Legend: a parameter has B matrices along its batch axes, of n inputs or n output
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .matrices import Matrices
+from .stacks import Stack
 
 MatrixSide = Literal["inputs", "outputs"]
 """The side of a matrix: its columns are inputs, its rows outputs."""
@@ -75,3 +78,18 @@ def side_of_blocks(index: Tensor, side: MatrixSide) -> Tensor:
             "set `blocking: {merge: ..., keep_axes: 2}`"
         )
     return flat[:, 0].long()
+
+
+def side_blocks(stack: Stack, matrices: Sequence[SideMatrix | None]) -> Tensor:
+    """The parts `[n, c, c]` of matrices over inputs or outputs, by position, that belong to blocks; 0 without one."""
+    known = {int(at): matrix for at in np.unique(stack.param_ids) if (matrix := matrices[at]) is not None}
+    zero = torch.zeros((), dtype=torch.int64, device=stack.device)
+    nothing = {at: zero.expand(grid.merged) for at, grid in stack.grids}
+    indices = [known[at].index if at in known else nothing.get(at, zero) for at in range(len(matrices))]
+    side = next(matrix.side for matrix in matrices if matrix is not None)
+    own = side_of_blocks(stack.gather(indices), side)
+    out = torch.zeros((*own.shape, own.shape[-1]), dtype=stack.dtype, device=stack.device)
+    for at, matrix in known.items():
+        rows = torch.from_numpy(np.flatnonzero(stack.param_ids == at)).to(stack.device)
+        out[rows] = matrix.blocks(own[rows]).to(out.dtype)
+    return out

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ..errors import ContractError
 from .block_grid import BlockGrid
-from .side_blocks import SideMatrix, side_of_blocks
 
 BYTES_ON_CPU, BYTES_ELSEWHERE = 1 << 20, 1 << 28
 """Bytes of the largest tensor of a stack. A step needs memory for a few such tensors: decoded slots and products.
@@ -75,6 +74,11 @@ class Stack:
         return tuple(key for _, grid in self.grids for key in grid.keys)
 
     @cached_property
+    def of_parameters(self) -> bool:
+        """Whether each block is a parameter as it is."""
+        return all(grid.is_parameter for _, grid in self.grids)
+
+    @cached_property
     def matrix_ids(self) -> NDArray[np.int64]:
         """`[N]`, a number for the matrix that each block belongs to: a parameter, or what its view makes of it."""
         return np.array([(param_id << 32) + own for param_id, grid in self.grids for own in grid.matrices], np.int64)
@@ -113,28 +117,13 @@ class Stack:
         return grid.in_parameter(x if x.shape == grid.merged else x.reshape(grid.merged))
 
     def _targets(self, out: Tensor) -> list[Tensor]:
-        if all(grid.is_parameter for _, grid in self.grids):
+        if self.of_parameters:
             return list(out.unbind(0))
         pairs = zip(self._split(out), self.grids, strict=True)
         return [v for x, (_, grid) in pairs for v in ([x.squeeze(0)] if grid.is_parameter else grid.in_blocks(x))]
 
     def _split(self, rows: Tensor) -> list[Tensor]:
         return list(torch.split(rows, [len(grid.keys) for _, grid in self.grids]))
-
-
-def side_blocks(stack: Stack, matrices: Sequence[SideMatrix | None]) -> Tensor:
-    """The parts `[n, c, c]` of matrices over inputs or outputs, by position, that belong to blocks; 0 without one."""
-    known = {int(at): matrix for at in np.unique(stack.param_ids) if (matrix := matrices[at]) is not None}
-    zero = torch.zeros((), dtype=torch.int64, device=stack.device)
-    nothing = {at: zero.expand(grid.merged) for at, grid in stack.grids}
-    indices = [known[at].index if at in known else nothing.get(at, zero) for at in range(len(matrices))]
-    side = next(matrix.side for matrix in matrices if matrix is not None)
-    own = side_of_blocks(stack.gather(indices), side)
-    out = torch.zeros((*own.shape, own.shape[-1]), dtype=stack.dtype, device=stack.device)
-    for at, matrix in known.items():
-        rows = torch.from_numpy(np.flatnonzero(stack.param_ids == at)).to(stack.device)
-        out[rows] = matrix.blocks(own[rows]).to(out.dtype)
-    return out
 
 
 _T = TypeVar("_T")
