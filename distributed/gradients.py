@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .comm_plan import CommPlan
-from .layouts import is_dtensor, local
+from .layouts import are_dtensors_known, is_dtensor, local
 from .rank_group import DistributedError, RankGroup
 from .transfers import flattened, read, send_shards
 from .work import Work
@@ -27,6 +27,8 @@ def local_gradients(
     A DTensor with other placements, as a partial sum, is redistributed by all ranks of its mesh; `parameter.grad` stays
     as it is. Raises ValueError for a gradient that cannot be laid out so, DistributedError where ranks fail to do it.
     """
+    if not are_dtensors_known():
+        return [parameter.grad for parameter in parameters]
     pairs = list(zip(names, parameters, strict=True))
     moved = [name for name, parameter in pairs if _lies_elsewhere(name, parameter)]
     if moved and rank_group is not None:

@@ -20,6 +20,11 @@ if TYPE_CHECKING:  # importing it takes as long as all of this library
     from typing_extensions import TypeIs
 
 
+def are_dtensors_known() -> bool:
+    """Whether there can be DTensors: their module is imported."""
+    return "torch.distributed.tensor" in sys.modules
+
+
 def is_dtensor(x: object) -> TypeIs[DTensor]:
     """Whether x is a DTensor; nothing is while their module is not imported."""
     known = sys.modules.get("torch.distributed.tensor")
