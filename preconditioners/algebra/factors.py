@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eigengraft.numerics import apply_aligned, per_block, tiny
 
-from .basis_change import fold, mode_product, unfold
+from .products import fold, mode_product, unfold
 from .symmetric import symmetric_product
 
 Factors = Mapping[int, Tensor]

@@ -13,7 +13,7 @@ from eigengraft.blocking.stacks import run_alone
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
-from ..algebra.basis_change import mode_product, unfold
+from ..algebra.products import mode_product, unfold
 from ..base import Stage, Stages, chain_slots, run_chain, walk
 from ..cadence import Cadence, Every
 from ..roots.bases.power_qr import householder

@@ -14,7 +14,8 @@ from eigengraft.numerics import apply_aligned, tiny
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
-from ..algebra.basis_change import mode_product, slot_axis
+from ..algebra.basis_change import slot_axis
+from ..algebra.products import mode_product
 from ..base import Stage, Stages, chain_slots, run_chain, walk
 
 

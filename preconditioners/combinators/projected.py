@@ -15,7 +15,7 @@ from eigengraft.numerics import block_norm, per_block, safe_ratio
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
-from ..algebra.basis_change import mode_product, unfold
+from ..algebra.products import mode_product, unfold
 from ..base import Stage, Stages, run_chain, walk
 from ..cadence import Cadence, Every
 from ..roots.base import leading_eigenvectors

@@ -15,7 +15,8 @@ from eigengraft.numerics import per_block, tiny
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
-from ..algebra.basis_change import Turn, mode_product, require_frameless, transport, unfold
+from ..algebra.basis_change import Turn, require_frameless, transport
+from ..algebra.products import mode_product, unfold
 from ..base import Stage, Stages, run_chain
 from ..cadence import Cadence, Every
 from ..roots.base import eigh

@@ -14,7 +14,7 @@ from eigengraft.numerics import block_norm, per_block, safe_ratio
 from eigengraft.slots import State
 from eigengraft.step_context import StepContext
 
-from ..algebra.basis_change import unfold
+from ..algebra.products import unfold
 from ..base import Stage, Stages, run_chain
 
 

@@ -19,6 +19,7 @@ from ..base import Stage
 
 PRODUCT = Slot((), fill=1.0, role="count", dtype=torch.float64)
 """The product b_1 ... b_t of a decay that is scheduled, in place of b^t."""
+_ROOT = Fraction(1, 2)
 _MEAN_OVER = {"row": -1, "column": -2}
 """The axis over which squares are averaged."""
 
@@ -165,8 +166,8 @@ class RMS(Stage):
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         v = self._accumulate(state, gradient if self.source == "gradient" else direction)
-        exponent = exponent_of(self.exponent, len(state.block), 0, Fraction(1, 2))
-        denominator = v.sqrt() if exponent == Fraction(1, 2) else v.pow(float(exponent))
+        exponent = exponent_of(self.exponent, len(state.block), 0, _ROOT)
+        denominator = v.sqrt() if exponent == _ROOT else v.pow(float(exponent))
         per = self._per(state.block)
         if per != "entry":
             wide = per_block(denominator, direction) if per == "block" else denominator.unsqueeze(_MEAN_OVER[per])

@@ -14,8 +14,8 @@ from eigengraft.numerics import block_norm, may_branch_on_values, per_block, tin
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
-from ..algebra.basis_change import mode_products, rotate
 from ..algebra.exponents import Exponents, default_exponent, exponent_of
+from ..algebra.products import mode_products, rotate
 from ..cadence import Cadence, Every
 from ..roots.base import eigh
 from ..statistics import Power

@@ -16,7 +16,7 @@ from eigengraft.numerics import where_blocks
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
-from ..algebra.basis_change import ProductDtype
+from ..algebra.products import ProductDtype
 from ..base import Stage
 from ..cadence import Cadence, Every
 from ..statistics import Gram, Power, Statistic
@@ -95,12 +95,12 @@ class Factored(Stage):
         return tuple((axis,) for axis in axes) if self.statistic.sequential else (axes,)
 
     def observe(self, state: State, gradient: Tensor, context: StepContext) -> None:
-        @cache
-        def powers(axis: int, exponent: Fraction) -> Power:
+        def power(axis: int, exponent: Fraction) -> Power:
             behind = 0 if axis in context.observed_axes else 1
             return self.power(state, axis, exponent, self.statistic.estimate(state, axis, context, behind))
 
         x = gradient if context.rotation is None else context.rotation.rotated
+        powers = power if self.statistic.needs_power is None else cache(power)  # which several axes read
         self.statistic.observe(state, x, context, context.in_sweep(self.factor_axes(state.block)), powers)
 
     def refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:

@@ -16,7 +16,8 @@ from eigengraft.numerics import identity_like, may_branch_on_values, per_block, 
 from eigengraft.slots import State
 from eigengraft.step_context import Rotation, StepContext
 
-from ..algebra.basis_change import Transport, Turn, order_or_identity, require_frameless, rotate, transport
+from ..algebra.basis_change import Transport, Turn, order_or_identity, require_frameless, transport
+from ..algebra.products import rotate
 from ..algebra.spectra import off_diagonal_share, turning_angle
 from ..base import Stages, chain_norm, run_chain
 from ..roots import BasisSolver, PowerQR

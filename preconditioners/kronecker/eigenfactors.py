@@ -14,9 +14,9 @@ from eigengraft.numerics import per_block, tiny, to_power
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
-from ..algebra.basis_change import mode_products, rotate
 from ..algebra.exponents import Exponents, default_exponent, exponent_of
 from ..algebra.factors import gram
+from ..algebra.products import mode_products, rotate
 from ..cadence import Cadence, Every
 from ..learned.base import LearnedFactors, is_informative
 from ..roots import BasisSolver, PowerQR

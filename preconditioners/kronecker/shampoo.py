@@ -15,8 +15,8 @@ from eigengraft.numerics import identity_like, per_block, to_power
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
-from ..algebra.basis_change import mode_products
 from ..algebra.exponents import Exponents, default_exponent, exponent_of
+from ..algebra.products import mode_products
 from ..algebra.spectra import root_residual
 from ..roots import Eigh, RootSolver
 from ..statistics import Power, has_data, mean_eigenvalue

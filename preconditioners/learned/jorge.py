@@ -15,9 +15,9 @@ from eigengraft.numerics import block_norm, identity_like, per_block, symmetrize
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
-from ..algebra.basis_change import mode_products
 from ..algebra.exponents import Rational, default_exponent
 from ..algebra.factors import factor_transposed, gram
+from ..algebra.products import mode_products
 from .base import LearnedFactors, is_informative, peak_of
 
 

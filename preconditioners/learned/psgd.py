@@ -14,8 +14,8 @@ from eigengraft.numerics import per_block, tiny, to_power
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
-from ..algebra.basis_change import mode_products
 from ..algebra.factors import balanced, factor_transposed, scaled, spectral_norm
+from ..algebra.products import mode_products
 from .base import LearnedFactors, factor_slot, is_informative, peak_of
 from .psgd_steps import FACTOR_STEPS
 

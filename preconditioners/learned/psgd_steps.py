@@ -16,8 +16,8 @@ from torch import Tensor
 
 from eigengraft.numerics import identity_like, per_block, symmetrized
 
-from ..algebra.basis_change import mode_products
 from ..algebra.factors import Factors, gram, solved
+from ..algebra.products import mode_products
 from .base import peak_of
 
 Terms = dict[int, tuple[Tensor, Tensor]]

@@ -14,8 +14,8 @@ from eigengraft.numerics import block_norm, identity_like, per_block
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
-from ..algebra.basis_change import mode_products
 from ..algebra.factors import factor_transposed, gram, scaled
+from ..algebra.products import mode_products
 from .base import LearnedFactors, factor_slot, is_informative, peak_of
 
 _MOMENTS = {1: "activation_gram", 0: "output_gradient_gram"}

@@ -16,7 +16,7 @@ from eigengraft.ramps import Schedulable
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
-from ..algebra.basis_change import ProductDtype
+from ..algebra.products import ProductDtype
 from ..algebra.symmetric import add_symmetric
 from ..axes import Axes
 from ..polar.solvers import NewtonSchulz, PolarSolver

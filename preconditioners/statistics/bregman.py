@@ -15,8 +15,8 @@ from eigengraft.numerics import block_norm, may_branch_on_values, per_block, tin
 from eigengraft.slots import State
 from eigengraft.step_context import StepContext
 
-from ..algebra.basis_change import mode_product, unfold
 from ..algebra.exponents import Rational0
+from ..algebra.products import mode_product, unfold
 from .base import Statistic
 from .terms import Contribution, Powers
 

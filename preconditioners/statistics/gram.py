@@ -10,7 +10,7 @@ from torch import Tensor
 from eigengraft.slots import State
 from eigengraft.step_context import StepContext
 
-from ..algebra.basis_change import unfold
+from ..algebra.products import unfold
 from .base import Statistic
 from .terms import Contribution, Powers
 

@@ -79,7 +79,8 @@ class StepContext:
     @cached_property
     def uniform(self) -> int | None:
         """The step, if all blocks agree on it."""
-        return int(self.steps[0]) if (self.steps == self.steps[0]).all() else None
+        alike = len(self.steps) == 1 or (self.steps == self.steps[0]).all()
+        return int(self.steps[0]) if alike else None
 
     @cached_property
     def step(self) -> Tensor:

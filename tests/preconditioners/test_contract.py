@@ -13,7 +13,7 @@ from eigengraft.blocking.stacks import Summing, run_together
 from eigengraft.errors import ContractError
 from eigengraft.numerics import per_block
 from eigengraft.preconditioners import Cadence, Every
-from eigengraft.preconditioners.algebra.basis_change import fold, unfold
+from eigengraft.preconditioners.algebra.products import fold, unfold
 from eigengraft.slots import Slot
 
 from ..trajectories import normal

@@ -13,13 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eigengraft.numerics import bfloat16
 from eigengraft.preconditioners import Eigenbasis, Momentum, Shampoo
-from eigengraft.preconditioners.algebra.basis_change import (
-    kronecker,
-    mode_product,
-    mode_products,
-    rotate,
-    short_runs,
-)
+from eigengraft.preconditioners.algebra.products import kronecker, mode_product, mode_products, rotate, short_runs
 from eigengraft.preconditioners.algebra.symmetric import add_symmetric, symmetric_product
 from eigengraft.preconditioners.polar.solvers import NewtonSchulz
 from eigengraft.preconditioners.statistics import Gram, InputGram, Power

@@ -12,7 +12,7 @@ from eigengraft import Optimizer, RecipeError, State, StepContext, load_recipe
 from eigengraft.blocking.stacks import run_together
 from eigengraft.component import checked
 from eigengraft.preconditioners import Eigenbasis, Shampoo, Stage, chain_slots
-from eigengraft.preconditioners.algebra.basis_change import mode_product
+from eigengraft.preconditioners.algebra.products import mode_product
 from eigengraft.preconditioners.statistics import bregman
 
 from ..trajectories import normal, rotation

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eigengraft.blocking.stacks import max_blocks, split_ranges
 from eigengraft.preconditioners import PowerQR
-from eigengraft.preconditioners.algebra.basis_change import rotate, unfold
+from eigengraft.preconditioners.algebra.products import rotate, unfold
 from eigengraft.preconditioners.algebra.reordering import reordered
 from eigengraft.preconditioners.algebra.symmetric import add_symmetric
 
