@@ -19,9 +19,8 @@ from ..base import Stage
 
 PRODUCT = Slot((), fill=1.0, role="count", dtype=torch.float64)
 """The product b_1 ... b_t of a decay that is scheduled, in place of b^t."""
-_ROOT = Fraction(1, 2)
-_MEAN_OVER = {"row": -1, "column": -2}
-"""The axis over which squares are averaged."""
+_ROOT, _MEAN_OVER = Fraction(1, 2), {"row": -1, "column": -2}
+"""The default power, and the axis over which squares are averaged."""
 
 
 class Momentum(Stage):
