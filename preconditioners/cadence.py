@@ -16,6 +16,8 @@ from eigengraft.noise import uniform
 from eigengraft.step_context import StepContext
 
 _Numbers = TypeVar("_Numbers", float, NDArray[np.float64])
+_FEW = 16
+"""Blocks that are asked one by one in less time than all together."""
 DRAWS = 1 << 32
 """First of the streams of random numbers that decide on refreshes, far from those that stages use."""
 ROUNDED = 1e-9
@@ -125,11 +127,13 @@ class Every(Cadence):
         if uniform is not None and uniform <= start:
             yield from [(0, len(steps), True)] if uniform == start else []
             return
-        if uniform is not None:  # most steps of most stacks end here, without an array
+        if uniform is not None and len(steps) <= _FEW:  # most steps of most stacks end here, without an array
             place = uniform % self.steps
             if not any(self._place(phase) == place for phase in context.phases.tolist()):
                 return
         again = (steps - self.steps_due(context.phases)) % self.steps == 0
+        if uniform is not None and not again.any():
+            return
         yield from spans(np.where(steps == start, 2, (again & (steps > start)).astype(np.int64)))
 
 
