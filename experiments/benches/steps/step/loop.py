@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ class _Stack:
 
     parameters: list[Tensor]
     factors: dict[int, Tensor]
-    bases: dict[int, Tensor] = field(default_factory=dict)
+    bases: dict[int, Tensor]
 
     def __post_init__(self) -> None:
         shape = (len(self.parameters), *self.parameters[0].shape)
