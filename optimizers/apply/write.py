@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
@@ -124,19 +125,6 @@ class Rates:
         return found
 
 
-class EntryUpdate(NamedTuple):
-    """The update of some entries of a parameter.
-
-    position: position of the parameter.
-    entries: the entries, a view of what this rank holds of the parameter, or all of that.
-    value: their update, of the same shape.
-    """
-
-    position: int
-    entries: Tensor
-    value: Tensor
-
-
 def write(
     parameters: Sequence[Tensor], updates: Sequence[Tensor], step_scale: StepScale, mask: Sequence[Tensor] | None = None
 ) -> None:
@@ -144,22 +132,24 @@ def write(
 
     mask: n 0-d booleans; a parameter whose mask is False stays as it is.
     """
-    plain: tuple[list[Tensor], list[Tensor]] = ([], [])
     numbers = isinstance(step_scale.lr, float) and isinstance(step_scale.alpha, float)
-    for index, (parameter, update) in enumerate(zip(parameters, updates, strict=True)):
-        if numbers and mask is None and not step_scale.decay.cautious and parameter.dtype == update.dtype:
-            plain[0].append(parameter)
-            plain[1].append(update)
-            continue
+    if numbers and mask is None and not step_scale.decay.cautious:
+        alike = [parameter.dtype == update.dtype for parameter, update in zip(parameters, updates, strict=True)]
+        _write_foreach(list(compress(parameters, alike)), list(compress(updates, alike)), step_scale)
+        rest = [index for index, same in enumerate(alike) if not same]
+    else:
+        rest = list(range(len(parameters)))
+    for index in rest:
+        parameter, update = parameters[index], updates[index]
         value = moved(parameter.to(update.dtype), update, step_scale)
         if mask is not None:
             value = torch.where(mask[index], value, parameter)
         parameter.copy_(value)
-    if plain[0]:
-        _write_foreach(*plain, step_scale)
 
 
 def _write_foreach(parameters: list[Tensor], updates: list[Tensor], step_scale: StepScale) -> None:
+    if not parameters:
+        return
     shrink = 1 - float(step_scale.lr * step_scale.alpha)
     if shrink != 1 and not step_scale.after:
         torch._foreach_mul_(parameters, shrink)

@@ -22,7 +22,8 @@ from eigengraft.blocking.stacks import Stack
 from eigengraft.numerics import compute_dtype
 
 from ..apply import IterateStore
-from ..apply.write import EntryUpdate, Rates, decayed_gradient
+from ..apply.entry_updates import EntryUpdates
+from ..apply.write import Rates, decayed_gradient
 from ..sharding.placement import ParamSpec
 from ..sharding.rank_sync import failed_roots
 from .finite_check import GivenGradients, GradientSurvey, LocalSurvey
@@ -60,7 +61,7 @@ class Step:
     partners: Mapping[str, Mapping[int, Tensor]] = field(default_factory=dict)
 
 
-Write = Callable[[Sequence[EntryUpdate]], None]
+Write = Callable[[EntryUpdates], None]
 """Moves parameters by their updates."""
 
 
@@ -113,7 +114,7 @@ class LocalExchange:
         assert self._step is not None
         return self._step
 
-    def write(self, updates: Sequence[EntryUpdate]) -> None:
+    def write(self, updates: EntryUpdates) -> None:
         """Moves parameters by updates that are complete."""
         assert self._write is not None
         self._write(updates)
@@ -159,8 +160,7 @@ class LocalExchange:
 
     def _move(self, updates: Mapping[int, Tensor]) -> None:
         """Writes updates of whole parameters, by position."""
-        own = self.iterates.parameters
-        self.write([EntryUpdate(p, own[p], value.reshape(own[p].shape)) for p, value in updates.items()])
+        self.write(EntryUpdates.of_parameters(self.iterates.parameters, updates))
 
     def report_failed_roots(self, path: str, positions: Sequence[int]) -> None:
         names = sorted({self.names[position] for position in positions})

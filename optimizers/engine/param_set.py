@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -13,13 +14,14 @@ from torch import Tensor
 
 from eigengraft.chains import asking
 from eigengraft.distributed.gradients import local_gradients
-from eigengraft.distributed.layouts import local
+from eigengraft.distributed.layouts import are_dtensors_known, local
 from eigengraft.distributed.rank_group import RankGroup
 from eigengraft.state_key import StateKey
 
 from ..apply import IterateStore, ParameterUpdate
 from ..apply.averaging import Mode
-from ..apply.write import EntryUpdate, Hyper, Rates, RouteRates, with_decay, write
+from ..apply.entry_updates import EntryUpdates
+from ..apply.write import Hyper, Rates, RouteRates, with_decay, write
 from ..recipe.recipe import Recipe, Route
 from ..sharding.phases import Phases
 from ..sharding.placement import ParamSpec
@@ -58,13 +60,16 @@ class ParamSet:
         self.names, self.local = [spec.name for spec in specs], self._local(parameters)
         self.step_counts = torch.zeros(len(parameters), dtype=torch.int64)
         self._counts: NDArray[np.int64] = self.step_counts.numpy()
+        self._nonempty = np.array([math.prod(spec.shape) > 0 for spec in specs], dtype=np.bool_)
         self._groups = np.array([spec.group for spec in specs], dtype=np.int64)
+        self._update_ids = np.unique([spec.path for spec in specs], return_inverse=True)[1]
         self._priming = np.array([self.updates[spec.path].lagging() for spec in specs], dtype=np.int64)
         self.stack_states, self.block_groups = build(specs, recipe, phases, rank_group)
         self._together = sharing_sums(self.stack_states)
         constraints, paths = {at: rule.constraints for at, rule in self.updates.items()}, [spec.path for spec in specs]
         rank_sync = None if rank_group is None else RankSync(rank_group, specs, recipe.failure)
-        shard_sums = rank_sync.sums if rank_sync is not None and self._constrains_shards() else None
+        constrains_shards = any(spec.divided and self.updates[spec.path].constraints for spec in specs)
+        shard_sums = rank_sync.sums if rank_sync is not None and constrains_shards else None
         paired = {path for path, update in self.updates.items() if "partner_before" in asking(update.stages())}
         self.iterates = IterateStore(recipe.averaging, constraints, self.local, paths, shard_sums, paired)
         exchange = LocalExchange(specs, self.iterates, recipe.failure.roots)
@@ -72,11 +77,6 @@ class ParamSet:
         if rank_sync is not None:
             self.exchange = RankExchange(exchange, self.parameters, specs, recipe, rank_sync, self.block_groups)
         self.finite_check = FiniteCheck(recipe.failure, self.names, self.exchange.survey)
-
-    def _constrains_shards(self) -> bool:
-        """Whether a parameter under a constraint is divided over ranks."""
-        placed = [(self.updates[spec.path], spec.placement) for spec in self.specs if spec.placement is not None]
-        return any(update.constraints and not placement.layout.replicated for update, placement in placed)
 
     @property
     def skipped(self) -> Counter[str]:
@@ -113,7 +113,8 @@ class ParamSet:
 
     def _local(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """What this rank holds or updates of one tensor of each parameter, as views."""
-        return [self.part(position, local(tensor)) for position, tensor in enumerate(tensors)]
+        held = [local(tensor) for tensor in tensors] if are_dtensors_known() else list(tensors)
+        return held if self.rank_group is None else [self.part(*one) for one in enumerate(held)]
 
     def part(self, position: int, tensor: Tensor) -> Tensor:
         """What this rank updates of a parameter that other ranks hold too; any other tensor as it is."""
@@ -127,15 +128,16 @@ class ParamSet:
         """Checks the gradients and changes nothing; None if there is nothing to do. Raises as the finite check does."""
         self.local[:] = self._local(self.parameters)
         found = local_gradients(self.names, self.parameters, self.rank_group)
-        gradients = [None if gradient is None else self.part(i, gradient) for i, gradient in enumerate(found)]
-        present = np.array([p.grad is not None and p.numel() > 0 for p in self.parameters], dtype=np.bool_)
+        present = self._nonempty & np.array([gradient is not None for gradient in found], dtype=np.bool_)
+        if self.rank_group is not None:
+            found = [None if gradient is None else self.part(i, gradient) for i, gradient in enumerate(found)]
         own = {group: hypers[group] for group in np.unique(self._groups).tolist()}
         rates = Rates(self.recipe.weight_decay, self._routes, own, self._groups, self.iterates.shard_sums is None)
-        given = GivenGradients(gradients, present, rates, int(self._counts.max()))
+        given = GivenGradients(found, present, rates, int(self._counts.max()))
         active, mask, survey = self.finite_check.check(given)
         if not active.any() and mask is None:
             return None
-        return Step(gradients, active, mask, rates, survey)
+        return Step(found, active, mask, rates, survey)
 
     def step(self, step: Step) -> None:
         """One update of every parameter that has a usable gradient."""
@@ -177,24 +179,22 @@ class ParamSet:
         path, parameters = blocks.stack_state.path, self.exchange.gather(blocks, "parameters")
         return step.rates.map_rows(path, blocks.stack.param_ids, with_decay, parameters, direction)
 
-    def _write(self, updates: Sequence[EntryUpdate], step: Step, moved: NDArray[np.bool_]) -> None:
+    def _write(self, updates: EntryUpdates, step: Step, moved: NDArray[np.bool_]) -> None:
         """Moves parameters by their updates, but those that were only primed."""
-        alike: dict[tuple[str, int], list[EntryUpdate]] = {}
-        for update in updates:
-            if moved[update.position]:
-                key = self.specs[update.position].path, int(step.rates.alike[update.position])
-                alike.setdefault(key, []).append(update)
-        for (path, group), own in alike.items():
-            self._move(path, own, step, step.rates.hypers[group])
+        updates = updates.chosen(moved[updates.positions])
+        kinds = (self._update_ids[updates.positions] << 32) + step.rates.alike[updates.positions]
+        for kind in dict.fromkeys(kinds.tolist()):
+            self._move(updates.chosen(kinds == kind), step)
 
-    def _move(self, path: str, updates: Sequence[EntryUpdate], step: Step, hyper: Hyper) -> None:
+    def _move(self, updates: EntryUpdates, step: Step) -> None:
         """Moves parameters of one path and with the same rates, by their updates."""
-        positions, entries, values = zip(*updates, strict=True)
+        positions, entries, values = updates.positions.tolist(), updates.entries, updates.values
+        path, group = self.specs[positions[0]].path, int(step.rates.alike[positions[0]])
         masks = None if step.mask is None else [step.mask[position] for position in positions]
         scale = step.rates.step_scale(path, positions[0])
         scale = scale.without_decay if self.updates[path].after_decay else scale
         if self.iterates:
             update = ParameterUpdate(values, scale, masks)
-            self.iterates.step(positions, self.update_counts[list(positions)], update, hyper)
+            self.iterates.step(positions, self.update_counts[positions], update, step.rates.hypers[group])
         else:
             write(entries, values, scale, masks)

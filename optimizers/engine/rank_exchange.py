@@ -20,7 +20,8 @@ from eigengraft.distributed.transfers import Arrived, Assembly, EntryReader, Sou
 from eigengraft.distributed.work import Work
 from eigengraft.numerics import compute_dtype
 
-from ..apply.write import EntryUpdate, decayed_gradient, moved, moved_apart
+from ..apply.entry_updates import EntryUpdates
+from ..apply.write import decayed_gradient, moved, moved_apart
 from ..recipe.recipe import Recipe
 from ..sharding.copy_check import CopyCheck
 from ..sharding.fingerprint import UsedGradients, step_numbers
@@ -75,7 +76,7 @@ class RankExchange:
         self._moved = np.zeros(len(specs), dtype=np.bool_)
         self._rms: Tensor | None = None
         self._comm_step: CommStep | None = None
-        self._assembly, self._held = Assembly(), dict[int, EntryUpdate]()
+        self._assembly, self._held = Assembly(), dict[int, tuple[Tensor, Tensor]]()
 
     @property
     def comm_step(self) -> CommStep:
@@ -167,22 +168,21 @@ class RankExchange:
 
     def _receive(self, arrived: Sequence[Arrived]) -> None:
         """Writes what has come from owners into the parameters, without a copy where nothing needs a whole update."""
-        parameters, updates, apart = self.local.iterates.parameters, list[EntryUpdate](), list[Arrived]()
+        parameters, rows, apart = self.local.iterates.parameters, list[tuple[int, Tensor, Tensor]](), list[Arrived]()
         for own in arrived:
             parameter = parameters[own.position]
             if self.local.iterates or (self.comm_plan.replicated and not parameter.is_contiguous()):
                 apart.append(own)
                 continue
-            pairs = zip(own.views(parameter), own.values, strict=True)
-            updates += [EntryUpdate(own.position, entries, value.to(own.dtype)) for entries, value in pairs]
-        updates += [EntryUpdate(i, parameters[i], whole) for i, whole in self._assembly.add(apart, parameters).items()]
+            rows += [(own.position, x, u.to(own.dtype)) for x, u in zip(own.views(parameter), own.values, strict=True)]
+        rows += [(i, parameters[i], whole) for i, whole in self._assembly.add(apart, parameters).items()]
         if self._sends_parameters:
-            chosen = [update for update in updates if self._moved[update.position]]
-            copy_all([update.entries for update in chosen], [update.value for update in chosen])
+            chosen = [(entries, value) for i, entries, value in rows if self._moved[i]]
+            copy_all([entries for entries, _ in chosen], [value for _, value in chosen])
         elif self._moves_at_once:
-            self._held.update({update.position: update for update in updates})
+            self._held.update({i: (entries, value) for i, entries, value in rows})
         else:
-            self.local.write(updates)
+            self.local.write(EntryUpdates.of_rows(rows))
 
     def report_failed_roots(self, path: str, positions: Sequence[int]) -> None:
         self.rank_sync.failed.update(positions)
@@ -193,8 +193,8 @@ class RankExchange:
         if self._moves_at_once:  # whatever ranks hold, they take the norms of the same parameters together
             chosen = [i for i in self._exchanged if active[i]]
             for i in (i for i in chosen if i not in self._held):
-                self._held[i] = EntryUpdate(i, parameters[i], torch.zeros_like(parameters[i]))
-            self.local.write([self._held[i] for i in chosen])
+                self._held[i] = parameters[i], torch.zeros_like(parameters[i])
+            self.local.write(EntryUpdates.of_rows((i, *self._held[i]) for i in chosen))
         self.local.finish()
         self._comm_step, self._rms, self._held = None, None, {}
         self._param_gather.run({i: local(self._parameters[i]).detach() for i in self._gathered if active[i]})

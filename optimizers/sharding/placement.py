@@ -69,6 +69,11 @@ class ParamSpec:
     group: int = 0
 
     @property
+    def divided(self) -> bool:
+        """Whether some ranks hold only a part of the parameter, or nothing of it."""
+        return self.placement is not None and not self.placement.layout.replicated
+
+    @property
     def in_place(self) -> bool:
         """Whether every rank updates entries of the parameter in place, so that no block of it travels."""
         return self.placement is not None and self.placement.owners is None
