@@ -5,6 +5,7 @@ Legend: N blocks; d length of the axis; r columns of a basis, d or fewer.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Literal
 
@@ -12,10 +13,11 @@ import torch
 from torch import Tensor
 
 from eigengraft.chains import SIDES, known_signals
+from eigengraft.numerics import identity_like, may_branch_on_values
 from eigengraft.slots import Slot, State
 
 from ..base import Stage, chain_slots, walk
-from .products import mode_product
+from .products import mode_product, rotate
 from .reordering import reordered
 
 Transport = Literal["exact", "marginals", "permute", "none"]
@@ -24,47 +26,76 @@ Transport = Literal["exact", "marginals", "permute", "none"]
 class Turn:
     """A change of basis by R = Q_old^T Q_new `[N, r, r]`, a product that is made when something first needs it.
 
-    old, new: Q_old and Q_new `[N, d, r]`; without `old`, new is R itself.
+    old, new: Q_old and Q_new `[N, d, r]`; without `old`, new is R itself. order: `[N, r]`, the old column of each new
+    one; None: columns have no old counterpart.
     """
 
-    def __init__(self, new: Tensor, old: Tensor | None = None) -> None:
-        self.new, self.old = new, old
+    def __init__(self, new: Tensor, old: Tensor | None = None, order: Tensor | None = None) -> None:
+        self.new, self.old, self.order = new, old, order
 
     @cached_property
     def rotation(self) -> Tensor:
         return self.new if self.old is None else torch.bmm(self.old.mT, self.new)
 
-    def of_vectors(self, x: Tensor, axis: int) -> Tensor:
-        """R^T x along an axis; as Q_new^T (Q_old x) where R alone would take more operations than both."""
+    @cached_property
+    def stays(self) -> bool:
+        """Whether R is known to be the identity of every block; False where asking would wait for a device."""
+        before = identity_like(self.new) if self.old is None else self.old
+        return may_branch_on_values(self.new) and torch.equal(self.new, before)
+
+    def along(self, x: Tensor, axis: int, wanted: bool) -> Tensor | None:
+        """R^T x along an axis as Q_new^T (Q_old x) where that takes fewer operations than R does, else None.
+
+        wanted: whether R is made anyway.
+        """
         d, r = self.new.shape[1:]
         rest = x[0].numel() // r
-        if self.old is None or "rotation" in vars(self) or 2 * d * rest >= r * (d + rest):
-            return mode_product(x, self.rotation.mT, axis)
+        if self.old is None or wanted or "rotation" in vars(self) or 2 * d * rest >= r * (d + rest):
+            return None
         return mode_product(mode_product(x, self.old, axis), self.new.mT, axis)
 
 
 def transport(
-    stages: tuple[Stage, ...], state: State, axis: int, turn: Turn, order: Tensor | None, how: Transport = "exact"
+    stages: tuple[Stage, ...], state: State, turns: Mapping[int, Turn], how: Transport = "exact"
 ) -> None:
-    """Change the basis of all slots of a chain along one axis by R, the rotation of a turn.
+    """Change the basis of all slots of a chain, along each axis of the block that `turns` has, by R, its rotation.
 
     state: of the chain, with the block as it sees it. exact: vectors are rotated, squares are transported by the
     Hadamard square, (R*R)^T v; marginals: the same, as a start; permute: vectors are rotated, squares are reordered by
-    `order` `[N, r]`, the old column of each new one; none: everything stays.
+    the turn's order; none: everything stays.
     """
-    if how == "none":
-        return
-    for path, name, slot in chain_slots(stages, state.block):
-        place = slot_axis(slot, axis, len(state.block))
-        if place is None:
+    turns = {axis: turn for axis, turn in turns.items() if how != "none" and not turn.stays}
+    slots = list(chain_slots(stages, state.block)) if turns else []
+    squared = how != "permute" and any(slot.frame in ("square", "row", "column") for _, _, slot in slots)
+    for path, name, slot in slots:
+        places = {axis: slot_axis(slot, axis, len(state.block)) for axis in turns}
+        own = {place: turns[axis] for axis, place in places.items() if place is not None}
+        if not own:
             continue
         scope = state.scope(path)
         if slot.frame == "vector":
-            scope[name] = turn.of_vectors(scope[name], place)
+            scope[name] = _turned(scope[name], own, squared)
         elif how != "permute":
-            scope[name] = mode_product(scope[name], turn.rotation.square().mT, place)
-        elif order is not None:
-            scope[name] = reordered(scope[name], place, order)
+            scope[name] = rotate(scope[name], {place: turn.rotation.square().mT for place, turn in own.items()})
+        else:
+            scope[name] = _reordered(scope[name], own)
+
+
+def _turned(x: Tensor, turns: Mapping[int, Turn], wanted: bool) -> Tensor:
+    """R^T x along the axes of all turns; wanted: whether their R are made anyway."""
+    whole = dict[int, Tensor]()
+    for axis, turn in turns.items():
+        if (turned := turn.along(x, axis, wanted)) is None:
+            whole[axis] = turn.rotation.mT
+        else:
+            x = turned
+    return rotate(x, whole)
+
+
+def _reordered(x: Tensor, turns: Mapping[int, Turn]) -> Tensor:
+    for axis, turn in turns.items():
+        x = x if turn.order is None else reordered(x, axis, turn.order)
+    return x
 
 
 def require_frameless(stages: tuple[Stage, ...], path: str) -> None:

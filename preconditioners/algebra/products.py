@@ -82,9 +82,42 @@ def mode_products(x: Tensor, matrices: Mapping[int, Tensor], precision: ProductD
     """x `[N, *block]` times the matrix `[N, d', d]`, or the diagonal `[N, d]`, of every axis given, one by one."""
     if precision == "bfloat16":
         return mode_products(x.bfloat16(), _in_bfloat16(matrices)).to(x.dtype)
+    short = _short_last(x, matrices)
+    if short is not None:
+        return _cycled(x, matrices, short)
     for axis, matrix in matrices.items():
         x = mode_product(x, matrix, axis)
     return x
+
+
+def _short_last(x: Tensor, matrices: Mapping[int, Tensor]) -> int | None:
+    """How many last axes have few entries together, if `_cycled` is for these products; None: it is not."""
+    block = x.shape[1:]
+    if len(block) < 3 or len(matrices) < len(block) or any(matrix.ndim == 2 for matrix in matrices.values()):
+        return None
+    after = [math.prod(block[axis:]) for axis in range(len(block))]
+    short = sum(entries < _FEW for entries in after)
+    copied = any(d > _LONG * entries for d, entries in zip(block[1:], after[2:], strict=False))
+    return short if short < len(block) - 1 and (short or copied) and not multiplied_in_float32(x) else None
+
+
+def _cycled(x: Tensor, matrices: Mapping[int, Tensor], short: int) -> Tensor:
+    """The products along all axes, with one copy for the last `short` of them, and with none if there are none.
+
+    Each product takes the axis in front to the back, as X^T M^T; short axes are multiplied where they then stand, in
+    front of all others, and are taken to the back together.
+    """
+    order = sorted(matrices)
+    for axis in order[: len(order) - short]:
+        x = torch.bmm(x.reshape(len(x), matrices[axis].shape[2], -1).mT, matrices[axis].mT)
+    rows = [matrices[axis].shape[1] for axis in order]
+    if short:
+        last = rows[-short:]
+        x = x.reshape(len(x), *(matrices[axis].shape[2] for axis in order[-short:]), -1)
+        for place, axis in enumerate(order[-short:]):
+            x = mode_product(x, matrices[axis], place)
+        x = x.reshape(len(x), math.prod(last), -1).mT.contiguous()
+    return x.reshape(len(x), *rows)
 
 
 def _in_bfloat16(matrices: Mapping[int, Tensor]) -> dict[int, Tensor]:
@@ -94,9 +127,8 @@ def _in_bfloat16(matrices: Mapping[int, Tensor]) -> dict[int, Tensor]:
 def _rotate_joined(x: Tensor, matrices: Mapping[int, Tensor]) -> Tensor:
     runs = short_runs(tuple(x.shape[1:]), frozenset(axis for axis, matrix in matrices.items() if matrix.ndim == 3))
     y = x.reshape(x.shape[0], *(math.prod(x.shape[run[0] + 1 : run[-1] + 2]) for run in runs))
-    for place, run in enumerate(runs):
-        if run[0] in matrices:
-            y = mode_product(y, kronecker([matrices[axis] for axis in run]), place)
+    joined = {at: kronecker([matrices[axis] for axis in run]) for at, run in enumerate(runs) if run[0] in matrices}
+    y = mode_products(y, joined)
     rotated = {axis: matrix.shape[1] for axis, matrix in matrices.items()}
     return y.reshape(x.shape[0], *(rotated.get(axis, d) for axis, d in enumerate(x.shape[1:])))
 

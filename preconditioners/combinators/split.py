@@ -105,7 +105,7 @@ class Split(Stage):
         state["basis"] = new
         if self.follow == "exact":
             inner = state.scope("inside", self.inner_block("inside", state.block))
-            transport(self.inside, inner, axis, Turn(turn), None)
+            transport(self.inside, inner, {axis: Turn(turn)})
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Summing[Tensor]:
         inner = state.scope("inside", self.inner_block("inside", state.block))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import ClassVar, Literal, Self
 
@@ -55,30 +55,22 @@ class Eigenbasis(Factored):
     statistic_frame: Literal["fixed", "basis"] = Field(
         default="fixed", description="where the statistics live: as the gradient comes, or in the basis made of them"
     )
-
-    floor: float = Field(
-        default=1e-3,
-        ge=0,
-        lt=1,
-        description="least eigenvalue that a statistic reads of another axis, relative to their mean",
-    )
+    floor: float = Field(default=1e-3, ge=0, lt=1, description="least eigenvalue read of another axis, over their mean")
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
         if self.statistic.needs_power is None and self.floor != type(self).model_fields["floor"].default:
             raise ValueError(f"floor: a statistic that reads the factors of other axes is required, got {self.floor}")
         if self.statistic.needs_power is None and self.statistic.trace_scaling:
-            raise ValueError(
-                f"statistic: trace_scaling does not change a basis, 0 is required, got {self.statistic.trace_scaling}"
-            )
+            scaling = self.statistic.trace_scaling
+            raise ValueError(f"statistic: trace_scaling does not change a basis, 0 is required, got {scaling}")
         if self.statistic.axes.has_diagonals:
             raise ValueError("statistic: axes: a basis is made of full factors, got diagonal ones")
-        if self.statistic.needs_power is not None and not self.solver.keeps_all_columns:
-            raise ValueError("statistic: reads powers of whole factors, of which a subspace holds only a part")
-        if self.statistic_frame == "basis" and not self.solver.keeps_all_columns:
-            raise ValueError(
-                "statistic_frame: statistics in the basis need all of its columns, got a solver that keeps fewer"
-            )
+        if not self.solver.keeps_all_columns:
+            if self.statistic.needs_power is not None:
+                raise ValueError("statistic: reads powers of whole factors, of which a subspace holds only a part")
+            if self.statistic_frame == "basis":
+                raise ValueError("statistic_frame: all columns of a basis are required, got a solver that keeps fewer")
         require_frameless(self.inner, "inner")
         if self.transport == "marginals":
             require_marginals(self.statistic, self.inner, self.solver.keeps_all_columns)
@@ -119,11 +111,10 @@ class Eigenbasis(Factored):
         return rotate(x, {axis: q.mT for axis, q in bases.items()}, self.precision)
 
     def refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:
-        if self.transport != "marginals":
-            super().refresh(state, gradient, context)
-            return
         axes = self.factor_axes(state.block)
-        found = {axis: self._renew(state, axis, context) for axis in context.in_sweep(axes)}
+        found = self._renew(state, context.in_sweep(axes), context)
+        if self.transport != "marginals":
+            return
         bases = {} if self.statistic_frame == "basis" else self.matrices(state)
         d = {axis: marginals(state[f"factor.{axis}"], bases.get(axis), found.get(axis)) for axis in axes}
         power = self.statistic.needs_power
@@ -131,39 +122,43 @@ class Eigenbasis(Factored):
         fit_second_moments(self.inner, self._inside(state), d, known)
 
     def refresh_axis(self, state: State, axis: int, context: StepContext) -> None:
-        self._renew(state, axis, context)
+        self._renew(state, (axis,), context)
 
-    def _renew(self, state: State, axis: int, context: StepContext) -> Tensor | None:
-        """`refresh_axis`; returns diag(Q^T A Q) `[N, d]` where it was found on the way, NaN for other blocks."""
-        if self.statistic_frame == "basis":
-            self._turn(state, axis, context)
-            return None
+    def _renew(self, state: State, axes: Sequence[int], context: StepContext) -> dict[int, Tensor]:
+        """Renews the bases of axes, and what lives in all of them together.
+
+        Returns diag(Q^T A Q) `[N, d]` of axes where it was found on the way, NaN for other blocks.
+        """
+        solve = self._turned if self.statistic_frame == "basis" else self._solved
+        solved = {axis: solve(state, axis, context) for axis in axes}
+        transport(self.inner, self._inside(state), {axis: turn for axis, (turn, _, _) in solved.items()}, self.transport)
+        for axis, (turn, ok, _) in solved.items() if self.statistic_frame == "fixed" else ():
+            if not state.coded(f"basis.{axis}"):
+                self.commit(state, axis, turn.new, ok)
+        return {axis: diagonal for axis, (_, _, diagonal) in solved.items() if diagonal is not None}
+
+    def _solved(self, state: State, axis: int, context: StepContext) -> _Solved:
+        """The new basis of an axis, which is kept at once where a code stands for it, as the code may for another."""
         old, coded = state[f"basis.{axis}"], state.coded(f"basis.{axis}")
         a = state[f"factor.{axis}"] if self.solver.unit_free else self.statistic.estimate(state, axis, context)
         (q, order, ok), diagonal = self.solver.basis_and_diagonal(a, old, context.first)
         keep = self.commit if coded else self.accepted  # `old` is a copy of what a code stands for, else what is kept
-        new, found = keep(state, axis, q, ok), None
-        branches, turn = may_branch_on_values(new), Turn(new, old)
-        if self.transport != "none" and not (branches and torch.equal(new, old)):
-            transport(self.inner, self._inside(state), axis, turn, order_or_identity(order, ok), self.transport)
-            if self.transport == "marginals" and branches and diagonal is not None:
-                same = (new == q).flatten(1).all(1) if coded else ok  # a code may stand for another Q
-                found = torch.where(same[:, None], diagonal(turn.rotation), math.nan)
-        if not coded:
-            self.commit(state, axis, new, ok)
-        return found
+        turn = Turn(keep(state, axis, q, ok), old, order_or_identity(order, ok))
+        if self.transport != "marginals" or diagonal is None or turn.stays or not may_branch_on_values(q):
+            return turn, ok, None
+        same = (turn.new == q).flatten(1).all(1) if coded else ok
+        return turn, ok, torch.where(same[:, None], diagonal(turn.rotation), math.nan)
 
-    def _turn(self, state: State, axis: int, context: StepContext) -> None:
-        """The refresh in the frame of the basis: all that lives there follows P."""
+    def _turned(self, state: State, axis: int, context: StepContext) -> _Solved:
+        """The basis of an axis turned in its own frame, by P, which its statistic follows."""
         q = state[f"basis.{axis}"]
         eye = identity_like(q)
         p, order, ok = self.solver.basis(self.statistic.estimate(state, axis, context), eye, context.first)
-        p = torch.where(per_block(ok, p), p, eye)
-        self.commit(state, axis, rectified(torch.bmm(q, p), 1), ok)
-        if may_branch_on_values(p) and torch.equal(p, eye):
-            return
-        self.statistic.rotate(state, axis, p)
-        transport(self.inner, self._inside(state), axis, Turn(p), order_or_identity(order, ok), self.transport)
+        turn = Turn(torch.where(per_block(ok, p), p, eye), order=order_or_identity(order, ok))
+        self.commit(state, axis, rectified(torch.bmm(q, turn.new), 1), ok)
+        if not turn.stays:
+            self.statistic.rotate(state, axis, turn.new)
+        return turn, ok, None
 
     def power(self, state: State, axis: int, exponent: Fraction, estimate: Tensor) -> Power:
         unit = mean_eigenvalue(estimate)
@@ -198,3 +193,7 @@ class Eigenbasis(Factored):
         g, d = (known.rotated if x is known.x else self._inward(x, known.bases) for x in (gradient, direction))
         mapped = yield from run_chain(self.inner, self._inside(state), g, d, context)
         return rotate(mapped, known.bases, self.precision)
+
+
+_Solved = tuple[Turn, Tensor, Tensor | None]
+"""How a basis turns; `[N]`, where it was found; and diag(Q^T A Q) `[N, d]` if that was found too, NaN elsewhere."""

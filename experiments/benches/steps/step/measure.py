@@ -54,6 +54,7 @@ def take_turns(
 ) -> list[list[float]]:
     """Milliseconds of each counted step of each contender, one step of everyone in every round."""
     times: list[list[float]] = [[] for _ in contenders]
+    _free_activations()
     gc.collect()
     gc.disable()
     try:
@@ -65,6 +66,19 @@ def take_turns(
     finally:
         gc.enable()
     return times
+
+
+def _free_activations() -> None:
+    """Frees one large tensor, as training does in every step.
+
+    After that glibc keeps what is freed. Before, it may give pages back after each step and ask for them in the next,
+    which costs some contender up to a seventh of its step, another one in every process.
+    """
+    torch.empty(_ACTIVATIONS, dtype=torch.uint8)
+
+
+_ACTIVATIONS = (32 << 20) - 8192
+"""Bytes: just below the largest size by which glibc sets what it keeps (M_MMAP_THRESHOLD in mallopt(3))."""
 
 
 def one_step(contender: Contender, gradients: Sequence[Tensor], clock: Callable[[], float]) -> float:
