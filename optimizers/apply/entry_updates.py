@@ -34,7 +34,9 @@ class EntryUpdates(NamedTuple):
     def of_parameters(cls, parameters: Sequence[Tensor], values: Mapping[int, Tensor]) -> Self:
         """Updates of whole parameters, by position, given in any shape."""
         entries = [parameters[position] for position in values]
-        fitted = [u if u.shape == p.shape else u.reshape(p.shape) for p, u in zip(entries, values.values(), strict=True)]
+        fitted = [
+            u if u.shape == p.shape else u.reshape(p.shape) for p, u in zip(entries, values.values(), strict=True)
+        ]
         return cls(np.fromiter(values, np.int64, len(values)), entries, fitted)
 
     def chosen(self, rows: NDArray[np.bool_]) -> Self:

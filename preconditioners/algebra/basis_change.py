@@ -43,21 +43,16 @@ class Turn:
         before = identity_like(self.new) if self.old is None else self.old
         return may_branch_on_values(self.new) and torch.equal(self.new, before)
 
-    def along(self, x: Tensor, axis: int, wanted: bool) -> Tensor | None:
-        """R^T x along an axis as Q_new^T (Q_old x) where that takes fewer operations than R does, else None.
-
-        wanted: whether R is made anyway.
-        """
+    def by_parts(self, x: Tensor, axis: int) -> Tensor | None:
+        """R^T x along an axis as Q_new^T (Q_old x); None where R and a product with it take fewer operations."""
         d, r = self.new.shape[1:]
         rest = x[0].numel() // r
-        if self.old is None or wanted or "rotation" in vars(self) or 2 * d * rest >= r * (d + rest):
+        if self.old is None or 2 * d * rest >= r * (d + rest):
             return None
         return mode_product(mode_product(x, self.old, axis), self.new.mT, axis)
 
 
-def transport(
-    stages: tuple[Stage, ...], state: State, turns: Mapping[int, Turn], how: Transport = "exact"
-) -> None:
+def transport(stages: tuple[Stage, ...], state: State, turns: Mapping[int, Turn], how: Transport = "exact") -> None:
     """Change the basis of all slots of a chain, along each axis of the block that `turns` has, by R, its rotation.
 
     state: of the chain, with the block as it sees it. exact: vectors are rotated, squares are transported by the
@@ -74,22 +69,22 @@ def transport(
             continue
         scope = state.scope(path)
         if slot.frame == "vector":
-            scope[name] = _turned(scope[name], own, squared)
+            scope[name] = _rotated(scope[name], own, whole=squared)
         elif how != "permute":
             scope[name] = rotate(scope[name], {place: turn.rotation.square().mT for place, turn in own.items()})
         else:
             scope[name] = _reordered(scope[name], own)
 
 
-def _turned(x: Tensor, turns: Mapping[int, Turn], wanted: bool) -> Tensor:
-    """R^T x along the axes of all turns; wanted: whether their R are made anyway."""
-    whole = dict[int, Tensor]()
+def _rotated(x: Tensor, turns: Mapping[int, Turn], whole: bool) -> Tensor:
+    """R^T x along the axes of all turns; whole: by R itself, which something else needs too."""
+    rotations = dict[int, Tensor]()
     for axis, turn in turns.items():
-        if (turned := turn.along(x, axis, wanted)) is None:
-            whole[axis] = turn.rotation.mT
+        if whole or (rotated := turn.by_parts(x, axis)) is None:
+            rotations[axis] = turn.rotation.mT
         else:
-            x = turned
-    return rotate(x, whole)
+            x = rotated
+    return rotate(x, rotations)
 
 
 def _reordered(x: Tensor, turns: Mapping[int, Turn]) -> Tensor:

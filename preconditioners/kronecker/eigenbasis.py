@@ -62,8 +62,9 @@ class Eigenbasis(Factored):
         if self.statistic.needs_power is None and self.floor != type(self).model_fields["floor"].default:
             raise ValueError(f"floor: a statistic that reads the factors of other axes is required, got {self.floor}")
         if self.statistic.needs_power is None and self.statistic.trace_scaling:
-            scaling = self.statistic.trace_scaling
-            raise ValueError(f"statistic: trace_scaling does not change a basis, 0 is required, got {scaling}")
+            raise ValueError(
+                f"statistic: trace_scaling changes no basis, 0 is required, got {self.statistic.trace_scaling}"
+            )
         if self.statistic.axes.has_diagonals:
             raise ValueError("statistic: axes: a basis is made of full factors, got diagonal ones")
         if not self.solver.keeps_all_columns:
@@ -131,7 +132,9 @@ class Eigenbasis(Factored):
         """
         solve = self._turned if self.statistic_frame == "basis" else self._solved
         solved = {axis: solve(state, axis, context) for axis in axes}
-        transport(self.inner, self._inside(state), {axis: turn for axis, (turn, _, _) in solved.items()}, self.transport)
+        transport(
+            self.inner, self._inside(state), {axis: turn for axis, (turn, _, _) in solved.items()}, self.transport
+        )
         for axis, (turn, ok, _) in solved.items() if self.statistic_frame == "fixed" else ():
             if not state.coded(f"basis.{axis}"):
                 self.commit(state, axis, turn.new, ok)
