@@ -61,10 +61,8 @@ class Eigenbasis(Factored):
     def _parts_fit(self) -> Self:
         if self.statistic.needs_power is None and self.floor != type(self).model_fields["floor"].default:
             raise ValueError(f"floor: a statistic that reads the factors of other axes is required, got {self.floor}")
-        if self.statistic.needs_power is None and self.statistic.trace_scaling:
-            raise ValueError(
-                f"statistic: trace_scaling changes no basis, 0 is required, got {self.statistic.trace_scaling}"
-            )
+        if self.statistic.needs_power is None and (scaling := self.statistic.trace_scaling):
+            raise ValueError(f"statistic: trace_scaling does not change a basis, 0 is required, got {scaling}")
         if self.statistic.axes.has_diagonals:
             raise ValueError("statistic: axes: a basis is made of full factors, got diagonal ones")
         if not self.solver.keeps_all_columns:
