@@ -22,7 +22,7 @@ from eigengraft.blocking.stacks import Stack
 from eigengraft.numerics import compute_dtype
 
 from ..apply import IterateStore
-from ..apply.entry_updates import EntryUpdates
+from ..apply.parameter_update import EntryUpdates
 from ..apply.write import Rates, decayed_gradient
 from ..sharding.placement import ParamSpec
 from ..sharding.rank_sync import failed_roots

@@ -20,7 +20,7 @@ from eigengraft.state_key import StateKey
 
 from ..apply import IterateStore, ParameterUpdate
 from ..apply.averaging import Mode
-from ..apply.entry_updates import EntryUpdates
+from ..apply.parameter_update import EntryUpdates
 from ..apply.write import Hyper, Rates, RouteRates, with_decay, write
 from ..recipe.recipe import Recipe, Route
 from ..sharding.phases import Phases

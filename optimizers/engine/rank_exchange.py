@@ -20,7 +20,7 @@ from eigengraft.distributed.transfers import Arrived, Assembly, EntryReader, Sou
 from eigengraft.distributed.work import Work
 from eigengraft.numerics import compute_dtype
 
-from ..apply.entry_updates import EntryUpdates
+from ..apply.parameter_update import EntryUpdates
 from ..apply.write import decayed_gradient, moved, moved_apart
 from ..recipe.recipe import Recipe
 from ..sharding.copy_check import CopyCheck
