@@ -11,7 +11,7 @@ from eigengraft.preconditioners.algebra.basis_change import Turn, transport
 from eigengraft.preconditioners.algebra.products import rotate
 from eigengraft.slots import State
 
-from ..trajectories import normal
+from ...trajectories import normal
 from .test_products import Products, defined
 
 CHAIN = (Momentum(), RMS())

@@ -21,7 +21,7 @@ from eigengraft.slots import State
 from eigengraft.step_context import StepContext
 from eigengraft.testing import check_stage
 
-from ..trajectories import normal
+from ...trajectories import normal
 
 BLOCKS = [(5, 4), (6, 5, 3, 3), (4, 3, 7, 7), (3, 70, 2), (2, 3, 4), (8, 4, 20), (5, 1, 3), (3, 2, 2, 2, 9)]
 
