@@ -219,8 +219,8 @@ class Stage(Schedulable, ABC, family="stage"):
             now = context.sweep(axes, sum(sweeps[:k], ())) if len(sweeps) > 1 else context
             watched(self, state).observe(state, gradient, now)
             for start, stop, first in spans:
-                rows = now.slice_rows(start, stop, first)
-                self._refresh_rows(state.slice_rows(start, stop), gradient[start:stop], rows)
+                own = state if stop - start == len(gradient) else state.slice_rows(start, stop)
+                self._refresh_rows(own, gradient[start:stop], now.slice_rows(start, stop, first))
 
     @final
     def _refresh_rows(self, state: State, gradient: Tensor, context: StepContext) -> None:

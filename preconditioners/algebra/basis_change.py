@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from eigengraft.chains import SIDES, known_signals
-from eigengraft.numerics import identity_like, may_branch_on_values
+from eigengraft.numerics import identity_like, known_to_hold, may_branch_on_values
 from eigengraft.slots import Slot, State
 
 from ..base import Stage, chain_slots, walk
@@ -109,8 +109,8 @@ def require_frameless(stages: tuple[Stage, ...], path: str) -> None:
 
 def order_or_identity(order: Tensor | None, ok: Tensor) -> Tensor | None:
     """The order of the columns `[N, r]` where the solver succeeded, the identity elsewhere; None stays None."""
-    if order is None:
-        return None
+    if order is None or known_to_hold(ok):
+        return order
     return torch.where(ok[:, None], order, torch.arange(order.shape[-1], device=order.device))
 
 

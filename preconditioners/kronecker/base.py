@@ -12,7 +12,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.numerics import where_blocks
+from eigengraft.numerics import known_to_hold, where_blocks
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
@@ -117,8 +117,9 @@ class Factored(Stage):
 
     def commit(self, state: State, axis: int, value: Tensor, ok: Tensor) -> Tensor:
         """Write `value` where ok `[N]` and count failures elsewhere; returns the matrix that holds now, as stored."""
-        name = f"{self.matrix}.{axis}"
-        state[name] = self.accepted(state, axis, value, ok)
-        failures = state[f"failures.{axis}"]
-        state[f"failures.{axis}"] = torch.where(ok, torch.zeros_like(failures), failures + 1)
+        name, count = f"{self.matrix}.{axis}", f"failures.{axis}"
+        if known_to_hold(ok):
+            state[name], state[count] = value, state[count].zero_()
+        else:
+            state[name], state[count] = self.accepted(state, axis, value, ok), torch.where(ok, 0, state[count] + 1)
         return state[name]

@@ -55,13 +55,19 @@ class PowerQR(BasisSolver):
         return basis, None if basis.order is None else partial(factors.diagonal, basis.order)
 
     def _iterated(self, a: Tensor, q: Tensor) -> tuple[Basis, QRFactors]:
-        order, ok = identity_order(q), torch.ones(len(q), dtype=torch.bool, device=q.device)
-        for _ in range(self.steps):
-            aq = torch.bmm(q.mT, a).mT  # A Q by columns, as A is symmetric
-            descending = _rayleigh(aq, q).argsort(dim=-1, descending=True, stable=True)
-            factors = QRFactors.of(_columns(aq, descending), q)  # of a block of zeros the order is that of q
-            q, order, ok = factors.q, order.gather(-1, descending), ok & factors.finite
-        return Basis(q, order, ok & finite_blocks(q)), factors
+        order, factors = _sorted_step(a, q)
+        ok = factors.finite
+        for _ in range(self.steps - 1):
+            descending, factors = _sorted_step(a, factors.q)
+            order, ok = order.gather(-1, descending), ok & factors.finite
+        return Basis(factors.q, order, ok & finite_blocks(factors.q)), factors
+
+
+def _sorted_step(a: Tensor, q: Tensor) -> tuple[Tensor, QRFactors]:
+    """o and the factors of A Q[:, o]; of a block of zeros o is the order of q, and the basis q."""
+    aq = torch.bmm(q.mT, a).mT  # A Q by columns, as A is symmetric
+    descending = _rayleigh(aq, q).argsort(dim=-1, descending=True, stable=True)
+    return descending, QRFactors.of(_columns(aq, descending), q)
 
 
 def unit_sized(a: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,7 +141,8 @@ class QRFactors(NamedTuple):
         x, unit, finite = _sized(x, q)
         new, packed = apply_aligned(_factored, x)
         signs = torch.where(packed.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0)  # [N, r]
-        return cls(new.mul_(signs.unsqueeze(-2)), packed, signs * unit[:, None], finite)
+        scale = signs if unit is None else signs * unit[:, None]
+        return cls(new.mul_(signs.unsqueeze(-2)), packed, scale, finite)
 
     def diagonal(self, order: Tensor, rotation: Tensor) -> Tensor:
         """diag(Q^T A Q) `[N, d]` if X is A q[:, order]: that of R q[:, order]^T Q, as q q^T = I; rotation: q^T Q."""
@@ -144,13 +151,13 @@ class QRFactors(NamedTuple):
         return sorted_rows.mul_(triangle).sum(-2) * self.scale
 
 
-def _sized(x: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """x / unit, or q where x is 0 or not finite; unit `[N]`, 0 where x is; and `[N]`, whether x is finite."""
+def _sized(x: Tensor, q: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+    """x / unit, or q where x is 0 or not finite; unit `[N]`, 0 where x is, None: 1; and `[N]`, whether x is finite."""
     norm = torch.linalg.vector_norm(x, dim=(-2, -1))
     far = torch.finfo(x.dtype).max ** 0.4
+    if may_branch_on_values(norm) and all(1 / far < one < far for one in norm.tolist()):
+        return x, None, torch.ones_like(norm, dtype=torch.bool)
     easy = (norm > 1 / far) & (norm < far)
-    if may_branch_on_values(easy) and bool(easy.all()):
-        return x, torch.ones_like(norm), easy
     size = x.abs().amax((-2, -1))  # [N]; torch's maximum norm takes twenty times as long
     finite = size.isfinite()
     live = finite & (size > torch.finfo(x.dtype).tiny)

@@ -8,6 +8,7 @@ from .guards import compute_dtype as compute_dtype
 from .guards import copy_blocks as copy_blocks
 from .guards import finite_blocks as finite_blocks
 from .guards import identity_like as identity_like
+from .guards import known_to_hold as known_to_hold
 from .guards import may_branch_on_values as may_branch_on_values
 from .guards import norms_by_dtype as norms_by_dtype
 from .guards import per_block as per_block

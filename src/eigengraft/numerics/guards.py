@@ -20,7 +20,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def may_branch_on_values(x: Tensor) -> bool:
     """Whether asking for values of x costs nothing and is allowed: a device is waited for, a traced graph breaks."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+    return x.is_cpu and not torch.compiler.is_compiling()
 
 
 def per_block(values: Tensor, like: Tensor) -> Tensor:
@@ -33,14 +33,19 @@ def finite_blocks(x: Tensor) -> Tensor:
 
     On a CPU the sum says so at once: a finite one has no term with inf or nan. Others are looked at entry by entry.
     """
-    if may_branch_on_values(x) and bool(x.sum().isfinite()):
+    if may_branch_on_values(x) and math.isfinite(float(x.sum())):
         return torch.ones(x.shape[0], dtype=torch.bool, device=x.device)
     return x.isfinite().flatten(1).all(1)
 
 
+def known_to_hold(ok: Tensor) -> bool:
+    """Whether all of ok `[N]` are True; False where asking would wait for a device."""
+    return may_branch_on_values(ok) and bool(ok.all())
+
+
 def where_blocks(ok: Tensor, x: Tensor, other: Tensor | float) -> Tensor:
     """x where ok `[N]`, `other` elsewhere; on a CPU x itself where all blocks are ok."""
-    if may_branch_on_values(ok) and bool(ok.all()):
+    if known_to_hold(ok):
         return x
     return torch.where(per_block(ok, x), x, other)
 
