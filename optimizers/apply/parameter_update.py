@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from typing import NamedTuple, Self
@@ -37,13 +37,14 @@ class EntryUpdates(NamedTuple):
         return cls(positions, [entries for _, entries, _ in found], [value for _, _, value in found])
 
     @classmethod
-    def of_parameters(cls, parameters: Sequence[Tensor], values: Mapping[int, Tensor]) -> Self:
-        """Updates of whole parameters, by position, given in any shape."""
-        entries = [parameters[position] for position in values]
-        fitted = [
-            u if u.shape == p.shape else u.reshape(p.shape) for p, u in zip(entries, values.values(), strict=True)
-        ]
-        return cls(np.fromiter(values, np.int64, len(values)), entries, fitted)
+    def of_parameters(
+        cls, parameters: Sequence[Tensor], positions: NDArray[np.int64], values: Iterable[Tensor]
+    ) -> Self:
+        """Updates of whole parameters, given in any shape."""
+        entries = [parameters[position] for position in positions.tolist()]
+        pairs = zip(entries, values, strict=True)
+        fitted = [value if value.shape == own.shape else value.reshape(own.shape) for own, value in pairs]
+        return cls(positions, entries, fitted)
 
     def chosen(self, rows: NDArray[np.bool_]) -> Self:
         """The updates where `rows` `[n]` is True."""

@@ -7,7 +7,7 @@ back, and leaves to a `LocalExchange` what needs no messages. A parameter set st
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -151,16 +151,16 @@ class LocalExchange:
 
     def deliver(self, blocks: ActiveBlocks, direction: Tensor) -> None:
         if (stack := blocks.stack).of_parameters:
-            self._move(dict(zip(stack.param_ids.tolist(), direction.unbind(0), strict=True)))
+            self._move(stack.param_ids, direction.unbind(0))
             return
         for position, grid in stack.grids:
             if position not in self._updates:
                 self._updates[position] = torch.empty(grid.merged, dtype=stack.dtype, device=stack.device)
         stack.scatter(direction, self._updates)
 
-    def _move(self, updates: Mapping[int, Tensor]) -> None:
-        """Writes updates of whole parameters, by position."""
-        self.write(EntryUpdates.of_parameters(self.iterates.parameters, updates))
+    def _move(self, positions: NDArray[np.int64], values: Iterable[Tensor]) -> None:
+        """Writes updates of whole parameters."""
+        self.write(EntryUpdates.of_parameters(self.iterates.parameters, positions, values))
 
     def report_failed_roots(self, path: str, positions: Sequence[int]) -> None:
         names = sorted({self.names[position] for position in positions})
@@ -168,7 +168,7 @@ class LocalExchange:
 
     def finish(self) -> None:
         updates, self._updates = self._updates, {}
-        self._move(updates)
+        self._move(np.array(list(updates), dtype=np.int64), updates.values())
         self._step = self._write = None
 
 

@@ -183,8 +183,8 @@ class ParamSet:
         """Moves parameters by their updates, but those that were only primed."""
         updates = updates.chosen(moved[updates.positions])
         kinds = (self._update_ids[updates.positions] << 32) + step.rates.alike[updates.positions]
-        for kind in dict.fromkeys(kinds.tolist()):
-            self._move(updates.chosen(kinds == kind), step)
+        for kind in (found := dict.fromkeys(kinds.tolist())):
+            self._move(updates if len(found) == 1 else updates.chosen(kinds == kind), step)
 
     def _move(self, updates: EntryUpdates, step: Step) -> None:
         """Moves parameters of one path and with the same rates, by their updates."""
