@@ -182,3 +182,20 @@ def test_an_unusable_gradient_is_counted_in_a_copy_too() -> None:
     optimizer.param_groups[1]["params"][0].grad.fill_(float("nan"))
     optimizer.step()
     assert copy.deepcopy(optimizer).skipped == optimizer.skipped == {f"p{PER_GROUP}": 1}
+
+
+def test_parameters_in_parts_have_the_rates_of_their_routes() -> None:
+    """Updates of parameters that are cut into blocks are written together, whatever route each comes from."""
+    chain = ["momentum", {"kind": "spectral", "solver": "svd"}]
+    cut = {"update": chain, "blocking": {"size": 4}}
+    recipe = {**cut, "routes": [{**cut, "name": "slow", "match": {"name": ["^slow"]}, "lr_ratio": 0.5}]}
+    fast, slow, alone = ([nn.Parameter(normal(8, 8, seed=i)) for i in (0, 1)] for _ in range(3))
+    together = Optimizer([("fast", fast[0]), ("slow", slow[1])], recipe, lr=0.02)
+    one_by_one = [Optimizer([p], {**recipe, "routes": []}, lr=lr) for p, lr in zip(alone, (0.02, 0.01), strict=True)]
+    for t in range(5):
+        for i, p in enumerate((fast[0], slow[1])):
+            p.grad = normal(8, 8, seed=10 * t + i)
+            alone[i].grad = p.grad.clone()
+        for optimizer in (together, *one_by_one):
+            optimizer.step()
+    assert torch.equal(fast[0], alone[0]) and torch.equal(slow[1], alone[1])
