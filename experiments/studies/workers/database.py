@@ -166,13 +166,13 @@ def _engine(url: str) -> sql.Engine:
         engine = sql.create_engine(made, poolclass=sql.pool.NullPool, connect_args=waiting)
     except (sql.exc.ArgumentError, ImportError) as error:
         raise RecipeError(f"--storage: a URL that SQLAlchemy knows is required, got '{url}' ({error})") from None
-    try:
-        _TABLES.create_all(engine)
-    except sql.exc.DBAPIError:  # another worker makes them at this moment, or there is none
+    for left in reversed(range(len(_TABLES.tables) + 1)):  # each table may be made by another worker at this moment
         try:
             _TABLES.create_all(engine)
+            break
         except sql.exc.DBAPIError as error:
-            raise OSError(f"--storage: a database that answers is required ({error.orig})") from error
+            if not left:
+                raise OSError(f"--storage: a database that answers is required ({error.orig})") from error
     return engine
 
 

@@ -12,6 +12,7 @@ from functools import partial
 from multiprocessing.sharedctypes import RawArray
 
 import pytest
+import sqlalchemy
 from typer.testing import CliRunner
 
 from eigengraft import RecipeError
@@ -67,7 +68,7 @@ def test_one_worker_holds_a_run_and_leaves_nothing(claims_of):
 
 
 def test_of_many_workers_one_holds_a_run(claims_of):
-    holders, gate, done = [], threading.Barrier(8), threading.Barrier(8)
+    holders, gate, done = [], threading.Barrier(8), threading.Barrier(8, timeout=60)  # one that fails stops all
 
     def work():
         gate.wait()
@@ -83,6 +84,26 @@ def test_of_many_workers_one_holds_a_run(claims_of):
         for thread in threads:
             thread.join()
         assert sorted(holders) == [0] * 7 + [1]
+
+
+@pytest.mark.parametrize("failures", [2, 3])
+def test_each_table_may_be_made_by_another_worker_meanwhile(tmp_path, monkeypatch, failures):
+    """There are two, so that a worker may come too late twice; after that the database has them, or fails."""
+    create, calls = database._TABLES.create_all, []
+
+    def too_late(engine):
+        calls.append(engine)
+        if len(calls) <= failures:
+            raise sqlalchemy.exc.OperationalError("CREATE TABLE", None, Exception("table already exists"))
+        create(engine)
+
+    monkeypatch.setattr(database._TABLES, "create_all", too_late)
+    run = running.rendezvous_at("one", None, f"sqlite:///{tmp_path / 'study.db'}").claims("run")
+    if failures == 3:
+        with pytest.raises(OSError, match="a database that answers is required"):
+            run.numbers()
+    else:
+        assert run.numbers() == [] and len(calls) == 3
 
 
 def test_workers_may_live_in_different_time_zones(postgres, monkeypatch):
