@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import ClassVar, Literal, Self
 
@@ -69,7 +69,11 @@ class AdaptiveShampoo(Factored):
             slots[f"damping.{axis}"] = Slot((), fill=self.eps, role="statistic", sensitive=True)
         return slots
 
-    def refresh_axis(self, state: State, axis: int, context: StepContext) -> None:
+    def refresh_axes(self, state: State, axes: Sequence[int], context: StepContext) -> None:
+        for axis in axes:
+            self._refresh_axis(state, axis, context)
+
+    def _refresh_axis(self, state: State, axis: int, context: StepContext) -> None:
         a, damping = self.statistic.estimate(state, axis, context), state[f"damping.{axis}"]
         wanted = self._wanted(state, axis, a)
         due = ~(wanted <= self.ceiling) | bool(context.first)  # what is not a number is due

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import cache
 from typing import ClassVar, Literal
@@ -46,8 +46,8 @@ class Factored(Stage):
         return d
 
     @abstractmethod
-    def refresh_axis(self, state: State, axis: int, context: StepContext) -> None:
-        """Recompute the matrix of one axis from its statistic, and `commit` it."""
+    def refresh_axes(self, state: State, axes: Sequence[int], context: StepContext) -> None:
+        """Recompute the matrices of some axes from their statistics, and `commit` them."""
 
     @abstractmethod
     def power(self, state: State, axis: int, exponent: Fraction, estimate: Tensor) -> Power:
@@ -104,8 +104,7 @@ class Factored(Stage):
         self.statistic.observe(state, x, context, context.in_sweep(self.factor_axes(state.block)), powers)
 
     def refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:
-        for axis in context.in_sweep(self.factor_axes(state.block)):
-            self.refresh_axis(state, axis, context)
+        self.refresh_axes(state, context.in_sweep(self.factor_axes(state.block)), context)
 
     def matrices(self, state: State) -> dict[int, Tensor]:
         """The matrix of every axis that has one."""

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from eigengraft.blocking.stacks import Summing
-from eigengraft.numerics import identity_like, may_branch_on_values, per_block, rectified, tiny, to_power
+from eigengraft.numerics import identity_like, may_branch_on_values, per_block, rectified, tiny, to_power, where_blocks
 from eigengraft.slots import State
 from eigengraft.step_context import Rotation, StepContext
 
@@ -109,19 +109,16 @@ class Eigenbasis(Factored):
     def _inward(self, x: Tensor, bases: Mapping[int, Tensor]) -> Tensor:
         return rotate(x, {axis: q.mT for axis, q in bases.items()}, self.precision)
 
-    def refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:
-        axes = self.factor_axes(state.block)
-        found = self._renew(state, context.in_sweep(axes), context)
+    def refresh_axes(self, state: State, axes: Sequence[int], context: StepContext) -> None:
+        found = self._renew(state, axes, context)
         if self.transport != "marginals":
             return
+        axes = self.factor_axes(state.block)
         bases = {} if self.statistic_frame == "basis" else self.matrices(state)
         d = {axis: marginals(state[f"factor.{axis}"], bases.get(axis), found.get(axis)) for axis in axes}
         power = self.statistic.needs_power
         known = {} if power is None else {axis: weights(own, power, self.floor) for axis, own in d.items()}
         fit_second_moments(self.inner, self._inside(state), d, known)
-
-    def refresh_axis(self, state: State, axis: int, context: StepContext) -> None:
-        self._renew(state, (axis,), context)
 
     def _renew(self, state: State, axes: Sequence[int], context: StepContext) -> dict[int, Tensor]:
         """Renews the bases of axes, and what lives in all of them together.
@@ -155,7 +152,7 @@ class Eigenbasis(Factored):
         q = state[f"basis.{axis}"]
         eye = identity_like(q)
         p, order, ok = self.solver.basis(self.statistic.estimate(state, axis, context), eye, context.first)
-        turn = Turn(torch.where(per_block(ok, p), p, eye), order=order_or_identity(order, ok))
+        turn = Turn(where_blocks(ok, p, eye), order=order_or_identity(order, ok))
         self.commit(state, axis, rectified(torch.bmm(q, turn.new), 1), ok)
         if not turn.stays:
             self.statistic.rotate(state, axis, turn.new)

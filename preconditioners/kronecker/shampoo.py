@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import ClassVar, Literal, Self
 
@@ -75,11 +75,12 @@ class Shampoo(Factored):
     def factor_axes(self, block: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(axis for axis in self.statistic.axes.of(block) if self._exponent(block, axis))
 
-    def refresh_axis(self, state: State, axis: int, context: StepContext) -> None:
-        estimate = self.statistic.estimate(state, axis, context)
-        solve = self.solver.root if estimate.ndim == 3 else self.solver.diagonal_root
-        found = solve(estimate, self._exponent(state.block, axis))
-        self.commit(state, axis, found.value, found.ok)
+    def refresh_axes(self, state: State, axes: Sequence[int], context: StepContext) -> None:
+        for axis in axes:
+            estimate = self.statistic.estimate(state, axis, context)
+            solve = self.solver.root if estimate.ndim == 3 else self.solver.diagonal_root
+            found = solve(estimate, self._exponent(state.block, axis))
+            self.commit(state, axis, found.value, found.ok)
 
     def power(self, state: State, axis: int, exponent: Fraction, estimate: Tensor) -> Power:
         unit = mean_eigenvalue(estimate)
