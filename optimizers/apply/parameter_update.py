@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
+from operator import attrgetter
 from typing import NamedTuple, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from eigengraft.numerics import scale_tensors_
 
 from .constraints import Constraint, ConstraintContext, Slots
 from .weight_decay import StepScale
@@ -42,9 +45,10 @@ class EntryUpdates(NamedTuple):
     ) -> Self:
         """Updates of whole parameters, given in any shape."""
         entries = [parameters[position] for position in positions.tolist()]
-        pairs = zip(entries, values, strict=True)
-        fitted = [value if value.shape == own.shape else value.reshape(own.shape) for own, value in pairs]
-        return cls(positions, entries, fitted)
+        values, shape = list(values), attrgetter("shape")
+        if list(map(shape, values)) != list(map(shape, entries)):
+            values = [value.reshape(own.shape) for own, value in zip(entries, values, strict=True)]
+        return cls(positions, entries, values)
 
     def chosen(self, rows: NDArray[np.bool_]) -> Self:
         """The updates where `rows` `[n]` is True."""
@@ -118,7 +122,7 @@ class ParameterUpdate:
             return self
         shrink = 1 - self.step_scale.lr * self.step_scale.alpha
         if isinstance(shrink, float) and self.mask is None and not self.step_scale.decay.cautious:
-            torch._foreach_mul_(list(tensors), shrink)
+            scale_tensors_(tensors, shrink)
         else:
             self._set(
                 tensors, [decayed(tensor, u, self.step_scale) for tensor, u in zip(tensors, self.updates, strict=True)]

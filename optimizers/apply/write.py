@@ -13,6 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from eigengraft.numerics import scale_tensors_
+
 from .weight_decay import StepScale, WeightDecay
 
 
@@ -152,10 +154,10 @@ def _write_foreach(parameters: list[Tensor], updates: list[Tensor], step_scale: 
         return
     shrink = 1 - float(step_scale.lr * step_scale.alpha)
     if shrink != 1 and not step_scale.after:
-        torch._foreach_mul_(parameters, shrink)
+        scale_tensors_(parameters, shrink)
     torch._foreach_add_(parameters, updates, alpha=-float(step_scale.lr))
     if shrink != 1 and step_scale.after:
-        torch._foreach_mul_(parameters, shrink)
+        scale_tensors_(parameters, shrink)
 
 
 def moved(parameter: Tensor, update: Tensor, step_scale: StepScale) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from eigengraft.blocking.stacks import max_blocks
 from eigengraft.distributed.work import HostCopy
 from eigengraft.numerics import norms_by_dtype, squares_are_finite
 
@@ -98,8 +99,7 @@ class LocalSurvey:
 class FiniteCheck:
     """Finds gradients with inf or nan, or too large to be squared in the dtype of the state, and counts them.
 
-    On the host the answer is known at once. On a device it stays there as a mask, and is read one step later, when it
-    has arrived, so that the host never waits for it.
+    On the host the answer is known at once. On a device it stays there as a mask, read one step later without waiting.
 
     failure: what the recipe says of unusable gradients.
     names: what errors and counts call the parameters.
@@ -193,8 +193,8 @@ class FiniteCheck:
 
 def finite_squares(gradients: Sequence[Tensor]) -> Tensor | None:
     """Which gradients have a finite sum of squares in the dtype they are computed in, `[n]`; None: all, on a CPU."""
-    found = list(norms_by_dtype(gradients))
-    if all(squares_are_finite(norms) for _, norms in found):
+    if squares_are_finite(gradients, max_blocks):
         return None
+    found = norms_by_dtype(gradients)
     flags = [pair for ats, norms in found for pair in zip(ats, norms.square().isfinite().unbind(), strict=True)]
     return torch.stack([good for _, good in sorted(flags, key=lambda pair: pair[0])])

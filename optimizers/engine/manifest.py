@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -41,6 +41,26 @@ def manifest(param_set: ParamSet, mode: Mode | None = None) -> list[dict[str, En
 def show(param_set: ParamSet, state: MutableMapping[Tensor, Any]) -> None:
     """Puts the state of a parameter set where torch looks for it."""
     state.update(zip(param_set.parameters, _visible(param_set), strict=True))
+
+
+class ShownState(NamedTuple):
+    """What `optimizer.state` held when parameter sets were installed, so that no step looks for every parameter in it.
+
+    entries: how many entries it had.
+    missing: parameters that had none.
+    """
+
+    entries: int
+    missing: list[Tensor]
+
+    @classmethod
+    def of(cls, state: Mapping[Tensor, Any], parameters: Iterable[Iterable[Tensor]]) -> Self:
+        """What a state holds of the parameters of groups."""
+        return cls(len(state), [p for group in parameters for p in group if p not in state])
+
+    def suffices(self, state: Mapping[Tensor, Any]) -> bool:
+        """Whether every parameter with a gradient has state: no entry was taken out or added since."""
+        return len(state) == self.entries and all(p.grad is None for p in self.missing)
 
 
 def _visible(param_set: ParamSet) -> list[dict[str, Tensor]]:

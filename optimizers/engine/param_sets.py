@@ -19,7 +19,7 @@ from ..recipe.recipe import Recipe
 from ..recipe.routing import ParamInfo
 from ..sharding.assignment import Assignments
 from ..sharding.placement import ParamSpec
-from .manifest import fill, show
+from .manifest import ShownState, fill, show
 from .param_set import ParamSet
 from .signals import Signals
 from .signals.schedules import Schedules
@@ -31,17 +31,15 @@ StateValues = Mapping[Tensor, Mapping[str, Tensor]]
 class ParamSets:
     """All parameter sets of an optimizer: of all param groups that were there when state was made, together.
 
-    recipe: declares the updates.
-    recipe_text: the recipe as JSON text, which every param group holds.
+    recipe, recipe_text: declares the updates, as an object and as the JSON text that every param group holds.
     checked: whether the contract of every stage is checked at every step.
     others: parameters of the same model that other optimizers have.
-    infos: for each group, a description of each parameter.
-    parameters: for each group, its parameters.
+    infos, parameters: for each group, its parameters and a description of each.
     frozen: for each group, which of its parameters had no gradients when it was added.
     batches: how many groups there were each time when owners were decided.
     built: for each of these times, the parameter sets of the groups since the one before, as `build` makes them.
     signals, schedules: what stages ask for besides gradients, and their numbers that change during the run.
-    consolidated: what `consolidate` has gathered of the state as it is now; None: it has changed since.
+    consolidated: what `consolidate` has gathered of the present state; None: nothing.
     """
 
     def __init__(self, recipe: Recipe, checked: bool = False, others: Sequence[ParamInfo] = ()) -> None:
@@ -53,6 +51,7 @@ class ParamSets:
         self.frozen: list[list[bool]] = []
         self.batches: list[int] = []
         self.consolidated: object | None = None
+        self._shown = ShownState.of({}, [])
         self.signals, self.schedules = Signals(recipe), Schedules(recipe)
         self._assignments = Assignments(recipe, others)
 
@@ -100,11 +99,10 @@ class ParamSets:
 
     def _spread_refreshes(self, end: int) -> None:
         """Tells blocks of the batches before `end`, which have state, when they are due now that there are more."""
-        phases = self._assignments.phases
         for param_set in chain.from_iterable(self.built[:end]):
-            for stack_state in param_set.stack_states:
-                due = [phases[param_set.specs[position].key][key] for _, position, key in stack_state.rows()]
-                stack_state.phases = np.array(due, dtype=np.float64)
+            phases = [self._assignments.phases[spec.key] for spec in param_set.specs]
+            for one in param_set.stack_states:
+                one.phases = np.array([phases[position][key] for _, position, key in one.rows()], dtype=np.float64)
 
     def forget(self, index: int) -> None:
         """Removes the groups from `index` on."""
@@ -126,10 +124,9 @@ class ParamSets:
         return range(self.batches[batch - 1] if batch else 0, self.batches[batch])
 
     def build(self, batch: int, wanted: set[int]) -> list[ParamSet]:
-        """Fresh parameter sets for the parameters of a batch of groups whose id is wanted: one for each device and set
-        of ranks, and for each group where stages ask for its learning rate.
+        """Fresh parameter sets for the parameters of a batch of groups whose id is wanted, which depend on that alone.
 
-        The sets depend on `wanted` alone, so that a copy or a resumed run has equal ones.
+        One for each device and set of ranks, and for each group where stages ask for its learning rate.
         """
         found: dict[tuple[object, ...], list[tuple[Tensor, ParamSpec, RankGroup | None]]] = {}
         with_lr = {path for path, rule in self.recipe.updates().items() if "lr" in asking(rule.stages())}
@@ -162,9 +159,12 @@ class ParamSets:
         inherit_counts(param_sets, self.built[batch])
         self.built[batch] = param_sets
         self.consolidated = None
+        self._shown = ShownState.of(state, self.parameters)
 
     def thaw(self, state: MutableMapping[Tensor, Any], mode: Mode) -> None:
-        """Gives state to parameters that were frozen and now have a gradient."""
+        """Gives state to parameters that were frozen and now have a gradient, or whose state was taken out."""
+        if self._shown.suffices(state):
+            return
         for batch in range(len(self.batches)):
             parameters = [p for index in self.groups_of(batch) for p in self.parameters[index]]
             if any(p.grad is not None and p not in state for p in parameters):

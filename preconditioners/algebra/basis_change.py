@@ -5,7 +5,7 @@ Legend: N blocks; d length of the axis; r columns of a basis, d or fewer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Literal
 
@@ -42,6 +42,18 @@ class Turn:
         """Whether R is known to be the identity of every block; False where asking would wait for a device."""
         before = identity_like(self.new) if self.old is None else self.old
         return may_branch_on_values(self.new) and torch.equal(self.new, before)
+
+    def chunk(self, parts: int) -> list[Turn]:
+        """The turns of that many equal numbers of blocks, one after the other."""
+        if parts == 1:
+            return [self]
+        order: Sequence[Tensor | None] = [None] * parts if self.order is None else self.order.chunk(parts)
+        old: Sequence[Tensor | None] = [None] * parts if self.old is None else self.old.chunk(parts)
+        found = [Turn(*own) for own in zip(self.new.chunk(parts), old, order, strict=True)]
+        if "rotation" in vars(self):  # is known
+            for turn, rotation in zip(found, self.rotation.chunk(parts), strict=True):
+                turn.rotation = rotation
+        return found
 
     def by_parts(self, x: Tensor, axis: int) -> Tensor | None:
         """R^T x along an axis as Q_new^T (Q_old x); None where R and a product with it take fewer operations."""

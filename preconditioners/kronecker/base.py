@@ -12,6 +12,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from eigengraft.blocking.stacks import max_blocks
 from eigengraft.numerics import known_to_hold, where_blocks
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
@@ -110,6 +111,15 @@ class Factored(Stage):
         """The matrix of every axis that has one."""
         return {axis: state[f"{self.matrix}.{axis}"] for axis in self.factor_axes(state.block)}
 
+    def equal_axes(self, state: State, axes: Sequence[int]) -> list[list[int]]:
+        """Axes in groups whose matrices a solver is given as one stack: of one shape, short and not coded."""
+        found: dict[object, list[int]] = {}
+        for axis in axes:
+            own = None if state.coded(f"{self.matrix}.{axis}") else state[f"{self.matrix}.{axis}"]
+            alone = own is None or max_blocks(own.numel(), own.dtype, own.device) < max(len(axes), _FEW)
+            found.setdefault(axis if alone or own is None else own.shape, []).append(axis)
+        return list(found.values())
+
     def accepted(self, state: State, axis: int, value: Tensor, ok: Tensor) -> Tensor:
         """`value` where ok `[N]`, elsewhere the matrix that holds now."""
         return where_blocks(ok, value, state[f"{self.matrix}.{axis}"])
@@ -122,3 +132,12 @@ class Factored(Stage):
         else:
             state[name], state[count] = self.accepted(state, axis, value, ok), torch.where(ok, 0, state[count] + 1)
         return state[name]
+
+
+def joined(stacks: Sequence[Tensor]) -> Tensor:
+    """Stacks of matrices as one; the only one as it is."""
+    return stacks[0] if len(stacks) == 1 else torch.cat(list(stacks))
+
+
+_FEW = 4
+"""How many such stacks are at most as long as one may be: short enough to be copied in less time than Python takes."""

@@ -22,7 +22,7 @@ from ..algebra.spectra import off_diagonal_share, turning_angle
 from ..base import Stages, chain_norm, run_chain
 from ..roots import BasisSolver, PowerQR
 from ..statistics import Power, has_data, mean_eigenvalue
-from .base import Factored
+from .base import Factored, joined
 from .marginals import fit_second_moments, marginals, require_marginals, weights
 
 
@@ -125,27 +125,30 @@ class Eigenbasis(Factored):
 
         Returns diag(Q^T A Q) `[N, d]` of axes where it was found on the way, NaN for other blocks.
         """
-        solve = self._turned if self.statistic_frame == "basis" else self._solved
-        solved = {axis: solve(state, axis, context) for axis in axes}
-        transport(
-            self.inner, self._inside(state), {axis: turn for axis, (turn, _, _) in solved.items()}, self.transport
-        )
-        for axis, (turn, ok, _) in solved.items() if self.statistic_frame == "fixed" else ():
+        turned = self.statistic_frame == "basis"
+        solved = {axis: self._turned(state, axis, context) for axis in axes if turned}
+        for equal in self.equal_axes(state, () if turned else axes):
+            solved |= zip(equal, self._solved(state, equal, context), strict=True)
+        turns = {axis: turn for axis, (turn, _, _) in solved.items()}
+        transport(self.inner, self._inside(state), turns, self.transport)
+        for axis, (turn, ok, _) in () if turned else solved.items():
             if not state.coded(f"basis.{axis}"):
                 self.commit(state, axis, turn.new, ok)
         return {axis: diagonal for axis, (_, _, diagonal) in solved.items() if diagonal is not None}
 
-    def _solved(self, state: State, axis: int, context: StepContext) -> _Solved:
-        """The new basis of an axis, which is kept at once where a code stands for it, as the code may for another."""
-        old, coded = state[f"basis.{axis}"], state.coded(f"basis.{axis}")
-        a = state[f"factor.{axis}"] if self.solver.unit_free else self.statistic.estimate(state, axis, context)
-        (q, order, ok), diagonal = self.solver.basis_and_diagonal(a, old, context.first)
-        keep = self.commit if coded else self.accepted  # `old` is a copy of what a code stands for, else what is kept
-        turn = Turn(keep(state, axis, q, ok), old, order_or_identity(order, ok))
-        if self.transport != "marginals" or diagonal is None or turn.stays or not may_branch_on_values(q):
-            return turn, ok, None
-        same = (turn.new == q).flatten(1).all(1) if coded else ok
-        return turn, ok, torch.where(same[:, None], diagonal(turn.rotation), math.nan)
+    def _solved(self, state: State, axes: Sequence[int], context: StepContext) -> list[_Solved]:
+        """The new bases of equal axes; one is kept at once where a code stands for it, as the code may for another."""
+        unit_free, coded, parts = self.solver.unit_free, state.coded(f"basis.{axes[0]}"), len(axes)
+        old = joined([state[f"basis.{axis}"] for axis in axes])
+        a = (state[f"factor.{axis}"] if unit_free else self.statistic.estimate(state, axis, context) for axis in axes)
+        (q, order, ok), diagonal = self.solver.basis_and_diagonal(joined(list(a)), old, context.first)
+        kept = self.commit(state, axes[0], q, ok) if coded else where_blocks(ok, q, old)
+        turn = Turn(kept, old, order_or_identity(order, ok))
+        diagonals: Sequence[Tensor | None] = [None] * parts
+        if self.transport == "marginals" and diagonal is not None and not turn.stays and may_branch_on_values(q):
+            same = (turn.new == q).flatten(1).all(1) if coded else ok
+            diagonals = torch.where(same[:, None], diagonal(turn.rotation), math.nan).chunk(parts)
+        return list(zip(turn.chunk(parts), ok.chunk(parts), diagonals, strict=True))
 
     def _turned(self, state: State, axis: int, context: StepContext) -> _Solved:
         """The basis of an axis turned in its own frame, by P, which its statistic follows."""

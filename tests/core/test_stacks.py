@@ -10,10 +10,11 @@ from torch import nn
 
 from eigengraft import Optimizer, load_recipe
 from eigengraft.blocking import stacks
+from eigengraft.blocking.block_grid import BlockGrid
 
 from ..distributed.ranks.workers.memory import Watch
 from ..laws.quantizers import small
-from ..optimizers.test_kernels import at_once
+from ..optimizers.test_kernels import Kernels, at_once
 from ..recipes import COVER, without_routes
 from ..trajectories import normal
 
@@ -144,3 +145,22 @@ def test_a_step_makes_nothing_larger_than_a_stack(recipe: str, monkeypatch: pyte
 
 def units(optimizer: Optimizer) -> int:
     return len(optimizer.stack_states())
+
+
+@pytest.mark.parametrize("given", ["as they are", "another dtype", "transposed", "another shape"])
+def test_stacks_are_gathered_from_whatever_parameters_are(given: str) -> None:
+    """Parameters of the stack's shape and dtype in one kernel, others by a copy of each."""
+    blocks = [normal(4, 3, seed=seed).float() for seed in range(3)]
+    held = {
+        "as they are": blocks,
+        "another dtype": [block.bfloat16() for block in blocks],
+        "transposed": [block.T.contiguous().T for block in blocks],
+        "another shape": [block.reshape(4, 3, 1) for block in blocks],
+    }[given]
+    grid, cpu = BlockGrid.single((4, 3)), torch.device("cpu")
+    stack = stacks.Stack((4, 3), torch.float32, cpu, tuple((at, grid) for at in (2, 0, 1)))
+    with Kernels() as counted:
+        found = stack.gather(held)
+    expected = torch.stack([held[at].float().reshape(4, 3) for at in (2, 0, 1)])
+    assert torch.equal(found, expected)
+    assert (counted.counts["aten::stack"] + counted.counts["aten::cat"] > 0) == (given in ("as they are", "transposed"))

@@ -424,6 +424,21 @@ def test_a_parameter_may_be_frozen_and_thawed(recipe: str) -> None:
     close(params[1:], alone[1:])
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_parameter_whose_state_was_taken_out_begins_afresh(frozen: bool) -> None:
+    """Also if it has no gradient in the next step; the others go on."""
+    params, alone = parameters([(4, 3), (3, 2)]), parameters([(4, 3), (3, 2)])
+    rows = gradients(params, 6)
+    optimizer, whole = (Optimizer(named(own), "adamw", weight_decay=0.1) for own in (params, alone))
+    drive(optimizer, params, rows[:2])
+    del optimizer.state[params[1]]
+    drive(optimizer, params, [[rows[2][0], None if frozen else rows[2][1]], *rows[3:]])
+    assert int(optimizer.state[params[1]]["step"]) == (3 if frozen else 4)
+    drive(whole, alone, rows)
+    close(params[:1], alone[:1])
+    assert int(optimizer.state[params[0]]["step"]) == 6
+
+
 def test_what_was_skipped_stays_counted_when_a_parameter_is_thawed() -> None:
     params = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2), requires_grad=False)]
     optimizer = Optimizer([("a", params[0]), ("b", params[1])], "adamw")

@@ -69,6 +69,10 @@ class Stack:
         return np.array([param_id for param_id, grid in self.grids for _ in grid.keys], dtype=np.int64)
 
     @cached_property
+    def _positions(self) -> list[int]:
+        return [int(param_id) for param_id in self.param_ids]
+
+    @cached_property
     def keys(self) -> tuple[int, ...]:
         """`[N]`, key of each block: its number in its parameter."""
         return tuple(key for _, grid in self.grids for key in grid.keys)
@@ -97,10 +101,12 @@ class Stack:
 
         May be a view of the only tensor: do not write to it.
         """
+        if self.of_parameters:
+            blocks = [tensors[param_id] for param_id in self._positions]
+            if all(x.shape == self.block and x.dtype is self.dtype for x in blocks):
+                only = blocks[0] if len(blocks) == 1 else None
+                return torch.stack(blocks) if only is None or not only.is_contiguous() else only.unsqueeze(0)
         sources = [view for param_id, grid in self.grids for view in self._sources(grid, tensors[param_id])]
-        only = sources[0] if len(sources) == 1 else None
-        if only is not None and only.shape == self.block and only.dtype == self.dtype and only.is_contiguous():
-            return only.unsqueeze(0)
         out = torch.empty((len(self.param_ids), *self.block), dtype=self.dtype, device=self.device)
         torch._foreach_copy_(self._targets(out), sources)
         return out

@@ -1,4 +1,5 @@
-"""Guards against overflow, underflow, division by zero, bits that depend on a place, and skewed columns; bfloat16."""
+"""Guards against overflow, underflow, division by zero, bits that depend on a place, and skewed columns; bfloat16;
+many tensors at once."""
 
 from .bfloat16 import has_fast_bfloat16 as has_fast_bfloat16
 from .bfloat16 import multiplied_in_float32 as multiplied_in_float32
@@ -10,14 +11,15 @@ from .guards import finite_blocks as finite_blocks
 from .guards import identity_like as identity_like
 from .guards import known_to_hold as known_to_hold
 from .guards import may_branch_on_values as may_branch_on_values
-from .guards import norms_by_dtype as norms_by_dtype
 from .guards import per_block as per_block
 from .guards import safe_ratio as safe_ratio
-from .guards import squares_are_finite as squares_are_finite
 from .guards import symmetrized as symmetrized
 from .guards import tiny as tiny
 from .guards import to_power as to_power
 from .guards import transposed as transposed
 from .guards import where_blocks as where_blocks
+from .multi_tensor import norms_by_dtype as norms_by_dtype
+from .multi_tensor import scale_tensors_ as scale_tensors_
+from .multi_tensor import squares_are_finite as squares_are_finite
 from .rectification import rectified as rectified
 from .rectification import safe_factor as safe_factor

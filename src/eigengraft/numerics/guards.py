@@ -6,7 +6,7 @@ Legend: N blocks of a stack; `like` is a tensor `[N, *block]` whose rank and dty
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -67,20 +67,6 @@ def block_norm(x: Tensor) -> Tensor:
     peak = torch.linalg.vector_norm(flat, ord=float("inf"), dim=1)
     scaled = torch.linalg.vector_norm(flat / peak.clamp_min(tiny(x.dtype))[:, None], dim=1) * peak
     return torch.where(unsafe, scaled, norm)
-
-
-def norms_by_dtype(tensors: Sequence[Tensor]) -> Iterator[tuple[list[int], Tensor]]:
-    """(places, Frobenius norms `[n]`) of the tensors that are computed in one dtype, for each; a few kernels."""
-    dtypes = [compute_dtype(x.dtype) for x in tensors]
-    for dtype in dict.fromkeys(dtypes):
-        places = [place for place, own in enumerate(dtypes) if own == dtype]
-        yield places, torch.stack(torch._foreach_norm([tensors[place] for place in places], 2, dtype=dtype))
-
-
-def squares_are_finite(norms: Tensor) -> bool:
-    """Whether squares of norms are known to be finite in their dtype; False where asking would wait for a device."""
-    bound = torch.finfo(norms.dtype).max ** 0.5 / 2  # half of what would do: whatever the rounding
-    return may_branch_on_values(norms) and all(norm < bound for norm in norms.tolist())
 
 
 def safe_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:

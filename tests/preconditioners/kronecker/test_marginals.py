@@ -11,8 +11,8 @@ from eigengraft.errors import RecipeError
 from eigengraft.preconditioners.algebra.proportional_fitting import fit_
 from eigengraft.preconditioners.kronecker.marginals import marginals
 
-from ..trajectories import normal, random_gradients
-from .test_statistics import Stepper, times
+from ...trajectories import normal, random_gradients
+from ..test_statistics import Stepper, times
 
 BETA = 0.9
 

@@ -13,8 +13,8 @@ from eigengraft.experiments import Tick, load_experiment, train
 from eigengraft.testing.samples import gradients
 from eigengraft.testing.stage_bench import StageBench
 
-from ..laws import bench as benches
-from ..trajectories import distance, follow, normal, random_gradients, recipe, rotation
+from ...laws import bench as benches
+from ...trajectories import distance, follow, normal, random_gradients, recipe, rotation
 
 INT4 = {"kind": "int4", "codebook": "linear_square", "block_size": 64}
 STORED_ROOTS = {

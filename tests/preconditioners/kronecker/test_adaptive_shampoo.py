@@ -7,7 +7,7 @@ from torch import Tensor
 from eigengraft.preconditioners import AdaptiveShampoo
 from eigengraft.testing.stage_bench import StageBench
 
-from ..trajectories import distance, follow, normal, recipe
+from ...trajectories import distance, follow, normal, recipe
 
 BETA, EPS, CEILING = 0.9, 1e-3, 0.05
 

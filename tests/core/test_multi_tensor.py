@@ -1,0 +1,60 @@
+"""Operations on many tensors at once, against the same operation on each of them."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from eigengraft.numerics import scale_tensors_, squares_are_finite
+
+from ..optimizers.test_kernels import Kernels
+from ..trajectories import normal
+
+MIXED = ((3, 2), (3, 2), (70, 80), (3, 2), (), ())
+"""Shapes of small tensors, equal and not, of a large one, and of numbers."""
+
+
+def tensors(dtype: torch.dtype) -> list[Tensor]:
+    return [normal(*shape, seed=seed).to(dtype) for seed, shape in enumerate(MIXED)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_scaling_rounds_as_a_product_with_a_number_does(dtype: torch.dtype) -> None:
+    found = tensors(dtype)
+    scale_tensors_(found, 1 - 1 / 3e4)
+    assert all(torch.equal(x, y * (1 - 1 / 3e4)) for x, y in zip(found, tensors(dtype), strict=True))
+
+
+def test_tensors_of_several_dtypes_are_scaled_too() -> None:
+    mixed = [torch.ones(2, dtype=dtype) for dtype in (torch.float64, torch.float32)]
+    scale_tensors_(mixed, 0.1)
+    assert [float(x[0]) for x in mixed] == [0.1, float(torch.tensor(0.1))]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e20])
+@pytest.mark.parametrize("place", range(len(MIXED)))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tensor_without_finite_squares_is_found_wherever_it_is(bad: float, place: int, dtype: torch.dtype) -> None:
+    """The square of 1e20 is larger than any number of float32."""
+    given = tensors(dtype)
+    assert squares_are_finite(given)
+    given[place].view(-1)[-1] = bad
+    assert not squares_are_finite(given) and not squares_are_finite(given, lambda *_: 2)
+
+
+def test_large_numbers_of_float64_have_finite_squares() -> None:
+    assert squares_are_finite([torch.full((2,), 1e150, dtype=torch.float64)] * 3)
+    assert not squares_are_finite([torch.full((2,), 1e160, dtype=torch.float64)] * 3)
+    assert squares_are_finite([])
+
+
+def test_small_tensors_are_looked_at_together_and_no_more_than_may_be() -> None:
+    equal = [normal(4, 3, seed=seed).float() for seed in range(10)]
+    with Kernels() as counted:
+        assert squares_are_finite(equal)
+    asked = []
+    with Kernels() as parted:
+        assert squares_are_finite(equal, lambda *kind: asked.append(kind) or 4)  # type: ignore[func-returns-value]
+    assert counted.counts["aten::linalg_vector_norm"] == 1 and parted.counts["aten::linalg_vector_norm"] == 3
+    assert asked == [(12, torch.float32, torch.device("cpu"))]

@@ -1,0 +1,60 @@
+"""Bases of axes of equal length, which a solver is given together where they are small."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from eigengraft import Optimizer
+from eigengraft.preconditioners import PowerQR
+from eigengraft.preconditioners.kronecker import base
+
+from ...trajectories import normal
+
+
+def trained(
+    monkeypatch: pytest.MonkeyPatch, few: int = 4, storage: Any = None, **fields: Any
+) -> tuple[list[torch.Size], list[torch.Tensor]]:
+    """Shapes that the solver was given, and the parameters after 6 steps, two of [6, 6, 3, 3] and one of [7, 7]."""
+    seen: list[torch.Size] = []
+    solved = PowerQR.basis_and_diagonal
+
+    def basis_and_diagonal(self: PowerQR, a: torch.Tensor, q: torch.Tensor, first: bool) -> Any:
+        seen.append(a.shape)
+        return solved(self, a, q, first)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(base, "_FEW", few)
+        patched.setattr(PowerQR, "basis_and_diagonal", basis_and_diagonal)
+        held = [nn.Parameter(normal(*shape, seed=1).float()) for shape in ((6, 6, 3, 3), (6, 6, 3, 3), (7, 7))]
+        inner = ["momentum", {"kind": "rms", "beta": 0.95}]
+        stage = {"kind": "eigenbasis", "inner": inner, "refresh": {"kind": "every", "steps": 2}, **fields}
+        optimizer = Optimizer(held, {"update": [stage], "routes": [], "storage": storage or {}}, lr=0.01)
+        for step in range(6):
+            for place, parameter in enumerate(held):
+                parameter.grad = normal(*parameter.shape, seed=10 * step + place).float()
+            optimizer.step()
+    return seen, [parameter.detach() for parameter in held]
+
+
+@pytest.mark.parametrize("transport", ["exact", "permute", "marginals"])
+def test_equal_axes_are_solved_in_one_call_with_the_same_bits(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    apart, expected = trained(monkeypatch, 1 << 30, transport=transport)
+    together, found = trained(monkeypatch, transport=transport)
+    assert set(apart) == {(2, 6, 6), (2, 3, 3), (1, 7, 7)}
+    assert set(together) == {(4, 6, 6), (4, 3, 3), (2, 7, 7)}
+    assert 2 * len(together) == len(apart) > 6
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+def test_axes_of_many_entries_are_solved_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 2 x 6 x 6 entries 3640 stacks would fill one, of 7 x 7 and 2 x 3 x 3 more than 4000."""
+    seen, _ = trained(monkeypatch, few=4000)
+    assert set(seen) == {(2, 6, 6), (4, 3, 3), (2, 7, 7)}
+
+
+def test_bases_that_are_stored_in_codes_are_solved_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept of them, and so what state follows, is the code."""
+    seen, _ = trained(monkeypatch, storage={"basis": {"kind": "int8", "min_elements": 1}})
+    assert set(seen) == {(2, 6, 6), (2, 3, 3), (1, 7, 7)}
