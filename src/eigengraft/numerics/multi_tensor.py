@@ -22,7 +22,7 @@ def scale_tensors_(tensors: Sequence[Tensor], factor: float) -> None:
     """
     first = tensors[0]
     if first.is_cpu and first.dtype in (torch.float32, torch.float64) and len({x.dtype for x in tensors}) == 1:
-        torch._foreach_mul_(list(tensors), torch.tensor(factor, dtype=first.dtype))
+        torch._foreach_mul_(list(tensors), torch.scalar_tensor(factor, dtype=first.dtype))
     else:
         torch._foreach_mul_(list(tensors), factor)
 
