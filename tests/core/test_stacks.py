@@ -35,16 +35,16 @@ def test_ranges_cover_all_blocks_evenly(owners: list[int], most: int, together: 
 
 def test_the_bound_is_in_bytes_and_a_block_may_exceed_it() -> None:
     cpu, device = torch.device("cpu"), torch.device("cuda")
-    assert stacks.max_blocks(256 * 256, torch.float32, cpu) == 4
-    assert stacks.max_blocks(256 * 256, torch.float64, cpu) == 2
+    assert stacks.max_blocks(256 * 256, torch.float32, cpu) == 8
+    assert stacks.max_blocks(256 * 256, torch.float64, cpu) == 4
     assert stacks.max_blocks(256 * 256, torch.float32, device) == 1024
     assert stacks.max_blocks(50257 * 1024, torch.float32, cpu) == 1
 
 
 def test_the_bound_counts_factors_that_are_larger_than_the_block() -> None:
-    """A block 512 x 128 has a factor of 1 MiB, one in a stack; for Adam 4 blocks are that large."""
+    """A block 512 x 128 has a factor of 1 MiB, two in a stack; for Adam 8 blocks are that large."""
     held = [nn.Parameter(torch.zeros(512, 128)) for _ in range(20)]
-    for recipe, expected in (("soap", 20), ("adamw", 5)):
+    for recipe, expected in (("soap", 10), ("adamw", 3)):
         assert units(Optimizer(held, {**load_recipe(recipe).declaration(), "routes": []})) == expected
 
 

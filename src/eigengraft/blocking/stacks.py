@@ -16,11 +16,13 @@ from torch import Tensor
 from ..errors import ContractError
 from .block_grid import BlockGrid
 
-BYTES_ON_CPU, BYTES_ELSEWHERE = 1 << 20, 1 << 28
+BYTES_ON_CPU, BYTES_ELSEWHERE = 2 << 20, 1 << 28
 """Bytes of the largest tensor of a stack. A step needs memory for a few such tensors: decoded slots and products.
 
-On a CPU several of them must fit into a cache, and larger ones come from the system page by page: with 4 MiB the steps
-of mid-size models take 1.02 to 1.10 times as long (measured). A device runs faster with fewer and larger kernels.
+On a CPU several of them must fit into a cache. Fewer stacks take less Python: steps of mid-size models take 0.96 of
+their time with 1 MiB. With 4 MiB they take no less, and 1.1 times as long in a process that has freed nothing larger,
+as training does, where glibc gives the pages back and asks for them anew (measured). A device runs faster with fewer
+and larger kernels.
 """
 
 
