@@ -72,7 +72,8 @@ class Stack:
 
     @cached_property
     def _positions(self) -> list[int]:
-        return [int(param_id) for param_id in self.param_ids]
+        positions: list[int] = self.param_ids.tolist()
+        return positions
 
     @cached_property
     def keys(self) -> tuple[int, ...]:
@@ -104,10 +105,11 @@ class Stack:
         May be a view of the only tensor: do not write to it.
         """
         if self.of_parameters:
-            blocks = [tensors[param_id] for param_id in self._positions]
-            if all(x.shape == self.block and x.dtype is self.dtype for x in blocks):
-                only = blocks[0] if len(blocks) == 1 else None
-                return torch.stack(blocks) if only is None or not only.is_contiguous() else only.unsqueeze(0)
+            held = (tensors[param_id] for param_id in self._positions)
+            blocks = [x if x.shape == self.block else x.reshape(self.block) for x in held]
+            if all(x.dtype is self.dtype for x in blocks):
+                alone = len(blocks) == 1 and blocks[0].is_contiguous()
+                return blocks[0].unsqueeze(0) if alone else torch.stack(blocks)
         sources = [view for param_id, grid in self.grids for view in self._sources(grid, tensors[param_id])]
         out = torch.empty((len(self.param_ids), *self.block), dtype=self.dtype, device=self.device)
         torch._foreach_copy_(self._targets(out), sources)

@@ -35,9 +35,7 @@ def norms_by_dtype(tensors: Sequence[Tensor]) -> Iterator[tuple[list[int], Tenso
         yield places, torch.stack(torch._foreach_norm([tensors[place] for place in places], 2, dtype=dtype))
 
 
-def squares_are_finite(
-    tensors: Sequence[Tensor], most: Callable[[int, torch.dtype, torch.device], int] = lambda *_: 256
-) -> bool:
+def squares_are_finite(tensors: Sequence[Tensor], most: Callable[[int, torch.dtype, torch.device], int]) -> bool:
     """Whether the sum of squares of each tensor is known to be finite in the dtype that it is computed in.
 
     False where asking would wait for a device, and where small tensors, which are looked at together, overflow
