@@ -115,9 +115,12 @@ class Factored(Stage):
         """Axes in groups whose matrices a solver is given as one stack: of one shape, short and not coded."""
         found: dict[object, list[int]] = {}
         for axis in axes:
-            own = None if state.coded(f"{self.matrix}.{axis}") else state[f"{self.matrix}.{axis}"]
-            alone = own is None or max_blocks(own.numel(), own.dtype, own.device) < max(len(axes), _FEW)
-            found.setdefault(axis if alone or own is None else own.shape, []).append(axis)
+            key: object = axis
+            if not state.coded(f"{self.matrix}.{axis}"):
+                own = state[f"{self.matrix}.{axis}"]
+                fit = max_blocks(own.numel(), own.dtype, own.device)
+                key = own.shape if fit >= max(len(axes), _FEW) else axis
+            found.setdefault(key, []).append(axis)
         return list(found.values())
 
     def accepted(self, state: State, axis: int, value: Tensor, ok: Tensor) -> Tensor:
@@ -140,4 +143,5 @@ def joined(stacks: Sequence[Tensor]) -> Tensor:
 
 
 _FEW = 4
-"""How many such stacks are at most as long as one may be: short enough to be copied in less time than Python takes."""
+"""An axis is short where that many stacks of its matrices fit into one: to copy them takes less time than Python takes
+to call a solver."""
