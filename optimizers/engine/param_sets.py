@@ -34,7 +34,7 @@ class ParamSets:
     recipe, recipe_text: declares the updates, as an object and as the JSON text that every param group holds.
     checked: whether the contract of every stage is checked at every step.
     others: parameters of the same model that other optimizers have.
-    infos, parameters: for each group, its parameters and a description of each.
+    infos, parameters: for each group, a description of each of its parameters, and these.
     frozen: for each group, which of its parameters had no gradients when it was added.
     batches: how many groups there were each time when owners were decided.
     built: for each of these times, the parameter sets of the groups since the one before, as `build` makes them.

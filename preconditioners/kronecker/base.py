@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -12,7 +13,6 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.blocking.stacks import max_blocks
 from eigengraft.numerics import known_to_hold, where_blocks
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
@@ -112,14 +112,13 @@ class Factored(Stage):
         return {axis: state[f"{self.matrix}.{axis}"] for axis in self.factor_axes(state.block)}
 
     def equal_axes(self, state: State, axes: Sequence[int]) -> list[list[int]]:
-        """Axes in groups whose matrices a solver is given as one stack: of one shape, short and not coded."""
+        """Axes in groups whose matrices a solver is given as one stack: of one shape, not coded, and so short that all
+        are no larger than the blocks, which a step has anyway."""
         found: dict[object, list[int]] = {}
         for axis in axes:
-            key: object = axis
-            if not state.coded(f"{self.matrix}.{axis}"):
-                own = state[f"{self.matrix}.{axis}"]
-                fit = max_blocks(own.numel(), own.dtype, own.device)
-                key = own.shape if fit >= max(len(axes), _FEW) else axis
+            name, key = f"{self.matrix}.{axis}", object()  # of its own
+            if not state.coded(name) and len(axes) * math.prod(state[name].shape[1:]) <= math.prod(state.block):
+                key = state[name].shape
             found.setdefault(key, []).append(axis)
         return list(found.values())
 
@@ -140,8 +139,3 @@ class Factored(Stage):
 def joined(stacks: Sequence[Tensor]) -> Tensor:
     """Stacks of matrices as one; the only one as it is."""
     return stacks[0] if len(stacks) == 1 else torch.cat(list(stacks))
-
-
-_FEW = 4
-"""An axis is short where that many stacks of its matrices fit into one: to copy them takes less time than Python takes
-to call a solver."""
