@@ -1,42 +1,14 @@
-"""Folders and files that a reader can skip: few entries, one sentence about what is inside, no circles, short files."""
+"""Every package says in a sentence what is inside, no modules import each other, and rooms keep their order."""
 
 import ast
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 
-from .test_house import ROOMS, ROOT, imports, library, sources
+from .test_house import imports, library, sources
 
-MOST_ENTRIES = 12
-CATALOGUES = {
-    "optimizers/recipe/shipped": "one file a recipe",
-    "tests": "one folder a room, beside what all of them use",
-    "tests/laws": "one file of rows a family",
-}
-"""Folders of which nobody reads more than one entry, or the names are the content."""
 OPTIMIZER_ROOMS = ("apply", "lr_scale", "recipe", "param_groups", "sharding", "engine", "checkpoint")
 """Rooms of `optimizers`, each of which imports only from those before it; planning may import from all."""
-LIMIT = 200
-LONGER = {
-    "eigengraft.slots": (260, "a slot, its storage and the state that loads it are one contract, read together"),
-    "eigengraft.preconditioners.base": (276, "the contract of a stage with everything that runs it"),
-}
-"""Modules that read better whole: how long they may be, and why."""
-
-
-def entries(folder: Path) -> list[str]:
-    """Names in a folder; not counted: its __init__, its README, the type marker, symlinks to rooms, and caches."""
-    uncounted = {"__init__.py", "README.md", "py.typed", "__pycache__"}
-    names = (path.name for path in folder.iterdir() if not path.is_symlink() and path.name not in uncounted)
-    return sorted(name for name in names if not name.startswith(".") and not name.endswith(".egg-info"))
-
-
-def folders() -> list[Path]:
-    """Every folder below the rooms, the ground floor and the tests; a paper's folder holds what was measured."""
-    tops = [ROOT / name for name in (*ROOMS, "tests", "src/eigengraft")]
-    below = [path for top in tops for path in top.rglob("*") if path.is_dir() and not path.is_symlink()]
-    return [path for path in (*tops, *below) if "__pycache__" not in path.parts and entries(path)]
 
 
 def circles(modules: Mapping[str, tuple[str, bool]]) -> list[list[str]]:
@@ -127,27 +99,6 @@ def test_an_import_from_a_later_room_is_found(target: str) -> None:
     assert len(upward({name: (text, False) for name, text in texts.items()})) == 1
 
 
-def test_folders_have_at_most_a_dozen_entries() -> None:
-    counts = {str(path.relative_to(ROOT)): len(entries(path)) for path in folders()}
-    assert {name: n for name, n in counts.items() if n > MOST_ENTRIES and name not in CATALOGUES} == {}
-    assert set(CATALOGUES) <= set(counts)
-
-
-def test_the_count_of_entries_sees_files_and_folders(tmp_path: Path) -> None:
-    for name in ("__init__.py", "README.md", "a.py", "b.yaml"):
-        (tmp_path / name).touch()
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "room").symlink_to(tmp_path / "folder")
-    assert entries(tmp_path) == ["a.py", "b.yaml", "folder"]
-
-
 def test_every_package_says_what_is_inside() -> None:
     packages = {module: path for module, path in sources().items() if path.name == "__init__.py"}
     assert [module for module, path in packages.items() if not ast.get_docstring(ast.parse(path.read_text()))] == []
-
-
-def test_files_are_short() -> None:
-    lines = {module: len(path.read_text().splitlines()) for module, path in sources().items()}
-    allowed = {module: most for module, (most, _) in LONGER.items()}
-    assert {module: n for module, n in lines.items() if n > allowed.get(module, LIMIT)} == {}
-    assert [module for module in LONGER if lines[module] <= LIMIT] == [], "LONGER lists a module that is short"

@@ -6,12 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from .test_house import ROOT, sources
+from .test_house import sources
 
 LEANING = re.compile(r"(Of|And|As|Likewise|The same)\b")
 """First words that lean on the line above."""
-
-README_LINES = 150
 
 
 def docstrings(source: str) -> Iterator[tuple[int, str]]:
@@ -54,7 +52,3 @@ def test_the_checker_finds_docstrings_that_lean_on_the_line_above(source: str) -
 )
 def test_the_checker_passes_other_words_and_other_strings(source: str) -> None:
     assert leaning(source) == []
-
-
-def test_the_front_page_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
