@@ -16,7 +16,7 @@ from .apply.write import Hyper
 from .checkpoint.consolidation import consolidate, divided_state, full_state
 from .checkpoint.load_plan import strict_loading
 from .checkpoint.pickling import restored, snapshot
-from .checkpoint.replaced_params import adopt_parameters, require_unchanged
+from .checkpoint.replaced_params import adopt_parameters
 from .checkpoint.without_dynamo import without_dynamo
 from .engine.param_sets import ParamSets
 from .engine.signals import Given, SignalSource, with_partners
@@ -127,7 +127,6 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         if isinstance(loss, (Tensor, float)):
             self.provide("loss", loss)
         self._settle()
-        require_unchanged(self.param_sets)
         warn_of_options(self.param_groups, self.recipe)
         self.param_sets.schedules.follow(self.param_sets)
         hypers = [
@@ -163,7 +162,7 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         return self.param_sets.signals.provide(name, value, chain.from_iterable(self.param_sets.parameters))
 
     def _settle(self) -> None:
-        """Takes over parameters that a host has put in place of others, takes back steps that were none."""
+        """Take back steps whose gradient was unusable, and adopt parameters that a host replaced, cast or moved."""
         self.param_sets.resolve_deferred()
         adopt_parameters(self)
 

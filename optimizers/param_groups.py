@@ -104,7 +104,10 @@ def _elsewhere() -> frozenset[str]:
 
 
 def check_values(group: Mapping[str, Any]) -> None:
-    """Raises ValueError for a learning rate, weight decay or parameter that cannot be used."""
+    """Raise ValueError for a learning rate, weight decay or parameter that cannot be used.
+
+    Integer parameters, as quantized base weights are, can have no gradient: they pass and stay frozen.
+    """
     for key in ("lr", "weight_decay"):
         value = number(group, key)
         if not math.isfinite(value):
@@ -112,7 +115,7 @@ def check_values(group: Mapping[str, Any]) -> None:
     names, first = group.get("param_names", ()), dict[int, str]()
     for position, parameter in enumerate(group["params"]):
         name = names[position] if names else f"parameter {position}"
-        if not parameter.is_floating_point():
+        if parameter.is_complex():
             raise ValueError(f"params: {name}: a real floating-point tensor is required, got {parameter.dtype}")
         if parameter.is_meta:
             raise ValueError(

@@ -1,5 +1,4 @@
-"""Parameters in place of others: put into param groups by a host, as accelerate does when it shards a model, or put
-into the model without the optimizer's knowledge."""
+"""Parameters that changed after the optimizer was made: replaced, cast or moved by a host, or tied in the model."""
 
 from __future__ import annotations
 
@@ -11,26 +10,53 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..engine.param_sets import ParamSets, inherit_counts
 from ..param_groups import WHOLE_SHARDS, check_values, flat_piece
+from ..sharding.placement import ParamSpec
 
 
 def adopt_parameters(optimizer: Any) -> None:
-    """Gives fresh state to parameters that have taken the place of others since the optimizer was made.
+    """Bring the state in line with parameters that changed since the optimizer was made.
 
-    Names, routes and groups stay. Raises ValueError, and nothing changes, if the optimizer has made a step or holds the
-    state of one, or if shapes differ or there are more or fewer parameters; RuntimeError if its state was emptied.
+    Before the first step, parameters may be replaced (accelerate, sharding) or cast. They receive fresh state; names,
+    routes and groups stay. Parameters may move to another device at any time (`model.to("cuda")`), and their state
+    follows.
+
+    Raises:
+        ValueError: parameters were replaced or cast after a step or after a load, have another shape or number, or are
+            on the meta device now, which holds no values. Nothing changes.
+        RuntimeError: the state was emptied.
     """
     groups, param_sets = optimizer.param_groups, optimizer.param_sets
-    if len(groups) == len(param_sets.parameters) and all(
+    if len(groups) != len(param_sets.parameters) or not all(
         len(group["params"]) == len(own) and all(map(is_, group["params"], own))
         for group, own in zip(groups, param_sets.parameters, strict=True)
     ):
-        _require_state(optimizer.state, param_sets)
+        _require_alike(groups, param_sets)
+        _rebuild(optimizer)
         return
-    _require_alike(groups, param_sets)
+    _require_state(optimizer.state, param_sets)
+    changed = [
+        (parameter, spec)
+        for param_set in param_sets
+        for parameter, spec in zip(param_set.parameters, param_set.specs, strict=True)
+        if parameter.device != spec.device or parameter.dtype is not spec.dtype or parameter.shape != spec.shape
+    ]
+    if not changed:
+        return
+    stepped = _stepped(param_sets)
+    for parameter, spec in changed:
+        _require_usable(parameter, spec, stepped)
+    if stepped:
+        param_sets.move(optimizer.state, optimizer.iterate)
+    else:
+        _rebuild(optimizer)
+
+
+def _rebuild(optimizer: Any) -> None:
+    """Give fresh state to all parameters of the groups."""
+    groups, param_sets = optimizer.param_groups, optimizer.param_sets
     fresh = ParamSets(param_sets.recipe, param_sets.checked, param_sets.others)
     state = defaultdict[Any, Any](dict, {key: own for key, own in optimizer.state.items() if not torch.is_tensor(key)})
     for index, group in enumerate(groups):
@@ -41,11 +67,16 @@ def adopt_parameters(optimizer: Any) -> None:
     optimizer.state, optimizer.param_sets = state, fresh
 
 
+def _stepped(param_sets: ParamSets) -> bool:
+    """Return whether any parameter has been stepped, here or in the run that was loaded."""
+    return any(bool(param_set.step_counts.any()) for param_set in param_sets)
+
+
 def _require_alike(groups: Sequence[Mapping[str, Any]], param_sets: ParamSets) -> None:
     if len(groups) != len(param_sets.parameters):
         made = len(param_sets.parameters)
         raise ValueError(f"param_groups: {made} groups are required, got {len(groups)}; call optimizer.add_param_group")
-    stepped = any(bool(param_set.step_counts.any()) for param_set in param_sets)
+    stepped = _stepped(param_sets)
     for index, (group, own, infos) in enumerate(zip(groups, param_sets.parameters, param_sets.infos, strict=True)):
         found, names = group["params"], param_sets.labels(index)
         matrices = [name for name, info in zip(names, infos, strict=True) if len(info.shape) > 1]
@@ -82,16 +113,19 @@ def _require_state(state: Mapping[Any, Any], param_sets: ParamSets) -> None:
             )
 
 
-def require_unchanged(param_sets: ParamSets) -> None:
-    """Raises ValueError for a parameter whose shape or dtype, by which its state was made, is another by now."""
-    for param_set in param_sets:
-        for parameter, spec in zip(param_set.parameters, param_set.specs, strict=True):
-            if parameter.dtype is not spec.dtype or parameter.shape != spec.shape:
-                made, got = (f"{tuple(x.shape)} in {x.dtype}" for x in (spec, parameter))
-                raise ValueError(
-                    f"{spec.name}: the shape and dtype that the optimizer was made for are required, {made}, got "
-                    f"{got}; resize or cast a model (`model.half()`) first, then compose its optimizer"
-                )
+def _require_usable(parameter: Tensor, spec: ParamSpec, stepped: bool) -> None:
+    """Raise ValueError for a parameter that its state cannot follow: another shape, a cast after a step, no values."""
+    made, got = (f"{tuple(x.shape)} in {x.dtype}" for x in (spec, parameter))
+    if parameter.shape != spec.shape or (stepped and parameter.dtype is not spec.dtype):
+        raise ValueError(
+            f"{spec.name}: the optimizer was made for a parameter of {made}, got {got}; resize a model before its "
+            "optimizer is made, and cast it (`model.half()`) before the first step"
+        )
+    if parameter.is_meta:
+        raise ValueError(
+            f"{spec.name}: the parameter moved to the meta device, which holds no values; move it back, or call "
+            "model.to_empty(device=...) and initialise the model, before anything of its optimizer is used"
+        )
 
 
 def _require_no_pieces(found: Sequence[Tensor], own: Mapping[str, Tensor], matrices: Sequence[str]) -> None:
@@ -118,32 +152,40 @@ def _require_no_pieces(found: Sequence[Tensor], own: Mapping[str, Tensor], matri
 
 
 class ModelLink:
-    """The names that parameters had in a model when its optimizer was made; neither is kept alive.
+    """The model of an optimizer, and the names of the parameters in its groups.
 
-    A parameter that should have a gradient and has none is looked up by its name, all others cost nothing. `check` is a
-    hook of torch optimizers, called before each step.
+    Only a parameter that should have a gradient and has none is looked up in the model. The model is not kept alive.
+    No parameter is referenced: torch refuses to swap a parameter that has weak references, as `model.to` does with
+    DTensors. `check` is a hook of torch optimizers, called before each step.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> None:
         self._model = weakref.ref(model)
-        self._names = WeakTensorKeyDictionary({parameter: name for name, parameter in model.named_parameters()})
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._names = [[names.get(id(parameter)) for parameter in group["params"]] for group in groups]
 
     def check(self, optimizer: torch.optim.Optimizer, args: Any = (), kwargs: Any = None) -> None:
-        """Raises RuntimeError if the model has another parameter under a name, and the gradient with it."""
+        """Raise RuntimeError if a gradient belongs to a parameter of the model that the optimizer does not have.
+
+        Weights that were tied after the optimizer was made share a parameter that it has: they pass.
+        """
         model = self._model()
         if model is None:
             return
-        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-            if parameter.grad is None and parameter.requires_grad and parameter in self._names:
-                self._require_held(model, self._names[parameter], parameter)
+        for group, names in zip(optimizer.param_groups, self._names, strict=False):  # groups added later have no names
+            for parameter, name in zip(group["params"], names, strict=False):
+                if parameter.grad is None and parameter.requires_grad and name is not None:
+                    self._require_held(optimizer, model, name, parameter)
 
-    def _require_held(self, model: nn.Module, name: str, parameter: Tensor) -> None:
+    def _require_held(self, optimizer: torch.optim.Optimizer, model: nn.Module, name: str, parameter: Tensor) -> None:
         try:
             held = model.get_parameter(name)
         except AttributeError:  # it was removed, and no other is trained in its place
             return
-        if held is not parameter and held.grad is not None:
+        if held.grad is None or held is parameter:
+            return
+        if all(held is not other for group in optimizer.param_groups for other in group["params"]):
             raise RuntimeError(
-                f"{name}: the parameter that the optimizer was made for is required in the model, got another, which "
-                "has the gradient; replace parameters (sharding, resizing) before the optimizer is made"
+                f"{name}: the model has another parameter there than the optimizer, and its gradient would be ignored; "
+                "replace parameters (sharding, resizing) before the optimizer is made, or compose another optimizer"
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -134,8 +135,10 @@ class ParamSets:
             own = self._assignments[index]
             for row in zip(self.parameters[index], own.specs, own.rank_groups, strict=True):
                 if id(row[0]) in wanted:
-                    key = row[0].device, row[2], index if row[1].path in with_lr else None
-                    found.setdefault(key, []).append(row)
+                    parameter, spec, rank_group = row
+                    key = parameter.device, rank_group, index if spec.path in with_lr else None
+                    here = spec if spec.device == parameter.device else replace(spec, device=parameter.device)
+                    found.setdefault(key, []).append((parameter, here, rank_group))
         sets = [tuple(zip(*rows, strict=True)) for rows in found.values()]
         phases = self._assignments.phases
         return [ParamSet(params, specs, self.recipe, phases, ranks[0]) for params, specs, ranks in sets]
@@ -171,6 +174,13 @@ class ParamSets:
                 owned = {p: state[p] for p in parameters if p in state}
                 wanted = {id(p) for p in parameters if p in owned or p.grad is not None}
                 self.install(batch, self.build(batch, wanted), state, mode, owned)
+
+    def move(self, state: MutableMapping[Tensor, Any], mode: Mode) -> None:
+        """Build the parameter sets again on the devices where the parameters are now, with the state that they have."""
+        values = {p: state[p] for parameters in self.parameters for p in parameters if p in state}
+        wanted = {id(parameter) for parameter in values}
+        for batch in range(len(self.batches)):
+            self.install(batch, self.build(batch, wanted), state, mode, values)
 
     def resolve_deferred(self) -> None:
         """Takes back the steps of parameters whose last gradient turned out, on the device, to be unusable."""

@@ -48,7 +48,7 @@ def compose(
     described = grouped(model, None) if isinstance(model, nn.Module) else model
     optimizer = Optimizer(described, recipe, lr, weight_decay, overrides=overrides, checked=checked)
     if isinstance(described, DescribedParameters) and described.model is not None:
-        optimizer.register_step_pre_hook(ModelLink(described.model).check)
+        optimizer.register_step_pre_hook(ModelLink(described.model, optimizer.param_groups).check)
         watch_inputs(optimizer, described.model)
         watch_output_gradients(optimizer, described.model)
         watch_logits(optimizer, described.model)

@@ -60,8 +60,8 @@ CALLS = (
     ("Optimizer([{'param': [*model.parameters()]}], 'sgd')", "got 'param', did you mean 'params'?"),
     ("Optimizer([*model.parameters()] * 2, 'sgd')", "params: each parameter once is required, got parameter 0 again"),
     (
-        "Optimizer([torch.ones(2, dtype=torch.long)], 'sgd')",
-        "a real floating-point tensor is required, got torch.int64",
+        "Optimizer([torch.ones(2, dtype=torch.cfloat)], 'sgd')",
+        "a real floating-point tensor is required, got torch.complex64",
     ),
     ("Optimizer(model.parameters(), lr=-1)", "lr: a finite number >= 0 is required, got -1.0"),
     ("Optimizer(model.parameters(), weight_decay=float('inf'))", "weight_decay: a finite number >= 0 is required"),
@@ -77,13 +77,13 @@ CALLS = (
     ),
     ("backward() or sgd.param_groups[0]['params'].clear() or sgd.step()", "4 parameters are required, got 0"),
     (
-        "model.double() and model(torch.ones(2, 8).double()).sum().backward() or sgd.step()",
-        "0.weight: the shape and dtype / torch.float32, got (6, 8)",
+        "backward() or sgd.step() or sgd.zero_grad() or model.double() and sgd.step()",
+        "0.weight: / (6, 8) in torch.float32, got (6, 8) in torch.float64",
     ),
-    ("model.half() and sgd.step()", "in torch.float16; resize or cast a model"),
+    ("backward() or sgd.step() or sgd.zero_grad() or model.half() and sgd.state_dict()", "0.weight: / torch.float16"),
     (
         "setattr(model[0].bias, 'data', torch.ones(1)) or backward() or sgd.step()",
-        "0.bias: the shape and dtype that the optimizer was made for are required, (6,) in torch.float32, got (1,)",
+        "0.bias: / (6,) in torch.float32, got (1,)",
     ),
     ("backward() or Optimizer([('w', model[0].weight)], 'newton_muon').step()", "the signal 'activation_gram' is"),
     ("backward() or Optimizer(model.named_parameters(), 'muonclip').step()", "the signal 'max_logit' is required"),

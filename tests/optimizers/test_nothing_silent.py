@@ -111,7 +111,7 @@ class TestReplacedParameters:
         self.replace(model)
         before = copy.deepcopy(model.state_dict())
         backward(model)
-        with pytest.raises(RuntimeError, match=r"^hidden\.weight: .* got another, which has the gradient"):
+        with pytest.raises(RuntimeError, match=r"^hidden\.weight: "):
             optimizer.step()
         assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 

@@ -209,7 +209,6 @@ def test_a_group_may_come_later(late: int) -> None:
         {"betas": (0.9, 0.99)},
         {"recipe": "soap"},
         {"params": [torch.ones(2, dtype=torch.complex64)]},
-        {"params": [torch.ones(2, dtype=torch.int64)]},
     ],
     ids=lambda wrong: "-".join(f"{k}={v}" for k, v in wrong.items()),
 )
