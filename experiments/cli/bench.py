@@ -98,7 +98,7 @@ def _chosen(what: str, overrides: list[str], candidates: list[str], device: str 
 def _measure(chosen: Bench, directory: Path) -> None:
     from ..benches import write_rows
     from ..benches.common.figure import write_figure
-    from ..directories import make_directory
+    from ..files import make_directory, write_text
 
     _require_directory(directory)
     device = chosen.target_device()  # before anything is written
@@ -115,7 +115,7 @@ def _measure(chosen: Bench, directory: Path) -> None:
     write_figure(chosen.panels(rows), directory / "figure.svg")
     where = _environment(device)
     record = {"bench": chosen.declaration(), "environment": where}
-    (directory / "bench.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    write_text(directory / "bench.json", json.dumps(record, indent=2) + "\n")
     summary = chosen.summary(rows)
     _print(_table(summary.title, summary.columns, summary.lines))
     name = where["device"] if device.type == "cuda" else where["cpu"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from io import StringIO
+from io import StringIO, TextIOWrapper
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -19,6 +19,16 @@ if TYPE_CHECKING:
     import eigengraft
 
     from ..training.outcome import Result
+
+
+def replace_unencodable() -> None:
+    """Make the standard streams write "?" for a character that they cannot encode, where Python would raise.
+
+    Streams without UTF-8 are common: containers and cron jobs without a locale, and pipes on Windows (cp1252).
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
 
 
 def print_error(title: str, message: str) -> None:
@@ -40,10 +50,11 @@ def describe_result(result: Result) -> str:
 
 
 def to_yaml(data: Any) -> str:
-    """Write `data` as YAML that reads back equal."""
+    """Return `data` as YAML that reads back equal, also from a standard output that is not UTF-8."""
     stream = StringIO()
     yaml = YAML(typ="safe")
     yaml.default_flow_style = False
+    yaml.allow_unicode = _encoding().startswith("utf")
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
     yaml.width = 120
     yaml.dump(data, stream)
@@ -93,9 +104,22 @@ def print_table(table: Table) -> None:
     if sys.stdout.isatty():
         Console().print(table)
         return
-    stream = StringIO()
+    stream = _Captured()
     Console(file=stream, width=160).print(table)
     sys.stdout.writelines(f"# {line}".rstrip() + "\n" for line in stream.getvalue().splitlines() if line.strip())
+
+
+def _encoding() -> str:
+    """The encoding of the standard output."""
+    return (sys.stdout.encoding or "utf-8").lower()
+
+
+class _Captured(StringIO):
+    """Text for the standard output; rich draws boxes of ASCII where that is not UTF-8."""
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return _encoding()
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 
 import eigengraft
 
+from ..files import short_name
 from . import bench as cli_bench
 from . import costs as cli_costs
 from . import plan as cli_plan
@@ -22,7 +23,15 @@ from . import reproduce as cli_reproduce
 from . import study as cli_study
 from . import track as cli_track
 from .arguments import Imports, override_argument
-from .console import describe_result, print_error, print_table, routing_table_of, storage_table, to_yaml
+from .console import (
+    describe_result,
+    print_error,
+    print_table,
+    replace_unencodable,
+    routing_table_of,
+    storage_table,
+    to_yaml,
+)
 
 
 class Commands(TyperGroup):
@@ -93,7 +102,7 @@ def train_command(
     from .progress import training_progress
 
     loaded = load_experiment(experiment, overrides or (), imports or ())
-    directory = out or Path("runs") / loaded.name
+    directory = out or Path("runs") / short_name(loaded.name)
     try:
         with training_progress(loaded.name) as progress:
             result = train(loaded, directory, progress, checked)
@@ -175,7 +184,8 @@ app.command("costs")(cli_costs.costs_command)
 
 
 def main() -> None:
-    """The entry point of the `eigengraft` command."""
+    """Run the command `eigengraft`."""
+    replace_unencodable()
     app(prog_name="eigengraft")
 
 

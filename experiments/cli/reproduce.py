@@ -9,6 +9,7 @@ import typer
 
 from eigengraft.errors import RecipeError
 
+from ..files import make_directory, write_text
 from .arguments import Workers
 from .study import run_to_end
 
@@ -69,8 +70,8 @@ def _outdated_pages(folder: Path, renew: bool) -> list[str]:
     stale = []
     for path, text in paper_pages(folder).items():
         if renew:
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(text, encoding="utf-8")
+            make_directory(path.parent)
+            write_text(path, text)
         elif not path.is_file() or path.read_text("utf-8") != text:
             stale.append(str(path))
     return stale

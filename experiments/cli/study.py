@@ -13,6 +13,7 @@ from rich.markup import escape
 
 from eigengraft.errors import RecipeError
 
+from ..files import short_name
 from .arguments import Workers, override_argument
 from .console import print_table
 
@@ -103,7 +104,7 @@ def _print_preview(source: str, overrides: list[str], out: Path | None) -> None:
     from .preview_tables import cells_table, differences_table, sentence
 
     study = load_study(source, overrides)
-    preview = preview_study(study, out or Path("runs") / study.name)
+    preview = preview_study(study, out or Path("runs") / short_name(study.name))
     for table in (cells_table(preview), *differences_table(preview)):
         print_table(table)
     typer.echo(sentence(preview))
@@ -113,7 +114,7 @@ def _submit(study: Study, out: Path | None, cluster: str, jobs: int, workers: in
     """Submit workers of a study and say how to follow them."""
     from ..studies.workers.submission import submit_study
 
-    directory = out or Path("runs") / study.name
+    directory = out or Path("runs") / short_name(study.name)
     submitted = submit_study(study, directory, cluster, jobs, workers, options)
     names = ", ".join(job.job_id for job in submitted)
     typer.echo(f"jobs {names}; logs in {directory / 'jobs'}; for a report at any time: eigengraft report {directory}")
@@ -129,7 +130,7 @@ def run_to_end(
     from .progress import StudyProgress
 
     study = load_study(source, overrides)
-    directory = out or Path("runs") / study.name
+    directory = out or Path("runs") / short_name(study.name)
     console = Console(stderr=True)
     runs = 0
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ..files import write_text
 from .arguments import Imports, Workers
 from .study import run_to_end
 
@@ -67,5 +68,5 @@ def track_report_command(
             typer.echo(f"{path}: not what its results say; write it with `eigengraft track report`")
             raise typer.Exit(1)
         return
-    path.write_text(table, encoding="utf-8")
+    write_text(path, table)
     write_profiles(found, folder / "profile.svg")

@@ -15,6 +15,8 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
+from ..files import replacing
+
 # Okabe and Ito's palette, for any colour vision, its lightness moved for white and for dark paper.
 LIGHT = ("#5b5b5c", "#0072b2", "#d55e00", "#009e73", "#b8609a", "#c98a00", "#3d9cd2", "#8a7d00")
 DARK = ("#b4b4b5", "#4da3e0", "#ff8438", "#2fc79a", "#e29cc8", "#f0b429", "#8fd0f7", "#dccb3c")
@@ -151,7 +153,9 @@ def save_figure(figure: Figure, path: Path) -> None:
     """Write the figure on white paper; the suffix (svg, png, pdf) decides the format."""
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.stem}):
         metadata = {"Date": None} if path.suffix == ".svg" else None
-        figure.savefig(path, facecolor="white", dpi=160, metadata=metadata)
+        form = path.suffix.removeprefix(".")
+        with replacing(path) as temporary:
+            figure.savefig(temporary, facecolor="white", dpi=160, metadata=metadata, format=form)
 
 
 def inline_svg(figure: Figure, name: str) -> str:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .run import METRICS, Metric, Run, read_object
+from ..files import read_object
+from .run import METRICS, Metric, Run
 from .seed_statistics import Target
 
 MANIFEST = "study"
@@ -131,7 +131,7 @@ def _stray(directory: Path) -> Records:
 
 
 def _stray_run(path: Path, directory: Path) -> Run:
-    seed = json.loads((path / "config.json").read_text(encoding="utf-8")).get("seed", 0)
+    seed = read_object(path / "config.json").get("seed", 0)
     name = path.relative_to(directory).as_posix() if path != directory else path.name
     return Run({"run": re.sub(r"/?seed-\d+$", "", name) or directory.name}, seed, path)
 

@@ -12,7 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from ..directories import make_directory
+from ..files import make_directory, short_name, write_text
 from . import figures
 from .comparison import ComparisonPanel, compare
 from .drawings.panels import beside_curves
@@ -43,7 +43,7 @@ def write_report(directory: Path) -> Path:
     records = read_records(directory)
     page = render(records)
     path = directory / "report.html"
-    path.write_text(page, encoding="utf-8")
+    write_text(path, page)
     write_runs_csv(records, directory / "runs.csv")
     write_tables(records, directory)
     return path
@@ -65,7 +65,7 @@ def write_figures(directory: Path, folder: Path) -> list[Path]:
     paths = []
     for name, figure in named.items():
         for suffix in ("svg", "png"):
-            paths.append(folder / f"{_slug(name)}.{suffix}")
+            paths.append(folder / short_name(_slug(name), f".{suffix}"))
             figures.save_figure(figure, paths[-1])
     return paths
 

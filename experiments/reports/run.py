@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
+
+from ..files import read_object, read_rows
 
 Status = Literal["complete", "diverged", "failed", "unfinished", "missing"]
 
@@ -60,12 +61,12 @@ class Run:
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl; a last line cut short by a kill is left out."""
-        return _lines(self.directory / "metrics.jsonl")
+        return read_rows(self.directory / "metrics.jsonl")
 
     @cached_property
     def diagnostics(self) -> list[dict[str, Any]]:
         """The lines of diagnostics.jsonl, which many runs do not have."""
-        return _lines(self.directory / "diagnostics.jsonl")
+        return read_rows(self.directory / "diagnostics.jsonl")
 
     @cached_property
     def error(self) -> str:
@@ -131,15 +132,6 @@ class Run:
 def fault_file(run: Path) -> Path:
     """The file beside the directory `run` in which a study records why the run failed."""
     return run.with_name(f"{run.name}.error.txt")
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def _number(value: object, metric: Metric) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 
 from eigengraft.errors import RecipeError
 
+from ..files import replacing, write_text
 from .comparison import ComparisonPanel, ComparisonRow, compare
 from .formatting import format_difference, format_length, format_number, format_rate, format_summary
 from .records import Records, learning_rate
@@ -34,7 +35,7 @@ def write_tables(records: Records, folder: Path) -> list[Path]:
     panels = [panel for panel in [*at_their_best(swept(records)), *compare(records)] if panel.begun]
     written = {"tables.md": markdown, "tables.tex": latex}
     for name, form in written.items():
-        (folder / name).write_text("\n\n".join(form(panel, records) for panel in panels) + "\n", encoding="utf-8")
+        write_text(folder / name, "\n\n".join(form(panel, records) for panel in panels) + "\n")
     return [folder / name for name in written]
 
 
@@ -105,7 +106,7 @@ def _escaped(text: str) -> str:
 def write_runs_csv(records: Records, path: Path) -> None:
     """Write labels, seed, status and the numbers of result.json to six digits; numbers that a run lacks are empty."""
     axes = _axes(records)
-    with path.open("w", encoding="utf-8", newline="") as stream:
+    with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as stream:
         writer = csv.writer(stream, lineterminator="\n")
         writer.writerow([*axes, "seed", "status", *_COLUMNS])
         for run in records.runs:
@@ -136,7 +137,9 @@ def write_parquet(records: Records, folder: Path) -> list[Path]:
     for name, rows in (("runs", runs), ("metrics", metrics)):
         columns = dict.fromkeys(column for row in rows for column in row)
         written.append(folder / f"{name}.parquet")
-        write_table(Table.from_pydict({column: [row.get(column) for row in rows] for column in columns}), written[-1])
+        table = Table.from_pydict({column: [row.get(column) for row in rows] for column in columns})
+        with replacing(written[-1]) as temporary:
+            write_table(table, temporary)
     return written
 
 

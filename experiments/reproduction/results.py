@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from ..files import make_directory, read_json, write_text
 from ..reports.records import learning_rate, read_records
 from ..reports.run import METRICS, Run
 from ..studies.axes import as_label
@@ -69,10 +70,10 @@ def collect_results(directory: Path) -> dict[str, Any]:
 
 def keep_results(content: Mapping[str, Any], path: Path) -> None:
     """Write what `collect_results` returned, one run a line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(path.parent)
     rows = ",\n".join(json.dumps(row) for row in content["rows"])
     head = f'"study": {json.dumps(content["study"])},\n"made": {json.dumps(content["made"])}'
-    path.write_text(f'{{{head},\n"rows": [\n{rows}\n]}}\n', encoding="utf-8")
+    write_text(path, f'{{{head},\n"rows": [\n{rows}\n]}}\n')
 
 
 def read_results(path: Path, study: Study) -> StudyResults:
@@ -82,7 +83,7 @@ def read_results(path: Path, study: Study) -> StudyResults:
     """
     if not path.is_file():
         raise ValueError(f"reproduce: a file with results is required, run the study first; got no '{path}'")
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = read_json(path)
     listed = content if isinstance(content, list) else content["rows"]
     made = {} if isinstance(content, list) else content["made"]
     found = StudyResults(tuple(_read(row, study) for row in listed), made, study.equal == "seconds")

@@ -10,7 +10,7 @@ from typing import Any
 
 from eigengraft.errors import RecipeError
 
-from ..directories import make_directory
+from ..files import make_directory, short_name
 from ..reports.records import MANIFEST
 from ..reports.run import METRICS
 from ..training.experiment import Experiment
@@ -45,8 +45,13 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """The name of its directory."""
+        """Label of every axis."""
         return ",".join(f"{axis}={label}" for axis, label in self.labels.items())
+
+    @property
+    def directory(self) -> str:
+        """Name of the directory of its runs."""
+        return short_name(self.name)
 
 
 def cells(study: Study) -> Iterator[Cell]:
@@ -74,7 +79,7 @@ def plan_runs(study: Study, tuned: Mapping[str, Tuned] | None = None) -> list[Pl
         if study.metric == "val_accuracy" and not experiment.task.reports_accuracy:
             faults.append(f"{cell.name}: metric: a task that reports accuracy is required, got {experiment.task!r}")
         planned += [
-            PlannedRun(cell.labels, s, experiment.replace(seed=s), f"{cell.name}/seed-{s}") for s in study.seeds
+            PlannedRun(cell.labels, s, experiment.replace(seed=s), f"{cell.directory}/seed-{s}") for s in study.seeds
         ]
     if faults:
         raise RecipeError("\n".join(faults))
@@ -89,14 +94,19 @@ def changed(base: Mapping[str, Any], changes: Mapping[str, Any]) -> Experiment:
     return load_experiment({**base, **complete}, deep)
 
 
+def unfinished(planned: Iterable[PlannedRun], directory: Path) -> list[PlannedRun]:
+    """Return the runs without a result in `directory`. Raises RecipeError for a result that is cut short."""
+    return [run for run in planned if RunDirectory(directory / run.directory).read("result") is None]
+
+
 def refuse_changed(planned: list[PlannedRun], directory: Path) -> None:
     """Raise RecipeError when `directory` holds runs of these cells that were made with other settings."""
     faults = []
     for run in planned:
-        path = directory / run.directory
-        if (path / "config.json").exists():
+        known = RunDirectory(directory / run.directory)
+        if known.read("config") is not None:
             try:
-                RunDirectory(path).claim(run.experiment.model_dump(mode="json"))
+                known.claim(run.experiment.model_dump(mode="json"))
             except RecipeError as error:
                 faults.append(str(error))
     if faults:

@@ -13,10 +13,11 @@ from typing import Any, Literal
 
 from eigengraft.errors import RecipeError
 
+from ..files import short_name, write_text
 from ..reports.run import fault_file
 from ..training.outcome import Result
 from ..training.rundir import RunDirectory
-from .plan import PlannedRun, expected_seconds, plan_runs, refuse_changed, write_manifest
+from .plan import PlannedRun, expected_seconds, plan_runs, refuse_changed, unfinished, write_manifest
 from .pool import run_pool
 from .study import Study
 from .tuning.equal_seconds import plan_timing
@@ -76,7 +77,7 @@ def prepare_study(
     With `storage`, the URL of a database, results of other workers are brought into the directory first.
     A value whose run is named in `failed` counts as diverged while the study tunes.
     """
-    rendezvous = rendezvous_at(study.name, directory, storage)
+    rendezvous = rendezvous_at(short_name(study.name), directory, storage)
     rendezvous.fetch()
     if study.tune is not None or study.equal == "seconds":
         plan_runs(study)  # names every wrong cell, where a search would stop at the first
@@ -85,7 +86,7 @@ def prepare_study(
     own = plan_runs(timed, tuned)
     planned = timing or tuning or own
     refuse_changed(planned, directory)
-    left = [run for run in planned if not (directory / run.directory / "result.json").exists()]
+    left = unfinished(planned, directory)
     seconds = expected_seconds(planned)
     if not timing:  # rounds of timed runs stay in their order
         left.sort(key=lambda run: -seconds[run.directory])
@@ -126,7 +127,7 @@ def _pool_events(
     for event in run_pool(train_claimed, jobs, workers, ATTEMPTS):
         run = runs[event.job]
         if event.kind == "failed":
-            fault_file(rendezvous.directory / run.directory).write_text(event.value, encoding="utf-8")
+            write_text(fault_file(rendezvous.directory / run.directory), event.value)
             rendezvous.publish(run.directory)
         if event.kind == "done" and event.value is None:
             elsewhere.append(run)

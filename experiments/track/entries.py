@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..files import read_object
 from ..reports.records import read_records
 from ..reproduction.results import collect_results, keep_results
 from .track import Track
@@ -73,7 +73,7 @@ def read_entries(track: Track, folder: Path) -> list[EntryRuns]:
 
 
 def _read(track: Track, path: Path) -> EntryRuns:
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = read_object(path)
     if content["made"].get("track") != str(track.version):
         raise ValueError(f"{path}: results of version {track.version} are required, got {content['made'].get('track')}")
     found: dict[str, list[TaskRun]] = {task: [] for task in track.tasks}

@@ -27,9 +27,7 @@ import torch
 from eigengraft.errors import RecipeError
 from eigengraft.optimizers.recipe.overrides import differences
 
-from ..directories import make_directory
-
-PARTIAL = ".partial"
+from ..files import PARTIAL, append_text, make_directory, read_object, read_rows, replacing, write_text, writing
 
 
 class RunDirectory:
@@ -61,50 +59,36 @@ class RunDirectory:
 
     def read(self, name: str) -> dict[str, Any] | None:
         """The content of `name`.json, None when it is not there."""
-        file = self.path / f"{name}.json"
-        if not file.is_file():
-            return None
-        try:
-            content = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise RecipeError(f"{file}: JSON is required, got a broken file ({error}); remove {self.path}") from None
-        assert isinstance(content, dict), file
-        return content
+        return read_object(self.path / f"{name}.json") or None
 
     def write(self, name: str, content: Mapping[str, Any]) -> None:
         """Write `name`.json atomically."""
-        with self._replaced(f"{name}.json") as temporary:
-            temporary.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        write_text(self.path / f"{name}.json", json.dumps(content, indent=2, allow_nan=False) + "\n")
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Append one row of metrics."""
-        with self.metrics.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(row, allow_nan=False) + "\n")
+        append_text(self.metrics, json.dumps(row, allow_nan=False) + "\n")
 
     def append_diagnostics(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append rows of diagnostics, each with its `step`."""
-        with (self.path / "diagnostics.jsonl").open("a", encoding="utf-8") as stream:
-            stream.writelines(json.dumps(row, allow_nan=False) + "\n" for row in rows)
+        lines = (json.dumps(row, allow_nan=False) + "\n" for row in rows)
+        append_text(self.path / "diagnostics.jsonl", "".join(lines))
 
     def rewind_diagnostics(self, step: int) -> None:
         """Drop rows of diagnostics after a step, and a last line that was cut short."""
         file = self.path / "diagnostics.jsonl"
         if file.exists():
-            lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-            with self._replaced(file.name) as temporary:
-                temporary.write_text("".join(kept), encoding="utf-8")
+            write_text(file, "".join(json.dumps(row) + "\n" for row in read_rows(file) if row["step"] <= step))
 
     def rows(self) -> list[dict[str, Any]]:
         """The rows of metrics so far."""
-        with self.metrics.open(encoding="utf-8") as stream:
-            return [json.loads(line) for line in stream]
+        return read_rows(self.metrics)
 
     def save(self, state: Mapping[str, Any]) -> None:
         """Write the checkpoint atomically, with the length of the metrics it covers."""
         size = self.metrics_size()
-        with self._replaced("checkpoint.pt") as temporary:
-            torch.save({**state, "metrics_bytes": size}, temporary)
+        with replacing(self.path / "checkpoint.pt") as temporary, temporary.open("wb") as stream:
+            torch.save({**state, "metrics_bytes": size}, stream)
 
     def load(self) -> dict[str, Any] | None:
         """The last checkpoint, None when there is none; drops the rows of metrics it does not cover."""
@@ -141,7 +125,9 @@ class RunDirectory:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Keep other processes from training here meanwhile; the system releases it when the process dies."""
-        with (self.path / "lock").open("w") as stream:
+        with writing(self.path / "lock"):
+            lock = (self.path / "lock").open("w", encoding="utf-8")
+        with lock as stream:
             if sys.platform != "win32":
                 import fcntl
 
@@ -156,14 +142,3 @@ class RunDirectory:
     def _partial(self) -> set[Path]:
         """Files and checkpoints that were never finished."""
         return set(self.path.glob(f".*{PARTIAL}"))
-
-    @contextmanager
-    def _replaced(self, name: str) -> Iterator[Path]:
-        temporary = self.path / f".{name}.{os.getpid()}{PARTIAL}"
-        try:
-            yield temporary
-            with temporary.open("rb") as stream:
-                os.fsync(stream.fileno())
-            temporary.replace(self.path / name)
-        finally:
-            temporary.unlink(missing_ok=True)

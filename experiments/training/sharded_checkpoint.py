@@ -18,8 +18,9 @@ from torch import nn
 
 from eigengraft.errors import RecipeError
 
+from ..files import PARTIAL, writing
 from .parallel.ranks import Ranks
-from .rundir import PARTIAL, RunDirectory
+from .rundir import RunDirectory
 
 _KEPT = 2
 _NOTES = "run.pt"
@@ -57,7 +58,7 @@ def save_sharded(
         raise OSError(f"{final}: it could not be written: {_first(error)}") from error
 
     def publish() -> None:
-        with (temporary / _NOTES).open("wb") as stream:
+        with writing(final), (temporary / _NOTES).open("wb") as stream:
             torch.save({**notes, "metrics_bytes": run.metrics_size()}, stream)
             stream.flush()
             os.fsync(stream.fileno())

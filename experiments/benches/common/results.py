@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ...files import write_text
+
 
 @dataclass(frozen=True)
 class BenchRow:
@@ -56,7 +58,7 @@ class FigurePanel:
 def write_rows(rows: Iterable[Any], path: Path) -> None:
     """Write dataclass instances, one JSON object per line; NaN and infinity, which JSON lacks, become null."""
     lines = (json.dumps({key: _finite_or_none(value) for key, value in asdict(row).items()}) for row in rows)
-    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    write_text(path, "".join(f"{line}\n" for line in lines))
 
 
 def _finite_or_none(value: Any) -> Any:

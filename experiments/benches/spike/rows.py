@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
+
+from ...files import read_rows
 
 SPIKE = 104
 """Step of the spike, counted from 1: between two refreshes."""
@@ -50,4 +51,4 @@ class SpikeRow:
 
 def read_spike_rows(path: Path = RESULTS / "spike.jsonl") -> list[SpikeRow]:
     """Read rows that were written before."""
-    return [SpikeRow(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [SpikeRow(**row) for row in read_rows(path)]

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import eigengraft
 from eigengraft.optimizers.recipe.loading import load_recipe
 
-from ...directories import make_directory
+from ...files import make_directory
 from ...tasks import Batch
 from ...training.experiment import Experiment
 from ...training.loading import load_experiment

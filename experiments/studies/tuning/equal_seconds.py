@@ -11,7 +11,7 @@ from eigengraft.errors import RecipeError
 from ...reports.run import Run
 from ...training.callbacks import StopAfter
 from ..axes import Setting
-from ..plan import Cell, PlannedRun, cells, changed, refuse_changed
+from ..plan import Cell, PlannedRun, cells, changed, refuse_changed, unfinished
 from ..study import Study
 
 ROUNDS = 3
@@ -36,7 +36,7 @@ def plan_timing(study: Study, directory: Path, failed: Collection[str] = ()) -> 
     for run in timed:
         if run.directory in failed:
             raise RecipeError(f"equal: a timed run of every cell is required, got {run.directory}.error.txt")
-    if left := [run for run in timed if not (directory / run.directory / "result.json").exists()]:
+    if left := unfinished(timed, directory):
         return left, study
     seconds = [{name: _step_seconds(directory / run.directory) for name, run in runs.items()} for runs in rounds]
     axis, baseline = study.compared
@@ -62,7 +62,7 @@ def _timed_run(study: Study, cell: Cell, turn: int) -> PlannedRun:
         callbacks=(StopAfter(step=steps),),
     )
     labels = {**cell.labels, "timed": f"round {turn + 1}"}
-    return PlannedRun(labels, study.seeds[0], timed, f"timing/{cell.name}/round-{turn + 1}")
+    return PlannedRun(labels, study.seeds[0], timed, f"timing/{cell.directory}/round-{turn + 1}")
 
 
 def _step_seconds(directory: Path) -> float:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from ...files import short_name
 from ...reports.run import METRICS, Metric, Run
 from ...training.callbacks import Limits
 from ...training.experiment import Experiment
@@ -70,7 +71,7 @@ class _CellSearch:
                 {**self.cell.labels, "tuned": name},
                 seed,
                 self._limited(own.replace(seed=seed)),
-                f"tuning/{self.cell.name}/{name}/seed-{seed}",
+                f"tuning/{self.cell.directory}/{short_name(name)}/seed-{seed}",
             )
             for seed in self.tuning.seeds
         ]

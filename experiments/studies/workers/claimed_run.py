@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
+from ...files import write_text
 from ...reports.run import fault_file
 from ...training.loading import load_experiment
 from ...training.outcome import Result, Tick
@@ -36,7 +38,8 @@ def train_claimed(job: tuple[dict[str, Any], str, Rendezvous], report: Callable[
                 raise RuntimeError(f"the processes of {number - 1} attempts died")
             return train(load_experiment(config), directory, _now_and_then(report))
         except Exception:
-            fault.write_text(traceback.format_exc(), encoding="utf-8")  # before others see that it is free
+            with suppress(OSError):  # the disk may be full, which the error itself says
+                write_text(fault, traceback.format_exc())  # before other workers see that the run is free
             raise
         finally:
             rendezvous.publish(run)

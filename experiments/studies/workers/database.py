@@ -7,8 +7,6 @@ Table `eigengraft_claims`: a row a claim, with the time of its last sign of life
 from __future__ import annotations
 
 import hashlib
-import os
-import uuid
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from sqlalchemy.dialects.mysql import LONGTEXT
 
 from eigengraft.errors import RecipeError
 
+from ...files import make_directory, write_text
 from ...reports.run import fault_file
 from .claims import STALE, Claims
 from .rendezvous import Rendezvous
@@ -70,7 +69,9 @@ class DatabaseRendezvous(Rendezvous):
             with _transaction(self.url) as connection:
                 contents = {str(row.file): str(row.content) for row in connection.execute(rows)}
             for file, content in sorted(contents.items(), key=lambda item: item[0] == _RESULT):  # the result last
-                _replace(self._path(run, file), content)
+                path = self._path(run, file)
+                make_directory(path.parent)
+                write_text(path, content)
         for run in runs or ():
             if run not in missing:
                 self._path(run, _FAULT).unlink(missing_ok=True)  # it is being tried again
@@ -174,11 +175,3 @@ def _engine(url: str) -> sql.Engine:
             if not left:
                 raise OSError(f"--storage: a database that answers is required ({error.orig})") from error
     return engine
-
-
-def _replace(path: Path, content: str) -> None:
-    """Write a file in one step."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex}.partial")
-    temporary.write_text(content, encoding="utf-8")
-    temporary.replace(path)

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...files import make_directory, writing
 from .claims import STALE, Claims
 
 
@@ -49,7 +50,7 @@ class FileClaims(Claims):
     @contextmanager
     def made(self, number: int) -> Iterator[bool]:
         own = self._file(number)
-        own.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(own.parent)
         with _locked_file(own.with_name(f".{own.name}.{uuid.uuid4().hex}")) as complete:
             try:
                 os.link(complete, own)
@@ -74,7 +75,7 @@ class FileClaims(Claims):
 @contextmanager
 def _locked_file(path: Path) -> Iterator[Path]:
     """A file with the name of this machine, locked as long as this process lives or until the end of the block."""
-    with path.open("w", encoding="utf-8") as stream:
+    with writing(path), path.open("w", encoding="utf-8") as stream:
         if sys.platform != "win32":
             import fcntl
 

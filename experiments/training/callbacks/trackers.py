@@ -13,6 +13,7 @@ from pydantic import Field
 
 from eigengraft.errors import RecipeError
 
+from ...files import append_text, make_directory, read_object, read_rows, write_text
 from .base import Callback, RunView
 
 
@@ -81,7 +82,7 @@ class WandB(Tracker):
         except ImportError:
             raise _missing("wandb") from None
         directory = run.directory
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        config = read_object(directory / "config.json")
         name = "/".join(directory.absolute().parts[-2:])
         named = {"project": self.project, "name": name, "group": name}
         began = wandb.init(mode=self.mode, dir=directory, config=config, reinit="create_new", **named)
@@ -94,14 +95,12 @@ class _JSONLLog:
     first: int
 
     def __post_init__(self) -> None:
-        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True) if self.path.exists() else []
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] < self.first]
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text("".join(kept), encoding="utf-8")
+        make_directory(self.path.parent)
+        kept = (json.dumps(row) + "\n" for row in read_rows(self.path) if row["step"] < self.first)
+        write_text(self.path, "".join(kept))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        with self.path.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps({"step": step, **values}) + "\n")
+        append_text(self.path, json.dumps({"step": step, **values}) + "\n")
 
     def close(self) -> None:
         """Nothing is open between rows."""

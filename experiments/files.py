@@ -1,0 +1,128 @@
+"""Files that commands write and read. Every error names the file, what failed and what to do.
+
+Neither the operating system nor torch names the file when a write fails on a full disk. The JSON parser does not name a
+file that a power loss has cut short.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from eigengraft.errors import RecipeError
+
+PARTIAL = ".partial"
+"""Suffix of a file that is being written. It is left behind only if the process is killed meanwhile."""
+
+
+_LONGEST = 255
+"""Bytes of a file's name that common file systems take (ext4, XFS, APFS, NTFS)."""
+
+
+def short_name(name: str, suffix: str = "") -> str:
+    """Return `name` and `suffix` as the name of a file.
+
+    A name that is too long for a file system, or has a slash, is cut, and a hash keeps it apart from others.
+    """
+    plain = name.replace("/", "-")
+    if plain == name and len((name + suffix).encode()) <= _LONGEST:
+        return name + suffix
+    end = f"-{hashlib.sha256(name.encode()).hexdigest()[:16]}{suffix}"
+    return plain.encode()[: _LONGEST - len(end.encode())].decode(errors="ignore") + end
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory and its parents if they do not exist. Raises RecipeError where that is impossible."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise RecipeError(f"{path}: a directory is required, got a file") from None
+    except OSError as error:
+        raise RecipeError(f"{path}: the directory cannot be made: {_reason(error)}") from None
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise any failure to write inside the block as an OSError in one sentence that names `path`."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__context__  # torch reports a failed write with an error of its own
+        if cause is None:
+            raise
+        remedy = "; free some space or choose another directory, then give the same command again"
+        raise OSError(f"{path}: cannot be written: {_reason(cause)}{remedy}") from None
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield the path of a temporary file; after the block it takes the place of `path`, which is never half written."""
+    temporary = path.with_name(f".{uuid.uuid4().hex[:12]}{PARTIAL}")
+    try:
+        with writing(path):
+            yield temporary
+            with temporary.open("rb") as stream:
+                os.fsync(stream.fileno())
+            temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file, complete or not at all."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def append_text(path: Path, text: str) -> None:
+    """Append to a text file."""
+    with writing(path), path.open("a", encoding="utf-8") as stream:
+        stream.write(text)
+
+
+def read_json(path: Path) -> Any:
+    """Return the content of a JSON file. Raises RecipeError for a file that is not JSON, as after a power loss."""
+    return _parsed(path, path.read_bytes(), "the file")
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; {} if there is no file. Raises RecipeError for a file with other content."""
+    if not path.is_file():
+        return {}
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise RecipeError(f"{path}: a JSON object is required, got {type(content).__name__}; remove the file")
+    return content
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the objects in a file of JSON lines, [] if there is no file. A last line without an end is left out.
+
+    Raises:
+        RecipeError: another line is no JSON. The error names the file and the line.
+    """
+    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+    return [_parsed(path, line, f"line {number}") for number, line in enumerate(lines, start=1) if line.endswith(b"\n")]
+
+
+def _parsed(path: Path, content: bytes, what: str) -> Any:
+    try:
+        return json.loads(content.decode("utf-8"))
+    except ValueError as error:
+        state = "is empty" if not content.strip(b"\0 \n") else f"is no JSON ({error})"
+        raise RecipeError(
+            f"{path}: {what} {state}, as after a crash of the machine or a full disk; remove {path.parent} to make it "
+            "again"
+        ) from None
+
+
+def _reason(error: OSError) -> str:
+    return (error.strerror or str(error)).lower()

@@ -1,0 +1,166 @@
+"""Files on a full disk, cut short by a crash, or under long names; output where no UTF-8 is."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from ruamel.yaml import YAML
+
+from eigengraft import RecipeError, load_recipe
+from eigengraft.experiments import load_experiment
+from eigengraft.experiments.files import append_text, read_json, read_rows, replacing, short_name, write_text
+from eigengraft.experiments.reports.records import read_records
+from eigengraft.experiments.reports.report import write_report
+from eigengraft.experiments.studies.plan import plan_runs
+from eigengraft.experiments.studies.running import prepare_study
+from eigengraft.experiments.studies.study import load_study
+from eigengraft.experiments.studies.tuning.rounds import plan_tuning
+from eigengraft.experiments.training.train import train
+
+FULL = Path("/dev/full")
+TINY = {"task": {"kind": "digits", "layers": 1, "width": 8, "batch_size": 8}, "recipe": "adamw", "steps": 4}
+on_linux = pytest.mark.skipif(not FULL.exists(), reason="a device that is always full is needed")
+
+
+@on_linux
+@pytest.mark.parametrize("call", [lambda path: append_text(path, "row\n"), lambda path: torch_save(path)])
+def test_a_full_disk_is_said_with_the_name_of_the_file(call, tmp_path):
+    (tmp_path / "rows").symlink_to(FULL)
+    with pytest.raises(OSError, match=rf"^{tmp_path}/.*no space left on device"):
+        call(tmp_path / "rows")
+
+
+def torch_save(path):
+    with replacing(path.with_name("checkpoint.pt")) as temporary:
+        temporary.symlink_to(FULL)
+        with temporary.open("wb") as stream:
+            torch.save({"x": torch.zeros(1000)}, stream)
+
+
+def test_a_failed_write_leaves_the_old_content_and_nothing_beside_it(tmp_path):
+    path = tmp_path / "result.json"
+    write_text(path, "old")
+    with pytest.raises(OSError, match=r"result\.json"):
+        fail_half_way(path, OSError(28, "No space left on device"))
+    assert path.read_text() == "old" and [*tmp_path.iterdir()] == [path]
+
+
+def test_errors_that_are_none_of_the_disk_pass(tmp_path):
+    with pytest.raises(RuntimeError, match=r"^mine$"):
+        fail_half_way(tmp_path / "x", RuntimeError("mine"))
+
+
+def fail_half_way(path, error):
+    with replacing(path) as temporary:
+        temporary.write_text("half")
+        raise error
+
+
+@pytest.mark.slow
+def test_a_run_whose_disk_fills_up_ends_in_a_sentence_and_goes_on_later(tmp_path):
+    """A limit of the size of files stands for the disk: metrics fit, the checkpoint does not."""
+    path = tmp_path / "exp.yaml"
+    YAML(typ="safe").dump({**TINY, "checkpoint_every": 2, "task": {**TINY["task"], "width": 64}}, path)
+    command = [sys.executable, "-m", "eigengraft", "train", str(path), "--out", str(tmp_path / "run")]
+
+    def limit():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write fails, as on a full disk
+        resource.setrlimit(resource.RLIMIT_FSIZE, (16384, 16384))
+
+    full = subprocess.run(command, capture_output=True, text=True, preexec_fn=limit)
+    said = full.stderr.replace("\n", "").replace("│", "").replace(" ", "")
+    assert full.returncode == 2 and "checkpoint.pt" in said and "toolarge" in said and "Traceback" not in full.stderr
+    assert not list((tmp_path / "run").glob("*checkpoint*")) and not list((tmp_path / "run").glob(".*"))
+    again = subprocess.run(command, capture_output=True, text=True)
+    assert again.returncode == 0
+    expected = train(load_experiment(path), tmp_path / "other")
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["val_loss"] == expected.val_loss
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 40, b'{"step": 1, "lo', b"\xff\xfe"])
+def test_a_file_that_a_crash_cut_short_is_named(content, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    with pytest.raises(RecipeError, match=rf"^{path}: "):
+        read_json(path)
+
+
+def test_rows_that_a_crash_spoilt_are_named_and_a_last_one_without_end_is_left_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2}\n{"st')
+    assert read_rows(path) == [{"step": 1}, {"step": 2}]
+    path.write_bytes(b'{"step": 1}\n\0\0\0\n{"step": 3}\n')
+    with pytest.raises(RecipeError, match=rf"^{path}: line 2 "):
+        read_rows(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["config.json", "result.json", "env.json", "metrics.jsonl"])
+def test_a_study_and_its_report_name_the_file_that_is_cut_short(name, tmp_path):
+    study = load_study({"name": "tiny", "base": TINY, "axes": {"lr": [0.01, 0.02]}})
+    prepared = prepare_study(study, tmp_path)
+    for run in prepared.runs:
+        train(run.experiment, tmp_path / run.directory)
+    broken = tmp_path / prepared.runs[1].directory / name
+    broken.write_bytes(broken.read_bytes()[:30] + b"\n")
+    with pytest.raises(RecipeError, match=rf"^{broken}: "):
+        write_report(tmp_path)
+    if name in ("config.json", "result.json"):
+        with pytest.raises(RecipeError, match=rf"^{broken}: "):
+            prepare_study(study, tmp_path)
+    if name == "config.json":
+        with pytest.raises(RecipeError, match=rf"^{broken}: "):
+            train(prepared.runs[1].experiment, broken.parent)
+    (tmp_path / "study.json").write_text("{")
+    with pytest.raises(RecipeError, match=rf"^{tmp_path}/study\.json: "):
+        read_records(tmp_path)
+
+
+def test_names_are_kept_where_a_file_system_takes_them_and_distinct_where_not():
+    assert short_name("lr=0.1,beta=0.9") == "lr=0.1,beta=0.9" and short_name("x" * 251, ".png") == "x" * 251 + ".png"
+    names = ["x" * 256, "x" * 300, "x" * 299 + "y", "ü" * 128, "ü" * 200, "a/b", "a-b", "x/" * 200]
+    short = [short_name(name, ".png") for name in names]
+    assert all(len(one.encode()) <= 255 and "/" not in one and one.endswith(".png") for one in short)
+    assert len({*short}) == len(names)
+
+
+def test_a_study_with_long_labels_plans_runs_that_can_be_made(tmp_path):
+    fields = {"lr": 0.02, "update.momentum.beta": 0.8, "update.rms.beta": 0.9, "weight_decay": 0.1, "task.width": 16}
+    axes = {
+        f"part{i}": {"as-published-in-the-paper-without-a-change-of-ours-ever": {}, "other": {path: value}}
+        for i, (path, value) in enumerate(fields.items())
+    }
+    tune = {"space": {path: [0.1, 0.2] for path in fields if path != "task.width"}, "seeds": [7]}
+    study = load_study({"name": "s" * 300, "base": TINY, "axes": axes, "tune": tune})
+    runs, (tuning, _) = plan_runs(study), plan_tuning(study, tmp_path)
+    assert len({run.directory for run in runs}) == 2**5 and tuning
+    for run in (*runs, *tuning):
+        (tmp_path / run.directory).mkdir(parents=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_a_recipe_is_shown_so_that_it_reads_back_equal_where_output_is_not_utf8(encoding, tmp_path):
+    (tmp_path / "r.yaml").write_text("base: soap\nabout: Größe μ → 0, 名前\n", encoding="utf-8")
+    done = command(encoding, tmp_path, "show", "r.yaml")
+    assert done.returncode == 0, done.stderr
+    shown = load_recipe(YAML(typ="safe").load(done.stdout.decode(encoding)))
+    assert shown.to_json() == load_recipe(tmp_path / "r.yaml").to_json() and shown.about == "Größe μ → 0, 名前"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("code", "line"), [(0, ["bench", "roots", "--quick", "sizes=[8]"]), (2, ["ablate", "ü.yaml"])])
+def test_output_that_is_not_utf8_ends_no_command(code, line, tmp_path):
+    done = command("ascii", tmp_path, *line)
+    assert done.returncode == code and b"Unicode" not in done.stderr
+
+
+def command(encoding, folder, *line):
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    return subprocess.run([sys.executable, "-m", "eigengraft", *line], capture_output=True, env=environment, cwd=folder)
