@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from eigengraft import Optimizer
-from eigengraft.numerics import rectified
+from eigengraft.numerics import rectified, safe_factor
 from eigengraft.quantization import (
     BFloat16,
     Cholesky,
@@ -232,6 +232,19 @@ def test_the_guard_costs_little_and_takes_every_size() -> None:
     assert float(stepped[-2]) == pytest.approx(0.912, abs=0.01)
     huge = rectified((1e30 * left @ right.T).float()[None], 1)  # of which float32 cannot hold the square
     assert 0.1 < float(torch.linalg.matrix_norm(huge, ord=2)) <= 1 + 1e-5
+
+
+@pytest.mark.parametrize("square", [1.3, 0.6, 1.0])
+def test_long_bases_that_are_safe_are_not_scaled(square: float) -> None:
+    """E = (s - 1) I of order 1024, s the square of all singular values: |E^2|_F^(1/2) is 5.7 |s - 1|."""
+    v = torch.ones(1, 1)
+    for _ in range(10):
+        v = torch.kron(v, torch.tensor([[1.0, 1.0], [1.0, -1.0]]))
+    stack = torch.stack((v, v * 1.5)) * (square / 1024) ** 0.5  # the second is too large, or not
+    assert safe_factor(stack)[0] == 1
+    assert float(safe_factor(stack)[1]) == (
+        1.0 if 2.25 * square < 1.9 else pytest.approx((2 / (1 + (2.25 * square - 1) * 1024**0.125)) ** 0.5, rel=1e-5)
+    )
 
 
 @pytest.mark.parametrize("shape", [(40, 40), (40, 7), (1, 1)])
