@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 from ..roots.inverse.cans import OKLS_SCHEDULE
 
 Triple = tuple[float, float, float]
-CoefficientName = Literal["jordan", "you", "polar_express", "cans", "deepseek", "quintic", "cubic"]
+CoefficientName = Literal["jordan", "you", "polar_express", "polar_express_5", "cans", "deepseek", "quintic", "cubic"]
 
 _JORDAN = (3.4445, -4.7750, 2.0315)
 
@@ -30,6 +30,16 @@ NAMED_COEFFICIENTS: dict[str, tuple[Triple, ...]] = {
         (2.8366, -3.0525, 1.2012),
     ),
     "polar_express": (
+        _shrunk((8.28721201814563, -23.595886519098837, 17.300387312530933), 1.01**2),
+        _shrunk((4.107059111542203, -2.9478499167379106, 0.5448431082926601), 1.01),
+        _shrunk((3.9486908534822946, -2.908902115962949, 0.5518191394370137), 1.01),
+        _shrunk((3.3184196573706015, -2.488488024314874, 0.51004894012372), 1.01),
+        _shrunk((2.300652019954817, -1.6689039845747493, 0.4188073119525673), 1.01),
+        _shrunk((1.891301407787398, -1.2679958271945868, 0.37680408948524835), 1.01),
+        _shrunk((1.8750014808534479, -1.2500016453999487, 0.3750001645474248), 1.01),
+        (1.875, -1.25, 0.375),
+    ),
+    "polar_express_5": (
         _shrunk((8.156554524902461, -22.48329292557795, 15.878769915207462), 1.02),
         (4.042929935166739, -2.808917465908714, 0.5000178451051316),
         (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
@@ -41,12 +51,15 @@ NAMED_COEFFICIENTS: dict[str, tuple[Triple, ...]] = {
     "quintic": ((2.0, -1.5, 0.5),),
     "cubic": ((1.5, -0.5, 0.0),),
 }
-"""Published coefficients by name; the least number of steps is that of the triples, the last one repeats.
+"""Published coefficients by name. The last triple repeats, and all of them are used, but for those that say otherwise.
 
 jordan: steepest slope at zero (Jordan et al. 2024, Muon). Singular values in [0.01, 1] end in [0.68, 1.13].
 you: one triple a step (You Jiacheng 2025, in modded-nanogpt); [0.98, 1.03].
-polar_express: minimax for five steps, X / 1.02 in the first (Amsel et al. 2025, arXiv:2505.16932); [0.001, 1] ends in
-    [0.86, 1.14].
+polar_express: minimax for singular values in [0.001, 1] after any number of steps, so that fewer than the eight triples
+    may be used; X / 1.01 in the first step, and in all but the last triple (Amsel et al. 2025, arXiv:2505.16932,
+    Algorithm 1). Five steps end in [0.84, 1.12], six in [0.99, 1.01], eight at 1.
+polar_express_5: the same for exactly five steps, with margins of 1.02 that the later steps know of (modded-nanogpt and
+    microsoft/dion, 2025); [0.85, 1.14]. Its last triple does not converge to 1.
 cans: Chebyshev-optimal cubic steps, X / 1.01 in the first (Grishina et al. 2025, arXiv:2506.10935; Tilde 2026, OKLS).
 deepseek: eight steps of `jordan`, two that end them at 1 (DeepSeek-AI 2026, V4).
 quintic, cubic: converge to 1 from anywhere in (0, 1], slowly at first; cubic is Newton-Schulz itself.
@@ -78,10 +91,22 @@ def triples(coefficients: CoefficientName | tuple[Triple, ...], steps: int) -> t
 
 
 def require_used(coefficients: CoefficientName | tuple[Triple, ...], steps: int) -> None:
-    """Raises where a schedule holds more triples than there are steps, so that some would never be used."""
-    if isinstance(coefficients, str):
-        if len(NAMED_COEFFICIENTS[coefficients]) > steps:
-            least = len(NAMED_COEFFICIENTS[coefficients])
-            raise ValueError(f"steps: at least {least} are required by the coefficients '{coefficients}', got {steps}")
-    elif len(coefficients) > steps:
-        raise ValueError(f"coefficients: at most {steps} triples (steps) are required, got {len(coefficients)}")
+    """Raise ValueError where a number of steps leaves triples unused, or repeats one that must not be repeated."""
+    if not isinstance(coefficients, str):
+        if len(coefficients) > steps:
+            raise ValueError(f"coefficients: at most {steps} triples (steps) are required, got {len(coefficients)}")
+        return
+    count = len(NAMED_COEFFICIENTS[coefficients])
+    if coefficients in _ONE_NUMBER_OF_STEPS and steps != count:
+        raise ValueError(
+            f"steps: {count} are required by the coefficients '{coefficients}', got {steps}; 'polar_express' has steps "
+            "for any number"
+        )
+    if coefficients not in _ANY_NUMBER_OF_STEPS and steps < count:
+        raise ValueError(f"steps: at least {count} are required by the coefficients '{coefficients}', got {steps}")
+
+
+_ANY_NUMBER_OF_STEPS = frozenset({"polar_express"})
+"""Names of triples of which the first k are the best k steps, for every k."""
+_ONE_NUMBER_OF_STEPS = frozenset({"polar_express_5"})
+"""Names of triples whose last one ends a schedule, and is no step of an iteration."""

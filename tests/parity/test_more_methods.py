@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from eigengraft import Optimizer, compose, load_recipe, noise
+from eigengraft.preconditioners.polar.coefficients import CoefficientName, triples
+from eigengraft.preconditioners.polar.solvers import NewtonSchulz
 
 from ..trajectories import distance, follow, normal, random_gradients, recipe
 from .test_methods import (
@@ -185,7 +187,7 @@ def turbo_muon(given: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
-EXPRESS = (
+EXPRESS_OF_DION2 = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
     (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
@@ -194,12 +196,95 @@ EXPRESS = (
 )
 
 
+def best_quintic(least: float, most: float) -> tuple[float, float, float]:
+    """(a, b, c) of the odd p of degree 5 with the least max |1 - p| on [least, most], by Remez' algorithm: the error
+    has one size and alternating signs at the ends and at two extrema between them."""
+    if least / most >= 1 - 5e-6:
+        return 15 / 8 / most, -10 / 8 / most**3, 3 / 8 / most**5
+    inner, before = [(3 * least + most) / 4, (least + 3 * most) / 4], math.inf
+    for _ in range(50):
+        points = torch.tensor([least, *inner, most], dtype=torch.float64)
+        signs = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
+        equations = torch.stack([points, points**3, points**5, signs], dim=1)
+        a, b, c, error = torch.linalg.solve(equations, torch.ones(4, dtype=torch.float64)).tolist()
+        root = math.sqrt(9 * b**2 - 20 * a * c)
+        inner = [math.sqrt((-3 * b - root) / (10 * c)), math.sqrt((-3 * b + root) / (10 * c))]
+        if abs(before - error) <= 1e-15:
+            break
+        before = error
+    return a, b, c
+
+
+def polar_express_steps(count: int, cushion: float, margin: float = 1.0) -> list[tuple[float, float, float]]:
+    """Amsel et al. 2025, Theorem 4.1 and section 4.4: each step is the best one on the image [l, 2 - l] of the steps
+    before it, which begins at [0.001, 1].  A step whose interval is wide is fitted to [cushion u, u] instead and scaled
+    so that its image is centred at 1.  All but the last are steps on X / margin."""
+    low, high, steps = 1e-3, 1.0, []
+    for k in range(count):
+        a, b, c = best_quintic(max(low, cushion * high), high)
+        if cushion * high > low:
+            ends = sum(a * x + b * x**3 + c * x**5 for x in (low, high))
+            a, b, c = (2 * x / ends for x in (a, b, c))
+        if k < count - 1:
+            a, b, c = a / margin, b / margin**3, c / margin**5
+        steps.append((a, b, c))
+        low = a * low + b * low**3 + c * low**5
+        high = 2 - low
+    return steps
+
+
+def divided(triple: tuple[float, float, float], margin: float) -> tuple[float, float, float]:
+    a, b, c = triple
+    return a / margin, b / margin**3, c / margin**5
+
+
+def express(steps: int) -> list[tuple[float, float, float]]:
+    """Algorithm 1 of the paper: eight steps fitted without a margin, whose first seven then have one of 1.01, and the
+    last one for ever."""
+    found = polar_express_steps(8, cushion=0.02407327424182761)
+    return ([divided(x, 1.01) for x in found[:-1]] + [found[-1]] * steps)[:steps]
+
+
+@pytest.mark.parametrize("steps", [1, 5, 8, 11])
+def test_polar_express_is_the_composition_of_best_steps(steps: int) -> None:
+    """The published digits: 1e-7 is what the last interval, [1 - 1e-8, 1 + 1e-8], leaves undetermined."""
+    found = triples("polar_express", steps)
+    expected = [divided(x, 1.01) if k == 0 else x for k, x in enumerate(express(steps))]
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-7, atol=0)
+
+
+def test_polar_express_for_five_steps_knows_its_margins() -> None:
+    expected = polar_express_steps(5, cushion=0.02, margin=1.02)
+    for found, triple in (
+        (triples("polar_express_5", 5), [divided(expected[0], 1.02), *expected[1:]]),
+        (EXPRESS_OF_DION2, expected),
+    ):
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(triple), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "error"), [("polar_express", 5, 0.16), ("polar_express", 6, 0.007), ("polar_express", 8, 1e-13)]
+)
+def test_polar_express_ends_at_polar_factors(name: CoefficientName, steps: int, error: float) -> None:
+    """Singular values from 0.001 to 1, of matrices diag(cos t, sin t)."""
+    t = torch.logspace(-3, -0.2, 2000, dtype=torch.float64).asin()
+    x = torch.diag_embed(torch.stack([t.cos(), t.sin()], dim=-1))
+    polar = NewtonSchulz(steps=steps, coefficients=name).polar(x)
+    assert 0.5 * error * (steps < 8) <= float((polar - torch.eye(2)).abs().max()) <= error
+
+
+@pytest.mark.parametrize("steps", [4, 6])
+def test_five_steps_are_five_steps(steps: int) -> None:
+    with pytest.raises(ValueError, match=f"polar_express_5.*{steps}"):
+        NewtonSchulz(steps=steps, coefficients="polar_express_5")
+
+
 def polar_express(given: Sequence[Tensor]) -> list[Tensor]:
-    """The steps on X / (1.02 ||X||)."""
+    """The steps on X / (1.01 ||X||)."""
     found = []
     for m in ahead(given, 0.95):
         x = m if m.shape[0] <= m.shape[1] else m.T
-        x = steps_of(x / (1.02 * x.norm()), EXPRESS)
+        x = steps_of(x / (1.01 * x.norm()), express(5))
         found.append(matched(x if m.shape[0] <= m.shape[1] else x.T))
     return found
 
@@ -310,7 +395,7 @@ def dion2(given: Sequence[Tensor]) -> list[Tensor]:
             m = m + g
             rows = m.abs().sum(1).argsort(descending=True)[:2]
             x = m[rows] / (1.02 * m[rows].norm())
-            found.append(torch.zeros_like(m).index_copy(0, rows, steps_of(x, EXPRESS)))
+            found.append(torch.zeros_like(m).index_copy(0, rows, steps_of(x, EXPRESS_OF_DION2)))
             m = m.index_copy(0, rows, 0.95 * m[rows])
         return found
 

@@ -43,7 +43,9 @@ def newton_schulz_bands(quick: bool) -> Iterator[Measured]:
     bands: tuple[tuple[CoefficientName, int, tuple[float, float]], ...] = (
         ("jordan", 5, (0.682, 1.134)),
         ("you", 5, (0.978, 1.032)),
-        ("polar_express", 5, (0.859, 1.141)),
+        ("polar_express", 5, (0.870, 1.124)),
+        ("polar_express", 8, (1.0, 1.0)),
+        ("polar_express_5", 5, (0.859, 1.141)),
         ("cubic", 8, (0.25, 1.0)),
     )
     for name, steps, (low, high) in bands:
