@@ -309,7 +309,8 @@ def shampoo(given: Sequence[Tensor]) -> list[Tensor]:
     roots = [torch.eye(d, dtype=torch.float64) for d in given[0].shape]
     for t, g in enumerate(given, start=1):
         estimates = factors(g, ())
-        roots = [power(a, -0.25, ridge=1e-10) for a in estimates] if due(t) else roots
+        if due(t):
+            roots = [power(a, -0.25, ridge=1e-6 * float(torch.linalg.matrix_norm(a, 2))) for a in estimates]
         found.append(roots[0] @ m(g) @ roots[1])
     return grafted(found, adam(given, 0.9, 0.95))
 
@@ -611,3 +612,18 @@ def test_instantaneous_kl_shampoo_is_the_polar_factor(shape: tuple[int, int]) ->
         assert float((parameter.detach() + math.sqrt(m) * polar(g)).abs().max()) <= 1e-10
         (right,) = (x for key, x in optimizer.state[parameter].items() if key.endswith("/factor.1"))
         assert float((right - n / m * polar(g).T @ polar(g)).abs().max()) <= 1e-10
+
+
+UNIT_FREE = (
+    *("shampoo", "shampoo_int8", "one_sided_shampoo", "caspr", "eshampoo", "reference/distributed_shampoo"),
+    *("soap", "soap_kl", "shampoo_kl", "okls", "splus", "swan", "muon", "scion"),
+)
+
+
+@pytest.mark.parametrize("name", UNIT_FREE)
+def test_steps_do_not_depend_on_the_unit_of_gradients(name: str) -> None:
+    """Ridges are relative, or small: gradients in units a millionth of these move parameters alike. 1e-8: eps of Adam."""
+    shapes = [(5, 8), (8, 5), (6, 6)]
+    init, gradients = [normal(*s, seed=5) for s in shapes], random_gradients(shapes, 2 * STEPS)
+    paths = [follow(recipe(name, lr=LR), init, [[k * g for g in row] for row in gradients]) for k in (1e2, 1e8)]
+    assert distance(paths[0], paths[1], init) <= 1e-8
