@@ -30,9 +30,11 @@ class Momentum(Stage):
     nesterov:  (b m + (1 - b) d) / (1 - b^(t+1))
     beta3:     (b3 m_old + (1 - b3) d) / (1 - b3 b^(t-1))
 
-    `nesterov` mixes the newest direction in once more (Dozat 2016). `beta3` gives more or less of the newest direction
-    than the mean holds (Shi et al. 2023, filtered gradient). Without bias correction the denominators are 1.
-    Where b is scheduled b^t is the product of the values that it had.
+    `nesterov` mixes the newest direction in once more, as Sutskever et al. 2013 (section 2) do with a sum; the
+    denominator is the sum of all weights. NAdam (Dozat 2016) has one for each of the two terms,
+    b m / (1 - b^(t+1)) + (1 - b) d / (1 - b^t), whose weights add up to more than 1. `beta3` gives more or less of the
+    newest direction than the mean holds (Shi et al. 2023, filtered gradient). Without bias correction the denominators
+    are 1. Where b is scheduled b^t is the product of the values that it had.
     The sum m <- b m + d is the stage `heavy_ball`.
     """
 

@@ -24,13 +24,16 @@ class Scale(Stage):
     inverse_mean:  2 / (m + n) (Frans et al. 2025, SPlus)
     dimensions:    sqrt(m / n) / (sqrt(m) + sqrt(n)) (OKLS)
     fan_in:        1 / n (Pethick et al. 2025, Scion, for signs)
+    kernel:        sqrt(m / c) / p for blocks m x c x kernel, p the number of positions of the kernel: a convolution is
+                   a sum of p matrices m x c (Bernstein & Newhouse 2024, Modular Duality; Pethick et al. 2025, Scion).
+                   sqrt(m / n) for matrices. Blocking must not merge axes, which would hide p.
 
     Factors that depend on the norm of d are the stage `normalize`.
     """
 
     kind: Literal["scale"] = "scale"
-    rule: Literal["constant", "match_rms", "aspect", "spectral", "inverse_mean", "dimensions", "fan_in"] = Field(
-        default="constant", description="how the factor depends on the shape"
+    rule: Literal["constant", "match_rms", "aspect", "spectral", "inverse_mean", "dimensions", "fan_in", "kernel"] = (
+        Field(default="constant", description="how the factor depends on the shape")
     )
     factor: float | None = Field(
         default=None, gt=0, description="multiplies the rule; default 0.2 for match_rms, 1 for the others"
@@ -40,7 +43,9 @@ class Scale(Stage):
         return direction * (self._factor * self._rule(direction.shape[1:]))
 
     def spectral_norm(self, m: int, n: int, before: float | None) -> float | None:
-        return None if before is None else before * self._factor * self._rule((m, n))
+        if before is None or self.rule == "kernel":  # m and n do not tell how many positions a kernel has
+            return None
+        return before * self._factor * self._rule((m, n))
 
     @property
     def _factor(self) -> float:
@@ -49,6 +54,7 @@ class Scale(Stage):
     def _rule(self, block: tuple[int, ...]) -> float:
         m = block[0] if block else 1
         n = math.prod(block[1:])
+        positions = math.prod(block[2:])
         if self.rule == "match_rms":
             return math.sqrt(max(m, n))
         if self.rule == "aspect":
@@ -58,5 +64,6 @@ class Scale(Stage):
             "inverse_mean": 2 / (m + n),
             "dimensions": math.sqrt(m / n) / (math.sqrt(m) + math.sqrt(n)),
             "fan_in": 1 / n,
+            "kernel": math.sqrt(m / (n * positions)),  # n = c p
         }
         return rules.get(self.rule, 1.0)

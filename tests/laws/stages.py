@@ -185,6 +185,7 @@ STAGES = (
     Row({"kind": "scale", "rule": "match_rms"}, "match_rms", degree=1, rotates=True),
     Row({"kind": "scale", "rule": "aspect"}, "aspect", degree=1, rotates=True),
     Row({"kind": "scale", "rule": "spectral", "factor": 3.0}, "spectral", degree=1, rotates=True),
+    Row({"kind": "scale", "rule": "kernel"}, "kernel", degree=1, rotates=True),
     Row(
         {"kind": "normalize", "factor": 0.2},
         degree=0,

@@ -622,7 +622,7 @@ UNIT_FREE = (
 
 @pytest.mark.parametrize("name", UNIT_FREE)
 def test_steps_do_not_depend_on_the_unit_of_gradients(name: str) -> None:
-    """Ridges are relative, or small: gradients in units a millionth of these move parameters alike. 1e-8: eps of Adam."""
+    """Gradients a million times as large move parameters alike. 1e-8: eps of Adam."""
     shapes = [(5, 8), (8, 5), (6, 6)]
     init, gradients = [normal(*s, seed=5) for s in shapes], random_gradients(shapes, 2 * STEPS)
     paths = [follow(recipe(name, lr=LR), init, [[k * g for g in row] for row in gradients]) for k in (1e2, 1e8)]

@@ -89,8 +89,15 @@ def adam_atan2(given: Sequence[Tensor]) -> list[Tensor]:
     return [1.27 * torch.atan2(m(g), v(g.square()).sqrt()) for g in given]
 
 
+def adam_before_correction(m: Mean, v: Mean, g: Tensor, eps: float) -> Tensor:
+    """M / (sqrt(V) + eps) sqrt(1 - b2^t) / (1 - b1^t), as Grams', GaLore's, Fira's and APOLLO's codes."""
+    v(g.square())
+    return m(g) / (v.raw.sqrt() + eps) * math.sqrt(1 - v.beta**v.t)
+
+
 def grams(given: Sequence[Tensor]) -> list[Tensor]:
-    return [u.abs() * g.sign() for u, g in zip(adam(given, 0.9, 0.999), given, strict=True)]
+    m, v = Mean(0.9, *given[0].shape), Mean(0.999, *given[0].shape)
+    return [adam_before_correction(m, v, g, 1e-6).abs() * g.sign() for g in given]
 
 
 def mars(given: Sequence[Tensor]) -> list[Tensor]:
@@ -350,14 +357,15 @@ def wide(given: Sequence[Tensor], update: Callable[[Sequence[Tensor]], list[Tens
 
 
 def projected(given: Sequence[Tensor], finish: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> list[Tensor]:
-    """finish(G, P, R, N) with R = P^T G, N = Adam's direction of R; P renewed at updates 1, 4, 8, 12."""
+    """finish(G, P, R, N) with R = P^T G, N = Adam's direction of R with eps before the correction for bias; P renewed
+    at updates 1, 4, 8, 12."""
     m, v = (Mean(beta, RANK, given[0].shape[1]) for beta in (0.9, 0.999))
     p, found = None, []
     for t, g in enumerate(given, start=1):
         p = leading(g, p) if t == 1 or t % 4 == 0 else p
         assert p is not None
         r = p.T @ g
-        found.append(finish(g, p, r, m(r) / (v(r.square()).sqrt() + 1e-6)))
+        found.append(finish(g, p, r, adam_before_correction(m, v, r, 1e-6)))
     return found
 
 
@@ -378,10 +386,11 @@ def galore(given: Sequence[Tensor]) -> list[Tensor]:
 
 
 def fira(given: Sequence[Tensor]) -> list[Tensor]:
+    """a P N + limited((G - a P R) diag(||N_j|| / ||R_j||)) with a = 1 / 4 (xichen-fy/Fira)."""
     limited = Limiter()
 
     def finish(g: Tensor, p: Tensor, r: Tensor, n: Tensor) -> Tensor:
-        return 0.25 * (p @ n + limited((g - p @ r) * (n.norm(dim=0) / r.norm(dim=0))))
+        return 0.25 * p @ n + limited((g - 0.25 * p @ r) * (n.norm(dim=0) / r.norm(dim=0)))
 
     return wide(given, lambda gs: projected(gs, finish))
 
@@ -505,7 +514,7 @@ def test_apollo_scales_the_gradient(name: str, shape: tuple[int, int], drawn: Ca
         m, v = (Mean(beta, rank, gs[0].shape[1]) for beta in (0.9, 0.999))
         for g in gs:
             r = p @ g
-            n = m(r) / (v(r.square()).sqrt() + 1e-6)
+            n = adam_before_correction(m, v, r, 1e-6)
             found.append(limited(g * (n.norm() / r.norm() if mini else n.norm(dim=0) / r.norm(dim=0))))
         return [x * math.sqrt(128) for x in found] if mini else found
 
@@ -552,6 +561,24 @@ ROLES: dict[str, dict[str, tuple[tuple[int, ...], Updates]]] = {
         ),
     },
 }
+
+
+@pytest.mark.parametrize("name", ["scion", "modular_norm"])
+@pytest.mark.parametrize("kernel", [(3,), (3, 3), (1, 5)])
+def test_convolutions_are_sums_over_kernel_positions(name: str, kernel: tuple[int, ...]) -> None:
+    """U sqrt(m / c) / p, U the polar factor of the weight as a matrix m x (c p), p kernel positions (LIONS-EPFL/scion,
+    SpectralConv). 1e-9 as above."""
+    layer = (torch.nn.Conv1d if len(kernel) == 1 else torch.nn.Conv2d)(4, 6, kernel, bias=False, dtype=torch.float64)
+    weight, optimizer = layer.weight, compose(name, layer, lr=LR)
+    given = [g for (g,) in random_gradients([tuple(weight.shape)], STEPS)]
+    factor = math.sqrt(6 / 4) / math.prod(kernel) * (50 if name == "scion" else 1)
+    polar: Callable[[Tensor], Tensor] = newton_schulz if name == "scion" else ended
+    updates = [polar(m.flatten(1)).reshape(m.shape) * factor for m in means(given, 0.9 if name == "scion" else 0.95)]
+    expected = moved(weight.detach().clone(), updates, load_recipe(name).weight_decay.rate)[-1]
+    for g in given:
+        weight.grad = g.clone()
+        optimizer.step()
+    assert float((weight.detach() - expected).abs().max()) <= 1e-9 * float(expected.abs().max())
 
 
 @pytest.mark.parametrize("name", ROLES)

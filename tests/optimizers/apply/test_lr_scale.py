@@ -275,6 +275,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "unknown size": ("shampoo", r"hidden.weight: lr_scale: .* follows from their shape .* update: momentum, graft"),
     "length set": ("adam_h", r"hidden.weight: constraints.hyperball: sets the length .* lr_scale has no effect"),
     "after decay": ({"update": ["rms"], "after_decay": ["momentum"]}, "after_decay: an update without it is required"),
+    "kernel positions": ("scion", "got those of update: momentum, spectral, scale"),
     "summed squares": ({"update": [{"kind": "rms", "beta": 1.0}]}, "got those of update: rms"),
 }
 
