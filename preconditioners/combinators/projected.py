@@ -28,18 +28,15 @@ DRAW = 1 << 34
 class Projected(Stage):
     """N = inner(P^T g, R)  with  R = P^T d,  P `[n, r]` renewed now and then, r coordinates in place of n on one axis.
 
-    lift:           a P N                                   (GaLore, Zhao et al. 2024, arXiv:2403.03507, Algorithm 2)
-    lift_and_rest:  a P N + limited((d - a P R) diag(s))    (Fira, Chen et al. 2024, arXiv:2410.01623, Algorithm 1)
-    rescale:        limited(d diag(s))                      (APOLLO, Zhu et al. 2024, arXiv:2412.05270, Algorithm 1)
-
-    a is GaLore's scale factor. With a < 1 a part of P R stays in Fira's rest, and the rest itself is not scaled, as in
-    the authors' code (xichen-fy/Fira); the paper's equations have a = 1. Both codes that limit growth do so before they
-    correct Adam's moments for bias; here the chain has corrected them.
+    lift:           P N                                    (GaLore, Zhao et al. 2024, arXiv:2403.03507, Algorithm 2)
+    lift_and_rest:  P N + limited((d - P R) diag(s))       (Fira, Chen et al. 2024, arXiv:2410.01623, Algorithm 1)
+    rescale:        limited(d diag(s))                     (APOLLO, Zhu et al. 2024, arXiv:2412.05270, Algorithm 1)
 
     s_j = ||N_j|| / ||R_j|| over the coordinates, one for each index of the other axes, or with `per: block` one in all.
-    limited(X): X, or X shortened to `growth` times the norm that it had at the last step. P holds the leading singular
-    vectors of the gradient at a renewal, or random numbers of variance 1 / r. The state of `inner` stays as it is when
-    P changes, as in the papers. Blocks with one axis go to `inner` as they are.
+    limited(X): X, or X shortened to `growth` times the norm that it had at the last step. The codes of Fira and APOLLO
+    limit before they correct Adam's moments for bias; here the chain has corrected them, as in Fira's Algorithm 1. P
+    holds the leading singular vectors of the gradient at a renewal, or random numbers of variance 1 / r. The state of
+    `inner` stays as it is when P changes, as in the papers. Blocks with one axis go to `inner` as they are.
     """
 
     kind: Literal["projected"] = "projected"
@@ -49,7 +46,6 @@ class Projected(Stage):
     projection: Literal["leading", "random"] = Field(
         default="leading", description="singular vectors of the gradient, or random numbers"
     )
-    factor: float = Field(default=1.0, gt=0, description="scale a of what is lifted")
     result: Literal["lift", "lift_and_rest", "rescale"] = Field(
         default="lift", description="what is made of the chain's direction"
     )
@@ -66,8 +62,6 @@ class Projected(Stage):
             raise ValueError(f"growth: null is required with result 'lift', which scales nothing, got {self.growth}")
         if not scaled and self.per != "column":
             raise ValueError(f"per: 'column' is required with result 'lift', which scales nothing, got '{self.per}'")
-        if self.result == "rescale" and self.factor != 1:
-            raise ValueError(f"factor: 1 is required with result 'rescale', which lifts nothing, got {self.factor}")
         if self.result == "lift_and_rest" and self.projection == "random":
             raise ValueError("projection: 'leading' is required with result 'lift_and_rest', got 'random'")
         return self
@@ -129,13 +123,12 @@ class Projected(Stage):
         r = mode_product(direction, p.mT, axis)
         seen = r if direction is gradient else mode_product(gradient, p.mT, axis)
         n = yield from run_chain(self.inner, inner, seen, r, context)
+        if self.result == "lift":
+            return mode_product(n, p, axis)
         if self.result == "rescale":
             return self._limited(state, direction * self._scales(n, r, axis))
-        lifted = mode_product(n, p, axis) * self.factor
-        if self.result == "lift":
-            return lifted
-        rest = (direction - mode_product(r, p, axis) * self.factor) * self._scales(n, r, axis)
-        return lifted + self._limited(state, rest)
+        rest = (direction - mode_product(r, p, axis)) * self._scales(n, r, axis)
+        return mode_product(n, p, axis) + self._limited(state, rest)
 
     def _scales(self, n: Tensor, r: Tensor, axis: int) -> Tensor:
         """||N_j|| / ||R_j||, shaped to multiply blocks; 0 where R_j is."""

@@ -120,8 +120,6 @@ COMBINED = (
             Fault({**PROJECTED, "inner": {"kind": "lagged_rms"}}, "inner.lagged_rms: .* got a lagged one"),
             Fault({**PROJECTED, "rank": 0}, "rank: .*or equal to 1, got 0"),
             Fault({**PROJECTED, "growth": 1.01}, "growth: null is required with result 'lift', .*got 1.01"),
-            Fault({**PROJECTED, "result": "rescale", "factor": 0.25}, "factor: 1 is required .*, got 0.25"),
-            Fault({**PROJECTED, "factor": 0.0}, "factor: .*greater than 0"),
             Fault({**PROJECTED, "per": "block"}, "per: 'column' is required with result 'lift', .*got 'block'"),
             Fault(
                 {**PROJECTED, "projection": "random", "result": "lift_and_rest"},

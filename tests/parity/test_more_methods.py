@@ -386,11 +386,11 @@ def galore(given: Sequence[Tensor]) -> list[Tensor]:
 
 
 def fira(given: Sequence[Tensor]) -> list[Tensor]:
-    """a P N + limited((G - a P R) diag(||N_j|| / ||R_j||)) with a = 1 / 4 (xichen-fy/Fira)."""
+    """(P N + limited((G - P R) diag(||N_j|| / ||R_j||))) / 4, Algorithm 1 of the paper."""
     limited = Limiter()
 
     def finish(g: Tensor, p: Tensor, r: Tensor, n: Tensor) -> Tensor:
-        return 0.25 * p @ n + limited((g - 0.25 * p @ r) * (n.norm(dim=0) / r.norm(dim=0)))
+        return 0.25 * (p @ n + limited((g - p @ r) * (n.norm(dim=0) / r.norm(dim=0))))
 
     return wide(given, lambda gs: projected(gs, finish))
 
