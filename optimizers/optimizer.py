@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import Any
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .apply.averaging import Mode
-from .apply.closures import loss_of
+from .apply.closures import Passes, require_closure
 from .apply.rounding import RoundingWatch
 from .apply.write import Hyper
 from .checkpoint.consolidation import consolidate, divided_state, full_state
@@ -43,6 +45,10 @@ class Optimizer(Reporting, torch.optim.Optimizer):
 
     _known: Mapping[int, ParamInfo] | None = None
     """What the constructor knows of parameters, by id, while it adds the groups; None: all groups are there."""
+    _model: weakref.ref[torch.nn.Module] | None = None
+    """The model that the optimizer was composed with, whose buffers a closure that is called again leaves alone."""
+    _unknown_buffers = False
+    """Whether it was said that there is none."""
 
     def __init__(
         self,
@@ -64,6 +70,8 @@ class Optimizer(Reporting, torch.optim.Optimizer):
             "weight_decay": self.recipe.weight_decay.rate if weight_decay is None else weight_decay,
         }
         self._known = described.infos
+        if described.model is not None:
+            self._model = weakref.ref(described.model)
         super().__init__(described.params, defaults)
         self._known = None
         if not any(constraint.rounds for rule in self.recipe.updates().values() for constraint in rule.constraints):
@@ -122,7 +130,8 @@ class Optimizer(Reporting, torch.optim.Optimizer):
             raise RuntimeError(f"Optimizer.step: {held}; call optimizer.train() first")
         self.param_sets.consolidated = None
         parameters, rule = [p for group in self.param_groups for p in group["params"]], self.recipe.line_search
-        loss = loss_of(closure, self.recipe.sam, parameters, rule is not None)
+        passes = self._passes(closure, parameters)
+        loss = None if passes is None else self._loss(passes, parameters)
         search = None if rule is None else rule.begin(parameters)
         if isinstance(loss, (Tensor, float)):
             self.provide("loss", loss)
@@ -139,9 +148,34 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         for param_set, inputs in with_partners(self.param_sets, told):
             if inputs is not None:
                 param_set.step(inputs)
-        if search is not None and closure is not None:
+        if search is not None and passes is not None:
             with self.param_sets.signals.listeners.pause():
-                search.finish(closure, loss, self.param_groups, self._mean_over_ranks)
+                search.finish(passes, loss, self.param_groups, self._mean_over_ranks)
+        return loss
+
+    def _passes(self, closure: Callable[[], Any] | None, parameters: Iterable[Tensor]) -> Passes | None:
+        """The calls of a closure in this step; None without one."""
+        rule = next((name for name in ("sam", "line_search") if getattr(self.recipe, name) is not None), None)
+        require_closure(closure, rule)
+        model = None if self._model is None else self._model()
+        if rule is not None and model is None and not self._unknown_buffers:
+            self._unknown_buffers = True
+            warnings.warn(
+                f"{rule}: the closure of a step is called again, and only an optimizer that was composed with the "
+                "model leaves its buffers (BatchNorm's statistics) as the first call did; use "
+                "`eigengraft.compose(recipe, model)`",
+                stacklevel=2,
+            )
+        return None if closure is None else Passes(closure, model, parameters if rule else ())
+
+    def _loss(self, passes: Passes, parameters: Iterable[Tensor]) -> Any:
+        """What the closure returns at the parameters; it leaves the gradients and the signals that the step takes."""
+        if self.recipe.sam is None:
+            return passes.first()
+        with self.param_sets.signals.listeners.pause():
+            loss = passes.first()
+        with self.recipe.sam.perturbed(parameters):
+            passes.again()
         return loss
 
     def _mean_over_ranks(self, value: Tensor) -> Tensor:

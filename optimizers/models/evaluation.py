@@ -20,10 +20,11 @@ def watch_evaluation(optimizer: Optimizer, model: nn.Module) -> None:
     if optimizer.recipe.averaging is not None:
         hook = EvaluationHook(optimizer)
         hook.handle = model.register_forward_pre_hook(hook)
+        weakref.finalize(optimizer, hook.handle.remove)
 
 
 class EvaluationHook:
-    """A forward-pre-hook of a model, which removes itself when it has warned, or when the optimizer is gone.
+    """A forward-pre-hook of a model, which removes itself when it has warned; it goes with the optimizer.
 
     A copy or a pickle of it does nothing.
     """

@@ -1,7 +1,8 @@
-"""The signal `activation_gram`: second moments of the inputs of layers, collected by forward-pre-hooks."""
+"""The signal `activation_gram`: second moments of the inputs of layers, collected by forward hooks."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,7 +10,7 @@ from torch.nn import functional
 
 from ..optimizer import Optimizer
 from .arguments import require_watchable
-from .layer_grams import LayerGrams, LayerHook, is_transposed, whole
+from .layer_grams import LayerGrams, Rows, differentiable, gram, is_transposed, whole
 
 _NAME = "activation_gram"
 
@@ -17,23 +18,29 @@ _NAME = "activation_gram"
 def watch_inputs(optimizer: Optimizer, model: nn.Module) -> LayerGrams | None:
     """Provides `activation_gram` in every step that needs it, from the inputs of a model's layers; `compose` calls it.
 
-    A = X^T X / N for every layer `y = W x`, X `[N, n]` the inputs that it has had since the last step: of matrices, of
-    which x is the last axis of the first argument, and of 1-d and 2-d convolutions of one group, of which x are
-    patches. Returns None, and no hook is there, if no stage asks. The model may be wrapped (DDP) or sharded before or
-    after.
+    A = X^T X / N for every layer `y = W x`, X `[N, n]` the inputs whose outputs the gradient of the step was taken
+    through: of matrices, of which x is the last axis of the first argument, and of 1-d and 2-d convolutions of one
+    group, of which x are patches. Returns None, and no hook is there, if no stage asks. The model may be wrapped (DDP)
+    or sharded before or after.
     """
     require_watchable("watch_inputs", optimizer, model)
     if _NAME not in optimizer.param_sets.signals.listeners.asking:
         return None
     grams = LayerGrams(optimizer, _NAME, lambda total, rows: total / rows)
-    grams.watch(model, lambda module, path: module.register_forward_pre_hook(LayerHook(grams, path, _see)))
+    grams.watch(model, _see)
     optimizer.provide(_NAME, grams.take)
     return grams
 
 
-def _see(grams: LayerGrams, path: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+def _see(path: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> tuple[Rows, Tensor | None]:
+    """The inputs of one call, kept until backward as a copy or as their Gram, whichever is smaller."""
     rows = _rows(path, module, args)
-    grams.add(module, rows, len(rows))
+    few = len(rows) < rows.shape[1]
+    return partial(_contribution, rows.clone() if few else gram(rows), len(rows), few), differentiable(output)
+
+
+def _contribution(kept: Tensor, count: int, few: bool, gradient: Tensor) -> tuple[Tensor, int]:
+    return gram(kept) if few else kept, count
 
 
 def _rows(path: str, module: nn.Module, args: tuple[Any, ...]) -> Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +13,14 @@ from torch._compile import _disable_dynamo
 from ..engine.signals import Given
 from ..optimizer import Optimizer
 from .arguments import require_watchable
+from .gradient_sums import GradientSums
+from .layer_grams import Place, differentiable, parameter_at, places
 
 _NAME = "max_logit"
 
 
 class MaxLogits(nn.Module):
-    """S_h = scale max_(i, j) q_i . k_j for each head h, over all calls since the last step.
+    """S_h = scale max_(i, j) q_i . k_j for each head h, over all calls that the gradient of a step was taken through.
 
     A part of an attention module that its forward calls with queries and keys, `self.max_logits(q, k, scale)`; it
     returns nothing and costs nothing unless an optimizer takes the signal. Names are those of weights in the module
@@ -29,8 +32,6 @@ class MaxLogits(nn.Module):
     causal: whether queries see no later key.
     """
 
-    largest: Tensor | None
-
     def __init__(
         self, query: str | None = None, key: str | None = None, *, fused: str | None = None, causal: bool = False
     ) -> None:
@@ -38,19 +39,19 @@ class MaxLogits(nn.Module):
         if (query is None) is not (key is None) or (query is None) is (fused is None):
             raise ValueError(f"MaxLogits: query and key, or fused, is required, got {query}, {key} and {fused}")
         self.query, self.key, self.fused, self.causal = query, key, fused, causal
-        self._listener: weakref.ref[Optimizer] | None = None
-        self._key_heads, self.largest = 0, None
+        self._source: weakref.ref[LogitSource] | None = None
+        self._key_heads = 0
 
     @_disable_dynamo  # what torch.compiler.disable does, without importing the compiler before a call
     def forward(self, q: Tensor, k: Tensor, scale: float | None = None) -> None:
         """q `[batch, H, T, d]`, k `[batch, H_k, S, d]`, H a multiple of H_k; scale: default d^(-1/2)."""
-        optimizer = None if self._listener is None else self._listener()
-        if optimizer is None or optimizer.param_sets.signals.listeners.paused or not torch.is_grad_enabled():
+        source, trained = None if self._source is None else self._source(), differentiable((q, k))
+        if source is None or trained is None or not source.wants():
             return
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             found = self._found(q.detach(), k.detach()) * (q.shape[-1] ** -0.5 if scale is None else scale)
         self._key_heads = k.shape[1]
-        self.largest = found if self.largest is None else torch.maximum(self.largest, found)
+        trained.register_hook(partial(source.add, self, found))  # type: ignore[no-untyped-call]
 
     def _found(self, q: Tensor, k: Tensor) -> Tensor:
         """The largest products `[H]`; one sequence after another, so that few products are held at once."""
@@ -63,23 +64,23 @@ class MaxLogits(nn.Module):
             found.append(products.amax((1, 2)))
         return torch.stack(found).amax(0)
 
-    def listen(self, optimizer: Optimizer) -> None:
-        """Records from now on, for this optimizer."""
-        self._listener = weakref.ref(optimizer)
+    def listen(self, source: LogitSource) -> None:
+        """Records from now on, for this source."""
+        self._source = weakref.ref(source)
 
-    def take(self) -> Mapping[str, Tensor]:
-        """The signal of the step by name of the weight, which is forgotten; none if nothing was recorded."""
-        largest, self.largest = self.largest, None
-        if largest is None:
-            return {}
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """Names of the weights, in the module that holds this one."""
+        return (self.fused,) if self.fused is not None else (str(self.query), str(self.key))
+
+    def signal(self, largest: Tensor) -> Sequence[Tensor]:
+        """The signal of each weight, of S `[H]`."""
         largest = largest.clamp_min(0)
         keys = largest.view(self._key_heads, -1).amax(1)
-        if self.fused is not None:
-            return {self.fused: torch.cat([largest, keys, torch.zeros_like(keys)])}
-        return {str(self.query): largest, str(self.key): keys}
+        return [torch.cat([largest, keys, torch.zeros_like(keys)])] if self.fused is not None else [largest, keys]
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_listener": None, "largest": None}  # copies record for nobody
+        return {**self.__dict__, "_source": None}  # copies record for nobody
 
 
 def watch_logits(optimizer: Optimizer, model: nn.Module) -> None:
@@ -96,24 +97,40 @@ class LogitSource:
     """What the `MaxLogits` of a model have recorded, by parameter of an optimizer; it keeps neither alive."""
 
     def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
-        self._optimizer = weakref.ref(optimizer)
-        self._holders = weakref.WeakSet(module for module in model.modules() if list(_recorders(module)))
-        for module in self._holders:
-            for recorder in _recorders(module):
-                recorder.listen(optimizer)
+        self._optimizer, self._sums = weakref.ref(optimizer), GradientSums(torch.maximum)
+        optimizer.register_load_state_dict_post_hook(self._forget)
+        self._places: weakref.WeakKeyDictionary[MaxLogits, list[Place | None]] = weakref.WeakKeyDictionary()
+        known = dict(places(optimizer))
+        for module in model.modules():
+            for recorder in (part for part in module.children() if isinstance(part, MaxLogits)):
+                weights = [module.get_parameter(name) for name in recorder.weights]
+                self._places[recorder] = [known.get(id(weight)) for weight in weights]
+                recorder.listen(self)
+
+    def wants(self) -> bool:
+        """Whether calls are to be recorded now."""
+        optimizer = self._optimizer()
+        if optimizer is None or optimizer.param_sets.signals.listeners.paused or not torch.is_grad_enabled():
+            return False
+        return torch._C._functorch.peek_interpreter_stack() is None
+
+    def add(self, recorder: MaxLogits, largest: Tensor, gradient: Tensor) -> None:
+        """Joins the S of one call with those of others whose backward the same gradients are accumulated in."""
+        if (optimizer := self._optimizer()) is not None:
+            parameters = [parameter_at(optimizer, place) for place in self._places[recorder] if place is not None]
+            for parameter in [parameter for parameter in parameters if parameter.requires_grad][:1]:
+                self._sums.add(recorder, parameter, largest)
 
     def __call__(self) -> Given | None:
         optimizer, found = self._optimizer(), dict[Tensor, float | Tensor]()
         assert optimizer is not None
-        known = {id(parameter) for parameters in optimizer.param_sets.parameters for parameter in parameters}
-        for module in self._holders:
-            for name, value in (pair for recorder in _recorders(module) for pair in recorder.take().items()):
-                parameter = module.get_parameter(name)
-                if id(parameter) in known:
+        for recorder, (largest, _) in self._sums.take().items():
+            for place, value in zip(self._places[recorder], recorder.signal(largest), strict=True):
+                if place is not None:
+                    parameter = parameter_at(optimizer, place)
                     before = found.get(parameter)
                     found[parameter] = value if before is None else torch.maximum(torch.as_tensor(before), value)
         return found or None
 
-
-def _recorders(module: nn.Module) -> Iterator[MaxLogits]:
-    return (part for part in module.children() if isinstance(part, MaxLogits))
+    def _forget(self, *_: object) -> None:
+        self._sums.clear()

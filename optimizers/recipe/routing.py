@@ -79,7 +79,7 @@ class DescribedParameters:
         named = [entry for group in groups if not isinstance(group, Tensor) for entry in group]
         pairs = (entry for entry in named if isinstance(entry, tuple) and len(entry) == 2)
         new = [pair for pair in pairs if isinstance(pair[1], Tensor) and id(pair[1]) not in given.infos]
-        return cls(params, {**describe_named(new), **given.infos}, given.others)
+        return cls(params, {**describe_named(new), **given.infos}, given.others, given.model)
 
 
 def describe_parameter(

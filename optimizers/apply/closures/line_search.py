@@ -13,6 +13,7 @@ from torch import Tensor
 from eigengraft.component import Component
 from eigengraft.distributed.layouts import is_dtensor, local
 
+from .passes import Passes
 from .sharpness import like
 
 SCALE = "step_scale"
@@ -29,7 +30,9 @@ class LineSearch(Component):
     and Algorithm 1). D is the whole step of the recipe at its learning rate, decay included, G the gradient and f the
     loss that the closure returns, its mean over ranks. s_0 = min(1, grow s') with the s' of the step before: the
     learning rate is the largest step, which schedules may move. A loss that is not finite is too high; after `trials`
-    the last s is taken. Every trial is a call of the closure, whose gradients are dropped.
+    the last s is taken. Every trial is a call of the closure, whose gradients are dropped. All calls are of one
+    function: dropout has the same masks, and buffers, such as BatchNorm's statistics, are those of the first forward,
+    where the optimizer was composed with the model.
     """
 
     sufficient: float = Field(default=0.1, ge=0, lt=1, description="share of the decrease along G that is required")
@@ -61,7 +64,7 @@ class Search:
 
     def finish(
         self,
-        closure: Callable[[], Any],
+        passes: Passes,
         loss: Any,
         groups: Sequence[MutableMapping[str, Any]],
         average: Average,
@@ -78,8 +81,7 @@ class Search:
             scale *= self.rule.shrink if trial else 1.0
             for parameter, start, end in zip(self.parameters, self.start, ends, strict=True):
                 local(parameter.detach()).copy_(torch.lerp(start, end, scale))
-            with torch.enable_grad():
-                found = average(_number(closure(), ends))
+            found = average(_number(passes.again(), ends))
             if bool(found <= highest - self.rule.sufficient * scale * max(slope, 0.0)):
                 break
         for parameter, gradient in zip(self.parameters, gradients, strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,8 @@ class SharpnessAware(Component):
     """g <- gradient at W + E,  E = rho G / ||G||,  G the gradient at W; norms over all parameters.
 
     SAM (Foret et al. 2021, arXiv:2010.01412, equation 2), around any update: chain, decay and write see g and W alone.
+    Both gradients are of one function: dropout has the same masks, and buffers, such as BatchNorm's statistics, are
+    those of the first forward, where the optimizer was composed with the model.
     adaptive: E = rho W^2 G / ||W G||, entry by entry (ASAM, Kwon et al. 2021, arXiv:2102.11600, algorithm 1), which is
     blind to the scale of parameters. Where G has entries that are not finite E is 0.
     """
@@ -44,31 +46,6 @@ class SharpnessAware(Component):
         finally:
             for parameter, start in zip(moved, saved, strict=True):
                 local(parameter.detach()).copy_(local(start))
-
-
-def loss_of(
-    closure: Callable[[], Any] | None,
-    around: SharpnessAware | None,
-    parameters: Iterable[Tensor],
-    searches: bool = False,
-) -> Any:
-    """What a closure returns where the parameters are; with `around` it has been called again and left its gradients.
-
-    searches: whether it will be called after the step. Raises RuntimeError for a closure that is missing.
-    """
-    if closure is None:
-        if around is not None or searches:
-            who = "`sam`, which calls it twice" if around is not None else "`line_search`, which calls it again"
-            raise RuntimeError(f"Optimizer.step: a closure is required by {who}, got none")
-        return None
-    if not callable(closure):
-        raise TypeError(f"Optimizer.step: a function that returns the loss is required as closure, got {closure!r:.60}")
-    with torch.enable_grad():
-        loss = closure()
-    if around is not None:
-        with around.perturbed(parameters), torch.enable_grad():
-            closure()
-    return loss
 
 
 def like(parameter: Tensor) -> Tensor:

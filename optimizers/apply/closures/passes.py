@@ -1,0 +1,144 @@
+"""The calls of the closure of one step, all of which see one function and leave what the first leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from eigengraft.distributed.layouts import local
+
+
+class Passes:
+    """The calls of one closure, each of which begins with the buffers and the random numbers of the first.
+
+    So dropout draws the same masks, and `spectral_norm` iterates from the same vectors. Afterwards buffers and random
+    numbers are as the first call left them: BatchNorm's statistics advance once for each step, from the forward at W,
+    as in the official code of SAM (google-research/sam, `get_sam_gradient`). Buffers that no call writes into are not
+    copied back.
+
+    closure: returns the loss and leaves gradients. model: whose buffers are kept; None: of no model. parameters: on
+    whose devices random numbers are kept, beside those of the CPU; none: the closure is called once.
+    """
+
+    def __init__(self, closure: Callable[[], Any], model: nn.Module | None, parameters: Iterable[Tensor]) -> None:
+        self._closure, self._model = closure, model
+        self._devices = {parameter.device for parameter in parameters}
+        self._start: _Start | None = None
+
+    def first(self) -> Any:
+        """What the closure returns where the parameters are."""
+        self._start = _Start(self._model, self._devices) if self._devices else None
+        return self._call()
+
+    def again(self) -> Any:
+        """What the closure returns where the parameters are now."""
+        assert self._start is not None
+        with self._start.repeated():
+            return self._call()
+
+    def _call(self) -> Any:
+        with torch.enable_grad():
+            return self._closure()
+
+
+def require_closure(closure: object, repeated_by: str | None) -> None:
+    """Raises RuntimeError for a closure that is missing where a part of the recipe calls it again, TypeError for one
+    that is no function."""
+    if closure is None and repeated_by is not None:
+        times = "twice" if repeated_by == "sam" else "again"
+        raise RuntimeError(
+            f"Optimizer.step: a closure is required by `{repeated_by}`, which calls it {times}, got none"
+        )
+    if closure is not None and not callable(closure):
+        raise TypeError(f"Optimizer.step: a function that returns the loss is required as closure, got {closure!r:.60}")
+
+
+class _Start:
+    """Buffers and states of random numbers before the first call."""
+
+    def __init__(self, model: nn.Module | None, devices: Iterable[torch.device]) -> None:
+        self._devices = [device for device in devices if _has_generator(device)]
+        self._random = _random_states(self._devices)
+        modules = () if model is None else model.modules()
+        names = [(module, name) for module in modules for name, kept in module._buffers.items() if kept is not None]
+        self._buffers = _Buffers(names)
+
+    @contextmanager
+    def repeated(self) -> Iterator[None]:
+        """Inside everything is as it was before the first call, afterwards as it is now."""
+        random, after = _random_states(self._devices), _Buffers(self._buffers.written())
+        self._restore(self._random, self._buffers)
+        try:
+            yield
+        finally:
+            self._restore(random, after)
+
+    def _restore(self, random: Sequence[Tensor], buffers: _Buffers) -> None:
+        buffers.restore()
+        torch.set_rng_state(random[0])
+        for device, state in zip(self._devices, random[1:], strict=True):
+            torch.get_device_module(device).set_rng_state(state, *_at(device))
+
+
+class _Buffers:
+    """Buffers of modules, by module and name: which tensor each is, and its values."""
+
+    def __init__(self, names: Sequence[tuple[nn.Module, str]]) -> None:
+        self._names, self._tensors = names, [module._buffers[name] for module, name in names]
+        self._versions = [_version(tensor) for tensor in self._tensors]
+        self._values = [None if tensor is None else torch.empty_like(tensor) for tensor in self._tensors]
+        _copy(self._values, self._tensors)
+
+    def written(self) -> list[tuple[nn.Module, str]]:
+        """Those that may have other values by now; kernels of norms do not count what they write."""
+        rows = zip(self._names, self._tensors, self._versions, strict=True)
+        return [(module, name) for (module, name), *was in rows if _may_differ(module, name, *was)]
+
+    def restore(self) -> None:
+        """Makes modules hold the same tensors with the same values again."""
+        written = set(self.written())
+        at = [index for index, name in enumerate(self._names) if name in written]
+        for module, name, tensor in [(*self._names[index], self._tensors[index]) for index in at]:
+            module._buffers[name] = tensor
+        _copy([self._tensors[index] for index in at], [self._values[index] for index in at])
+
+
+def _may_differ(module: nn.Module, name: str, tensor: Tensor | None, version: int | None) -> bool:
+    """Whether a buffer may be another one, or have other values, than at that version of that tensor."""
+    now = module._buffers.get(name)
+    return isinstance(module, _NormBase) or now is not tensor or _version(now) != version
+
+
+def _copy(to: Sequence[Tensor | None], values: Sequence[Tensor | None]) -> None:
+    """Copies tensors, by few launches."""
+    pairs = [(local(x), local(y)) for x, y in zip(to, values, strict=True) if x is not None and y is not None]
+    kinds: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
+    for pair in pairs:
+        kinds.setdefault((pair[0].device, pair[0].dtype), []).append(pair)
+    for kind in kinds.values():
+        torch._foreach_copy_([x for x, _ in kind], [y for _, y in kind])
+
+
+def _version(tensor: Tensor | None) -> int | None:
+    """How often was written into a tensor, as far as torch counts; None for tensors of inference mode."""
+    return None if tensor is None or tensor.is_inference() else tensor._version
+
+
+def _random_states(devices: Sequence[torch.device]) -> list[Tensor]:
+    """The states of the CPU's generator and of the default generator of each device."""
+    states = [torch.get_device_module(device).get_rng_state(*_at(device)) for device in devices]
+    return [torch.get_rng_state(), *states]
+
+
+def _has_generator(device: torch.device) -> bool:
+    """Whether a device draws random numbers of its own here; that of a fake tensor may be another machine's."""
+    return device.type not in ("cpu", "meta") and bool(torch.get_device_module(device).is_available())
+
+
+def _at(device: torch.device) -> tuple[torch.device, ...]:
+    return () if device.type == "mps" else (device,)  # of which there is one
