@@ -46,7 +46,6 @@ class Optimizer(Reporting, torch.optim.Optimizer):
     _known: Mapping[int, ParamInfo] | None = None
     """What the constructor knows of parameters, by id, while it adds the groups; None: all groups are there."""
     _model: weakref.ref[torch.nn.Module] | None = None
-    """The model that the optimizer was composed with, whose buffers a closure that is called again leaves alone."""
     _unknown_buffers = False
     """Whether it was said that there is none."""
 
@@ -80,6 +79,11 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         require_matches(self.recipe, chain(described.others, *self.param_sets.infos))
         require_partners(self.recipe, chain(*self.param_sets.infos))
         require_expected(self.recipe, chain(described.others, *self.param_sets.infos))
+
+    @property
+    def known_model(self) -> torch.nn.Module | None:
+        """The model that the optimizer was composed with, if it is there; copies of the optimizer know none."""
+        return None if self._model is None else self._model()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group: `params`, optionally `lr` and `weight_decay`, and keys of the user's own.
@@ -157,7 +161,7 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         """The calls of a closure in this step; None without one."""
         rule = next((name for name in ("sam", "line_search") if getattr(self.recipe, name) is not None), None)
         require_closure(closure, rule)
-        model = None if self._model is None else self._model()
+        model = self.known_model
         if rule is not None and model is None and not self._unknown_buffers:
             self._unknown_buffers = True
             warnings.warn(

@@ -11,6 +11,7 @@ from torch import Tensor
 from eigengraft.distributed.layouts import is_dtensor
 from eigengraft.noise import uniform
 
+from ..apply.closures import Buffers
 from ..engine.param_set import ParamSet
 from ..optimizer import Optimizer
 from .arguments import require_function, require_integer, require_loss, require_optimizer
@@ -100,15 +101,22 @@ def _gradients(
 def _provide(
     who: str, optimizer: Optimizer, estimate: Callable[[Sequence[Tensor], Sequence[str]], list[Tensor]]
 ) -> bool:
-    """Provides what is estimated for the trained parameters whose update asks, as the mean over ranks."""
+    """Provides what is estimated for the trained parameters whose update asks, as the mean over ranks.
+
+    The buffers of a model that the optimizer was composed with are as before, such as the statistics of BatchNorm.
+    """
     listeners = optimizer.param_sets.signals.listeners
     if _NAME not in listeners.asking:
         return False
     takers = listeners.takers(_NAME, optimizer.param_sets)
     rows = [row for param_set in optimizer.param_sets for row in _rows(who, param_set, takers)]
     parameters, names = [parameter for _, _, parameter in rows], [name for _, name, _ in rows]
-    with torch.enable_grad(), listeners.pause():
-        found = estimate(parameters, names)
+    buffers = Buffers.of(optimizer.known_model)
+    try:
+        with torch.enable_grad(), listeners.pause():
+            found = estimate(parameters, names)
+    finally:
+        buffers.restore(buffers.written())
     for param_set in optimizer.param_sets:
         _average(param_set, [value for (own, _, _), value in zip(rows, found, strict=True) if own is param_set], who)
     return optimizer.provide(_NAME, dict(zip(parameters, found, strict=True)))

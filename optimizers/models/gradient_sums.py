@@ -66,7 +66,7 @@ class GradientSums:
         self._running: WeakValueDictionary[int, _Backward] = WeakValueDictionary()
         self._held: dict[Hashable, _Sum] = {}
         self._loose: dict[Hashable, _Sum] = {}
-        self._left: dict[Hashable, tuple[Tensor, tuple[int, ...], Tensor | None]] = {}
+        self._left: dict[Hashable, tuple[Tensor, Tensor | None]] = {}
 
     def __len__(self) -> int:
         return len(self._held.keys() | self._loose.keys() | {key for found in self._running.values() for key in found})
@@ -93,23 +93,20 @@ class GradientSums:
         for running in list(self._running.values()):  # of a step inside a backward
             self._end(running)
         found = {**self._loose, **self._held}
-        gone = {key for key, (parameter, _, _) in self._left.items() if parameter.grad is None}
+        gone = {key for key, (parameter, _) in self._left.items() if parameter.grad is None}
         self.clear()
         return {key: (own.value, own.count) for key, own in found.items() if key not in gone}
 
     def factor(self) -> Tensor | None:
         """0-d: what the gradients were multiplied by since backwards left them; None where none is known."""
-        rows = [(p.grad, sample) for p, _, sample in self._left.values() if sample is not None and p.grad is not None]
+        rows = [(p.grad, sample) for p, sample in self._left.values() if sample is not None and p.grad is not None]
         return _common_factor([sample for _, sample in rows], [_sample(grad) for grad, _ in rows]) if rows else None
 
     def _begin(self, key: Hashable, parameter: Tensor) -> None:
         """Drops what belongs to a gradient that is there no more."""
         grad, held = parameter.grad, self._held.pop(key, None)
-        if grad is None or held is None:
-            return
-        if not is_dtensor(grad) or _stamp(grad) != self._left[key][1]:  # a shard alone may well be zero
-            held = held.where(local(grad.detach()).any())
-        self._held[key] = held
+        if grad is not None and held is not None:
+            self._held[key] = held.where(local(grad.detach()).any())
 
     def _end(self, backward: _Backward) -> None:
         """Gives what a backward has contributed to the gradients that it has changed."""
@@ -129,7 +126,7 @@ class GradientSums:
         if self._measured and changed:
             samples = _samples([parameter for _, parameter in changed])
         for (key, parameter), sample in zip(changed, samples, strict=True):
-            self._left[key] = parameter, _stamp(parameter.grad), sample
+            self._left[key] = parameter, sample
 
 
 def _after_backward(call: Callable[[], None]) -> None:
@@ -139,7 +136,7 @@ def _after_backward(call: Callable[[], None]) -> None:
 
 def _stamp(grad: Tensor | None) -> tuple[int, ...]:
     """Equal for a gradient that no backward has changed since."""
-    return () if grad is None else (id(grad), grad._version, local(grad.detach())._version)
+    return () if grad is None else (id(grad), grad._version, local(grad)._version)
 
 
 def _sample(grad: Tensor) -> Tensor:

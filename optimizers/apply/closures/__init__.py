@@ -2,6 +2,7 @@
 
 from .line_search import LineSearch as LineSearch
 from .line_search import Search as Search
+from .passes import Buffers as Buffers
 from .passes import Passes as Passes
 from .passes import require_closure as require_closure
 from .sharpness import SharpnessAware as SharpnessAware

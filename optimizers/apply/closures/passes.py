@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from eigengraft.distributed.layouts import local
+
+BufferName = tuple[nn.Module, str]
+"""A module, and the name of one of its buffers in it."""
 
 
 class Passes:
@@ -64,48 +67,51 @@ class _Start:
     def __init__(self, model: nn.Module | None, devices: Iterable[torch.device]) -> None:
         self._devices = [device for device in devices if _has_generator(device)]
         self._random = _random_states(self._devices)
-        modules = () if model is None else model.modules()
-        names = [(module, name) for module in modules for name, kept in module._buffers.items() if kept is not None]
-        self._buffers = _Buffers(names)
+        self._buffers = Buffers.of(model)
 
     @contextmanager
     def repeated(self) -> Iterator[None]:
         """Inside everything is as it was before the first call, afterwards as it is now."""
-        random, after = _random_states(self._devices), _Buffers(self._buffers.written())
-        self._restore(self._random, self._buffers)
+        written = self._buffers.written()
+        random, after = _random_states(self._devices), Buffers(written)
+        self._buffers.restore(written)
+        self._set_random(self._random)
         try:
             yield
         finally:
-            self._restore(random, after)
+            after.restore(written)
+            self._set_random(random)
 
-    def _restore(self, random: Sequence[Tensor], buffers: _Buffers) -> None:
-        buffers.restore()
+    def _set_random(self, random: Sequence[Tensor]) -> None:
         torch.set_rng_state(random[0])
         for device, state in zip(self._devices, random[1:], strict=True):
             torch.get_device_module(device).set_rng_state(state, *_at(device))
 
 
-class _Buffers:
-    """Buffers of modules, by module and name: which tensor each is, and its values."""
+class Buffers:
+    """Buffers of modules, by module and name: which tensor each is, and a copy of its values."""
 
-    def __init__(self, names: Sequence[tuple[nn.Module, str]]) -> None:
-        self._names, self._tensors = names, [module._buffers[name] for module, name in names]
-        self._versions = [_version(tensor) for tensor in self._tensors]
-        self._values = [None if tensor is None else torch.empty_like(tensor) for tensor in self._tensors]
-        _copy(self._values, self._tensors)
+    def __init__(self, names: Sequence[BufferName]) -> None:
+        self._tensors = {(module, name): module._buffers[name] for module, name in names}
+        self._versions = {key: _version(tensor) for key, tensor in self._tensors.items()}
+        self._values = {key: None if x is None else torch.empty_like(x) for key, x in self._tensors.items()}
+        _copy((self._values[key], self._tensors[key]) for key in self._tensors)
 
-    def written(self) -> list[tuple[nn.Module, str]]:
+    @classmethod
+    def of(cls, model: nn.Module | None) -> Self:
+        """Those of all modules of a model; None: of no model."""
+        modules = () if model is None else model.modules()
+        return cls([(module, name) for module in modules for name, kept in module._buffers.items() if kept is not None])
+
+    def written(self) -> list[BufferName]:
         """Those that may have other values by now; kernels of norms do not count what they write."""
-        rows = zip(self._names, self._tensors, self._versions, strict=True)
-        return [(module, name) for (module, name), *was in rows if _may_differ(module, name, *was)]
+        return [key for key in self._tensors if _may_differ(*key, self._tensors[key], self._versions[key])]
 
-    def restore(self) -> None:
+    def restore(self, names: Iterable[BufferName]) -> None:
         """Makes modules hold the same tensors with the same values again."""
-        written = set(self.written())
-        at = [index for index, name in enumerate(self._names) if name in written]
-        for module, name, tensor in [(*self._names[index], self._tensors[index]) for index in at]:
-            module._buffers[name] = tensor
-        _copy([self._tensors[index] for index in at], [self._values[index] for index in at])
+        for key in (names := list(names)):
+            key[0]._buffers[key[1]] = self._tensors[key]
+        _copy((self._tensors[key], self._values[key]) for key in names)
 
 
 def _may_differ(module: nn.Module, name: str, tensor: Tensor | None, version: int | None) -> bool:
@@ -114,12 +120,15 @@ def _may_differ(module: nn.Module, name: str, tensor: Tensor | None, version: in
     return isinstance(module, _NormBase) or now is not tensor or _version(now) != version
 
 
-def _copy(to: Sequence[Tensor | None], values: Sequence[Tensor | None]) -> None:
-    """Copies tensors, by few launches."""
-    pairs = [(local(x), local(y)) for x, y in zip(to, values, strict=True) if x is not None and y is not None]
+def _copy(pairs: Iterable[tuple[Tensor | None, Tensor | None]]) -> None:
+    """Copies the second of each pair into the first, by few launches, and counts no version.
+
+    Autograd keeps the statistics of norms for backward and reads them in evaluation alone, where they stay as they are.
+    """
     kinds: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
-    for pair in pairs:
-        kinds.setdefault((pair[0].device, pair[0].dtype), []).append(pair)
+    for to, values in pairs:
+        if to is not None and values is not None:
+            kinds.setdefault((to.device, to.dtype), []).append((local(to).data, local(values)))
     for kind in kinds.values():
         torch._foreach_copy_([x for x, _ in kind], [y for _, y in kind])
 

@@ -154,6 +154,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome
         runs.append(Run(f"{place} of inputs", "training:run", int(place[-1]), job))
         job = {"place": place[:-1], "overrides": LAYERS, "recipe": "singd"}
         runs.append(Run(f"{place} of layers", "training:run", int(place[-1]), job))
+        job = {"place": place[:-1], "recipes": {"newton_muon": INPUTS, "singd": LAYERS}}
+        runs.append(Run(f"{place} interrupted", "training:interrupted", int(place[-1]), job))
     divided = {
         "newton_muon": [f"update.inputs.{field}=1" for field in ("statistic.interval", "refresh.steps")] + INPUTS[4:],
         "singd": ["update.sirf.refresh.steps=1", "update.sirf.lr_preconditioner=0.3"],
@@ -308,6 +310,18 @@ def test_moments_of_layers_are_those_of_the_whole_batch(
     assert one[-1] < one[0] - 0.1
     for outcome in outcomes[f"{place} of {moments}"]:
         assert outcome.result == pytest.approx(one, rel=1e-5)  # as above
+
+
+@pytest.mark.parametrize("place", ["plain1", "ddp2", "fsdp2"])
+def test_moments_of_layers_are_those_of_gradients_that_are_stepped_with(
+    outcomes: dict[str, list[Outcome]], place: str
+) -> None:
+    """Of two micro-batches with a scaled loss after a batch that was thrown away, on one rank and on two."""
+    for recipe, moments in (("newton_muon", "inputs"), ("singd", "layers")):
+        one = outcomes[f"plain1 of {moments}"][0].result
+        for outcome in outcomes[f"{place} interrupted"]:
+            for forgets in ("none", "zero"):
+                assert outcome.result[f"{recipe} {forgets}"] == pytest.approx(one, rel=1e-5)  # as above
 
 
 def test_moments_of_layers_that_are_divided_are_those_of_the_whole_layer(outcomes: dict[str, list[Outcome]]) -> None:

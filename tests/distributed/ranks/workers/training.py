@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -43,6 +44,47 @@ def run(job: dict[str, Any]) -> list[float]:
             return loss
 
         total = optimizer.step(closure).detach().clone()
+        if ranks > 1:
+            dist.all_reduce(total)
+        losses.append(float(total) / ranks)
+    return losses
+
+
+def interrupted(job: dict[str, Any]) -> dict[str, list[float]]:
+    """The mean loss of every batch before each step, with what loops do between steps: a batch is thrown away, two
+    micro-batches are accumulated, and losses are scaled.
+
+    job["recipes"]: overrides of each recipe, each of which is run twice: once gradients are thrown away as None and
+    only the second micro-batch is reduced over ranks, once they are made zero and both are reduced.
+    """
+    found = {}
+    for recipe, overrides in job["recipes"].items():
+        found[f"{recipe} none"] = _interrupted(job["place"], recipe, overrides, none=True)
+        found[f"{recipe} zero"] = _interrupted(job["place"], recipe, overrides, none=False)
+    return found
+
+
+def _interrupted(place: str, recipe: str, overrides: list[str], none: bool) -> list[float]:
+    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    inner = lay_out(model(), "plain" if place == "ddp" else place)
+    module = DistributedDataParallel(inner, gradient_as_bucket_view=none) if place == "ddp" else inner
+    optimizer = eigengraft.compose(load_recipe(recipe, overrides), module)
+    losses, scaler = [], torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for step in range(STEPS):
+        tokens = torch.randint(TOKENS, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(step % 2))
+        scaler.scale(100 * loss_of(module, tokens.flip(0).chunk(ranks)[rank][:3])).backward()  # type: ignore[no-untyped-call]
+        optimizer.zero_grad(set_to_none=none)
+        total = torch.zeros(())
+        for last, share in enumerate(tokens.chunk(ranks)[rank].chunk(2)):
+            with module.no_sync() if place == "ddp" and none and not last else contextlib.nullcontext():
+                if place == "fsdp":
+                    module.set_requires_gradient_sync(bool(last) or not none)
+                loss = loss_of(module, share) / 2
+                scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=none)
         if ranks > 1:
             dist.all_reduce(total)
         losses.append(float(total) / ranks)
