@@ -26,8 +26,8 @@ def hutchinson(optimizer: Optimizer, loss: Callable[[], Tensor], samples: int = 
 
     Hutchinson's estimator as in Sophia-H (Liu et al. 2023, arXiv:2305.14342, algorithm 1) and AdaHessian; unbiased, and
     exact for a diagonal H. Every rank calls it with the loss of its own batch, whose mean over ranks the estimate is
-    of; u follows from names and steps, so that it is the same on all ranks. Returns whether a stage asks; if none
-    does, `loss` is not called.
+    of; u follows from names and steps, so that it is the same on all ranks. Buffers of a model that the optimizer was
+    composed with are left as they were. Returns whether a stage asks; if none does, `loss` is not called.
 
     loss: makes a forward and returns the loss, without a backward; all of it must be differentiable twice (attention by
         `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`).
@@ -55,7 +55,8 @@ def gauss_newton_bartlett(optimizer: Optimizer, loss: Callable[[], Tensor], coun
 
     The Gauss-Newton-Bartlett estimator of Sophia-G (Liu et al. 2023, arXiv:2305.14342, algorithm 2): an unbiased
     estimate of the diagonal of the Gauss-Newton matrix, never negative. Every rank calls it with its own batch; the
-    mean over ranks is taken. Returns whether a stage asks; if none does, `loss` is not called.
+    mean over ranks is taken. Buffers of a model that the optimizer was composed with are left as they were. Returns
+    whether a stage asks; if none does, `loss` is not called.
 
     loss: makes a forward, draws a label for each example from the model's distribution and returns the mean of their
         negative log-likelihoods, without a backward.
@@ -101,10 +102,7 @@ def _gradients(
 def _provide(
     who: str, optimizer: Optimizer, estimate: Callable[[Sequence[Tensor], Sequence[str]], list[Tensor]]
 ) -> bool:
-    """Provides what is estimated for the trained parameters whose update asks, as the mean over ranks.
-
-    The buffers of a model that the optimizer was composed with are as before, such as the statistics of BatchNorm.
-    """
+    """Provides what is estimated for the trained parameters whose update asks, as the mean over ranks."""
     listeners = optimizer.param_sets.signals.listeners
     if _NAME not in listeners.asking:
         return False

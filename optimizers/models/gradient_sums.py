@@ -122,11 +122,11 @@ class GradientSums:
                 running.found = running.found.joined(loose, self._join)
             self._held[key] = running.found.joined(self._held.get(key), self._join)
             changed.append((key, running.parameter))
-        samples: list[Tensor | None] = [None] * len(changed)
+        self._left |= {key: (parameter, None) for key, parameter in changed}
         if self._measured and changed:
-            samples = _samples([parameter for _, parameter in changed])
-        for (key, parameter), sample in zip(changed, samples, strict=True):
-            self._left[key] = parameter, sample
+            some = changed[:: -(-len(changed) // _MEASURED)]
+            for (key, parameter), sample in zip(some, _samples([p for _, p in some]), strict=True):
+                self._left[key] = parameter, sample
 
 
 def _after_backward(call: Callable[[], None]) -> None:
@@ -160,5 +160,7 @@ def _common_factor(before: list[Tensor], now: list[Tensor]) -> Tensor:
     return torch.where((alike * 2 > ratios.isfinite().sum()) & (middle != 0), middle, 1.0)
 
 
+_MEASURED = 16
+"""Parameters of a backward whose gradients are sampled: what scales gradients scales all of them."""
 _TOLERANCE = 0.01
 """Relative difference of factors that are taken to be one: above the rounding of bfloat16, 2^-8, of both gradients."""

@@ -120,7 +120,8 @@ class LayerGrams:
         rows = {place: own for place, own in found.items() if isinstance(own[1], Tensor) or own[1]}
         made = {parameter_at(optimizer, place): self._made(*own) for place, own in rows.items()}
         if factor is not None:
-            made = {p: x * factor.to(x.device, x.dtype).square() for p, x in made.items()}
+            square = factor.square()
+            made = {parameter: x * square.to(x.device) for parameter, x in made.items()}
         return made or None
 
 
@@ -147,14 +148,16 @@ class LayerHook:
 
 def gram(rows: Tensor) -> Tensor:
     """X^T X of rows `[k, n]`, in the dtype that they are computed in, also under autocast."""
-    with torch.no_grad(), torch.autocast(rows.device.type, enabled=False):
-        rows = rows.to(compute_dtype(rows.dtype))
+    rows = rows.detach().to(compute_dtype(rows.dtype))
+    if not torch.is_autocast_enabled(rows.device.type):  # to enter it costs as much as a small product
+        return rows.mT @ rows
+    with torch.autocast(rows.device.type, enabled=False):
         return rows.mT @ rows
 
 
 def differentiable(output: Any) -> Tensor | None:
     """The first tensor in what a layer returned that has a gradient."""
-    leaves = pytree.tree_leaves(output)
+    leaves = (output,) if isinstance(output, Tensor) else pytree.tree_leaves(output)
     return next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad), None)
 
 
