@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ class _Sum:
         return self if other is None else _Sum(join(self.value, other.value), self.count + other.count)
 
     def where(self, keep: Tensor) -> _Sum:
-        """The same where `keep` is true, else nothing: 0 rows, whose value is 0 also if it was not finite."""
+        """This sum where `keep` is true, else a sum of 0 rows, whose value is 0 also in place of inf and nan."""
         zero = torch.zeros((), device=self.value.device)
         return _Sum(torch.where(keep, self.value, zero.to(self.value.dtype)), torch.where(keep, self.count, 0))
 
@@ -73,8 +73,11 @@ class GradientSums:
 
     def clear(self) -> None:
         """Forgets everything."""
-        for kept in (*self._running.values(), self._held, self._loose, self._left):
-            kept.clear()
+        for running in self._running.values():
+            running.clear()
+        self._held.clear()
+        self._loose.clear()
+        self._left.clear()
 
     def add(self, key: Hashable, parameter: Tensor, value: Tensor, count: int = 1) -> None:
         """Joins what one layer contributes to the gradient of a parameter; only inside a backward."""
@@ -144,13 +147,13 @@ def _sample(grad: Tensor) -> Tensor:
     return local(grad.detach()).diagonal().flatten()
 
 
-def _samples(parameters: list[Tensor]) -> list[Tensor]:
+def _samples(parameters: Sequence[Tensor]) -> Sequence[Tensor]:
     """A copy of the sample of each gradient, by one launch."""
     own = [_sample(p.grad) if p.grad is not None else torch.empty(0, device=p.device) for p in parameters]
-    return list(torch.cat([x.to(own[0].device) for x in own]).split([x.numel() for x in own]))
+    return torch.split(torch.cat([x.to(own[0].device) for x in own]), [x.numel() for x in own])
 
 
-def _common_factor(before: list[Tensor], now: list[Tensor]) -> Tensor:
+def _common_factor(before: Sequence[Tensor], now: Sequence[Tensor]) -> Tensor:
     """The median of the ratios of entries if more than half of them are like it, else 1; 0-d float32."""
     device = before[0].device
     old, new = (torch.cat([x.to(device) for x in own]).float() for own in (before, now))

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from ..optimizer import Optimizer
 from .arguments import require_watchable
-from .layer_grams import LayerGrams, Rows, differentiable, gram, is_transposed, whole
+from .layer_grams import CallRows, LayerGrams, differentiable, gram_of, is_transposed, whole
 
 _NAME = "activation_gram"
 
@@ -32,15 +32,15 @@ def watch_inputs(optimizer: Optimizer, model: nn.Module) -> LayerGrams | None:
     return grams
 
 
-def _see(path: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> tuple[Rows, Tensor | None]:
+def _see(path: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> tuple[CallRows, Tensor | None]:
     """The inputs of one call, kept until backward as a copy or as their Gram, whichever is smaller."""
     rows = _rows(path, module, args)
     few = len(rows) < rows.shape[1]
-    return partial(_contribution, rows.clone() if few else gram(rows), len(rows), few), differentiable(output)
+    return partial(_contribution, rows.clone() if few else gram_of(rows), len(rows), few), differentiable(output)
 
 
 def _contribution(kept: Tensor, count: int, few: bool, gradient: Tensor) -> tuple[Tensor, int]:
-    return gram(kept) if few else kept, count
+    return gram_of(kept) if few else kept, count
 
 
 def _rows(path: str, module: nn.Module, args: tuple[Any, ...]) -> Tensor:

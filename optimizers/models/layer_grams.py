@@ -19,9 +19,9 @@ from eigengraft.numerics import compute_dtype
 from ..optimizer import Optimizer
 from .gradient_sums import GradientSums
 
-Rows = Callable[[Tensor], tuple[Tensor, int]]
+CallRows = Callable[[Tensor], tuple[Tensor, int]]
 """The gradient in an output of a layer -> (the Gram of the rows of that call, what they add to N)."""
-Place = tuple[int, int]
+ParamPlace = tuple[int, int]
 """A parameter of an optimizer: its param group, and its position in that."""
 
 
@@ -50,12 +50,12 @@ class LayerGrams:
     ) -> None:
         self.name, self._made, self._optimizer = name, made, weakref.ref(optimizer)
         self._sums = GradientSums(torch.add, measured=of_gradients)
-        self._places: WeakKeyDictionary[nn.Module, Place] = WeakKeyDictionary()
-        self._due: set[Place] | None = None
+        self._places: WeakKeyDictionary[nn.Module, ParamPlace] = WeakKeyDictionary()
+        self._due: set[ParamPlace] | None = None
         self._handles: list[Any] = [optimizer.register_load_state_dict_post_hook(self._forget)]
         weakref.finalize(optimizer, _remove, self._handles)
 
-    def watch(self, model: nn.Module, see: Callable[..., tuple[Rows, Tensor | None]]) -> None:
+    def watch(self, model: nn.Module, see: Callable[..., tuple[CallRows, Tensor | None]]) -> None:
         """Registers a hook at each layer whose update asks, and that no other object watches for this optimizer.
 
         see: of a layer's path, the layer, its arguments and what it returned: the rows of that call, and the tensor in
@@ -100,14 +100,14 @@ class LayerGrams:
         parameter = parameter_at(optimizer, place)
         return weight is parameter or is_dtensor(parameter)  # else a weight that `functional_call` was given
 
-    def add(self, module: nn.Module, rows: Rows, output: Tensor) -> None:
+    def add(self, module: nn.Module, rows: CallRows, output: Tensor) -> None:
         """Has the rows of one call added when the backward makes the gradient of its output.
 
         A hook of the tensor leaves the graph as it is, also where the next layer writes into the output.
         """
         output.register_hook(partial(self._add, self._places[module], rows))  # type: ignore[no-untyped-call]
 
-    def _add(self, place: Place, rows: Rows, gradient: Tensor) -> None:
+    def _add(self, place: ParamPlace, rows: CallRows, gradient: Tensor) -> None:
         if (optimizer := self._optimizer()) is not None:
             self._sums.add(place, parameter_at(optimizer, place), *rows(gradient))
 
@@ -132,7 +132,7 @@ class LayerHook:
     whose gradient they are known.
     """
 
-    def __init__(self, grams: LayerGrams | None, path: str, see: Callable[..., tuple[Rows, Tensor | None]]) -> None:
+    def __init__(self, grams: LayerGrams | None, path: str, see: Callable[..., tuple[CallRows, Tensor | None]]) -> None:
         self.grams, self.path, self._see = grams, path, see
 
     @_disable_dynamo  # what torch.compiler.disable does, without importing the compiler before a call
@@ -146,7 +146,7 @@ class LayerHook:
         return LayerHook, (None, self.path, self._see)
 
 
-def gram(rows: Tensor) -> Tensor:
+def gram_of(rows: Tensor) -> Tensor:
     """X^T X of rows `[k, n]`, in the dtype that they are computed in, also under autocast."""
     rows = rows.detach().to(compute_dtype(rows.dtype))
     if not torch.is_autocast_enabled(rows.device.type):  # to enter it costs as much as a small product
@@ -171,13 +171,13 @@ def is_transposed(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D"
 
 
-def places(optimizer: Optimizer) -> Iterator[tuple[int, Place]]:
+def places(optimizer: Optimizer) -> Iterator[tuple[int, ParamPlace]]:
     """(id, place) of the parameters that an optimizer was made for; a host may have put others in their places."""
     for index, parameters in enumerate(optimizer.param_sets.parameters):
         yield from ((id(parameter), (index, at)) for at, parameter in enumerate(parameters))
 
 
-def parameter_at(optimizer: Optimizer, place: Place) -> Tensor:
+def parameter_at(optimizer: Optimizer, place: ParamPlace) -> Tensor:
     """The parameter that a param group holds now."""
     parameter: Tensor = optimizer.param_groups[place[0]]["params"][place[1]]
     return parameter

@@ -14,7 +14,7 @@ from ..engine.signals import Given
 from ..optimizer import Optimizer
 from .arguments import require_watchable
 from .gradient_sums import GradientSums
-from .layer_grams import Place, differentiable, parameter_at, places
+from .layer_grams import ParamPlace, differentiable, parameter_at, places
 
 _NAME = "max_logit"
 
@@ -99,7 +99,7 @@ class LogitSource:
     def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
         self._optimizer, self._sums = weakref.ref(optimizer), GradientSums(torch.maximum)
         optimizer.register_load_state_dict_post_hook(self._forget)
-        self._places: weakref.WeakKeyDictionary[MaxLogits, list[Place | None]] = weakref.WeakKeyDictionary()
+        self._places: weakref.WeakKeyDictionary[MaxLogits, list[ParamPlace | None]] = weakref.WeakKeyDictionary()
         known = dict(places(optimizer))
         for module in model.modules():
             for recorder in (part for part in module.children() if isinstance(part, MaxLogits)):

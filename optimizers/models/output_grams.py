@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..optimizer import Optimizer
 from .arguments import require_watchable
-from .layer_grams import LayerGrams, Rows, gram, is_transposed, whole
+from .layer_grams import CallRows, LayerGrams, gram_of, is_transposed, whole
 
 _NAME = "output_gradient_gram"
 
@@ -36,7 +36,7 @@ def watch_output_gradients(optimizer: Optimizer, model: nn.Module) -> LayerGrams
     return grams
 
 
-def _see(path: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> tuple[Rows, Tensor | None]:
+def _see(path: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> tuple[CallRows, Tensor | None]:
     weight = module._parameters["weight"]
     assert weight is not None
     m, axis = int(weight.shape[1 if is_transposed(module) else 0]), _channels(module)
@@ -53,7 +53,7 @@ def _contribution(axis: int, gradient: Tensor) -> tuple[Tensor, int]:
     gradient = whole(gradient.detach())
     rows = gradient.movedim(axis, -1).reshape(-1, gradient.shape[axis])
     images = len(gradient) if gradient.ndim + axis > 0 else 1
-    return gram(rows), len(rows) if axis == -1 else images
+    return gram_of(rows), len(rows) if axis == -1 else images
 
 
 def _channels(module: nn.Module) -> int:
