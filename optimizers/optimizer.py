@@ -168,7 +168,7 @@ class Optimizer(Reporting, torch.optim.Optimizer):
                 f"{rule}: the closure of a step is called again, and only an optimizer that was composed with the "
                 "model leaves its buffers (BatchNorm's statistics) as the first call did; use "
                 "`eigengraft.compose(recipe, model)`",
-                stacklevel=2,
+                stacklevel=5,
             )
         return None if closure is None else Passes(closure, model, parameters if rule else ())
 
