@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .apply.closures.line_search import SCALE
 from .recipe.recipe import Recipe
-from .recipe.routing import ParamInfo, describe_named, describe_parameter
+from .recipe.routing import ParamInfo, describe_named, describe_unnamed
 
 _KEYS = ("params", "param_names", "lr", "weight_decay", "name", "initial_lr", "peak_lr", "recipe", "iterate", SCALE)
 _OTHER_NAMES = {"learning_rate": "lr", "wd": "weight_decay", "decay": "weight_decay"}
@@ -149,7 +149,7 @@ def group_infos(
     """Descriptions of a group's parameters; known: by id, what was found before; taken: names of other parameters."""
     if known is None:
         known = describe_named(list(zip(group.get("param_names", ()), group["params"], strict=False)), taken)
-    return [known.get(id(parameter)) or describe_parameter(None, parameter) for parameter in group["params"]]
+    return [known.get(id(parameter)) or describe_unnamed(parameter) for parameter in group["params"]]
 
 
 def require_facts(recipe: Recipe, infos: Iterable[ParamInfo]) -> None:

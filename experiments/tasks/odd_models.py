@@ -31,9 +31,9 @@ class Experts(nn.Module):
 
 
 def convolution_layers() -> nn.Module:
-    """3x3, depthwise 7x7 and 1x1 convolutions of 256 channels, with a norm."""
+    """3x3, depthwise 7x7 and 1x1 convolutions of 256 channels, with a norm; a list, because none of them is a head."""
     layers = (nn.Conv2d(256, 256, 3), nn.Conv2d(256, 256, 7, groups=256), nn.BatchNorm2d(256), nn.Conv2d(256, 256, 1))
-    return nn.Sequential(*layers)
+    return nn.ModuleList(layers)
 
 
 def large_vocabulary() -> nn.Module:

@@ -75,11 +75,15 @@ def routing_table(param_sets: ParamSets, state: Mapping[Tensor, Mapping[str, Ten
 
 
 def describe(param_sets: ParamSets, groups: Sequence[Mapping[str, Any]], iterate: Mode, state_bytes: int) -> str:
-    """A few lines: the recipe and how many parameters went where, averaging, each group, the bytes of state."""
+    """A few lines: the recipe, how many parameters went where, the output heads, averaging, each group, the bytes."""
     recipe = param_sets.recipe
     routes = Counter(recipe.route(info)[0] or "update" for infos in param_sets.infos for info in infos)
     where = ", ".join(f"{count} parameter{'s' * (count != 1)} by {path}" for path, count in routes.items())
     lines = [f"Optimizer(recipe={recipe.name or 'unnamed'}: {where}"]
+    heads = [f"{info.name} ({info.why})" for infos in param_sets.infos for info in infos if info.role == "head"]
+    if heads and any("head" in route.match.role for route in recipe.routes):
+        more = f" and {len(heads) - 3} more" if len(heads) > 3 else ""
+        lines.append(f"  output heads: {', '.join(heads[:3])}{more}")
     if recipe.averaging is not None:
         kind = getattr(recipe.averaging, "kind")  # noqa: B009  every member has a kind, the family has none
         lines.append(f"  averaging: {kind}, the parameters hold the iterate to {iterate}")

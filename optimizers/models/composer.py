@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -40,7 +41,8 @@ def compose(
         which routes see names and shapes only; or what `grouped` or `submodel` return. Frozen parameters take no state
         until they are thawed. From a model come also the signals `activation_gram`, `output_gradient_gram` and
         `max_logit`, where the recipe asks for them, and a warning if it is evaluated at another iterate than the one
-        that the recipe averages.
+        that the recipe averages. A warning names the last layer where the recipe sends heads elsewhere, no head is
+        found and the last layer may be one.
     lr, weight_decay: default the recipe's.
     overrides: changes of the recipe, as a mapping {dotted path: value} or as strings "path=value".
     checked: check at every step that each stage keeps its contract, and raise a `ContractError` that names it; slower.
@@ -53,6 +55,7 @@ def compose(
         watch_output_gradients(optimizer, described.model)
         watch_logits(optimizer, described.model)
         watch_evaluation(optimizer, described.model)
+        _warn_of_unclear_head(optimizer)
     _warn_of_costs(optimizer)
     return optimizer
 
@@ -106,6 +109,26 @@ def _warn_of_costs(optimizer: Optimizer) -> None:
             "and a route sends parameters to another update",
             stacklevel=3,
         )
+
+
+def _warn_of_unclear_head(optimizer: Optimizer) -> None:
+    """Warn if the recipe sends heads elsewhere, and the last layer goes to its own update though it may be a head.
+
+    Nothing is said of models whose head is found, frozen or tied, of adapters, and of stacks of equal blocks.
+    """
+    recipe, sets = optimizer.recipe, optimizer.param_sets
+    rows = [row for own, infos in zip(sets.parameters, sets.infos, strict=True) for row in zip(own, infos, strict=True)]
+    if not any("head" in route.match.role for route in recipe.routes) or any(info.facts.factor for _, info in rows):
+        return
+    for parameter, info in rows:
+        if info.unclear and parameter.requires_grad and not recipe.route(info)[0]:
+            warnings.warn(
+                f"{info.name}: the last layer goes to the recipe's own update with the hidden layers, because no "
+                "output head is found and other layers may consume its outputs; if it is the head, return its module "
+                "from a method `get_output_embeddings()` of the model, or put a route with "
+                f"`match: {{name: '^{re.escape(info.name or '')}$'}}` before 'default'",
+                stacklevel=3,
+            )
 
 
 def submodel(model: nn.Module, full: nn.Module) -> DescribedParameters:

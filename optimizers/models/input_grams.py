@@ -8,9 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
+from eigengraft.blocking import is_transposed
+
 from ..optimizer import Optimizer
 from .arguments import require_watchable
-from .layer_grams import CallRows, LayerGrams, differentiable, gram_of, is_transposed, whole
+from .layer_grams import CallRows, LayerGrams, differentiable, gram_of, whole
 
 _NAME = "activation_gram"
 

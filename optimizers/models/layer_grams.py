@@ -166,11 +166,6 @@ def whole(x: Tensor) -> Tensor:
     return x.full_tensor() if is_dtensor(x) else x
 
 
-def is_transposed(module: nn.Module) -> bool:
-    """Whether a layer stores its weight as `[in, out]`, as Hugging Face's Conv1D does."""
-    return type(module).__name__ == "Conv1D"
-
-
 def places(optimizer: Optimizer) -> Iterator[tuple[int, ParamPlace]]:
     """(id, place) of the parameters that an optimizer was made for; a host may have put others in their places."""
     for index, parameters in enumerate(optimizer.param_sets.parameters):

@@ -7,9 +7,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from eigengraft.blocking import is_transposed
+
 from ..optimizer import Optimizer
 from .arguments import require_watchable
-from .layer_grams import CallRows, LayerGrams, gram_of, is_transposed, whole
+from .layer_grams import CallRows, LayerGrams, gram_of, whole
 
 _NAME = "output_gradient_gram"
 

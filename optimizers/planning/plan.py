@@ -20,9 +20,8 @@ from eigengraft.distributed.ownership import Loads
 from ..engine.block_groups import divide
 from ..inspection.reached import require_expected
 from ..recipe.loading import RecipeSource, load_recipe
-from ..recipe.param_names import canonical_names
 from ..recipe.recipe import Recipe
-from ..recipe.routing import ParamInfo, describe_parameter
+from ..recipe.routing import ParamInfo, describe_named
 from ..sharding.cost_model import common_interval
 from ..sharding.critical_path import Advice, advise
 from ..sharding.owners import Balance, assign_owners
@@ -132,8 +131,9 @@ def plan(
 def known(parameters: Iterable[tuple[str, Sequence[int]] | ParamInfo]) -> list[ParamInfo]:
     """Infos of parameters, where only names and shapes may be given; names are canonical, as an optimizer's."""
     rows = list(parameters)
-    names = iter(canonical_names([given[0] for given in rows if not isinstance(given, ParamInfo)]))
-    return [given if isinstance(given, ParamInfo) else _info(next(names), given[1]) for given in rows]
+    named = [(given[0], _empty(*given)) for given in rows if not isinstance(given, ParamInfo)]
+    infos = iter(describe_named(named).values())
+    return [given if isinstance(given, ParamInfo) else next(infos) for given in rows]
 
 
 def _spec(recipe: Recipe, name: str, info: ParamInfo, layout: Layout, dtype: torch.dtype) -> ParamSpec:
@@ -146,10 +146,10 @@ def _spec(recipe: Recipe, name: str, info: ParamInfo, layout: Layout, dtype: tor
     return ParamSpec(name, path, tuple(info.shape), dtype, torch.device("meta"), placement, matrices)
 
 
-def _info(name: str, shape: Sequence[int]) -> ParamInfo:
+def _empty(name: str, shape: Sequence[int]) -> torch.Tensor:
     if any(length < 0 for length in shape):
         raise ValueError(f"{name}: a shape without negative lengths is required, got {tuple(shape)}")
-    return describe_parameter(name, torch.empty(tuple(shape), device="meta"))
+    return torch.empty(tuple(shape), device="meta")
 
 
 def _layouts(

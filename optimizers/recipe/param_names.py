@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -14,12 +13,6 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """Attributes in which torch.compile, activation checkpointing and FSDP keep the module that they wrap."""
 _PARALLEL = "module"
 """The attribute in which DistributedDataParallel and DataParallel keep theirs: a name that any module may use."""
-HEAD = re.compile(
-    r"((^|\.)(lm_head|head|classifier|embed_out|logits)|(^|\.)(heads?|classifier)\.(head|fc|proj|out_proj)"
-    r"|^(model\.)?(output|output_projection|score|fc))$"
-)
-"""Paths of modules that are output heads by name."""
-_STACKED = re.compile(r"(?P<stack>(.*\.)?(classifier|heads?))\.(?P<place>\d+)\.weight")
 
 
 def canonical_name(name: str) -> str:
@@ -56,19 +49,6 @@ def canonical_paths(model: nn.Module) -> dict[str, str]:
     return {path: canonical_path(_without(inside, f"{path}.")[:-1]) for path, _ in model.named_modules()}
 
 
-def last_of_stacks(names: Sequence[str], parameters: Sequence[Tensor]) -> dict[str, str]:
-    """Weights that are output heads because they come last in a stack called `classifier`, `head` or `heads`, and why.
-
-    Of "classifier.0.weight", "classifier.3.weight" and "classifier.6.weight" (VGG) the last is the head.
-    """
-    found: dict[str, list[tuple[int, str]]] = {}
-    for name, parameter in zip(names, parameters, strict=True):
-        matched = _STACKED.fullmatch(name)
-        if matched is not None and parameter.ndim > 1:
-            found.setdefault(matched["stack"], []).append((int(matched["place"]), name))
-    return {max(places)[1]: f"last layer of {stack}" for stack, places in found.items()}
-
-
 def _inside(model: nn.Module) -> list[str]:
     """Prefixes of names inside of each wrapper for data parallelism in a model, the longest first."""
     kinds = (DistributedDataParallel, DataParallel)
@@ -82,20 +62,6 @@ def _without(inside: Iterable[str], name: str) -> str:
         if name.startswith(f"{prefix}{_PARALLEL}."):
             name = prefix + name.removeprefix(f"{prefix}{_PARALLEL}.")
     return name
-
-
-def unnamed_head(model: nn.Module) -> Tensor | None:
-    """The weight of the last Linear with as many outputs as an embedding has rows, where no head has a head's name.
-
-    Others may have as many by chance: only the last counts, and none if one shares its weight with an embedding.
-    """
-    tables = [m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
-    paths = canonical_paths(model)
-    linears = [(paths[path], m) for path, m in model.named_modules() if isinstance(m, nn.Linear)]
-    if any(HEAD.search(path) or any(linear.weight is table.weight for table in tables) for path, linear in linears):
-        return None
-    rows = {table.num_embeddings for table in tables}
-    return next((m.weight for _, m in reversed(linears) if m.out_features in rows), None)
 
 
 def group_with_names(entry: Any) -> Any:

@@ -5,27 +5,26 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, field_validator
 from torch import Tensor, nn
 
-from eigengraft.blocking import Factor, ModuleFacts, module_facts, named_factor
+from eigengraft.blocking import ModuleFacts, module_facts, named_factor
 from eigengraft.component import Component
 
-from .param_names import (
-    HEAD,
-    canonical_names,
-    canonical_path,
-    canonical_paths,
-    group_with_names,
-    last_of_stacks,
-    unnamed_head,
+from .output_heads import Heads, Layer, output_heads
+from .param_names import canonical_names, canonical_paths, group_with_names
+from .roles import (
+    Holder,
+    ParamRole,
+    input_embeddings,
+    layer_of,
+    model_structure,
+    named_holder,
+    parameter_holders,
+    plain_role,
 )
-
-ParamRole = Literal["embedding", "head", "norm", "bias", "scalar", "vector", "hidden"]
-_EMBEDDING = re.compile(r"(^|\.|_)(emb|embed|embeds|embedding|embeddings|embed_tokens|tok_embeddings|wte|wpe)$")
-_NORM = re.compile(r"(^|\.|_)((layer|rms|batch|group|instance)?_?norm|bn|ln)(_?\d+|_[a-z])?$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,7 @@ class ParamInfo:
     shape, numel: of the whole parameter.
     role, why: what the parameter is for, and how that was found.
     modules, facts: class names of the modules that hold it and of their bases; what these tell of its matrices.
+    unclear: whether it is the weight of the last layer, which may be an output head that nothing tells.
     """
 
     name: str | None
@@ -45,6 +45,7 @@ class ParamInfo:
     why: str
     modules: tuple[str, ...] = ()
     facts: ModuleFacts = field(default_factory=ModuleFacts)
+    unclear: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,69 +83,90 @@ class DescribedParameters:
         return cls(params, {**describe_named(new), **given.infos}, given.others, given.model)
 
 
-def describe_parameter(
-    name: str | None,
-    parameter: Tensor,
-    holders: Iterable[tuple[str, nn.Module]] = (),
-    head: str = "",
-    factor: Factor | None = None,
-) -> ParamInfo:
-    """Description of one parameter, with the role it plays.
+@dataclass(frozen=True)
+class _Described:
+    """A parameter before it is known which layers are heads.
 
-    name: qualified name; a role that is told by a name is told by the canonical one.
-    holders: (path, module) of the modules that hold the parameter, several if it is tied.
-    head: why it is an output head; "" if it is none.
-    factor: which factor of a product it is, as modules tell; default: what the name tells.
+    holders: the places that hold it, several if it is tied.
+    plain: its role and how that was found; None: it is the weight of a layer, hidden or head.
     """
-    shape = tuple(parameter.shape)
-    kinds = [cls.__name__ for _, module in holders for cls in type(module).__mro__ if cls is not object]
-    paths = [canonical_path(path) for path, _ in holders] or ([canonical_path(name.rpartition(".")[0])] if name else [])
 
-    facts = ModuleFacts(factor=factor or named_factor(name))
+    name: str | None
+    parameter: Tensor
+    holders: Sequence[Holder]
+    facts: ModuleFacts
+    plain: tuple[ParamRole, str] | None
 
-    def info(role: ParamRole, why: str) -> ParamInfo:
-        return ParamInfo(name, shape, parameter.numel(), role, why, tuple(dict.fromkeys(kinds)), facts)
+    @classmethod
+    def of(cls, name: str | None, parameter: Tensor, holders: Sequence[Holder], facts: ModuleFacts) -> Self:
+        factor = facts.factor is not None and parameter.ndim == 2
+        return cls(name, parameter, holders, facts, None if factor else plain_role(holders, tuple(parameter.shape)))
 
-    if "Embedding" in kinds or "EmbeddingBag" in kinds or any(map(_EMBEDDING.search, [*paths, name or ""])):
-        return info("embedding", "embedding")
-    if any(kind.endswith(("Norm", "Norm1d", "Norm2d", "Norm3d")) for kind in kinds) or any(map(_NORM.search, paths)):
-        return info("norm", "normalisation")
-    if name is not None and name.endswith("bias"):
-        return info("bias", "bias")
-    if parameter.ndim < 2:
-        return info("vector" if parameter.ndim else "scalar", f"{parameter.ndim}-d")
-    if (head or any(map(HEAD.search, paths))) and facts.factor is None:
-        return info("head", head or "output head by name")
-    return info("hidden", f"{parameter.ndim}-d weight")
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The number of rows of an embedding; () for others."""
+        table = self.plain is not None and self.plain[0] == "embedding" and self.parameter.ndim == 2
+        return tuple(self.parameter.shape[:1]) if table else ()
+
+    def layer(self, holder: Holder) -> tuple[Layer, ...]:
+        """The layer of one of its places; () if there it is no weight of a layer."""
+        tied = self.plain is not None and self.plain[0] == "embedding" and holder.is_layer
+        if self.facts.factor is not None or (self.plain is not None and not tied):
+            return ()
+        return (layer_of(id(self.parameter), holder, tuple(self.parameter.shape), tied),)
+
+    def info(self, heads: Heads) -> ParamInfo:
+        """The description, now that heads are known."""
+        key, shape = id(self.parameter), tuple(self.parameter.shape)
+        unclear = heads.unclear is not None and heads.unclear.key == key
+        role, why = self.plain or ("hidden", f"{len(shape)}-d weight")
+        if self.plain is None and key in heads.why:
+            role, why = "head", heads.why[key]
+        if unclear:
+            why = f"{why}, perhaps an output head, because it is the last layer"
+        modules = [holder.module for holder in self.holders if holder.module is not None]
+        kinds = [cls.__name__ for module in modules for cls in type(module).__mro__ if cls is not object]
+        return ParamInfo(
+            self.name, shape, self.parameter.numel(), role, why, tuple(dict.fromkeys(kinds)), self.facts, unclear
+        )
 
 
 def describe_named(named: Sequence[tuple[str, Tensor]], taken: Container[str] = ()) -> dict[int, ParamInfo]:
     """ParamInfo of named parameters by `id`, under canonical names; a name that is taken already stays as it is."""
     given = [name for name, _ in named]
     names = [name if new in taken else new for name, new in zip(given, canonical_names(given), strict=True)]
-    heads = last_of_stacks(names, [parameter for _, parameter in named])
-    rows = zip(names, named, strict=True)
-    return {id(p): describe_parameter(name, p, head=heads.get(name, "")) for name, (_, p) in rows}
+    rows = [
+        _Described.of(name, parameter, [named_holder(name)], ModuleFacts(factor=named_factor(name)))
+        for name, (_, parameter) in zip(names, named, strict=True)
+    ]
+    layers = [layer for row in rows for holder in row.holders for layer in row.layer(holder)]
+    heads = output_heads(layers, {length for row in rows for length in row.rows})
+    return {id(row.parameter): row.info(heads) for row in rows}
+
+
+def describe_unnamed(parameter: Tensor) -> ParamInfo:
+    """ParamInfo of a parameter of which the shape alone is known."""
+    return _Described.of(None, parameter, [], ModuleFacts()).info(Heads({}))
 
 
 def describe_model(model: nn.Module) -> dict[int, ParamInfo]:
     """ParamInfo of every parameter of a model by `id`."""
-    holders: dict[int, list[tuple[str, nn.Module]]] = {}
     paths = canonical_paths(model)
-    for path, module in model.named_modules():
-        for parameter in module.parameters(recurse=False):
-            holders.setdefault(id(parameter), []).append((paths[path], module))
-    head, facts, found = unnamed_head(model), module_facts(model), dict(model.named_parameters())
-    names, infos = canonical_names(list(found), model), {}
-    canonical = dict(zip(found, names, strict=True))
-    heads = last_of_stacks(names, list(found.values()))
-    for name, parameter in zip(names, found.values(), strict=True):
-        why, key = "last Linear onto a vocabulary" if parameter is head else heads.get(name, ""), id(parameter)
+    places, facts, found = parameter_holders(model, paths), module_facts(model), dict(model.named_parameters())
+    canonical = dict(zip(found, canonical_names(list(found), model), strict=True))
+    holders, tables, rows = dict[int, list[Holder]](), input_embeddings(model), dict[int, _Described]()
+    for key, holder in places:
+        holders.setdefault(key, []).append(holder)
+    for given, parameter in found.items():
+        key, name = id(parameter), canonical[given]
         told = facts[key].factor
-        told = told and replace(told, partner=canonical[told.partner])
-        info = describe_parameter(name, parameter, holders[key], why, told)
-        infos[key] = replace(info, facts=replace(facts[key], factor=info.facts.factor))
-    return infos
+        factor = replace(told, partner=canonical[told.partner]) if told else named_factor(name)
+        row = _Described.of(name, parameter, holders[key], replace(facts[key], factor=factor))
+        rows[key] = replace(row, plain=("embedding", "embedding by get_input_embeddings")) if key in tables else row
+    layers = [layer for key, holder in places for layer in rows[key].layer(holder)]
+    lengths = {length for row in rows.values() for length in row.rows}
+    heads = output_heads(layers, lengths, model_structure(model, paths))
+    return {key: row.info(heads) for key, row in rows.items()}
 
 
 def _as_tuple(value: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 import eigengraft
 from eigengraft import Optimizer, compose
@@ -126,7 +127,7 @@ class Conv1D(nn.Module):
 
     def __init__(self, outputs: int, inputs: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(inputs, outputs))
+        self.nf, self.weight = outputs, nn.Parameter(torch.zeros(inputs, outputs))
 
 
 class FusedExperts(nn.Module):
@@ -138,8 +139,12 @@ class FusedExperts(nn.Module):
         self.gate_up_proj, self.down_proj = nn.Parameter(torch.zeros(up)), nn.Parameter(torch.zeros(down))
 
 
-class GptOssExperts(FusedExperts):
-    """Experts whose gates and values alternate."""
+class AlternatingExperts(FusedExperts):
+    """Experts whose gates and values alternate, with the biases and the limit of gpt-oss."""
+
+    def __init__(self) -> None:
+        super().__init__(inputs_first=True)
+        self.gate_up_proj_bias, self.limit = nn.Parameter(torch.zeros(4, 40)), 7.0
 
 
 def linear(rows: int, columns: int = 32) -> nn.Linear:
@@ -233,7 +238,7 @@ KINDS: dict[str, tuple[nn.Module, dict[str, Matrices]]] = {
         },
     ),
     "gpt-oss": (
-        GptOssExperts(inputs_first=True),
+        AlternatingExperts(),
         {
             "gate_up_proj": Matrices(batch=1, outputs="last", groups=20, sections=(1, 1)),
             "down_proj": Matrices(batch=1, outputs="last"),
@@ -277,6 +282,49 @@ def test_convolutions_are_told_by_their_modules() -> None:
     views = {row.name: row.view for row in compose("muon", model).routing_table()}
     assert views["conv.weight"] == "one tensor: convolution"
     assert views["experts.weight"] == "3 of 20x24: 3-d, not a convolution"
+
+
+class ConversationExperts(Experts):
+    """Experts in a class with "conv" in its name."""
+
+
+class Blur(nn.Module):
+    """A convolution of a user's, with the attributes of torch's."""
+
+    def __init__(self, outputs: int, inputs: int, *kernel: int) -> None:
+        super().__init__()
+        self.kernel_size, self.weight = kernel, nn.Parameter(torch.zeros(outputs, inputs, *kernel))
+
+
+class Bare(nn.Module):
+    """Tensors without any attribute that says what they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filters, self.matrices = nn.Parameter(torch.zeros(8, 4, 5, 5)), nn.Parameter(torch.zeros(2, 3, 20, 24))
+
+
+FOUND: dict[str, tuple[nn.Module, str, str]] = {
+    "experts": (ConversationExperts((3, 20, 24)), "weight", "3 of 20x24"),
+    "by attributes": (Blur(20, 24, 3), "weight", "one tensor"),
+    "parametrized": (spectral_norm(Blur(20, 24, 3, 3)), "parametrizations.weight.original", "one tensor"),
+    "by shape": (Bare(), "filters", "one tensor"),
+    "batches": (Bare(), "matrices", "6 of 20x24"),
+}
+
+
+@pytest.mark.parametrize("kind", FOUND)
+def test_convolutions_are_found_by_type_attributes_and_shape(kind: str) -> None:
+    """Never by the name of a class."""
+    model, name, view = FOUND[kind]
+    rows = {row.name: row.view for row in compose("muon", model, overrides={"routes": []}).routing_table()}
+    assert rows[name].startswith(view)
+
+
+def test_a_kernel_size_that_does_not_fit_makes_no_convolution() -> None:
+    wrong = Blur(20, 24, 3)
+    wrong.kernel_size = (5,)
+    assert compose("muon", wrong, overrides={"routes": []}).routing_table()[0].view.startswith("20 of 24x3")
 
 
 class Published(nn.Module):

@@ -14,7 +14,7 @@ from eigengraft.numerics import compute_dtype
 from eigengraft.optimizers.engine.block_groups import build, divide, round_bytes
 from eigengraft.optimizers.recipe.loading import load_recipe
 from eigengraft.optimizers.recipe.recipe import Recipe
-from eigengraft.optimizers.recipe.routing import describe_parameter
+from eigengraft.optimizers.recipe.routing import describe_named
 from eigengraft.optimizers.sharding.cost_model import common_interval
 from eigengraft.optimizers.sharding.owners import assign_owners
 from eigengraft.optimizers.sharding.phases import refresh_phases
@@ -37,8 +37,9 @@ RECIPES: dict[str, Any] = {
 def specs_of(recipe: Recipe, ranks: int | None) -> list[ParamSpec]:
     """Parameters of a small model, replicated over that many ranks; None: without any placement."""
     specs = []
-    for name, shape in SHAPES.items():
-        path = recipe.route(describe_parameter(name, torch.empty(shape)))[0]
+    infos = describe_named([(name, torch.empty(shape)) for name, shape in SHAPES.items()])
+    for info, (name, shape) in zip(infos.values(), SHAPES.items(), strict=True):
+        path = recipe.route(info)[0]
         placement = None if ranks is None else place(recipe, path, Layout.replicate(shape, ranks))
         specs.append(ParamSpec(name, path, shape, torch.float32, torch.device("cpu"), placement))
     if ranks is not None:

@@ -1,6 +1,9 @@
 """How a parameter becomes blocks: which of its entries form a matrix (views), then merging and splitting."""
 
 from .block_grid import BlockGrid as BlockGrid
+from .layers import is_convolution as is_convolution
+from .layers import is_transposed as is_transposed
+from .layers import parametrized_layer as parametrized_layer
 from .matrices import Matrices as Matrices
 from .matrices import ModuleFacts as ModuleFacts
 from .matrices import View as View

@@ -10,6 +10,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
+from .layers import is_transposed, own_parameter, weight_of
 from .matrices import Matrices
 
 Told = Iterator[tuple[Tensor, Matrices, str]]
@@ -51,11 +52,14 @@ def attention_matrices(module: nn.Module) -> Told:
 
 def _multihead_attention(module: nn.MultiheadAttention) -> Told:
     heads, width = module.head_dim, module.embed_dim
-    if module.in_proj_weight is not None:
-        yield module.in_proj_weight, Matrices(sections=(width,) * 3, heads=heads), "queries, keys, values by head"
+    fused = own_parameter(module, "in_proj_weight")
+    if fused is not None:
+        yield fused, Matrices(sections=(width,) * 3, heads=heads), "queries, keys, values by head"
         return
     for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight"):
-        yield getattr(module, name), Matrices(heads=heads), f"heads of {name}"
+        weight = own_parameter(module, name)
+        assert weight is not None
+        yield weight, Matrices(heads=heads), f"heads of {name}"
 
 
 def _latent(module: nn.Module, h: int) -> Told:
@@ -63,20 +67,20 @@ def _latent(module: nn.Module, h: int) -> Told:
     nope, rope = _number(module, "qk_nope_head_dim") or 0, _number(module, "qk_rope_head_dim") or 0
     values, rank = _number(module, "v_head_dim") or 0, _number(module, "kv_lora_rank") or 0
     for name in ("q_proj", "q_b_proj"):
-        weight = _weight(module, name)
+        weight = weight_of(module, name)
         if weight is not None and len(weight) == h * (nope + rope):
             yield weight, Matrices(heads=nope + rope), f"heads of {name}"
-    weight = _weight(module, "kv_b_proj")
+    weight = weight_of(module, "kv_b_proj")
     if weight is not None and len(weight) == h * (nope + values) and min(h, nope, values) > 0:
         yield weight, Matrices(groups=h, sections=(nope, values), heads=(nope, values)), "keys and values by head"
-    weight = _weight(module, "kv_a_proj_with_mqa")
+    weight = weight_of(module, "kv_a_proj_with_mqa")
     if weight is not None and len(weight) == rank + rope and min(rank, rope) > 0:
         yield weight, Matrices(sections=(rank, rope)), "latent vectors and rotated keys"
 
 
 def _separate(module: nn.Module, h: int, d: int | None) -> Told:
     for names in SEPARATE:
-        weights = [_weight(module, name) for name in names]
+        weights = [weight_of(module, name) for name in names]
         if any(weight is None for weight in weights):
             continue
         for name, weight in zip(names, weights, strict=True):
@@ -93,7 +97,7 @@ def _separate(module: nn.Module, h: int, d: int | None) -> Told:
 def _sectioned(module: nn.Module, h: int, d: int | None) -> Told:
     g = _number(module, "num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head") or h
     for name in SECTIONED:
-        weight = _weight(module, name)
+        weight = weight_of(module, name)
         if weight is None:
             continue
         outputs = _outputs(module, name)
@@ -107,7 +111,7 @@ def _sectioned(module: nn.Module, h: int, d: int | None) -> Told:
 def _interleaved(module: nn.Module, h: int, d: int | None) -> Told:
     """GPT-NeoX and BLOOM: [q k v] for each head; Falcon: [q ... q k v] for each group, or one group; Megatron alike."""
     for name in INTERLEAVED:
-        weight = _weight(module, name)
+        weight = weight_of(module, name)
         if weight is None:
             continue
         grouped = name == "linear_qkv" or bool(getattr(module, "new_decoder_architecture", False))
@@ -131,12 +135,6 @@ def _number(module: nn.Module, *names: str) -> int | None:
     return None
 
 
-def _weight(module: nn.Module, name: str) -> nn.Parameter | None:
-    """The weight of a layer inside a module, if it is a matrix."""
-    weight = getattr(getattr(module, name, None), "weight", None)
-    return weight if isinstance(weight, nn.Parameter) and weight.ndim == 2 else None
-
-
 def _outputs(module: nn.Module, name: str) -> Literal["first", "last"]:
     """Which axis of the weight of a layer holds the outputs; `Conv1D` of Hugging Face stores `[inputs, outputs]`."""
-    return "last" if type(getattr(module, name)).__name__ == "Conv1D" else "first"
+    return "last" if is_transposed(getattr(module, name)) else "first"

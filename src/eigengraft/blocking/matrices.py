@@ -16,6 +16,10 @@ from eigengraft.component import Component
 
 from .pairs import Factor
 
+KERNEL = 16
+"""Longest kernel, in entries of an axis: where no module tells, a tensor whose axes after the second are at most this
+long counts as a convolution's weight. Kernels of 7 to 13 are in use, matrices this small are not."""
+
 
 class View(Component, ABC, family="view"):
     """A rule that says which entries of a parameter form a matrix; decided on the shape of the full parameter."""

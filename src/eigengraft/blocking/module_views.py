@@ -12,7 +12,8 @@ from torch import nn
 from eigengraft.component import checked
 
 from .attention_views import Told, attention_matrices
-from .matrices import Matrices, ModuleFacts
+from .layers import is_convolution, own_parameter, parametrized_layer, weight_of
+from .matrices import KERNEL, Matrices, ModuleFacts
 from .pairs import Factor
 
 
@@ -72,11 +73,16 @@ def _published(path: str, module: nn.Module) -> Told:
 
 
 def _reached(module: nn.Module, name: object) -> object:
-    """What lies at a dotted path of attributes, which wrappers of modules pass on; None: nothing."""
+    """The attribute at a dotted path, which wrappers of modules pass on, or the parameter that it is computed from.
+
+    None: there is no such attribute.
+    """
     found: object = module
-    for part in str(name).split("."):
+    *path, last = str(name).split(".")
+    for part in path:
         found = getattr(found, part, None)
-    return found
+    parameter = own_parameter(found, last)
+    return getattr(found, last, None) if parameter is None else parameter
 
 
 def _fits(matrices: Matrices, shape: tuple[int, ...]) -> bool:
@@ -88,14 +94,16 @@ def _fits(matrices: Matrices, shape: tuple[int, ...]) -> bool:
 
 
 def _convolutions(modules: Mapping[str, nn.Module]) -> set[int]:
-    """Parameters, by `id`, that a convolution owns; of a parametrized weight, the module that it is a weight of."""
+    """Parameters, by `id`, that are convolved with their inputs.
+
+    That is all of a convolution, and by its shape a tensor of four or more axes in a module of another kind.
+    """
     found = set()
     for path, module in modules.items():
-        owner = module
-        if type(module).__name__ == "ParametrizationList":
-            owner = modules[path.rpartition(".parametrizations")[0]]
-        if any("conv" in cls.__name__.lower() for cls in type(owner).__mro__):
-            found |= {id(parameter) for parameter in module.parameters(recurse=False)}
+        convolution = is_convolution(parametrized_layer(modules, path))
+        for parameter in module.parameters(recurse=False):
+            if convolution or (parameter.ndim > 3 and max(parameter.shape[2:]) <= KERNEL):
+                found.add(id(parameter))
     return found
 
 
@@ -106,25 +114,24 @@ GATED_LAYERS = (("gate_up_proj", "down_proj"), ("Wi", "Wo"), ("w12", "w3"))
 def _gated_layer(module: nn.Module) -> Told:
     """Fused gates and values of a feed-forward layer, as in Phi 3 and ModernBERT."""
     for name, following in GATED_LAYERS:
-        weight = getattr(getattr(module, name, None), "weight", None)
-        after = getattr(getattr(module, following, None), "weight", None)
-        if not isinstance(weight, nn.Parameter) or not isinstance(after, nn.Parameter):
+        weight, after = weight_of(module, name), weight_of(module, following)
+        if weight is None or after is None:
             continue
-        if weight.ndim == after.ndim == 2 and weight.shape[0] == 2 * after.shape[1]:
+        if weight.shape[0] == 2 * after.shape[1]:
             yield weight, Matrices(sections=(after.shape[1],) * 2), f"gates and values {name}"
 
 
 def _experts(module: nn.Module) -> Told:
     """Stacked experts `[E, m, n]` with fused gates and values, as in Mixtral, Llama 4 and gpt-oss."""
-    fused, after = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
-    if not isinstance(fused, nn.Parameter) or not isinstance(after, nn.Parameter) or not fused.ndim == after.ndim == 3:
+    fused, after = own_parameter(module, "gate_up_proj"), own_parameter(module, "down_proj")
+    if fused is None or after is None or not fused.ndim == after.ndim == 3:
         return
     if fused.shape[1:] == (2 * after.shape[2], after.shape[1]):
         yield fused, Matrices(batch=1, sections=(after.shape[2],) * 2), "experts, gates and values"
         yield after, Matrices(batch=1), "experts"
     elif fused.shape[1:] == (after.shape[2], 2 * after.shape[1]):
         hidden = after.shape[1]
-        alternating = type(module).__name__.startswith("GptOss")
+        alternating = own_parameter(module, "gate_up_proj_bias") is not None and hasattr(module, "limit")  # gpt-oss
         sections = {"sections": (1, 1), "groups": hidden} if alternating else {"sections": (hidden, hidden)}
         matrices = Matrices.model_validate({"batch": 1, "outputs": "last", **sections})
         yield fused, matrices, "experts [inputs, outputs], gates and values"

@@ -6,10 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from .matrices import Matrices, ModuleFacts, View, ViewChoice
-
-KERNEL = 16
-"""Without modules, a tensor whose axes after the second are at most this long is taken for a convolution's weight."""
+from .matrices import KERNEL, Matrices, ModuleFacts, View, ViewChoice
 
 
 class Batches(View):
