@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eigengraft.numerics import compute_dtype
+from eigengraft.numerics import compute_dtype, differs_from_rounded
 from eigengraft.slots import Slot
 from eigengraft.state_key import AVERAGING, PARTNER_STAGE, StateKey
 
@@ -97,6 +97,22 @@ class IterateStore:
             for bound in self._bound(path, own) if constrained else ():
                 bound.constraint.begin(bound.slots, batch.parameters, bound.context)
 
+    @torch.no_grad()
+    def adopt_writes(self, positions: Sequence[int]) -> None:
+        """Make the slot `y` follow what was written into parameters between steps:  y <- W where W is not round(y).
+
+        A parameter with less precision than its updates holds round(y). Entries that nobody wrote keep y, bit for bit.
+        On a CPU comparisons find where nothing was written; on a device every y is written, and the host asks nothing.
+        """
+        kept = [position for position in positions if "y" in self.tensors[position].get(AVERAGING, {})]
+        if not kept:
+            return
+        held = [self.parameters[position].detach() for position in kept]
+        ys = [self.tensors[position][AVERAGING]["y"] for position in kept]
+        for index in differs_from_rounded(ys, held):
+            y, parameter = ys[index], held[index]
+            y.copy_(torch.where(y.to(parameter.dtype) == parameter, y, parameter))
+
     def step(self, positions: Sequence[int], steps: NDArray[np.int64], update: ParameterUpdate, hyper: Hyper) -> None:
         """Applies an update to n parameters and their iterates.
 
@@ -172,7 +188,9 @@ class IterateStore:
         self.hold(mode)
         if mode == "train" or self.averaging is None:
             return
-        for _, own in self._alike(np.flatnonzero(steps > 0).tolist()):
+        updated = np.flatnonzero(steps > 0).tolist()
+        self.adopt_writes(updated)
+        for _, own in self._alike(updated):
             values = self.averaging.evaluated(self._batch(own, steps[own]))
             torch._foreach_copy_([self.parameters[position] for position in own], list(values))
 

@@ -96,6 +96,7 @@ class ParamSet:
 
     def swap_iterate(self, mode: Mode) -> None:
         """Makes the parameters hold the iterate to train or the one to evaluate."""
+        self.local[:] = self._local(self.parameters)  # a host may have put other tensors into them
         self.iterates.swap(mode, self.update_counts)
 
     def views(self, mode: Mode | None = None) -> list[dict[str, Tensor]]:
@@ -145,6 +146,7 @@ class ParamSet:
         moved = step.active & (self.update_counts > 0)
         if self.iterates:
             self.iterates.signals = step.outputs
+            self.iterates.adopt_writes(np.flatnonzero(moved & (self.update_counts > 1)).tolist())
             self.iterates.begin(np.flatnonzero(moved & (self.update_counts == 1)).tolist())
         self.exchange.begin(step, moved, partial(self._write, step=step, moved=moved))
         for states in self._together:

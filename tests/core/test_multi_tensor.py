@@ -1,12 +1,13 @@
 """Operations on many tensors at once, against the same operation on each of them."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from eigengraft.numerics import scale_tensors_, squares_are_finite
+from eigengraft.numerics import differs_from_rounded, scale_tensors_, squares_are_finite
 
 from ..optimizers.test_kernels import Kernels
 from ..trajectories import normal
@@ -57,3 +58,17 @@ def test_small_tensors_are_looked_at_together_and_no_more_than_may_be() -> None:
             assert squares_are_finite(equal, lambda *kind, most=most, asked=asked: asked.append(kind) or most)
         assert mode.counts["aten::linalg_vector_norm"] == looks
         assert asked == [(12, torch.float32, torch.device("cpu"))]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("view", [lambda x: x, lambda x: x.mT, lambda x: x[:, 1:]], ids=["dense", "turned", "cut"])
+@pytest.mark.parametrize("shape", [(3, 5), (130, 64), (127, 65)], ids=str)
+def test_values_that_do_not_round_to_their_partner_are_found(shape: Any, view: Any, dtype: torch.dtype) -> None:
+    """Small tensors together, large ones as 64-bit numbers, others entry by entry: one other bit is enough."""
+    values = [torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    rounded = [view(x.to(dtype)) for x in values]
+    values = [view(x).contiguous() for x in values]
+    assert differs_from_rounded(values, rounded) == []
+    rounded[1][-1, -1] = torch.nextafter(rounded[1][-1, -1], torch.tensor(9.0, dtype=dtype))
+    assert 1 in differs_from_rounded(values, rounded)
+    assert len(differs_from_rounded(values, rounded)) == (3 if rounded[0].numel() <= 4096 else 1)

@@ -25,8 +25,9 @@ class Rounding(Constraint):
 
     Random numbers are a hash of the bits of W' and of the number of the update, so that they are the same on all ranks
     and for any shards; entries with one and the same W' move alike.
-    Decay acts on W, not on r. Parameters in other dtypes are written as they are and have no state. The last constraint
-    of a list; an averaging keeps its iterates in 32 bits already, and refuses it.
+    Decay acts on W, not on r. A weight that is written between steps counts as it is, up to half a unit in its last
+    place: a larger r is of the weight before it and is dropped. Parameters in other dtypes are written as they are and
+    have no state. The last constraint of a list; an averaging keeps its iterates in 32 bits already, and refuses it.
     """
 
     kind: Literal["rounding"] = "rounding"
@@ -71,8 +72,9 @@ class Rounding(Constraint):
         return torch.where(after.isfinite(), ((bits + up) & -65536).view(torch.float32), after).to(after.dtype)
 
     def _write_with_remainder(self, remainder: Tensor, before: Tensor, after: Tensor, mask: Tensor | None) -> Tensor:
-        unit = 1.0 if self.rule == "compensated" else _half_ulp(before.bfloat16()) / 128
-        wanted = after.float() + remainder.float() * unit
+        most = _half_ulp(before.bfloat16())
+        rest = remainder.float() * (1.0 if self.rule == "compensated" else most / 128)
+        wanted = after.float() + torch.where(rest.abs() <= most, rest, 0.0)  # a larger one is of an overwritten weight
         held = wanted.bfloat16()
         rest = wanted - held.float()
         if self.rule == "split":

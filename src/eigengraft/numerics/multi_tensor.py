@@ -8,7 +8,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from .guards import compute_dtype
+from .guards import compute_dtype, may_branch_on_values
 
 _SMALL = 4096
 """Entries of a tensor that is copied in less time than a kernel of its own takes."""
@@ -61,3 +61,34 @@ def _joint_norms(equal: list[Tensor], most: Callable[[int, torch.dtype, torch.de
         return torch.stack(torch._foreach_norm(equal, 2, dtype=dtype))
     together = (torch.stack(equal[start : start + at_once]) for start in range(0, len(equal), at_once))
     return torch.stack([torch.linalg.vector_norm(own, dtype=dtype) for own in together])
+
+
+def differs_from_rounded(values: Sequence[Tensor], rounded: Sequence[Tensor]) -> list[int]:
+    """Indices of the values that do not round to their partner; all of them where asking would wait for a device.
+
+    values, rounded: n tensors of the same shapes, the second in fewer bits. Small tensors of one shape are compared
+    together, and all of them are returned if one differs.
+    """
+    if not all(map(may_branch_on_values, rounded)):
+        return list(range(len(rounded)))
+    equal: dict[tuple[torch.dtype, torch.Size], list[int]] = {}
+    for index, x in enumerate(rounded):
+        equal.setdefault((x.dtype, x.shape), []).append(index)
+    found = []
+    for (dtype, shape), own in equal.items():
+        for some in [own] if shape.numel() <= _SMALL and len(own) > 1 else [[index] for index in own]:
+            wide, held = ((_joined(tensors, some)) for tensors in (values, rounded))
+            if not _same_bits(wide.to(dtype), held):
+                found += some
+    return found
+
+
+def _joined(tensors: Sequence[Tensor], places: Sequence[int]) -> Tensor:
+    return tensors[places[0]] if len(places) == 1 else torch.stack([tensors[place] for place in places])
+
+
+def _same_bits(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors in 16 bits are equal. Large ones are read as 64-bit numbers, in a sixth of the time."""
+    if x.numel() > _SMALL and x.is_contiguous() and y.is_contiguous() and x.numel() % 4 == y.storage_offset() % 4 == 0:
+        x, y = x.view(-1).view(torch.int64), y.view(-1).view(torch.int64)
+    return torch.equal(x, y)
