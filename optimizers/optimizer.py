@@ -24,7 +24,7 @@ from .engine.param_sets import ParamSets
 from .engine.signals import Given, SignalSource, with_partners
 from .inspection.reached import require_expected, require_matches, require_partners
 from .inspection.reporting import Reporting
-from .param_groups import check_options, number, own_keys, warn_of_options
+from .param_groups import check_options, follow_peak, number, own_keys, warn_of_options
 from .recipe.loading import RecipeSource, load_recipe
 from .recipe.overrides import Overrides
 from .recipe.routing import DescribedParameters, ParamInfo
@@ -48,6 +48,7 @@ class Optimizer(Reporting, torch.optim.Optimizer):
     _model: weakref.ref[torch.nn.Module] | None = None
     _unknown_buffers = False
     """Whether it was said that there is none."""
+    _warned_of_peak = False
 
     def __init__(
         self,
@@ -86,7 +87,10 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         return None if self._model is None else self._model()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group: `params`, optionally `lr` and `weight_decay`, and keys of the user's own.
+        """Adds a group: `params`, optionally `lr`, `weight_decay` and `peak_lr`, and keys of the user's own.
+
+        peak_lr: the largest learning rate of the run, which the decays `corrected` and `independent` are relative to.
+        Default: the group's `lr`, or the larger `max_lr` of a OneCycleLR; a larger `lr` in a step becomes the peak.
 
         An option of the recipe or of torch's optimizers is a ValueError, after which the optimizer is as it was.
         """
@@ -142,10 +146,7 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         self._settle()
         warn_of_options(self.param_groups, self.recipe)
         self.param_sets.schedules.follow(self.param_sets)
-        hypers = [
-            Hyper(number(group, "lr"), float(group["peak_lr"]), float(number(group, "weight_decay")))
-            for group in self.param_groups
-        ]
+        hypers = [self._hyper(group) for group in self.param_groups]
         self.param_sets.thaw(self.state, "train")
         ready = [(param_set, param_set.prepare(hypers)) for param_set in self.param_sets]
         told = self.param_sets.signals.take(ready)  # all have prepared, which may raise
@@ -181,6 +182,19 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         with self.recipe.sam.perturbed(parameters):
             passes.again()
         return loss
+
+    def _hyper(self, group: dict[str, Any]) -> Hyper:
+        """Values of a param group, whose peak follows its learning rate."""
+        lr = number(group, "lr")
+        peak, exceeded = follow_peak(group, lr)
+        if exceeded and not self._warned_of_peak and (reader := self.recipe.follows_peak()) is not None:
+            self._warned_of_peak = True
+            warnings.warn(
+                f"{reader}: it is relative to the peak of the learning rate, which an lr of {peak:g} exceeds and "
+                "replaces. Give the param group the largest lr of the run as 'peak_lr'",
+                stacklevel=4,
+            )
+        return Hyper(lr, peak, float(number(group, "weight_decay")))
 
     def _mean_over_ranks(self, value: Tensor) -> Tensor:
         """The mean of a number over the ranks that share parameters, all of which call it."""

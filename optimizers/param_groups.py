@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import warnings
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, MutableMapping
 from functools import cache
 from inspect import signature
 from typing import Any
@@ -108,7 +108,7 @@ def check_values(group: Mapping[str, Any]) -> None:
 
     Integer parameters, as quantized base weights are, can have no gradient: they pass and stay frozen.
     """
-    for key in ("lr", "weight_decay"):
+    for key in ("lr", "weight_decay", *(["peak_lr"] if "peak_lr" in group else [])):
         value = number(group, key)
         if not math.isfinite(value):
             raise ValueError(f"{key}: a finite number >= 0 is required, got {float(value)}")
@@ -128,6 +128,31 @@ def check_values(group: Mapping[str, Any]) -> None:
                 "model.named_parameters() lists a shared parameter once"
             )
         first[id(parameter)] = name
+
+
+def first_peak(group: Mapping[str, Any]) -> float:
+    """The largest learning rate that a new group and the schedulers before it speak of."""
+    return max(float(group[key]) for key in ("lr", "initial_lr", "max_lr") if _is_number(group.get(key)))
+
+
+def follow_peak(group: MutableMapping[str, Any], lr: float | Tensor) -> tuple[float, bool]:
+    """(peak of the group's learning rate, whether `lr` has just exceeded a peak above 0).
+
+    The peak is the group's `peak_lr`, raised here to `max_lr`, which OneCycleLR writes into groups, and to an `lr` that
+    is larger by more than rounding. An lr on a device is not read.
+    """
+    known = float(group["peak_lr"])
+    peak = max(known, float(group["max_lr"])) if _is_number(group.get("max_lr")) else known
+    exceeded = isinstance(lr, float) and lr > peak * (1 + 1e-6)
+    if exceeded:
+        group["peak_lr"] = float(lr)
+    elif peak > known:
+        group["peak_lr"] = peak
+    return group["peak_lr"], exceeded and peak > 0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)
 
 
 def flat_piece(parameter: Tensor) -> str:

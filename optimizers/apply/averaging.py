@@ -29,7 +29,7 @@ class IterateBatch:
     parameters: n tensors, what training sees.
     slots: n tensors by slot name.
     steps: `[n]`, updates that each parameter has had, the one under way included.
-    lr, peak_lr: learning rate of the update under way, and the one that the param group began with.
+    lr, peak_lr: learning rate of the update under way, and the largest one of the run.
     mask: n 0-d booleans, False where nothing may change; None: everything may change.
     """
 
@@ -75,6 +75,10 @@ class Averaging(Component, ABC, family="averaging"):
     @abstractmethod
     def slots(self, shape: tuple[int, ...], low_precision: bool) -> Mapping[str, Slot]:
         """The state of one parameter; low_precision: the parameter has less precision than its updates."""
+
+    def follows_peak(self) -> bool:
+        """Whether a step depends on the peak of the learning rate."""
+        return False
 
     def begin(self, batch: IterateBatch) -> None:
         """Set the iterates that begin at the parameter; called before its first update."""

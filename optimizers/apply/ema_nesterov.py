@@ -14,6 +14,7 @@ from eigengraft.slots import Slot
 
 from .averaging import Averaging, IterateBatch, accumulate, blend
 from .parameter_update import ParameterUpdate
+from .weight_decay import nonzero_peak
 
 
 class EMANesterov(Averaging):
@@ -44,6 +45,9 @@ class EMANesterov(Averaging):
     def begin(self, batch: IterateBatch) -> None:
         batch.begin()
 
+    def follows_peak(self) -> bool:
+        return self.follow_lr
+
     def decaying(self, batch: IterateBatch) -> Sequence[Tensor]:
         return batch.y
 
@@ -52,8 +56,9 @@ class EMANesterov(Averaging):
         update(y)
         blend(drift, torch._foreach_sub(list(y), list(z)), [1 - self.beta] * count, batch.mask)
         blend(z, y, [1.0] * count, batch.mask)
-        relative = batch.lr / batch.peak_lr if batch.peak_lr else 0.0
-        scale = self.ahead * relative if self.follow_lr else self.ahead
+        scale: float | Tensor = self.ahead
+        if self.follow_lr:
+            scale = self.ahead * (batch.lr / nonzero_peak(batch.lr, batch.peak_lr))
         open_now = (batch.steps >= self.start) & (batch.steps < (np.inf if self.stop is None else self.stop))
         self._move(y, drift, [scale if one else 0.0 for one in open_now], batch.mask)
         batch.show_y()

@@ -57,6 +57,9 @@ class EMA(Averaging):
         below = {} if self.inner is None else self.inner.slots(shape, low_precision)
         return {**below, "mean": Slot(shape, role="iterate")}
 
+    def follows_peak(self) -> bool:
+        return self.inner is not None and self.inner.follows_peak()
+
     def begin(self, batch: IterateBatch) -> None:
         if self.inner is not None:
             self.inner.begin(batch)

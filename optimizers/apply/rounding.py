@@ -22,7 +22,7 @@ class RoundingWatch:
     """Warns once if the largest matrix in 16 bits hardly moves:  W + dW rounds to W where |dW| < |W| 2^-9 in bfloat16.
 
     It looks twice, five steps apart, at no more than 65536 entries, and only while the learning rate is at
-    least half of the one that the param group began with, so that a warm-up says nothing. Entries without a gradient
+    least half of its peak, so that a warm-up says nothing. Entries without a gradient
     do not count. `look` is a hook of torch optimizers, called after each step.
     """
 

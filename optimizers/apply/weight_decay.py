@@ -11,6 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from eigengraft.component import Component
+from eigengraft.numerics import tiny
 
 
 class WeightDecay(Component, ABC, family="weight_decay"):
@@ -22,6 +23,8 @@ class WeightDecay(Component, ABC, family="weight_decay"):
     """Whether only those entries decay whose update points towards zero."""
     in_gradient: ClassVar[bool] = False
     """Whether rate * W is added to the gradient, before anything else sees it, instead."""
+    relative: ClassVar[bool] = False
+    """Whether alpha depends on the peak of the learning rate."""
 
     @property
     def after(self) -> bool:
@@ -30,7 +33,16 @@ class WeightDecay(Component, ABC, family="weight_decay"):
 
     @abstractmethod
     def alpha(self, rate: float, lr: float | Tensor, peak_lr: float) -> float | Tensor:
-        """alpha of the formula, for the current learning rate and the initial one, peak_lr."""
+        """alpha of the formula, for the current learning rate and the largest one of the run, peak_lr."""
+
+
+def nonzero_peak(lr: float | Tensor, peak_lr: float) -> float | Tensor:
+    """The peak of a learning rate, to divide by; 1 where both are 0.
+
+    The host raises `peak_lr` to an lr above it before a step, and does not read a tensor on a device: there the larger
+    of both is the peak.
+    """
+    return lr.clamp_min(peak_lr or tiny(lr.dtype)) if isinstance(lr, Tensor) else peak_lr or 1.0
 
 
 class L2(WeightDecay):
@@ -66,18 +78,20 @@ class Corrected(WeightDecay):
     """alpha = rate lr / peak_lr: the decay falls with the square of the schedule (AdamC, Defazio 2025)."""
 
     kind: Literal["corrected"] = "corrected"
+    relative: ClassVar[bool] = True
 
     def alpha(self, rate: float, lr: float | Tensor, peak_lr: float) -> float | Tensor:
-        return rate * lr / peak_lr if peak_lr else 0.0
+        return rate * lr / nonzero_peak(lr, peak_lr)
 
 
 class Independent(WeightDecay):
     """alpha = rate / peak_lr: W shrinks by rate times the schedule alone (Wortsman et al. 2023)."""
 
     kind: Literal["independent"] = "independent"
+    relative: ClassVar[bool] = True
 
     def alpha(self, rate: float, lr: float | Tensor, peak_lr: float) -> float | Tensor:
-        return rate / peak_lr if peak_lr else 0.0
+        return rate / nonzero_peak(lr, peak_lr)
 
 
 class CautiousDecay(WeightDecay):

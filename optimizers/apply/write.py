@@ -23,7 +23,7 @@ class Hyper:
     """Values of a param group at one step.
 
     lr: learning rate.
-    peak_lr: learning rate that the group began with.
+    peak_lr: the largest learning rate of the run, as far as it is known.
     weight_decay: decay rate.
     """
 

@@ -15,7 +15,7 @@ from eigengraft.chains import asking
 from eigengraft.distributed.rank_group import RankGroup
 
 from ..apply.averaging import Mode
-from ..param_groups import check_values, group_infos, require_facts
+from ..param_groups import check_values, first_peak, group_infos, require_facts
 from ..recipe.recipe import Recipe
 from ..recipe.routing import ParamInfo
 from ..sharding.assignment import Assignments
@@ -63,7 +63,7 @@ class ParamSets:
         """Adds the last of the param groups, with what every group holds; known: what describes its parameters."""
         group = groups[-1]
         check_values(group)
-        group.setdefault("peak_lr", float(group["lr"]))
+        group.setdefault("peak_lr", first_peak(group))
         group["recipe"] = self.recipe_text
         group["iterate"] = groups[0]["iterate"] if len(groups) > 1 else "train"
         infos = group_infos(group, known, self.names())

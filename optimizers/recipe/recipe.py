@@ -194,6 +194,16 @@ class Recipe(Update):
         rules = [self.weight_decay, *(route.weight_decay for route in self.routes)]
         return any(rule is not None and rule.in_gradient for rule in rules)
 
+    def follows_peak(self) -> str | None:
+        """The path of a part that depends on the peak of the learning rate; None: no part does."""
+        decays = {
+            "weight_decay": self.weight_decay,
+            **{f"routes.{r.name}.weight_decay": r.weight_decay for r in self.routes},
+        }
+        relative = [path for path, rule in decays.items() if rule is not None and rule.relative]
+        relative += ["averaging"] if self.averaging is not None and self.averaging.follows_peak() else []
+        return next(iter(relative), None)
+
     def to_json(self) -> str:
         """The resolved recipe as JSON text, with the schema version; `load_recipe` reads it back."""
         return json.dumps({"schema": SCHEMA_VERSION, **self.model_dump(mode="json")})

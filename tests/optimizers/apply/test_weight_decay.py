@@ -1,5 +1,6 @@
 """Weight decay kinds against their formulas, under a schedule, beside routes and group rates."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -161,6 +162,107 @@ def test_decay_of_bfloat16_parameters_is_computed_in_float32(kind: str) -> None:
     g, w = GRADIENTS[0].bfloat16().double(), start()
     alpha = RATE * (g * w > 0).double() if kind == "cautious" else {"independent": RATE / PEAK}.get(kind, RATE)
     assert torch.equal(weight.detach(), (w - PEAK * g - PEAK * alpha * w).bfloat16())
+
+
+RELATIVE = [kind for kind, rule in sorted(WeightDecay.members.items()) if rule.relative]
+Schedule = torch.optim.lr_scheduler
+
+
+def warmed_up(optimizer: Optimizer) -> Any:
+    """A warm-up, then a cosine, as SequentialLR joins them."""
+    parts = [Schedule.LinearLR(optimizer, 0.01, total_iters=3), Schedule.CosineAnnealingLR(optimizer, 9)]
+    return Schedule.SequentialLR(optimizer, parts, [3])
+
+
+SCHEDULES: dict[str, tuple[float, Any]] = {
+    "one cycle": (1e-3, lambda o: Schedule.OneCycleLR(o, max_lr=PEAK, total_steps=13, cycle_momentum=False)),
+    "one cycle, lr 0": (0.0, lambda o: Schedule.OneCycleLR(o, max_lr=PEAK, total_steps=13, cycle_momentum=False)),
+    "linear": (PEAK, lambda o: Schedule.LinearLR(o, 1e-3, total_iters=9)),
+    "lambda": (PEAK, lambda o: Schedule.LambdaLR(o, lambda t: min(1.0, t / 5))),
+    "sequential": (PEAK, warmed_up),
+    "plateau": (PEAK, lambda o: Schedule.ReduceLROnPlateau(o, patience=1)),
+    "constant, lr 0": (0.0, lambda o: o.param_groups[0].update(lr=PEAK)),
+}
+
+
+def scheduled(kind: str, name: str, steps: int = 12, stop: int | None = None) -> tuple[Tensor, Tensor]:
+    """(the parameter, what its formula says) after so many steps; stop: steps before a resumed run continues."""
+    lr, make = SCHEDULES[name]
+    weight, w = nn.Parameter(start()), start()
+    optimizer = Optimizer([("w", weight)], plain({"kind": kind}), lr=lr)
+    schedule = make(optimizer)
+    for t in range(steps):
+        if t == stop:
+            saved, optimizer = optimizer.state_dict(), Optimizer([("w", weight)], plain({"kind": kind}), lr=lr)
+            optimizer.load_state_dict(saved)
+            if schedule is not None:
+                schedule.optimizer = optimizer
+        now, g = float(optimizer.param_groups[0]["lr"]), GRADIENTS[t % len(GRADIENTS)]
+        weight.grad = g.clone()
+        optimizer.step()
+        w = w - now * g - now * RATE * (now if kind == "corrected" else 1.0) / PEAK * w
+        if isinstance(schedule, Schedule.ReduceLROnPlateau):
+            schedule.step(1.0)
+        elif schedule is not None:
+            schedule.step()
+    return weight.detach(), w
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+@pytest.mark.parametrize("stop", [None, 4, 9])
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("kind", RELATIVE)
+def test_the_peak_is_that_of_the_schedule(kind: str, name: str, stop: int | None) -> None:
+    """The largest learning rate of the run, though schedulers put another one into the group at once."""
+    torch.testing.assert_close(*scheduled(kind, name, stop=stop), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("kind", RELATIVE)
+def test_an_lr_above_the_peak_is_the_peak(kind: str, given: bool) -> None:
+    """A rise that nobody announced is warned of once, and W never decays by more than its rate; `peak_lr` announces."""
+    weight, w, known = nn.Parameter(start()), start(), PEAK if given else 0.1
+    group = {"params": [weight], "lr": 0.1, **({"peak_lr": PEAK} if given else {})}
+    optimizer = Optimizer([group], plain({"kind": kind}))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for lr in (0.1, 0.2, 0.4, 0.5, 0.25):
+            optimizer.param_groups[0]["lr"] = lr
+            weight.grad = torch.zeros_like(weight)
+            optimizer.step()
+            known = max(known, lr)
+            w = w * (1 - lr * RATE * (lr if kind == "corrected" else 1.0) / known)
+    torch.testing.assert_close(weight.detach(), w, atol=1e-12, rtol=0)
+    assert len(caught) == (0 if given else 1)
+    assert all("weight_decay" in str(one.message) and "'peak_lr'" in str(one.message) for one in caught)
+    assert optimizer.param_groups[0]["peak_lr"] == PEAK
+
+
+def test_only_what_depends_on_a_peak_warns_of_it() -> None:
+    weight = nn.Parameter(start())
+    optimizer = Optimizer([weight], plain({"kind": "decoupled"}), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.param_groups[0]["lr"] = 0.2
+        weight.grad = torch.zeros_like(weight)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("peak", [-1.0, float("nan"), float("inf"), "0.1", None])
+def test_a_peak_is_a_number(peak: Any) -> None:
+    with pytest.raises(ValueError, match=r"^peak_lr: "):
+        Optimizer([{"params": [nn.Parameter(start())], "peak_lr": peak}], plain({"kind": "corrected"}))
+
+
+@pytest.mark.parametrize("lr", [0.0, 0.1, 0.5, 2.0])
+@pytest.mark.parametrize("kind", RELATIVE)
+def test_a_learning_rate_that_the_host_does_not_read(kind: str, lr: float) -> None:
+    """lr alpha / RATE of a tensor: at most that of the peak, and 0 at 0, whatever peak is known."""
+    for peak in (1.0, 0.0):
+        rate, own = torch.tensor(lr, dtype=torch.float64), max(lr, peak) or 1.0
+        alpha = WeightDecay.members[kind]().alpha(RATE, rate, peak)  # type: ignore[attr-defined]
+        ratio = lr / own
+        assert float(rate * alpha) == pytest.approx(RATE * ratio * (lr if kind == "corrected" else 1.0), abs=1e-15)
 
 
 def test_lr_zero_moves_nothing_whatever_decays() -> None:
