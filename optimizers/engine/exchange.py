@@ -19,11 +19,13 @@ from torch import Tensor
 from eigengraft.blocking import SideMatrix, stacked_rows
 from eigengraft.blocking.side_blocks import side_blocks
 from eigengraft.blocking.stacks import Stack
+from eigengraft.chains import asking
 from eigengraft.numerics import compute_dtype
 
 from ..apply import IterateStore
 from ..apply.parameter_update import EntryUpdates
 from ..apply.write import Rates, decayed_gradient
+from ..recipe.recipe import Recipe
 from ..sharding.placement import ParamSpec
 from ..sharding.rank_sync import failed_roots
 from .finite_check import GivenGradients, GradientSurvey, LocalSurvey
@@ -59,6 +61,14 @@ class Step:
     matrices: Mapping[str, Sequence[SideMatrix | None]] = field(default_factory=dict)
     outputs: Mapping[str, Sequence[Tensor | None]] = field(default_factory=dict)
     partners: Mapping[str, Mapping[int, Tensor]] = field(default_factory=dict)
+
+
+def decay_source(recipe: Recipe, path: str) -> GatherSource | None:
+    """The source of the weight decay that is added to directions of the update at a path; None: the write decays."""
+    rule = recipe.updates()[path]
+    if not rule.adds_decay():
+        return None
+    return "parameter" if recipe.averaging is None and "parameter" in asking(rule.stages()) else "parameters"
 
 
 Write = Callable[[EntryUpdates], None]

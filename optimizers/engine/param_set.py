@@ -16,6 +16,7 @@ from eigengraft.chains import asking
 from eigengraft.distributed.gradients import local_gradients
 from eigengraft.distributed.layouts import are_dtensors_known, local
 from eigengraft.distributed.rank_group import RankGroup
+from eigengraft.numerics import per_block
 from eigengraft.state_key import StateKey
 
 from ..apply import IterateStore, ParameterUpdate
@@ -28,7 +29,7 @@ from ..sharding.placement import ParamSpec
 from ..sharding.rank_sync import RankSync
 from .block_groups import build
 from .entrywise.chunks import move_in_chunks
-from .exchange import BlockExchange, LocalExchange, Step, find_signals
+from .exchange import BlockExchange, LocalExchange, Step, decay_source, find_signals
 from .finite_check import FiniteCheck, GivenGradients
 from .rank_exchange import RankExchange
 from .stack_state import ActiveBlocks
@@ -57,6 +58,7 @@ class ParamSet:
         self.recipe, self.rank_group, self.updates = recipe, rank_group, recipe.updates()
         routes = ((path, rule) for path, rule in self.updates.items() if isinstance(rule, Route))
         self._routes = {path: RouteRates(route.lr_ratio, route.weight_decay) for path, route in routes}
+        self._decay_sources = {path: decay_source(recipe, path) for path in self.updates}
         self.names, self.local = [spec.name for spec in specs], self._local(parameters)
         self.step_counts = torch.zeros(len(parameters), dtype=torch.int64)
         self._counts: NDArray[np.int64] = self.step_counts.numpy()
@@ -162,8 +164,10 @@ class ParamSet:
             prime(steps)
         else:
             found = directions(steps)
+            if self._decay_sources[path] is not None:
+                found = [self._decayed(*pair, step) for pair in zip(steps, found, strict=True)]
             if self.updates[path].after_decay:
-                found = after_decay(steps, [self._decayed(*pair, step) for pair in zip(together, found, strict=True)])
+                found = after_decay(steps, found)
             for blocks, direction in zip(together, found, strict=True):
                 self.exchange.deliver(blocks, direction)
         for one in steps:
@@ -176,9 +180,14 @@ class ParamSet:
         mask = None if step.mask is None else step.mask[torch.from_numpy(blocks.stack.param_ids).to(context.device)]
         return StackStep(blocks, gradient, mask, context)
 
-    def _decayed(self, blocks: ActiveBlocks, direction: Tensor, step: Step) -> Tensor:
-        """A direction with its weight decay."""
-        path, parameters = blocks.stack_state.path, self.exchange.gather(blocks, "parameters")
+    def _decayed(self, one: StackStep, direction: Tensor, step: Step) -> Tensor:
+        """A direction with its weight decay, which is multiplied by step sizes of stages."""
+        blocks, size = one.blocks, one.step_size()
+        path, source = blocks.stack_state.path, self._decay_sources[blocks.stack_state.path]
+        assert source is not None
+        parameters = self.exchange.gather(blocks, source).to(direction.dtype)
+        if size is not None:
+            parameters = parameters * per_block(size, parameters)
         return step.rates.map_rows(path, blocks.stack.param_ids, with_decay, parameters, direction)
 
     def _write(self, updates: EntryUpdates, step: Step, moved: NDArray[np.bool_]) -> None:
@@ -194,7 +203,7 @@ class ParamSet:
         path, group = self.specs[positions[0]].path, int(step.rates.alike[positions[0]])
         masks = None if step.mask is None else [step.mask[position] for position in positions]
         scale = step.rates.step_scale(path, positions[0])
-        scale = scale.without_decay if self.updates[path].after_decay else scale
+        scale = scale if self._decay_sources[path] is None else scale.without_decay
         if self.iterates:
             update = ParameterUpdate(values, scale, masks)
             self.iterates.step(positions, self.update_counts[positions], update, step.rates.hypers[group])

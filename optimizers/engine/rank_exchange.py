@@ -28,7 +28,7 @@ from ..sharding.fingerprint import UsedGradients, step_numbers
 from ..sharding.placement import ParamSpec
 from ..sharding.rank_sync import RankSync
 from .block_groups import round_bytes, sends_parameters
-from .exchange import GatherSource, LocalExchange, Step, Write
+from .exchange import GatherSource, LocalExchange, Step, Write, decay_source
 from .finite_check import GivenGradients, GradientSurvey
 from .stack_state import ActiveBlocks
 
@@ -66,7 +66,7 @@ class RankExchange:
         self._exchanged = [i for i, spec in enumerate(specs) if not spec.in_place]
         used = [recipe.updates()[path] for path in dict.fromkeys(self.paths)]
         self._needs_rms = any("parameter_rms" in stage.signals() for rule in used for _, stage in rule.stages())
-        self._needs_parameters = any(rule.after_decay for rule in used)
+        self._needs_parameters = any(decay_source(recipe, path) == "parameters" for path in dict.fromkeys(self.paths))
         self._moves_at_once = local.iterates.shard_sums is not None
         self._sends_parameters = sends_parameters(specs, recipe)
         if self._sends_parameters and local.iterates:
@@ -159,7 +159,7 @@ class RankExchange:
         """The blocks of parameters after the step."""
         state, step = blocks.stack_state, self.local.step
         before = blocks.stack.gather(self.local.iterates.parameters)
-        write = moved_apart if state.rule.after_decay else moved
+        write = moved_apart if state.adds_decay else moved
         after = step.rates.map_rows(state.path, blocks.stack.param_ids, write, before, direction)
         if step.mask is None:
             return after

@@ -114,6 +114,17 @@ class StackState:
         return tuple(str(key) for key, slot in self.slots() if slot.role == "failures")
 
     @cached_property
+    def step_sizes(self) -> tuple[StateKey, ...]:
+        """The slots of the update by which weight decay is multiplied."""
+        update = f"{self.path}.update." if self.path else "update."
+        return tuple(key for key, slot in self.slots() if slot.step_size and str(key.stage).startswith(update))
+
+    @property
+    def adds_decay(self) -> bool:
+        """Whether directions have their weight decay before they are written."""
+        return bool(self.rule.after_decay or self.step_sizes)
+
+    @cached_property
     def lagging(self) -> bool:
         """Whether a block's first gradient only primes its statistics."""
         return self.rule.lagging()

@@ -65,6 +65,14 @@ class StackStep:
         stages = self.blocks.stack_state.rule.after_decay
         return run_chain(stages, self.state("after_decay"), self.gradient, decayed, self.context)
 
+    def step_size(self) -> Tensor | None:
+        """`[n]`, what weight decay of the blocks is multiplied by; None: nothing. To be read after `direction`."""
+        state, size = self.state("update"), None
+        for key in self.blocks.stack_state.step_sizes:
+            own = state.scope(str(key.stage).removeprefix(f"{state.path}."))[key.slot]
+            size = own if size is None else size * own
+        return size
+
     def _require_finite(self, direction: Tensor) -> None:
         """Raises ContractError for a direction with inf or nan of gradients without."""
         bad = ~direction.flatten(1).isfinite().all(1) & self.gradient.flatten(1).isfinite().all(1)

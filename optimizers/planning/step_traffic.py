@@ -14,6 +14,7 @@ from eigengraft.distributed.param_gather import Rows, pack_rows
 from eigengraft.distributed.rank_group import MEETING
 
 from ..engine.block_groups import round_bytes
+from ..engine.exchange import decay_source
 from ..recipe.recipe import Recipe
 from ..sharding import fingerprint
 from ..sharding.placement import ParamSpec
@@ -30,18 +31,19 @@ def step_traffic(
 ) -> dict[str, Traffic]:
     """The "gradients" to owners, "updates" back, the "agreement" on gradients, and the "meeting" before it on gloo.
 
-    Sent like gradients: parameters, if a stage acts after weight decay; signals with entries. plain: whether parameters
-    are plain tensors, whose gradients ranks compare by norms. groups: number of groups of ranks, each of which
-    computes all updates.
+    Sent like gradients: parameters, if weight decay is added to directions; signals with entries. plain: whether
+    parameters are plain tensors, whose gradients ranks compare by norms. groups: number of groups of ranks, each of
+    which computes all updates.
     """
     used, ranks = [recipe.updates()[path] for path in dict.fromkeys(s.path for s in specs)], len(layouts[0].boxes)
     replicated = all(layouts[block.position].replicated for group in block_groups for block in group.blocks)
     asked = asking(pair for rule in used for pair in rule.stages())
+    decays = any(decay_source(recipe, path) == "parameters" for path in dict.fromkeys(s.path for s in specs))
     norms = "parameter_rms" in asked and not replicated
     rounds = pack(block_groups, round_bytes(specs, recipe, ranks)) if ranks > 1 else []
     begun = 2 * len(rounds) if recipe.distribution.overlap_backward and not replicated else 0
     told = (5 if plain else 3) * len(specs) + fingerprint.LENGTH + begun
-    there, back = wire(block_groups, rounds, layouts, 1 + any(rule.after_decay for rule in used) + entries(asked))
+    there, back = wire(block_groups, rounds, layouts, 1 + decays + entries(asked))
     rows = gathered_parts(specs, ranks, recipe.distribution.message)
     return {
         "gradients": repeated(there, groups),

@@ -17,7 +17,7 @@ from eigengraft.component import FAMILY_MARK, Component
 from eigengraft.distributed.distribution import Distribution
 from eigengraft.preconditioners import RMS, Momentum, Stages, chain_slots, require_seen_changes, walk
 from eigengraft.quantization.base import NEVER_CODED, Quantizer, require_coded_role
-from eigengraft.slots import Role
+from eigengraft.slots import Role, Slot
 from eigengraft.state_key import StateKey
 
 from ..apply import Averaging, Constraints, LineSearch, SharpnessAware
@@ -32,6 +32,13 @@ SCHEMA_VERSION = 1
 _STORAGE = {"type": "object", "additionalProperties": {FAMILY_MARK: "quantizer"}}
 _SHAPES = ((1,), (2,), (2, 2), (2, 3), (3, 2), (64, 64), (2, 2, 2), (2, 3, 4), (2, 2, 2, 2))
 """Shapes of blocks over which a recipe is asked for the slots it may have."""
+
+
+def possible_slots(stages: Stages) -> Iterator[Slot]:
+    """The slots of a chain over blocks of some shapes; most come several times."""
+    for block in _SHAPES:
+        with suppress(ValueError):  # a stage may refuse a shape; building says so if a parameter has it
+            yield from [slot for _, _, slot in chain_slots(stages, block)]
 
 
 class Update(Component):
@@ -53,11 +60,14 @@ class Update(Component):
 
     def storable_roles(self) -> Iterator[str]:
         """Roles of the slots that a quantizer can be chosen for by role, over blocks of some shape; some come again."""
-        for block in _SHAPES:
-            for stages in (self.update, self.after_decay):
-                with suppress(ValueError):  # a stage may refuse a shape; building says so if a parameter has it
-                    slots = [slot for _, _, slot in chain_slots(stages, block)]
-                    yield from (slot.role for slot in slots if not slot.sensitive and slot.role not in NEVER_CODED)
+        for slot in (*possible_slots(self.update), *possible_slots(self.after_decay)):
+            if not slot.sensitive and slot.role not in NEVER_CODED:
+                yield slot.role
+
+    def adds_decay(self) -> bool:
+        """Whether weight decay is added to the direction before the write: stages follow it, or a stage has a step size
+        of its own that multiplies it."""
+        return bool(self.after_decay) or any(slot.step_size for slot in possible_slots(self.update))
 
     def lagging(self) -> bool:
         """Whether the first gradient only primes statistics."""

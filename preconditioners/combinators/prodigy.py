@@ -23,7 +23,8 @@ class Prodigy(Stage):
     r <- b r + lr D^2 <g, W_0 - W>;  s <- b s + lr D^2 g  afterwards, W_0 where a parameter was at its first update.
     Mishchenko & Defazio 2023, arXiv:2306.06101, Algorithm 4 (Adam inside, uncorrected moments, b the root of their
     second decay). D is the learning rate, in units of the parameters, and lr multiplies it: 1, with a schedule. Inside,
-    an eps is in units of D g. Weight decay is not multiplied by D.
+    an eps is in units of D g. Weight decay beside the update is multiplied by D, as in the authors' code
+    (konstmish/prodigy, `decouple`): W <- W - lr D alpha W - lr D inner.
     """
 
     kind: Literal["prodigy"] = "prodigy"
@@ -50,7 +51,7 @@ class Prodigy(Stage):
             "s": Slot(block, role="first_moment", frame="vector", sensitive=True),
             "size": Slot((), role="iterate", total=True),
             "gain": Slot((), role="iterate", total=True),
-            "d": Slot((), fill=self.start, role="iterate"),
+            "d": Slot((), fill=self.start, role="iterate", step_size=True),
         }
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Summing[Tensor]:

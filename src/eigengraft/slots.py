@@ -45,6 +45,8 @@ class Slot:
     decay: b, if the slot is the running mean or sum of squared gradients of its frame, b^k the weight of the k-th last;
         None: it is something else.
     total: whether stages read the slot's sum over all blocks of all parameters as the step began, `context.total`.
+    step_size: whether the stage multiplies its direction by the slot, of shape (), as by a learning rate of its own:
+        weight decay beside the update is multiplied by it too.
     """
 
     shape: tuple[int, ...]
@@ -57,6 +59,7 @@ class Slot:
     sensitive: bool = False
     decay: float | None = None
     total: bool = False
+    step_size: bool = False
 
     def allocate(self, blocks: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The slot of a fresh stack, `[blocks, *shape]`, in its own dtype or else `dtype`."""

@@ -598,8 +598,9 @@ def test_each_role_has_its_norm(name: str) -> None:
         assert float((params[i].detach() - expected).abs().max()) <= 1e-9 * float(expected.abs().max())
 
 
-def test_prodigy_learns_its_learning_rate() -> None:
-    """M <- b1 M + (1 - b1) D G, V <- b2 V + (1 - b2) (D G)^2, W <- W - lr D M / sqrt(V),
+@pytest.mark.parametrize("decay", [None, "decoupled", "cautious", "independent"])
+def test_prodigy_learns_its_learning_rate(decay: str | None) -> None:
+    """M <- b1 M + (1 - b1) D G, V <- b2 V + (1 - b2) (D G)^2, W <- W - lr D alpha W - lr D M / sqrt(V),
     r <- b3 r + lr D^2 <G, W_0 - W>, s <- b3 s + lr D^2 G,  D <- max(D, r / |s|_1), sums over both parameters.
 
     On a quadratic, so that D leaves its start: by more than a hundredfold in 40 steps. 1e-9 as above.
@@ -607,7 +608,8 @@ def test_prodigy_learns_its_learning_rate() -> None:
     shapes, lr, b3 = [(5, 8), (7,)], 0.5, 0.999**0.5
     init, goal = [normal(*s, seed=1) for s in shapes], [normal(*s, seed=2) for s in shapes]
     params = [torch.nn.Parameter(x.clone()) for x in init]
-    optimizer = Optimizer(params, load_recipe("prodigy", ["update.prodigy.inner.rms.eps=1e-60"]), lr=lr)
+    declared = load_recipe("prodigy", ["update.prodigy.inner.rms.eps=1e-60", *[f"weight_decay={decay}"] * bool(decay)])
+    optimizer = Optimizer(params, declared, lr=lr, weight_decay=0.3 if decay else 0.0)
     w, m, v, s = ([x.clone() if i == 0 else torch.zeros_like(x) for x in init] for i in range(4))
     d, r = 1e-6, 0.0
     for _ in range(40):
@@ -617,7 +619,11 @@ def test_prodigy_learns_its_learning_rate() -> None:
             m[i] = 0.9 * m[i] + 0.1 * d * g[i]
             v[i] = 0.999 * v[i] + 0.001 * (d * g[i]).square()
             s[i] = b3 * s[i] + lr * d**2 * g[i]
-            w[i] = w[i] - lr * d * m[i] / v[i].sqrt()
+            u = m[i] / v[i].sqrt()
+            alpha = {"decoupled": 0.3, "independent": 0.3 / lr, "cautious": 0.3 * (u * w[i] > 0).double()}.get(
+                decay or "", 0.0
+            )
+            w[i] = w[i] - lr * d * alpha * w[i] - lr * d * u
         d = max(d, r / sum(float(x.abs().sum()) for x in s))
         for p, y in zip(params, goal, strict=True):
             p.grad = p.detach() - y

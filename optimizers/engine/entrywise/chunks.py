@@ -56,7 +56,7 @@ def chunks_refused(own: StackState) -> str | None:
     shape, asked = own.stack.block, [*sorted(own.signals), *own.foreign, *own.totals]
     reasons = {
         "a stage is lagged": own.rule.lagging(),
-        "stages follow weight decay": bool(own.rule.after_decay),
+        "stages follow weight decay, or multiply it": own.adds_decay,
         "it has constraints": bool(own.rule.constraints),
         f"its size is no multiple of {_VECTOR}, and others share its stack": (
             math.prod(shape) % _VECTOR != 0 and len(own.stack.grids) > 1

@@ -74,6 +74,8 @@ class KernelSource:
         wrong += [f"{path}, which asks for the signal {name}" for name, path in asking(rule.stages(self.path)).items()]
         wrong += [f"{at}{name}, which is scheduled" for name, _ in schedules(rule)]
         wrong += [f"{at}{name}" for name in ("after_decay", "constraints") if getattr(rule, name)]
+        if rule.adds_decay() and not rule.after_decay:
+            wrong.append(f"{at}update, of which a stage has a step size of its own")
         if wrong:
             raise ValueError(f"{at}compile: an update of entry-wise stages alone is required, got {wrong[0]}")
 

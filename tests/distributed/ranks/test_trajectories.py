@@ -58,6 +58,8 @@ CASES["remainders"] = {"recipe": {"base": "soap", "constraints": "rounding"}, "o
 BY_CHANCE = {"kind": "rounding", "rule": "stochastic"}
 CASES["chances"] = {"recipe": {"base": "adamw", "constraints": BY_CHANCE}, "dtype": "bfloat16"}
 CASES["pairs"] = {"recipe": "lora_rite"}
+LEARNED = ["update.prodigy.start=0.1", "weight_decay.rate=0.5"]
+CASES["learned rate"] = {"recipe": "prodigy", "overrides": LEARNED}
 INPUTS = ["update.inputs.statistic.interval=2", "update.inputs.refresh.steps=2", "blocking.size=5", "lr=0.02"]
 INPUTS += ["update.spectral.solver.precision=input"]
 LAYERS = ["update.sirf.refresh.steps=2", "update.sirf.lr_preconditioner=0.2", "blocking.size=5", "lr=0.02"]
@@ -66,6 +68,7 @@ CASES["early"] = {"recipe": "soap", "overrides": [*SOAP, *EARLY], "early": True}
 WRITTEN = ["distribution.gather=parameters"]
 CASES["written"] = {"recipe": "soap", "overrides": [*SOAP, *WRITTEN], "dtype": "bfloat16"}
 CASES["written after decay"] = {"recipe": "splus", "overrides": [*WRITTEN, "averaging=null"]}
+CASES["written learned rate"] = {"recipe": "prodigy", "overrides": [*LEARNED, *WRITTEN]}
 CASES["written with gaps"] = {"recipe": "soap", "overrides": [*SOAP, *WRITTEN], "gaps": True}
 CASES["groups"] = {**CASES["l2"], "groups": True}
 CASES["groups written"] = {**CASES["written"], "dtype": "float32", "groups": True}
@@ -82,6 +85,8 @@ CLOSE = (
     "adafactor",
     "averaged with gaps",
     "pairs",
+    "learned rate",
+    "written learned rate",
     *(f"{n}{gaps}" for n in ("hyper", "record", "signals") for gaps in ("", " with gaps")),
     "groups hyper",
 )
@@ -110,10 +115,12 @@ PLACES = {
         "groups after decay",
         "written",
         "written after decay",
+        "written learned rate",
+        "learned rate",
         "scaled blocks",
         *STORED,
     ],
-    "fsdp2": ["groups", "groups after decay", "groups hyper", "early", "scaled", "scaled blocks", *STORED],
+    "fsdp2": ["groups", "learned rate", "groups after decay", "groups hyper", "early", "scaled", "scaled blocks", *STORED],
     "plain3": ["written with gaps", *GAPS],
     "fsdp3": ["soap", *GAPS],
     "plain4": ["few", "soap"],
