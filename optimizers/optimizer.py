@@ -8,8 +8,11 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from eigengraft.component import plain
 
 from .apply.averaging import Mode
 from .apply.closures import Passes, require_closure
@@ -66,8 +69,8 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         described = DescribedParameters.of(params)
         self.param_sets = ParamSets(self.recipe, checked, described.others)
         defaults = {
-            "lr": self.recipe.lr if lr is None else lr,
-            "weight_decay": self.recipe.weight_decay.rate if weight_decay is None else weight_decay,
+            "lr": self.recipe.lr if lr is None else plain(lr),
+            "weight_decay": self.recipe.weight_decay.rate if weight_decay is None else plain(weight_decay),
         }
         self._known = described.infos
         if described.model is not None:
@@ -185,6 +188,9 @@ class Optimizer(Reporting, torch.optim.Optimizer):
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:
         """Values of a param group, whose peak follows its learning rate."""
+        for key in ("lr", "weight_decay"):
+            if isinstance(group[key], np.number):  # a checkpoint with it could not be read with weights_only
+                group[key] = group[key].item()
         lr = number(group, "lr")
         peak, exceeded = follow_peak(group, lr)
         if exceeded and not self._warned_of_peak and (reader := self.recipe.follows_peak()) is not None:

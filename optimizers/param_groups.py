@@ -10,14 +10,18 @@ from functools import cache
 from inspect import signature
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from eigengraft.component import plain
 
 from .apply.closures.line_search import SCALE
 from .recipe.recipe import Recipe
 from .recipe.routing import ParamInfo, describe_named, describe_unnamed
 
 _KEYS = ("params", "param_names", "lr", "weight_decay", "name", "initial_lr", "peak_lr", "recipe", "iterate", SCALE)
+_NUMBERS = ("lr", "weight_decay", "peak_lr", "initial_lr", "max_lr")
 _OTHER_NAMES = {"learning_rate": "lr", "wd": "weight_decay", "decay": "weight_decay"}
 _IGNORED = ("foreach", "fused", "capturable")
 _OFF = {
@@ -25,6 +29,9 @@ _OFF = {
     "differentiable": "no gradient passes through a step",
 }
 """Options of torch's optimizers that a step has no other way for: what may be done about each."""
+_OF_WRAPPERS = frozenset({"rho", "alpha"})
+"""Options of torch's Adadelta, RMSprop and ASGD that are also keys which wrappers of optimizers (SAM, LookSAM) put into
+the groups of the optimizer that they wrap."""
 _TAKEN = frozenset((*_KEYS, *_IGNORED, *_OFF))
 WHOLE_SHARDS = "use torch.distributed.fsdp.fully_shard (FSDP2)"
 """What to do instead where a host cuts flat pieces."""
@@ -72,7 +79,7 @@ def own_keys(group: Mapping[str, Any], recipe: str) -> dict[str, Any]:
         raise ValueError(
             "param group: one recipe for all groups is required (its `routes` tell parameters apart), got 'recipe'"
         )
-    return {key: value for key, value in group.items() if key not in options}
+    return {key: plain(value) if key in _NUMBERS else value for key, value in group.items() if key not in options}
 
 
 def warn_of_options(groups: Iterable[Mapping[str, Any]], recipe: Recipe) -> None:
@@ -97,10 +104,10 @@ def _paths_of(key: str, recipe: Recipe) -> list[str]:
 
 @cache
 def _elsewhere() -> frozenset[str]:
-    """Options of torch's optimizers, and fields of recipes other than `lr_scale`, a key of schedulers too."""
+    """Options of torch's optimizers and fields of recipes, but for names that wrappers and schedulers use."""
     classes = [cls for cls in vars(torch.optim).values() if isinstance(cls, type)]
     options = [key for cls in classes if issubclass(cls, torch.optim.Optimizer) for key in signature(cls).parameters]
-    return frozenset(options) | Recipe.model_fields.keys() - {"lr_scale"}
+    return (frozenset(options) - _OF_WRAPPERS) | (Recipe.model_fields.keys() - {"lr_scale"})
 
 
 def check_values(group: Mapping[str, Any]) -> None:
@@ -116,7 +123,10 @@ def check_values(group: Mapping[str, Any]) -> None:
     for position, parameter in enumerate(group["params"]):
         name = names[position] if names else f"parameter {position}"
         if parameter.is_complex():
-            raise ValueError(f"params: {name}: a real floating-point tensor is required, got {parameter.dtype}")
+            raise ValueError(
+                f"params: {name}: a real floating-point tensor is required, got {parameter.dtype}; make the parameter "
+                "torch.view_as_real of it, and torch.view_as_complex of that in the forward"
+            )
         if parameter.is_meta:
             raise ValueError(
                 f"{name}: a parameter with values is required, got one on the meta device; call "
@@ -198,7 +208,7 @@ def number(group: Mapping[str, Any], key: str) -> float | Tensor:
     value = group.get(key)
     if isinstance(value, Tensor) and value.numel() != 1:
         raise ValueError(f"{key}: a number or a tensor with one element is required, got shape {tuple(value.shape)}")
-    if isinstance(value, bool) or not isinstance(value, (int, float, Tensor)):
+    if isinstance(value, bool) or not isinstance(value, (int, float, Tensor, np.number)):
         raise ValueError(f"{key}: a number is required, got {value!r}")
     if isinstance(value, Tensor) and value.device.type != "cpu":
         return value

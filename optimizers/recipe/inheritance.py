@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from eigengraft.chains import ChainOf
-from eigengraft.component import Component, checked
+from eigengraft.component import Component, checked, plain
 from eigengraft.errors import RecipeError
 from eigengraft.preconditioners import Stage
 
@@ -36,6 +36,7 @@ def raw_recipe(source: Any, folder: Path | None = None, derived: tuple[str, ...]
     """
     if isinstance(source, Recipe):
         return source.model_dump(mode="json")
+    source = plain(source)
     if isinstance(source, Mapping):
         return _inherited(source, folder, derived)
     if isinstance(source, (str, PathLike)):

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from eigengraft.component import Component, families
+from eigengraft.component import Component, families, plain
 from eigengraft.errors import RecipeError, stage_name
 
 Overrides = Mapping[str, Any] | Iterable[str]
@@ -45,7 +45,7 @@ def override_pairs(overrides: Overrides, parse: Callable[[str], Any] = json_valu
         for path in overrides:
             if not str(path).strip():
                 raise RecipeError(f"overrides: the path of a field is required for every value, got {path!r}")
-        return [(str(path).strip(), _plain(value)) for path, value in overrides.items()]
+        return [(str(path).strip(), _written(plain(value))) for path, value in overrides.items()]
     if not isinstance(overrides, Iterable):
         required = "a mapping {path: value} or strings path.to.field=value are required"
         raise RecipeError(f"overrides: {required}, got {type(overrides).__name__}")
@@ -58,13 +58,13 @@ def override_pairs(overrides: Overrides, parse: Callable[[str], Any] = json_valu
     return pairs
 
 
-def _plain(value: Any) -> Any:
+def _written(value: Any) -> Any:
     """A copy of a value with components as plain data, into which later paths can lead."""
     if isinstance(value, Component):
         return value.model_dump(mode="json")
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {key: _written(item) for key, item in value.items()}
+    return [_written(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def assign_paths(data: Mapping[str, Any], pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:

@@ -75,7 +75,8 @@ class DescribedParameters:
     def _completed(cls, given: DescribedParameters) -> Self:
         if not isinstance(given.params, Iterable):
             raise TypeError(f"params: tensors, (name, tensor) pairs or groups are required, got {given.params!r:.60}")
-        params = [group_with_names(entry) for entry in given.params]
+        entries = (dict(entry) if isinstance(entry, Mapping) else entry for entry in given.params)
+        params = [group_with_names(entry) for entry in entries]
         groups = [entry.get("params", ()) if isinstance(entry, dict) else [entry] for entry in params]
         named = [entry for group in groups if not isinstance(group, Tensor) for entry in group]
         pairs = (entry for entry in named if isinstance(entry, tuple) and len(entry) == 2)

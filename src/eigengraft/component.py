@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self, TypeVar
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError
 
@@ -21,6 +22,24 @@ from eigengraft.errors import RecipeError, fault_lines, short, with_nearest
 FAMILY_MARK = "x-family"
 """Stands in a generated JSON schema where any member of a family may stand."""
 _FAMILIES: dict[str, type[Component]] = {}
+
+
+def plain(value: Any) -> Any:
+    """Data of other libraries as Python's own: mappings as dicts, sequences as lists, numbers of numpy as numbers.
+
+    Nodes of Hydra are such mappings and sequences. Anything else is returned as it is.
+    """
+    if isinstance(value, (np.generic, np.ndarray)):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(plain, value))
+    return [plain(item) for item in value] if _is_list(value) else value
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
 
 
 class Component(BaseModel):
@@ -76,6 +95,7 @@ class Component(BaseModel):
     def _open_family(cls, value: Any, handler: Any) -> Any:
         if isinstance(value, cls):
             return value
+        value = plain(value)
         if not cls.is_family():
             try:
                 return handler(value)
@@ -97,7 +117,7 @@ class Component(BaseModel):
                     "kinds": ", ".join(sorted(cls.members)),
                 },
             )
-        return cls.member(value["kind"]).model_validate(dict(value))
+        return cls.member(value["kind"]).model_validate(value)
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
@@ -185,6 +205,7 @@ C = TypeVar("C", bound=Component)
 
 def checked(cls: type[C], data: Any, where: str = "") -> C:
     """`data` as a `cls`; faults are raised as one `RecipeError` whose paths name stages by their names."""
+    data = plain(data)
     try:
         return cls.model_validate(data)
     except ValidationError as error:

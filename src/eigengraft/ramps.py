@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_serializer, model_validator
 
-from .component import C, Component
+from .component import C, Component, plain
 from .errors import stage_name
 
 Shape = Literal["linear", "cosine", "half_life"]
@@ -123,6 +123,7 @@ class Schedulable(Component):
     def _read_schedules(cls, value: Any, handler: Any) -> Any:
         if not isinstance(value, Mapping) or cls.is_family():
             return handler(value)
+        value = plain(value)
         ramps = {name: found for name, given in value.items() if (found := cls._schedule(name, given)) is not None}
         if not ramps:
             return handler(value)

@@ -1,0 +1,192 @@
+"""Data of other libraries: Hydra's nodes, numbers of numpy, keys of wrappers in param groups, schedulers."""
+
+import io
+from collections import UserDict, UserList
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import eigengraft
+from eigengraft import Optimizer, RecipeError, load_recipe
+from eigengraft.component import plain
+from eigengraft.preconditioners import RMS, Momentum
+from eigengraft.preconditioners.cadence import Every
+
+DECLARED: dict[str, Any] = {
+    "update": [
+        {
+            "kind": "eigenbasis",
+            "inner": [
+                {"kind": "momentum", "beta": {"from": 0.5, "to": 0.9, "steps": 5}},
+                {"kind": "rms", "beta": 0.95},
+            ],
+            "refresh": {"kind": "every", "steps": 3},
+        }
+    ],
+    "routes": ["default", {"name": "rest", "match": {"role": ["bias", "norm"]}, "update": "sign", "optional": True}],
+    "storage": {"statistic": {"kind": "int8"}},
+    "weight_decay": {"kind": "independent", "rate": 0.1},
+    "averaging": {"kind": "ema", "inner": {"kind": "schedule_free"}},
+    "total_steps": 10,
+}
+
+
+def node(value: Any) -> Any:
+    """A value in a mapping and a sequence of another library, numbers as numpy's."""
+    if isinstance(value, dict):
+        return UserDict({key: node(item) for key, item in value.items()})
+    if isinstance(value, list):
+        return UserList(map(node, value))
+    if isinstance(value, float):
+        return np.float64(value)
+    return np.int64(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def test_a_recipe_may_be_any_mapping() -> None:
+    assert load_recipe(node(DECLARED)) == load_recipe(DECLARED)
+    based = {"base": "soap", "set": {"update.eigenbasis.refresh.steps": 7}, "lr": 0.25}
+    assert load_recipe(node(based)) == load_recipe(based)
+    assert load_recipe({"base": node(DECLARED), "lr": 0.25}) == load_recipe({"base": DECLARED, "lr": 0.25})
+
+
+def test_stages_may_be_any_sequence() -> None:
+    assert load_recipe(node(DECLARED["update"])) == load_recipe(DECLARED["update"])
+
+
+def test_overrides_may_be_any_mapping_or_sequence() -> None:
+    changes = {key: DECLARED[key] for key in ("routes", "weight_decay", "update")}
+    changes |= {"update.eigenbasis.refresh.steps": 4}
+    assert load_recipe("adamw", node(changes)) == load_recipe("adamw", changes)
+    assert load_recipe("adamw", UserList(["lr=0.5"])) == load_recipe("adamw", ["lr=0.5"])
+
+
+def test_components_take_them_too() -> None:
+    assert Momentum(beta=np.float32(0.5)) == Momentum(beta=0.5)
+    assert RMS(beta=UserDict({"from": np.float32(0.5), "to": 0.75, "steps": np.int32(4)})) == RMS(
+        beta={"from": 0.5, "to": 0.75, "steps": 4}
+    )
+    assert Every(steps=np.int64(3)) == Every(steps=3)
+    assert Momentum(beta=0.25).replace(beta=np.float32(0.5)) == Momentum(beta=0.5)
+    assert plain({"a": np.array([0.25, 0.5]), "b": (np.int64(1), "text")}) == {"a": [0.25, 0.5], "b": (1, "text")}
+
+
+@pytest.mark.parametrize(
+    ("given", "path"),
+    [
+        (UserDict({"kind": "rms", "beta": "0.9"}), "update.rms.beta"),
+        (UserDict({"kind": "rms", "beta": np.float64("nan")}), "update.rms.beta"),
+        (UserDict({"kind": "rms", "betas": 0.9}), "update.rms.betas"),
+        (UserDict({"kind": "rsm"}), "update"),
+        ({"kind": "rms", "per": UserList(["entry"])}, "update.rms.per"),
+    ],
+)
+def test_faults_in_them_have_their_path(given: Any, path: str) -> None:
+    with pytest.raises(RecipeError, match=path):
+        load_recipe(UserList([given]))
+
+
+def weight() -> nn.Parameter:
+    return nn.Parameter(torch.ones(3, 2))
+
+
+def stepped(optimizer: Optimizer, steps: int = 2) -> list[Tensor]:
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for _ in range(steps):
+        for parameter in params:
+            parameter.grad = torch.full_like(parameter, 0.5)
+        optimizer.step()
+    return params
+
+
+SIMPLE = [{"kind": "momentum"}]
+
+
+@pytest.mark.parametrize("number", [np.float32, np.float64, np.int64])
+def test_rates_may_be_numbers_of_numpy(number: Any) -> None:
+    """In the constructor, in groups and by hand; checkpoints hold Python's numbers, which weights_only reads."""
+    rate, own = number(1), float(number(1))
+    ours = Optimizer([weight()], SIMPLE, lr=rate, weight_decay=rate)
+    group = UserDict({"params": [weight()], "lr": rate, "weight_decay": rate})
+    grouped = Optimizer([group], SIMPLE)
+    by_hand = Optimizer([weight()], SIMPLE, lr=0.0, weight_decay=0.0)
+    by_hand.param_groups[0].update(lr=rate, weight_decay=rate)
+    expected = stepped(Optimizer([weight()], SIMPLE, lr=own, weight_decay=own))
+    for optimizer in (ours, grouped, by_hand):
+        assert torch.equal(stepped(optimizer)[0], expected[0])
+        file = io.BytesIO()
+        torch.save(optimizer.state_dict(), file)
+        file.seek(0)
+        assert torch.load(file, weights_only=True)["param_groups"][0]["lr"] == own
+
+
+@pytest.mark.parametrize("bad", [np.bool_(True), np.float32("nan"), np.float32(-1), np.str_("1")])
+def test_other_values_of_numpy_are_no_rates(bad: Any) -> None:
+    with pytest.raises(ValueError, match=r"^lr: "):
+        Optimizer([weight()], SIMPLE, lr=bad)
+
+
+class Wrapper(torch.optim.Optimizer):
+    """What wrappers of optimizers do: keys of their own in groups that the optimizer inside shares with them."""
+
+    def __init__(self, params: Any, **own: Any) -> None:
+        super().__init__(params, {"lr": 0.1, **own})
+        self.inside = Optimizer(self.param_groups, SIMPLE)
+        self.param_groups = self.inside.param_groups
+        self.defaults.update(self.inside.defaults)
+
+
+@pytest.mark.filterwarnings("ignore:param group:UserWarning")
+def test_keys_of_wrappers_stay_in_groups() -> None:
+    own = {"rho": 0.05, "adaptive": True, "alpha": 0.7, "k": 5}
+    wrapper = Wrapper([weight()], **own)
+    wrapper.inside.defaults.update(own)
+    wrapper.inside.add_param_group({"params": [weight()], "lr": 0.1})
+    stepped(wrapper.inside)
+    for group in wrapper.inside.state_dict()["param_groups"]:
+        assert {key: group[key] for key in own} == own
+
+
+@pytest.mark.parametrize(
+    "key", ["betas", "eps", "momentum", "nesterov", "amsgrad", "update", "routes", "learning_rate"]
+)
+def test_options_of_other_optimizers_are_refused_in_groups(key: str) -> None:
+    with pytest.raises(ValueError, match=f"'{key}'"):
+        Optimizer([{"params": [weight()], key: 0.5}], SIMPLE)
+
+
+@pytest.mark.parametrize("cyclic", [False, True])
+def test_schedulers_of_momentum_are_refused_at_once(cyclic: bool) -> None:
+    """torch asks for `momentum` or `betas` in the groups; without them it says so, and nothing has changed."""
+    optimizer = Optimizer([weight()], "sgd", lr=0.01)
+
+    def schedule(**more: Any) -> Any:
+        if cyclic:
+            return torch.optim.lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, **more)
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=4, **more)
+
+    with pytest.raises(ValueError, match="cycle_momentum"):
+        schedule()
+    assert schedule(cycle_momentum=False).get_last_lr()[0] == optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+def test_complex_parameters_are_refused_by_name(dtype: torch.dtype) -> None:
+    model = nn.Linear(2, 2, dtype=dtype)
+    with pytest.raises(ValueError, match=r"weight: .*view_as_complex"):
+        eigengraft.compose("adamw", model)
+
+
+def test_a_real_parameter_behind_complex_weights_trains() -> None:
+    """The remedy that the error names: pairs of real numbers are updated as torch.optim updates complex ones."""
+    start = torch.randn(3, 2, 2, generator=torch.Generator().manual_seed(0))
+    pairs, whole = nn.Parameter(start.clone()), nn.Parameter(torch.view_as_complex(start.clone()))
+    ours, theirs = Optimizer([("w", pairs)], "adam", lr=0.1), torch.optim.Adam([whole], lr=0.1)
+    for _ in range(3):
+        for optimizer, weights in ((ours, torch.view_as_complex(pairs)), (theirs, whole)):
+            optimizer.zero_grad()
+            (weights - 1j).abs().square().sum().backward()
+            optimizer.step()
+    torch.testing.assert_close(torch.view_as_complex(pairs.detach()), whole.detach())
