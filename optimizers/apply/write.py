@@ -89,6 +89,11 @@ class Rates:
         """Learning rate of parameters of one group with the update at a path."""
         return self.step_scale(path, int(positions[0])).lr
 
+    def decays(self, path: str) -> bool:
+        """Whether parameters with the update at a path may have a decay beside it."""
+        alphas = (self._scale(path, group).alpha for group in self.hypers)
+        return any(isinstance(alpha, Tensor) or alpha != 0 for alpha in alphas)
+
     def decays_gradients(self, path: str) -> bool:
         """Whether a decay is added to gradients of the update at a path."""
         return any(scale.gradient_rate for scale in (self._scale(path, group) for group in self.hypers))

@@ -130,7 +130,7 @@ class LocalExchange:
         self._write(updates)
 
     def survey(self, given: GivenGradients) -> GradientSurvey:
-        return LocalSurvey(given.gradients, given.present)
+        return LocalSurvey(given.gradients, given.present, given.linear)
 
     def begin(self, step: Step, moved: NDArray[np.bool_], write: Write) -> None:
         self._step, self._write, self._updates = step, write, {}

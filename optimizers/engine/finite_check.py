@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from eigengraft.blocking.stacks import max_blocks
 from eigengraft.distributed.work import HostCopy
-from eigengraft.numerics import norms_by_dtype, squares_are_finite
+from eigengraft.numerics import compute_dtype, norms_by_dtype, squares_are_finite
 
 from ..apply.failure import Failure
 from ..apply.write import Rates
@@ -27,11 +28,13 @@ class GivenGradients:
 
     gradients: what this rank holds of each gradient, by position; None: no gradient.
     present: `[P]` on the host, parameters that have a gradient here.
+    linear: `[P]`, parameters whose updates square nothing.
     rates, steps: what all ranks must step with: learning rates and decays, and the number of steps before this one.
     """
 
     gradients: Sequence[Tensor | None]
     present: NDArray[np.bool_]
+    linear: NDArray[np.bool_]
     rates: Rates
     steps: int
 
@@ -54,7 +57,8 @@ class GradientSurvey(Protocol):
         """Whether any of these gradients has an entry other than 0, read on the host."""
 
     def usable(self, positions: Sequence[int], finite: bool) -> Tensor | None:
-        """`[n]` on the device, gradients that can be used, or None for all; finite: whether they must be finite."""
+        """`[n]` on the device, gradients that can be used, or None for all; finite: whether they must be finite, and
+        their squares too where updates square them."""
 
     @property
     def squares(self) -> Tensor:
@@ -67,10 +71,12 @@ class LocalSurvey:
 
     gradients: by position; None: no gradient.
     present: `[P]`, parameters that have a gradient.
+    linear: `[P]`, parameters whose updates square nothing.
     """
 
     gradients: Sequence[Tensor | None]
     present: NDArray[np.bool_]
+    linear: NDArray[np.bool_]
 
     @property
     def device(self) -> torch.device:
@@ -83,8 +89,9 @@ class LocalSurvey:
         return any(bool(gradient.any()) for at in positions if (gradient := self.gradients[at]) is not None)
 
     def usable(self, positions: Sequence[int], finite: bool) -> Tensor | None:
-        found = [gradient for position in positions if (gradient := self.gradients[position]) is not None]
-        return finite_squares(found) if found and finite else None
+        here = [position for position in positions if self.gradients[position] is not None]
+        found = [gradient for position in here if (gradient := self.gradients[position]) is not None]
+        return finite_gradients(found, self.linear[here].tolist()) if found and finite else None
 
     @property
     def squares(self) -> Tensor:
@@ -97,7 +104,9 @@ class LocalSurvey:
 
 
 class FiniteCheck:
-    """Finds gradients with inf or nan, or too large to be squared in the dtype of the state, and counts them.
+    """Finds gradients with inf or nan, and those too large to be squared in the dtype of the state, and counts them.
+
+    Updates that square nothing, as those of SGD and Lion, take every finite gradient.
 
     On the host the answer is known at once. On a device it stays there as a mask, read one step later without waiting.
 
@@ -128,30 +137,38 @@ class FiniteCheck:
             return np.zeros_like(present), None, survey
         present = present & ~idle
         positions = np.flatnonzero(present).tolist()
-        return (*self._decide(positions, survey.usable(positions, self.failure.nonfinite != "ignore"), present), survey)
+        usable = survey.usable(positions, self.failure.nonfinite != "ignore")
+        return (*self._decide(positions, usable, present, given.gradients), survey)
 
     def _decide(
-        self, positions: list[int], usable: Tensor | None, present: NDArray[np.bool_]
+        self,
+        positions: list[int],
+        usable: Tensor | None,
+        present: NDArray[np.bool_],
+        gradients: Sequence[Tensor | None],
     ) -> tuple[NDArray[np.bool_], Tensor | None]:
         if usable is None:
             self._stalled *= not positions  # a step without gradients is none
             return present, None
         if not self._on_host(usable.device):
             return present, self._defer(positions, usable, len(present))
-        bad = self._count(positions, usable)
-        self.raise_nonfinite(bad, "nothing was changed")
+        bad = self._count(positions, usable, gradients)
+        self.raise_nonfinite(bad, "nothing was changed", gradients)
         present[bad] = False
         return present, None
 
-    def _count(self, positions: list[int], usable: Tensor) -> list[int]:
-        """Positions of unusable gradients, which are counted by name."""
+    def _count(
+        self, positions: list[int], usable: Tensor, gradients: Sequence[Tensor | None] | None = None
+    ) -> list[int]:
+        """Positions of unusable gradients, which are counted by name; gradients: None where they are gone."""
         bad = [position for position, good in zip(positions, usable.tolist(), strict=True) if not good]
         self.skipped.update(self.names[position] for position in bad)
         self._stalled = self._stalled + 1 if positions and len(bad) == len(positions) else 0
         if self._stalled == STALLED:
             warnings.warn(
-                f"gradients: finite values are required, got none in {STALLED} steps in a row ({self.names[bad[0]]}, "
-                "among others); nothing is updated any more. With failure.nonfinite=raise the first is an error",
+                f"gradients: usable values are required, got none in {STALLED} steps in a row ({self.names[bad[0]]}, "
+                f"among others: {_fault(gradients and gradients[bad[0]])}); nothing is updated any more. With "
+                "failure.nonfinite=raise the first is an error",
                 stacklevel=2,
             )
         return bad
@@ -172,13 +189,16 @@ class FiniteCheck:
         (positions, usable), self._deferred = self._deferred, None
         return self._count(positions, usable.wait())
 
-    def raise_nonfinite(self, bad: Sequence[int], outcome: str) -> None:
+    def raise_nonfinite(
+        self, bad: Sequence[int], outcome: str, gradients: Sequence[Tensor | None] | None = None
+    ) -> None:
         """Raises FloatingPointError for unusable gradients if the recipe says so."""
         if bad and self.failure.nonfinite == "raise":
-            names = ", ".join(self.names[position] for position in bad[:5])
-            raise FloatingPointError(
-                f"gradient of {names}: finite values are required (their squares too), got others; {outcome}"
+            names, found = (
+                ", ".join(self.names[position] for position in bad[:5]),
+                _fault(gradients and gradients[bad[0]]),
             )
+            raise FloatingPointError(f"gradient of {names}: finite values are required, got {found}; {outcome}")
 
     def _on_host(self, device: torch.device) -> bool:
         return self.failure.detect == "host" or (self.failure.detect == "auto" and device.type == "cpu")
@@ -191,10 +211,28 @@ class FiniteCheck:
         return mask
 
 
-def finite_squares(gradients: Sequence[Tensor]) -> Tensor | None:
-    """Which gradients have a finite sum of squares in the dtype they are computed in, `[n]`; None: all, on a CPU."""
+def _fault(gradient: Tensor | None) -> str:
+    """The reason why a gradient is not usable, as far as this rank knows; None: it is gone."""
+    if gradient is not None and not bool(gradient.isfinite().all()):
+        return "inf or nan"
+    dtype = None if gradient is None else compute_dtype(gradient.dtype)
+    if gradient is None or dtype is None or bool(torch.linalg.vector_norm(gradient, dtype=dtype).square().isfinite()):
+        return "inf, nan or values whose squares overflow"
+    peak = float(gradient.abs().max())
+    return f"values up to {peak:.3g}, whose squares overflow {str(dtype).removeprefix('torch.')}; scale the loss down"
+
+
+def finite_gradients(gradients: Sequence[Tensor], linear: Sequence[bool]) -> Tensor | None:
+    """Which gradients have a finite sum of squares in the dtype they are computed in, `[n]`; None: all, on a CPU.
+
+    linear: n, gradients whose values alone must be finite.
+    """
     if squares_are_finite(gradients, max_blocks):
         return None
-    found = norms_by_dtype(gradients)
-    flags = [pair for ats, norms in found for pair in zip(ats, norms.square().isfinite().unbind(), strict=True)]
-    return torch.stack([good for _, good in sorted(flags, key=lambda pair: pair[0])])
+    flags: dict[int, Tensor] = {}
+    for order, wanted in ((2.0, False), (math.inf, True)):
+        here = [place for place, own in enumerate(linear) if own is wanted]
+        for places, norms in norms_by_dtype([gradients[place] for place in here], order=order):
+            good = (norms if wanted else norms.square()).isfinite()
+            flags.update(zip((here[place] for place in places), good.unbind(), strict=True))
+    return torch.stack([flags[place] for place in range(len(gradients))])

@@ -69,7 +69,9 @@ class ParamSet:
         self.stack_states, self.block_groups = build(specs, recipe, phases, rank_group)
         self._together = sharing_sums(self.stack_states)
         constraints, paths = {at: rule.constraints for at, rule in self.updates.items()}, [spec.path for spec in specs]
-        rank_sync = None if rank_group is None else RankSync(rank_group, specs, recipe.failure)
+        squaring = {path for path, update in self.updates.items() if update.squares()}
+        self._linear = np.array([spec.path not in squaring for spec in specs], dtype=np.bool_)
+        rank_sync = None if rank_group is None else RankSync(rank_group, specs, recipe.failure, self._linear.tolist())
         constrains_shards = any(spec.divided and self.updates[spec.path].constraints for spec in specs)
         shard_sums = rank_sync.sums if rank_sync is not None and constrains_shards else None
         paired = {path for path, update in self.updates.items() if "partner_before" in asking(update.stages())}
@@ -136,7 +138,7 @@ class ParamSet:
             found = [None if gradient is None else self.part(i, gradient) for i, gradient in enumerate(found)]
         own = {group: hypers[group] for group in np.unique(self._groups).tolist()}
         rates = Rates(self.recipe.weight_decay, self._routes, own, self._groups, self.iterates.shard_sums is None)
-        given = GivenGradients(found, present, rates, int(self._counts.max()))
+        given = GivenGradients(found, present, self._linear, rates, int(self._counts.max()))
         active, mask, survey = self.finite_check.check(given)
         if not active.any() and mask is None:
             return None
@@ -164,7 +166,7 @@ class ParamSet:
             prime(steps)
         else:
             found = directions(steps)
-            if self._decay_sources[path] is not None:
+            if self.updates[path].after_decay or (self._decay_sources[path] and step.rates.decays(path)):
                 found = [self._decayed(*pair, step) for pair in zip(steps, found, strict=True)]
             if self.updates[path].after_decay:
                 found = after_decay(steps, found)
@@ -185,7 +187,8 @@ class ParamSet:
         blocks, size = one.blocks, one.step_size()
         path, source = blocks.stack_state.path, self._decay_sources[blocks.stack_state.path]
         assert source is not None
-        parameters = self.exchange.gather(blocks, source).to(direction.dtype)
+        known = one.context.signals.get(source)
+        parameters = known if isinstance(known, Tensor) else self.exchange.gather(blocks, source)
         if size is not None:
             parameters = parameters * per_block(size, parameters)
         return step.rates.map_rows(path, blocks.stack.param_ids, with_decay, parameters, direction)

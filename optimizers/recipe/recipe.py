@@ -64,6 +64,11 @@ class Update(Component):
             if not slot.sensitive and slot.role not in NEVER_CODED:
                 yield slot.role
 
+    def squares(self) -> bool:
+        """Whether a step may square gradients, as all do but entry-wise chains that keep first moments alone."""
+        kept = {slot.role for slot in (*possible_slots(self.update), *possible_slots(self.after_decay))}
+        return bool(self.constraints) or not self.entrywise() or not kept <= {"first_moment", "count"}
+
     def adds_decay(self) -> bool:
         """Whether weight decay is added to the direction before the write: stages follow it, or a stage has a step size
         of its own that multiplies it."""

@@ -27,10 +27,13 @@ class RankSync:
     """What ranks tell each other of P parameters in every step, beside the exchange of blocks.
 
     rank_group: ranks that divide the work on them; everyone: all ranks that do the same, groups of such ranks.
+    linear: P, parameters whose updates square nothing, whose gradients must be finite alone; None: none of them.
     failed: positions of parameters whose roots have failed on this rank too often; all ranks hear it at the next step.
     """
 
-    def __init__(self, rank_group: RankGroup, specs: Sequence[ParamSpec], failure: Failure) -> None:
+    def __init__(
+        self, rank_group: RankGroup, specs: Sequence[ParamSpec], failure: Failure, linear: Sequence[bool] | None = None
+    ) -> None:
         self.rank_group, self.everyone, self.failure = rank_group, rank_group.everyone, failure
         self.names = [spec.name for spec in specs]
         self.failed: set[int] = set()
@@ -39,7 +42,9 @@ class RankSync:
         groups = self.everyone.size // rank_group.size
         self._copies = torch.tensor([float(groups * layout.copies) for layout in layouts], dtype=torch.float64)
         self._numels = torch.tensor([float(math.prod(spec.shape)) for spec in specs], dtype=torch.float64)
-        self._dtypes = [compute_dtype(spec.dtype) for spec in specs]
+        squared = [not own for own in linear or [False] * len(specs)]
+        self._dtypes = [compute_dtype(x.dtype) if own else torch.float64 for x, own in zip(specs, squared, strict=True)]
+        self._largest = torch.tensor([torch.finfo(dtype).max for dtype in self._dtypes], dtype=torch.float64)
         self._told: _Told | None = None
 
     def survey(
@@ -106,11 +111,12 @@ class RankSync:
             )
 
     def finite(self, squares: Tensor) -> Tensor:
-        """Which gradients have a finite sum of squares in the dtype they are computed in, `[P]`."""
-        if len(set(self._dtypes)) == 1:
-            return squares.to(self._dtypes[0]).isfinite()
-        pairs = zip(squares.unbind(0), self._dtypes, strict=True)
-        return torch.stack([square.to(dtype).isfinite() for square, dtype in pairs])
+        """Which gradients have a finite sum of squares in the dtype they are computed in, `[P]`.
+
+        Sums of gradients that nothing squares are taken in float64, where squares of all numbers in 32 bits are finite.
+        """
+        self._largest = self._largest.to(squares.device)
+        return squares <= self._largest
 
     def parameter_rms(self, local: Sequence[Tensor]) -> Tensor:
         """The root mean square of each full parameter, `[P]`; local: what this rank holds of it."""
@@ -127,7 +133,8 @@ class RankSync:
         """This rank's share of the sum of squares of each full tensor, `[P]` float64."""
         squares = torch.zeros(len(local), dtype=torch.float64, device=device)
         here = [(position, x) for position, x in enumerate(local) if x is not None and x.numel()]
-        for places, norms in norms_by_dtype([x for _, x in here]):
+        dtypes = [self._dtypes[position] for position, _ in here]
+        for places, norms in norms_by_dtype([x for _, x in here], dtypes):
             squares[torch.tensor([here[place][0] for place in places], device=device)] = norms.square().double()
         self._copies = self._copies.to(device)
         return squares / self._copies

@@ -29,6 +29,8 @@ def plain(value: Any) -> Any:
 
     Nodes of Hydra are such mappings and sequences. Anything else is returned as it is.
     """
+    if value is None or type(value) in (str, int, float, bool):
+        return value
     if isinstance(value, (np.generic, np.ndarray)):
         return value.tolist()
     if isinstance(value, Mapping):

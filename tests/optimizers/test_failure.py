@@ -331,7 +331,7 @@ def test_gradients_are_used_up_to_the_largest_number_that_has_a_square(dtype: to
     root = 2.0 ** (64 if dtype == torch.float32 else 512)  # the least number whose square is infinite
     sizes = (root * 0.4, root * 0.6, root * (1 - 2**-20), root)
     params = named(dtype, ((1,),) * len(sizes))
-    optimizer = Optimizer(params, "sgd", lr=1e-6)
+    optimizer = Optimizer(params, "adam", lr=1e-6)
     assign(params, [torch.full((1,), size, dtype=dtype) for size in sizes])
     optimizer.step()
     assert optimizer.skipped == {"p3": 1}
@@ -346,3 +346,98 @@ def test_steps_without_usable_gradients_count_in_a_row_alone() -> None:
     assert optimizer.skipped == {"p0": 2 * STALLED - 2}
     with pytest.warns(UserWarning, match="got none in 10 steps in a row"):
         optimizer.step()
+
+
+LINEAR: dict[str, Any] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9),
+    "sgd, nesterov": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9, nesterov=True),
+    "signum": None,
+    "lion": None,
+}
+"""Recipes that square nothing, and the same of torch; None: the first step is the sign of the gradient."""
+
+
+@pytest.mark.parametrize("detect", ["host", "device"])
+@pytest.mark.parametrize("case", [(torch.float32, 1e30), (torch.float64, 1e200), (torch.bfloat16, 1e30)], ids=str)
+@pytest.mark.parametrize("recipe", LINEAR)
+def test_updates_that_square_nothing_take_every_finite_gradient(
+    recipe: str, case: tuple[torch.dtype, float], detect: str
+) -> None:
+    """As torch's SGD takes them. Gradients with inf or nan leave their parameter as it is."""
+    (dtype, size), (name, _, more) = case, recipe.partition(", ")
+    params, twins = named(dtype), named(dtype)
+    changes = [f"failure.detect={detect}", *["update.heavy_ball.nesterov=true"] * bool(more)]
+    optimizer = Optimizer(params, load_recipe(name, changes), lr=1e-3, weight_decay=0.0)
+    theirs = LINEAR[recipe] and LINEAR[recipe]([p for _, p in twins])
+    for step in range(3 if theirs else 1):
+        grads = [(g * size).to(dtype) for g in gradients(step, params)]
+        assign(params, [*grads[:3], spoil(grads[3], BAD[step])])
+        optimizer.step()
+        if theirs:
+            assign(twins, [*grads[:3], None])
+            theirs.step()
+        else:
+            for (_, p), g in zip(twins[:3], grads, strict=False):
+                p.data.sub_((1e-3 * g.sign()).to(dtype))
+    everything(optimizer)
+    rounding = 0.05 if dtype == torch.bfloat16 else 1e-6
+    for (_, p), (_, q) in zip(params, twins, strict=True):
+        torch.testing.assert_close(p, q, rtol=rounding, atol=rounding)
+    assert optimizer.skipped == {"p3": 3 if theirs else 1}
+
+
+@pytest.mark.parametrize("update", [["momentum", "sign"], ["heavy_ball"], ["identity", "gradient_sign"]], ids=str)
+def test_chains_that_square_nothing_are_known_by_their_state(update: Any) -> None:
+    assert not load_recipe(update).squares()
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        ["momentum", "rms"],
+        ["lagged_rms", "momentum"],
+        ["momentum", {"kind": "spectral"}],
+        [{"kind": "clip_norm"}, "sign"],
+        {"update": ["sign"], "constraints": ["hyperball"]},
+        {"update": ["identity"], "after_decay": ["rms"]},
+    ],
+    ids=str,
+)
+def test_other_chains_may_square(recipe: Any) -> None:
+    assert load_recipe(recipe).squares()
+
+
+@pytest.mark.parametrize(("value", "words"), [(1e20, r"1e\+20.*float32.*scale the loss"), (float("nan"), "inf or nan")])
+@pytest.mark.parametrize("raises", [False, True])
+def test_the_reason_why_a_gradient_is_not_used_is_said(value: float, words: str, raises: bool) -> None:
+    params = named(torch.float32)
+    changes = ["failure.nonfinite=raise"] if raises else []
+    optimizer = Optimizer(params, load_recipe("adam", changes))
+    grads = [torch.full_like(p, value) for _, p in params]
+    if raises:
+        assign(params, list(grads))
+        with pytest.raises(FloatingPointError, match=words):
+            optimizer.step()
+        return
+    for step in range(STALLED):
+        assign(params, list(grads))
+        if step < STALLED - 1:
+            optimizer.step()
+    with pytest.warns(UserWarning, match=words):
+        optimizer.step()
+    assert optimizer.skipped["p0"] == STALLED
+
+
+def test_one_update_squares_and_another_does_not() -> None:
+    """Routes are told apart, with the mask of a device too."""
+    route = {"name": "signs", "match": {"name": "p1"}, "update": "sign"}
+    for detect in ("host", "device"):
+        params = named(torch.float32)
+        before = [p.detach().clone() for _, p in params]
+        recipe = {"update": ["momentum", "rms"], "routes": [route], "failure": {"detect": detect}}
+        optimizer = Optimizer(params, recipe, lr=0.1)
+        assign(params, [torch.full_like(p, 1e20) for _, p in params])
+        optimizer.step()
+        moved = [not torch.equal(p, old) for (_, p), old in zip(params, before, strict=True)]
+        everything(optimizer)
+        assert moved == [False, True, False, False] and sorted(optimizer.skipped) == ["p0", "p2", "p3"]

@@ -27,12 +27,17 @@ def scale_tensors_(tensors: Sequence[Tensor], factor: float) -> None:
         torch._foreach_mul_(list(tensors), factor)
 
 
-def norms_by_dtype(tensors: Sequence[Tensor]) -> Iterator[tuple[list[int], Tensor]]:
-    """(places, Frobenius norms `[n]`) of the tensors that are computed in one dtype, for each; a few kernels."""
-    dtypes = [compute_dtype(x.dtype) for x in tensors]
+def norms_by_dtype(
+    tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype] | None = None, order: float = 2
+) -> Iterator[tuple[list[int], Tensor]]:
+    """(places, norms `[n]`) of the tensors that are computed in one dtype, for each; a few kernels.
+
+    dtypes: of each norm; None: the dtype that the tensor is computed in. order: 2 for Frobenius norms, inf for peaks.
+    """
+    dtypes = [compute_dtype(x.dtype) for x in tensors] if dtypes is None else dtypes
     for dtype in dict.fromkeys(dtypes):
         places = [place for place, own in enumerate(dtypes) if own == dtype]
-        yield places, torch.stack(torch._foreach_norm([tensors[place] for place in places], 2, dtype=dtype))
+        yield places, torch.stack(torch._foreach_norm([tensors[place] for place in places], order, dtype=dtype))
 
 
 def squares_are_finite(tensors: Sequence[Tensor], most: Callable[[int, torch.dtype, torch.device], int]) -> bool:

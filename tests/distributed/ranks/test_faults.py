@@ -80,6 +80,8 @@ REFUSED = {f"{fault} {place}": cause for fault, cause in DIFFERENT.items() for p
 SURVIVED: dict[str, dict[str, Any]] = {
     "nan skip": {"fault": "nan", "policy": "skip"},
     "nan raise": {"fault": "nan", "policy": "raise"},
+    "large signum": {"fault": "large", "recipe": "signum"},
+    "large adamw": {"fault": "large", "recipe": "adamw"},
     "one_sided": {"fault": "one_sided"},
     "other lr": {"fault": "changed", "key": "lr"},
     "other lr in a tensor": {"fault": "changed", "key": "lr", "tensor": True},
@@ -181,6 +183,18 @@ def test_a_nan_on_one_rank_is_skipped_or_raised_on_all(outcomes: dict[str, list[
                     "FloatingPointError: gradient of down.weight: finite values are required"
                 )
                 assert found["said"].endswith("nothing was changed") and found["changed"] == []
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_large_finite_gradients_are_used_where_nothing_squares_them(
+    outcomes: dict[str, list[Outcome]], place: str
+) -> None:
+    for recipe in ("signum", "adamw"):
+        for outcome in outcomes[f"large {recipe} {place}"]:
+            found = outcome.result
+            trained = {name for name in found["parameters"] if not name.startswith("frozen")}
+            used, skipped = (trained, set()) if recipe == "signum" else (set(), trained)
+            assert found["said"] == "" and set(found["changed"]) == used and set(found["skipped"]) == skipped
 
 
 def test_groups_of_ranks_agree_with_each_other(outcomes: dict[str, list[Outcome]]) -> None:

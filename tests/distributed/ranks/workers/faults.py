@@ -120,6 +120,18 @@ def nan(place: str, policy: str) -> Result:
     return survive(module, optimizer)
 
 
+def large(place: str, recipe: str) -> Result:
+    """All gradients are finite, and too large to be squared in float32."""
+    module = lay_out(model(), place)
+    optimizer = eigengraft.compose(load_recipe(recipe), module, lr=0.5)
+    give(module, 2, gaps=False)
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            part = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            part.mul_(1e25)
+    return survive(module, optimizer)
+
+
 def one_sided(place: str) -> Result:
     """One rank has no gradient where the others have one."""
     module, optimizer = start(place)
@@ -429,6 +441,7 @@ FAULTS: dict[str, Callable[..., Any]] = {
         killed_in_step,
         raises_in_step,
         nan,
+        large,
         one_sided,
         changed,
         changed_on_device,
