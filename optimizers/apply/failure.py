@@ -14,8 +14,8 @@ class Failure(Component):
 
     nonfinite: Literal["skip", "raise", "ignore"] = Field(
         default="skip",
-        description="a gradient with inf or nan, or one too large for squares that the update takes: leave its parameter and state as they are and count it, "
-        "do so and raise, or do not look",
+        description="a gradient with inf or nan, or too large for squares that the update takes: leave its parameter "
+        "and state as they are and count it, do so and raise, or do not look",
     )
     detect: Literal["auto", "host", "device"] = Field(
         default="auto",

@@ -165,10 +165,11 @@ class FiniteCheck:
         self.skipped.update(self.names[position] for position in bad)
         self._stalled = self._stalled + 1 if positions and len(bad) == len(positions) else 0
         if self._stalled == STALLED:
+            found = _fault(None if gradients is None else gradients[bad[0]])
             warnings.warn(
                 f"gradients: usable values are required, got none in {STALLED} steps in a row ({self.names[bad[0]]}, "
-                f"among others: {_fault(gradients and gradients[bad[0]])}); nothing is updated any more. With "
-                "failure.nonfinite=raise the first is an error",
+                f"among others, with {found}); nothing is updated any more. With failure.nonfinite=raise the first is "
+                "an error",
                 stacklevel=2,
             )
         return bad
@@ -196,7 +197,7 @@ class FiniteCheck:
         if bad and self.failure.nonfinite == "raise":
             names, found = (
                 ", ".join(self.names[position] for position in bad[:5]),
-                _fault(gradients and gradients[bad[0]]),
+                _fault(None if gradients is None else gradients[bad[0]]),
             )
             raise FloatingPointError(f"gradient of {names}: finite values are required, got {found}; {outcome}")
 
