@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,7 +26,7 @@ from .engine.param_sets import ParamSets
 from .engine.signals import Given, SignalSource, with_partners
 from .inspection.reached import require_expected, require_matches, require_partners
 from .inspection.reporting import Reporting
-from .param_groups import check_options, follow_peak, number, own_keys, warn_of_options
+from .param_groups import check_options, own_keys, read_hyper, warn_of_options
 from .recipe.loading import RecipeSource, load_recipe
 from .recipe.overrides import Overrides
 from .recipe.routing import DescribedParameters, ParamInfo
@@ -149,10 +148,13 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         self._settle()
         warn_of_options(self.param_groups, self.recipe)
         self.param_sets.schedules.follow(self.param_sets)
-        hypers = [self._hyper(group) for group in self.param_groups]
+        hypers = [read_hyper(group) for group in self.param_groups]
         self.param_sets.thaw(self.state, "train")
         ready = [(param_set, param_set.prepare(hypers)) for param_set in self.param_sets]
         told = self.param_sets.signals.take(ready)  # all have prepared, which may raise
+        for group, hyper in zip(self.param_groups, hypers, strict=True):
+            if hyper.peak_lr != group["peak_lr"]:
+                self._keep_peak(group, hyper)
         for param_set, inputs in with_partners(self.param_sets, told):
             if inputs is not None:
                 param_set.step(inputs)
@@ -186,21 +188,17 @@ class Optimizer(Reporting, torch.optim.Optimizer):
             passes.again()
         return loss
 
-    def _hyper(self, group: dict[str, Any]) -> Hyper:
-        """Values of a param group, whose peak follows its learning rate."""
-        for key in ("lr", "weight_decay"):
-            if isinstance(group[key], np.number):  # a checkpoint with it could not be read with weights_only
-                group[key] = group[key].item()
-        lr = number(group, "lr")
-        peak, exceeded = follow_peak(group, lr)
-        if exceeded and not self._warned_of_peak and (reader := self.recipe.follows_peak()) is not None:
+    def _keep_peak(self, group: dict[str, Any], hyper: Hyper) -> None:
+        """Keeps a peak of the learning rate that is higher than the group's; warns once if a step made it so."""
+        known, group["peak_lr"] = group["peak_lr"], hyper.peak_lr
+        rose = isinstance(hyper.lr, float) and hyper.peak_lr == hyper.lr != group.get("max_lr") and known > 0
+        if rose and not self._warned_of_peak and (reader := self.recipe.follows_peak()) is not None:
             self._warned_of_peak = True
             warnings.warn(
-                f"{reader}: it is relative to the peak of the learning rate, which an lr of {peak:g} exceeds and "
-                "replaces. Give the param group the largest lr of the run as 'peak_lr'",
+                f"{reader}: it is relative to the peak of the learning rate, which rises from {known:g} to "
+                f"{hyper.peak_lr:g}; give the param group the largest lr of the run as 'peak_lr'",
                 stacklevel=4,
             )
-        return Hyper(lr, peak, float(number(group, "weight_decay")))
 
     def _mean_over_ranks(self, value: Tensor) -> Tensor:
         """The mean of a number over the ranks that share parameters, all of which call it."""

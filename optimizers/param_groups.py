@@ -17,6 +17,7 @@ from torch import Tensor
 from eigengraft.component import plain
 
 from .apply.closures.line_search import SCALE
+from .apply.write import Hyper
 from .recipe.recipe import Recipe
 from .recipe.routing import ParamInfo, describe_named, describe_unnamed
 
@@ -145,20 +146,24 @@ def first_peak(group: Mapping[str, Any]) -> float:
     return max(float(group[key]) for key in ("lr", "initial_lr", "max_lr") if _is_number(group.get(key)))
 
 
-def follow_peak(group: MutableMapping[str, Any], lr: float | Tensor) -> tuple[float, bool]:
-    """(peak of the group's learning rate, whether `lr` has just exceeded a peak above 0).
+def read_hyper(group: MutableMapping[str, Any]) -> Hyper:
+    """Values of a param group at one step. Rates of numpy become Python's, so that weights_only reads a checkpoint."""
+    for key in ("lr", "weight_decay"):
+        if isinstance(group.get(key), np.number):
+            group[key] = group[key].item()
+    lr = number(group, "lr")
+    return Hyper(lr, peak_at(group, lr), float(number(group, "weight_decay")))
 
-    The peak is the group's `peak_lr`, raised here to `max_lr`, which OneCycleLR writes into groups, and to an `lr` that
-    is larger by more than rounding. An lr on a device is not read.
+
+def peak_at(group: Mapping[str, Any], lr: float | Tensor) -> float:
+    """The peak of the group's learning rate in a step with `lr`.
+
+    It is the group's `peak_lr`, its `max_lr`, which OneCycleLR writes into groups, or an `lr` that is larger by more
+    than rounding. An lr on a device is not read.
     """
     known = float(group["peak_lr"])
     peak = max(known, float(group["max_lr"])) if _is_number(group.get("max_lr")) else known
-    exceeded = isinstance(lr, float) and lr > peak * (1 + 1e-6)
-    if exceeded:
-        group["peak_lr"] = float(lr)
-    elif peak > known:
-        group["peak_lr"] = peak
-    return group["peak_lr"], exceeded and peak > 0
+    return float(lr) if isinstance(lr, float) and lr > peak * (1 + 1e-6) else peak
 
 
 def _is_number(value: Any) -> bool:

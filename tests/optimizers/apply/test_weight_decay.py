@@ -273,3 +273,14 @@ def test_lr_zero_moves_nothing_whatever_decays() -> None:
         weight.grad = GRADIENTS[0].clone()
         optimizer.step()
         assert torch.equal(weight, start())
+
+
+def test_a_step_that_is_refused_keeps_the_peak() -> None:
+    weight = nn.Parameter(start())
+    recipe = plain({"kind": "corrected"}) | {"failure": {"nonfinite": "raise"}}
+    optimizer = Optimizer([weight], recipe, lr=0.1)
+    optimizer.param_groups[0]["lr"] = 0.2
+    weight.grad = torch.full_like(weight, float("nan"))
+    with pytest.raises(FloatingPointError):
+        optimizer.step()
+    assert optimizer.param_groups[0]["peak_lr"] == 0.1
