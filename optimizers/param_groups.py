@@ -22,6 +22,8 @@ from .recipe.recipe import Recipe
 from .recipe.routing import ParamInfo, describe_named, describe_unnamed
 
 _KEYS = ("params", "param_names", "lr", "weight_decay", "name", "initial_lr", "peak_lr", "recipe", "iterate", SCALE)
+_MEANT = ("params", "param_names", "lr", "weight_decay", "peak_lr")
+"""Keys that a user may misspell."""
 _NUMBERS = ("lr", "weight_decay", "peak_lr", "initial_lr", "max_lr")
 _OTHER_NAMES = {"learning_rate": "lr", "wd": "weight_decay", "decay": "weight_decay"}
 _IGNORED = ("foreach", "fused", "capturable")
@@ -66,8 +68,8 @@ def own_keys(group: Mapping[str, Any], recipe: str) -> dict[str, Any]:
     for key in group:
         if key in _KEYS or key in options:
             continue
-        near = difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.75)
-        meant = _OTHER_NAMES.get(key) or (near[0] if near else "")
+        near = difflib.get_close_matches(key, _MEANT, n=1, cutoff=0.75)
+        meant = _OTHER_NAMES.get(key) or (near[0] if near and near[0] not in key else "")  # weight_decay_mult is a key
         if meant or key in _elsewhere():
             hint = f", did you mean '{meant}'?" if meant else ""
             raise ValueError(

@@ -140,7 +140,7 @@ class Wrapper(torch.optim.Optimizer):
 
 @pytest.mark.filterwarnings("ignore:param group:UserWarning")
 def test_keys_of_wrappers_stay_in_groups() -> None:
-    own = {"rho": 0.05, "adaptive": True, "alpha": 0.7, "k": 5}
+    own = {"rho": 0.05, "adaptive": True, "alpha": 0.7, "k": 5, "weight_decay_mult": 0.5, "iteration": 3, "max_lr": 0.1}
     wrapper = Wrapper([weight()], **own)
     wrapper.inside.defaults.update(own)
     wrapper.inside.add_param_group({"params": [weight()], "lr": 0.1})
@@ -150,7 +150,7 @@ def test_keys_of_wrappers_stay_in_groups() -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["betas", "eps", "momentum", "nesterov", "amsgrad", "update", "routes", "learning_rate"]
+    "key", ["betas", "eps", "momentum", "nesterov", "amsgrad", "update", "routes", "weight_deacy", "learning_rate"]
 )
 def test_options_of_other_optimizers_are_refused_in_groups(key: str) -> None:
     with pytest.raises(ValueError, match=f"'{key}'"):
