@@ -148,7 +148,7 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         self._settle()
         warn_of_options(self.param_groups, self.recipe)
         self.param_sets.schedules.follow(self.param_sets)
-        hypers = [read_hyper(group) for group in self.param_groups]
+        hypers = [read_hyper(group, self.param_sets.follows_peak is not None) for group in self.param_groups]
         self.param_sets.thaw(self.state, "train")
         ready = [(param_set, param_set.prepare(hypers)) for param_set in self.param_sets]
         told = self.param_sets.signals.take(ready)  # all have prepared, which may raise
@@ -192,11 +192,11 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         """Keeps a peak of the learning rate that is higher than the group's; warns once if a step made it so."""
         known, group["peak_lr"] = group["peak_lr"], hyper.peak_lr
         rose = isinstance(hyper.lr, float) and hyper.peak_lr == hyper.lr != group.get("max_lr") and known > 0
-        if rose and not self._warned_of_peak and (reader := self.recipe.follows_peak()) is not None:
+        if rose and not self._warned_of_peak:
             self._warned_of_peak = True
             warnings.warn(
-                f"{reader}: it is relative to the peak of the learning rate, which rises from {known:g} to "
-                f"{hyper.peak_lr:g}; give the param group the largest lr of the run as 'peak_lr'",
+                f"{self.param_sets.follows_peak}: it is relative to the peak of the learning rate, which rises from "
+                f"{known:g} to {hyper.peak_lr:g}; give the param group the largest lr of the run as 'peak_lr'",
                 stacklevel=4,
             )
 

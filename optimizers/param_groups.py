@@ -148,13 +148,17 @@ def first_peak(group: Mapping[str, Any]) -> float:
     return max(float(group[key]) for key in ("lr", "initial_lr", "max_lr") if _is_number(group.get(key)))
 
 
-def read_hyper(group: MutableMapping[str, Any]) -> Hyper:
-    """Values of a param group at one step. Rates of numpy become Python's, so that weights_only reads a checkpoint."""
+def read_hyper(group: MutableMapping[str, Any], relative: bool) -> Hyper:
+    """Values of a param group at one step. Rates of numpy become Python's, so that weights_only reads a checkpoint.
+
+    relative: whether the recipe depends on the peak of the learning rate, which follows it then.
+    """
     for key in ("lr", "weight_decay"):
         if isinstance(group.get(key), np.number):
             group[key] = group[key].item()
     lr = number(group, "lr")
-    return Hyper(lr, peak_at(group, lr), float(number(group, "weight_decay")))
+    peak = peak_at(group, lr) if relative else float(group["peak_lr"])
+    return Hyper(lr, peak, float(number(group, "weight_decay")))
 
 
 def peak_at(group: Mapping[str, Any], lr: float | Tensor) -> float:

@@ -33,6 +33,7 @@ class ParamSets:
     """All parameter sets of an optimizer: of all param groups that were there when state was made, together.
 
     recipe, recipe_text: declares the updates, as an object and as the JSON text that every param group holds.
+    follows_peak: path of a part of the recipe that depends on the peak of the learning rate; None: no part does.
     checked: whether the contract of every stage is checked at every step.
     others: parameters of the same model that other optimizers have.
     infos, parameters: for each group, a description of each of its parameters, and these.
@@ -45,7 +46,7 @@ class ParamSets:
 
     def __init__(self, recipe: Recipe, checked: bool = False, others: Sequence[ParamInfo] = ()) -> None:
         self.recipe, self.checked, self.others = recipe, checked, others
-        self.recipe_text = recipe.to_json()
+        self.recipe_text, self.follows_peak = recipe.to_json(), recipe.follows_peak()
         self.infos: list[list[ParamInfo]] = []
         self.built: list[list[ParamSet]] = []
         self.parameters: list[Sequence[Tensor]] = []
