@@ -66,7 +66,8 @@ class IterateBatch:
 class Averaging(Component, ABC, family="averaging"):
     """Which iterate a parameter holds: one in training (gradients are taken there), one in evaluation.
 
-    Iterates are slots of role `iterate`, of the parameter's shape, in the dtype they are computed in. They begin at the
+    Iterates are slots of role `iterate`, in the dtype they are computed in. A slot has the axes of the parameter last,
+    after any of its own, or is a number of shape (); anything else raises a ContractError. Iterates begin at the
     parameter as its first update finds it, so that weights loaded after construction count. What is written into a
     parameter between steps (`clamp_`, a checkpoint of the model) is its training iterate from then on, in every dtype;
     the other iterates stay. Where a parameter has had no update, the evaluated iterate is the parameter.

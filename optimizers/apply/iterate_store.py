@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from eigengraft.errors import ContractError
 from eigengraft.numerics import compute_dtype, differs_from_rounded
 from eigengraft.slots import Slot
 from eigengraft.state_key import AVERAGING, PARTNER_STAGE, StateKey
@@ -62,27 +63,32 @@ class IterateStore:
 
     def _allocate(self, parameter: Tensor, path: str) -> dict[str, dict[str, Tensor]]:
         shape, dtype = tuple(parameter.shape), compute_dtype(parameter.dtype)
-        declared: dict[str, Mapping[str, Slot]] = {}
-        if self.averaging is not None:
-            declared[AVERAGING] = self.averaging.slots(shape, dtype != parameter.dtype)
-        if path in self.paired:
-            declared[PARTNER_STAGE] = {"before": Slot(shape, role="iterate")}
-        declared.update(
-            {_stage(path, constraint): self._slots_of(constraint, parameter) for constraint in self.constraints[path]}
-        )
+        declared, other = (self._declared(s, parameter.dtype, path) for s in (shape, tuple(n + 1 for n in shape)))
+        _require_form(declared, other, shape)
         return {
             stage: {name: slot.allocate(1, dtype, parameter.device)[0] for name, slot in slots.items()}
             for stage, slots in declared.items()
         }
 
-    def _slots_of(self, constraint: Constraint, parameter: Tensor) -> Mapping[str, Slot]:
+    def _declared(self, shape: tuple[int, ...], dtype: torch.dtype, path: str) -> dict[str, Mapping[str, Slot]]:
+        """The slots of a parameter of that shape and dtype, by stage and name."""
+        declared: dict[str, Mapping[str, Slot]] = {}
+        if self.averaging is not None:
+            declared[AVERAGING] = self.averaging.slots(shape, compute_dtype(dtype) != dtype)
+        if path in self.paired:
+            declared[PARTNER_STAGE] = {"before": Slot(shape, role="iterate")}
+        for constraint in self.constraints[path]:
+            declared[_stage(path, constraint)] = self._slots_of(constraint, shape, dtype)
+        return declared
+
+    def _slots_of(self, constraint: Constraint, shape: tuple[int, ...], dtype: torch.dtype) -> Mapping[str, Slot]:
         """The slots of a constraint for one parameter; raises ValueError if it rounds what an averaging holds."""
         if constraint.rounds and self.averaging is not None:
             kind = getattr(self.averaging, "kind")  # noqa: B009  every member has a kind, the family has none
             raise ValueError(
                 f"constraints: {constraint.label}: no averaging is required, whose iterates have 32 bits, got '{kind}'"
             )
-        return constraint.slots(tuple(parameter.shape)) if constraint.keeps(parameter.dtype) else {}
+        return constraint.slots(shape) if constraint.keeps(dtype) else {}
 
     def begin(self, positions: Sequence[int]) -> None:
         """Sets the slots that depend on where parameters are; called before their first update, by all ranks."""
@@ -193,6 +199,28 @@ class IterateStore:
         for _, own in self._alike(updated):
             values = self.averaging.evaluated(self._batch(own, steps[own]))
             torch._foreach_copy_([self.parameters[position] for position in own], list(values))
+
+
+def _require_form(
+    declared: Mapping[str, Mapping[str, Slot]], other: Mapping[str, Mapping[str, Slot]], shape: tuple[int, ...]
+) -> None:
+    """Raises ContractError for a slot that is neither a number nor has the axes of the parameter last.
+
+    A rank that holds a shard has the same entries of such a slot, and checkpoints know nothing else of it.
+
+    declared, other: slots by stage and name, of a parameter of shape `shape` and of one that is longer by 1 on every
+        axis, so that no slot has the right shape by chance.
+    """
+    longer = tuple(n + 1 for n in shape)
+    for stage, slots in declared.items():
+        for name, slot in slots.items():
+            lead, found = len(slot.shape) - len(shape), other[stage][name].shape
+            follows = lead >= 0 and slot.shape[lead:] == shape and found == (*slot.shape[:lead], *longer)
+            if slot.shape and not follows:
+                raise ContractError(
+                    f"{stage}: slot '{name}': a shape of () or one that ends with the axes of the parameter, "
+                    f"{shape}, is required, got {slot.shape}"
+                )
 
 
 def _stage(path: str, constraint: Constraint) -> str:

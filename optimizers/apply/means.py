@@ -116,5 +116,12 @@ class LAWA(Averaging):
 
     def evaluated(self, batch: IterateBatch) -> Sequence[Tensor]:
         counts = np.minimum(pushes(batch.steps, self.every, self.start), self.window).tolist()
-        rows = zip(batch.parameters, batch.slots["queue"], counts, strict=True)
-        return [queue[:count].mean(0) if count else parameter for parameter, queue, count in rows]
+        queues = batch.slots["queue"]
+        # one iterate after the other: how `mean` adds them up depends on the shape, which shards have their own of
+        sums = [
+            queue[0].clone() if count else x for x, queue, count in zip(batch.parameters, queues, counts, strict=True)
+        ]
+        for place in range(1, max(counts)):
+            more = [at for at, count in enumerate(counts) if count > place]
+            torch._foreach_add_([sums[at] for at in more], [queues[at][place] for at in more])
+        return [total / count if count else total for total, count in zip(sums, counts, strict=True)]

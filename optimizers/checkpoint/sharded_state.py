@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,14 @@ from eigengraft.distributed.rank_group import RankGroup
 from eigengraft.distributed.resharding import collect, spread
 
 from ..apply.averaging import Mode
-from ..engine.manifest import empty_state, is_divided, layout_of_parameter, manifest, numbers_of_holders
+from ..engine.manifest import (
+    empty_state,
+    is_divided,
+    layout_of_parameter,
+    leading_axes,
+    manifest,
+    numbers_of_holders,
+)
 from ..engine.param_set import ParamSet
 
 if TYPE_CHECKING:
@@ -119,8 +127,11 @@ def _rank_group(param_set: ParamSet) -> RankGroup:
 def _as_parameter(tensor: Tensor, param_set: ParamSet, position: int) -> Tensor:
     if not is_divided(tensor, param_set, position):
         return tensor
-    mesh, placements = _division(param_set, position)
     parameter = param_set.parameters[position]
+    lead = leading_axes(tensor, parameter)
+    mesh, placements = _division(param_set, position, lead)
+    own, size = tuple(tensor.shape[:lead]), parameter.numel()
+    strides = [math.prod(own[axis + 1 :]) * size for axis in range(lead)]
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
@@ -128,22 +139,35 @@ def _as_parameter(tensor: Tensor, param_set: ParamSet, position: int) -> Tensor:
         mesh,
         placements,
         run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
+        shape=torch.Size((*own, *parameter.shape)),
+        stride=(*strides, *parameter.stride()),
     )
 
 
-def _division(param_set: ParamSet, position: int) -> tuple[DeviceMesh, Sequence[Placement]]:
-    """How state with an entry for each entry of a parameter is divided: as the parameter is, or what copies update."""
+def _division(param_set: ParamSet, position: int, lead: int) -> tuple[DeviceMesh, list[Placement]]:
+    """How state with an entry for each entry of a parameter is divided: as the parameter is, or what copies update.
+
+    lead: number of axes of the state before those of the parameter.
+    """
     parameter, placement = param_set.parameters[position], param_set.specs[position].placement
     assert placement is not None
     if is_dtensor(parameter) and not (placement.parts and placement.layout.replicated):
         mesh, placements = parameter.device_mesh, parameter.placements
         cut = None if placement.parts is None else divided(tuple(parameter.shape), tuple(mesh.mesh.shape), placements)
-        return mesh, cut or placements
+        return mesh, [_after(lead, one) for one in cut or placements]
     from torch.distributed.tensor import Shard
 
-    return _rank_group(param_set).mesh(parameter.device), (Shard(0),)
+    return _rank_group(param_set).mesh(parameter.device), [Shard(lead)]
+
+
+def _after(lead: int, placement: Placement) -> Placement:
+    """A placement of a tensor as one of a tensor that has more axes before those."""
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    if isinstance(placement, _StridedShard):
+        return _StridedShard(placement.dim + lead, split_factor=placement.split_factor)
+    return Shard(placement.dim + lead) if isinstance(placement, Shard) else placement
 
 
 def _evenly(value: Tensor, rank_group: RankGroup, device: torch.device) -> Tensor:
@@ -160,8 +184,9 @@ def _shard(value: Tensor, param_set: ParamSet, position: int, like: Tensor) -> T
     if not is_divided(like, param_set, position):
         return local(value)
     if is_dtensor(value):
-        if (value.device_mesh, tuple(value.placements)) == _division(param_set, position):
+        mesh, placements = _division(param_set, position, leading_axes(like, param_set.local[position]))
+        if (value.device_mesh, list(value.placements)) == (mesh, placements):
             return value.to_local()
         value = value.full_tensor()
     box = layout_of_parameter(param_set, position).boxes[_rank_group(param_set).rank]
-    return value[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))]
+    return value[(..., *(slice(a, b) for a, b in zip(box.start, box.stop, strict=True)))]

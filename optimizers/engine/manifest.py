@@ -33,8 +33,10 @@ def manifest(param_set: ParamSet, mode: Mode | None = None) -> list[dict[str, En
     for position, (state, parameter) in enumerate(zip(param_set.views(mode), param_set.parameters, strict=True)):
         for key, tensor in {**empty_state(param_set, position), **state}.items():
             if key not in entries[position]:
-                divided = is_divided(tensor, param_set, position)
-                entries[position][key] = Entry(tuple(parameter.shape if divided else tensor.shape), tensor.dtype)
+                shape = tuple(tensor.shape)
+                if is_divided(tensor, param_set, position):
+                    shape = (*shape[: leading_axes(tensor, parameter)], *parameter.shape)
+                entries[position][key] = Entry(shape, tensor.dtype)
     return entries
 
 
@@ -101,9 +103,17 @@ def empty_state(param_set: ParamSet, position: int) -> dict[str, Tensor]:
 
 
 def is_divided(tensor: Tensor, param_set: ParamSet, position: int) -> bool:
-    """Whether a tensor has an entry for each entry of a shard, so that it is divided as the parameter is."""
-    same = tensor.shape == param_set.local[position].shape
-    return same and tensor.ndim > 0 and not layout_of_parameter(param_set, position).replicated
+    """Whether a state tensor without an owner is divided as its parameter is.
+
+    Such a tensor is a number, which every rank has, or has the axes of the parameter last: iterates and constraints
+    declare no other slots (`IterateStore`), and stages with others are not updated in place (`place`).
+    """
+    return tensor.ndim > 0 and not layout_of_parameter(param_set, position).replicated
+
+
+def leading_axes(tensor: Tensor, parameter: Tensor) -> int:
+    """Number of axes of a divided state tensor before those of its parameter."""
+    return tensor.ndim - parameter.ndim
 
 
 def numbers_of_holders(param_set: ParamSet, views: Sequence[Mapping[str, Tensor]]) -> dict[int, dict[str, Tensor]]:

@@ -89,7 +89,8 @@ class Constraint(Schedulable, ABC, family="constraint"):
         return self.name or str(getattr(self, "kind"))  # noqa: B009  every member has a kind, the family has none
 
     def slots(self, shape: tuple[int, ...]) -> Mapping[str, Slot]:
-        """The state of one parameter."""
+        """The state of one parameter. A slot has the axes of the parameter last, after any of its own, or is a number
+        of shape (); anything else raises a ContractError when an optimizer is made."""
         return {}
 
     def keeps(self, dtype: torch.dtype) -> bool:

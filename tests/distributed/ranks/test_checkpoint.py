@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 SOURCES = ("plain2", "fsdp3", "hsdp4")
 TARGETS = ("plain1", "plain3", "fsdp1", "fsdp2", "hsdp4")
-NAMES = ("adamw", "averaged", "quantized")
+NAMES = ("adamw", "averaged", "queue", "quantized")
 BLOCKS = ["blocking.size=16", "blocking.merge=16"]
 CASES = {name: TRAJECTORIES[name] for name in NAMES}
 CASES["quantized"] = {**CASES["quantized"], "overrides": [*CASES["quantized"]["overrides"], *BLOCKS]}
@@ -28,7 +28,7 @@ latter saved asynchronously; gathered by torch, or by `full_state_dict`."""
 def wanted(source: str, target: str) -> list[tuple[str, str]]:
     """(case, kind) of what is loaded."""
     few = [("quantized", FEW[target])] if source == "fsdp3" and target in FEW else []
-    return [("adamw", "tree"), ("averaged", "flat"), *few]
+    return [("adamw", "tree"), ("averaged", "flat"), ("queue", "full" if target == "fsdp2" else "tree"), *few]
 
 
 def case(name: str, place: str, **more: Any) -> dict[str, Any]:
@@ -72,10 +72,11 @@ def test_a_run_goes_on_elsewhere_as_if_it_had_not_stopped(
 ) -> None:
     compared = 0
     for rank in outcomes[f"load {target}"]:
-        for name, parameters in rank.result.items():
+        for name, iterates in rank.result.items():
             if name.startswith(f"{source} "):
-                expected = outcomes["one"][0].result[name.split()[1]]["parameters"]
-                assert all(torch.equal(value, expected[key]) for key, value in parameters.items()), name
+                for iterate, parameters in iterates.items():
+                    expected = outcomes["one"][0].result[name.split()[1]][iterate]
+                    assert all(torch.equal(value, expected[key]) for key, value in parameters.items()), name
                 compared += 1
     assert compared == int(target[-1]) * len(wanted(source, target))
 

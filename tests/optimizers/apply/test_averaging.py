@@ -7,17 +7,21 @@ hundred roundings of the iterates' size.
 import copy
 import io
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 import eigengraft
-from eigengraft import Optimizer, RecipeError, load_recipe
+from eigengraft import ContractError, Optimizer, RecipeError, Slot, load_recipe
+from eigengraft.optimizers.apply.averaging import Averaging, IterateBatch
+from eigengraft.optimizers.apply.means import LAWA
+from eigengraft.optimizers.apply.parameter_update import ParameterUpdate
 from eigengraft.optimizers.apply.write import Hyper
 
 from ...laws.table import TABLE
@@ -272,6 +276,48 @@ def test_means_are_their_definitions(every: int, first: int | None) -> None:
     ):
         found = [evaluated for _, evaluated in follow(recipe({**fields, "every": every, "start": first}))]
         torch.testing.assert_close(torch.stack(found), torch.stack(expected[name]), rtol=1e-13, atol=1e-13)
+
+
+def test_a_queue_has_the_mean_of_each_of_its_parts() -> None:
+    """Shards of a parameter have the bits of the whole one, however `mean` would add up numbers of their shape."""
+    queue, averaging = normal(7, 13, 10, seed=3, dtype=torch.float32), LAWA(window=7)
+
+    def mean(rows: slice) -> Tensor:
+        part = queue[:, rows].clone()
+        return averaging.evaluated(IterateBatch([part[0]], {"queue": [part]}, np.array([7])))[0]
+
+    expected = mean(slice(None))
+    for rows in (slice(0, 1), slice(1, 4), slice(4, 13), slice(5, 5)):
+        assert torch.equal(mean(rows), expected[rows])
+
+
+def test_iterates_are_numbers_or_have_the_axes_of_their_parameter_last() -> None:
+    """Also where the wrong shape is by chance that of the parameter: a checkpoint of shards would not know it."""
+
+    class Slotted(Averaging):
+        """Keeps one slot of any shape."""
+
+        kind: Literal["slotted_for_test"] = "slotted_for_test"
+        rule: Literal["number", "queue", "fixed", "rows", "after"]
+
+        def slots(self, shape: tuple[int, ...], low_precision: bool) -> Mapping[str, Slot]:
+            shapes = {"number": (), "queue": (4, 3, *shape), "fixed": (4, 3), "rows": shape[:1], "after": (*shape, 3)}
+            return {"own": Slot(shapes[self.rule])}
+
+        def step(self, batch: IterateBatch, update: ParameterUpdate) -> None:
+            update(batch.parameters)
+
+        def evaluated(self, batch: IterateBatch) -> Sequence[Tensor]:
+            return batch.parameters
+
+    try:
+        for rule in ("number", "queue"):
+            Optimizer([nn.Parameter(start())], recipe(Slotted(rule=rule)))
+        for rule in ("fixed", "rows", "after"):
+            with pytest.raises(ContractError, match=r"^averaging: slot 'own': .*\(4, 3\)"):
+                Optimizer([nn.Parameter(start())], recipe(Slotted(rule=rule)))
+    finally:
+        del Averaging.members["slotted_for_test"]
 
 
 def test_a_gradient_that_only_primes_is_no_iterate() -> None:

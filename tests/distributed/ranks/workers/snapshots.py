@@ -102,7 +102,7 @@ def consolidate(optimizer: Optimizer, expected: dict[str, Any]) -> str:
 
 
 def load(job: dict[str, Any]) -> dict[str, Any]:
-    """job: {name: {folder, kind, place, recipe, overrides}}: the parameters at the end of the trajectory."""
+    """job: {name: {folder, kind, place, recipe, overrides}}: the parameters at the end, trained and evaluated."""
     found = {}
     for name, case in job.items():
         folder, kind = Path(case.pop("folder")), case.pop("kind")
@@ -118,7 +118,9 @@ def load(job: dict[str, Any]) -> dict[str, Any]:
             set_model_state_dict(module, state["model"], options=options)
             set_optimizer_state_dict(module, optimizer, state["optimizer"], options=options)
         go_on(module, optimizer, HALF, STEPS)
-        found[name] = values(module)
+        found[name] = {"parameters": values(module)}
+        optimizer.eval()
+        found[name]["final"] = values(module)
     return found
 
 

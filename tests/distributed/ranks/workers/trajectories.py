@@ -98,10 +98,14 @@ def follow(
             optimizer.eval()
             evaluated.append(values(module))
             optimizer.train()
+    optimizer.eval()
+    final = values(module)
+    optimizer.train()
     return {
         "start": values(build(**of_model)),
         "parameters": values(module),
         "evaluated": evaluated,
+        "final": final,
         "bytes": optimizer.state_bytes(),
         "inspected": {row.key: row.value for row in optimizer.inspect()},
         # routes are for entry-wise updates, which every rank computes some rows of
