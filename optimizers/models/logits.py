@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+
+from eigengraft.blocking.boxes import Box
+from eigengraft.distributed.layouts import Layout, is_dtensor, local
 
 from ..engine.signals import Given
 from ..optimizer import Optimizer
 from .arguments import require_watchable
 from .gradient_sums import GradientSums
 from .layer_grams import ParamPlace, differentiable, parameter_at, places
+
+if TYPE_CHECKING:  # importing it takes as long as all of this library
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
 
 _NAME = "max_logit"
 
@@ -26,6 +36,11 @@ class MaxLogits(nn.Module):
     returns nothing and costs nothing unless an optimizer takes the signal. Names are those of weights in the module
     that holds it, whose outputs are heads: `query` and `key`, or `fused` for queries, keys and values one after the
     other. A key head that several query heads share has the largest of theirs.
+
+    Under tensor parallelism a rank calls it with its own heads, plain tensors or DTensors, and every weight has the
+    numbers of all heads. A rank's heads are the outputs of its shard of the weights: of `fused`, its queries, keys and
+    values one after the other. Keys that are not sharded, since there are fewer than ranks, are those of a rank's
+    queries. The numbers are those of logits that some rank computes: under context parallelism, of gathered keys.
 
     query, key: the weights of queries and keys.
     fused: the weight of queries, keys and values.
@@ -40,7 +55,8 @@ class MaxLogits(nn.Module):
             raise ValueError(f"MaxLogits: query and key, or fused, is required, got {query}, {key} and {fused}")
         self.query, self.key, self.fused, self.causal = query, key, fused, causal
         self._source: weakref.ref[LogitSource] | None = None
-        self._key_heads = 0
+        self._holder: weakref.ref[nn.Module] | None = None
+        self._seen: _Seen | None = None
 
     @_disable_dynamo  # what torch.compiler.disable does, without importing the compiler before a call
     def forward(self, q: Tensor, k: Tensor, scale: float | None = None) -> None:
@@ -48,9 +64,15 @@ class MaxLogits(nn.Module):
         source, trained = None if self._source is None else self._source(), differentiable((q, k))
         if source is None or trained is None or not source.wants():
             return
-        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-            found = self._found(q.detach(), k.detach()) * (q.shape[-1] ** -0.5 if scale is None else scale)
-        self._key_heads = k.shape[1]
+        holder = None if self._holder is None else self._holder()
+        assert holder is not None
+        # here, where `fully_shard` has gathered its shards, those that are left are of tensor parallelism
+        shards = {name: _shard(holder.get_parameter(name)) for name in self.weights}
+        queries, keys = local(q.detach()), local(k.detach())
+        with torch.no_grad(), torch.autocast(queries.device.type, enabled=False):
+            found = self._found(queries, keys) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        heads = _heads(q, k) if is_dtensor(q) or is_dtensor(k) else None
+        self._seen = _Seen(q.shape[-1], keys.shape[1], heads, shards)
         trained.register_hook(partial(source.add, self, found))  # type: ignore[no-untyped-call]
 
     def _found(self, q: Tensor, k: Tensor) -> Tensor:
@@ -64,23 +86,138 @@ class MaxLogits(nn.Module):
             found.append(products.amax((1, 2)))
         return torch.stack(found).amax(0)
 
-    def listen(self, source: LogitSource) -> None:
-        """Records from now on, for this source."""
-        self._source = weakref.ref(source)
+    def listen(self, source: LogitSource, holder: nn.Module) -> None:
+        """Records from now on, for this source; holder: the module that the names of weights are of."""
+        self._source, self._holder = weakref.ref(source), weakref.ref(holder)
 
     @property
     def weights(self) -> tuple[str, ...]:
         """Names of the weights, in the module that holds this one."""
         return (self.fused,) if self.fused is not None else (str(self.query), str(self.key))
 
-    def signal(self, largest: Tensor) -> Sequence[Tensor]:
-        """The signal of each weight, of S `[H]`."""
+    def signal(self, largest: Tensor, axis_of: Callable[[str], int]) -> Mapping[str, Tensor]:
+        """Return the signal by name of the weight: numbers of all its heads, 0 for heads of other ranks.
+
+        largest: S `[H]` of this rank's heads.
+        axis_of: (name of a weight) -> the axis along which its outputs are.
+        Raises ValueError where it is not known which outputs of a weight make the heads of a rank.
+        """
+        seen = self._seen
+        assert seen is not None
         largest = largest.clamp_min(0)
-        keys = largest.view(self._key_heads, -1).amax(1)
-        return [torch.cat([largest, keys, torch.zeros_like(keys)])] if self.fused is not None else [largest, keys]
+        keys = largest.view(seen.key_heads, -1).amax(1)
+        if self.fused is not None:
+            outputs = torch.cat([largest, keys, torch.zeros_like(keys)])
+            own = seen.outputs(self.fused, axis_of(self.fused))
+            if seen.has_all(len(outputs), own):
+                return {self.fused: outputs}
+            return {self.fused: own.place(outputs, self.fused)}
+        query, key = str(self.query), str(self.key)
+        own = seen.outputs(query, axis_of(query))
+        if seen.has_all(len(largest), own):
+            return {query: largest, key: keys}
+        largest = (own if seen.heads is None else seen.heads[0]).place(largest, query)
+        total = seen.all_key_heads(seen.outputs(key, axis_of(key)))
+        if not total or len(largest) % total:
+            raise ValueError(
+                f"MaxLogits: '{key}': heads that {len(largest)} heads of queries share evenly are required, got {total}"
+            )
+        return {query: largest, key: largest.view(total, -1).amax(1)}
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_source": None}  # copies record for nobody
+        # copies record for nobody
+        return {**self.__dict__, "_source": None, "_holder": None, "_seen": None}
+
+
+@dataclass(frozen=True)
+class _Span:
+    """What a rank has of things in a row: `length` of `full`, from `start` on."""
+
+    start: int
+    length: int
+    full: int
+
+    def place(self, numbers: Tensor, name: str) -> Tensor:
+        """Numbers of equal parts of the span among those of the whole row, which are 0.
+
+        Raises ValueError if the span is everything, so that others see other parts of nothing, or cuts a part.
+        """
+        each, rest = divmod(self.length, max(len(numbers), 1))
+        if self.length == self.full or not each or rest or self.start % each or self.full % each:
+            raise ValueError(
+                f"MaxLogits: '{name}': a shard that makes all heads of its rank is required, got {len(numbers)} heads "
+                f"and outputs {self.start} to {self.start + self.length} of {self.full}; shard the weight along its "
+                "outputs over a number of ranks that divides its heads, or give all heads on every rank"
+            )
+        found = numbers.new_zeros(self.full // each)
+        found[self.start // each : self.start // each + len(numbers)] = numbers
+        return found
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What the last call of a `MaxLogits` was given, and the weights at that time.
+
+    width: entries of a head.
+    key_heads: heads of keys on this rank.
+    heads: which heads of queries and of keys this rank has, if they are DTensors; None: plain tensors.
+    shards: the shape of each weight and what this rank has of it, by name.
+    """
+
+    width: int
+    key_heads: int
+    heads: tuple[_Span, _Span] | None
+    shards: Mapping[str, tuple[tuple[int, ...], Box]]
+
+    def outputs(self, name: str, axis: int) -> _Span:
+        """The outputs of a weight that this rank has."""
+        shape, box = self.shards[name]
+        return _Span(box.start[axis], box.shape[axis], shape[axis])
+
+    def has_all(self, heads: int, own: _Span) -> bool:
+        """Whether so many heads are those of all ranks: a weight is not sharded, or its outputs were gathered."""
+        if self.heads is not None:
+            return self.heads[0].length == self.heads[0].full
+        return own.length == own.full or heads * self.width == own.full
+
+    def all_key_heads(self, own: _Span) -> int:
+        """How many heads of keys all ranks have together."""
+        if self.heads is not None:
+            return self.heads[1].full
+        if own.length == own.full:
+            return own.full // self.width  # of which a rank has those of its queries
+        return self.key_heads * own.full // max(own.length, 1)
+
+
+def _shard(weight: Tensor) -> tuple[tuple[int, ...], Box]:
+    """The shape of a weight and what this rank has of it, but for what `fully_shard` divides beside others."""
+    shape = tuple(weight.shape)
+    if not is_dtensor(weight):
+        return shape, Box((0,) * len(shape), shape)
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    placements = tuple(Replicate() if isinstance(p, _StridedShard) else p for p in weight.placements)
+    return shape, _box(shape, weight.device_mesh, placements)
+
+
+def _heads(q: Tensor, k: Tensor) -> tuple[_Span, _Span]:
+    """Which heads of queries and of keys this rank has. Raises ValueError unless both are divided alike, by sequences
+    of the batch or by heads."""
+    if not (is_dtensor(q) and is_dtensor(k) and q.placements == k.placements) or not all(
+        placement.is_replicate() or placement.is_shard(0) or placement.is_shard(1) for placement in q.placements
+    ):
+        found = [getattr(x, "placements", "a plain tensor") for x in (q, k)]
+        raise ValueError(f"MaxLogits: DTensors that are both divided by sequences or heads are required, got {found}")
+    boxes = [_box(tuple(x.shape), x.device_mesh, tuple(x.placements)) for x in (q, k)]
+    queries, keys = (_Span(box.start[1], box.shape[1], x.shape[1]) for box, x in zip(boxes, (q, k), strict=True))
+    return queries, keys
+
+
+def _box(shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Box:
+    """What this rank has of a tensor."""
+    ranks = mesh.mesh.flatten().tolist()
+    return Layout.from_placements(shape, tuple(mesh.mesh.shape), placements).boxes[ranks.index(dist.get_rank())]
 
 
 def watch_logits(optimizer: Optimizer, model: nn.Module) -> None:
@@ -99,13 +236,13 @@ class LogitSource:
     def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
         self._optimizer, self._sums = weakref.ref(optimizer), GradientSums(torch.maximum)
         optimizer.register_load_state_dict_post_hook(self._forget)
-        self._places: weakref.WeakKeyDictionary[MaxLogits, list[ParamPlace | None]] = weakref.WeakKeyDictionary()
+        self._places: weakref.WeakKeyDictionary[MaxLogits, dict[str, ParamPlace]] = weakref.WeakKeyDictionary()
         known = dict(places(optimizer))
         for module in model.modules():
             for recorder in (part for part in module.children() if isinstance(part, MaxLogits)):
-                weights = [module.get_parameter(name) for name in recorder.weights]
-                self._places[recorder] = [known.get(id(weight)) for weight in weights]
-                recorder.listen(self)
+                weights = {name: id(module.get_parameter(name)) for name in recorder.weights}
+                self._places[recorder] = {name: known[own] for name, own in weights.items() if own in known}
+                recorder.listen(self, module)
 
     def wants(self) -> bool:
         """Whether calls are to be recorded now."""
@@ -117,17 +254,27 @@ class LogitSource:
     def add(self, recorder: MaxLogits, largest: Tensor, gradient: Tensor) -> None:
         """Joins the S of one call with those of others whose backward the same gradients are accumulated in."""
         if (optimizer := self._optimizer()) is not None:
-            parameters = [parameter_at(optimizer, place) for place in self._places[recorder] if place is not None]
+            parameters = [parameter_at(optimizer, place) for place in self._places[recorder].values()]
             for parameter in [parameter for parameter in parameters if parameter.requires_grad][:1]:
                 self._sums.add(recorder, parameter, largest)
 
     def __call__(self) -> Given | None:
         optimizer, found = self._optimizer(), dict[Tensor, float | Tensor]()
         assert optimizer is not None
+        specs = {
+            id(parameter): spec
+            for param_set in optimizer.param_sets
+            for parameter, spec in zip(param_set.parameters, param_set.specs, strict=True)
+        }
         for recorder, (largest, _) in self._sums.take().items():
-            for place, value in zip(self._places[recorder], recorder.signal(largest), strict=True):
-                if place is not None:
-                    parameter = parameter_at(optimizer, place)
+            held = {name: parameter_at(optimizer, place) for name, place in self._places[recorder].items()}
+
+            def axis_of(name: str, held: Mapping[str, Tensor] = held) -> int:
+                spec = specs.get(id(held.get(name)))
+                return 0 if spec is None else spec.matrices.matrix_axes(spec.shape)[0]
+
+            for name, value in recorder.signal(largest, axis_of).items():
+                if (parameter := held.get(name)) is not None:
                     before = found.get(parameter)
                     found[parameter] = value if before is None else torch.maximum(torch.as_tensor(before), value)
         return found or None
