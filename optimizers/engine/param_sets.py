@@ -87,7 +87,8 @@ class ParamSets:
     def complete(self, index: int, groups: Sequence[Mapping[str, Any]], state: MutableMapping[Tensor, Any]) -> None:
         """Gives owners and fresh state to the groups from `index` on, all at once, so that no number depends on groups.
 
-        groups: all param groups. Raises ValueError on every rank if ranks were not given the same recipe and groups.
+        groups: all param groups. Raises ValueError on every rank if ranks were not given the same recipe and groups, or
+            if the recipe takes sums over all parameters of a model of which other optimizers have some.
         """
         for place in range(index, len(groups)):
             self._assignments.agree(place, groups[place])
@@ -96,7 +97,9 @@ class ParamSets:
         if index == 0:
             self._assignments.warn_of_waiting()
         last, trained = len(self.batches) - 1, {id(p) for group in groups for p in group["params"] if p.requires_grad}
-        self.install(last, self.build(last, trained), state, groups[index]["iterate"])
+        param_sets = self.build(last, trained)
+        self.signals.require_all_parameters(param_sets, self.others)
+        self.install(last, param_sets, state, groups[index]["iterate"])
         self._spread_refreshes(last)
 
     def _spread_refreshes(self, end: int) -> None:

@@ -135,7 +135,8 @@ def submodel(model: nn.Module, full: nn.Module) -> DescribedParameters:
     """Some layers of a model as `compose` takes them, for pipeline stages: `compose("soap", submodel(layers, full))`.
 
     Their optimizer does what one optimizer of the full model would do with these parameters, whose routes and refreshes
-    depend on all of them.
+    depend on all of them. `compose` raises ValueError for a recipe that takes a sum over all parameters, such as their
+    norm, unless the layers are the full model.
 
     full: the model that the layers are of, under the same names. Its values play no role, so that it may be on the meta
         device. Raises ValueError for a parameter that it does not have.

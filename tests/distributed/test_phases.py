@@ -196,6 +196,37 @@ def test_layers_that_the_full_model_does_not_have_are_refused_by_name() -> None:
         submodel(torch.nn.ModuleDict({"more": torch.nn.Linear(2, 2)}), Net())
 
 
+CLIP = {"kind": "clip_norm", "per": "model"}
+SUMS: dict[str, tuple[Any, str]] = {
+    "norm": ([{"kind": "transform", "before": [CLIP], "inner": ["momentum"]}], r"update\.transform\..*clip_norm"),
+    "norm in a route": (
+        {"base": "adamw", "routes": [{"name": "own", "match": {"name": "^layers"}, "update": [CLIP, "momentum"]}]},
+        r"routes\.own\.update\.clip_norm",
+    ),
+    "total": ("prodigy", r"update\.prodigy"),
+    "sam": ({"base": "adamw", "sam": {}}, "sam"),
+    "search": ({"base": "adamw", "line_search": {}}, "line_search"),
+}
+
+
+@pytest.mark.parametrize("recipe", SUMS)
+def test_sums_over_all_parameters_are_refused_for_some(recipe: str) -> None:
+    declared, path = SUMS[recipe]
+    layers = torch.nn.ModuleDict({"layers": torch.nn.ModuleDict({"2": torch.nn.Linear(6, 6)})})
+    with pytest.raises(ValueError, match=rf"^{path}: .* without 10 "):
+        eigengraft.compose(declared, submodel(layers, Net()))
+    eigengraft.compose(declared, submodel(Net(), Net()))
+
+
+def test_a_sum_over_parameters_that_are_all_there_is_taken() -> None:
+    """Of a route, whose parameters are in one stage; other stages do not take it."""
+    route = {"name": "own", "match": {"name": "^last"}, "update": [{"kind": "prodigy", "inner": ["momentum"]}]}
+    for name in ("last", "emb"):
+        layers = torch.nn.ModuleDict({name: getattr(Net(), name)})
+        own = eigengraft.compose({"base": "adamw", "routes": [route]}, submodel(layers, Net()))
+        assert [row.route for row in own.routing_table()] == ["routes.own" if name == "last" else ""]
+
+
 def test_a_group_that_cannot_be_added_leaves_the_phases() -> None:
     names = list(SHAPES)
     optimizer = eigengraft.Optimizer(groups_of(names[:3]), RECIPE)

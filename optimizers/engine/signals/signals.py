@@ -13,8 +13,10 @@ from torch import Tensor
 from eigengraft.blocking import SideMatrix
 from eigengraft.chains import PARTNER, SIDES, Signal, follows_run, known_signals
 from eigengraft.distributed.layouts import local
+from eigengraft.state_key import StateKey
 
 from ...recipe.recipe import Recipe
+from ...recipe.routing import ParamInfo
 from ...recipe.slot_keys import slot_keys
 from ..exchange import Step
 from ..param_set import ParamSet
@@ -41,7 +43,7 @@ class Signals:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self.listeners = recipe, Listeners(recipe)
         self.provided, self.first_step = Provided(), FirstStep(recipe)
-        self._totals: WeakKeyDictionary[ParamSet, Sequence[str]] = WeakKeyDictionary()
+        self._totals: WeakKeyDictionary[ParamSet, Mapping[str, str]] = WeakKeyDictionary()
         rules = recipe.updates()
         if follows_run(rules) and recipe.total_steps is None:
             raise ValueError(f"{follows_run(rules)}: `total_steps` of the recipe is required, got none")
@@ -83,13 +85,39 @@ class Signals:
                 raise _error(known_signals()[name], where, "every step", "none for any parameter")
         return found
 
-    def _total_keys(self, param_set: ParamSet) -> Sequence[str]:
-        """The slots of which stages read the sum, on whatever rank their blocks are."""
+    def require_all_parameters(self, param_sets: Iterable[ParamSet], others: Sequence[ParamInfo]) -> None:
+        """Raises ValueError if an update of these parameters takes a sum over all parameters of a model.
+
+        others: parameters of the model that other optimizers have, which such a sum would leave out.
+        """
+        if not others:
+            return
+        remedy = "make one optimizer of the full model, or choose a recipe without it"
+        found = {"sam": self.recipe.sam, "line_search": self.recipe.line_search}
+        paths = {name: f"; {remedy}" for name, rule in found.items() if rule is not None}
+        elsewhere = {self.recipe.route(info)[0] for info in others}
+        for param_set in param_sets:
+            asked = [
+                self.listeners.asked[path].get("gradient_norm") for path in {spec.path for spec in param_set.specs}
+            ]
+            clip = "clip gradients before step() by their norm over all stages, as docs/guide/distributed.md shows"
+            paths |= {path: f"; {clip}, or {remedy}" for path in asked if path is not None}
+            totals = self._total_keys(param_set).items()
+            paths |= {StateKey.parse(key).stage: f"; {remedy}" for key, path in totals if path in elsewhere}
+        for path, what in paths.items():
+            raise ValueError(
+                f"{path}: all parameters of the model are required, over which it takes a sum, got a part of them "
+                f"(submodel), without {len(others)} that other optimizers have{what}"
+            )
+
+    def _total_keys(self, param_set: ParamSet) -> Mapping[str, str]:
+        """The slots of which stages read the sum, on whatever rank their blocks are, and the path of their update."""
         if param_set not in self._totals:
             kinds = {(group.path, group.shape) for group in param_set.block_groups}
             kinds |= {(state.path, state.stack.block) for state in param_set.stack_states}
-            slots = [slot_keys(param_set.updates[path], path, block) for path, block in kinds]
-            self._totals[param_set] = sorted({key.name for found in slots for key, slot in found.items() if slot.total})
+            slots = [(path, slot_keys(param_set.updates[path], path, block)) for path, block in kinds]
+            found = {key.name: path for path, own in slots for key, slot in own.items() if slot.total}
+            self._totals[param_set] = dict(sorted(found.items()))
         return self._totals[param_set]
 
     def _of_all(self, ready: Sequence[tuple[ParamSet, Step]]) -> Iterator[tuple[str, Tensor | float]]:
@@ -103,7 +131,7 @@ class Signals:
             yield "gradient_norm", torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt()
         totals: dict[str, Tensor] = {}
         for param_set, _ in ready:
-            for key, total in _slot_totals(param_set, self._total_keys(param_set)).items():
+            for key, total in _slot_totals(param_set, list(self._total_keys(param_set))).items():
                 totals[key] = totals[key] + total.to(totals[key].device) if key in totals else total
         yield from totals.items()
 
