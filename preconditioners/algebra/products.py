@@ -14,7 +14,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from eigengraft.numerics import multiplied_in_float32
+from eigengraft.numerics import multiplied_in_float32, products
 
 ProductDtype = Literal["input", "bfloat16"]
 """dtype of products: that of what is multiplied, or bfloat16 with sums in float32, of which each result is rounded."""
@@ -43,15 +43,15 @@ def mode_product(x: Tensor, matrix: Tensor, axis: int) -> Tensor:
     if multiplied_in_float32(x):
         return mode_product(x.float(), matrix.float(), axis).to(x.dtype)
     if x.ndim == matrix.ndim == 3:
-        return torch.bmm(x, matrix.mT) if axis else torch.bmm(matrix, x)
+        return products(x, matrix.mT) if axis else products(matrix, x)
     shape = x.shape
     if matrix.ndim == 2:
         return x * matrix.reshape(-1, *(d if place == axis else 1 for place, d in enumerate(shape[1:])))
     p, d, q = math.prod(shape[1 : axis + 1]), shape[axis + 1], math.prod(shape[axis + 2 :])
     if p == 1:
-        y = torch.bmm(matrix, x.reshape(-1, d, q))
+        y = products(matrix, x.reshape(-1, d, q))
     elif q == 1:
-        y = torch.bmm(x.reshape(-1, p, d), matrix.mT)
+        y = products(x.reshape(-1, p, d), matrix.mT)
     elif q < _FEW or d > _LONG * q:
         first = x.reshape(-1, p, d, q).transpose(1, 2).reshape(-1, d, p * q)
         y = torch.bmm(matrix, first).reshape(-1, matrix.shape[1], p, q).transpose(1, 2).contiguous()

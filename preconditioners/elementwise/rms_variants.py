@@ -10,6 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from eigengraft.numerics import in_registers
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
@@ -86,4 +87,4 @@ class Atan2(Stage):
         v = state["v"].mul_(self.beta).addcmul_(gradient, gradient, value=1 - self.beta)
         state["v"] = v
         root = (v / context.correction(self.beta, v)).sqrt_().mul_(self.width)
-        return torch.atan2(direction, root).mul_(self.scale)
+        return in_registers(torch.atan2, direction, root).mul_(self.scale)

@@ -8,7 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from eigengraft.numerics import apply_aligned, copy_blocks, finite_blocks, to_power, transposed, where_blocks
+from eigengraft.numerics import (
+    apply_aligned,
+    block_norm,
+    copy_blocks,
+    finite_blocks,
+    in_registers,
+    products,
+    to_power,
+    transposed,
+    where_blocks,
+)
+from eigengraft.preconditioners.roots.inverse.bounds import GuaranteedBound
 
 from ..trajectories import rotation
 
@@ -113,3 +124,39 @@ def test_blocks_are_copied_whatever_their_strides(shape: tuple[int, ...]) -> Non
     for given in (x, x.mT.contiguous().mT):
         assert torch.equal(copy_blocks(torch.empty(shape), given), x)
     assert torch.equal(transposed(x), x.mT) and transposed(x).is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("d", [40, 64])
+def test_a_product_with_one_column_is_the_same_in_a_stack_of_one(d: int, dtype: torch.dtype) -> None:
+    a = torch.randn(4, d, d, dtype=dtype, generator=torch.Generator().manual_seed(d))
+    for left, right in ((a, a[..., :1].contiguous()), (a[:, :1].contiguous(), a)):
+        full = products(left, right)
+        torch.testing.assert_close(full, torch.matmul(left, right))
+        for row in range(4):
+            assert torch.equal(products(left[row : row + 1].clone(), right[row : row + 1].clone())[0], full[row])
+
+
+def test_a_bound_is_the_same_in_a_stack_of_one() -> None:
+    """Inverse roots amplify its last bit by the condition number of the matrix."""
+    x = torch.randn(5, 40, 40, generator=torch.Generator().manual_seed(0))
+    a = x @ x.mT
+    full = GuaranteedBound().upper(a)
+    assert all(torch.equal(GuaranteedBound().upper(a[row : row + 1].clone())[0], full[row]) for row in range(5))
+
+
+def test_norms_do_not_depend_on_how_rows_are_stored() -> None:
+    """A tall update is computed as the transpose of a wide one; ranks receive it row by row."""
+    x = torch.randn(40, 104, generator=torch.Generator().manual_seed(0)).mT
+    assert torch.equal(block_norm(x), block_norm(x.contiguous()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_entries_do_not_depend_on_their_place(dtype: torch.dtype) -> None:
+    x, y = torch.randn(2, 1961, dtype=dtype, generator=torch.Generator().manual_seed(0)).unbind(0)
+    full = in_registers(torch.atan2, x, y)
+    torch.testing.assert_close(full, torch.atan2(x, y))
+    for part in (slice(0, 7), slice(3, 70), slice(1900, 1961)):
+        assert torch.equal(in_registers(torch.atan2, x[part].clone(), y[part].clone()), full[part])
+    columns = torch.stack([x, y], dim=1).unbind(1)
+    torch.testing.assert_close(in_registers(torch.atan2, *columns), torch.atan2(*columns))

@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor
 
 from eigengraft.component import Component
-from eigengraft.numerics import tiny
+from eigengraft.numerics import products, tiny
 
 
 class EigenvalueBound(Component, ABC, family="eigenvalue_bound"):
@@ -54,7 +54,7 @@ class GuaranteedBound(EigenvalueBound):
         traces: Tensor = mean + torch.linalg.vector_norm(rest, dim=-1).norm(dim=-1) * ((d - 1) / d) ** 0.5
         x = size.sum(-1)
         x = torch.maximum(x, x.amax(-1, keepdim=True) * 2.0**-20).clamp_min(tiny(a.dtype))
-        rows = (torch.bmm(size, x.unsqueeze(-1)).squeeze(-1) / x).amax(-1)
+        rows = (products(size, x.unsqueeze(-1)).squeeze(-1) / x).amax(-1)
         return torch.minimum(traces, rows) * (1 + (2 * d + 10) * torch.finfo(a.dtype).eps)
 
 

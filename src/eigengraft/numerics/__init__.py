@@ -9,9 +9,11 @@ from .guards import compute_dtype as compute_dtype
 from .guards import copy_blocks as copy_blocks
 from .guards import finite_blocks as finite_blocks
 from .guards import identity_like as identity_like
+from .guards import in_registers as in_registers
 from .guards import known_to_hold as known_to_hold
 from .guards import may_branch_on_values as may_branch_on_values
 from .guards import per_block as per_block
+from .guards import products as products
 from .guards import safe_ratio as safe_ratio
 from .guards import symmetrized as symmetrized
 from .guards import tiny as tiny

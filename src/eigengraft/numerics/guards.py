@@ -57,7 +57,8 @@ def tiny(dtype: torch.dtype) -> float:
 
 def block_norm(x: Tensor) -> Tensor:
     """Frobenius norm of each block, `[N, *block] -> [N]`, without overflow or underflow of the squares."""
-    flat = x.reshape(x.shape[0], math.prod(x.shape[1:]))
+    # contiguous: entries with a stride are added up in another order, and ranks have the same block with others
+    flat = x.reshape(x.shape[0], math.prod(x.shape[1:])).contiguous()
     if flat.shape[1] == 0:
         return flat.new_zeros(flat.shape[0])
     norm: Tensor = torch.linalg.vector_norm(flat, dim=1)
@@ -130,6 +131,35 @@ def identity_like(a: Tensor) -> Tensor:
     return torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand_as(a)
 
 
+def products(a: Tensor, b: Tensor) -> Tensor:
+    """A B of each pair of a stack, `[N, m, k]` and `[N, k, n]`, where m or n may be 1.
+
+    On a CPU a stack of one pair with one row or column takes another kernel, which rounds otherwise: it is computed
+    twice, so that no result depends on the number of pairs. Iterations for inverse roots amplify such a difference by
+    the condition number of the matrix.
+    """
+    if len(a) == 1 and 1 in (a.shape[1], b.shape[2]) and a.device.type == "cpu":
+        return torch.bmm(a.expand(2, -1, -1), b.expand(2, -1, -1))[:1]
+    return torch.bmm(a, b)
+
+
+def in_registers(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """function(*tensors), entry by entry, of tensors of one shape.
+
+    On a CPU torch rounds the last entries, which fill no vector registers, otherwise: they are computed once more in
+    full registers, so that no entry depends on its place in a tensor.
+    """
+    found = function(*tensors)
+    rest = found.numel() % _REGISTERS
+    if rest and may_branch_on_values(found) and found.is_contiguous():
+        missing = (0, _REGISTERS - rest)
+        ends = [torch.nn.functional.pad(x.reshape(-1)[-rest:], missing, value=1.0) for x in tensors]
+        found.view(-1)[-rest:] = function(*ends)[:rest]
+    return found
+
+
+_REGISTERS = 32
+"""Numbers that a CPU's kernel takes at a time, at most: two registers of AVX-512 in float32."""
 _LINE = 64
 """Bytes of a cache line: for a matrix that starts inside one LAPACK takes other instructions and rounds differently."""
 
@@ -142,8 +172,8 @@ def apply_aligned(function: Callable[..., Any], *stacks: Tensor) -> Any:
     LAPACK takes one matrix at a time anyway. Results have the strides that they would have otherwise.
 
     Products are not called through here, and some depend on the place in the last bits too (measured, MKL on AVX-512):
-    with one column, where a stack of one takes another kernel; with a few columns on an odd number of rows; in float64
-    where a matrix has an odd number of entries; in float32 with sides from 8 to 11.
+    with a few columns on an odd number of rows; in float64 where a matrix has an odd number of entries; in float32 with
+    sides from 8 to 11. `products` is for those with one column.
     """
     sizes = {math.prod(stack.shape[1:]) * stack.element_size() % _LINE for stack in stacks}
     if stacks[0].device.type != "cpu" or sizes == {0} or len(stacks[0]) == 0:
