@@ -189,4 +189,5 @@ def _shard(value: Tensor, param_set: ParamSet, position: int, like: Tensor) -> T
             return value.to_local()
         value = value.full_tensor()
     box = layout_of_parameter(param_set, position).boxes[_rank_group(param_set).rank]
-    return value[(..., *(slice(a, b) for a, b in zip(box.start, box.stop, strict=True)))]
+    index: tuple[Any, ...] = (..., *(slice(a, b) for a, b in zip(box.start, box.stop, strict=True)))
+    return value[index]

@@ -150,8 +150,9 @@ def in_registers(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     full registers, so that no entry depends on its place in a tensor.
     """
     found = function(*tensors)
-    rest = found.numel() % _REGISTERS
-    if rest and may_branch_on_values(found) and found.is_contiguous():
+    if not (may_branch_on_values(found) and found.is_contiguous()):
+        return found
+    if rest := found.numel() % _REGISTERS:
         missing = (0, _REGISTERS - rest)
         ends = [torch.nn.functional.pad(x.reshape(-1)[-rest:], missing, value=1.0) for x in tensors]
         found.view(-1)[-rest:] = function(*ends)[:rest]
