@@ -28,6 +28,9 @@ def add_symmetric(total: Tensor, y: Tensor, z: Tensor, beta: float = 1, alpha: f
     """
     if multiplied_in_float32(total):
         return total.copy_(add_symmetric(total.float(), y.float(), z.float(), beta, alpha))
+    if y.shape[2] == 1:  # such a sum takes another kernel on a CPU in a stack of one; the product alone does not
+        outer = torch.bmm(y, z.mT)
+        return torch.mul(outer, alpha, out=total) if beta == 0 else total.mul_(beta).add_(outer, alpha=alpha)
     if not _halved(y):
         return total.baddbmm_(y, z.mT, beta=beta, alpha=alpha)
     for target, left, right in zip(total.unbind(0), y.unbind(0), z.unbind(0), strict=True):

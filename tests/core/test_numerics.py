@@ -19,6 +19,7 @@ from eigengraft.numerics import (
     transposed,
     where_blocks,
 )
+from eigengraft.preconditioners.algebra.symmetric import add_symmetric
 from eigengraft.preconditioners.roots.inverse.bounds import GuaranteedBound
 
 from ..trajectories import rotation
@@ -135,6 +136,19 @@ def test_a_product_with_one_column_is_the_same_in_a_stack_of_one(d: int, dtype: 
         torch.testing.assert_close(full, torch.matmul(left, right))
         for row in range(4):
             assert torch.equal(products(left[row : row + 1].clone(), right[row : row + 1].clone())[0], full[row])
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.9])
+def test_the_statistic_of_a_column_is_the_same_in_a_stack_of_one(beta: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    y, total = torch.randn(3, 40, 1, generator=generator), torch.randn(3, 40, 40, generator=generator)
+    total = torch.full_like(total, torch.nan) if beta == 0 else total + total.mT
+    full = add_symmetric(total.clone(), y, y, beta, 0.1)
+    torch.testing.assert_close(full, (beta * total if beta else 0) + 0.1 * y * y.mT)
+    assert torch.equal(full, full.mT)
+    for row in range(3):
+        own = y[row : row + 1].clone()
+        assert torch.equal(add_symmetric(total[row : row + 1].clone(), own, own, beta, 0.1)[0], full[row])
 
 
 def test_a_bound_is_the_same_in_a_stack_of_one() -> None:
