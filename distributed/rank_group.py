@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ class DistributedError(RuntimeError):
 
 
 MEETING = 16
-"""Bytes that each rank tells each other before ranks do something together."""
+"""Bytes that each rank sends each other before ranks do something together."""
+CPU = torch.device("cpu")
 
 
 class RankGroup:
@@ -62,22 +64,26 @@ class RankGroup:
     def all_reduce(self, values: Tensor, what: str) -> Tensor:
         """Sums `values` over all ranks, in place."""
         with self._named(what):
-            self._wait(dist.all_reduce(values, group=self.group, async_op=True))
+            self._wait(dist.all_reduce(values, group=self.group, async_op=True), values.device)
         return values
 
-    @property
-    def meets(self) -> bool:
-        """Whether ranks tell each other what they come to: with gloo."""
-        return bool(dist.get_backend(self.group) == "gloo")
+    @cached_property
+    def gloo_devices(self) -> frozenset[str]:
+        """Types of devices whose tensors gloo sends; `dist.get_backend` names none where a group was made without."""
+        pairs = (pair.split(":") for pair in dist.get_backend_config(self.group).split(","))
+        return frozenset(device for device, backend in pairs if backend == "gloo")
 
-    def meet(self, what: str, remedy: str = "") -> None:
-        """Raises DistributedError on every rank, with the remedies of all, if some come to something else.
+    def meet(self, what: str, remedy: str = "", device: torch.device = CPU) -> None:
+        """Raise DistributedError on every rank, with the remedies of all, if some ranks are about to do something else.
 
         gloo ends a process without a word where messages of one kind of collective differ in length. Nothing but the
         exchange of blocks is an all-to-all: a rank that does something else does not answer, and is missed. With other
-        backends nobody is asked, and nobody waits.
+        backends no rank is asked, and none waits.
+
+        what: the collective that follows, in words. remedy: what this rank's user may do about it.
+        device: where the tensors of that collective are.
         """
-        if not self.meets:
+        if not {"cpu", device.type} <= self.gloo_devices:
             return
         digest = hashlib.blake2b(what.encode(), digest_size=MEETING).digest()
         told, each = torch.tensor(list(digest * self.size), dtype=torch.uint8), [MEETING] * self.size
@@ -94,10 +100,10 @@ class RankGroup:
         """Starts to gather `[n]` of every rank, all of one length, as `[R, n]`."""
         found = mine.new_empty(self.size, mine.numel())
         if not mine.numel():
-            return Work((), found, self._finish(what))
+            return Work((), found, self._finish(what, mine.device))
         with self._named(what):
             handle = _all_gather(as_bytes(found), as_bytes(mine), group=self.group, async_op=True)
-        return Work((handle,), found, self._finish(what), (mine,))
+        return Work((handle,), found, self._finish(what, mine.device), (mine,))
 
     def all_gather_uneven(self, mine: Tensor, lengths: Sequence[int], what: str) -> Work[list[Tensor]]:
         """Starts to gather `[lengths[r]]` of every rank r, by rank; mine: what this rank gives."""
@@ -114,7 +120,7 @@ class RankGroup:
                 for rank, own in enumerate(found)
                 if own.numel()
             ]
-        return Work(handles, found, self._finish(what))
+        return Work(handles, found, self._finish(what, mine.device))
 
     def all_to_all(self, sent: Tensor, sending: Sequence[int], receiving: Sequence[int], what: str) -> Work[Tensor]:
         """Starts to send `sending[r]` entries of `sent` to each rank r and to receive `receiving[r]`, by rank."""
@@ -128,7 +134,7 @@ class RankGroup:
                 group=self.group,
                 async_op=True,
             )
-        return Work((handle,), result, self._finish(what), (sent,))
+        return Work((handle,), result, self._finish(what, sent.device), (sent,))
 
     def all_gather_object(self, mine: Any, what: str) -> list[Any]:
         """A small Python object of every rank, by rank."""
@@ -149,16 +155,16 @@ class RankGroup:
         if faults:
             raise ValueError("\n".join(f"rank {rank}: {said}" for rank, said in faults.items()))
 
-    def _finish(self, what: str) -> Callable[[Any], None]:
+    def _finish(self, what: str, device: torch.device) -> Callable[[Any], None]:
         def wait(work: Any) -> None:
             with self._named(what):
-                self._wait(work)
+                self._wait(work, device)
 
         return wait
 
-    def _wait(self, work: Any) -> None:
-        gloo = dist.get_backend(self.group) == "gloo"
-        if self.timeout is not None and gloo:
+    def _wait(self, work: Any, device: torch.device) -> None:
+        """Wait for a collective of tensors on a device."""
+        if self.timeout is not None and device.type in self.gloo_devices:
             work.wait(timedelta(seconds=self.timeout))
         else:
             work.wait()

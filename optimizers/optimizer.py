@@ -206,7 +206,7 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         ranks = max(groups, key=lambda group: group.size, default=None)
         if ranks is None:
             return value
-        ranks.meet("loss of a line search")
+        ranks.meet("loss of a line search", device=value.device)
         return ranks.all_reduce(value.clone(), "loss of a line search") / ranks.size
 
     def provide(self, name: str, value: Given | SignalSource) -> bool:

@@ -86,7 +86,7 @@ def agree(
     parts = [call.told(positions, device) for call in calls]
     found = torch.cat(parts)[None]
     if ranks is not None:
-        ranks.meet(what)
+        ranks.meet(what, device=device)
         found = ranks.all_gather(found[0], what).wait()  # [R, numbers]
     agreed = Agreed()
     for call, told in zip(calls, torch.split(found, [len(part) for part in parts], dim=1), strict=True):

@@ -44,7 +44,7 @@ class PairedParameter:
         boxes, what = spec.placement.layout.boxes, f"{what} {spec.name}"
         flat = mine.new_zeros(max(box.numel for box in boxes))
         flat[: mine.numel()] = mine.reshape(-1)
-        ranks.meet(what)
+        ranks.meet(what, device=mine.device)
         whole = mine.new_empty(spec.shape)
         for part, box in zip(ranks.all_gather(flat, what).wait(), boxes, strict=True):
             whole[tuple(map(slice, box.start, box.stop))] = part[: box.numel].view(box.shape)

@@ -223,6 +223,6 @@ def _slot_totals(param_set: ParamSet, keys: Sequence[str]) -> dict[str, Tensor]:
             if key in state.tensors:
                 totals[place] += state.tensors[key].sum(dtype=torch.float64)
     if param_set.rank_group is not None:
-        param_set.rank_group.meet(f"totals of {keys[0]}")
+        param_set.rank_group.meet(f"totals of {keys[0]}", device=totals.device)
         param_set.rank_group.all_reduce(totals, f"totals of {keys[0]}")
     return dict(zip(keys, totals.unbind(0), strict=True))
