@@ -7,10 +7,12 @@ sent in rounds of messages, in the same order on every rank, whether or not a ra
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from operator import itemgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,6 +87,19 @@ class Transfer:
     region: Region
 
 
+class SentEntries(NamedTuple):
+    """Entries that this rank sends to the owner of their block, as one stretch of a message.
+
+    position: position of the parameter.
+    shape: shape of the entries.
+    view: takes the entries out of what this rank holds of a tensor, as a view.
+    """
+
+    position: int
+    shape: tuple[int, ...]
+    view: Callable[[Tensor], Tensor]
+
+
 @dataclass
 class Round:
     """Block groups whose messages are sent together, by one collective. All but `groups` are lists over ranks r.
@@ -142,6 +157,16 @@ class CommPlan:
         """Number of the round that each block group is sent in."""
         return {group: index for index, own in enumerate(self.rounds) for group in own.groups}
 
+    @cached_property
+    def sent_entries(self) -> list[list[SentEntries]]:
+        """The entries that this rank sends in each round, by owner."""
+        return [[self._sent_entries(one) for each in own.sent for one in each] for own in self.rounds]
+
+    def _sent_entries(self, transfer: Transfer) -> SentEntries:
+        position, box = transfer.block.position, transfer.region.box
+        held = self.layouts[position].boxes[self.rank_group.rank]
+        return SentEntries(position, box.shape, _whole if box == held else itemgetter(box.within(held)))
+
     def _round(self, groups: list[int]) -> Round:
         ranks, me = range(self.rank_group.size), self.rank_group.rank
         lengths = [0 for _ in ranks]
@@ -175,6 +200,10 @@ class CommPlan:
         """A stack `[n, *block]` for the blocks of a group that this rank owns."""
         own = self.block_groups[group]
         return torch.empty(len(own.owned(self.rank_group.rank)), *own.shape, dtype=own.dtype, device=own.device)
+
+
+def _whole(x: Tensor) -> Tensor:
+    return x
 
 
 def pack(block_groups: Sequence[BlockGroup], limit: int) -> list[list[int]]:

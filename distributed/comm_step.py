@@ -16,7 +16,7 @@ from eigengraft.blocking.boxes import Box
 
 from .comm_plan import CommPlan, Round
 from .regions import Region
-from .transfers import Arrived, Source, copy_all, count, flattened, send_shards, stack_views, stretches
+from .transfers import Arrived, Source, copy_all, count, flattened, pack_shards, send_shards, stack_views, stretches
 from .work import Work
 
 IN_FLIGHT = 2
@@ -63,7 +63,8 @@ class CommStep:
         """Starts to send this rank's shards of a round to the owners of blocks, if that has not begun."""
         for name, source in self.sources.items() if index < len(self.comm_plan.rounds) else ():
             if (name, index) not in self._arriving:
-                self._arriving[name, index] = send_shards(self.comm_plan, index, name, source)
+                message = pack_shards(self.comm_plan, index, source)
+                self._arriving[name, index] = send_shards(self.comm_plan, index, name, message)
 
     def gather(self, group: int, source: str) -> Tensor:
         """The blocks `[n, *block]` of a block group that this rank owns, from the shards that were sent."""

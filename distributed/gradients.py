@@ -6,7 +6,7 @@ A gradient is what its placements say, never its local values alone.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from weakref import ref
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from .comm_plan import CommPlan
 from .layouts import are_dtensors_known, is_dtensor, local
 from .rank_group import DistributedError, RankGroup
-from .transfers import flattened, read, send_shards
+from .transfers import flattened, pack_shards, read, send_shards
 from .work import Work
 
 
@@ -34,7 +34,8 @@ def local_gradients(
     if moved and rank_group is not None:
         none = [name for name, parameter in pairs if parameter.grad is None]
         told = f"; none of {', '.join(none[:3])}" if none else ""
-        rank_group.meet(f"redistribution of gradients ({moved[0]} and {len(moved) - 1} more{told})")
+        what = f"redistribution of gradients ({moved[0]} and {len(moved) - 1} more{told})"
+        rank_group.meet(what, device=parameters[0].device)
     return [_local_gradient(name, parameter) for name, parameter in pairs]
 
 
@@ -80,9 +81,11 @@ class BackwardGather:
     """Sends gradients to the owners of blocks while backward runs, those of a round as soon as it has all of them.
 
     All ranks begin rounds in the order in which they are computed: the last parameters first, because backward comes
-    to them first. A gradient is complete when backward has written it as often as before the last step. What was
-    written after it was sent, by clipping or one more micro-batch, is found when all ranks tell each other at the step,
-    and sent again.
+    to them first. A gradient is complete when backward has written it as often as before the last step.
+
+    Anything may write gradients between backward and step(): clipping, a scaler, one more micro-batch, a hook. Torch
+    counts no writes through `.data`, and none of `torch._foreach_*` on DTensors. So every message is kept until the
+    step, packed again there, and compared bit by bit. If any rank finds a difference, all ranks send the round again.
 
     comm_plan: the rounds of messages.
     parameters: those of the plan, by position, a list that may change.
@@ -93,14 +96,15 @@ class BackwardGather:
         self._rank_group = comm_plan.rank_group.twin()
         self._positions = [sorted({one.block.position for one in flattened(own.sent)}) for own in comm_plan.rounds]
         self._writes, self._expected = [0] * len(parameters), [1] * len(parameters)
-        self._works: dict[int, Work[Tensor]] = {}
-        self._sent: dict[int, dict[int, tuple[Tensor | None, int]]] = {}
+        self._messages: list[Tensor] = []
+        self._works: list[Work[Tensor]] = []
+        self._complete = 0  # leading gradients of the next round that are there: none is checked twice
         self._late = 0
         self._watched: set[int] = set()
         self._watch()
 
     def _watch(self) -> None:
-        """Has backward tell of every parameter that can have a gradient by now."""
+        """Registers a hook on every parameter that can have a gradient by now, which backward calls."""
         for position, parameter in enumerate(self.parameters):
             if parameter.requires_grad and position not in self._watched:
                 hook = _hook(ref(self), position)
@@ -108,13 +112,15 @@ class BackwardGather:
                 self._watched.add(position)
 
     def note(self, position: int) -> None:
-        """Hears that backward has written a gradient, and begins the rounds that are complete by now."""
+        """Counts that backward has written a gradient, and begins the rounds that are complete by now."""
         self._writes[position] += 1
-        while self._next < len(self.comm_plan.rounds) and all(map(self._is_complete, self._positions[self._next])):
+        while self._next < len(self.comm_plan.rounds):
+            positions = self._positions[self._next]
+            while self._complete < len(positions) and self._is_complete(positions[self._complete]):
+                self._complete += 1
+            if self._complete < len(positions):
+                return
             self._begin()
-        for work in self._works.values():
-            if work.done():
-                work.wait()  # frees what was sent
 
     @property
     def _next(self) -> int:
@@ -134,42 +140,43 @@ class BackwardGather:
             return local(gradient) if alike else None
         return None if is_dtensor(gradient) or is_dtensor(parameter) else gradient
 
+    def _pack(self, index: int, held: Mapping[int, Tensor | None]) -> Tensor:
+        """The message of a round with these gradients, by position."""
+        return pack_shards(self.comm_plan, index, lambda position: read(held[position]))
+
+    def _hold(self, index: int) -> dict[int, Tensor | None]:
+        """What this rank holds of the gradients of a round, by position, as `_held` returns it."""
+        return {position: self._held(position) for position in self._positions[index]}
+
     @torch.no_grad()
     def _begin(self) -> None:
-        index = self._next
-        self._sent[index] = {position: self._identify(position) for position in self._positions[index]}
-        held = lambda position: read(self._held(position))  # noqa: E731
-        self._works[index] = send_shards(self.comm_plan, index, "early gradients", held, self._rank_group)
-
-    def tell(self) -> list[float]:
-        """`[2 n]` for n rounds: whether each is begun here, and whether with gradients that were written since."""
-        rounds = range(len(self.comm_plan.rounds))
-        return [float(i in self._works) for i in rounds] + [float(self._is_stale(i)) for i in rounds]
-
-    def _is_stale(self, index: int) -> bool:
-        """Whether a gradient of a round was written or replaced after it was sent, or could not be sent."""
-        for position, (then, before) in self._sent.get(index, {}).items():
-            now, written = self._identify(position)
-            if now is not then or written != before or (now is not None and self._held(position) is None):
-                return True
-        return False
-
-    def _identify(self, position: int) -> tuple[Tensor | None, int]:
-        """What changes if a gradient is written or replaced."""
-        gradient = self.parameters[position].grad
-        return (None, 0) if gradient is None else count_writes(gradient)
+        index, self._complete = self._next, 0
+        message = self._pack(index, self._hold(index))
+        self._works.append(send_shards(self.comm_plan, index, "early gradients", message, self._rank_group))
+        self._messages.append(message)
 
     @torch.no_grad()
-    def settle(self, told: Sequence[float]) -> dict[int, Work[Tensor]]:
-        """Messages under way that bring the gradients of this step to owners, by round; the others are ended.
+    def report(self, device: torch.device) -> Tensor:
+        """`[2 n]` float64 for n rounds: which are begun here, and of these, which with other gradients than now."""
+        begun, rounds = self._next, len(self.comm_plan.rounds)
+        found = torch.tensor([1.0] * begun + [0.0] * (2 * rounds - begun), dtype=torch.float64).to(device)
+        for index, message in enumerate(self._messages):
+            held = self._hold(index)
+            elsewhere = any(x is None and self.parameters[i].grad is not None for i, x in held.items())
+            found[rounds + index] = True if elsewhere else differ(message, self._pack(index, held))
+        return found
 
-        told: what `tell` gives, summed over all ranks, which all call this.
+    @torch.no_grad()
+    def take(self, reports: Sequence[float]) -> dict[int, Work[Tensor]]:
+        """Ends the gathering of this step. Returns the messages with its gradients that are on their way, by round.
+
+        reports: what `report` returns, summed over all ranks, which all call this.
         """
         rounds, ranks = len(self.comm_plan.rounds), self.comm_plan.rank_group.size
-        while self._next < rounds and told[self._next]:  # other ranks wait for it
+        while self._next < rounds and reports[self._next]:  # other ranks wait for it
             self._begin()
-        good = {i: work for i, work in self._works.items() if told[i] == ranks and not told[rounds + i]}
-        for index, work in self._works.items():
+        good = {i: work for i, work in enumerate(self._works) if reports[i] == ranks and not reports[rounds + i]}
+        for index, work in enumerate(self._works):
             if index not in good:
                 work.wait()
             elif work.result.is_cuda:  # it was made on the stream of backward
@@ -178,10 +185,23 @@ class BackwardGather:
         if self._late == 2 and self.comm_plan.rank_group.rank == 0:
             warnings.warn(LATE, stacklevel=2)
         self._expected, self._writes = self._writes, [0] * len(self.parameters)
-        self._works, self._sent = {}, {}
+        self._works, self._messages, self._complete = [], [], 0
         self._watch()
         return good
 
+
+def differ(message: Tensor, now: Tensor) -> Tensor | bool:
+    """Whether two messages of one length and dtype differ in a bit: 0-d on a device, where the host does not wait."""
+    one, other = (x.view(_BITS[x.element_size()]) for x in (message, now))
+    if one.device.type == "cpu":
+        return not torch.equal(one, other)
+    if message.is_cuda:  # it was made on the stream of backward
+        message.record_stream(torch.cuda.current_stream(message.device))
+    return (one != other).any()
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers of as many bytes, which are equal where all bits are: nan is, 0 and -0 are not."""
 
 LATE = (
     "distribution.overlap_backward: gradients were written in two steps after backward had sent them, and were sent "

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -105,24 +105,35 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
         torch._foreach_copy_(targets, sources)
 
 
-def send_shards(
-    plan: CommPlan, index: int, name: str, source: Source, rank_group: RankGroup | None = None
-) -> Work[Tensor]:
-    """Starts to send what this rank holds of the blocks of a round to their owners.
+def pack_shards(plan: CommPlan, index: int, source: Source) -> Tensor:
+    """Copy what this rank holds of the blocks of a round into one message. Return it, `[n]`, by owner.
 
-    index: number of the round. name: what errors call that which is sent. rank_group: the ranks; default: the plan's.
+    Entries of tensors without a reader are zeros.
+
+    index: number of the round.
     """
-    own, me = plan.rounds[index], plan.rank_group.rank
-    first, flat = plan.block_groups[own.groups[0]], flattened(own.sent)
-    readers = {position: source(position) for position in dict.fromkeys(t.block.position for t in flat)}
-    out = torch.empty(count(flat), dtype=first.gradient_dtype, device=first.device)
+    entries, first = plan.sent_entries[index], plan.block_groups[plan.rounds[index].groups[0]]
+    readers = {position: source(position) for position in dict.fromkeys(one.position for one in entries)}
+    sizes = [math.prod(one.shape) for one in entries]
+    empty = torch.zeros if None in readers.values() else torch.empty
+    out = empty(sum(sizes), dtype=first.gradient_dtype, device=first.device)
     targets, sources = [], []
-    for transfer, target in zip(flat, stretches(out, flat), strict=True):
-        position = transfer.block.position
-        reader = readers[position]
+    for one, target in zip(entries, torch.split(out, sizes), strict=True):
+        reader = readers[one.position]
         if reader is not None:
-            targets.append(target)
-            sources.append(reader(partial(transfer.region.in_shard, held=plan.layouts[position].boxes[me])))
+            targets.append(target.view(one.shape))
+            sources.append(reader(one.view))
     copy_all(targets, sources)
+    return out
+
+
+def send_shards(
+    plan: CommPlan, index: int, name: str, message: Tensor, rank_group: RankGroup | None = None
+) -> Work[Tensor]:
+    """Start to send the message of a round, as `pack_shards` makes it, to the owners of its blocks.
+
+    index: number of the round. name: what errors call the message. rank_group: the ranks; None: the plan's.
+    """
+    own = plan.rounds[index]
     sending, receiving = [count(each) for each in own.sent], [count(each) for each in own.received]
-    return (rank_group or plan.rank_group).all_to_all(out, sending, receiving, f"{name} of {plan.describe(index)}")
+    return (rank_group or plan.rank_group).all_to_all(message, sending, receiving, f"{name} of {plan.describe(index)}")

@@ -94,9 +94,9 @@ class RankExchange:
             return self.rank_sync.survey(given.gradients, given.present, numbers)
         for work in self._gathering.values():  # of a step that used no gradient
             work.wait()
-        begun = torch.tensor(self._backward_gather.tell(), dtype=torch.float64)
-        survey = self.rank_sync.survey(given.gradients, given.present, numbers, begun)
-        self._gathering = self._backward_gather.settle(survey.notes.tolist())
+        report = self._backward_gather.report(self._parameters[0].device)
+        survey = self.rank_sync.survey(given.gradients, given.present, numbers, report)
+        self._gathering = self._backward_gather.take(survey.notes.tolist())
         return survey
 
     def begin(self, step: Step, moved: NDArray[np.bool_], write: Write) -> None:

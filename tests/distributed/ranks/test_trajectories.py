@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .launch import Outcome, Run, launch_once
-from .workers.trajectories import STEPS
+from .workers.trajectories import REWRITES, STEPS
 
 pytestmark = pytest.mark.slow
 
@@ -368,7 +368,9 @@ def test_gradients_travel_during_backward(outcomes: dict[str, list[Outcome]], pl
     for own in counts:
         begun, good = own["plain"]
         assert 0 < good <= begun
-        assert all(own[kind][0] > own[kind][1] for kind in ("scaled", "accumulated"))
+        written = ("foreach",) if "gaps" in case else REWRITES  # rounds wait for gradients that are missing
+        assert all(own[kind][0] > own[kind][1] for kind in (*written, "accumulated"))
+        assert own["same"][0] == own["same"][1] and (own["same"][0] > 0 or "gaps" in case)
         assert own["assigned"][1] == 0
     assert counts[0]["assigned"][0] > 0 == counts[1]["assigned"][0]
     assert len({own["plain"][1] for own in counts}) == 1  # all ranks find the same

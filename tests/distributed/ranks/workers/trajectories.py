@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, ClassVar, Literal
 from unittest.mock import patch
@@ -50,7 +50,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     found = {}
     for name, case in job.items():
         early = Early() if case.pop("early", False) else None
-        with nullcontext() if early is None else patch.object(BackwardGather, "settle", early.settle):
+        with nullcontext() if early is None else patch.object(BackwardGather, "take", early.take):
             found[name] = follow(**case, early=early)
     return found
 
@@ -171,15 +171,15 @@ class Early:
 
     def __init__(self) -> None:
         self.counts: dict[str, tuple[int, int]] = {}
-        self.kind, settle = "", BackwardGather.settle
+        self.kind, take = "", BackwardGather.take
 
-        def counted(gather: BackwardGather, told: Sequence[float]) -> Any:
-            begun, good = len(gather._works), settle(gather, told)
+        def counted(gather: BackwardGather, reports: Sequence[float]) -> Any:
+            begun, good = len(gather._works), take(gather, reports)
             before = self.counts.get(self.kind, (0, 0))
             self.counts[self.kind] = before[0] + begun, before[1] + len(good)
             return good
 
-        self.settle = counted
+        self.take = counted
 
     def backward(self, module: nn.Module, step: int) -> None:
         """The gradients that are there, by backward; at every other step something happens to them on one rank."""
@@ -189,14 +189,34 @@ class Early:
             return
         for parameter, _ in given:
             parameter.grad = None
-        for part in (0.5, 0.5) if self.kind == "accumulated" else (1.0,):
+        rewrite = REWRITES.get(self.kind) if rank == 0 else None
+        for part in (0.5, 0.5) if self.kind == "accumulated" else (1.0 if rewrite is None else 0.5,):
             pairs = ((local(parameter), part * local(gradient)) for parameter, gradient in given)
             sum((torch.sum(x * g) for x, g in pairs), torch.zeros((), requires_grad=True)).backward()
-        if self.kind == "scaled" and rank == 0:
-            for parameter, _ in given:
-                parameter.grad.mul_(1)  # type: ignore[union-attr]
+        if rewrite is not None:
+            rewrite([parameter for parameter, _ in given])
+        if self.kind == "same":
+            torch._foreach_mul_([parameter.grad for parameter, _ in given], 1)  # type: ignore[arg-type]
 
 
-KINDS = ("plain", "plain", "scaled", "plain", "plain", "plain", "assigned", "accumulated")
-"""What happens to gradients at a step: nothing; one rank writes them once more; one has them without backward, which
-the other ranks cannot know; they come in two halves, exactly."""
+def double_data(parameters: Sequence[Tensor]) -> None:
+    """Doubles gradients through `.data`."""
+    for parameter in parameters:
+        parameter.grad.data.mul_(2)  # type: ignore[union-attr]
+
+
+def replace(parameters: Sequence[Tensor]) -> None:
+    """Puts doubled gradients in place of others."""
+    for parameter in parameters:
+        parameter.grad = 2 * parameter.grad  # type: ignore[operator]
+
+
+REWRITES: dict[str, Callable[[Sequence[Tensor]], object]] = {
+    "foreach": lambda parameters: parameters and torch._foreach_mul_([p.grad for p in parameters], 2),  # type: ignore[arg-type,misc]
+    "data": double_data,
+    "replaced": replace,
+}
+"""Ways to double gradients after backward, exactly; torch counts neither of the first two as a write to a DTensor."""
+KINDS = ("plain", "data", "foreach", "same", "plain", "replaced", "assigned", "accumulated")
+"""Of the gradients at a step: nothing happens to them; one rank doubles halves; all ranks write the same bits again;
+one rank has them without backward, which the other ranks cannot know; they come in two halves, exactly."""
