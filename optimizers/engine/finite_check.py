@@ -26,7 +26,8 @@ from ..apply.write import Rates
 class GivenGradients:
     """Gradients of P parameters that a step is asked to take.
 
-    gradients: what this rank holds of each gradient, by position; None: no gradient.
+    gradients: what this rank holds of each gradient, by position, whether or not it updates all of that; None: no
+        gradient.
     present: `[P]` on the host, parameters that have a gradient here.
     linear: `[P]`, parameters whose updates square nothing.
     rates, steps: what all ranks must step with: learning rates and decays, and the number of steps before this one.

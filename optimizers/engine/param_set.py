@@ -134,14 +134,14 @@ class ParamSet:
         self.local[:] = self._local(self.parameters)
         found = local_gradients(self.names, self.parameters, self.rank_group)
         present = self._nonempty & np.array([gradient is not None for gradient in found], dtype=np.bool_)
-        if self.rank_group is not None:
-            found = [None if gradient is None else self.part(i, gradient) for i, gradient in enumerate(found)]
         own = {group: hypers[group] for group in np.unique(self._groups).tolist()}
         rates = Rates(self.recipe.weight_decay, self._routes, own, self._groups, self.iterates.shard_sums is None)
         given = GivenGradients(found, present, self._linear, rates, int(self._counts.max()))
         active, mask, survey = self.finite_check.check(given)
         if not active.any() and mask is None:
             return None
+        if self.rank_group is not None:
+            found = [None if gradient is None else self.part(i, gradient) for i, gradient in enumerate(found)]
         return Step(found, active, mask, rates, survey)
 
     def step(self, step: Step) -> None:

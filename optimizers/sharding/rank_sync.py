@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -38,9 +39,13 @@ class RankSync:
         self.names = [spec.name for spec in specs]
         self.failed: set[int] = set()
         self._device = specs[0].device
-        layouts = [spec.placement.updated for spec in specs if spec.placement is not None]
+        placements = [spec.placement for spec in specs if spec.placement is not None]
         groups = self.everyone.size // rank_group.size
-        self._copies = torch.tensor([float(groups * layout.copies) for layout in layouts], dtype=torch.float64)
+        copies: dict[Literal["held", "updated"], list[float]] = {
+            "held": [float(groups * placement.layout.copies) for placement in placements],
+            "updated": [float(groups * placement.updated.copies) for placement in placements],
+        }
+        self._copies = {entries: torch.tensor(own, dtype=torch.float64) for entries, own in copies.items()}
         self._numels = torch.tensor([float(math.prod(spec.shape)) for spec in specs], dtype=torch.float64)
         squared = [not own for own in linear or [False] * len(specs)]
         self._dtypes = [compute_dtype(x.dtype) if own else torch.float64 for x, own in zip(specs, squared, strict=True)]
@@ -56,21 +61,29 @@ class RankSync:
     ) -> RankSurvey:
         """What all ranks together know of their gradients, and sums of their notes `[n]`; every rank must call it.
 
+        Each rank checks all entries that it holds, those too that another rank updates: a nan in the copy of one rank
+        is found whatever the recipe. That reads R times as many entries as a rank updates, for R copies, which is
+        fewer than the parameters it receives in the same step.
+
+        gradients: what this rank holds of each gradient, by position.
+
         Raises DistributedError on every rank if they step with other numbers, and ArithmeticError if on one of them
         roots had failed too often one step ago; on a device both are read one step later still, so that the host never
         waits for them.
         """
         self._raise_told()
         total, what = len(gradients), f"agreement on gradients ({self._named()})"
-        self.everyone.meet(what)
         device = next((gradient.device for gradient in gradients if gradient is not None), self._device)
+        self.everyone.meet(what, device=device)
         absent = [float(gradient is None) for gradient in gradients]
         failed = [float(position in self.failed) for position in range(total)]
         self.failed.clear()
         told = torch.tensor([*absent, *failed, *fingerprint(numbers)], dtype=torch.float64).to(device)
         end = total + len(told)
         fill_from_device(told[2 * total :], numbers)
-        found = torch.cat([self._squares(gradients, device), told, *([] if notes is None else [notes.to(device)])])
+        found = torch.cat(
+            [self._squares(gradients, "held", device), told, *([] if notes is None else [notes.to(device)])]
+        )
         self.everyone.all_reduce(found, what)
         kept = {name: x.clone() if isinstance(x, Tensor) else x for name, x in numbers.items()}
         self._told = _Told(HostCopy(found[2 * total : end]), kept)
@@ -120,24 +133,29 @@ class RankSync:
 
     def parameter_rms(self, local: Sequence[Tensor]) -> Tensor:
         """The root mean square of each full parameter, `[P]`; local: what this rank holds of it."""
-        squares = self._squares(local, local[0].device)
+        squares = self._squares(local, "updated", local[0].device)
         self.everyone.all_reduce(squares, "norms of parameters")
         return (squares / self._numels.to(squares)).sqrt()
 
     def sums(self, positions: Sequence[int], local: Tensor) -> Tensor:
         """The sums over all entries of full tensors at n positions; local `[n]` float64: over those of this rank."""
-        own = local / self._copies.to(local.device)[list(positions)]
+        own = local / self._copies["updated"].to(local.device)[list(positions)]
         return self.everyone.all_reduce(own, "sums over constrained parameters")
 
-    def _squares(self, local: Sequence[Tensor | None], device: torch.device) -> Tensor:
-        """This rank's share of the sum of squares of each full tensor, `[P]` float64."""
+    def _squares(
+        self, local: Sequence[Tensor | None], entries: Literal["held", "updated"], device: torch.device
+    ) -> Tensor:
+        """Return this rank's share of the sum of squares of each full tensor, `[P]` float64.
+
+        local: the entries of each tensor that this rank holds, or those of them that it updates, as `entries` says.
+        """
         squares = torch.zeros(len(local), dtype=torch.float64, device=device)
         here = [(position, x) for position, x in enumerate(local) if x is not None and x.numel()]
         dtypes = [self._dtypes[position] for position, _ in here]
         for places, norms in norms_by_dtype([x for _, x in here], dtypes):
             squares[torch.tensor([here[place][0] for place in places], device=device)] = norms.square().double()
-        self._copies = self._copies.to(device)
-        return squares / self._copies
+        self._copies[entries] = self._copies[entries].to(device)
+        return squares / self._copies[entries]
 
 
 @dataclass(frozen=True)

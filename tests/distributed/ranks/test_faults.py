@@ -4,7 +4,6 @@ The table: (what happens on rank 1, what rank 0 and rank 1 say).
 """
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +16,8 @@ from .launch import Outcome, Run, launch_once
 pytestmark = pytest.mark.slow
 
 PLACES = ("plain", "fsdp")
+GROUPS = ("", " unnamed")
+"""Of process groups: gloo by name, and whatever torch takes where none is named."""
 TIMEOUT, STALL = 20.0, 2.0
 """Seconds: of the process group, and of the optimizer's own collectives where a rank never comes."""
 LEFT = r": rank 0 of 2 could not finish it with the others; one of them has failed, has stopped, or does something else"
@@ -82,6 +83,8 @@ SURVIVED: dict[str, dict[str, Any]] = {
     "nan raise": {"fault": "nan", "policy": "raise"},
     "large signum": {"fault": "large", "recipe": "signum"},
     "large adamw": {"fault": "large", "recipe": "adamw"},
+    "nan skip adamw": {"fault": "nan", "policy": "skip", "recipe": "adamw"},
+    "nan raise adamw": {"fault": "nan", "policy": "raise", "recipe": "adamw"},
     "one_sided": {"fault": "one_sided"},
     "other lr": {"fault": "changed", "key": "lr"},
     "other lr in a tensor": {"fault": "changed", "key": "lr", "tensor": True},
@@ -109,6 +112,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome
         jobs["stalls"] = {"fault": "stalls", "folder": folder, "timeout": STALL}
         if place == "plain":
             jobs["sparse"] = {"fault": "sparse"}  # a DTensor is never sparse
+        for name in ("saves_alone", "stalls"):
+            jobs[f"{name} unnamed"] = {**jobs[name], "store": f"{folder}/{name}-{place}.store"}
         for name, job in jobs.items():
             apart.append(Run(f"{name} {place}", "faults:run", 2, {**job, "place": place}, TIMEOUT, fails=True))
     for place in (*PLACES, "hsdp"):
@@ -153,8 +158,11 @@ def test_a_rank_that_takes_no_part_is_missed(outcomes: dict[str, list[Outcome]],
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_state_dict_of_one_rank_alone_says_what_to_call(outcomes: dict[str, list[Outcome]], place: str) -> None:
-    first, second = outcomes[f"saves_alone {place}"]
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_state_dict_of_one_rank_alone_says_what_to_call(
+    outcomes: dict[str, list[Outcome]], place: str, group: str
+) -> None:
+    first, second = outcomes[f"saves_alone{group} {place}"]
     cause = together(GRADIENTS.format(12), "state_dict", remedy=f"; {GATHER_FIRST}")
     assert re.match(cause, first.error)
     assert re.match(f"DistributedError: state_dict: all ranks must call it. Here: {cause[18:]}", second.error)
@@ -162,17 +170,21 @@ def test_a_state_dict_of_one_rank_alone_says_what_to_call(outcomes: dict[str, li
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_nobody_waits_longer_than_the_time_out(outcomes: dict[str, list[Outcome]], place: str, tmp_path: Path) -> None:
-    first, second = outcomes[f"stalls {place}"]
+@pytest.mark.parametrize("group", GROUPS)
+def test_nobody_waits_longer_than_the_time_out(outcomes: dict[str, list[Outcome]], place: str, group: str) -> None:
+    first, second = outcomes[f"stalls{group} {place}"]
     assert re.match(AGREEMENT, first.error) and "Operation timed out" in first.error and second.code == 0
     # rank 1 returned because rank 0 had given up, long before the process group would have
     assert second.result == 0.0 and STALL <= first.seconds < TIMEOUT
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_nan_on_one_rank_is_skipped_or_raised_on_all(outcomes: dict[str, list[Outcome]], place: str) -> None:
+@pytest.mark.parametrize("recipe", ["", " adamw"])
+def test_a_nan_on_one_rank_is_skipped_or_raised_on_all(
+    outcomes: dict[str, list[Outcome]], place: str, recipe: str
+) -> None:
     for policy in ("skip", "raise"):
-        for outcome in outcomes[f"nan {policy} {place}"]:
+        for outcome in outcomes[f"nan {policy}{recipe} {place}"]:
             found = outcome.result
             assert found["skipped"] == {"down.weight": 1}
             if policy == "skip":

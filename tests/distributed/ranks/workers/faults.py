@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -33,15 +34,20 @@ Result = dict[str, Any]
 
 
 def run(job: dict[str, Any]) -> Result | None:
-    """job: fault, place, and what else the fault takes."""
+    """job: fault, place, and what else the fault takes. store: a file for a process group of no named backend."""
     job = dict(job)
+    if "store" in job:
+        forget_backend(Path(job.pop("store")))
     return FAULTS[job.pop("fault")](**job)
 
 
-def start(place: str, overrides: Sequence[str] = (), steps: int = 2) -> tuple[nn.Module, Optimizer]:
+def start(
+    place: str, overrides: Sequence[str] = (), steps: int = 2, recipe: str = "soap"
+) -> tuple[nn.Module, Optimizer]:
     """A model and its optimizer after two good steps."""
     module = lay_out(model(), place)
-    optimizer = eigengraft.compose(load_recipe("soap", [*RECIPE, *overrides]), module)
+    overrides = [*RECIPE, *overrides] if recipe == "soap" else overrides
+    optimizer = eigengraft.compose(load_recipe(recipe, list(overrides)), module)
     for step in range(steps):
         advance(module, optimizer, step)
     return module, optimizer
@@ -109,9 +115,9 @@ def _fail(*_: Any, **__: Any) -> Any:
     raise torch.OutOfMemoryError("no memory left")
 
 
-def nan(place: str, policy: str) -> Result:
-    """One rank's part of one gradient has a number that is not finite."""
-    module, optimizer = start(place, [f"failure.nonfinite={policy}"])
+def nan(place: str, policy: str, recipe: str = "soap") -> Result:
+    """One rank's copy or part of one gradient has a number that is not finite, in a row that it does not update."""
+    module, optimizer = start(place, [f"failure.nonfinite={policy}"], recipe=recipe)
     give(module, 2, gaps=False)
     gradient = module.down.weight.grad  # type: ignore[union-attr]
     part = gradient.to_local() if hasattr(gradient, "to_local") else gradient
@@ -383,6 +389,17 @@ def alone(place: str) -> None:
     advance(module, optimizer, 0)
 
 
+def forget_backend(store: Path) -> None:
+    """Make the process group anew without naming a backend, as most scripts do."""
+    dist.destroy_process_group()
+    dist.init_process_group(
+        init_method=f"file://{store}",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=20),
+    )
+
+
 def saves_alone(place: str, timeout: float) -> None:
     """One rank asks for the state dict while the others go on with the next step."""
     module, optimizer = start(place, [f"distribution.timeout={timeout}"])
@@ -394,7 +411,7 @@ def saves_alone(place: str, timeout: float) -> None:
 def stalls(place: str, folder: str, timeout: float) -> float:
     """One rank never comes to the step. Returns how long the others waited for it."""
     module, optimizer = start(place, [f"distribution.timeout={timeout}"])
-    note = Path(folder) / f"waited-{place}"
+    note = Path(folder) / f"waited-{place}-{dist.get_backend()}"
     if bad():
         deadline = time.monotonic() + 60
         while not note.exists() and time.monotonic() < deadline:
