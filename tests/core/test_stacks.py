@@ -167,3 +167,32 @@ def test_stacks_are_gathered_from_whatever_parameters_are(given: str) -> None:
     single = stacks.Stack((4, 3), torch.float32, cpu, ((2, grid),)).gather(held)
     assert torch.equal(single[0], expected[0])
     assert (single.data_ptr() == held[2].data_ptr()) == (given in ("as they are", "another shape"))
+
+
+@pytest.mark.parametrize("offset", [0, 1, 3, 4])
+def test_a_block_is_aligned_wherever_its_tensor_starts(offset: int) -> None:
+    source = torch.arange(31.0)[offset : offset + 15].view(3, 5)
+    stack = stacks.Stack((3, 5), torch.float32, torch.device("cpu"), ((0, BlockGrid.single((3, 5))),))
+    found = stack.gather([source])
+    assert torch.equal(found[0], source)
+    assert found.data_ptr() % stacks.ALIGNMENT == 0
+    assert (found.data_ptr() == source.data_ptr()) == (offset % 4 == 0)
+
+
+@pytest.mark.parametrize("recipe", ["shampoo", "soap"])
+def test_gradients_that_are_views_of_a_bucket_make_the_same_steps(recipe: str) -> None:
+    """As DistributedDataParallel with `gradient_as_bucket_view=True` leaves them, at any offset."""
+
+    def train(offset: int | None) -> torch.Tensor:
+        weight = nn.Parameter(normal(10, 3, 3, 3, seed=0).float())
+        optimizer = Optimizer([("weight", weight)], recipe, lr=0.01)
+        for step in range(8):
+            gradient = normal(10, 3, 3, 3, seed=1 + step).float()
+            if offset is not None:
+                gradient = torch.cat([torch.zeros(offset), gradient.flatten()])[offset:].view_as(gradient)
+            weight.grad = gradient
+            optimizer.step()
+        return weight.detach()
+
+    expected = train(None)
+    assert all(torch.equal(train(offset), expected) for offset in (1, 2, 3))

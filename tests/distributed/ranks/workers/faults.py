@@ -391,6 +391,7 @@ def alone(place: str) -> None:
 
 def forget_backend(store: Path) -> None:
     """Make the process group anew without naming a backend, as most scripts do."""
+    dist.barrier()  # else a rank that still connects finds the others gone
     dist.destroy_process_group()
     dist.init_process_group(
         init_method=f"file://{store}",
