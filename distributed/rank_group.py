@@ -86,7 +86,7 @@ class RankGroup:
         if not {"cpu", device.type} <= self.gloo_devices:
             return
         digest = hashlib.blake2b(what.encode(), digest_size=MEETING).digest()
-        told, each = torch.tensor(list(digest * self.size), dtype=torch.uint8), [MEETING] * self.size
+        told, each = torch.tensor(list(digest * self.size), dtype=torch.uint8, device="cpu"), [MEETING] * self.size
         if torch.equal(self.all_to_all(told, each, each, what).wait(), told):
             return
         every = self._gather_object((what, remedy), what)

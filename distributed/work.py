@@ -9,6 +9,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from eigengraft.numerics import has_values
+
 Received = TypeVar("Received")
 PADDING = 1.1
 """Factor by which padding may lengthen the messages of an all-gather of uneven lengths."""
@@ -46,7 +48,7 @@ class HostCopy:
 
     def __init__(self, x: Tensor) -> None:
         self._copy, self._event = x.to("cpu", non_blocking=True), None
-        if x.device.type == "cuda":
+        if x.device.type == "cuda" and has_values(x):
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from eigengraft.blocking.stacks import Mapped, Summing, settled
 from eigengraft.errors import ContractError
+from eigengraft.numerics import has_values
 from eigengraft.slots import Slot, State, Watch
 from eigengraft.state_key import StateKey
 from eigengraft.step_context import StepContext
@@ -120,7 +121,7 @@ class Checks(Watch):
 
     def _require_finite(self, did: str, value: Tensor) -> None:
         call = self._calls[-1]
-        if not value.is_floating_point() or len(value) != len(call.fine):
+        if not value.is_floating_point() or len(value) != len(call.fine) or not has_values(value):
             return
         bad = ~value.isfinite() & call.fine.reshape(-1, *[1] * (value.ndim - 1))
         if bool(bad.any()):

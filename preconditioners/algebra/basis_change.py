@@ -123,7 +123,7 @@ def order_or_identity(order: Tensor | None, ok: Tensor) -> Tensor | None:
     """The order of the columns `[N, r]` where the solver succeeded, the identity elsewhere; None stays None."""
     if order is None or known_to_hold(ok):
         return order
-    return torch.where(ok[:, None], order, torch.arange(order.shape[-1], device=order.device))
+    return torch.where(ok[:, None], order, torch.arange(order.shape[-1], dtype=order.dtype, device=order.device))
 
 
 def slot_axis(slot: Slot, axis: int, order: int) -> int | None:

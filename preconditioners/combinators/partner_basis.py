@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from eigengraft.blocking.stacks import Summing
-from eigengraft.numerics import apply_aligned, tiny
+from eigengraft.numerics import apply_aligned, signs, tiny
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
@@ -70,9 +70,9 @@ class PartnerBasis(Stage):
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Summing[Tensor]:
         inner = state.scope("inner")
-        u, r = _frame(torch.as_tensor(context.signal("partner")))
+        u, r = _frame(context.tensor("partner", gradient))
         if "partner_before" in self.signals():
-            before, _ = _frame(torch.as_tensor(context.signal("partner_before")))
+            before, _ = _frame(context.tensor("partner_before", gradient))
             self._transport(inner, torch.bmm(u.mT, before))
         inverse = apply_aligned(_inverse, r)
         seen = torch.bmm(gradient, inverse)
@@ -106,5 +106,5 @@ def _frame(y: Tensor) -> tuple[Tensor, Tensor]:
     y = torch.nn.functional.pad(y, (0, 0, 0, short)) if short > 0 else y
     peak = y.abs().amax((-2, -1), keepdim=True).clamp_min(tiny(y.dtype))
     u, r = apply_aligned(torch.linalg.qr, y / peak)
-    signs = torch.where(r.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(y.dtype)
-    return u * signs[:, None, :], r * signs[:, :, None] * peak
+    turned = signs(r.diagonal(dim1=-2, dim2=-1))
+    return u * turned[:, None, :], r * turned[:, :, None] * peak

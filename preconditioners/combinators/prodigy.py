@@ -66,7 +66,9 @@ class Prodigy(Stage):
     def _estimate(self, state: State, context: StepContext) -> Tensor:
         """D `[N]`, the same in all blocks that have seen the same steps."""
         d = state["d"]
-        gain, size = (torch.as_tensor(context.total(state, name)).to(d) for name in ("gain", "size"))
+        gain, size = (
+            torch.as_tensor(context.total(state, name), dtype=d.dtype, device=d.device) for name in ("gain", "size")
+        )
         found = torch.where(size > tiny(d.dtype), self.coefficient * gain / size.clamp_min(tiny(d.dtype)), 0.0)
         if self.growth is not None:
             found = torch.minimum(found, d * self.growth)
@@ -75,10 +77,10 @@ class Prodigy(Stage):
         return d
 
     def _learn(self, state: State, gradient: Tensor, d: Tensor, context: StepContext) -> None:
-        now = torch.as_tensor(context.signal("parameter")).to(gradient)
+        now = context.tensor("parameter", gradient)
         fresh = per_block(context.step <= 1, gradient)
         origin = torch.where(fresh, now, state["origin"])
-        weight = torch.as_tensor(context.signal("lr")).to(d) * d * (d / self.start)  # over start, or it underflows
+        weight = context.tensor("lr", d) * d * (d / self.start)  # over start, or it underflows
         s = state["s"] * self.beta + gradient * per_block(weight, gradient)
         inner = (gradient * (origin - now)).flatten(1).sum(1)
         state["origin"], state["s"] = origin, s

@@ -91,11 +91,14 @@ class RelativeStep(Stage):
     requires: ClassVar[frozenset[str]] = frozenset({"lr", "parameter_rms"})
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
-        rms = torch.as_tensor(context.signal("parameter_rms"), dtype=direction.dtype, device=direction.device)
+        rms = context.tensor("parameter_rms", direction)
         scale = rms.clamp_min(self.floor).reshape(-1, *[1] * (direction.ndim - 1))
         if self.decay:
-            lr = torch.as_tensor(context.signal("lr"), dtype=torch.float64)
+            lr = context.signal("lr")
             scale = scale * context.per_block(
-                lambda step: (1 / (lr.to(step.device) * step.sqrt())).clamp_max(1.0), scale
+                lambda step: (1 / (torch.as_tensor(lr, dtype=step.dtype, device=step.device) * step.sqrt())).clamp_max(
+                    1.0
+                ),
+                scale,
             )
         return direction * scale

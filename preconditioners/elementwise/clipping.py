@@ -55,8 +55,8 @@ class ClipNorm(Stage):
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Summing[Tensor]:
         if self.per == "model":
-            factor = self.max_norm / torch.as_tensor(context.signal("gradient_norm")).clamp_min(self.max_norm)
-            return direction * factor.to(direction.dtype)
+            norm = torch.as_tensor(context.signal("gradient_norm"), dtype=torch.float64, device=direction.device)
+            return direction * (self.max_norm / norm.clamp_min(self.max_norm)).to(direction.dtype)
         norm = block_norm(direction)
         if self.per == "parameter":
             norm = (yield norm.square()).sqrt()

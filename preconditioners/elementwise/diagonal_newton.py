@@ -41,6 +41,6 @@ class DiagonalNewton(Stage):
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         h = state["h"]
         if "hessian_diagonal" in context.signals:
-            h = torch.lerp(h, torch.as_tensor(context.signal("hessian_diagonal")).to(h), 1 - self.beta)
+            h = torch.lerp(h, context.tensor("hessian_diagonal", h), 1 - self.beta)
             state["h"] = h
         return (direction / (h * self.gamma).clamp_min_(self.eps)).clamp_(-self.bound, self.bound)

@@ -78,7 +78,11 @@ class AdaptiveShampoo(Factored):
         wanted = self._wanted(state, axis, a)
         due = ~(wanted <= self.ceiling) | bool(context.first)  # what is not a number is due
         state[f"damping.{axis}"] = torch.where(due, damping, wanted)
-        rows = torch.nonzero(due).flatten() if may_branch_on_values(a) else torch.arange(len(a), device=a.device)
+        rows = (
+            torch.nonzero(due).flatten()
+            if may_branch_on_values(a)
+            else torch.arange(len(a), dtype=torch.int64, device=a.device)
+        )
         if len(rows):
             self._decompose(state, axis, a, (rows, due))
 

@@ -92,7 +92,7 @@ class SIRF(LearnedFactors):
         live = is_informative(gradient)
         factors = {axis: state[f"k.{axis}"] for axis in self.factor_axes(state.block)}
         if self.moments == "layer":
-            live, statistics = live, self._of_layer(factors, context) if factors else {}
+            live, statistics = live, self._of_layer(factors, gradient, context) if factors else {}
             for data in statistics.values():
                 live = live & peak_of(data).isfinite()
         else:
@@ -123,9 +123,9 @@ class SIRF(LearnedFactors):
         weights = {axis: size.square() * (k.shape[-1] / h[0].numel()) for axis, k in factors.items()}
         return {axis: scaled(gram(h, axis, k.ndim == 3), weights[axis]) for axis, k in factors.items()}
 
-    def _of_layer(self, factors: Mapping[int, Tensor], context: StepContext) -> Mapping[int, Tensor]:
+    def _of_layer(self, factors: Mapping[int, Tensor], like: Tensor, context: StepContext) -> Mapping[int, Tensor]:
         """B tr(H_j) / d_j H_i for each axis i and the other axis j, `[N, d, d]` or its diagonal."""
-        given = {axis: torch.as_tensor(context.signal(name)) for axis, name in _MOMENTS.items()}
+        given = {axis: context.tensor(name, like) for axis, name in _MOMENTS.items()}
         seen = {axis: _congruent(moments, factors.get(axis)) for axis, moments in given.items()}
         means = {axis: h.mean(1) if h.ndim == 2 else h.diagonal(0, 1, 2).mean(1) for axis, h in seen.items()}
         return {axis: scaled(seen[axis], self.batch_size * means[1 - axis]) for axis in factors}

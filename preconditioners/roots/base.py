@@ -150,4 +150,4 @@ def _one_by_one(a: Tensor, dtype: torch.dtype, ok: Tensor) -> tuple[Tensor, Tens
             value, vector = torch.ones_like(matrix[0]), torch.eye(len(matrix), dtype=a.dtype, device=a.device)
         values.append(value.to(dtype))
         vectors.append(vector.to(dtype))
-    return torch.stack(values), torch.stack(vectors), ok & torch.tensor(fine, device=ok.device)
+    return torch.stack(values), torch.stack(vectors), ok & torch.tensor(fine, dtype=torch.bool, device=ok.device)

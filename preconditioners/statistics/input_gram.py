@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar, Literal, Self
 
-import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
@@ -50,4 +49,4 @@ class InputGram(Statistic):
         return super().slots(block, axes)
 
     def contribution(self, state: State, x: Tensor, axis: int, powers: Powers, context: StepContext) -> Contribution:
-        return Contribution(torch.as_tensor(context.signal("activation_gram")).to(x), None, 1.0)
+        return Contribution(context.tensor("activation_gram", x), None, 1.0)

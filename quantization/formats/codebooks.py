@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from eigengraft.numerics import may_branch_on_values
+from eigengraft.numerics import cached_tensors, may_branch_on_values
 
 from .chunks import look_up, scratch
 
@@ -93,18 +92,18 @@ def _found(y: Tensor, steps: Tensor) -> Tensor:
     return codes.add_(torch.abs(bits, out=k)).bitwise_right_shift_(16).view(y.shape)
 
 
-@lru_cache(maxsize=256)
+@cached_tensors(maxsize=256)
 def _tensor(levels: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.tensor(levels, dtype=dtype, device=device)
 
 
-@lru_cache(maxsize=256)
+@cached_tensors(maxsize=256)
 def _middles(levels: Levels, dtype: torch.dtype, device: torch.device) -> Tensor:
     middles = [(a + b) / 2 for a, b in pairwise(levels)]
     return torch.tensor(middles, dtype=dtype, device=device)
 
 
-@lru_cache(maxsize=64)
+@cached_tensors(maxsize=64)
 def _steps(levels: Levels) -> Tensor:
     """The table of `_found`, int32 `[2^15 + 1]`; at most one middle in a cell: they must be 2^-7 of their size apart.
 
@@ -113,7 +112,7 @@ def _steps(levels: Levels) -> Tensor:
     """
     middles = _middles(levels, torch.float32, torch.device("cpu")).view(torch.int32).long()
     middles = torch.where(middles < 0, -(middles & 0x7FFFFFFF), middles)  # o
-    h = torch.arange((1 << 15) + 1)
+    h = torch.arange((1 << 15) + 1, dtype=torch.int64, device="cpu")
     negative = h > 1 << 14
     first = torch.where(negative, (h << 16) - 0xFFFF - (1 << 31), h << 16)  # o
     below, upto = torch.searchsorted(middles, first), torch.searchsorted(middles, first + 0xFFFF)
@@ -123,7 +122,7 @@ def _steps(levels: Levels) -> Tensor:
     return ((upto << 16) - start - (negative.long() << 31)).int()
 
 
-@lru_cache(maxsize=256)
+@cached_tensors(maxsize=256)
 def _pairs(levels: Levels, dtype: torch.dtype, device: torch.device) -> Tensor:
     """`[256]`, the two values of a byte as one number of twice the size: looked up so, they take a quarter of the time.
 

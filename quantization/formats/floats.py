@@ -103,7 +103,7 @@ class FP8(Blockwise):
         return out
 
     def values(self, codes: Tensor, n: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        every = torch.arange(256, device=codes.device).to(torch.uint8).view(self._dtype)
+        every = torch.arange(256, dtype=torch.uint8, device=codes.device).view(self._dtype)
         return look_up(every.to(dtype).div_(torch.finfo(self._dtype).max), codes, out)
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
-from eigengraft.numerics import per_block
+from eigengraft.numerics import cached_tensors, per_block
 
 
 def unit_size(a: Tensor) -> tuple[Tensor, Tensor]:
@@ -21,7 +19,7 @@ def folded_shape(d: int) -> tuple[int, int]:
     return d // 2, d - 1 + d % 2
 
 
-@lru_cache(maxsize=64)
+@cached_tensors(maxsize=64)
 def lower_places(d: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """(places of the strictly lower triangle in the flat d x d matrix, places of the d x d entries in the triangle),
     int32, in the order of the rectangle it is folded to; entries that are not in it have any place.
@@ -30,19 +28,20 @@ def lower_places(d: int, device: torch.device) -> tuple[Tensor, Tensor]:
     rows sees complete rows, of which one block at most is shared by two. Rows of factors differ in size.
     """
     height, width = folded_shape(d)
-    k, c = torch.arange(height, device=device)[:, None], torch.arange(width, device=device)
+    k, c = (torch.arange(length, dtype=torch.int64, device=device) for length in (height, width))
+    k = k[:, None]
     row = torch.where(c < d - 1 - k, d - 1 - k, k + d % 2)
     column = torch.where(c < d - 1 - k, c, c - (d - 1 - k))
     return _places(row.flatten(), column.flatten(), d)
 
 
-@lru_cache(maxsize=64)
+@cached_tensors(maxsize=64)
 def upper_places(d: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """(places of the upper triangle in the flat d x d matrix, places of the d x d entries in the triangle), int32.
 
     The triangle is taken row by row; entries below it have the places of their mirror images.
     """
-    row, column = torch.triu_indices(d, d, device=device)
+    row, column = torch.triu_indices(d, d, dtype=torch.int64, device=device)
     return _places(row, column, d)
 
 

@@ -50,7 +50,7 @@ def normal(seeds: Tensor, step: Tensor, shape: tuple[int, ...], dtype: torch.dty
 def words(seeds: Tensor, step: Tensor, count: int, stream: int = 0) -> Tensor:
     """int64 `[N, count]`, every bit a fair coin."""
     key = _mixed(_mixed(_mixed(seeds) + step) + stream)
-    places = torch.arange(1, count + 1, device=seeds.device) * _STRIDE
+    places = torch.arange(1, count + 1, dtype=torch.int64, device=seeds.device) * _STRIDE
     return _mixed(key[:, None] + places)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Self
 
 import numpy as np
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .errors import ContractError
-from .numerics import per_block
+from .numerics import cached_tensors, per_block
 from .slots import State
 from .state_key import StateKey
 
@@ -95,7 +95,7 @@ class StepContext:
         if self.numbers is not None:
             return self.numbers(function)
         if self.uniform is not None:
-            return function(torch.tensor(self.uniform, dtype=torch.float64))
+            return function(torch.tensor(self.uniform, dtype=torch.float64, device="cpu"))
         values = function(torch.from_numpy(self.steps).double())
         return per_block(values.to(device=like.device, dtype=like.dtype), like)
 
@@ -127,6 +127,10 @@ class StepContext:
             raise ContractError(
                 f"signal '{name}': a name that a stage declares in `requires` is required (provided here: {known})"
             ) from None
+
+    def tensor(self, name: str, like: Tensor) -> Tensor:
+        """A signal that a stage declared, as a tensor of the dtype and on the device of `like`."""
+        return torch.as_tensor(self.signal(name), dtype=like.dtype, device=like.device)
 
     def total(self, state: State, slot: str) -> Tensor | float:
         """The sum, as the step began, of a slot with `total=True` over all blocks of all parameters of the update."""
@@ -166,8 +170,8 @@ class StepContext:
         )
 
 
-@lru_cache(maxsize=64)
+@cached_tensors(maxsize=64)
 def _uniform_correction(beta: float, step: int, exponent: float) -> Tensor:
     """(1 - beta^step)^exponent, 0-d: the same of all stacks in a step, and not to be written to."""
     weights = 1 - beta**step
-    return torch.tensor(math.sqrt(weights) if exponent == 0.5 else weights**exponent, dtype=torch.float64)
+    return torch.tensor(math.sqrt(weights) if exponent == 0.5 else weights**exponent, dtype=torch.float64, device="cpu")

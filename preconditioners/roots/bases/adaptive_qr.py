@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.numerics import finite_blocks
+from eigengraft.numerics import finite_blocks, may_branch_on_values
 
 from ..base import Basis, BasisSolver, leading_eigenvectors
 from .power_qr import householder, identity_order, off_diagonal, ordered_step, unit_sized
@@ -33,7 +33,7 @@ class AdaptiveQR(BasisSolver):
         if first and self.bootstrap:
             return leading_eigenvectors(a)
         a, ok = unit_sized(a)
-        q, order = self.gathered(a, q) if a.device.type == "cpu" else self.masked(a, q)
+        q, order = self.gathered(a, q) if may_branch_on_values(a) else self.masked(a, q)
         return Basis(q, order, ok & finite_blocks(q))
 
     def masked(self, a: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
@@ -50,7 +50,7 @@ class AdaptiveQR(BasisSolver):
     def gathered(self, a: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
         """The new basis and its order, a matrix dropped as soon as it is done."""
         q, order = q.clone(), identity_order(q).clone()
-        rows = torch.arange(len(q), device=q.device)
+        rows = torch.arange(len(q), dtype=torch.int64, device=q.device)
         for _ in range(self.max_steps):
             active = q[rows]
             aq = torch.bmm(a[rows], active)

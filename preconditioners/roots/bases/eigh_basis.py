@@ -8,6 +8,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from eigengraft.numerics import may_branch_on_values
+
 from ..base import Basis, BasisSolver, eigh
 from .power_qr import off_diagonal, unit_sized
 
@@ -33,7 +35,7 @@ class EighBasis(BasisSolver):
             return Basis(*self._decomposed(a))
         scaled, ok = unit_sized(a)
         due = off_diagonal(torch.bmm(q.mT, torch.bmm(scaled, q)), self.tolerance)
-        if a.device.type != "cpu":
+        if not may_branch_on_values(a):
             vectors, _, fine = self._decomposed(a)
             return Basis(torch.where(due[:, None, None], vectors, q), None, torch.where(due, fine, ok))
         q = q.clone()

@@ -20,6 +20,7 @@ from eigengraft.numerics import (
     finite_blocks,
     may_branch_on_values,
     per_block,
+    signs,
     tiny,
     transposed,
     where_blocks,
@@ -82,7 +83,7 @@ def unit_sized(a: Tensor) -> tuple[Tensor, Tensor]:
 
 def identity_order(q: Tensor) -> Tensor:
     """The order `[N, r]` of columns that stay where they are."""
-    return torch.arange(q.shape[-1], device=q.device).expand(q.shape[0], -1)
+    return torch.arange(q.shape[-1], dtype=torch.int64, device=q.device).expand(q.shape[0], -1)
 
 
 def off_diagonal(b: Tensor, tolerance: float) -> Tensor:
@@ -140,9 +141,9 @@ class QRFactors(NamedTuple):
         """
         x, unit, finite = _sized(x, q)
         new, packed = apply_aligned(_factored, x)
-        signs = torch.where(packed.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0)  # [N, r]
-        scale = signs if unit is None else signs * unit[:, None]
-        return cls(new.mul_(signs.unsqueeze(-2)), packed, scale, finite)
+        turned = signs(packed.diagonal(dim1=-2, dim2=-1))  # [N, r]
+        scale = turned if unit is None else turned * unit[:, None]
+        return cls(new.mul_(turned.unsqueeze(-2)), packed, scale, finite)
 
     def diagonal(self, order: Tensor, rotation: Tensor) -> Tensor:
         """diag(Q^T A Q) `[N, d]` if X is A q[:, order]: that of R q[:, order]^T Q, as q q^T = I; rotation: q^T Q."""
@@ -188,4 +189,4 @@ def _below_by_zeros(x: Tensor) -> Tensor:
 
 def same_signs(new: Tensor, q: Tensor) -> Tensor:
     """The columns of `new`, none pointing away from the column of q in its place."""
-    return new * torch.where((new * q).sum(-2, keepdim=True) < 0, -1.0, 1.0)
+    return new * signs((new * q).sum(-2, keepdim=True))

@@ -74,7 +74,7 @@ class Chebyshev(Iterative):
 
     def _size_of_identity(self, d: int) -> float:
         """What a ridge of 1 adds to the size, at most, in units of the ridge: asked of no device."""
-        return float(self.scaling.upper(torch.eye(d, dtype=torch.float64)[None]))
+        return float(self.scaling.upper(torch.eye(d, dtype=torch.float64, device="cpu")[None]))
 
 
 @lru_cache(maxsize=256)

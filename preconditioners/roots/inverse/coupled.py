@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.numerics import block_norm, identity_like, may_branch_on_values, per_block
+from eigengraft.numerics import block_norm, has_values, identity_like, may_branch_on_values, per_block
 
 from .iterative import Iterative, largest_entry, product
 
@@ -63,6 +63,8 @@ class Coupled(Iterative):
         for iteration in range(self.max_iterations):
             if may_branch_on_values(eye) and iteration % self.check_every == 0 and not bool(live.any()):
                 break
+            if iteration and not has_values(eye):
+                break  # a second step takes what the first took
             state = step(state, iteration)
             steps = steps + live
             new = self._distance(state[-1] - eye)

@@ -10,7 +10,16 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from eigengraft.numerics import apply_aligned, finite_blocks, identity_like, per_block, symmetrized, tiny
+from eigengraft.numerics import (
+    apply_aligned,
+    finite_blocks,
+    has_values,
+    identity_like,
+    may_branch_on_values,
+    per_block,
+    symmetrized,
+    tiny,
+)
 
 from ..base import Root, RootSolver
 from .bounds import EigenvalueBound, FrobeniusBound
@@ -75,7 +84,9 @@ class Iterative(RootSolver):
         found = self._attempt(a, exponent, 1.0)
         for attempt in range(1, self.retries + 1):
             failed = ~found.ok | (found.residual >= (self.retry_above or self.max_error))
-            if a.device.type == "cpu":
+            if not has_values(a):
+                break
+            if may_branch_on_values(a):
                 rows = failed.nonzero().squeeze(1)
                 if len(rows) == 0:
                     break

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..numerics import has_values
 from .matrices import Matrices
 from .stacks import Stack
 
@@ -59,7 +60,7 @@ def side_index(shape: tuple[int, ...], matrices: Matrices, side: MatrixSide, dev
     view."""
     counted = sorted([*range(matrices.batch), *_axes(shape, matrices, side)])
     lengths = [shape[axis] if axis in counted else 1 for axis in range(len(shape))]
-    return torch.arange(math.prod(lengths), device=device).reshape(lengths).expand(shape)
+    return torch.arange(math.prod(lengths), dtype=torch.int64, device=device).reshape(lengths).expand(shape)
 
 
 def _axes(shape: tuple[int, ...], matrices: Matrices, side: MatrixSide) -> tuple[int, ...]:
@@ -72,7 +73,7 @@ def side_of_blocks(index: Tensor, side: MatrixSide) -> Tensor:
     in its inputs, or columns in its outputs."""
     flat = index.flatten(2) if index.ndim > 2 else index.unsqueeze(-1)
     flat = flat if side == "inputs" else flat.mT
-    if bool((flat != flat[:, :1]).any()):
+    if has_values(flat) and bool((flat != flat[:, :1]).any()):
         raise ValueError(
             f"blocks whose first axis is of outputs alone are required, got blocks of shape {tuple(index.shape[1:])}; "
             "set `blocking: {merge: ..., keep_axes: 2}`"

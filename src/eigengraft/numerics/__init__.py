@@ -3,6 +3,10 @@ many tensors at once."""
 
 from .bfloat16 import has_fast_bfloat16 as has_fast_bfloat16
 from .bfloat16 import multiplied_in_float32 as multiplied_in_float32
+from .fake_tensors import active_fake_mode as active_fake_mode
+from .fake_tensors import cached_tensors as cached_tensors
+from .fake_tensors import fake_mode as fake_mode
+from .fake_tensors import has_values as has_values
 from .guards import apply_aligned as apply_aligned
 from .guards import block_norm as block_norm
 from .guards import compute_dtype as compute_dtype
@@ -15,6 +19,7 @@ from .guards import may_branch_on_values as may_branch_on_values
 from .guards import per_block as per_block
 from .guards import products as products
 from .guards import safe_ratio as safe_ratio
+from .guards import signs as signs
 from .guards import symmetrized as symmetrized
 from .guards import tiny as tiny
 from .guards import to_power as to_power

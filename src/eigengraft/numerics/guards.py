@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .fake_tensors import has_values
+
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype that parameters of `dtype` are updated in: float64 stays, everything else is float32."""
@@ -19,8 +21,11 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def may_branch_on_values(x: Tensor) -> bool:
-    """Whether asking for values of x costs nothing and is allowed: a device is waited for, a traced graph breaks."""
-    return x.is_cpu and not torch.compiler.is_compiling()
+    """Whether asking for values of x costs nothing and is allowed.
+
+    A device is waited for, a traced graph breaks, and a fake tensor has no values.
+    """
+    return x.is_cpu and has_values(x) and not torch.compiler.is_compiling()
 
 
 def per_block(values: Tensor, like: Tensor) -> Tensor:
@@ -68,6 +73,11 @@ def block_norm(x: Tensor) -> Tensor:
     peak = torch.linalg.vector_norm(flat, ord=float("inf"), dim=1)
     scaled = torch.linalg.vector_norm(flat / peak.clamp_min(tiny(x.dtype))[:, None], dim=1) * peak
     return torch.where(unsafe, scaled, norm)
+
+
+def signs(x: Tensor) -> Tensor:
+    """-1 where x < 0 and 1 elsewhere, in the dtype of x."""
+    return torch.where(x < 0, -1.0, x.new_ones(()))
 
 
 def safe_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:

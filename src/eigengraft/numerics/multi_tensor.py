@@ -8,6 +8,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
+from .fake_tensors import has_values
 from .guards import compute_dtype, may_branch_on_values
 
 _SMALL = 4096
@@ -22,7 +23,7 @@ def scale_tensors_(tensors: Sequence[Tensor], factor: float) -> None:
     """
     first = tensors[0]
     if first.is_cpu and first.dtype in (torch.float32, torch.float64) and len({x.dtype for x in tensors}) == 1:
-        torch._foreach_mul_(list(tensors), torch.scalar_tensor(factor, dtype=first.dtype))
+        torch._foreach_mul_(list(tensors), torch.scalar_tensor(factor, dtype=first.dtype, device=first.device))
     else:
         torch._foreach_mul_(list(tensors), factor)
 
@@ -44,8 +45,11 @@ def squares_are_finite(tensors: Sequence[Tensor], most: Callable[[int, torch.dty
     """Whether the sum of squares of each tensor is known to be finite in the dtype that it is computed in.
 
     False where asking would wait for a device, and where small tensors, which are looked at together, overflow
-    together. most: (entries, dtype, device) of a tensor -> how many such tensors may be copied at once.
+    together. Fake tensors on a CPU, which have no numbers, count as finite. most: (entries, dtype, device) of a tensor
+    -> how many such tensors may be copied at once.
     """
+    if tensors and tensors[0].is_cpu and not has_values(tensors[0]):
+        return True
     if torch.compiler.is_compiling() or not all(map(attrgetter("is_cpu"), tensors)):
         return False
     equal: dict[tuple[torch.dtype, torch.Size], list[Tensor]] = {}

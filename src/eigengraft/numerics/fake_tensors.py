@@ -1,0 +1,52 @@
+"""Fake tensors: shapes, dtypes and devices without numbers, by which torch and its tools estimate the memory of a run.
+
+`torch._subclasses.fake_tensor.FakeTensorMode` makes every new tensor one. A decision that reads numbers takes the
+branch of a step in which all is well. What is made once and kept must not be fake, or a real step would be given it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def fake_mode(x: object) -> FakeTensorMode | None:
+    """The mode of a fake tensor, or of a DTensor of fake tensors; None: x is anything else."""
+    if type(x) is nn.Parameter:
+        return None
+    own = getattr(x, "_local_tensor", x)
+    return own.fake_mode if isinstance(own, FakeTensor) else None
+
+
+def has_values(x: Tensor) -> bool:
+    """Whether a tensor has numbers, as all but fake tensors have."""
+    return not isinstance(x, FakeTensor)
+
+
+def active_fake_mode() -> FakeTensorMode | None:
+    """The mode in which every new tensor is fake; None: new tensors have numbers."""
+    found: FakeTensorMode | None = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return found
+
+
+def cached_tensors(maxsize: int) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+    """`functools.lru_cache` for functions that make tensors. A fake mode gets new ones, which are not kept."""
+
+    def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
+        kept = lru_cache(maxsize)(function)
+
+        @wraps(function)
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+            return (kept if active_fake_mode() is None else function)(*args, **kwargs)  # type: ignore[arg-type]
+
+        return call
+
+    return decorate
