@@ -6,13 +6,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from eigengraft.distributed.distribution import Distribution
 from eigengraft.slots import State, Storage
 from eigengraft.state_key import StateKey
 
 from .engine.stack_state import StackState
+from .isolation import isolation
 from .optimizer import Optimizer
 from .recipe.loading import load_recipe
 from .recipe.overrides import differences
@@ -20,7 +19,6 @@ from .recipe.recipe import Recipe
 from .recipe.routing import DescribedParameters
 
 
-@torch.no_grad()
 def convert_storage(state_dict: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     """The state dict of a run with another `storage`, as `optimizer.load_state_dict` takes it; nothing is changed.
 
@@ -28,6 +26,11 @@ def convert_storage(state_dict: Mapping[str, Any], optimizer: Optimizer) -> dict
     must be the same but for `storage`, the parameters the same and trained on both sides, and the checkpoint must have
     been taken in training mode. Raises ValueError otherwise.
     """
+    with isolation(optimizer):
+        return _converted(state_dict, optimizer)
+
+
+def _converted(state_dict: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     groups = list(state_dict["param_groups"])
     texts = {str(group.get("recipe")) for group in groups}
     modes = {group.get("iterate", "train") for group in groups}

@@ -20,12 +20,12 @@ from .apply.write import Hyper
 from .checkpoint.consolidation import consolidate, divided_state, full_state
 from .checkpoint.load_plan import strict_loading
 from .checkpoint.pickling import restored, snapshot
-from .checkpoint.replaced_params import adopt_parameters
-from .checkpoint.without_dynamo import without_dynamo
+from .checkpoint.replaced_params import adopt_parameters, require_values
 from .engine.param_sets import ParamSets
 from .engine.signals import Given, SignalSource, with_partners
 from .inspection.reached import require_expected, require_matches, require_partners
 from .inspection.reporting import Reporting
+from .isolation import in_surroundings, isolated, isolation, kept_from_compiler, without_dynamo
 from .param_groups import check_options, own_keys, read_hyper, warn_of_options
 from .recipe.loading import RecipeSource, load_recipe
 from .recipe.overrides import Overrides
@@ -78,7 +78,8 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         self._known = None
         if not any(constraint.rounds for rule in self.recipe.updates().values() for constraint in rule.constraints):
             self.register_step_post_hook(RoundingWatch().look)
-        self.param_sets.complete(0, self.param_groups, self.state)
+        with isolation(self):
+            self.param_sets.complete(0, self.param_groups, self.state)
         require_matches(self.recipe, chain(described.others, *self.param_sets.infos))
         require_partners(self.recipe, chain(*self.param_sets.infos))
         require_expected(self.recipe, chain(described.others, *self.param_sets.infos))
@@ -96,7 +97,10 @@ class Optimizer(Reporting, torch.optim.Optimizer):
 
         An option of the recipe or of torch's optimizers is a ValueError, after which the optimizer is as it was.
         """
-        group = own_keys(param_group, self.param_sets.recipe_text)
+        self._add_group(own_keys(param_group, self.param_sets.recipe_text))
+
+    @isolated
+    def _add_group(self, group: dict[str, Any]) -> None:
         index = len(self.param_groups)
         without_dynamo(super().add_param_group)(group)
         try:
@@ -109,14 +113,17 @@ class Optimizer(Reporting, torch.optim.Optimizer):
             self.param_sets.forget(index)
             raise
 
+    @kept_from_compiler
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets gradients, or makes them zero."""
         without_dynamo(super().zero_grad)(set_to_none)
 
+    @isolated
     def train(self) -> None:
         """Makes the parameters hold the iterate that is trained again, bit for bit."""
         self._swap_iterate("train")
 
+    @isolated
     def eval(self) -> None:
         """Makes the parameters hold the iterate to evaluate, where the recipe has an `averaging`.
 
@@ -132,9 +139,17 @@ class Optimizer(Reporting, torch.optim.Optimizer):
             for group in self.param_groups:
                 group["iterate"] = mode
 
-    @torch.no_grad()
+    @kept_from_compiler
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update; returns what the closure returns first, which `sam` and `line_search` call again."""
+        """One update; returns what the closure returns first, which `sam` and `line_search` call again.
+
+        The update is the same in any surroundings. A closure runs in those of the caller, under autocast too.
+        """
+        given = in_surroundings(closure) if callable(closure) else closure
+        with isolation(self):
+            return self._step(given)
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         if self.iterate != "train":
             held = "the parameters must hold the training iterate, got the evaluated one"
             raise RuntimeError(f"Optimizer.step: {held}; call optimizer.train() first")
@@ -146,6 +161,7 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         if isinstance(loss, (Tensor, float)):
             self.provide("loss", loss)
         self._settle()
+        require_values(self.param_sets)
         warn_of_options(self.param_groups, self.recipe)
         self.param_sets.schedules.follow(self.param_sets)
         hypers = [read_hyper(group, self.param_sets.follows_peak is not None) for group in self.param_groups]
@@ -209,6 +225,7 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         ranks.meet("loss of a line search", device=value.device)
         return ranks.all_reduce(value.clone(), "loss of a line search") / ranks.size
 
+    @isolated
     def provide(self, name: str, value: Given | SignalSource) -> bool:
         """Gives a signal to the next step: a number, {parameter: number or tensor}, or a function asked in every step.
 
@@ -222,6 +239,7 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         self.param_sets.resolve_deferred()
         adopt_parameters(self)
 
+    @isolated
     def state_dict(self) -> dict[str, Any]:
         """The state dict of torch, with state keys "<block>/<stage path>/<slot>" and, for iterates, "averaging/<slot>".
 
@@ -232,21 +250,26 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         with divided_state(self):
             return without_dynamo(super().state_dict)()
 
+    @isolated
     def full_state_dict(self) -> dict[str, Any]:
         """The state dict with all state as plain tensors on the CPU, for torch.save; all ranks call it."""
         return full_state(self)
 
+    @isolated
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gathers all state on rank `to`, where `state_dict` returns it until it changes; all ranks call this."""
         self._settle()
         consolidate(self, to)
 
+    @isolated
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Bit-exact, strict: another recipe, missing, extra or misshapen state is one ValueError, nothing changes."""
         self._settle()
+        require_values(self.param_sets)
         with strict_loading(self, state_dict):
             without_dynamo(super().load_state_dict)(state_dict)
 
+    @isolated
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         self._settle()
         return restored, (type(self), snapshot(self))

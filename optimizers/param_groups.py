@@ -96,7 +96,7 @@ def warn_of_options(groups: Iterable[Mapping[str, Any]], recipe: Recipe) -> None
             paths = _paths_of(key, recipe)
             if paths or key in _elsewhere():
                 there = f"{', '.join(paths)} of the recipe says it" if paths else "the recipe says it"
-                warnings.warn(f"param group: '{key}' has no effect on steps; {there}", stacklevel=4)
+                warnings.warn(f"param group: '{key}' has no effect on steps; {there}", stacklevel=6)
 
 
 def _paths_of(key: str, recipe: Recipe) -> list[str]:
@@ -130,10 +130,10 @@ def check_values(group: Mapping[str, Any]) -> None:
                 f"params: {name}: a real floating-point tensor is required, got {parameter.dtype}; make the parameter "
                 "torch.view_as_real of it, and torch.view_as_complex of that in the forward"
             )
-        if parameter.is_meta:
+        if parameter.is_inference():
             raise ValueError(
-                f"{name}: a parameter with values is required, got one on the meta device; call "
-                "model.to_empty(device=...) and initialise the model before it gets an optimizer"
+                f"params: {name}: a parameter made outside of torch.inference_mode is required, got one made inside, "
+                "which has no gradient and cannot be changed outside; make or load the model before entering it"
             )
         if id(parameter) in first:
             raise ValueError(

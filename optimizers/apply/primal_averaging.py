@@ -18,7 +18,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.numerics import safe_ratio
+from eigengraft.numerics import may_branch_on_values, safe_ratio
 from eigengraft.slots import Slot
 
 from .averaging import Averaging, IterateBatch, accumulate, blend
@@ -72,7 +72,7 @@ class ScheduleFree(Averaging):
             after = torch.where(torch.stack(list(batch.mask)), after, before)
         torch._foreach_copy_(list(sums), list(after.unbind(0)))
         mixing = safe_ratio(weight, after)
-        return mixing.tolist() if mixing.device.type == "cpu" else mixing.unbind(0)
+        return mixing.tolist() if may_branch_on_values(mixing) else mixing.unbind(0)
 
 
 class PrimalAveraging(Averaging):

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 from eigengraft.distributed.layouts import local
+from eigengraft.numerics import fake_mode
+
+from ..isolation import kept_from_compiler
 
 _WINDOW = 5
 """Steps over which a parameter is watched."""
@@ -32,6 +35,7 @@ class RoundingWatch:
         self._steps = 0
         self._done = False
 
+    @kept_from_compiler
     def look(self, optimizer: torch.optim.Optimizer, args: Any = (), kwargs: Any = None) -> None:
         """Takes a sample of one parameter, or compares it with the one that was taken."""
         if self._done:
@@ -71,6 +75,8 @@ def _sample(tensor: Tensor) -> Tensor:
 
 def _warn(name: str, parameter: Tensor, before: Tensor, lr: float) -> None:
     assert parameter.grad is not None
+    if fake_mode(parameter) is not None:
+        return
     trained = _sample(parameter.grad) != 0
     count = int(trained.sum())
     moved = int((_sample(parameter) != before)[trained].sum())

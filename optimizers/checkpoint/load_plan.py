@@ -126,7 +126,7 @@ def _with_tensor_step(state: Any) -> Any:
     """The state of a parameter, whose number of steps other tools write as a number."""
     step = state.get("step") if isinstance(state, Mapping) else None
     plain = isinstance(step, int) and not isinstance(step, bool)
-    return {**state, "step": torch.tensor(step, dtype=torch.int64)} if plain else state
+    return {**state, "step": torch.tensor(step, dtype=torch.int64, device="cpu")} if plain else state
 
 
 def _fitting(optimizer: Loadable, batch: int, values: Mapping[Tensor, Any]) -> list[ParamSet]:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..engine.param_sets import ParamSets
+from ..isolation import isolation
 
 T = TypeVar("T", bound=torch.optim.Optimizer)
 
@@ -38,7 +39,14 @@ def restored(cls: type[T], saved: dict[str, Any]) -> T:
     param_sets = ParamSets(saved["recipe"], saved["checked"], saved["others"])
     torch_state = {"defaults": saved["defaults"], "param_groups": saved["param_groups"], "state": state}
     optimizer.__setstate__({**torch_state, "recipe": saved["recipe"], "param_sets": param_sets})
-    groups = optimizer.param_groups
+    with isolation(optimizer):
+        _build(optimizer, saved, state)
+    return optimizer  # type: ignore[no-any-return]
+
+
+def _build(optimizer: Any, saved: dict[str, Any], state: defaultdict[Any, Any]) -> None:
+    """Builds the parameter sets of an optimizer again, with the state of a snapshot."""
+    param_sets, groups = optimizer.param_sets, optimizer.param_groups
     for first, end in pairwise([0, *saved["batches"]]):  # owners depend on what was there before
         for index in range(first, end):
             param_sets.declare(groups[index]["params"], saved["infos"][index], saved["frozen"][index])
@@ -48,4 +56,3 @@ def restored(cls: type[T], saved: dict[str, Any]) -> T:
         param_sets.install(batch, param_sets.build(batch, wanted), state, groups[0]["iterate"], saved["state"])
     for param_set in param_sets:
         param_set.skipped.update({name: n for name, n in saved["skipped"].items() if name in param_set.names})
-    return optimizer  # type: ignore[no-any-return]

@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from eigengraft.numerics import fake_mode
+
 from ..engine.param_sets import ParamSets, inherit_counts
+from ..isolation import kept_from_compiler
 from ..param_groups import WHOLE_SHARDS, check_values, flat_piece
 from ..sharding.placement import ParamSpec
 
@@ -128,6 +131,17 @@ def _require_usable(parameter: Tensor, spec: ParamSpec, stepped: bool) -> None:
         )
 
 
+def require_values(param_sets: ParamSets) -> None:
+    """Raises ValueError for parameters on the meta device, where a step or a load would change nothing."""
+    for param_set in param_sets:  # of parameters on one device
+        if param_set.parameters and param_set.parameters[0].is_meta and fake_mode(param_set.parameters[0]) is None:
+            raise ValueError(
+                f"{param_set.names[0]}: a parameter with values is required, got one on the meta device; after "
+                "model.to_empty(device=...), which makes new parameters, compose an optimizer of these or put them in "
+                "the place of the others in its param_groups"
+            )
+
+
 def _require_no_pieces(found: Sequence[Tensor], own: Mapping[str, Tensor], matrices: Sequence[str]) -> None:
     """Raises ValueError for flat pieces in place of parameters: marked ones, and one vector alone in place of matrices.
 
@@ -164,6 +178,7 @@ class ModelLink:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._names = [[names.get(id(parameter)) for parameter in group["params"]] for group in groups]
 
+    @kept_from_compiler
     def check(self, optimizer: torch.optim.Optimizer, args: Any = (), kwargs: Any = None) -> None:
         """Raise RuntimeError if a gradient belongs to a parameter of the model that the optimizer does not have.
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from eigengraft.blocking.stacks import max_blocks
 from eigengraft.distributed.work import HostCopy
-from eigengraft.numerics import compute_dtype, norms_by_dtype, squares_are_finite
+from eigengraft.numerics import compute_dtype, has_values, norms_by_dtype, squares_are_finite
 
 from ..apply.failure import Failure
 from ..apply.write import Rates
@@ -87,7 +87,8 @@ class LocalSurvey:
         return self.present
 
     def nonzero(self, positions: Sequence[int]) -> bool:
-        return any(bool(gradient.any()) for at in positions if (gradient := self.gradients[at]) is not None)
+        found = (gradient for at in positions if (gradient := self.gradients[at]) is not None)
+        return any(not has_values(gradient) or bool(gradient.any()) for gradient in found)
 
     def usable(self, positions: Sequence[int], finite: bool) -> Tensor | None:
         here = [position for position in positions if self.gradients[position] is not None]
@@ -162,7 +163,8 @@ class FiniteCheck:
         self, positions: list[int], usable: Tensor, gradients: Sequence[Tensor | None] | None = None
     ) -> list[int]:
         """Positions of unusable gradients, which are counted by name; gradients: None where they are gone."""
-        bad = [position for position, good in zip(positions, usable.tolist(), strict=True) if not good]
+        found = usable.tolist() if has_values(usable) else [True] * len(positions)
+        bad = [position for position, good in zip(positions, found, strict=True) if not good]
         self.skipped.update(self.names[position] for position in bad)
         self._stalled = self._stalled + 1 if positions and len(bad) == len(positions) else 0
         if self._stalled == STALLED:
@@ -209,7 +211,7 @@ class FiniteCheck:
         """The mask `[P]` of usable gradients; what it says is copied to the host meanwhile."""
         self._deferred = (positions, HostCopy(usable))
         mask = torch.ones(total, dtype=torch.bool, device=usable.device)
-        mask[torch.tensor(positions, device=usable.device)] = usable
+        mask[torch.tensor(positions, dtype=torch.int64, device=usable.device)] = usable
         return mask
 
 

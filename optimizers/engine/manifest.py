@@ -75,7 +75,10 @@ def _visible(param_set: ParamSet) -> list[dict[str, Tensor]]:
         return views
     entries = manifest(param_set)
     return [
-        {key: view[key] if key in view else torch.empty(0, dtype=entry.dtype) for key, entry in own.items()}
+        {
+            key: view[key] if key in view else torch.empty(0, dtype=entry.dtype, device="cpu")
+            for key, entry in own.items()
+        }
         for view, own in zip(views, entries, strict=True)
     ]
 

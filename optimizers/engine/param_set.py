@@ -42,7 +42,7 @@ class ParamSet:
     specs: name, update, placement and param group of each parameter.
     local: what this rank holds of each parameter, or updates of it: the parameter itself in one process.
     rank_group: ranks that share the parameters; None: this process alone.
-    step_counts: `[P]`, gradients that each parameter has had; `state["step"]` is a view of it.
+    step_counts: `[P]` on the host, gradients that each parameter has had; `state["step"]` is a view of its memory.
     block_groups: blocks that are exchanged between ranks; none without a rank group.
     """
 
@@ -60,8 +60,7 @@ class ParamSet:
         self._routes = {path: RouteRates(route.lr_ratio, route.weight_decay) for path, route in routes}
         self._decay_sources = {path: decay_source(recipe, path) for path in self.updates}
         self.names, self.local = [spec.name for spec in specs], self._local(parameters)
-        self.step_counts = torch.zeros(len(parameters), dtype=torch.int64)
-        self._counts: NDArray[np.int64] = self.step_counts.numpy()
+        self.step_counts: NDArray[np.int64] = np.zeros(len(parameters), dtype=np.int64)
         self._nonempty = np.array([math.prod(spec.shape) > 0 for spec in specs], dtype=np.bool_)
         self._groups = np.array([spec.group for spec in specs], dtype=np.int64)
         self._update_ids = np.unique([spec.path for spec in specs], return_inverse=True)[1]
@@ -90,12 +89,12 @@ class ParamSet:
     @property
     def update_counts(self) -> NDArray[np.int64]:
         """`[P]`, updates that each parameter has had: gradients without one that only primed statistics."""
-        return self._counts - self._priming
+        return self.step_counts - self._priming
 
     def resolve_deferred(self) -> None:
         """Takes back the count of parameters whose last gradient turned out, on the device, to be unusable."""
         bad = self.finite_check.resolve_deferred()
-        self._counts[bad] -= 1
+        self.step_counts[bad] -= 1
         self.finite_check.raise_nonfinite(bad, "one step ago; these parameters were left as they were")
 
     def swap_iterate(self, mode: Mode) -> None:
@@ -108,7 +107,7 @@ class ParamSet:
 
         mode: iterate whose keys and shapes are asked for; default: the present one.
         """
-        states: list[dict[str, Tensor]] = [{"step": step} for step in self.step_counts.unbind(0)]
+        states: list[dict[str, Tensor]] = [{"step": step} for step in torch.from_numpy(self.step_counts).unbind()]
         for stack_state in self.stack_states:
             for row, position, key in stack_state.rows():
                 states[position].update((StateKey.join(key, k), x[row]) for k, x in stack_state.tensors.items())
@@ -136,7 +135,7 @@ class ParamSet:
         present = self._nonempty & np.array([gradient is not None for gradient in found], dtype=np.bool_)
         own = {group: hypers[group] for group in np.unique(self._groups).tolist()}
         rates = Rates(self.recipe.weight_decay, self._routes, own, self._groups, self.iterates.shard_sums is None)
-        given = GivenGradients(found, present, self._linear, rates, int(self._counts.max()))
+        given = GivenGradients(found, present, self._linear, rates, int(self.step_counts.max()))
         active, mask, survey = self.finite_check.check(given)
         if not active.any() and mask is None:
             return None
@@ -146,7 +145,7 @@ class ParamSet:
 
     def step(self, step: Step) -> None:
         """One update of every parameter that has a usable gradient."""
-        self._counts[step.active] += 1
+        self.step_counts[step.active] += 1
         moved = step.active & (self.update_counts > 0)
         if self.iterates:
             self.iterates.signals = step.outputs
@@ -154,8 +153,8 @@ class ParamSet:
             self.iterates.begin(np.flatnonzero(moved & (self.update_counts == 1)).tolist())
         self.exchange.begin(step, moved, partial(self._write, step=step, moved=moved))
         for states in self._together:
-            for blocks, priming in active_blocks(states, step.active, self._counts):
-                if self.iterates or not move_in_chunks(blocks, step, self._counts, self.local):
+            for blocks, priming in active_blocks(states, step.active, self.step_counts):
+                if self.iterates or not move_in_chunks(blocks, step, self.step_counts, self.local):
                     self._advance(blocks, step, priming)
         self.exchange.finish()
 
@@ -178,7 +177,7 @@ class ParamSet:
 
     def _stack_step(self, blocks: ActiveBlocks, step: Step) -> StackStep:
         state, rows, gradient = blocks.stack_state, blocks.rows, self.exchange.gather(blocks, "gradients")
-        context = state.context(blocks.stack, rows, self._counts, find_signals(blocks, step, self.exchange))
+        context = state.context(blocks.stack, rows, self.step_counts, find_signals(blocks, step, self.exchange))
         mask = None if step.mask is None else step.mask[torch.from_numpy(blocks.stack.param_ids).to(context.device)]
         return StackStep(blocks, gradient, mask, context)
 

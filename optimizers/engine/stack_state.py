@@ -89,7 +89,10 @@ class StackState:
             fresh[same] = quantizer.encode(slot.allocate(1, dtype, device))
         codes = {part: code.repeat(blocks, *[1] * (code.ndim - 1)) for part, code in fresh[same].items()}
         self.encoded[str(key)] = EncodedSlot(slot, quantizer, tuple(codes), slot.dtype or dtype)
-        coded = {**codes, FORMAT: torch.full((blocks,), quantizer.format(), device=self.stack.device)}
+        coded = {
+            **codes,
+            FORMAT: torch.full((blocks,), quantizer.format(), dtype=torch.int64, device=self.stack.device),
+        }
         self.tensors.update({str(key._replace(part=part)): stored for part, stored in coded.items()})
 
     @cached_property

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from eigengraft.blocking.stacks import Summing, run_alone, run_together
 from eigengraft.errors import ContractError
-from eigengraft.numerics import per_block
+from eigengraft.numerics import has_values, per_block
 from eigengraft.preconditioners import run_chain
 from eigengraft.slots import State
 from eigengraft.step_context import StepContext
@@ -53,7 +53,8 @@ class StackStep:
         """The direction of the blocks, before weight decay."""
         own, g, context = self.blocks.stack_state, self.gradient, self.context
         direction = yield from run_chain(own.rule.update, self.state("update"), g, g, context)
-        if own.foreign and (direction.device.type == "cpu" or context.steps.max() % 100 < 3):  # looking may wait
+        now = direction.device.type == "cpu" or context.steps.max() % 100 < 3  # looking may wait
+        if own.foreign and now and has_values(direction):
             self._require_finite(direction)
         if own.lr_factors is None:
             return direction
@@ -87,6 +88,8 @@ class StackStep:
         """Rows whose root or basis failed more often in a row than tolerated; nothing is read but after a refresh."""
         own = self.blocks.stack_state
         if not own.failure_counts or not any(self.context.due.values()):  # every stage has been asked
+            return []
+        if not has_values(self.gradient):
             return []
         bad = [torch.nonzero(own.tensors[key] > tolerated).flatten().tolist() for key in own.failure_counts]
         return sorted({row for rows in bad for row in rows})

@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 
+from eigengraft.numerics import fake_mode
+
 from ..engine.param_set import ParamSet
 from ..engine.stack_state import StackState
+from ..isolation import kept_from_compiler
 from .state_rows import measured
 from .step_watch import Sample, StepWatch
 from .table import Inspection, Measurement
@@ -17,6 +20,7 @@ from .table import Inspection, Measurement
 
 def watch_next_step(optimizer: Any) -> None:
     """Measures the next step of an optimizer by a hook that is gone after it; `watched_rows` has then what it found."""
+    _require_numbers(optimizer, "watch_next_step")
     watched = [
         (param_set, stack_state, StepWatch(stack_state.checks))
         for param_set in optimizer.param_sets
@@ -25,6 +29,7 @@ def watch_next_step(optimizer: Any) -> None:
     for _, stack_state, watch in watched:
         stack_state.step_watch = watch
 
+    @kept_from_compiler
     def finish(*_: Any) -> None:
         handle.remove()
         rows: list[Measurement] = []
@@ -40,6 +45,7 @@ def watch_next_step(optimizer: Any) -> None:
 def inspect(optimizer: Any) -> Inspection:
     """The table of all parameters; ranks that share parameters call it together, and each gets all rows of these."""
     skipped, rows = optimizer.skipped, list[Measurement]()
+    _require_numbers(optimizer, "inspect")
     for param_set in optimizer.param_sets:
         own = [row for row in optimizer.watched_rows if row.parameter in param_set.names]
         own += _of_state(param_set)
@@ -52,6 +58,13 @@ def inspect(optimizer: Any) -> Inspection:
     places = {name: place for place, name in enumerate(names)}
     rows.sort(key=lambda row: (places[row.parameter], -1 if row.block is None else row.block, row.stage))
     return Inspection.joined(rows)
+
+
+def _require_numbers(optimizer: Any, who: str) -> None:
+    """Raises ValueError for fake tensors, of which there is nothing to measure."""
+    for param_set in optimizer.param_sets:
+        if fake_mode(param_set.parameters[0]) is not None:
+            raise ValueError(f"{who}: parameters with numbers are required, got a fake tensor, {param_set.names[0]}")
 
 
 def _of_step(param_set: ParamSet, stack_state: StackState, samples: Iterable[Sample]) -> Iterator[Measurement]:
@@ -77,8 +90,7 @@ def _of_state(param_set: ParamSet) -> Iterator[Measurement]:
         names = [param_set.names[position] for position in blocks.stack.param_ids.tolist()]
         if not names:
             continue
-        counts = param_set.step_counts.numpy()
-        context = stack_state.context(blocks.stack, blocks.rows, counts, {})
+        context = stack_state.context(blocks.stack, blocks.rows, param_set.step_counts, {})
         for stage, slot, measure, values in measured(blocks, context):
             for name, key, value in zip(names, blocks.stack.keys, values, strict=True):
                 yield Measurement(name, key, stage, slot, measure, (value, 1.0, 1.0))

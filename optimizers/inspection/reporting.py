@@ -14,6 +14,7 @@ from ..apply.averaging import Mode
 from ..engine.param_sets import ParamSets
 from ..engine.signals.schedules import steps_taken
 from ..engine.stack_state import StackState
+from ..isolation import isolated
 from ..recipe.recipe import Recipe
 from ..sharding.placement import lr_factors
 from .inspect import inspect, watch_next_step
@@ -119,10 +120,12 @@ class Reporting:
         """Which iterate the parameters hold: the one to "train" or the one to "eval"."""
         return next((group.get("iterate", "train") for group in self.param_groups), "train")
 
+    @isolated
     def watch_next_step(self) -> None:
         """Measures what each stage does in the next step, for `inspect`; that step takes longer, no number changes."""
         watch_next_step(self)
 
+    @isolated
     def inspect(self) -> Inspection:
         """Measures of every stage and block: of the state as it is now, and of the step that was watched last.
 
@@ -132,6 +135,7 @@ class Reporting:
         return inspect(self)
 
     @property
+    @isolated
     def skipped(self) -> Counter[str]:
         """How often each parameter was left alone because its gradient was not finite, by name."""
         return self.param_sets.skipped()

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from eigengraft.distributed.layouts import is_dtensor
 from eigengraft.noise import uniform
+from eigengraft.numerics import signs
 
 from ..apply.closures import Buffers
 from ..engine.param_set import ParamSet
+from ..isolation import kept_from_compiler
 from ..optimizer import Optimizer
 from .arguments import require_function, require_integer, require_loss, require_optimizer
 
@@ -21,6 +23,7 @@ PROBES = 1 << 34
 """First of the streams of random signs."""
 
 
+@kept_from_compiler
 def hutchinson(optimizer: Optimizer, loss: Callable[[], Tensor], samples: int = 1) -> bool:
     """D = mean of u * (H u),  u random signs, H the Hessian of the loss: provided to the next step.
 
@@ -50,6 +53,7 @@ def hutchinson(optimizer: Optimizer, loss: Callable[[], Tensor], samples: int = 
     return _provide("hutchinson", optimizer, estimate)
 
 
+@kept_from_compiler
 def gauss_newton_bartlett(optimizer: Optimizer, loss: Callable[[], Tensor], count: int) -> bool:
     """D = count G * G,  G the gradient of the mean loss of labels that the model draws: provided to the next step.
 
@@ -151,9 +155,10 @@ def _step(optimizer: Optimizer) -> int:
 
 def _signs(like: Tensor, name: str, step: int, sample: int) -> Tensor:
     """Random signs of the shape of a tensor, which follow from name, step and sample."""
-    seeds, steps = torch.tensor([zlib.crc32(name.encode())]), torch.tensor([step])
-    drawn = uniform(seeds.to(like.device), steps.to(like.device), tuple(like.shape), torch.float32, PROBES + sample)[0]
-    return torch.where(drawn < 0.5, -1.0, 1.0).to(like.dtype)
+    seed = zlib.crc32(name.encode())
+    seeds, steps = (torch.tensor([one], dtype=torch.int64, device=like.device) for one in (seed, step))
+    drawn = uniform(seeds, steps, tuple(like.shape), torch.float32, PROBES + sample)[0]
+    return signs(drawn - 0.5).to(like.dtype)
 
 
 def _products(

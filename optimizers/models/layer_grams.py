@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from eigengraft.distributed.layouts import is_dtensor
 from eigengraft.numerics import compute_dtype
 
+from ..isolation import without_autocast
 from ..optimizer import Optimizer
 from .gradient_sums import GradientSums
 
@@ -149,9 +150,7 @@ class LayerHook:
 def gram_of(rows: Tensor) -> Tensor:
     """X^T X of rows `[k, n]`, in the dtype that they are computed in, also under autocast."""
     rows = rows.detach().to(compute_dtype(rows.dtype))
-    if not torch.is_autocast_enabled(rows.device.type):  # to enter it costs as much as a small product
-        return rows.mT @ rows
-    with torch.autocast(rows.device.type, enabled=False):
+    with without_autocast():
         return rows.mT @ rows
 
 

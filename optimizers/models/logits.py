@@ -17,6 +17,7 @@ from eigengraft.blocking.boxes import Box
 from eigengraft.distributed.layouts import Layout, is_dtensor, local
 
 from ..engine.signals import Given
+from ..isolation import without_autocast
 from ..optimizer import Optimizer
 from .arguments import require_watchable
 from .gradient_sums import GradientSums
@@ -69,7 +70,7 @@ class MaxLogits(nn.Module):
         # here, where `fully_shard` has gathered its shards, those that are left are of tensor parallelism
         shards = {name: _shard(holder.get_parameter(name)) for name in self.weights}
         queries, keys = local(q.detach()), local(k.detach())
-        with torch.no_grad(), torch.autocast(queries.device.type, enabled=False):
+        with torch.no_grad(), without_autocast():
             found = self._found(queries, keys) * (q.shape[-1] ** -0.5 if scale is None else scale)
         heads = _heads(q, k) if is_dtensor(q) or is_dtensor(k) else None
         self._seen = _Seen(q.shape[-1], keys.shape[1], heads, shards)
@@ -259,7 +260,7 @@ class LogitSource:
                 self._sums.add(recorder, parameter, largest)
 
     def __call__(self) -> Given | None:
-        optimizer, found = self._optimizer(), dict[Tensor, float | Tensor]()
+        optimizer, found = self._optimizer(), dict[Tensor, Tensor]()
         assert optimizer is not None
         specs = {
             id(parameter): spec
@@ -276,7 +277,7 @@ class LogitSource:
             for name, value in recorder.signal(largest, axis_of).items():
                 if (parameter := held.get(name)) is not None:
                     before = found.get(parameter)
-                    found[parameter] = value if before is None else torch.maximum(torch.as_tensor(before), value)
+                    found[parameter] = value if before is None else torch.maximum(before, value)
         return found or None
 
     def _forget(self, *_: object) -> None:

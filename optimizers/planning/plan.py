@@ -149,7 +149,7 @@ def _spec(recipe: Recipe, name: str, info: ParamInfo, layout: Layout, dtype: tor
 def _empty(name: str, shape: Sequence[int]) -> torch.Tensor:
     if any(length < 0 for length in shape):
         raise ValueError(f"{name}: a shape without negative lengths is required, got {tuple(shape)}")
-    return torch.empty(tuple(shape), device="meta")
+    return torch.empty(tuple(shape), dtype=torch.float32, device="meta")
 
 
 def _layouts(

@@ -12,6 +12,7 @@ from torch import Tensor
 from eigengraft.blocking.boxes import Box
 from eigengraft.distributed.layouts import Layout, is_dtensor, local
 from eigengraft.distributed.rank_group import RankGroup
+from eigengraft.numerics import fake_mode
 
 from .placement import ParamSpec
 
@@ -76,7 +77,7 @@ def checksum_copies(specs: Sequence[ParamSpec], parameters: Sequence[Tensor], ra
     found: dict[int, Tensor] = {}
     for position, (spec, parameter) in enumerate(zip(specs, parameters, strict=True)):
         layout = _layout(spec)
-        if layout.copies > 1 and layout.boxes[rank].numel and not parameter.is_meta:
+        if layout.copies > 1 and layout.boxes[rank].numel and not parameter.is_meta and fake_mode(parameter) is None:
             found[position] = sum_bits(local(parameter))
     rows = dict(zip(found, torch.stack([sums.cpu() for sums in found.values()]).tolist() if found else [], strict=True))
     return [(rows[position][0], rows[position][1]) if position in rows else None for position in range(len(specs))]
@@ -88,7 +89,7 @@ def sum_bits(x: Tensor) -> Tensor:
     bits = x.detach().contiguous().view(-1).view(widths.get(x.element_size(), torch.int64))
     sums = torch.zeros(2, dtype=torch.int64, device=x.device)
     size = CHUNK if x.device.type == "cpu" else GPU_CHUNK
-    weights = torch.arange(1, min(size, bits.numel()) + 1, device=x.device)
+    weights = torch.arange(1, min(size, bits.numel()) + 1, dtype=torch.int64, device=x.device)
     for start in range(0, bits.numel(), size):
         some = bits[start : start + size].long()
         total = some.sum()

@@ -14,6 +14,7 @@ from eigengraft.distributed.distribution import Distribution
 from eigengraft.distributed.layouts import is_dtensor
 from eigengraft.distributed.ownership import Loads
 from eigengraft.distributed.rank_group import RankGroup, mesh_group
+from eigengraft.numerics import fake_mode
 
 from ..param_groups import flat_piece
 from ..recipe.recipe import Recipe
@@ -129,6 +130,11 @@ class Assignments:
         where = scope(parameter, self.recipe.distribution)
         if where is None:
             return None
+        if fake_mode(parameter) is not None:
+            raise ValueError(
+                "a parameter with numbers is required where ranks divide an optimizer, got a fake tensor, whose "
+                "messages nobody can read; `eigengraft plan` computes the memory of every rank without processes"
+            )
         if where not in self._rank_groups:
             group = dist.group.WORLD if where == REPLICATED else mesh_group(where)
             ranks, size = RankGroup(group, self.recipe.distribution.timeout), self.recipe.distribution.group_size

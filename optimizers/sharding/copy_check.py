@@ -55,7 +55,9 @@ class CopyCheck:
         device = self.parameters[0].device
         norms = torch.zeros(len(self.parameters), dtype=torch.float64, device=device)
         for places, found in norms_by_dtype([gradient for _, gradient in gradients]) if is_checked else ():
-            norms[torch.tensor([gradients[place][0] for place in places], device=device)] = found.double()
+            norms[torch.tensor([gradients[place][0] for place in places], dtype=torch.int64, device=device)] = (
+                found.double()
+            )
         self._mine = norms if is_checked else None
         return torch.cat([norms, norms.square()])
 

@@ -73,6 +73,6 @@ def _bytes(shape: tuple[int, ...], dtype: torch.dtype, quantizer: Quantizer | No
     if quantizer is None:
         return numel * dtype.itemsize
     shrunk = (max(1, (1 << 22) * shape[0] // max(numel, 1)), *shape[1:]) if numel > 1 << 22 else shape
-    codes = quantizer.encode(torch.zeros((1, *shrunk), dtype=dtype)).values()
+    codes = quantizer.encode(torch.zeros((1, *shrunk), dtype=dtype, device="cpu")).values()
     nbytes = sum(code.numel() * code.element_size() for code in codes)
     return nbytes * numel // max(math.prod(shrunk), 1) + 8

@@ -45,11 +45,15 @@ class RankSync:
             "held": [float(groups * placement.layout.copies) for placement in placements],
             "updated": [float(groups * placement.updated.copies) for placement in placements],
         }
-        self._copies = {entries: torch.tensor(own, dtype=torch.float64) for entries, own in copies.items()}
-        self._numels = torch.tensor([float(math.prod(spec.shape)) for spec in specs], dtype=torch.float64)
+        self._copies = {
+            entries: torch.tensor(own, dtype=torch.float64, device="cpu") for entries, own in copies.items()
+        }
+        self._numels = torch.tensor([float(math.prod(spec.shape)) for spec in specs], dtype=torch.float64, device="cpu")
         squared = [not own for own in linear or [False] * len(specs)]
         self._dtypes = [compute_dtype(x.dtype) if own else torch.float64 for x, own in zip(specs, squared, strict=True)]
-        self._largest = torch.tensor([torch.finfo(dtype).max for dtype in self._dtypes], dtype=torch.float64)
+        self._largest = torch.tensor(
+            [torch.finfo(dtype).max for dtype in self._dtypes], dtype=torch.float64, device="cpu"
+        )
         self._told: _Told | None = None
 
     def survey(
@@ -78,7 +82,7 @@ class RankSync:
         absent = [float(gradient is None) for gradient in gradients]
         failed = [float(position in self.failed) for position in range(total)]
         self.failed.clear()
-        told = torch.tensor([*absent, *failed, *fingerprint(numbers)], dtype=torch.float64).to(device)
+        told = torch.tensor([*absent, *failed, *fingerprint(numbers)], dtype=torch.float64, device=device)
         end = total + len(told)
         fill_from_device(told[2 * total :], numbers)
         found = torch.cat(
@@ -153,7 +157,8 @@ class RankSync:
         here = [(position, x) for position, x in enumerate(local) if x is not None and x.numel()]
         dtypes = [self._dtypes[position] for position, _ in here]
         for places, norms in norms_by_dtype([x for _, x in here], dtypes):
-            squares[torch.tensor([here[place][0] for place in places], device=device)] = norms.square().double()
+            at = torch.tensor([here[place][0] for place in places], dtype=torch.int64, device=device)
+            squares[at] = norms.square().double()
         self._copies[entries] = self._copies[entries].to(device)
         return squares / self._copies[entries]
 

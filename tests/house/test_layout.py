@@ -7,7 +7,7 @@ import pytest
 
 from .test_house import imports, library, sources
 
-OPTIMIZER_ROOMS = ("apply", "lr_scale", "recipe", "param_groups", "sharding", "engine", "checkpoint")
+OPTIMIZER_ROOMS = ("isolation", "apply", "lr_scale", "recipe", "param_groups", "sharding", "engine", "checkpoint")
 """Rooms of `optimizers`, each of which imports only from those before it; planning may import from all."""
 
 

@@ -20,7 +20,7 @@ CALLS = (
     ("compose('adamw', model.state_dict())", "can only optimize Tensors, but one of the params is str"),
     ("compose('soap', nn.Sequential())", "compose: a model with trainable parameters is required, got none"),
     ("compose('soap', nn.LazyLinear(3))", "weight: a parameter with a shape is required, got a lazy one; call the"),
-    ("compose('soap', nn.Linear(3, 3, device='meta'))", "weight: a parameter with values is required, got one on the"),
+    ("compose('soap', nn.Linear(3, 3, device='meta')).step()", "weight: a parameter with values is required, got one"),
     ("compose('soap', model.requires_grad_(False))", "compose: a model with trainable parameters is required"),
     (
         "compose({'update': [{'kind': 'shampoo', 'solver': 'newton_db'}], 'view': {'kind': 'whole'}}, conv)",

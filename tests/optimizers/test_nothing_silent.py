@@ -58,9 +58,11 @@ def test_a_parameter_given_twice_is_refused(names: tuple[str, str] | None) -> No
             Optimizer(given)
 
 
-def test_a_model_on_the_meta_device_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"^hidden\.weight: a parameter with values is required, .* meta .*to_empty"):
-        compose("soap", Net().to("meta"))
+def test_a_step_of_a_model_on_the_meta_device_is_refused_by_name() -> None:
+    optimizer = compose("soap", Net().to("meta"))
+    for act in (optimizer.step, lambda: optimizer.load_state_dict(optimizer.state_dict())):
+        with pytest.raises(ValueError, match=r"^\S+: a parameter with values is required, .* meta .*to_empty"):
+            act()
 
 
 class TestFlatPieces:

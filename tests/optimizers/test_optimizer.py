@@ -16,8 +16,8 @@ from torch.optim import lr_scheduler
 
 import eigengraft
 from eigengraft import Optimizer, load_recipe
+from eigengraft.optimizers import isolation
 from eigengraft.optimizers.apply.weight_decay import WeightDecay
-from eigengraft.optimizers.checkpoint import without_dynamo
 
 from ..recipes import BROAD, COVER, EVERY_BROAD, TOGETHER, with_options
 from ..trajectories import named
@@ -529,7 +529,7 @@ def test_what_wraps_a_method_of_torch_is_called(monkeypatch: pytest.MonkeyPatch)
         inherited(self, set_to_none)
 
     monkeypatch.setattr(torch.optim.Optimizer, "zero_grad", watched)
-    monkeypatch.setattr(without_dynamo, "sys", SimpleNamespace(modules={}))
+    monkeypatch.setattr(isolation, "sys", SimpleNamespace(modules={}))
     parameter = torch.nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
     optimizer = Optimizer([parameter])

@@ -137,3 +137,15 @@ def test_faults_are_named() -> None:
         MaxLogits("q")
     with pytest.raises(ValueError, match=r"bound: .*greater than 0"):
         load_recipe({**CLIP, "constraints": {"kind": "qk_clip", "bound": 0}})
+
+
+def test_logits_are_recorded_in_float32_under_autocast() -> None:
+    net = Attention()
+    optimizer = compose(CLIP, net, lr=LR)
+    q, k = normal(1, 2, 5, 16, seed=0), normal(1, 2, 5, 16, seed=1)
+    with torch.autocast("cpu", torch.bfloat16):
+        net.max_logits(q, k, 1.0)
+    expected = (q[0].double() @ k[0].double().mT).amax((1, 2))
+    found = net.max_logits.largest
+    assert optimizer is not None and found is not None and found.dtype == torch.float32
+    assert torch.allclose(found.double(), expected, rtol=1e-6, atol=0)

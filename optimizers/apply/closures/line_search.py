@@ -12,6 +12,7 @@ from torch import Tensor
 
 from eigengraft.component import Component
 from eigengraft.distributed.layouts import is_dtensor, local
+from eigengraft.numerics import fake_mode
 
 from .passes import Passes
 from .sharpness import like
@@ -69,7 +70,12 @@ class Search:
         groups: Sequence[MutableMapping[str, Any]],
         average: Average,
     ) -> None:
-        """Takes back the part of the step that the condition does not allow; loss: that of the start, of this rank."""
+        """Takes back the part of the step that the condition does not allow; loss: that of the start, of this rank.
+
+        Of fake tensors, which have no numbers, the whole step is taken.
+        """
+        if any(fake_mode(parameter) is not None for parameter in self.parameters):
+            return
         ends = [local(parameter.detach()).clone() for parameter in self.parameters]
         gradients = [parameter.grad for parameter in self.parameters]
         slope, length = self._products(ends)
@@ -117,4 +123,4 @@ def _number(loss: Any, like_these: Sequence[Tensor]) -> Tensor:
     if not isinstance(loss, (Tensor, float)):
         raise TypeError(f"line_search: a closure that returns the loss is required, got {type(loss).__name__}")
     device = like_these[0].device if like_these else torch.device("cpu")
-    return torch.as_tensor(loss, dtype=torch.float64).detach().to(device).reshape(())
+    return torch.as_tensor(loss, dtype=torch.float64, device=device).detach().reshape(())

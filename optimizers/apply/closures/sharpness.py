@@ -68,5 +68,7 @@ def _norm(tensors: Sequence[Tensor]) -> Tensor:
         norm = torch.nn.utils.get_total_norm(own)
         squares.append((norm.full_tensor() if is_dtensor(norm) else norm).double().square())
     return (
-        torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt() if squares else torch.zeros(())
+        torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt()
+        if squares
+        else torch.zeros((), dtype=torch.float64, device="cpu")
     )

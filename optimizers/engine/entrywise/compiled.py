@@ -10,6 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from eigengraft.numerics import active_fake_mode
+
 from ...apply.weight_decay import StepScale
 from ...recipe.recipe import Recipe, Route
 from ..exchange import Step
@@ -44,6 +46,8 @@ def kernels_for(own: StackState, recipe: Recipe, stored: Iterable[torch.dtype]) 
 
 def kernels_refused(own: StackState) -> str | None:
     """Why a stack whose update asks for kernels has none; None: it has."""
+    if active_fake_mode() is not None:
+        return "fake tensors have no numbers to compute with"
     if math.prod(own.stack.block) < 2:
         return "a single number would need a kernel of its own"
     if not own.stack.of_parameters:

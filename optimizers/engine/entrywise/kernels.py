@@ -83,11 +83,14 @@ class KernelSource:
         """A parameter, its gradient and slots, `[1, 64, 1, ...]`, and the numbers of a write, all 0."""
         shape = (1, 64, *[1] * (len(self.block) - 1))
         dtypes = (self.stored, self.stored, *[self.dtype] * len(self.keys))
-        return [*(torch.zeros(shape, dtype=own) for own in dtypes), *self.numbers((0.0,) * _WRITE_NUMBERS)]
+        return [
+            *(torch.zeros(shape, dtype=own, device="cpu") for own in dtypes),
+            *self.numbers((0.0,) * _WRITE_NUMBERS),
+        ]
 
     def numbers(self, values: Sequence[float]) -> list[Tensor]:
         """0-d tensors of some numbers."""
-        return list(torch.tensor(values, dtype=self.dtype).unbind())
+        return list(torch.tensor(values, dtype=self.dtype, device="cpu").unbind())
 
     def run(self, tensors: Sequence[Tensor], ask: Callable[[NumberOfStep], Tensor]) -> None:
         """One step, as it is traced; tensors: as of `samples`; ask: gives the numbers that stages need."""
@@ -141,7 +144,7 @@ class Kernel:
 
     def _learn(self, number: NumberOfStep) -> Tensor:
         self.asked.append(number)
-        return number(torch.ones((), dtype=torch.float64))
+        return number(torch.ones((), dtype=torch.float64, device="cpu"))
 
     @cached_property
     def compiled(self) -> Generated:
@@ -172,7 +175,7 @@ class Kernel:
         """What stages ask for at a step; a span of steps is computed at once, the same from any of them."""
         start = step - step % _SPAN
         if self._table is None or self._table[0] != start:
-            steps = torch.arange(start, start + _SPAN, dtype=torch.float64)
+            steps = torch.arange(start, start + _SPAN, dtype=torch.float64, device="cpu")
             columns = [number(steps).expand(_SPAN).to(self.source.dtype) for number in self.asked]
             self._table = start, [row.unbind() for row in torch.stack(columns, 1)] if columns else [()] * _SPAN
         return list(self._table[1][step - start])

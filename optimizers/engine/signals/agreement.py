@@ -50,16 +50,22 @@ class SignalCall:
         numbers = [self.values[at].to(zero).reshape(()) if at in self.values else zero for at in places]
         return torch.cat([level, torch.stack(numbers)])
 
-    def used(self, told: Tensor) -> Sequence[int]:
-        """The positions that have the signal on all ranks; told `[R, ...]`: what each has told.
+    def agreed_level(self, told: Tensor | None) -> float:
+        """The lowest level of all ranks; told `[R, ...]`: what each has told, None: this process is alone."""
+        return self.level if told is None else float(told[:, 0].min())
+
+    def used(self, told: Tensor | None) -> Sequence[int]:
+        """The positions that have the signal on all ranks; told `[R, ...]`: what each has told, None: there are none.
 
         Numbers for outputs may be there for some parameters alone; anything else is there for all that want it, or for
         those that need it.
         """
         if self.signal.extent == "outputs":
+            if told is None:
+                return [at for at in self.wanted if at in self.values and self.values[at].numel()]
             there = (told[:, 1:] > 0).all(0).tolist()
             return [at for at in self.wanted if there[at]]
-        return self.wanted if float(told[:, 0].min()) == ALL else self.needed
+        return self.wanted if self.agreed_level(told) == ALL else self.needed
 
 
 @dataclass
@@ -90,9 +96,10 @@ def agree(
         found = ranks.all_gather(found[0], what).wait()  # [R, numbers]
     agreed = Agreed()
     for call, told in zip(calls, torch.split(found, [len(part) for part in parts], dim=1), strict=True):
-        if float(told[:, 0].min()) == MISSING:
+        every = None if ranks is None else told
+        if call.agreed_level(every) == MISSING:
             agreed.missing.append(call)
-        elif used := call.used(told):
+        elif used := call.used(every):
             _take(call, used, told[:, 1:], agreed, ranks)
         elif call.values and call.signal.extent != "outputs":
             warnings.warn(

@@ -38,14 +38,14 @@ class Provided:
                 _require_shape(signal, known[key], one)
             before, count = kept.get(key, (None, 0))
             joined = torch.maximum if signal.reduce == "max" else torch.add
-            kept[key] = (one if before is None else joined(torch.as_tensor(before), torch.as_tensor(one)), count + 1)
+            kept[key] = (one if before is None else joined(_as_tensor(before), _as_tensor(one)), count + 1)
 
     def get(self, signal: Signal, parameter: Tensor) -> Tensor | None:
         """What was provided for one parameter, or for all."""
         kept = self._kept.get(signal.name, {}).get(None if signal.extent == "step" else id(parameter))
         if kept is None:
             return None
-        value = torch.as_tensor(kept[0], dtype=torch.float64) if isinstance(kept[0], float) else kept[0]
+        value = _as_tensor(kept[0])
         return value / kept[1] if signal.reduce == "mean" and kept[1] > 1 else value
 
     def clear(self) -> list[str]:
@@ -60,6 +60,11 @@ def require_form(signal: Signal, value: Given) -> None:
     if (signal.extent == "step") is isinstance(value, Mapping):
         wanted = "a number" if signal.extent == "step" else "a mapping {parameter: value}"
         raise ValueError(f"provide: {wanted} is required for the signal '{signal.name}', got {type(value).__name__}")
+
+
+def _as_tensor(value: Tensor | float) -> Tensor:
+    """A number as float64 on the CPU; a tensor as it is."""
+    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64, device="cpu")
 
 
 def _by_id(value: Given) -> Iterator[tuple[int | None, float | Tensor]]:
