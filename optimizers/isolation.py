@@ -120,6 +120,8 @@ def _fresh_casts() -> Iterator[None]:
 
 def _autocast_devices() -> list[str]:
     """Types of devices under autocast now."""
+    if not torch._C._is_any_autocast_enabled():
+        return []
     accelerator = torch.accelerator.current_accelerator()
     types = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
     return [device for device in types if torch.is_autocast_enabled(device)]

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
 def fake_mode(x: object) -> FakeTensorMode | None:
@@ -33,19 +34,21 @@ def has_values(x: Tensor) -> bool:
 
 def active_fake_mode() -> FakeTensorMode | None:
     """The mode in which every new tensor is fake; None: new tensors have numbers."""
-    found: FakeTensorMode | None = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    found: FakeTensorMode | None = torch._C._get_dispatch_mode(_FAKE)
     return found
 
 
 def cached_tensors(maxsize: int) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """`functools.lru_cache` for functions that make tensors. A fake mode gets new ones, which are not kept."""
+    """`functools.lru_cache` for functions that make tensors. A fake mode and a traced graph get new ones, not kept."""
 
     def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
         kept = lru_cache(maxsize)(function)
 
         @wraps(function)
         def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-            return (kept if active_fake_mode() is None else function)(*args, **kwargs)  # type: ignore[arg-type]
+            if torch.compiler.is_compiling() or torch._C._get_dispatch_mode(_FAKE) is not None:
+                return function(*args, **kwargs)
+            return kept(*args, **kwargs)  # type: ignore[arg-type]
 
         return call
 
