@@ -321,7 +321,8 @@ class TestCompiler:
 
     @pytest.mark.parametrize("recipe", ["adamw", "soap", {"base": "adamw", "averaging": {"kind": "ema"}}])
     def test_a_compiled_step_is_not_traced(self, recipe: Any) -> None:
-        assert frames(partial(compose, recipe), compiled=False) <= 12
+        make = partial(compose, recipe)
+        assert min(frames(make, compiled=False) for _ in range(2)) <= 12  # the first in a process traces some of torch
 
     def test_a_compiled_training_function_traces_the_model_alone(self) -> None:
         assert frames(partial(compose, "soap"), compiled=True) <= 40
