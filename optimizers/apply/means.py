@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -60,6 +60,11 @@ class EMA(Averaging):
     def follows_peak(self) -> bool:
         return self.inner is not None and self.inner.follows_peak()
 
+    def state_meaning(self) -> Mapping[str, Any]:
+        counted = {"every": self.every, "start": self.start, "bias_correction": self.bias_correction}
+        divided = {"decay": self.decay} if self.bias_correction else {}
+        return {**counted, **divided}
+
     def begin(self, batch: IterateBatch) -> None:
         if self.inner is not None:
             self.inner.begin(batch)
@@ -106,6 +111,9 @@ class LAWA(Averaging):
 
     def slots(self, shape: tuple[int, ...], low_precision: bool) -> Mapping[str, Slot]:
         return {"queue": Slot((self.window, *shape), role="iterate")}
+
+    def state_meaning(self) -> Mapping[str, Any]:
+        return {"every": self.every, "start": self.start}
 
     def step(self, batch: IterateBatch, update: ParameterUpdate) -> None:
         update(batch.parameters)

@@ -12,7 +12,7 @@ less precision than they are computed in also keep y.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -47,6 +47,10 @@ class ScheduleFree(Averaging):
 
     def slots(self, shape: tuple[int, ...], low_precision: bool) -> Mapping[str, Slot]:
         return {**_slots(shape, low_precision), "weight_sum": Slot((), role="iterate", dtype=torch.float64)}
+
+    def state_meaning(self) -> Mapping[str, Any]:
+        weights = {"lr_power": self.lr_power, "step_power": self.step_power}
+        return {**weights, "beta": self.beta}
 
     def begin(self, batch: IterateBatch) -> None:
         batch.begin()
@@ -89,6 +93,9 @@ class PrimalAveraging(Averaging):
 
     def slots(self, shape: tuple[int, ...], low_precision: bool) -> Mapping[str, Slot]:
         return _slots(shape, low_precision)
+
+    def state_meaning(self) -> Mapping[str, Any]:
+        return {"mu_y": self.mu_y}
 
     def begin(self, batch: IterateBatch) -> None:
         batch.begin()

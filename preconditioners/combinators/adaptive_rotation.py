@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -43,6 +43,9 @@ class AdaptiveRotation(Stage):
         if spanning:
             raise ValueError(f"{spanning}: a stage without sums over parameters is required, got one that takes some")
         return self
+
+    def state_meaning(self) -> Mapping[str, Any]:
+        return {"side": self.side}
 
     def chains(self) -> Mapping[str, Stages]:
         return {"inner": self.inner}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -72,6 +72,9 @@ class Projected(Stage):
             if stage.lagged():
                 raise ValueError(f"{path}: a stage that needs no first gradient before P is required, got a lagged one")
         return self
+
+    def state_meaning(self) -> Mapping[str, Any]:
+        return {"side": self.side}
 
     def chains(self) -> Mapping[str, Stages]:
         return {"inner": self.inner}

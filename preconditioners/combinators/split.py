@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -51,6 +51,9 @@ class Split(Stage):
     def _inside_follows(self) -> Self:
         require_frameless(self.inside, "inside")
         return self
+
+    def state_meaning(self) -> Mapping[str, Any]:
+        return {"side": self.side}
 
     def chains(self) -> Mapping[str, Stages]:
         return {"inside": self.inside, "outside": self.outside}

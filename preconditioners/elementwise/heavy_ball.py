@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -40,6 +40,9 @@ class HeavyBall(Stage):
             which = "undamped_start" if self.undamped_start else "undamped_nesterov"
             raise ValueError(f"{which}: a dampening above 0 is required, got dampening {self.dampening}")
         return self
+
+    def state_meaning(self) -> Mapping[str, Any]:
+        return {"dampening": self.dampening}
 
     def entrywise(self) -> bool:
         return True

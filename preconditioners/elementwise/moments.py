@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -139,6 +139,9 @@ class RMS(Stage):
         if uncorrected and self.eps_on == "raw":
             raise ValueError(f"eps_on: 'corrected' is required with {uncorrected}, which corrects nothing, got 'raw'")
         return self
+
+    def state_meaning(self) -> Mapping[str, Any]:
+        return {"beta": self.beta == 1, "damped": self.damped, "source": self.source, "per": self.per}
 
     def entrywise(self) -> bool:
         return self.per == "entry"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -74,6 +74,9 @@ class Eigenbasis(Factored):
         if self.transport == "marginals":
             require_marginals(self.statistic, self.inner, self.solver.keeps_all_columns)
         return self
+
+    def state_meaning(self) -> Mapping[str, Any]:
+        return {"statistic_frame": self.statistic_frame}
 
     def columns(self, d: int) -> int:
         return self.solver.columns(d)

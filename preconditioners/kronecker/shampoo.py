@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -45,6 +45,9 @@ class Shampoo(Factored):
             for order in self.exponent if isinstance(self.exponent, dict) else (2,):
                 self._require_fit((2,) * order)
         return self
+
+    def state_meaning(self) -> Mapping[str, Any]:
+        return {"exponent": self.exponent}
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
         self._require_fit(block)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -33,6 +34,9 @@ class LearnedFactors(Stage):
     @abstractmethod
     def refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:
         """Move the factors by one gradient `[N, *block]`."""
+
+    def state_meaning(self) -> Mapping[str, Any]:
+        return {"source": self.source}
 
     def factor_axes(self, block: tuple[int, ...]) -> tuple[int, ...]:
         """Which axes of a block have a factor."""

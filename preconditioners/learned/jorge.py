@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -59,6 +59,9 @@ class Jorge(LearnedFactors):
         if e is not None and self.form == "symmetric" and e.denominator % 2:
             raise ValueError(f"exponent: the symmetric form takes 1/p with an even p, got {e}")
         return self
+
+    def state_meaning(self) -> Mapping[str, Any]:
+        return {**super().state_meaning(), "form": self.form, "exponent": self.exponent}
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
         start = self.initial ** -float(self._exponent(block))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -52,6 +52,9 @@ class PSGD(LearnedFactors):
         description="noise added to what is whitened, in units of the gradient: bounds P by 1 / damping",
     )
     initial_scale: float | None = Field(default=None, gt=0, description="Q starts as this times I; default: see above")
+
+    def state_meaning(self) -> Mapping[str, Any]:
+        return {**super().state_meaning(), "form": self.form}
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
         slots = {}

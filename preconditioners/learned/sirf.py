@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -73,6 +73,9 @@ class SIRF(LearnedFactors):
 
     def reads_gradient(self) -> bool:
         return self.moments == "gradient" and super().reads_gradient()
+
+    def state_meaning(self) -> Mapping[str, Any]:
+        return {**super().state_meaning(), "moments": self.moments}
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
         if self.moments == "layer" and len(block) > 2:

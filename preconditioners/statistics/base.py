@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -67,6 +67,9 @@ class Statistic(Schedulable, ABC, family="statistic"):
         if self.precision != "input" and (self.of_inputs or self.axes.entries == "diagonal"):
             raise ValueError(f"precision: a statistic made of products is required, got {self.precision}")
         return self
+
+    def state_meaning(self) -> Mapping[str, Any]:
+        return {"beta": self.beta == 1, "damped": self.damped, "source": self.source}
 
     @property
     def needs_power(self) -> Fraction | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
-from typing import Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -55,6 +55,9 @@ class Bregman(Statistic):
                 f"got '{self.first}'"
             )
         return self
+
+    def state_meaning(self) -> Mapping[str, Any]:
+        return {**super().state_meaning(), "q": self.q, "normalize": self.normalize}
 
     @property
     def needs_power(self) -> Fraction:

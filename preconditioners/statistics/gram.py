@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from pydantic import Field
 from torch import Tensor
@@ -23,6 +24,9 @@ class Gram(Statistic):
 
     kind: Literal["gram"] = "gram"
     normalize: Literal["none", "dimension"] = Field(default="none", description="what a contribution is divided by")
+
+    def state_meaning(self) -> Mapping[str, Any]:
+        return {**super().state_meaning(), "normalize": self.normalize}
 
     @property
     def decay_of_squares(self) -> float | None:

@@ -149,6 +149,14 @@ class Component(BaseModel):
             )
         return found
 
+    def state_meaning(self) -> Mapping[str, Any]:
+        """What the numbers in slots mean, beside their names and shapes: values to compare, by the field that says so.
+
+        A checkpoint is refused where one differs: a sum in place of a mean, a statistic of another tensor. All other
+        fields are settings: the state stays what it is, and steps after the load follow the new values.
+        """
+        return {}
+
     def replace(self, **changes: Any) -> Self:
         """A copy with fields changed, validated as at construction (pydantic's `model_copy` does not validate)."""
         fields = type(self).model_fields
