@@ -10,6 +10,7 @@ from eigengraft.distributed.distribution import Distribution
 from eigengraft.slots import State, Storage
 from eigengraft.state_key import StateKey
 
+from .engine.shown_state import is_host_key
 from .engine.stack_state import StackState
 from .isolation import isolation
 from .optimizer import Optimizer
@@ -49,7 +50,9 @@ def _converted(state_dict: Mapping[str, Any], optimizer: Optimizer) -> dict[str,
         _recode(old, new)
     for parameter, state in source.state.items():
         for key, value in state.items():
-            if StateKey.parse(key).block is None:  # steps and iterates, which belong to no block
+            if is_host_key(key):
+                target.state[parameter][key] = value
+            elif StateKey.parse(key).block is None:  # steps and iterates, which belong to no block
                 target.state[parameter][key].copy_(value)
     converted = target.state_dict()
     own = [

@@ -160,12 +160,12 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         search = None if rule is None else rule.begin(parameters)
         if isinstance(loss, (Tensor, float)):
             self.provide("loss", loss)
-        self._settle()
+        self._settle(thorough=False)
         require_values(self.param_sets)
         warn_of_options(self.param_groups, self.recipe)
+        self.param_sets.thaw(self.state, "train")
         self.param_sets.schedules.follow(self.param_sets)
         hypers = [read_hyper(group, self.param_sets.follows_peak is not None) for group in self.param_groups]
-        self.param_sets.thaw(self.state, "train")
         ready = [(param_set, param_set.prepare(hypers)) for param_set in self.param_sets]
         told = self.param_sets.signals.take(ready)  # all have prepared, which may raise
         for group, hyper in zip(self.param_groups, hypers, strict=True):
@@ -234,10 +234,11 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         """
         return self.param_sets.signals.provide(name, value, chain.from_iterable(self.param_sets.parameters))
 
-    def _settle(self) -> None:
-        """Take back steps whose gradient was unusable, and adopt parameters that a host replaced, cast or moved."""
+    def _settle(self, thorough: bool = True) -> None:
+        """Adopt parameters and state that a host replaced, cast or moved. Take back steps with unusable gradients."""
+        moved = adopt_parameters(self)
+        self.param_sets.follow(self.state, self.iterate, thorough, moved)
         self.param_sets.resolve_deferred()
-        adopt_parameters(self)
 
     @isolated
     def state_dict(self) -> dict[str, Any]:
@@ -263,8 +264,15 @@ class Optimizer(Reporting, torch.optim.Optimizer):
 
     @isolated
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Bit-exact, strict: another recipe, missing, extra or misshapen state is one ValueError, nothing changes."""
-        self._settle()
+        """Loads state bit for bit, and the param groups.
+
+        A recipe with other settings applies from then on, and a parameter without saved state begins afresh: a
+        UserWarning names either. Raises one ValueError, and nothing changes, for missing, extra or misshapen state of a
+        parameter, and for a recipe by which the numbers mean something else.
+        """
+        self.param_sets.resolve_deferred()
+        if adopt_parameters(self):
+            self.param_sets.follow(self.state, self.iterate, moved=True)
         require_values(self.param_sets)
         with strict_loading(self, state_dict):
             without_dynamo(super().load_state_dict)(state_dict)

@@ -94,6 +94,13 @@ class IterateStore:
         """Sets the slots that depend on where parameters are; called before their first update, by all ranks."""
         self._begin(positions, constrained=True)
 
+    def restart(self, position: int, stages: Container[str]) -> None:
+        """Lets the constraints of a parameter begin again whose stages are given and whose slots hold zeros."""
+        for bound in self._bound(self.paths[position], [position]):
+            own = self.tensors[position].get(stage := _stage(self.paths[position], bound.constraint), {})
+            if own and stage in stages and not any(bool(x.any()) for x in own.values()):
+                bound.constraint.begin(bound.slots, [self.parameters[position]], bound.context)
+
     @torch.no_grad()
     def _begin(self, positions: Sequence[int], constrained: bool) -> None:
         for path, own in self._alike(positions):

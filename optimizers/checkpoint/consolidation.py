@@ -12,6 +12,7 @@ from torch import Tensor
 
 from eigengraft.distributed.rank_group import DistributedError, RankGroup
 
+from ..engine.shown_state import host_state
 from .sharded_state import ShardedStateDict, full_tensor, gathered, shard_hook, sharded_state
 
 GATHER_FIRST = (
@@ -79,6 +80,7 @@ def consolidate(optimizer: Any, to: int) -> None:
                 for key in sorted(state):  # one tensor after the other, in the same order on all ranks
                     value = full_tensor(state[key])
                     kept.update({key: value.detach().to("cpu", copy=True)} if here else {})
+                kept.update(host_state(optimizer.state[parameter]) if here else {})
     ordered = [parameter for parameters in param_sets.parameters for parameter in parameters]
     state = {index: found[parameter] for index, parameter in enumerate(ordered) if parameter in found}
     param_sets.consolidated = ConsolidatedState(to, state if here else None)

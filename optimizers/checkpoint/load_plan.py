@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from os import PathLike
 from typing import Any, Protocol, Self
 
@@ -18,6 +21,7 @@ from ..apply.averaging import Mode
 from ..engine.manifest import manifest
 from ..engine.param_set import ParamSet
 from ..engine.param_sets import ParamSets, StateValues
+from ..engine.shown_state import host_state, is_host_key, own_state
 from ..recipe.recipe import Recipe
 from .compare_groups import compare_groups, saved_mode
 from .sharded_state import full_tensor, local_state
@@ -68,10 +72,14 @@ class LoadPlan:
                 for index in optimizer.param_sets.groups_of(batch)
             ]
             pairs = [pair for parameters, own in rows for pair in zip(parameters, own, strict=True)]
-            values = {parameter: _with_tensor_step(state_dict["state"].get(key, {})) for parameter, key in pairs}
+            values = {parameter: _as_saved(parameter, state_dict["state"].get(key, {})) for parameter, key in pairs}
             batches.append((_fitting(optimizer, batch, values), values))
             faults += [fault for param_set in batches[-1][0] for fault in _set_faults(param_set, values, mode)]
-        _refuse(faults, [param_set for param_sets, _ in batches for param_set in param_sets])
+        param_sets = [*optimizer.param_sets, *(one for own, _ in batches for one in own)]
+        faults += _absent_elsewhere(param_sets, [values for _, values in batches])
+        _refuse(faults, param_sets)
+        if word := _word_of_fresh(batches):
+            warnings.warn(word, stacklevel=_depth_of_caller())
         local = [(param_sets, _local_values(param_sets, values, mode)) for param_sets, values in batches]
         rest = [_loaded_group(*pair) for pair in zip(optimizer.param_groups, saved, strict=True)]
         return cls(mode, local, optimizer.state, extra, {**state_dict, "state": {}, "param_groups": rest})
@@ -79,6 +87,9 @@ class LoadPlan:
     def install(self, optimizer: Loadable) -> None:
         """Puts the values into the optimizer, whose param groups torch has just replaced by the saved ones."""
         optimizer.state = self.state
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                optimizer.state.pop(parameter, None)
         optimizer.state.update(self.extra)
         for group in optimizer.param_groups:
             group.setdefault("iterate", "train")
@@ -106,6 +117,14 @@ def strict_loading(optimizer: Any, state_dict: Any) -> Iterator[None]:
         yield
 
 
+def _depth_of_caller() -> int:
+    """How many frames above the caller of this function a host called `load_state_dict`; torch may wrap it."""
+    frame, depth = sys._getframe(1), 1
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(("eigengraft.", "torch.")):
+        frame, depth = frame.f_back, depth + 1
+    return depth
+
+
 def _require_state_dict(given: Any) -> None:
     if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
         hint = "; torch.load reads it from a file" if isinstance(given, str | PathLike) else ""
@@ -122,18 +141,22 @@ def _loaded_group(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[st
     return filled
 
 
-def _with_tensor_step(state: Any) -> Any:
-    """The state of a parameter, whose number of steps other tools write as a number."""
-    step = state.get("step") if isinstance(state, Mapping) else None
+def _as_saved(parameter: Tensor, state: Any) -> Any:
+    """The state of a parameter, whose number of steps other tools write as a number; entries of hosts on its device."""
+    if not isinstance(state, Mapping):
+        return state
+    step = state.get("step")
     plain = isinstance(step, int) and not isinstance(step, bool)
-    return {**state, "step": torch.tensor(step, dtype=torch.int64, device="cpu")} if plain else state
+    others = {key: x.to(parameter.device) for key, x in host_state(state).items() if isinstance(x, Tensor)}
+    return {**state, **others, **({"step": torch.tensor(step, dtype=torch.int64, device="cpu")} if plain else {})}
 
 
 def _fitting(optimizer: Loadable, batch: int, values: Mapping[Tensor, Any]) -> list[ParamSet]:
-    """The parameter sets of a batch, or fresh ones if parameters that are frozen here were trained there."""
-    if not any(values[p] and p not in optimizer.state for p in values):
-        return optimizer.param_sets.built[batch]
-    return optimizer.param_sets.build(batch, {id(p) for p in values if values[p] or p in optimizer.state})
+    """The parameter sets of a batch, or fresh ones if other parameters were trained there than here."""
+    built, saved = optimizer.param_sets.built[batch], {id(p) for p in values if not _is_absent(values[p])}
+    if saved == {id(p) for one in built for p in one.parameters}:
+        return built
+    return optimizer.param_sets.build(batch, saved | {id(p) for p in values if p.requires_grad})
 
 
 def _local_values(param_sets: list[ParamSet], values: StateValues, mode: Mode) -> StateValues:
@@ -146,7 +169,7 @@ def _local_values(param_sets: list[ParamSet], values: StateValues, mode: Mode) -
         local.update(local_state(param_set, values, mode))
         faults = []
         for name, parameter, own in zip(param_set.names, param_set.parameters, param_set.views(mode), strict=True):
-            faults += [f"{name}: {fault}" for fault in _faults(own, local[parameter])]
+            faults += [f"{name}: {fault}" for fault in _faults(own, got)] if own_state(got := local[parameter]) else []
         _refuse(faults, [param_set])
     return local
 
@@ -162,12 +185,42 @@ def _refuse(faults: list[str], param_sets: list[ParamSet]) -> None:
         raise ValueError(message)
 
 
+def _absent_elsewhere(param_sets: Sequence[ParamSet], batches: Sequence[Mapping[Tensor, Any]]) -> list[str]:
+    """The fault that another rank was given state of other parameters; all ranks call it."""
+    absent = [
+        place for place, got in enumerate(chain.from_iterable(own.values() for own in batches)) if _is_absent(got)
+    ]
+    groups = dict.fromkeys(one.rank_group.everyone for one in param_sets if one.rank_group is not None)
+    found = [group.all_gather_object(absent, "agreement on a state dict") for group in groups]
+    same = all(other == absent for others in found for other in others)
+    return [] if same else ["state of the same parameters is required on all ranks, got others on another rank"]
+
+
+def _word_of_fresh(batches: Sequence[tuple[list[ParamSet], Mapping[Tensor, Any]]]) -> str:
+    """The warning about parameters without saved state, as ones that were frozen there; empty if there are none."""
+    fresh = [
+        name
+        for param_sets, values in batches
+        for one in param_sets
+        for name, parameter in zip(one.names, one.parameters, strict=True)
+        if _is_absent(values[parameter])
+    ]
+    more = f" and {len(fresh) - 8} more" if len(fresh) > 8 else ""
+    return f"state_dict: no state of {', '.join(fresh[:8])}{more}; their state begins afresh" if fresh else ""
+
+
 def _set_faults(param_set: ParamSet, values: Mapping[Tensor, Any], mode: Mode) -> list[str]:
     wanted: Sequence[Mapping[str, Any]] = param_set.views(mode)
     if param_set.rank_group is not None:
         wanted = manifest(param_set, mode)
     rows = zip(param_set.names, param_set.parameters, wanted, strict=True)
-    return [f"{name}: {fault}" for name, parameter, own in rows for fault in _faults(own, values[parameter])]
+    saved = [(name, own, got) for name, parameter, own in rows if not _is_absent(got := values[parameter])]
+    return [f"{name}: {fault}" for name, own, got in saved for fault in _faults(own, got)]
+
+
+def _is_absent(got: Any) -> bool:
+    """Whether a parameter had no state, as one that was frozen there."""
+    return isinstance(got, Mapping) and not own_state(got)
 
 
 def _faults(own: Mapping[str, Any], got: Any) -> list[str]:
@@ -175,7 +228,7 @@ def _faults(own: Mapping[str, Any], got: Any) -> list[str]:
     if not isinstance(got, Mapping):
         return [f"a mapping of slots is required, got {type(got).__name__}"]
     faults = [f"missing '{key}'" for key in own if key not in got]
-    faults += [f"unexpected '{key}'" for key in got if key not in own]
+    faults += [f"unexpected '{key}'" for key in got if key not in own and not is_host_key(key)]
     for text in own.keys() & got.keys():
         mine, other, key = own[text], got[text], StateKey.parse(text)
         if not isinstance(other, Tensor) or other.shape != mine.shape or other.dtype != mine.dtype:

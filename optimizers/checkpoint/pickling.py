@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..engine.param_sets import ParamSets
+from ..engine.shown_state import own_state
 from ..isolation import isolation
 
 T = TypeVar("T", bound=torch.optim.Optimizer)
@@ -51,7 +52,7 @@ def _build(optimizer: Any, saved: dict[str, Any], state: defaultdict[Any, Any]) 
         for index in range(first, end):
             param_sets.declare(groups[index]["params"], saved["infos"][index], saved["frozen"][index])
         param_sets.assign(first)
-    wanted = {id(p) for group in groups for p in group["params"] if p in saved["state"]}
+    wanted = {id(p) for group in groups for p in group["params"] if own_state(saved["state"].get(p))}
     for batch in range(len(param_sets.batches)):
         param_sets.install(batch, param_sets.build(batch, wanted), state, groups[0]["iterate"], saved["state"])
     for param_set in param_sets:

@@ -19,17 +19,16 @@ from ..param_groups import WHOLE_SHARDS, check_values, flat_piece
 from ..sharding.placement import ParamSpec
 
 
-def adopt_parameters(optimizer: Any) -> None:
+def adopt_parameters(optimizer: Any) -> bool:
     """Bring the state in line with parameters that changed since the optimizer was made.
 
     Before the first step, parameters may be replaced (accelerate, sharding) or cast. They receive fresh state; names,
-    routes and groups stay. Parameters may move to another device at any time (`model.to("cuda")`), and their state
-    follows.
+    routes and groups stay. Parameters may move to another device at any time (`model.to("cuda")`). Returns True if the
+    state of stepped parameters has to follow them there.
 
     Raises:
         ValueError: parameters were replaced or cast after a step or after a load, have another shape or number, or are
             on the meta device now, which holds no values. Nothing changes.
-        RuntimeError: the state was emptied.
     """
     groups, param_sets = optimizer.param_groups, optimizer.param_sets
     if len(groups) != len(param_sets.parameters) or not all(
@@ -38,8 +37,7 @@ def adopt_parameters(optimizer: Any) -> None:
     ):
         _require_alike(groups, param_sets)
         _rebuild(optimizer)
-        return
-    _require_state(optimizer.state, param_sets)
+        return False
     changed = [
         (parameter, spec)
         for param_set in param_sets
@@ -47,19 +45,19 @@ def adopt_parameters(optimizer: Any) -> None:
         if parameter.device != spec.device or parameter.dtype is not spec.dtype or parameter.shape != spec.shape
     ]
     if not changed:
-        return
+        return False
     stepped = _stepped(param_sets)
     for parameter, spec in changed:
         _require_usable(parameter, spec, stepped)
-    if stepped:
-        param_sets.move(optimizer.state, optimizer.iterate)
-    else:
+    if not stepped:
         _rebuild(optimizer)
+    return stepped
 
 
 def _rebuild(optimizer: Any) -> None:
     """Give fresh state to all parameters of the groups."""
     groups, param_sets = optimizer.param_groups, optimizer.param_sets
+    param_sets.resolve_deferred()
     fresh = ParamSets(param_sets.recipe, param_sets.checked, param_sets.others)
     state = defaultdict[Any, Any](dict, {key: own for key, own in optimizer.state.items() if not torch.is_tensor(key)})
     for index, group in enumerate(groups):
@@ -104,16 +102,6 @@ def _require_alike(groups: Sequence[Mapping[str, Any]], param_sets: ParamSets) -
             if tuple(new.shape) != info.shape:
                 raise ValueError(f"{name}: a parameter of shape {info.shape} is required, got {tuple(new.shape)}")
         check_values(group)
-
-
-def _require_state(state: Mapping[Any, Any], param_sets: ParamSets) -> None:
-    """Raises RuntimeError if the state that torch is shown was emptied, which would change no step."""
-    for param_set in param_sets:
-        if param_set.parameters and param_set.parameters[0] not in state:
-            raise RuntimeError(
-                f"state: what the optimizer has made is required, got none of {param_set.specs[0].name}; steps read "
-                "their own, which stays: compose another optimizer to start afresh"
-            )
 
 
 def _require_usable(parameter: Tensor, spec: ParamSpec, stepped: bool) -> None:

@@ -25,6 +25,7 @@ from ..engine.manifest import (
     numbers_of_holders,
 )
 from ..engine.param_set import ParamSet
+from ..engine.shown_state import host_state, own_state
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
@@ -74,15 +75,20 @@ def sharded_state(param_set: ParamSet) -> list[dict[str, Tensor]]:
 
 def local_state(
     param_set: ParamSet, values: Mapping[Tensor, Mapping[str, Tensor]], mode: Mode
-) -> dict[Tensor, dict[str, Tensor]]:
-    """The tensors that this rank holds, by parameter, of a checkpoint's state that fits; all ranks call it."""
+) -> dict[Tensor, dict[str, Any]]:
+    """The tensors that this rank holds, by parameter, of a checkpoint's state that fits; all ranks call it.
+
+    Parameters without saved state have none here either.
+    """
     rank_group = _rank_group(param_set)
     entries = manifest(param_set, mode)
+    saved = [bool(own_state(values[parameter])) for parameter in param_set.parameters]
+    entries = [own if there else {} for own, there in zip(entries, saved, strict=True)]
     where = [(p, key) for p, own in enumerate(entries) for key, entry in own.items() if entry.owner is not None]
     flat = [entries[position][key] for position, key in where]
     device = param_set.local[0].device
     shared = [_evenly(values[param_set.parameters[position]][key], rank_group, device) for position, key in where]
-    found: dict[Tensor, dict[str, Tensor]] = {parameter: {} for parameter in param_set.parameters}
+    found: dict[Tensor, dict[str, Any]] = {p: host_state(values[p]) for p in param_set.parameters}
     for index, value in collect(rank_group, flat, shared, device).items():
         position, key = where[index]
         found[param_set.parameters[position]][key] = value
@@ -100,8 +106,8 @@ def shard_hook(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any] | N
         index.update(zip(map(id, group["params"]), saved["params"], strict=True))
     shared = [param_set for param_set in optimizer.param_sets if param_set.rank_group is not None]
     for param_set in shared:
-        states = zip(param_set.parameters, sharded_state(param_set), strict=True)
-        state_dict["state"].update({index[id(parameter)]: state for parameter, state in states})
+        for parameter, state in zip(param_set.parameters, sharded_state(param_set), strict=True):
+            state_dict["state"][index[id(parameter)]] = {**state, **host_state(optimizer.state[parameter])}
     return ShardedStateDict(state_dict) if shared else None
 
 

@@ -1,10 +1,9 @@
-"""The list of all state of a parameter set, the same on every rank, and the state that torch is shown."""
+"""The list of all state of a parameter set, the same on every rank."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, NamedTuple, Self
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -38,60 +37,6 @@ def manifest(param_set: ParamSet, mode: Mode | None = None) -> list[dict[str, En
                     shape = (*shape[: leading_axes(tensor, parameter)], *parameter.shape)
                 entries[position][key] = Entry(shape, tensor.dtype)
     return entries
-
-
-def show(param_set: ParamSet, state: MutableMapping[Tensor, Any]) -> None:
-    """Puts the state of a parameter set where torch looks for it."""
-    state.update(zip(param_set.parameters, _visible(param_set), strict=True))
-
-
-class ShownState(NamedTuple):
-    """What `optimizer.state` held when parameter sets were installed, so that no step looks for every parameter in it.
-
-    entries: how many entries it had.
-    missing: parameters that had none.
-    """
-
-    entries: int
-    missing: list[Tensor]
-
-    @classmethod
-    def of(cls, state: Mapping[Tensor, Any], parameters: Iterable[Iterable[Tensor]]) -> Self:
-        """What a state holds of the parameters of groups."""
-        return cls(len(state), [p for group in parameters for p in group if p not in state])
-
-    def suffices(self, state: Mapping[Tensor, Any]) -> bool:
-        """Whether every parameter with a gradient has state: no entry was taken out or added since."""
-        return len(state) == self.entries and all(p.grad is None for p in self.missing)
-
-
-def _visible(param_set: ParamSet) -> list[dict[str, Tensor]]:
-    """The state of each parameter as `optimizer.state` shows it: this rank's views, empty tensors for other ranks'.
-
-    The keys are the same on every rank; torch.distributed.checkpoint reads them there.
-    """
-    views = param_set.views()
-    if param_set.rank_group is None:
-        return views
-    entries = manifest(param_set)
-    return [
-        {
-            key: view[key] if key in view else torch.empty(0, dtype=entry.dtype, device="cpu")
-            for key, entry in own.items()
-        }
-        for view, own in zip(views, entries, strict=True)
-    ]
-
-
-def fill(state: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    """Copies values into the state of a parameter; ValueError for empty tensors that stand for another rank's."""
-    for key, value in values.items():
-        if value.shape != state[key].shape:
-            raise ValueError(
-                f"state '{key}': {tuple(state[key].shape)} is required, got {tuple(value.shape)}; a pickle of an "
-                "optimizer that is divided over ranks is one rank's part, use torch.distributed.checkpoint"
-            )
-        state[key].copy_(value)
 
 
 def empty_state(param_set: ParamSet, position: int) -> dict[str, Tensor]:

@@ -61,6 +61,7 @@ class ParamSet:
         self._decay_sources = {path: decay_source(recipe, path) for path in self.updates}
         self.names, self.local = [spec.name for spec in specs], self._local(parameters)
         self.step_counts: NDArray[np.int64] = np.zeros(len(parameters), dtype=np.int64)
+        self._begun = self.step_counts > 0
         self._nonempty = np.array([math.prod(spec.shape) > 0 for spec in specs], dtype=np.bool_)
         self._groups = np.array([spec.group for spec in specs], dtype=np.int64)
         self._update_ids = np.unique([spec.path for spec in specs], return_inverse=True)[1]
@@ -94,8 +95,20 @@ class ParamSet:
     def resolve_deferred(self) -> None:
         """Takes back the count of parameters whose last gradient turned out, on the device, to be unusable."""
         bad = self.finite_check.resolve_deferred()
-        self.step_counts[bad] -= 1
+        for position in bad:
+            if self.step_counts[position]:  # a host may have set it to 0
+                self.step_counts[position] -= 1
+                self._begun[position] = self.step_counts[position] > 0
         self.finite_check.raise_nonfinite(bad, "one step ago; these parameters were left as they were")
+
+    def note_counts(self) -> None:
+        """Remembers which parameters have been stepped, after counts were set by something else than a step."""
+        self._begun = self.step_counts > 0
+
+    def counts_set_back(self) -> NDArray[np.bool_]:
+        """`[P]`, whether a host has set the number of steps of a parameter that was stepped to 0, or any below 0."""
+        back: NDArray[np.bool_] = self.step_counts < self._begun
+        return back
 
     def swap_iterate(self, mode: Mode) -> None:
         """Makes the parameters hold the iterate to train or the one to evaluate."""
@@ -146,6 +159,7 @@ class ParamSet:
     def step(self, step: Step) -> None:
         """One update of every parameter that has a usable gradient."""
         self.step_counts[step.active] += 1
+        self._begun |= step.active
         moved = step.active & (self.update_counts > 0)
         if self.iterates:
             self.iterates.signals = step.outputs

@@ -20,8 +20,8 @@ from ..recipe.recipe import Recipe
 from ..recipe.routing import ParamInfo
 from ..sharding.assignment import Assignments
 from ..sharding.placement import ParamSpec
-from .manifest import ShownState, fill, show
 from .param_set import ParamSet
+from .shown_state import ShownState, fill, host_changes, own_state, refuse, show
 from .signals import Signals
 from .signals.schedules import Schedules
 
@@ -53,7 +53,7 @@ class ParamSets:
         self.frozen: list[list[bool]] = []
         self.batches: list[int] = []
         self.consolidated: object | None = None
-        self._shown = ShownState.of({}, [])
+        self._shown = ShownState({}, [], [])
         self.signals, self.schedules = Signals(recipe), Schedules(recipe)
         self._assignments = Assignments(recipe, others)
 
@@ -163,28 +163,63 @@ class ParamSets:
             show(param_set, state)
             for parameter in param_set.parameters:
                 fill(state[parameter], (values or {}).get(parameter, {}))
+            param_set.note_counts()
         inherit_counts(param_sets, self.built[batch])
         self.built[batch] = param_sets
         self.consolidated = None
-        self._shown = ShownState.of(state, self.parameters)
+        self._note_shown(state)
+
+    def _note_shown(self, state: Mapping[Tensor, Any]) -> None:
+        self._shown = ShownState(state, self, self.parameters)
 
     def thaw(self, state: MutableMapping[Tensor, Any], mode: Mode) -> None:
         """Gives state to parameters that were frozen and now have a gradient, or whose state was taken out."""
-        if self._shown.suffices(state):
+        thawed = {id(p) for p in self._shown.missing if p.grad is not None}
+        if not thawed:
             return
         for batch in range(len(self.batches)):
             parameters = [p for index in self.groups_of(batch) for p in self.parameters[index]]
-            if any(p.grad is not None and p not in state for p in parameters):
-                owned = {p: state[p] for p in parameters if p in state}
-                wanted = {id(p) for p in parameters if p in owned or p.grad is not None}
+            if any(id(p) in thawed for p in parameters):
+                owned = {p: state[p] for one in self.built[batch] for p in one.parameters}
+                wanted = {id(p) for p in parameters if p in owned or id(p) in thawed}
                 self.install(batch, self.build(batch, wanted), state, mode, owned)
 
-    def move(self, state: MutableMapping[Tensor, Any], mode: Mode) -> None:
-        """Build the parameter sets again on the devices where the parameters are now, with the state that they have."""
-        values = {p: state[p] for parameters in self.parameters for p in parameters if p in state}
-        wanted = {id(parameter) for parameter in values}
-        for batch in range(len(self.batches)):
-            self.install(batch, self.build(batch, wanted), state, mode, values)
+    def follow(
+        self, state: MutableMapping[Tensor, Any], mode: Mode, thorough: bool = True, moved: bool = False
+    ) -> None:
+        """Takes over what a host has made of the state that torch is shown, before it is stepped or read.
+
+        Values are copied into the stacks. A parameter whose entry is empty or was taken out has no state from then on,
+        and begins afresh with its next gradient. thorough: look for `x.data = y` in each tensor, not in one for each
+        parameter. moved: build the stacks again on the devices where the parameters are now. Raises ValueError, and
+        nothing changes, for what cannot be state.
+        """
+        if not moved and self._shown.is_held(state, thorough) and not any(one.counts_set_back().any() for one in self):
+            return
+        plans, rebuilt = [], list[bool]()
+        for batch, built in enumerate(self.built):
+            given = {id(p) for i in self.groups_of(batch) for p in self.parameters[i] if own_state(state.get(p))}
+            rebuilt.append(moved or given != {id(p) for one in built for p in one.parameters})
+            for one in built if rebuilt[-1] else ():
+                one.resolve_deferred()
+            own = self.build(batch, given) if rebuilt[-1] else built
+            plans.append([host_changes(one, state, self._shown, mode, rebuilt[-1]) for one in own])
+        refuse(chain.from_iterable(plans))
+        for batch, changes in enumerate(plans):
+            if rebuilt[batch]:
+                pairs = [pair for one in changes for pair in zip(one.param_set.parameters, one.values, strict=True)]
+                self.install(batch, [one.param_set for one in changes], state, mode, dict(pairs))
+            for one in changes:
+                if not rebuilt[batch]:
+                    one.copy()
+                one.restart()
+                if one.replaced and not rebuilt[batch]:
+                    show(one.param_set, state)
+        for parameter in chain.from_iterable(self.parameters):
+            if parameter in state and not state[parameter]:
+                del state[parameter]
+        self.consolidated = None
+        self._note_shown(state)
 
     def resolve_deferred(self) -> None:
         """Takes back the steps of parameters whose last gradient turned out, on the device, to be unusable."""
@@ -198,6 +233,7 @@ class ParamSets:
         for param_set in self:
             param_set.swap_iterate(mode)
             show(param_set, state)
+        self._note_shown(state)
 
     def skipped(self) -> Counter[str]:
         """How often the gradient of each parameter was not finite, by name."""

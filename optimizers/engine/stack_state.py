@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import InitVar, dataclass, field
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -94,6 +94,38 @@ class StackState:
             FORMAT: torch.full((blocks,), quantizer.format(), dtype=torch.int64, device=self.stack.device),
         }
         self.tensors.update({str(key._replace(part=part)): stored for part, stored in coded.items()})
+
+    def names(self, key: StateKey) -> list[str]:
+        """The names of the tensors that a slot is stored in, `FORMAT` included."""
+        how = self.encoded.get(str(key))
+        return [str(key)] if how is None else [str(key._replace(part=part)) for part in (*how.names, FORMAT)]
+
+    def format_of(self, name: str) -> int:
+        """The format of a coded slot, by "<stage path>/<slot>"."""
+        return cast(Quantizer, self.encoded[name].codec).format()
+
+    def restart(self, row: int, changed: Container[str]) -> None:
+        """Gives slots of one block that hold zeros the values that they begin with, where these are others.
+
+        changed: names of the tensors that something else than a step has written; other slots stay.
+        """
+        for key, slot in self.slots():
+            names, how = self.names(key), self.encoded.get(str(key))
+            if not any(name in changed for name in names) or (how is None and slot.fill == 0):
+                continue
+            stored = [self.tensors[name][row : row + 1] for name in names]
+            if how is None:
+                if not stored[0].any():
+                    stored[0].copy_(slot.allocate(1, stored[0].dtype, stored[0].device))
+                continue
+            stored.pop().fill_(self.format_of(str(key)))
+            parts = dict(zip(how.names, stored, strict=True))
+            floats = [part for part in stored if part.is_floating_point()]  # scales of zero make any codes zero
+            if any(part.float().any() for part in floats or stored) and how.codec.decode(parts, slot, how.dtype).any():
+                continue
+            fresh = how.codec.encode(slot.allocate(1, self.stack.dtype, self.stack.device))
+            for part, value in fresh.items():
+                parts[part].copy_(value)
 
     @cached_property
     def signals(self) -> frozenset[str]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..apply.averaging import Mode
 from ..engine.param_sets import ParamSets
+from ..engine.shown_state import own_state
 from ..engine.signals.schedules import steps_taken
 from ..engine.stack_state import StackState
 from ..isolation import isolated
@@ -64,7 +65,7 @@ def routing_table(param_sets: ParamSets, state: Mapping[Tensor, Mapping[str, Ten
             view = param_sets.recipe.view_of(info)
             grids = param_sets.recipe.updates()[route].blocking.grids(info.shape, view.matrices)
             blocks = tuple(grid.shape for grid in grids for _ in grid.keys)
-            if not parameter.requires_grad and parameter not in state:
+            if not parameter.requires_grad and not own_state(state.get(parameter)):
                 reason += "; frozen, no state"
             size = slot_bytes(state.get(parameter, {}))
             factors = tuple(dict.fromkeys(lr_factors(param_sets.recipe, info)))
@@ -115,6 +116,10 @@ class Reporting:
     state: defaultdict[Tensor, Any]
     watched_rows: tuple[Measurement, ...] = ()
 
+    def _settle(self, thorough: bool = True) -> None:
+        """Takes over what a host has changed, before state is read."""
+        raise NotImplementedError
+
     @property
     def iterate(self) -> Mode:
         """Which iterate the parameters hold: the one to "train" or the one to "eval"."""
@@ -132,6 +137,7 @@ class Reporting:
         Ranks that share parameters call it together; each gets the rows of all of them. Nothing is kept for it, and a
         step that is not watched costs what it cost without.
         """
+        self._settle()
         return inspect(self)
 
     @property

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import Any
 
 from eigengraft.state_key import StateKey
 
+from ..engine.shown_state import own_state
 from ..engine.stack_state import StackState
 
 
@@ -31,7 +31,7 @@ class SlotSize:
     stored: int
 
 
-def slot_sizes(stack_states: Iterable[StackState], states: Iterable[Mapping[str, Tensor]]) -> list[SlotSize]:
+def slot_sizes(stack_states: Iterable[StackState], states: Iterable[Any]) -> list[SlotSize]:
     """Sizes of all slots, in the order of the chains; iterates and counts, which no stack has, come last.
 
     states: of each parameter, by state key.
@@ -47,7 +47,7 @@ def slot_sizes(stack_states: Iterable[StackState], states: Iterable[Mapping[str,
             sizes = found.setdefault((str(key), slot.role, kind), [0, 0])
             sizes[0], sizes[1] = sizes[0] + declared, sizes[1] + stored
     for state in states:
-        for text, tensor in state.items():
+        for text, tensor in own_state(state).items():
             if StateKey.parse(text).block is None:
                 size = tensor.numel() * tensor.element_size()
                 sizes = found.setdefault((text, "count" if text == "step" else "iterate", ""), [0, 0])
@@ -55,6 +55,6 @@ def slot_sizes(stack_states: Iterable[StackState], states: Iterable[Mapping[str,
     return [SlotSize(*names, *sizes) for names, sizes in found.items()]
 
 
-def slot_bytes(state: Mapping[str, Tensor]) -> int:
-    """Bytes of one parameter's state."""
-    return sum(slot.numel() * slot.element_size() for slot in state.values())
+def slot_bytes(state: Any) -> int:
+    """Bytes of one parameter's state; entries of hosts are left out."""
+    return sum(slot.numel() * slot.element_size() for slot in own_state(state).values())

@@ -45,10 +45,9 @@ CALLS = (
     ("sgd.load_state_dict('file.pt')", "is required, got a str; torch.load reads it from a file"),
     ("sgd.load_state_dict(None)", "state_dict: a mapping with 'state' and 'param_groups' is required, got a None"),
     (
-        "backward() or sgd.state.clear() or sgd.step()",
-        "state: what the optimizer has made is required, got none of",
+        "sgd.state[model[0].weight].update(step=-1) or sgd.state_dict()",
+        "optimizer.state: values of the keys, shapes and dtypes that the optimizer has made are required / 'step'",
     ),
-    ("sgd.state.clear() or sgd.state_dict()", "steps read their own, which stays: compose another optimizer"),
     ("Optimizer(model)", "params: parameters are required, got a module; use eigengraft.compose(recipe, model)"),
     ("Optimizer('soap', model.parameters())", "recipe: a name, path, mapping, list of stages or Recipe is required"),
     ("Optimizer(model.parameters(), 'soap')", "params: names are required / pass model.named_parameters()"),

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.slow
 SOURCES = ("plain2", "fsdp3", "hsdp4")
 TARGETS = ("plain1", "plain3", "fsdp1", "fsdp2", "hsdp4")
 NAMES = ("adamw", "averaged", "queue", "quantized")
+HOSTED = ("plain2", "fsdp2", "hsdp4")
 BLOCKS = ["blocking.size=16", "blocking.merge=16"]
 CASES = {name: TRAJECTORIES[name] for name in NAMES}
 CASES["quantized"] = {**CASES["quantized"], "overrides": [*CASES["quantized"]["overrides"], *BLOCKS]}
@@ -62,6 +63,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome
     for place in ("plain2", "fsdp2"):
         job = case("quantized", place, folder=folder("fsdp3", "quantized"))
         loads.append(Run(f"spoil {place}", "snapshots:spoil", 2, job))
+    for place in HOSTED:
+        job = {name: case(name, place) for name in NAMES}
+        loads.append(Run(f"host {place}", "snapshots:host", int(place[-1]), job, 60.0))
     return found | launch(sorted(loads, key=lambda run: run.world), tmp_path_factory.mktemp("loads"), limit=300)
 
 
@@ -104,4 +108,12 @@ def test_what_does_not_fit_is_named_on_every_rank(outcomes: dict[str, list[Outco
         said = rank.result
         assert "nothing was loaded" in said["missing"] and ": missing '0/" in said["missing"]
         assert ": unexpected '0/nobody/knows'" in said["foreign"]
+        assert "same parameters" in said["absent on one"]
         assert said["missing on one"].startswith("rank 1: ") and ": missing '0/" in said["missing on one"]
+
+
+@pytest.mark.parametrize("place", HOSTED)
+def test_what_hosts_do_with_state_is_done_on_all_ranks(outcomes: dict[str, list[Outcome]], place: str) -> None:
+    """Moved, reset, taken out, entries of hosts, and a checkpoint of fewer parameters, as in one process."""
+    for rank in outcomes[f"host {place}"]:
+        assert rank.result == dict.fromkeys(NAMES, "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -150,5 +151,72 @@ def spoil(job: dict[str, Any]) -> dict[str, str]:
             said[name] = "loaded"
         except ValueError as error:
             said[name] = str(error)
+    saved = torch.load(folder / "whole.pt", weights_only=True)["optimizer"]
+    if dist.get_rank() == 1:
+        del saved["state"][0]
+    try:
+        optimizer.load_state_dict(saved)
+    except ValueError as error:
+        said["absent on one"] = str(error)
     go_on(module, optimizer, 0, 2)
     return said
+
+
+def host(job: dict[str, Any]) -> dict[str, str]:
+    """job: {case: {place, recipe, overrides}}. What a host does with state, on all ranks; the first that fails."""
+    return {name: _host(case) for name, case in job.items()}
+
+
+def _host(case: dict[str, Any]) -> str:
+    (module, optimizer), (other, plain) = start(**case), start(**case)
+    for step in range(HALF):
+        go_on(module, optimizer, step, step + 1)
+        go_on(other, plain, step, step + 1)
+        for own in optimizer.state.values():
+            for key, value in list(own.items()):
+                own[key] = value.clone()
+    if not _alike((module, optimizer), (other, plain)):
+        return "moved away and back"
+    first = next(iter(optimizer.state))
+    optimizer.state[first]["mine"] = torch.ones(2)
+    kept = [own["mine"] for own in optimizer.full_state_dict()["state"].values() if "mine" in own]
+    if len(kept) != 1 or not bool(kept[0].all()):
+        return "entries of hosts"
+    del optimizer.state[first]["mine"]
+    for own in optimizer.state.values():
+        for key, value in list(own.items()):
+            own[key] = torch.zeros_like(value)
+    fresh = eigengraft.compose(load_recipe(case["recipe"], case["overrides"]), other)
+    go_on(module, optimizer, HALF, STEPS)
+    go_on(other, fresh, HALF, STEPS)
+    if not _alike((module, optimizer), (other, fresh)):
+        return "reset"
+    saved = plain.state_dict()
+    lacking = saved["state"].pop(0, None)
+    with warnings.catch_warnings(record=True) as words:
+        warnings.simplefilter("always")
+        fresh.load_state_dict(dict(saved))
+    steps = [int(own["step"]) for own in fresh.full_state_dict()["state"].values()]
+    if lacking is None or steps[0] or set(steps[1:]) != {HALF} or "no state of" not in str(words[-1].message):
+        return f"saved without one: {steps}"
+    optimizer.state.clear()
+    again = eigengraft.compose(load_recipe(case["recipe"], case["overrides"]), other)
+    go_on(module, optimizer, 0, HALF)
+    go_on(other, again, 0, HALF)
+    if not _alike((module, optimizer), (other, again)):
+        return "emptied"
+    optimizer.state[next(iter(optimizer.state))]["step"] = torch.zeros(3)
+    try:
+        optimizer.step()
+    except ValueError as error:
+        return "" if "'step'" in str(error) else str(error)
+    return "not refused"
+
+
+def _alike(one: tuple[nn.Module, Optimizer], two: tuple[nn.Module, Optimizer]) -> bool:
+    states = [optimizer.full_state_dict()["state"] for _, optimizer in (one, two)]
+    tensors = [
+        [*values(module).values(), *(state[i][key] for i in sorted(state) for key in sorted(state[i]))]
+        for (module, _), state in zip((one, two), states, strict=True)
+    ]
+    return len(tensors[0]) == len(tensors[1]) and all(map(torch.equal, *tensors))
