@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from ..apply.averaging import MODES, Mode
 from ..param_groups import check_values
-from ..recipe.overrides import differences
 from ..recipe.param_names import canonical_names
-from ..recipe.recipe import SCHEMA_VERSION
+from ..recipe.routing import ParamInfo
+from .compare_recipes import RecipeChange, compare_recipes
 
 
-def compare_groups(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str | None]], saved: Any) -> list[Any]:
-    """For each group, the saved key of each of its parameters; ValueError for what forbids loading the saved groups.
+def compare_groups(
+    groups: Sequence[Mapping[str, Any]], infos: Sequence[Sequence[ParamInfo]], saved: Any
+) -> tuple[list[list[Any]], RecipeChange]:
+    """For each group, the saved key of each of its parameters, and what differs between the recipes.
 
-    names: canonical names of the parameters of each group. Where they are known on both sides the order plays no role.
+    Raises ValueError for what forbids loading the saved groups.
+
+    infos: of the parameters of each group. Where their names are known on both sides the order plays no role.
     """
+    names = [[info.name for info in own] for own in infos]
     if not isinstance(saved, list) or not all(isinstance(other, Mapping) and "params" in other for other in saved):
         raise ValueError("state_dict: 'param_groups' must be a list of groups with 'params'")
     sizes = [len(group["params"]) for group in groups], [len(other["params"]) for other in saved]
-    keys = []
+    keys, changes = list[list[Any]](), dict[Any, RecipeChange]()
     if len(groups) == len(saved):
         for index, (own, other, got) in enumerate(zip(names, saved, _saved_names(saved), strict=True)):
             keys.append(_matched(f"group {index}", own, other, got))
@@ -34,8 +39,16 @@ def compare_groups(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence
         if missing:
             raise ValueError(f"state_dict: group {index} must have '{missing[0]}', got {sorted(other)}")
         check_values({**other, "params": []})
-        _compare_recipes(group["recipe"], other["recipe"])
-    return keys
+        if str(other["recipe"]) not in changes:
+            changes[str(other["recipe"])] = compare_recipes(
+                group["recipe"], other["recipe"], [*chain.from_iterable(infos)]
+            )
+    if len(changes) > 1:
+        raise ValueError("state_dict: one recipe for all param groups is required, got several")
+    change = next(iter(changes.values()), RecipeChange())
+    if change.meaning:
+        raise ValueError(change.refusal([]))
+    return keys, change
 
 
 def saved_mode(groups: Sequence[Mapping[str, Any]], averages: bool) -> Mode:
@@ -87,23 +100,3 @@ def _matched(where: str, own: Sequence[str | None], other: Mapping[str, Any], go
 def _listed(names: Sequence[str | None]) -> str:
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     return ", ".join(f"'{name}'" for name in names[:8]) + more if names else "none"
-
-
-def _compare_recipes(own: str, got: Any) -> None:
-    try:
-        mine, other = json.loads(own), json.loads(got)
-    except (TypeError, ValueError):
-        raise ValueError("state_dict: the recipe in a param group must be JSON text, got something else") from None
-    if not isinstance(other, dict) or other.get("schema") != SCHEMA_VERSION:
-        got_version = other.get("schema") if isinstance(other, dict) else None
-        raise ValueError(f"state_dict: a recipe of schema {SCHEMA_VERSION} is required, got {got_version}")
-    for label in ("name", "about", "distribution", "expect"):  # they do not change what a recipe computes
-        mine.pop(label, None)
-        other.pop(label, None)
-    for update in (mine, other, *mine.get("routes", ()), *other.get("routes", ())):
-        update.pop("compile", None)  # state is the same, compiled or not
-    changed = differences(other, mine)
-    if changed:
-        raise ValueError(
-            "state_dict was saved by another recipe (saved -> this optimizer's):\n" + "\n".join(changed[:8])
-        )

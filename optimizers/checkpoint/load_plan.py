@@ -24,6 +24,7 @@ from ..engine.param_sets import ParamSets, StateValues
 from ..engine.shown_state import host_state, is_host_key, own_state
 from ..recipe.recipe import Recipe
 from .compare_groups import compare_groups, saved_mode
+from .compare_recipes import RecipeChange
 from .sharded_state import full_tensor, local_state
 
 
@@ -58,8 +59,7 @@ class LoadPlan:
         """The plan to load a state dict; ValueError on all ranks, and nothing changed, if it does not fit on one."""
         _require_state_dict(state_dict)
         saved = state_dict["param_groups"]
-        names = [[info.name for info in infos] for infos in optimizer.param_sets.infos]
-        keys = compare_groups(optimizer.param_groups, names, saved)
+        keys, change = compare_groups(optimizer.param_groups, optimizer.param_sets.infos, saved)
         mode = saved_mode(saved, optimizer.recipe.averaging is not None)
         known = {index for group in saved for index in group["params"]}
         others = {index: own for index, own in state_dict["state"].items() if index not in known}
@@ -77,8 +77,8 @@ class LoadPlan:
             faults += [fault for param_set in batches[-1][0] for fault in _set_faults(param_set, values, mode)]
         param_sets = [*optimizer.param_sets, *(one for own, _ in batches for one in own)]
         faults += _absent_elsewhere(param_sets, [values for _, values in batches])
-        _refuse(faults, param_sets)
-        if word := _word_of_fresh(batches):
+        _refuse(faults, param_sets, change)
+        for word in filter(None, (change.word(), _word_of_fresh(batches))):
             warnings.warn(word, stacklevel=_depth_of_caller())
         local = [(param_sets, _local_values(param_sets, values, mode)) for param_sets, values in batches]
         rest = [_loaded_group(*pair) for pair in zip(optimizer.param_groups, saved, strict=True)]
@@ -174,10 +174,12 @@ def _local_values(param_sets: list[ParamSet], values: StateValues, mode: Mode) -
     return local
 
 
-def _refuse(faults: list[str], param_sets: list[ParamSet]) -> None:
+def _refuse(faults: list[str], param_sets: list[ParamSet], change: RecipeChange | None = None) -> None:
     """Raises ValueError if there are faults, here or on another rank."""
     more = f"\n... and {len(faults) - 8} more" if len(faults) > 8 else ""
     message = "state_dict: it does not fit, nothing was loaded:\n" + "\n".join(faults[:8]) + more if faults else None
+    if faults and change is not None and change.settings:
+        message = change.refusal([*faults[:8], *filter(None, [more.strip()])])
     rank_groups = [param_set.rank_group for param_set in param_sets if param_set.rank_group is not None]
     for rank_group in dict.fromkeys(rank_groups):
         rank_group.everyone.raise_on_any(message, "agreement on a state dict")

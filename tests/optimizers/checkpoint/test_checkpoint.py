@@ -323,22 +323,132 @@ def test_without_names_on_one_side_the_order_counts(known: str) -> None:
         assert same(run[1].state[p], resumed[1].state[q])
 
 
+ADAM, SOAP = "update.rms", "update.eigenbasis"
+MEAN = ['averaging={"kind": "ema"}']
+
+
 @pytest.mark.parametrize(
     ("saved", "here", "message"),
     [
-        ("adamw", ["update.rms.beta=0.9"], "update.rms.beta: 0.999 -> 0.9"),
-        ("adamw", ["blocking.size=2"], "blocking.size: absent -> 2"),
-        ("adamw", ["weight_decay.kind=cautious"], "weight_decay.kind: decoupled -> cautious"),
-        ("soap", ["update.eigenbasis.refresh.steps=3"], "update.eigenbasis.refresh.steps: 10 -> 3"),
-        ("soap", ["routes=[]"], "routes.adam"),
-        ("soap", ["routes.adam.lr_ratio=0.5"], "routes.adam.lr_ratio: 1.0 -> 0.5"),
-        ("soap", ["update.eigenbasis.inner.rms.name=second"], "update.eigenbasis.inner"),
-        ("soap", ['update=["sign"]'], "update"),
+        (["adamw"], ["blocking.size=2"], "blocking.size: absent -> 2"),
+        (["soap"], ["routes=[]"], "routes.adam"),
+        (["soap"], ["update.eigenbasis.inner.rms.name=second"], "update.eigenbasis.inner"),
+        (["soap"], ['update=["sign"]'], "update"),
+        (["adamw"], [f"{ADAM}.beta=1.0"], f"{ADAM}.beta: 0.999 -> 1.0"),  # a sum
+        (["adamw"], [f"{ADAM}.source=direction"], f"{ADAM}.source: gradient -> direction"),
+        (["sgd"], ["update.heavy_ball.dampening=0.5"], "update.heavy_ball.dampening: 0.0 -> 0.5"),
+        (["adamw"], ['update.momentum.beta={"from": 0.5, "to": 0.9, "steps": 9}'], "update.momentum.beta.from"),
+        (["soap"], [f"{SOAP}.statistic_frame=basis"], f"{SOAP}.statistic_frame: fixed -> basis"),
+        (["reference/soap"], [f"{SOAP}.statistic.normalize=dimension"], "statistic.normalize: none -> dimension"),
+        (["reference/soap"], [f"{SOAP}.statistic.kind=bregman"], "statistic.kind: gram -> bregman"),
+        (["psgd_kron"], ["update.psgd.form=quad"], "update.psgd.form: triangular -> quad"),
+        (["adamw"], MEAN, "averaging.kind: absent -> ema"),
+        (["adamw", *MEAN], ["averaging.decay=0.9"], "averaging.decay: 0.999 -> 0.9"),  # it divides what is evaluated
+        (["schedule_free_adamw"], ["averaging.beta=0.8"], "averaging.beta: 0.9 -> 0.8"),
+        (["adamw"], ['storage.first_moment={"kind": "int8", "min_elements": 1}'], "storage.first_moment.kind"),
     ],
 )
-def test_another_recipe_is_named_by_its_difference(saved: str, here: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=rf"another recipe (.|\n)*{re.escape(message)}"):
-        weight_and_bias(load_recipe(saved, here)).load_state_dict(weight_and_bias(saved).state_dict())
+def test_a_recipe_whose_state_means_something_else_is_refused(saved: list[str], here: list[str], message: str) -> None:
+    old = load_recipe(saved[0], saved[1:])
+    source, target = weight_and_bias(old), weight_and_bias(load_recipe(old, here))
+    before = snapshot(target)
+    with pytest.raises(ValueError, match=rf"another recipe(.|\n)*{re.escape(message)}") as error:
+        target.load_state_dict(source.state_dict())
+    assert same(snapshot(target), before)
+    assert ("convert_storage" in str(error.value)) == message.startswith("storage")
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "message"),
+    [
+        (["adamw"], [f"{ADAM}.beta=0.9"], f"{ADAM}.beta: 0.999 -> 0.9"),
+        (["adamw"], [f"{ADAM}.eps=1e-6"], f"{ADAM}.eps: 1e-08 -> 1e-06"),
+        (["adamw"], [f"{ADAM}.bias_correction=false"], f"{ADAM}.bias_correction: True -> False"),
+        (["adamw"], ["weight_decay.kind=cautious"], "weight_decay.kind: decoupled -> cautious"),
+        (["adamw"], ["failure.nonfinite=raise"], "failure.nonfinite: skip -> raise"),
+        (["adamw"], ["blocking.size=512"], "blocking.size: absent -> 512"),  # blocks are the same
+        (["adamw"], ["storage.first_moment=int8"], "storage.first_moment.kind: absent -> int8"),  # too small for it
+        (["soap"], [f"{SOAP}.refresh.steps=3"], f"{SOAP}.refresh.steps: 10 -> 3"),
+        (["soap"], [f"{SOAP}.refresh.stagger=none"], f"{SOAP}.refresh.stagger: cost -> none"),
+        (["soap"], [f"{SOAP}.solver=eigh"], f"{SOAP}.solver.kind: power_qr -> eigh"),
+        (["soap"], ["view=whole"], "view.kind: batches -> whole"),  # of matrices the same
+        (["soap"], ["routes.adam.lr_ratio=0.5"], "routes.adam.lr_ratio: 1.0 -> 0.5"),
+        (["soap"], ["total_steps=50"], "total_steps: absent -> 50"),
+        (["adamw", *MEAN], ["averaging.weight=0.5"], "averaging.weight: 1.0 -> 0.5"),
+    ],
+)
+def test_other_settings_load_with_a_word_and_apply(saved: list[str], here: list[str], message: str) -> None:
+    """The run goes on as one whose settings were changed in the middle."""
+    old = load_recipe(saved[0], saved[1:])
+    new = load_recipe(old, here)
+    source = weight_and_bias(old)
+    drive(source, source.param_groups[0]["params"], range(4))
+    target = weight_and_bias(new)
+    for p, q in zip(target.param_groups[0]["params"], source.param_groups[0]["params"], strict=True):
+        p.data.copy_(q.data)
+    with pytest.warns(UserWarning, match=re.escape(message)) as words:
+        target.load_state_dict(source.state_dict())
+    assert len(words) == 1 and words[0].filename == __file__
+    assert same(target.state_dict()["state"], source.state_dict()["state"])
+    assert {group["recipe"] for group in target.param_groups} == {new.to_json()}
+    twin = copy.deepcopy(target)
+    drive(target, target.param_groups[0]["params"], range(4, 8))
+    drive(twin, twin.param_groups[0]["params"], range(4, 8))
+    assert same(snapshot(target), snapshot(twin))
+    again = weight_and_bias(new)
+    again.load_state_dict(target.state_dict())  # and is saved with the new ones: no word
+
+
+def test_a_changed_setting_is_what_steps_follow() -> None:
+    """With eps 1 in place of 1e-8 a step of m = v = g = 1 is half as long."""
+    p = nn.Parameter(torch.zeros(1))
+    source, target = (Optimizer([("p", p)], load_recipe("adam", [f"{ADAM}.eps={eps}"]), lr=0.1) for eps in (1e-8, 1.0))
+    p.grad = torch.ones(1)
+    source.step()
+    with pytest.warns(UserWarning, match=f"{ADAM}.eps"):
+        target.load_state_dict(source.state_dict())
+    before = p.detach().clone()
+    target.step()
+    torch.testing.assert_close(before - p.detach(), torch.full((1,), 0.05))
+
+
+def test_groups_keep_the_saved_rates_as_with_torch() -> None:
+    source, target = (
+        weight_and_bias("adamw"),
+        weight_and_bias(load_recipe("adamw", ["lr=0.5", "weight_decay.rate=0.7"])),
+    )
+    saved = source.state_dict()
+    with pytest.warns(UserWarning, match=r"saved values(.|\n)*lr: 0.001 -> 0.5\nweight_decay.rate: 0.01 -> 0.7"):
+        target.load_state_dict(saved)
+    assert [(group["lr"], group["weight_decay"]) for group in target.param_groups] == [(0.001, 0.01)]
+
+
+def test_a_warning_made_an_error_changes_nothing() -> None:
+    source, target = weight_and_bias("adamw"), weight_and_bias(load_recipe("adamw", [f"{ADAM}.eps=1e-6"]))
+    drive(source, source.param_groups[0]["params"], range(3))
+    before = snapshot(target)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="eps"):
+            target.load_state_dict(source.state_dict())
+    assert same(snapshot(target), before)
+
+
+@pytest.mark.parametrize("option", ["compile=true", "distribution.mode=local", 'expect={"rms": "> 0 parameters"}'])
+def test_options_by_which_no_number_differs_load_without_a_word(option: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        changed = load_recipe("adamw", [option])
+        saved = weight_and_bias().state_dict()
+        saved["param_groups"][0]["recipe"] = changed.to_json()
+        weight_and_bias().load_state_dict(saved)
+
+
+def test_the_recipe_of_a_checkpoint_composes_an_optimizer_that_loads_it() -> None:
+    """What the refusal says to do."""
+    source = weight_and_bias(load_recipe("adamw", MEAN))
+    saved = source.state_dict()
+    weight_and_bias(saved["param_groups"][0]["recipe"]).load_state_dict(saved)
 
 
 def test_another_order_of_stages_is_another_recipe() -> None:
