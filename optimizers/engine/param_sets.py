@@ -190,9 +190,11 @@ class ParamSets:
         """Takes over what a host has made of the state that torch is shown, before it is stepped or read.
 
         Values are copied into the stacks. A parameter whose entry is empty or was taken out has no state from then on,
-        and begins afresh with its next gradient. thorough: look for `x.data = y` in each tensor, not in one for each
-        parameter. moved: build the stacks again on the devices where the parameters are now. Raises ValueError, and
-        nothing changes, for what cannot be state.
+        and begins afresh with its next gradient. Raises ValueError, and nothing changes, for what cannot be state.
+
+        mode: iterate that the parameters hold.
+        thorough: whether `x.data = y` is looked for in all tensors, or in the largest alone.
+        moved: whether to build the stacks again on the devices where the parameters are now.
         """
         if not moved and self._shown.is_held(state, thorough) and not any(one.counts_set_back().any() for one in self):
             return
@@ -200,8 +202,8 @@ class ParamSets:
         for batch, built in enumerate(self.built):
             given = {id(p) for i in self.groups_of(batch) for p in self.parameters[i] if own_state(state.get(p))}
             rebuilt.append(moved or given != {id(p) for one in built for p in one.parameters})
-            for one in built if rebuilt[-1] else ():
-                one.resolve_deferred()
+            for old in built if rebuilt[-1] else ():
+                old.resolve_deferred()
             own = self.build(batch, given) if rebuilt[-1] else built
             plans.append([host_changes(one, state, self._shown, mode, rebuilt[-1]) for one in own])
         refuse(chain.from_iterable(plans))
