@@ -168,10 +168,10 @@ class FiniteCheck:
         self.skipped.update(self.names[position] for position in bad)
         self._stalled = self._stalled + 1 if positions and len(bad) == len(positions) else 0
         if self._stalled == STALLED:
-            found = _fault(None if gradients is None else gradients[bad[0]])
+            fault = _fault(None if gradients is None else gradients[bad[0]])
             warnings.warn(
                 f"gradients: usable values are required, got none in {STALLED} steps in a row ({self.names[bad[0]]}, "
-                f"among others, with {found}); nothing is updated any more. With failure.nonfinite=raise the first is "
+                f"among others, with {fault}); nothing is updated any more. With failure.nonfinite=raise the first is "
                 "an error",
                 stacklevel=2,
             )
