@@ -125,11 +125,6 @@ def check_values(group: Mapping[str, Any]) -> None:
     names, first = group.get("param_names", ()), dict[int, str]()
     for position, parameter in enumerate(group["params"]):
         name = names[position] if names else f"parameter {position}"
-        if parameter.is_complex():
-            raise ValueError(
-                f"params: {name}: a real floating-point tensor is required, got {parameter.dtype}; make the parameter "
-                "torch.view_as_real of it, and torch.view_as_complex of that in the forward"
-            )
         if parameter.is_inference():
             raise ValueError(
                 f"params: {name}: a parameter made outside of torch.inference_mode is required, got one made inside, "

@@ -36,6 +36,11 @@ from .stack_state import ActiveBlocks
 from .stack_step import StackStep, active_blocks, after_decay, directions, prime, sharing_sums
 
 
+def as_pairs(tensor: Tensor) -> Tensor:
+    """A view of a complex tensor as pairs `[..., 2]` of real and imaginary parts; any other tensor as it is."""
+    return torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor
+
+
 class ParamSet:
     """P parameters on one device that the same ranks share, by position 0 .. P - 1.
 
@@ -59,6 +64,7 @@ class ParamSet:
         routes = ((path, rule) for path, rule in self.updates.items() if isinstance(rule, Route))
         self._routes = {path: RouteRates(route.lr_ratio, route.weight_decay) for path, route in routes}
         self._decay_sources = {path: decay_source(recipe, path) for path in self.updates}
+        self._complex = any(parameter.is_complex() for parameter in parameters)
         self.names, self.local = [spec.name for spec in specs], self._local(parameters)
         self.step_counts: NDArray[np.int64] = np.zeros(len(parameters), dtype=np.int64)
         self._begun = self.step_counts > 0
@@ -131,6 +137,7 @@ class ParamSet:
     def _local(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """What this rank holds or updates of one tensor of each parameter, as views."""
         held = [local(tensor) for tensor in tensors] if are_dtensors_known() else list(tensors)
+        held = [*map(as_pairs, held)] if self._complex else held
         return held if self.rank_group is None else [self.part(*one) for one in enumerate(held)]
 
     def part(self, position: int, tensor: Tensor) -> Tensor:
@@ -145,6 +152,8 @@ class ParamSet:
         """Checks the gradients and changes nothing; None if there is nothing to do. Raises as the finite check does."""
         self.local[:] = self._local(self.parameters)
         found = local_gradients(self.names, self.parameters, self.rank_group)
+        if self._complex:
+            found = [None if gradient is None else as_pairs(gradient) for gradient in found]
         present = self._nonempty & np.array([gradient is not None for gradient in found], dtype=np.bool_)
         own = {group: hypers[group] for group in np.unique(self._groups).tolist()}
         rates = Rates(self.recipe.weight_decay, self._routes, own, self._groups, self.iterates.shard_sums is None)

@@ -140,6 +140,8 @@ class ParamSets:
             for row in zip(self.parameters[index], own.specs, own.rank_groups, strict=True):
                 if id(row[0]) in wanted:
                     parameter, spec, rank_group = row
+                    if parameter.is_complex():
+                        require_pairs(self.recipe, spec, rank_group)
                     key = parameter.device, rank_group, index if spec.path in with_lr else None
                     here = spec if spec.device == parameter.device else replace(spec, device=parameter.device)
                     found.setdefault(key, []).append((parameter, here, rank_group))
@@ -241,6 +243,26 @@ class ParamSets:
         """How often the gradient of each parameter was not finite, by name."""
         self.resolve_deferred()
         return sum((param_set.skipped for param_set in self), Counter())
+
+
+def require_pairs(recipe: Recipe, spec: ParamSpec, rank_group: RankGroup | None) -> None:
+    """Raise ValueError unless a complex parameter can be updated as pairs of real numbers, as torch's optimizers do.
+
+    Entry-wise chains can. A stage that works on matrices, and a constraint, would mix the two parts of a number.
+    """
+    rule = recipe.updates()[spec.path]
+    mixing = next((path for path, stage in rule.stages(spec.path) if not stage.entrywise()), None)
+    if mixing is None and rule.constraints:
+        mixing = f"{spec.path}.constraints" if spec.path else "constraints"
+    if mixing is None and recipe.line_search is not None:
+        mixing = "line_search"
+    if mixing is None and rank_group is None:
+        return
+    fault = "it is divided over ranks" if mixing is None else f"{mixing} does not update entries one by one"
+    raise ValueError(
+        f"{spec.name}: the parameter is complex, and {fault}; send it to an entry-wise update with a route, or make "
+        "the parameter torch.view_as_real of it and take torch.view_as_complex of that in the forward"
+    )
 
 
 def inherit_counts(param_sets: Iterable[ParamSet], before: Iterable[ParamSet]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from eigengraft.blocking.rule import ONE_TENSOR
 from eigengraft.distributed.distribution import Distribution
 from eigengraft.distributed.layouts import is_dtensor
 from eigengraft.distributed.ownership import Loads
@@ -144,11 +145,14 @@ class Assignments:
         return rank_group
 
     def _spec(self, parameter: Tensor, info: ParamInfo, name: str, rank_group: RankGroup | None) -> ParamSpec:
-        path = self.recipe.route(info)[0]
-        matrices, placement = self.recipe.view_of(info).matrices, None
+        path, dtype, placement = self.recipe.route(info)[0], parameter.dtype, None
+        if dtype.is_complex:  # real pairs, of which no entries form a matrix
+            info, dtype, matrices = replace(info, shape=(*info.shape, 2)), dtype.to_real(), ONE_TENSOR
+        else:
+            matrices = self.recipe.view_of(info).matrices
         if rank_group is not None:
             placement = place(self.recipe, path, layout_of(parameter, rank_group), matrices)
-        spec = ParamSpec(name, path, tuple(parameter.shape), parameter.dtype, parameter.device, placement, matrices)
+        spec = ParamSpec(name, path, tuple(info.shape), dtype, parameter.device, placement, matrices)
         return replace(spec, lr_factors=lr_factors(self.recipe, info))
 
     def agree(self, index: int, group: Mapping[str, Any]) -> None:

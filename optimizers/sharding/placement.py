@@ -47,8 +47,8 @@ class ParamSpec:
 
     name: what errors and counts call the parameter; random numbers are seeded by it.
     path: path of the parameter's update in the recipe.
-    shape: shape of the full parameter, on however many ranks it lies.
-    dtype: dtype of the parameter.
+    shape: shape of the full parameter, on however many ranks it lies; of a complex one as real pairs `[..., 2]`.
+    dtype: dtype of the parameter; of the real pairs of a complex one.
     device: device of the parameter.
     placement: where it lies among ranks; None: this process updates all of it, whatever other ranks do.
     matrices: which of its entries form a matrix.

@@ -59,8 +59,8 @@ CALLS = (
     ("Optimizer([{'param': [*model.parameters()]}], 'sgd')", "got 'param', did you mean 'params'?"),
     ("Optimizer([*model.parameters()] * 2, 'sgd')", "params: each parameter once is required, got parameter 0 again"),
     (
-        "Optimizer([torch.ones(2, dtype=torch.cfloat)], 'sgd')",
-        "a real floating-point tensor is required, got torch.complex64",
+        "Optimizer([('w', torch.ones(2, 2, dtype=torch.cfloat, requires_grad=True))], 'soap')",
+        "w: / complex / update.eigenbasis",
     ),
     ("Optimizer(model.parameters(), lr=-1)", "lr: a finite number >= 0 is required, got -1.0"),
     ("Optimizer(model.parameters(), weight_decay=float('inf'))", "weight_decay: a finite number >= 0 is required"),

@@ -74,7 +74,7 @@ COMMAND_LINES = (
     ("ablate study.yaml --workers 0", "Invalid value for '--workers'"),
     ("ablate study.yaml lr=1", "lr: unknown field"),
     ("report nowhere", "report: a directory with a study or with runs is required, got nowhere"),
-    ("train exp.yaml --out exp.yaml/run", "exp.yaml/run: a directory that can be made is required, got: not a"),
+    ("train exp.yaml --out exp.yaml/run", "exp.yaml/run: / not a directory"),
     ("report planned", "report: runs that have begun are required, got none of the study's 1 in planned"),
     ("report exp.yaml", "report: a directory with a study or with runs is required, got exp.yaml"),
     ("report empty", "report: a directory with a study or with runs is required, got empty"),

@@ -226,8 +226,8 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "no tensor": (lambda: Optimizer([3]), r"."),
     "a tensor": (lambda: Optimizer(weight()), r"."),
     "complex": (
-        lambda: Optimizer([weight(dtype=torch.complex64)]),
-        r"^params: parameter 0: a real floating-point .*complex64",
+        lambda: Optimizer([("w", weight(dtype=torch.complex64))], "soap", overrides={"routes": []}),
+        r"^w: .*complex.*update\.eigenbasis.*view_as_real",
     ),
     "a module": (lambda: Optimizer(nn.Linear(2, 2)), r"compose|parameters\(\)"),  # type: ignore[arg-type]
     "frozen": (

@@ -321,11 +321,6 @@ def test_a_sparse_gradient_is_refused_by_name_and_changes_nothing(split: bool) -
     assert equal(everything(optimizer), before)
 
 
-def test_parameters_are_real_numbers() -> None:
-    with pytest.raises(ValueError, match=r"parameter 0.*complex64"):
-        Optimizer([torch.ones(2, dtype=torch.complex64)])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_gradients_are_used_up_to_the_largest_number_that_has_a_square(dtype: torch.dtype) -> None:
     root = 2.0 ** (64 if dtype == torch.float32 else 512)  # the least number whose square is infinite

@@ -1,7 +1,9 @@
 """Data of other libraries: Hydra's nodes, numbers of numpy, keys of wrappers in param groups, schedulers."""
 
+import copy
 import io
 from collections import UserDict, UserList
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -172,11 +174,55 @@ def test_schedulers_of_momentum_are_refused_at_once(cyclic: bool) -> None:
     assert schedule(cycle_momentum=False).get_last_lr()[0] == optimizer.param_groups[0]["lr"]
 
 
+COMPLEX: dict[str, Any] = {
+    "adam": torch.optim.Adam,
+    "adamw": partial(torch.optim.AdamW, weight_decay=0.1),
+    "sgd": partial(torch.optim.SGD, momentum=0.9, weight_decay=0.1),
+}
+
+
+def complex_weights(dtype: torch.dtype) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, dtype=dtype, generator=generator)) for shape in ((4, 3), (5,), ())]
+
+
+@pytest.mark.parametrize("recipe", COMPLEX)
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
-def test_complex_parameters_are_refused_by_name(dtype: torch.dtype) -> None:
-    model = nn.Linear(2, 2, dtype=dtype)
-    with pytest.raises(ValueError, match=r"weight: .*view_as_complex"):
-        eigengraft.compose("adamw", model)
+def test_complex_parameters_are_updated_as_torch_does(recipe: str, dtype: torch.dtype) -> None:
+    """torch's optimizers take real and imaginary parts as entries of their own."""
+    ours, theirs = complex_weights(dtype), complex_weights(dtype)
+    decay = None if recipe == "adam" else 0.1
+    optimizer = Optimizer([(f"w{i}", p) for i, p in enumerate(ours)], recipe, 0.1, decay, overrides={"routes": []})
+    reference = COMPLEX[recipe](theirs, lr=0.1)
+    for step in range(5):
+        for p, q in zip(ours, theirs, strict=True):
+            q.grad = torch.randn(p.shape, dtype=dtype, generator=torch.Generator().manual_seed(step))
+            p.grad = q.grad.conj().resolve_conj().conj()  # lazily conjugated, as backward may leave it
+        optimizer.step()
+        reference.step()
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer.load_state_dict(saved)
+    tolerance = 1e-6 if dtype == torch.complex64 else 1e-14  # a few roundings of sums of order 1
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("recipe", ["soap", "muon", "prodigy", "shampoo"])
+def test_stages_that_mix_entries_refuse_complex_parameters_by_name(recipe: str) -> None:
+    with pytest.raises(ValueError, match=r"^w: .*complex.* update\.\w+"):
+        Optimizer([("w", complex_weights(torch.complex64)[0])], recipe, overrides={"routes": []})
+
+
+def test_a_complex_matrix_that_is_thawed_is_refused_where_its_stage_cannot_take_it() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3, dtype=torch.complex64), "head": nn.Linear(3, 2)})
+    model["b"].requires_grad_(False)
+    optimizer = eigengraft.compose("soap", model)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match=r"^b\.weight: .*complex"):
+        optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
 
 
 def test_a_real_parameter_behind_complex_weights_trains() -> None:

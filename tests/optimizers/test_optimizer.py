@@ -208,7 +208,6 @@ def test_a_group_may_come_later(late: int) -> None:
         {"weight_decay": torch.ones(2)},
         {"betas": (0.9, 0.99)},
         {"recipe": "soap"},
-        {"params": [torch.ones(2, dtype=torch.complex64)]},
     ],
     ids=lambda wrong: "-".join(f"{k}={v}" for k, v in wrong.items()),
 )

@@ -28,10 +28,6 @@ DIFFERENCES: dict[str, Difference] = {
         "without a name a matrix may be an embedding or a head, which these recipes would send to the wrong update",
         frozenset({"muon", "shampoo", "soap", "soap_4bit", "psgd_kron"}),
     ),
-    "complex parameters are trained": Difference(
-        r"params: hidden\.bias: a real floating-point tensor is required, got torch\.complex64",
-        "no stage defines what a sign, a root or a basis of complex gradients is; `torch.view_as_real` of them works",
-    ),
     "steps can be differentiated": Difference(
         r"Optimizer: differentiable=False is required, got True; no gradient passes through a step",
         "parameters and state are written in place, so that a step needs no memory for a graph",
