@@ -5,12 +5,13 @@ A gradient is what its placements say, never its local values alone.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from weakref import ref
 
 import torch
 from torch import Tensor
+
+from eigengraft.errors import warn_user
 
 from .comm_plan import CommPlan
 from .layouts import are_dtensors_known, is_dtensor, local
@@ -159,7 +160,7 @@ class BackwardGather:
     def report(self, device: torch.device) -> Tensor:
         """`[2 n]` float64 for n rounds: which are begun here, and of these, which with other gradients than now."""
         begun, rounds = self._next, len(self.comm_plan.rounds)
-        found = torch.tensor([1.0] * begun + [0.0] * (2 * rounds - begun), dtype=torch.float64).to(device)
+        found = torch.tensor([1.0] * begun + [0.0] * (2 * rounds - begun), dtype=torch.float64, device="cpu").to(device)
         for index, message in enumerate(self._messages):
             held = self._hold(index)
             elsewhere = any(x is None and self.parameters[i].grad is not None for i, x in held.items())
@@ -183,7 +184,7 @@ class BackwardGather:
                 work.result.record_stream(torch.cuda.current_stream(work.result.device))
         self._late = self._late + 1 if len(good) < len(self._works) else 0
         if self._late == 2 and self.comm_plan.rank_group.rank == 0:
-            warnings.warn(LATE, stacklevel=2)
+            warn_user(LATE)
         self._expected, self._writes = self._writes, [0] * len(self.parameters)
         self._works, self._messages, self._complete = [], [], 0
         self._watch()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from eigengraft.component import plain
+from eigengraft.errors import warn_user
 
 from .apply.averaging import Mode
 from .apply.closures import Passes, require_closure
@@ -186,11 +186,10 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         model = self.known_model
         if rule is not None and model is None and not self._unknown_buffers:
             self._unknown_buffers = True
-            warnings.warn(
+            warn_user(
                 f"{rule}: the closure of a step is called again, and only an optimizer that was composed with the "
                 "model leaves its buffers (BatchNorm's statistics) as the first call did; use "
-                "`eigengraft.compose(recipe, model)`",
-                stacklevel=5,
+                "`eigengraft.compose(recipe, model)`"
             )
         return None if closure is None else Passes(closure, model, parameters if rule else ())
 
@@ -210,10 +209,9 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         rose = isinstance(hyper.lr, float) and hyper.peak_lr == hyper.lr != group.get("max_lr") and known > 0
         if rose and not self._warned_of_peak:
             self._warned_of_peak = True
-            warnings.warn(
+            warn_user(
                 f"{self.param_sets.follows_peak}: it is relative to the peak of the learning rate, which rises from "
-                f"{known:g} to {hyper.peak_lr:g}; give the param group the largest lr of the run as 'peak_lr'",
-                stacklevel=4,
+                f"{known:g} to {hyper.peak_lr:g}; give the param group the largest lr of the run as 'peak_lr'"
             )
 
     def _mean_over_ranks(self, value: Tensor) -> Tensor:

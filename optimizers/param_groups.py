@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import warnings
 from collections.abc import Container, Iterable, Mapping, MutableMapping
 from functools import cache
 from inspect import signature
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from eigengraft.component import plain
+from eigengraft.errors import warn_user
 
 from .apply.closures.line_search import SCALE
 from .apply.write import Hyper
@@ -52,7 +52,7 @@ def check_options(given: Mapping[str, Any], who: str) -> None:
             raise ValueError(f"{who}: {key}=False is required, got {value!r}; {_OFF[key]}")
     asked = [key for key in _IGNORED if given.get(key)]
     if asked:
-        warnings.warn(f"{who}: {', '.join(asked)}: no effect, all blocks of a shape are computed at once", stacklevel=4)
+        warn_user(f"{who}: {', '.join(asked)}: no effect, all blocks of a shape are computed at once")
 
 
 def own_keys(group: Mapping[str, Any], recipe: str) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def own_keys(group: Mapping[str, Any], recipe: str) -> dict[str, Any]:
             raise ValueError(
                 f"param group: the keys are params, lr and weight_decay, got '{key}'{hint}; the recipe says the rest"
             )
-        warnings.warn(f"param group: '{key}' stays in the group, and has no effect on steps", stacklevel=4)
+        warn_user(f"param group: '{key}' stays in the group, and has no effect on steps")
     if "params" not in group:
         raise ValueError(f"param group: a mapping with 'params' is required, got the keys {[*group]}")
     if group.get("recipe", recipe) != recipe:
@@ -96,7 +96,7 @@ def warn_of_options(groups: Iterable[Mapping[str, Any]], recipe: Recipe) -> None
             paths = _paths_of(key, recipe)
             if paths or key in _elsewhere():
                 there = f"{', '.join(paths)} of the recipe says it" if paths else "the recipe says it"
-                warnings.warn(f"param group: '{key}' has no effect on steps; {there}", stacklevel=6)
+                warn_user(f"param group: '{key}' has no effect on steps; {there}")
 
 
 def _paths_of(key: str, recipe: Recipe) -> list[str]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from eigengraft.distributed.layouts import local
+from eigengraft.errors import warn_user
 from eigengraft.numerics import fake_mode
 
 from ..isolation import kept_from_compiler
@@ -82,9 +82,8 @@ def _warn(name: str, parameter: Tensor, before: Tensor, lr: float) -> None:
     moved = int((_sample(parameter) != before)[trained].sum())
     if moved < _LEAST * count:
         dtype = str(parameter.dtype).removeprefix("torch.")
-        warnings.warn(
+        warn_user(
             f"{name}: only {moved / count:.1%} of its entries moved in {_WINDOW} steps at lr {lr:g}: smaller updates "
             f"are lost to rounding in {dtype}. Keep parameters in float32 and run the model under torch.autocast, "
-            "or let `constraints: rounding` write them",
-            stacklevel=2,
+            "or let `constraints: rounding` write them"
         )

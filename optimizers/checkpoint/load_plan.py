@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,6 +13,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
+from eigengraft.errors import warn_user
 from eigengraft.state_key import FORMAT, StateKey
 
 from ..apply.averaging import Mode
@@ -79,7 +78,7 @@ class LoadPlan:
         faults += _absent_elsewhere(param_sets, [values for _, values in batches])
         _refuse(faults, param_sets, change)
         for word in filter(None, (change.word(), _word_of_fresh(batches))):
-            warnings.warn(word, stacklevel=_depth_of_caller())
+            warn_user(word)
         local = [(param_sets, _local_values(param_sets, values, mode)) for param_sets, values in batches]
         rest = [_loaded_group(*pair) for pair in zip(optimizer.param_groups, saved, strict=True)]
         return cls(mode, local, optimizer.state, extra, {**state_dict, "state": {}, "param_groups": rest})
@@ -115,14 +114,6 @@ def strict_loading(optimizer: Any, state_dict: Any) -> Iterator[None]:
 
         hooks.callback(optimizer.register_load_state_dict_pre_hook(check).remove)
         yield
-
-
-def _depth_of_caller() -> int:
-    """How many frames above the caller of this function a host called `load_state_dict`; torch may wrap it."""
-    frame, depth = sys._getframe(1), 1
-    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(("eigengraft.", "torch.")):
-        frame, depth = frame.f_back, depth + 1
-    return depth
 
 
 def _require_state_dict(given: Any) -> None:

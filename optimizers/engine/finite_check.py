@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from eigengraft.blocking.stacks import max_blocks
 from eigengraft.distributed.work import HostCopy
+from eigengraft.errors import warn_user
 from eigengraft.numerics import compute_dtype, has_values, norms_by_dtype, squares_are_finite
 
 from ..apply.failure import Failure
@@ -169,11 +169,10 @@ class FiniteCheck:
         self._stalled = self._stalled + 1 if positions and len(bad) == len(positions) else 0
         if self._stalled == STALLED:
             fault = _fault(None if gradients is None else gradients[bad[0]])
-            warnings.warn(
+            warn_user(
                 f"gradients: usable values are required, got none in {STALLED} steps in a row ({self.names[bad[0]]}, "
                 f"among others, with {fault}); nothing is updated any more. With failure.nonfinite=raise the first is "
-                "an error",
-                stacklevel=2,
+                "an error"
             )
         return bad
 

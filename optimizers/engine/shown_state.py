@@ -198,7 +198,9 @@ class HostChanges:
         for stack_state in self.param_set.stack_states:
             for row, position, block in stack_state.rows():
                 if keys := self.changed[position]:
-                    stack_state.restart(row, {key.partition("/")[2] for key in keys if key.startswith(f"{block}/")})
+                    stack_state.restart(
+                        row, {StateKey.within_block(key) for key in keys if key.startswith(f"{block}/")}
+                    )
         for position, keys in enumerate(self.changed):
             parsed = map(StateKey.parse, keys)
             self.param_set.iterates.restart(position, {key.stage for key in parsed if key.block is None})
@@ -260,7 +262,7 @@ def _fault(param_set: ParamSet, key: str, value: Any, target: Tensor) -> str | N
     if key == "step" and int(value) < 0:
         return f"must be a number of steps >= 0, got {int(value)}"
     if StateKey.parse(key).part == FORMAT and value.numel():
-        name = key.partition("/")[2].rpartition("/")[0]
+        name = StateKey.parse(key).name
         formats = [one.format_of(name) for one in param_set.stack_states if name in one.encoded]
         if int(value) not in (0, *formats):
             return f"is the format of the codes beside it and must be {formats[0]}, got {int(value)}"
@@ -274,7 +276,7 @@ def _zero_iterates(param_set: ParamSet, position: int, state: Mapping[str, Tenso
         return []
     slots = (pair for one in param_set.stack_states for pair in one.slots())
     names = {str(key) for key, slot in slots if _holds_weights(slot)}
-    alone = [[key] for key in state if key.partition("/")[2] in names]
+    alone = [[key] for key in state if StateKey.within_block(key) in names]
     averaged = [key for key in state if StateKey.parse(key).stage == AVERAGING and state[key].ndim]
     for keys in (averaged, *alone):
         zero = changed.intersection(keys) and not any(bool(state[key].any()) for key in keys)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
+
+from eigengraft.errors import warn_user
 
 from ..checkpoint.replaced_params import ModelLink
 from ..optimizer import Optimizer
@@ -103,11 +104,10 @@ def _warn_of_costs(optimizer: Optimizer) -> None:
     if rows:
         worst = max(rows, key=lambda row: row.state_bytes / math.prod(row.shape))
         more = f", and {len(rows) - 1} others like it" if len(rows) > 1 else ""
-        warnings.warn(
+        warn_user(
             f"{worst.name}: {worst.state_bytes / math.prod(worst.shape):.0f} bytes of state for each entry of "
             f"{list(worst.shape)}{more}; `axes: {{max_skew: 4}}` of a statistic leaves axes so long without a factor, "
-            "and a route sends parameters to another update",
-            stacklevel=3,
+            "and a route sends parameters to another update"
         )
 
 
@@ -122,12 +122,11 @@ def _warn_of_unclear_head(optimizer: Optimizer) -> None:
         return
     for parameter, info in rows:
         if info.unclear and parameter.requires_grad and not recipe.route(info)[0]:
-            warnings.warn(
+            warn_user(
                 f"{info.name}: the last layer goes to the recipe's own update with the hidden layers, because no "
                 "output head is found and other layers may consume its outputs; if it is the head, return its module "
                 "from a method `get_output_embeddings()` of the model, or put a route with "
-                f"`match: {{name: '^{re.escape(info.name or '')}$'}}` before 'default'",
-                stacklevel=3,
+                f"`match: {{name: '^{re.escape(info.name or '')}$'}}` before 'default'"
             )
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from typing import Any
 
 import torch
 from torch import nn
+
+from eigengraft.errors import warn_user
 
 from ..optimizer import Optimizer
 
@@ -44,10 +45,9 @@ class EvaluationHook:
             if not any(bool(param_set.step_counts.any()) for param_set in optimizer.param_sets):
                 return
             kind = getattr(optimizer.recipe.averaging, "kind", "")
-            warnings.warn(
+            warn_user(
                 f"the recipe averages iterates ({kind}), and the model is evaluated at the one that is trained; call "
-                "optimizer.eval() before an evaluation and optimizer.train() after it",
-                stacklevel=2,
+                "optimizer.eval() before an evaluation and optimizer.train() after it"
             )
         elif optimizer is not None:
             return

@@ -29,8 +29,8 @@ class _Sum:
 
     def where(self, keep: Tensor) -> _Sum:
         """This sum where `keep` is true, else a sum of 0 rows, whose value is 0 also in place of inf and nan."""
-        zero = torch.zeros((), device=self.value.device)
-        return _Sum(torch.where(keep, self.value, zero.to(self.value.dtype)), torch.where(keep, self.count, 0))
+        zero = torch.zeros((), dtype=self.value.dtype, device=self.value.device)
+        return _Sum(torch.where(keep, self.value, zero), torch.where(keep, self.count, 0))
 
 
 @dataclass
@@ -149,7 +149,9 @@ def _sample(grad: Tensor) -> Tensor:
 
 def _samples(parameters: Sequence[Tensor]) -> Sequence[Tensor]:
     """A copy of the sample of each gradient, by one launch."""
-    own = [_sample(p.grad) if p.grad is not None else torch.empty(0, device=p.device) for p in parameters]
+    own = [
+        _sample(p.grad) if p.grad is not None else torch.empty(0, dtype=p.dtype, device=p.device) for p in parameters
+    ]
     return torch.split(torch.cat([x.to(own[0].device) for x in own]), [x.numel() for x in own])
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from eigengraft.distributed.ownership import Loads
+from eigengraft.errors import warn_user
 
 from ..recipe.recipe import Recipe
 from .cost_model import common_interval
@@ -91,9 +91,8 @@ def warn_of_waiting(
         return
     advice = advise(specs, recipe, keys, ranks, now)
     if advice is not None:
-        warnings.warn(
+        warn_user(
             f"{', '.join(advice.fields)}: {ranks} ranks wait for the one that refreshes, efficiency "
             f"{now.efficiency:.2f} by counted work; with {advice.at_once} it is {advice.balance.efficiency:.2f}, and "
-            "the trajectory that of one process with the same value",
-            stacklevel=2,
+            "the trajectory that of one process with the same value"
         )

@@ -1,9 +1,11 @@
-"""Errors that users read: a path in a declaration, what is required there, and what was got."""
+"""Errors and warnings that users read: a path in a declaration, what is required there, and what was got."""
 
 from __future__ import annotations
 
 import difflib
 import re
+import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -119,3 +121,14 @@ def short(value: object) -> str:
     """The text of a value, at most 80 characters of it."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def warn_user(message: str) -> None:
+    """Issue a UserWarning at the line of the user's code that called the library.
+
+    Frames of the library and of torch, which wraps methods of optimizers, are passed over.
+    """
+    frame, depth = sys._getframe(1), 2
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(("eigengraft.", "torch.")):
+        frame, depth = frame.f_back, depth + 1
+    warnings.warn(message, stacklevel=depth)

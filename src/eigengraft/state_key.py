@@ -54,6 +54,15 @@ class StateKey(NamedTuple):
         """
         return f"{first}/{rest}"
 
+    @staticmethod
+    def within_block(text: str) -> str:
+        """Return the second half of a key that was joined from a block and the rest.
+
+        >>> StateKey.within_block("0/update.momentum/m")
+        'update.momentum/m'
+        """
+        return text.partition("/")[2]
+
     @property
     def name(self) -> str:
         """The key without its block and part: "<stage path>/<slot>", which is one name for all parameters."""

@@ -214,7 +214,7 @@ LRS = [0.1, 0.2, 0.05, 0.0, 0.1]
 @each("weight_decay")
 @pytest.mark.parametrize("stage", ["identity", "sign"])
 def test_weight_decays_are_their_formulas(row: Row, stage: str) -> None:
-    """Against the definition, over a schedule that rises above its peak (the initial lr), and to zero."""
+    """Against the definition, over a schedule that rises above the first lr, which becomes the peak, and to zero."""
     w, rate, peak = normal(4, 3, seed=1), row.make["rate"], LRS[0]
     parameter = torch.nn.Parameter(w.clone())
     optimizer = Optimizer([parameter], {"update": [stage], "routes": [], "weight_decay": dict(row.make)}, lr=peak)
@@ -224,6 +224,7 @@ def test_weight_decays_are_their_formulas(row: Row, stage: str) -> None:
         parameter.grad = g.clone()
         optimizer.step()
         assert torch.equal(parameter.grad, g)
+        peak = max(peak, lr)
         if row.kind == "l2":
             g = g + rate * w
         u = g.sign() if stage == "sign" else g

@@ -142,10 +142,11 @@ def test_faults_are_named() -> None:
 def test_logits_are_recorded_in_float32_under_autocast() -> None:
     net = Attention()
     optimizer = compose(CLIP, net, lr=LR)
-    q, k = normal(1, 2, 5, 16, seed=0), normal(1, 2, 5, 16, seed=1)
+    q, k = (normal(1, 2, 5, 16, seed=seed).float().requires_grad_() for seed in (0, 1))
     with torch.autocast("cpu", torch.bfloat16):
         net.max_logits(q, k, 1.0)
-    expected = (q[0].double() @ k[0].double().mT).amax((1, 2))
-    found = net.max_logits.largest
-    assert optimizer is not None and found is not None and found.dtype == torch.float32
-    assert torch.allclose(found.double(), expected, rtol=1e-6, atol=0)
+    (q.sum() + k.sum()).backward()
+    given = optimizer.param_sets.signals.provided.sources["max_logit"][0]()
+    assert isinstance(given, dict)
+    expected = (q[0].double() @ k[0].double().mT).amax((1, 2)).clamp_min(0)
+    torch.testing.assert_close(given[net.q.weight].double(), expected, rtol=1e-6, atol=0)  # products in float32

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from eigengraft.errors import warn_user
 
 Generated = Callable[[list[Tensor]], Any]
 """A step that changes some of its tensors in place; it empties the list that it is given."""
@@ -24,9 +25,7 @@ def generate(step: Callable[..., Sequence[Tensor]], samples: Sequence[Tensor]) -
     try:
         return _without_guards(traced)
     except (ImportError, AttributeError, TypeError, AssertionError) as error:
-        warnings.warn(
-            f"compile: torch {torch.__version__} is called with its guards, which take longer ({error!r})", stacklevel=2
-        )
+        warn_user(f"compile: torch {torch.__version__} is called with its guards, which take longer ({error!r})")
         guarded = torch.compile(lambda *tensors: traced(*tensors), dynamic=True, fullgraph=True)
         return lambda tensors: guarded(*tensors)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from eigengraft.chains import Signal
 from eigengraft.distributed.rank_group import RankGroup
+from eigengraft.errors import warn_user
 
 MISSING, SOME, ALL = 0.0, 1.0, 2.0
 """Whether a rank lacks what must be there, what may be there, or nothing."""
@@ -102,10 +102,9 @@ def agree(
         elif used := call.used(every):
             _take(call, used, told[:, 1:], agreed, ranks)
         elif call.values and call.signal.extent != "outputs":
-            warnings.warn(
+            warn_user(
                 f"provide: the signal '{call.signal.name}' is left out of a step: values for all parameters that ask "
-                f"for it are required, on all ranks, got {len(call.values)} of {len(call.wanted)} here ({what})",
-                stacklevel=2,
+                f"for it are required, on all ranks, got {len(call.values)} of {len(call.wanted)} here ({what})"
             )
     return agreed
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, parallelize_module
 
 import eigengraft
@@ -56,10 +56,13 @@ class Attention(nn.Module):
         if k.shape[1] == self.keys and q.shape[1] < HEADS:  # every rank has all keys
             first = dist.get_rank() * q.shape[1] * self.keys // HEADS
             k, v = (y[:, first : first + max(q.shape[1] * self.keys // HEADS, 1)] for y in (k, v))
-        self.max_logits(*(y if self.seen is None else self.seen(y) for y in (q, k)))
+        shown = (q, k) if self.seen is None else (self.seen(q), self.seen(k))
+        self.max_logits(*shown)
         q, k, v = (y.to_local() if hasattr(y, "to_local") else y for y in (q, k, v))
         k, v = (y.repeat_interleave(q.shape[1] // y.shape[1], 1) for y in (k, v))
         result: Tensor = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        for y in shown if self.seen is not None else ():
+            result = result + 0.0 * y.to_local().sum()  # logits count where a gradient is taken through them
         return result
 
 
@@ -121,7 +124,9 @@ def _lay_out(module: nn.ModuleDict, place: str, x: Tensor, fused: int) -> Tensor
         style = ColwiseParallel(output_layouts=Replicate())
     elif place in ("positions", "cut"):
         axis = {"positions": 2, "cut": 1}[place]
-        module["attention"].seen = lambda y: distribute_tensor(y.detach(), mesh, [Shard(axis)])
+        module["attention"].seen = lambda y: DTensor.from_local(
+            y.chunk(ranks, axis)[dist.get_rank()], mesh, [Shard(axis)]
+        )
         return x
     elif place == "dtensor":
         style = ColwiseParallel(use_local_output=False)
