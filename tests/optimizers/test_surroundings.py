@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -60,6 +60,16 @@ SURROUNDINGS: dict[str, Surroundings] = {
 }
 
 
+@contextmanager
+def all_at_once() -> Iterator[None]:
+    """Autocast, inference mode, another default dtype and another default device."""
+    contexts = ("autocast to bfloat16", "inference mode", "default dtype bfloat16", "default device")
+    with ExitStack() as stack:
+        for name in contexts:
+            stack.enter_context(SURROUNDINGS[name]())
+        yield
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -95,8 +105,9 @@ def trajectory(recipe: str, inside: Surroundings) -> list[Tensor]:
 
 @pytest.mark.parametrize("recipe", EVERY_ALONE)
 def test_everything_is_the_same_in_any_surroundings(recipe: str) -> None:
+    """The quick recipes in each of the surroundings, the others in those that stages could see, together."""
     usual = trajectory(recipe, nullcontext)
-    for name, inside in SURROUNDINGS.items():
+    for name, inside in (SURROUNDINGS if recipe in QUICK else {"all at once": all_at_once}).items():
         found = trajectory(recipe, inside)
         for one, other in zip(found, usual, strict=True):
             assert torch.equal(one, other) and one.dtype == other.dtype and one.device == other.device, name

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import eigengraft
 from eigengraft import Optimizer
 
-from ...recipes import ALONE, COVER
+from ...recipes import COVER
 
 CODED = {
     "base": "soap",
@@ -84,11 +84,12 @@ def lost_place(optimizer: Optimizer) -> None:
         param_set.specs = [replace(spec, device=torch.device("meta")) for spec in param_set.specs]
 
 
-@pytest.mark.parametrize("recipe", [*COVER, CODED, MASTER], ids=[*COVER, "coded", "split"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+MOVED = [(recipe, torch.float32) for recipe in (*COVER, CODED)]
+MOVED += [(recipe, torch.bfloat16) for recipe in ("adamw", "schedule_free_adamw", MASTER)]
+
+
+@pytest.mark.parametrize(("recipe", "dtype"), MOVED, ids=lambda value: value if isinstance(value, str) else None)
 def test_state_follows_parameters_to_another_device(recipe: Any, dtype: torch.dtype) -> None:
-    if recipe is MASTER and dtype == torch.float32:
-        pytest.skip("the rounding of bfloat16 alone")
     expected, model = LM().to(dtype), LM().to(dtype)
     for net in (expected, model):
         net.up.bias.requires_grad_(False)
@@ -187,7 +188,7 @@ class Quantized(nn.Module):
 BASES = [(torch.uint8, (256, 1)), (torch.int8, (64, 8)), (torch.bool, (64, 8)), (torch.float8_e4m3fn, (64, 8))]
 
 
-@pytest.mark.parametrize("recipe", [pytest.param(r, marks=() if r in COVER else pytest.mark.slow) for r in ALONE])
+@pytest.mark.parametrize("recipe", COVER)
 def test_a_frozen_base_in_any_dtype_leaves_adapters_as_they_are_alone(recipe: str) -> None:
     net = Quantized(*BASES[0])
     expected = run(net, Optimizer([(n, p) for n, p in net.named_parameters() if "lora" in n], recipe), range(4))

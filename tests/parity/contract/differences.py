@@ -28,6 +28,11 @@ DIFFERENCES: dict[str, Difference] = {
         "without a name a matrix may be an embedding or a head, which these recipes would send to the wrong update",
         frozenset({"muon", "shampoo", "soap", "soap_4bit", "psgd_kron"}),
     ),
+    "complex parameters are trained": Difference(
+        r"hidden\.bias: the parameter is complex, and update\.adafactor ",
+        "a stage that takes means over rows and columns would mix real and imaginary parts",
+        frozenset({"adafactor"}),
+    ),
     "steps can be differentiated": Difference(
         r"Optimizer: differentiable=False is required, got True; no gradient passes through a step",
         "parameters and state are written in place, so that a step needs no memory for a graph",
