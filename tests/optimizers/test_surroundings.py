@@ -212,6 +212,7 @@ def test_gradients_made_in_inference_mode_are_taken() -> None:
     assert torch.equal(*found)
 
 
+@pytest.mark.slow
 class TestFakeTensors:
     """Estimates of memory build optimizers and step them with tensors that have no numbers."""
 

@@ -14,6 +14,7 @@ FOLDERS = sorted(path for path in PAPERS.iterdir() if path.name[-4:].isdigit())
 """Of published papers: their names end with a year."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
 def test_the_recipe_of_a_paper_names_it_and_trains(folder: Path) -> None:
     recipe = load_recipe(folder / "reference.yaml")

@@ -144,6 +144,7 @@ def test_a_search_goes_on_from_what_has_been_run(tmp_path):
         plan_tuning(study(base={**TINY, "steps": 3}), tmp_path)
 
 
+@pytest.mark.slow
 def test_a_study_tunes_then_runs(tmp_path, monkeypatch):
     fork_what_is_spawned(monkeypatch)
     one = study(axes={"method": {"adam": {"lr": 0.01}}}, seeds=[0], tune={"seeds": [7], "trials": 3})

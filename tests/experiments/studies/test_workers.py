@@ -41,7 +41,7 @@ def names(run):
     return sorted(path.name for path in run.parent.iterdir())
 
 
-@pytest.fixture(params=["files", "sqlite", "postgresql"])
+@pytest.fixture(params=["files", "sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
 def claims_of(request, tmp_path):
     """The claims of a run, by its name."""
     storage = None

@@ -17,6 +17,8 @@ CODED = {
     "base": "soap",
     "storage": {role: {"kind": "int8", "min_elements": 1} for role in ("first_moment", "second_moment", "statistic")},
 }
+QUICK = ("adamw", "soap", "shampoo", "prodigy")
+SOME_QUICK = [pytest.param(recipe, marks=() if recipe in QUICK else pytest.mark.slow) for recipe in COVER]
 MASTER = {"base": "soap", "constraints": {"kind": "rounding", "rule": "split"}}
 
 
@@ -84,8 +86,9 @@ def lost_place(optimizer: Optimizer) -> None:
         param_set.specs = [replace(spec, device=torch.device("meta")) for spec in param_set.specs]
 
 
-MOVED = [(recipe, torch.float32) for recipe in (*COVER, CODED)]
-MOVED += [(recipe, torch.bfloat16) for recipe in ("adamw", "schedule_free_adamw", MASTER)]
+MOVED = [pytest.param(recipe, torch.float32, marks=() if recipe in QUICK else pytest.mark.slow) for recipe in COVER]
+MOVED += [pytest.param(CODED, torch.float32), pytest.param(MASTER, torch.bfloat16)]
+MOVED += [pytest.param(recipe, torch.bfloat16) for recipe in ("adamw", "schedule_free_adamw")]
 
 
 @pytest.mark.parametrize(("recipe", "dtype"), MOVED, ids=lambda value: value if isinstance(value, str) else None)
@@ -188,7 +191,7 @@ class Quantized(nn.Module):
 BASES = [(torch.uint8, (256, 1)), (torch.int8, (64, 8)), (torch.bool, (64, 8)), (torch.float8_e4m3fn, (64, 8))]
 
 
-@pytest.mark.parametrize("recipe", COVER)
+@pytest.mark.parametrize("recipe", SOME_QUICK)
 def test_a_frozen_base_in_any_dtype_leaves_adapters_as_they_are_alone(recipe: str) -> None:
     net = Quantized(*BASES[0])
     expected = run(net, Optimizer([(n, p) for n, p in net.named_parameters() if "lora" in n], recipe), range(4))
