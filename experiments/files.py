@@ -6,12 +6,13 @@ file that a power loss has cut short.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,11 @@ def writing(path: Path) -> Iterator[None]:
             cause = cause.__context__  # torch reports a failed write with an error of its own
         if cause is None:
             raise
-        remedy = "; free some space or choose another directory, then give the same command again"
-        raise OSError(f"{path}: cannot be written: {_reason(cause)}{remedy}") from None
+        full = cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        remedy = "free some space or choose another directory" if full else "choose another directory"
+        raise OSError(
+            f"{path}: cannot be written: {_reason(cause)}; {remedy}, then give the same command again"
+        ) from None
 
 
 @contextmanager
@@ -73,7 +77,8 @@ def replacing(path: Path) -> Iterator[Path]:
                 os.fsync(stream.fileno())
             temporary.replace(path)
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # on a file system that is read-only
+            temporary.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -1,5 +1,6 @@
 """Files on a full disk, cut short by a crash, or under long names; output where no UTF-8 is."""
 
+import errno
 import json
 import os
 import resource
@@ -49,6 +50,16 @@ def test_a_failed_write_leaves_the_old_content_and_nothing_beside_it(tmp_path):
     with pytest.raises(OSError, match=r"result\.json"):
         fail_half_way(path, OSError(28, "No space left on device"))
     assert path.read_text() == "old" and [*tmp_path.iterdir()] == [path]
+
+
+def test_a_file_system_that_is_read_only_is_said_with_the_name_of_the_file(tmp_path, monkeypatch):
+    def refused(*_, **__):
+        raise OSError(errno.EROFS, "Read-only file system", ".x.partial")
+
+    monkeypatch.setattr(Path, "write_text", refused)
+    monkeypatch.setattr(Path, "unlink", refused)
+    with pytest.raises(OSError, match=rf"^{tmp_path}/report\.html: .*read-only file system"):
+        write_text(tmp_path / "report.html", "page")
 
 
 def test_errors_that_are_none_of_the_disk_pass(tmp_path):
