@@ -49,8 +49,9 @@ class Optimizer(Reporting, torch.optim.Optimizer):
     """What the constructor knows of parameters, by id, while it adds the groups; None: all groups are there."""
     _model: weakref.ref[torch.nn.Module] | None = None
     _unknown_buffers = False
-    """Whether it was said that there is none."""
+    """Whether the user was warned that no model, and so no buffers, are known."""
     _warned_of_peak = False
+    """Whether the user was warned that the peak of the learning rate rose."""
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eigengraft.component import Component
-from eigengraft.errors import RecipeError
+from eigengraft.errors import RecipeError, first_lines
 from eigengraft.preconditioners import Stage
 from eigengraft.preconditioners.statistics import Statistic
 
@@ -47,23 +47,22 @@ class RecipeChange:
             [
                 f"state_dict was saved by another recipe, whose state does not fit; {remedy}. "
                 "Saved -> this optimizer's:",
-                *_first(lines),
+                *first_lines(lines),
                 *faults,
             ]
         )
 
     def word(self) -> str:
         """The warning about settings that differ; empty if there are none."""
-        found = []
+        found = list[str]()
         if self.settings:
-            found += ["other settings than the checkpoint's apply from now on (saved -> now):", *_first(self.settings)]
+            found += [
+                "other settings than the checkpoint's apply from now on (saved -> now):",
+                *first_lines(self.settings),
+            ]
         if self.of_groups:
             found += ["param groups keep the saved values, not the recipe's (saved -> recipe):", *self.of_groups]
         return "\n".join(["state_dict: " + found[0], *found[1:]]) if found else ""
-
-
-def _first(lines: Sequence[str]) -> list[str]:
-    return [*lines[:8], *([f"... and {len(lines) - 8} more"] if len(lines) > 8 else [])]
 
 
 def compare_recipes(own: str, got: Any, infos: Sequence[ParamInfo]) -> RecipeChange:

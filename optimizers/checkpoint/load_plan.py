@@ -13,7 +13,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
-from eigengraft.errors import warn_user
+from eigengraft.errors import first_lines, warn_user
 from eigengraft.state_key import FORMAT, StateKey
 
 from ..apply.averaging import Mode
@@ -167,10 +167,9 @@ def _local_values(param_sets: list[ParamSet], values: StateValues, mode: Mode) -
 
 def _refuse(faults: list[str], param_sets: list[ParamSet], change: RecipeChange | None = None) -> None:
     """Raises ValueError if there are faults, here or on another rank."""
-    more = f"\n... and {len(faults) - 8} more" if len(faults) > 8 else ""
-    message = "state_dict: it does not fit, nothing was loaded:\n" + "\n".join(faults[:8]) + more if faults else None
+    message = "\n".join(["state_dict: it does not fit, nothing was loaded:", *first_lines(faults)]) if faults else None
     if faults and change is not None and change.settings:
-        message = change.refusal([*faults[:8], *filter(None, [more.strip()])])
+        message = change.refusal(first_lines(faults))
     rank_groups = [param_set.rank_group for param_set in param_sets if param_set.rank_group is not None]
     for rank_group in dict.fromkeys(rank_groups):
         rank_group.everyone.raise_on_any(message, "agreement on a state dict")

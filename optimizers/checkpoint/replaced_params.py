@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from eigengraft.numerics import fake_mode
 
-from ..engine.param_set import as_pairs
 from ..engine.param_sets import ParamSets, inherit_counts
 from ..isolation import kept_from_compiler
 from ..param_groups import WHOLE_SHARDS, check_values, flat_piece
@@ -40,12 +39,11 @@ def adopt_parameters(optimizer: Any) -> bool:
         _rebuild(optimizer)
         return False
     changed = [
-        (as_pairs(parameter), spec)
+        (parameter, spec)
         for param_set in param_sets
-        for parameter, spec in zip(param_set.parameters, param_set.specs, strict=True)
+        for parameter, spec in zip(param_set.real_parameters, param_set.specs, strict=True)
         if parameter.device != spec.device or parameter.dtype is not spec.dtype or parameter.shape != spec.shape
     ]
-    changed = [pair for pair in changed if not _fits(*pair)]
     if not changed:
         return False
     stepped = _stepped(param_sets)
@@ -68,11 +66,6 @@ def _rebuild(optimizer: Any) -> None:
     fresh.signals.provided.sources = param_sets.signals.provided.sources
     inherit_counts(fresh, param_sets)
     optimizer.state, optimizer.param_sets = state, fresh
-
-
-def _fits(parameter: Tensor, spec: ParamSpec) -> bool:
-    """Return whether a parameter, as real pairs if it is complex, is what its state was made for."""
-    return parameter.device == spec.device and parameter.dtype is spec.dtype and parameter.shape == spec.shape
 
 
 def _stepped(param_sets: ParamSets) -> bool:

@@ -197,10 +197,8 @@ class FiniteCheck:
     ) -> None:
         """Raises FloatingPointError for unusable gradients if the recipe says so."""
         if bad and self.failure.nonfinite == "raise":
-            names, found = (
-                ", ".join(self.names[position] for position in bad[:5]),
-                _fault(None if gradients is None else gradients[bad[0]]),
-            )
+            names = ", ".join(self.names[position] for position in bad[:5])
+            found = _fault(None if gradients is None else gradients[bad[0]])
             raise FloatingPointError(f"gradient of {names}: finite values are required, got {found}; {outcome}")
 
     def _on_host(self, device: torch.device) -> bool:

@@ -98,6 +98,11 @@ class ParamSet:
         """`[P]`, updates that each parameter has had: gradients without one that only primed statistics."""
         return self.step_counts - self._priming
 
+    @property
+    def real_parameters(self) -> Sequence[Tensor]:
+        """The parameters, complex ones as views of their real pairs."""
+        return [*map(as_pairs, self.parameters)] if self._complex else self.parameters
+
     def resolve_deferred(self) -> None:
         """Takes back the count of parameters whose last gradient turned out, on the device, to be unusable."""
         bad = self.finite_check.resolve_deferred()

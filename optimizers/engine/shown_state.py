@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from eigengraft.distributed.layouts import is_dtensor
+from eigengraft.errors import first_lines
 from eigengraft.slots import Slot
 from eigengraft.state_key import AVERAGING, FORMAT, StateKey
 
@@ -302,10 +303,8 @@ def refuse(changes: Iterable[HostChanges]) -> None:
     """Raises ValueError that names what cannot be state, if there is any."""
     faults = [fault for one in changes for fault in one.faults]
     if faults:
-        more = f"\n... and {len(faults) - 8} more" if len(faults) > 8 else ""
-        raise ValueError(
+        fault = (
             "optimizer.state: values of the keys, shapes and dtypes that the optimizer has made are required, none was "
-            "taken over; load_state_dict replaces all of them, `del optimizer.state[parameter]` begins afresh:\n"
-            + "\n".join(faults[:8])
-            + more
+            "taken over; load_state_dict replaces all of them, `del optimizer.state[parameter]` begins afresh:"
         )
+        raise ValueError("\n".join([fault, *first_lines(faults)]))

@@ -61,7 +61,7 @@ def inspect(optimizer: Any) -> Inspection:
 
 
 def _require_numbers(optimizer: Any, who: str) -> None:
-    """Raises ValueError for fake tensors, of which there is nothing to measure."""
+    """Raise ValueError for fake tensors. They have no values to measure."""
     for param_set in optimizer.param_sets:
         if fake_mode(param_set.parameters[0]) is not None:
             raise ValueError(f"{who}: parameters with numbers are required, got a fake tensor, {param_set.names[0]}")

@@ -216,7 +216,7 @@ def _heads(q: Tensor, k: Tensor) -> tuple[_Span, _Span]:
 
 
 def _box(shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Box:
-    """What this rank has of a tensor."""
+    """Return the box of a tensor that this rank holds."""
     ranks = mesh.mesh.flatten().tolist()
     return Layout.from_placements(shape, tuple(mesh.mesh.shape), placements).boxes[ranks.index(dist.get_rank())]
 

@@ -359,6 +359,6 @@ def _names(path: Attributes) -> list[str]:
 
 
 def _pads(outputs: int, rows: int) -> bool:
-    """Whether `outputs` is a number of rows, or that rounded up to a multiple of a power of two."""
+    """Return whether `outputs` equals `rows`, or is `rows` padded to a multiple of a power of two."""
     power = outputs & -outputs  # the largest power of two that divides it
     return outputs == rows or (power >= 8 and 0 < outputs - rows < min(power, MOST_PADDING, rows))

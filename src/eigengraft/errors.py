@@ -6,7 +6,7 @@ import difflib
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -121,6 +121,11 @@ def short(value: object) -> str:
     """The text of a value, at most 80 characters of it."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def first_lines(lines: Sequence[str]) -> list[str]:
+    """Return at most eight lines of an error or warning, and one more that counts the lines left out."""
+    return [*lines[:8], *([f"... and {len(lines) - 8} more"] if len(lines) > 8 else [])]
 
 
 def warn_user(message: str) -> None:

@@ -99,12 +99,15 @@ class Buffers:
 
     @classmethod
     def of(cls, model: nn.Module | None) -> Self:
-        """Those of all modules of a model; None: of no model."""
+        """Return the buffers of all modules of a model; none if the model is None."""
         modules = () if model is None else model.modules()
         return cls([(module, name) for module in modules for name, kept in module._buffers.items() if kept is not None])
 
     def written(self) -> list[BufferName]:
-        """Those that may have other values by now; kernels of norms do not count what they write."""
+        """Return the buffers whose values may have changed.
+
+        Kernels of norms write without raising a version, so that buffers of norms always count as changed.
+        """
         return [key for key in self._tensors if _may_differ(*key, self._tensors[key], self._versions[key])]
 
     def restore(self, names: Iterable[BufferName]) -> None:

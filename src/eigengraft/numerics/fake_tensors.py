@@ -46,7 +46,7 @@ def cached_tensors(maxsize: int) -> Callable[[Callable[_P, _T]], Callable[_P, _T
 
         @wraps(function)
         def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-            if torch.compiler.is_compiling() or torch._C._get_dispatch_mode(_FAKE) is not None:
+            if torch.compiler.is_compiling() or active_fake_mode() is not None:
                 return function(*args, **kwargs)
             return kept(*args, **kwargs)  # type: ignore[arg-type]
 

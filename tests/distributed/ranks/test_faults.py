@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 PLACES = ("plain", "fsdp")
 GROUPS = ("", " unnamed")
-"""Of process groups: gloo by name, and whatever torch takes where none is named."""
+"""Suffixes of runs: the process group names gloo, or names no backend and gets torch's default."""
 TIMEOUT, STALL = 20.0, 2.0
 """Seconds: of the process group, and of the optimizer's own collectives where a rank never comes."""
 LEFT = r": rank 0 of 2 could not finish it with the others; one of them has failed, has stopped, or does something else"
