@@ -10,9 +10,8 @@ from typing import Annotated, ClassVar, final
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.blocking.stacks import Mapped, Summing, settled
 from eigengraft.chains import ChainOf
-from eigengraft.errors import located
+from eigengraft.errors import ContractError, located
 from eigengraft.ramps import Schedulable
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import Rotation, StepContext
@@ -79,7 +78,7 @@ class Stage(Schedulable, ABC, family="stage"):
         """A slot of the chain called `part` as this stage wants it declared; the default changes nothing."""
         return slot
 
-    def inner_gradient(self, part: str, state: State, gradient: Tensor, context: StepContext) -> Mapped:
+    def inner_gradient(self, part: str, state: State, gradient: Tensor, context: StepContext) -> Tensor:
         """What the chain called `part` inside this stage sees of a first gradient that only primes statistics; to be
         overridden by a stage that gives its chains another gradient than its own."""
         return gradient
@@ -181,24 +180,33 @@ class Stage(Schedulable, ABC, family="stage"):
         return {}
 
     @abstractmethod
-    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Mapped:
-        """Every step: map the direction `[N, *block]`; update the moments that live in the current frame. `yield x`
-        gives sums of `x` `[N]` over parameters, `yield from run_chain(...)` the direction of a chain inside."""
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        """Every step: map the direction `[N, *block]`; update the moments that live in the current frame.
+        `context.parameter_sum(x)` gives sums of `x` `[N]` over parameters, `run_chain(...)` the direction of a chain
+        inside."""
 
     @final
-    def run(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Summing[Tensor]:
+    def run(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         """One step of this stage, its verbs in the order of its timing."""
+        try:
+            return self._run(state, gradient, direction, context)
+        except ContractError as error:
+            if state.path in str(error):  # it names the stage, or one inside it
+                raise
+            raise ContractError(f"{state.path}: {error}") from None
+
+    def _run(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         observed = self.observed(gradient, direction)
         context = context.with_rotation(self.rotation(state, observed))
         if self.lagged():
-            direction = yield from settled(watched(self, state).apply(state, gradient, direction, context))
+            direction = watched(self, state).apply(state, gradient, direction, context)
             self._observe_and_refresh(state, observed, context)
             return direction
         self._observe_and_refresh(state, observed, context)
-        return (yield from settled(watched(self, state).apply(state, gradient, direction, context)))
+        return watched(self, state).apply(state, gradient, direction, context)
 
     @final
-    def prime(self, state: State, gradient: Tensor, context: StepContext) -> Summing[None]:
+    def prime(self, state: State, gradient: Tensor, context: StepContext) -> None:
         """The first gradient of a lagged stage: it is observed and the first refresh is made, nothing moves."""
         if self.lagged():
             observed = self.observed(gradient, gradient)
@@ -207,9 +215,9 @@ class Stage(Schedulable, ABC, family="stage"):
             if not any(stage.lagged() for _, stage in walk(stages)):
                 continue
             inside = state.scope(part, self.inner_block(part, state.block))
-            seen = yield from settled(self.inner_gradient(part, state, gradient, context))
+            seen = self.inner_gradient(part, state, gradient, context)
             for stage in stages:
-                yield from stage.prime(inside.scope(stage.label), seen, context)
+                stage.prime(inside.scope(stage.label), seen, context)
 
     @final
     def _observe_and_refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:
@@ -238,10 +246,10 @@ Stages = Annotated[tuple[Stage, ...], ChainOf("stage", "stages of a chain")]
 
 def run_chain(
     stages: tuple[Stage, ...], state: State, gradient: Tensor, direction: Tensor, context: StepContext
-) -> Summing[Tensor]:
-    """Runs the stages in order, each on the direction that the one before returned: `yield from run_chain(...)`."""
+) -> Tensor:
+    """Runs the stages in order, each on the direction that the one before returned."""
     for stage in stages:
-        direction = yield from stage.run(state.scope(stage.label), gradient, direction, context)
+        direction = stage.run(state.scope(stage.label), gradient, direction, context)
     return direction
 
 

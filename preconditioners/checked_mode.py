@@ -16,7 +16,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from eigengraft.blocking.stacks import Mapped, Summing, settled
 from eigengraft.errors import ContractError
 from eigengraft.numerics import has_values
 from eigengraft.slots import Slot, State, Watch
@@ -31,7 +30,7 @@ class Verbs(Protocol):
 
     def refresh(self, state: State, gradient: Tensor, context: StepContext) -> None: ...
 
-    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Mapped: ...
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor: ...
 
 
 @dataclass
@@ -147,10 +146,10 @@ class CheckedVerbs:
         with self.watch.call(_what("refresh", state, context), {"gradient": gradient}, state):
             self.stage.refresh(state, gradient, context)
 
-    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Summing[Tensor]:
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         inputs = {"gradient": gradient, "direction": direction}
         with self.watch.call(_what("apply", state, context), inputs, state):
-            result = yield from settled(self.stage.apply(state, gradient, direction, context))
+            result = self.stage.apply(state, gradient, direction, context)
             self.watch.returned(result, direction)
         return result
 

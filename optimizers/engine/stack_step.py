@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eigengraft.blocking.stacks import Summing, run_alone, run_together
+from eigengraft.blocking.parameter_sums import ParameterSum, run_stacks
 from eigengraft.errors import ContractError
 from eigengraft.numerics import has_values, per_block
 from eigengraft.preconditioners import run_chain
@@ -43,16 +43,16 @@ class StackStep:
         """The state that a chain reads and writes in one call."""
         return self.blocks.stack_state.state(chain, self.blocks.rows, self.mask, self.context)
 
-    def prime(self) -> Summing[None]:
+    def prime(self) -> None:
         """Shows the first gradient of blocks to a chain with a lagged stage: it is observed, nothing moves."""
         state = self.state("update")
         for stage in self.blocks.stack_state.rule.update:
-            yield from stage.prime(state.scope(stage.label), self.gradient, self.context)
+            stage.prime(state.scope(stage.label), self.gradient, self.context)
 
-    def direction(self) -> Summing[Tensor]:
+    def direction(self) -> Tensor:
         """The direction of the blocks, before weight decay."""
         own, g, context = self.blocks.stack_state, self.gradient, self.context
-        direction = yield from run_chain(own.rule.update, self.state("update"), g, g, context)
+        direction = run_chain(own.rule.update, self.state("update"), g, g, context)
         now = direction.device.type == "cpu" or context.steps.max() % 100 < 3  # looking may wait
         if own.foreign and now and has_values(direction):
             self._require_finite(direction)
@@ -61,7 +61,7 @@ class StackStep:
         rows = self.blocks.rows
         return direction * per_block(own.lr_factors if rows is None else own.lr_factors[rows], direction)
 
-    def after_decay(self, decayed: Tensor) -> Summing[Tensor]:
+    def after_decay(self, decayed: Tensor) -> Tensor:
         """The direction after the stages that follow weight decay. decayed: the direction with the decay added."""
         stages = self.blocks.stack_state.rule.after_decay
         return run_chain(stages, self.state("after_decay"), self.gradient, decayed, self.context)
@@ -122,21 +122,26 @@ def active_blocks(
 
 def prime(steps: Sequence[StackStep]) -> None:
     """Shows first gradients to stacks that share sums over parameters."""
-    _run([step.prime() for step in steps], steps)
+    _run(steps, lambda step, _: step.prime())
 
 
 def directions(steps: Sequence[StackStep]) -> list[Tensor]:
     """The directions of stacks that share sums over parameters, before weight decay."""
-    return _run([step.direction() for step in steps], steps)
+    return _run(steps, lambda step, _: step.direction())
 
 
 def after_decay(steps: Sequence[StackStep], decayed: Sequence[Tensor]) -> list[Tensor]:
     """Their directions after the stages that follow weight decay; decayed: directions with the decay added."""
-    return _run([step.after_decay(direction) for step, direction in zip(steps, decayed, strict=True)], steps)
+    return _run(steps, lambda step, index: step.after_decay(decayed[index]))
 
 
-def _run(runs: Sequence[Summing[_T]], steps: Sequence[StackStep]) -> list[_T]:
-    own = steps[0].blocks.stack_state
-    if own.spans:
-        return run_together(runs, [step.context.param_ids for step in steps])
-    return [run_alone(run, own.path or "update") for run in runs]
+def _run(steps: Sequence[StackStep], act: Callable[[StackStep, int], _T]) -> list[_T]:
+    """The results of `act` on each step, with its index; side by side where stages take sums."""
+    if not steps[0].blocks.stack_state.spans:
+        return [act(step, index) for index, step in enumerate(steps)]
+
+    def run(step: StackStep, index: int) -> Callable[[ParameterSum], _T]:
+        return lambda sums: act(replace(step, context=step.context.with_sums(sums)), index)
+
+    param_ids = [step.context.param_ids for step in steps]
+    return run_stacks([run(step, index) for index, step in enumerate(steps)], param_ids)

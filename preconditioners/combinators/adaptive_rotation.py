@@ -9,7 +9,6 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from eigengraft.blocking.stacks import run_alone
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
@@ -87,5 +86,4 @@ class AdaptiveRotation(Stage):
         return self._inner(state, turned, turned, context)
 
     def _inner(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
-        inner = state.scope("inner")
-        return run_alone(run_chain(self.inner, inner, gradient, direction, context), inner.path)
+        return run_chain(self.inner, state.scope("inner"), gradient, direction, context)

@@ -8,7 +8,6 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from eigengraft.blocking.stacks import Summing
 from eigengraft.ramps import Schedulable
 from eigengraft.slots import State
 from eigengraft.step_context import StepContext
@@ -28,7 +27,7 @@ class Chain(Stage):
     def spectral_norm(self, m: int, n: int, before: float | None) -> float | None:
         return chain_norm(self.stages, m, n, before)
 
-    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Summing[Tensor]:
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         return run_chain(self.stages, state.scope("stages"), gradient, direction, context)
 
 
@@ -61,10 +60,10 @@ class Sum(Stage):
     def chains(self) -> Mapping[str, Stages]:
         return {path.name: path.stages for path in self.paths}
 
-    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Summing[Tensor]:
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         total: Tensor | None = None
         for path in self.paths:
-            mapped = yield from run_chain(path.stages, state.scope(path.name), gradient, direction, context)
+            mapped = run_chain(path.stages, state.scope(path.name), gradient, direction, context)
             total = mapped * path.weight if total is None else total.add(mapped, alpha=path.weight)
         assert total is not None
         return total

@@ -10,7 +10,6 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.blocking.stacks import Summing
 from eigengraft.numerics import block_norm, per_block, safe_ratio
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
@@ -46,16 +45,16 @@ class Graft(Stage):
     def spans_parameter(self) -> bool:
         return self.per == "parameter"
 
-    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Summing[Tensor]:
-        magnitude = yield from run_chain(self.magnitude, state.scope("magnitude"), gradient, direction, context)
-        mapped = yield from run_chain(self.direction, state.scope("direction"), gradient, direction, context)
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        magnitude = run_chain(self.magnitude, state.scope("magnitude"), gradient, direction, context)
+        mapped = run_chain(self.direction, state.scope("direction"), gradient, direction, context)
         norms = block_norm(magnitude), block_norm(mapped)
         if self.per == "parameter":
-            norms = (yield norms[0].square()).sqrt(), (yield norms[1].square()).sqrt()
+            norms = tuple(context.parameter_sum(norm.square()).sqrt() for norm in norms)
         grafted = mapped * per_block(safe_ratio(*norms), mapped)
         if self.after:
-            grafted = yield from run_chain(self.after, state.scope("after_direction"), gradient, grafted, context)
-            magnitude = yield from run_chain(self.after, state.scope("after_magnitude"), gradient, magnitude, context)
+            grafted = run_chain(self.after, state.scope("after_direction"), gradient, grafted, context)
+            magnitude = run_chain(self.after, state.scope("after_magnitude"), gradient, magnitude, context)
         if context.steps.min() >= self.start:
             return grafted
         if context.steps.max() < self.start:

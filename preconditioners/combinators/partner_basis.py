@@ -9,7 +9,6 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from eigengraft.blocking.stacks import Summing
 from eigengraft.numerics import apply_aligned, signs, tiny
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
@@ -68,7 +67,7 @@ class PartnerBasis(Stage):
     def work(self, block: tuple[int, ...]) -> float:
         return 10.0 * block[0] * block[1] ** 2
 
-    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Summing[Tensor]:
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         inner = state.scope("inner")
         u, r = _frame(context.tensor("partner", gradient))
         if "partner_before" in self.signals():
@@ -76,7 +75,7 @@ class PartnerBasis(Stage):
             self._transport(inner, torch.bmm(u.mT, before))
         inverse = apply_aligned(_inverse, r)
         seen = torch.bmm(gradient, inverse)
-        mapped = yield from run_chain(
+        mapped = run_chain(
             self.inner, inner, seen, seen if direction is gradient else torch.bmm(direction, inverse), context
         )
         return torch.bmm(mapped, inverse.mT)

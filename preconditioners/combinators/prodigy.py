@@ -9,7 +9,6 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.blocking.stacks import Summing
 from eigengraft.numerics import per_block, tiny
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
@@ -54,12 +53,12 @@ class Prodigy(Stage):
             "d": Slot((), fill=self.start, role="iterate", step_size=True),
         }
 
-    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Summing[Tensor]:
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         d = self._estimate(state, context)
         scale = per_block(d, gradient)
         scaled = gradient * scale
         start = scaled if direction is gradient else direction * scale
-        out = yield from run_chain(self.inner, state.scope("inner"), scaled, start, context)
+        out = run_chain(self.inner, state.scope("inner"), scaled, start, context)
         self._learn(state, gradient, d, context)
         return out * scale
 

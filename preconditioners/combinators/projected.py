@@ -10,7 +10,6 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from eigengraft import noise
-from eigengraft.blocking.stacks import Summing
 from eigengraft.numerics import block_norm, per_block, safe_ratio
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
@@ -118,14 +117,14 @@ class Projected(Stage):
         new, _, fine = leading_eigenvectors(torch.bmm(x, x.mT), old.shape[-1])
         state["p"] = torch.where(per_block(ok & fine & x.any(-1).any(-1), old), same_signs(new, old), old)
 
-    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Summing[Tensor]:
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         inner = state.scope("inner", self.inner_block("inner", state.block))
         if len(state.block) < 2:
-            return (yield from run_chain(self.inner, inner, gradient, direction, context))
+            return run_chain(self.inner, inner, gradient, direction, context)
         p, axis = state["p"], self._axis(state.block)
         r = mode_product(direction, p.mT, axis)
         seen = r if direction is gradient else mode_product(gradient, p.mT, axis)
-        n = yield from run_chain(self.inner, inner, seen, r, context)
+        n = run_chain(self.inner, inner, seen, r, context)
         if self.result == "lift":
             return mode_product(n, p, axis)
         if self.result == "rescale":

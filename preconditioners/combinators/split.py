@@ -10,7 +10,6 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from eigengraft.blocking.stacks import Summing
 from eigengraft.numerics import per_block, tiny
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
@@ -110,12 +109,12 @@ class Split(Stage):
             inner = state.scope("inside", self.inner_block("inside", state.block))
             transport(self.inside, inner, {axis: Turn(turn)})
 
-    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Summing[Tensor]:
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         inner = state.scope("inside", self.inner_block("inside", state.block))
         g_in, g_out = self._divided(state, gradient)
         d_in, d_out = (g_in, g_out) if direction is gradient else self._divided(state, direction)
-        mapped = yield from run_chain(self.inside, inner, g_in, d_in, context)
-        rest = yield from run_chain(self.outside, state.scope("outside"), g_out, d_out, context)
+        mapped = run_chain(self.inside, inner, g_in, d_in, context)
+        rest = run_chain(self.outside, state.scope("outside"), g_out, d_out, context)
         if len(state.block) < 2:
             return mapped + rest
         return mode_product(mapped, state["basis"], self._axis(state.block)) + rest

@@ -9,7 +9,6 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from eigengraft.blocking.stacks import Mapped, Summing
 from eigengraft.slots import State
 from eigengraft.step_context import StepContext
 
@@ -45,15 +44,15 @@ class Transform(Stage):
     def spectral_norm(self, m: int, n: int, before: float | None) -> float | None:
         return chain_norm(self.inner, m, n, before)
 
-    def inner_gradient(self, part: str, state: State, gradient: Tensor, context: StepContext) -> Mapped:
+    def inner_gradient(self, part: str, state: State, gradient: Tensor, context: StepContext) -> Tensor:
         return self._mapped(state, gradient, context) if part == "inner" else gradient
 
-    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Summing[Tensor]:
-        seen = yield from self._mapped(state, gradient, context)
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        seen = self._mapped(state, gradient, context)
         start = seen if direction is gradient else direction
-        return (yield from run_chain(self.inner, state.scope("inner"), seen, start, context))
+        return run_chain(self.inner, state.scope("inner"), seen, start, context)
 
-    def _mapped(self, state: State, gradient: Tensor, context: StepContext) -> Summing[Tensor]:
+    def _mapped(self, state: State, gradient: Tensor, context: StepContext) -> Tensor:
         """T(g); where the first gradient only primes `inner`, T has had one gradient more than that."""
         if any(stage.lagged() for _, stage in walk(self.inner)):
             context = replace(context, steps=context.steps + 1)

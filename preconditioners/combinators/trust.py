@@ -9,7 +9,6 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from eigengraft.blocking.stacks import Mapped, Summing, settled
 from eigengraft.numerics import block_norm, per_block, safe_ratio
 from eigengraft.slots import State
 from eigengraft.step_context import StepContext
@@ -45,9 +44,8 @@ class Trust(Stage):
     def needs_matrices(self) -> bool:
         return True
 
-    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Summing[Tensor]:
-        inner: Mapped = run_chain(self.inner, state.scope("inner"), gradient, direction, context)
-        made = yield from settled(inner)
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        made = run_chain(self.inner, state.scope("inner"), gradient, direction, context)
         size = _gram_norm(direction)
         made = made * per_block(safe_ratio(size, _gram_norm(made)), made)
         along = (_cosine(made, direction) - self.agreement) / (1 - self.agreement)

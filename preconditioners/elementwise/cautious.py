@@ -7,7 +7,6 @@ from typing import Literal
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.blocking.stacks import Summing
 from eigengraft.numerics import per_block
 from eigengraft.slots import State
 from eigengraft.step_context import StepContext
@@ -30,10 +29,10 @@ class Cautious(Stage):
     def spans_parameter(self) -> bool:
         return self.per == "parameter"
 
-    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Summing[Tensor]:
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         agrees = (direction.sign() * gradient.sign() > 0).to(direction.dtype)  # of signs: d g itself may underflow
         flat = agrees.flatten(1)
         kept = flat.mean(1)
         if self.per == "parameter":
-            kept = (yield flat.sum(1)) / (yield flat.new_full(kept.shape, flat.shape[1]))
+            kept = context.parameter_sum(flat.sum(1)) / context.parameter_sum(flat.new_full(kept.shape, flat.shape[1]))
         return direction * agrees / per_block(kept.clamp_min(self.floor), direction)

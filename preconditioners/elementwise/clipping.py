@@ -9,7 +9,6 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.blocking.stacks import Summing
 from eigengraft.numerics import block_norm, per_block
 from eigengraft.slots import State
 from eigengraft.step_context import StepContext
@@ -53,11 +52,11 @@ class ClipNorm(Stage):
     def spans_parameter(self) -> bool:
         return self.per == "parameter"
 
-    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Summing[Tensor]:
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         if self.per == "model":
             norm = torch.as_tensor(context.signal("gradient_norm"), dtype=torch.float64, device=direction.device)
             return direction * (self.max_norm / norm.clamp_min(self.max_norm)).to(direction.dtype)
         norm = block_norm(direction)
         if self.per == "parameter":
-            norm = (yield norm.square()).sqrt()
+            norm = context.parameter_sum(norm.square()).sqrt()
         return direction / per_block((norm / self.max_norm).clamp_min_(1.0), direction)

@@ -11,7 +11,6 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from eigengraft.blocking.stacks import Summing
 from eigengraft.numerics import identity_like, may_branch_on_values, per_block, rectified, tiny, to_power, where_blocks
 from eigengraft.slots import State
 from eigengraft.step_context import Rotation, StepContext
@@ -192,10 +191,10 @@ class Eigenbasis(Factored):
             found[f"basis.{axis}/angle"] = turning_angle(b, identity_like(b))
         return found
 
-    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Summing[Tensor]:
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         known = context.rotation or self._rotated(state, gradient)
         g, d = (known.rotated if x is known.x else self._inward(x, known.bases) for x in (gradient, direction))
-        mapped = yield from run_chain(self.inner, self._inside(state), g, d, context)
+        mapped = run_chain(self.inner, self._inside(state), g, d, context)
         return rotate(mapped, known.bases, self.precision)
 
 

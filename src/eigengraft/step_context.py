@@ -61,6 +61,7 @@ class StepContext:
     rotation: the gradient in the stage's own basis, for a stage whose `rotation` makes one.
     due: spans of these rows whose refresh is due, by the id of the stage, so that each cadence is asked once a step.
     numbers: gives numbers that are functions of a step while a chain is traced, 0-d; None: they are computed.
+    sums: adds numbers `[N]` over the blocks of each parameter; None: no stage of the update takes sums.
     """
 
     steps: NDArray[np.int64]
@@ -75,6 +76,7 @@ class StepContext:
     rotation: Rotation | None = None
     due: dict[int, Sequence[tuple[int, int, bool]]] = field(default_factory=dict, init=False, repr=False, compare=False)
     numbers: Callable[[Callable[[Tensor], Tensor]], Tensor] | None = None
+    sums: Callable[[Tensor], Tensor] | None = None
 
     @cached_property
     def uniform(self) -> int | None:
@@ -136,6 +138,19 @@ class StepContext:
         """The sum, as the step began, of a slot with `total=True` over all blocks of all parameters of the update."""
         return self.signal(StateKey.join(state.path, slot))
 
+    def parameter_sum(self, x: Tensor) -> Tensor:
+        """For each block the sum of numbers `x` `[N]` over all blocks of its parameter, in whatever stacks these are.
+
+        A stage takes sums in `apply`, equally many in every step, and says so: `Traits(sums=True)`.
+        """
+        if self.sums is None:
+            raise ContractError("`sums=True` in the traits is required of a stage which takes sums, got False")
+        return self.sums(x)
+
+    def with_sums(self, sums: Callable[[Tensor], Tensor]) -> Self:
+        """The context of a run that takes its sums from that function."""
+        return self._changed(sums=sums)
+
     def in_sweep(self, axes: tuple[int, ...]) -> tuple[int, ...]:
         """The subset of `axes` that the present sweep observes and refreshes."""
         return axes if self.axes is None else tuple(axis for axis in axes if axis in self.axes)
@@ -166,6 +181,7 @@ class StepContext:
             seeds=self.seeds[cut],
             signals=signals,
             first=first,
+            sums=None,
             rotation=self.rotation and self.rotation.slice_rows(start, stop),
         )
 

@@ -12,7 +12,6 @@ from pydantic import Field
 from torch import Tensor
 
 from eigengraft import State, StepContext
-from eigengraft.blocking.stacks import run_together
 from eigengraft.preconditioners import (
     BasisSolver,
     Eigenbasis,
@@ -62,7 +61,7 @@ def test_factored_soap_is_shampoo_of_power_one_half(shape: tuple[int, int]) -> N
     state, _ = gathered(soap, gradients)
     for t, gradient in enumerate(gradients, start=1):
         context = StepContext(np.array([t]), np.zeros(1), np.zeros(1, dtype=np.int64))
-        (ours,) = run_together([soap.apply(state, gradient, gradient, context)], [context.param_ids])
+        ours = soap.apply(state, gradient, gradient, context)
     shampoo = Shampoo(statistic=Gram(beta=1.0), exponent=Fraction(1, 2))
     fixed, context = gathered(shampoo, gradients)
     trace = fixed["factor.0"].diagonal(dim1=1, dim2=2).sum() / len(gradients)

@@ -9,7 +9,6 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from eigengraft import Optimizer, Stage, State, StepContext
-from eigengraft.blocking.stacks import Summing, run_together
 from eigengraft.errors import ContractError
 from eigengraft.numerics import per_block
 from eigengraft.preconditioners import Cadence, Every
@@ -71,7 +70,7 @@ def run(stage: Diary, steps: list[int], block: tuple[int, ...] = (1, 1)) -> list
     }
     g = torch.arange(1.0, n + 1).double().reshape(n, *[1] * len(block))
     context = StepContext(np.array(steps), np.zeros(n), np.arange(n))
-    run_together([stage.run(State(tensors, block, "d"), g, g * 10, context)], [context.param_ids])
+    stage.run(State(tensors, block, "d"), g, g * 10, context)
     return Diary.told
 
 
@@ -80,8 +79,8 @@ class Undeclared(Stage):
 
     kind: Literal["test_undeclared"] = "test_undeclared"
 
-    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Summing[Tensor]:
-        return direction * per_block((yield direction.flatten(1).sum(1)), direction)
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        return direction * per_block(context.parameter_sum(direction.flatten(1).sum(1)), direction)
 
 
 Stage.members.pop("test_undeclared")
@@ -91,7 +90,7 @@ def test_a_stage_that_takes_sums_says_so() -> None:
     weight = nn.Parameter(torch.zeros(7, 5))
     optimizer = Optimizer([weight], [Undeclared()], lr=1.0)
     weight.grad = torch.ones(7, 5)
-    with pytest.raises(ContractError, match=r"update: `spans_parameter\(\)` that is true is required"):
+    with pytest.raises(ContractError, match=r"^update\.test_undeclared: `sums=True`"):
         optimizer.step()
     assert not weight.any()
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from eigengraft import Optimizer, RecipeError, State, StepContext, load_recipe
-from eigengraft.blocking.stacks import run_together
 from eigengraft.component import checked
 from eigengraft.preconditioners import Eigenbasis, Shampoo, Stage, chain_slots
 from eigengraft.preconditioners.algebra.products import mode_product
@@ -34,8 +33,7 @@ class Stepper:
     def step(self, gradient: Tensor, direction: Tensor | None = None) -> Tensor:
         self.t += 1
         g = gradient[None]
-        run = self.stage.run(self.state, g, g if direction is None else direction[None], self.context())
-        (out,) = run_together([run], [np.zeros(1, dtype=np.int64)])
+        out = self.stage.run(self.state, g, g if direction is None else direction[None], self.context())
         assert isinstance(out, Tensor)
         return out[0]
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eigengraft.blocking.stacks import run_together
+from eigengraft.blocking.parameter_sums import ParameterSum, run_stacks
 from eigengraft.preconditioners import Stage, chain_slots, run_chain, walk
 from eigengraft.slots import State
 from eigengraft.state_key import StateKey
@@ -31,12 +31,14 @@ class StageRunner:
         self.steps += 1
         context = self.context(gradient.device)
         if priming:
-            primes = (stage.prime(self.state.scope(stage.label), gradient, context) for stage in self.stages)
-            for prime in primes:
-                run_together([prime], [context.param_ids])
+            for stage in self.stages:
+                stage.prime(self.state.scope(stage.label), gradient, context)
             return torch.zeros_like(gradient)
-        run = run_chain(self.stages, self.state, gradient, gradient, context)
-        return run_together([run], [context.param_ids])[0]
+
+        def run(sums: ParameterSum) -> Tensor:
+            return run_chain(self.stages, self.state, gradient, gradient, context.with_sums(sums))
+
+        return run_stacks([run], [context.param_ids])[0]
 
     def context(self, device: torch.device) -> StepContext:
         """The context of the last step. Signals: lr 1, and the RMS of a parameter of unit size."""

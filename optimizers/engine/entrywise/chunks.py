@@ -11,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eigengraft.blocking.stacks import run_alone
 from eigengraft.preconditioners import run_chain
 from eigengraft.slots import State
 from eigengraft.step_context import StepContext
@@ -119,8 +118,7 @@ class _Move(NamedTuple):
         if self.scale.gradient_rate:
             gradient = decayed_gradient(gradient, chunk.parameter.to(dtype), self.scale)
         state = State(chunk.tensors, own.stack.block, f"{own.path}.update" if own.path else "update")
-        chain = run_chain(own.rule.update, state, gradient, gradient, self.context)
-        direction = run_alone(chain, state.path)
+        direction = run_chain(own.rule.update, state, gradient, gradient, self.context)
         if own.lr_factors is not None:
             direction = direction * own.lr_factors[row]
         write([chunk.parameter], [direction], self.scale)

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eigengraft.blocking.stacks import run_alone
 from eigengraft.chains import asking
 from eigengraft.preconditioners import run_chain
 from eigengraft.ramps import schedules
@@ -100,8 +99,7 @@ class KernelSource:
         if self.decay.in_gradient:
             gradient = gradient + before * own.rate
         state = State(dict(zip(self.keys, held, strict=True)), self.block, f"{self.path}.update".lstrip("."))
-        chain = run_chain(self.rule.update, state, gradient, gradient, _asking_context(ask))
-        direction = run_alone(chain, state.path) * own.factor
+        direction = run_chain(self.rule.update, state, gradient, gradient, _asking_context(ask)) * own.factor
         parameter.copy_(self._after(before, direction, own))
 
     def _after(self, before: Tensor, direction: Tensor, own: WriteNumbers) -> Tensor:

@@ -1,19 +1,17 @@
-"""Stacks: equal blocks as one tensor `[N, *block]`, gathered from parameters and scattered back, and sums."""
+"""Stacks: equal blocks as one tensor `[N, *block]`, gathered from parameters and scattered back."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..errors import ContractError
 from .block_grid import BlockGrid
 
 BYTES_ON_CPU, BYTES_ELSEWHERE = 2 << 20, 1 << 28
@@ -146,66 +144,3 @@ class Stack:
 def _is_aligned(x: Tensor) -> bool:
     """Whether a tensor starts where matrix products of it round as those of a fresh tensor."""
     return x.storage_offset() * x.element_size() % ALIGNMENT == 0
-
-
-_T = TypeVar("_T")
-Summing = Generator[Tensor, Tensor, _T]
-"""A computation on a stack that needs sums over parameters.
-
-It yields numbers `[N]` of the stack's blocks and gets for each block the sum over all blocks of its parameter, in
-whatever stacks these are.
-"""
-
-Mapped = Tensor | Summing[Tensor]
-"""A direction, or a computation of one that needs sums over parameters."""
-
-
-def settled(value: _T | Summing[_T]) -> Summing[_T]:
-    """The result of what may be a computation that needs sums, for `yield from`."""
-    return (yield from value) if isinstance(value, Generator) else value
-
-
-def run_alone(run: Summing[_T], path: str) -> _T:
-    """The result of a computation that takes no sums; path: of the stages that make it, for the error."""
-    try:
-        next(run)
-    except StopIteration as end:
-        result: _T = end.value
-        return result
-    raise ContractError(f"{path}: `spans_parameter()` that is true is required of a stage which takes sums, got false")
-
-
-def run_together(runs: Sequence[Summing[_T]], param_ids: Sequence[NDArray[np.int64]]) -> list[_T]:
-    """Runs the same computation on several stacks, from sum to sum; returns the result of each.
-
-    param_ids: of each stack `[N]`, which parameter a block belongs to. Numbers are added in the order of stacks, rows.
-    """
-    asked, results = _advance(runs, None)
-    while asked:
-        if results:
-            raise ContractError(
-                "sums over parameters: equally many are required of all stacks that share parameters, got "
-                f"{len(results)} of {len(runs)} that end before the others"
-            )
-        asked, results = _advance(runs, _parameter_sums(asked, param_ids))
-    return results
-
-
-def _advance(runs: Sequence[Summing[_T]], sums: Sequence[Tensor] | None) -> tuple[list[Tensor], list[_T]]:
-    """(numbers that are to be added, results of what has ended); sums: of the numbers before; None: at the start."""
-    asked, results = list[Tensor](), list[_T]()
-    for index, run in enumerate(runs):
-        try:
-            asked.append(next(run) if sums is None else run.send(sums[index]))
-        except StopIteration as end:
-            results.append(end.value)
-    return asked, results
-
-
-def _parameter_sums(values: Sequence[Tensor], param_ids: Sequence[NDArray[np.int64]]) -> Sequence[Tensor]:
-    """Sums over the blocks of the same parameter; every block gets its parameter's sum."""
-    _, index = np.unique(np.concatenate(param_ids), return_inverse=True)
-    added = torch.cat(list(values))
-    param_id = torch.from_numpy(index.astype(np.int64)).to(added.device)
-    sums = added.new_zeros(int(index.max()) + 1).index_add_(0, param_id, added)[param_id]
-    return torch.split(sums, [len(own) for own in values])

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eigengraft.blocking.stacks import run_together
+from eigengraft.blocking.parameter_sums import run_stacks
 from eigengraft.chains import SIDES, known_signals
 from eigengraft.preconditioners import Stage, chain_slots, walk
 from eigengraft.preconditioners.checked_mode import Checks
@@ -88,10 +88,12 @@ class StageBench:
         context = self.context(chosen)
         if self.lagging and (context.steps == 0).any():
             assert (context.steps == 0).all()
-            run_together([self.stage.prime(state, gradient, context)], [context.param_ids])
+            self.stage.prime(state, gradient, context)
             return torch.zeros_like(gradient)
-        run = self.stage.run(state, gradient, gradient if direction is None else direction, context)
-        (result,) = run_together([run], [context.param_ids])
+        start = gradient if direction is None else direction
+        (result,) = run_stacks(
+            [lambda sums: self.stage.run(state, gradient, start, context.with_sums(sums))], [context.param_ids]
+        )
         assert isinstance(result, Tensor)
         return result
 
