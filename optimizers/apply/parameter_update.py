@@ -9,15 +9,14 @@ from operator import attrgetter
 from typing import NamedTuple, Self
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eigengraft.numerics import scale_tensors_
+from eigengraft.numerics import copies
 
 from .constraints import Constraint, ConstraintContext, Slots
 from .weight_decay import StepScale
-from .write import decayed, moved, write
+from .write import decay, put, with_decay, write
 
 
 class EntryUpdates(NamedTuple):
@@ -92,12 +91,13 @@ class ParameterUpdate:
         lr, mask = self.step_scale.lr, self.mask
         for bound in self.constraints:
             updates = bound.constraint.adjust(bound.slots, before, updates, replace(bound.context, lr=lr, mask=mask))
-        after: Sequence[Tensor] = [moved(tensor, u, self.step_scale) for tensor, u in zip(before, updates, strict=True)]
+        after: Sequence[Tensor] = copies(before, before[0].dtype)
+        write(after, updates, self.step_scale)
         for bound in self.constraints:
             after = bound.constraint.retract(
                 bound.slots, before, updates, after, replace(bound.context, lr=lr, mask=mask)
             )
-        self._set(tensors, after)
+        put(tensors, after, self.mask)
 
     def slice_rows(self, chosen: Sequence[int], constraints: Sequence[BoundConstraint]) -> ParameterUpdate:
         """The update of the chosen tensors alone, under constraints."""
@@ -106,33 +106,13 @@ class ParameterUpdate:
 
     def decayed_at(self, others: Sequence[Tensor]) -> ParameterUpdate:
         """This update with weight decay taken at other tensors:  U <- U + alpha W_other, and no decay of its own."""
-        if not self._decays:
-            return self
-        updates: Sequence[Tensor]
-        alpha, pairs = self.step_scale.alpha, zip(others, self.updates, strict=True)
-        if isinstance(alpha, float) and not self.step_scale.decay.cautious:
-            updates = torch._foreach_add(list(self.updates), list(others), alpha=alpha)
-        else:
-            updates = [update + self.step_scale.decay_term(other, update) for other, update in pairs]
+        updates = with_decay(self.updates, others, self.step_scale)
         return replace(self, updates=updates, step_scale=self.step_scale.without_decay)
 
     def decay(self, tensors: Sequence[Tensor]) -> ParameterUpdate:
-        """Decays the tensors now, and returns the update without its decay."""
-        if not self._decays:
-            return self
-        shrink = 1 - self.step_scale.lr * self.step_scale.alpha
-        if isinstance(shrink, float) and self.mask is None and not self.step_scale.decay.cautious:
-            scale_tensors_(tensors, shrink)
-        else:
-            self._set(
-                tensors, [decayed(tensor, u, self.step_scale) for tensor, u in zip(tensors, self.updates, strict=True)]
-            )
+        """Decay the tensors now, and return the update without its decay."""
+        targets = tensors if self.mask is None else copies(tensors, tensors[0].dtype)
+        decay(targets, self.updates, self.step_scale)
+        if targets is not tensors:
+            put(tensors, targets, self.mask)
         return replace(self, step_scale=self.step_scale.without_decay)
-
-    @property
-    def _decays(self) -> bool:
-        return isinstance(self.step_scale.alpha, Tensor) or self.step_scale.alpha != 0
-
-    def _set(self, tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        for index, (tensor, value) in enumerate(zip(tensors, values, strict=True)):
-            tensor.copy_(value if self.mask is None else torch.where(self.mask[index], value, tensor))

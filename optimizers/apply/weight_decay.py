@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -106,29 +105,42 @@ class CautiousDecay(WeightDecay):
 
 @dataclass(frozen=True)
 class StepScale:
-    """The numbers of one write: lr, alpha (as in `WeightDecay`), the decay rule that alpha belongs to, and its rate."""
+    """The numbers of one write.
+
+    lr: learning rate.
+    alpha: decay factor, as in `WeightDecay.alpha`.
+    decay: the rule that alpha belongs to.
+    rate: its decay rate.
+    kept: 1 - lr alpha, the factor of a parameter that decays; default: computed from the two.
+    """
 
     lr: float | Tensor
     alpha: float | Tensor
     decay: WeightDecay
     rate: float = 0.0
+    kept: float | Tensor | None = None
 
     @property
     def after(self) -> bool:
-        """Whether the decay acts on the moved parameter."""
+        """Whether the decay acts on the parameter after its update."""
         return self.decay.after
 
     @property
+    def decays(self) -> bool:
+        """Whether the write has a decay; a tensor is not read, it counts as one."""
+        return isinstance(self.alpha, Tensor) or self.alpha != 0
+
+    @property
+    def shrink(self) -> float | Tensor:
+        """1 - lr alpha."""
+        return 1 - self.lr * self.alpha if self.kept is None else self.kept
+
+    @property
     def without_decay(self) -> StepScale:
-        """This scale with alpha = 0, for a step whose decay was taken elsewhere."""
-        return replace(self, alpha=0.0)
+        """This scale with alpha = 0, for a step whose decay is taken elsewhere."""
+        return replace(self, alpha=0.0, kept=None)
 
     @property
     def gradient_rate(self) -> float:
         """Rate of a decay that is added to the gradient; 0 if the decay acts elsewhere."""
         return self.rate if self.decay.in_gradient else 0.0
-
-    def decay_term(self, parameter: Tensor, update: Tensor) -> Tensor:
-        """alpha W, or alpha W [U W > 0] for cautious decay; in the dtype of the update."""
-        term = parameter.to(update.dtype) * self.alpha
-        return torch.where(update * parameter > 0, term, 0.0) if self.decay.cautious else term

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eigengraft.numerics import scale_tensors_
+from eigengraft.numerics import copies, scale_tensors_, subtract_scaled_
 
 from .weight_decay import StepScale, WeightDecay
 
@@ -133,65 +133,82 @@ class Rates:
 
 
 def write(
-    parameters: Sequence[Tensor], updates: Sequence[Tensor], step_scale: StepScale, mask: Sequence[Tensor] | None = None
+    tensors: Sequence[Tensor], updates: Sequence[Tensor], scale: StepScale, mask: Sequence[Tensor] | None = None
 ) -> None:
-    """Changes the parameters by their updates (n tensors of the same shapes).
+    """Change n tensors W in place by their updates U:  W <- W - lr alpha W - lr U.
 
-    mask: n 0-d booleans; a parameter whose mask is False stays as it is.
+    tensors, updates: n tensors of the same shapes. The formula is computed in the dtype of the update.
+    mask: n 0-d booleans; a tensor whose mask is False stays as it is. None: all change.
     """
-    numbers = isinstance(step_scale.lr, float) and isinstance(step_scale.alpha, float)
-    if numbers and mask is None and not step_scale.decay.cautious:
-        alike = [parameter.dtype == update.dtype for parameter, update in zip(parameters, updates, strict=True)]
-        _write_foreach(list(compress(parameters, alike)), list(compress(updates, alike)), step_scale)
-        rest = [index for index, same in enumerate(alike) if not same]
-    else:
-        rest = list(range(len(parameters)))
-    for index in rest:
-        parameter, update = parameters[index], updates[index]
-        value = moved(parameter.to(update.dtype), update, step_scale)
-        if mask is not None:
-            value = torch.where(mask[index], value, parameter)
-        parameter.copy_(value)
-
-
-def _write_foreach(parameters: list[Tensor], updates: list[Tensor], step_scale: StepScale) -> None:
-    if not parameters:
+    direct = [mask is None and x.dtype is u.dtype for x, u in zip(tensors, updates, strict=True)]
+    if all(direct):
+        _write(tensors, updates, scale)
         return
-    shrink = 1 - float(step_scale.lr * step_scale.alpha)
-    if shrink != 1 and not step_scale.after:
-        scale_tensors_(parameters, shrink)
-    torch._foreach_add_(parameters, updates, alpha=-float(step_scale.lr))
-    if shrink != 1 and step_scale.after:
-        scale_tensors_(parameters, shrink)
+    if mask is None and any(direct):
+        for wanted in (True, False):
+            chosen = [own is wanted for own in direct]
+            write(list(compress(tensors, chosen)), list(compress(updates, chosen)), scale)
+        return
+    wide = copies(tensors, updates[0].dtype)
+    _write(wide, updates, scale)
+    put(tensors, wide, mask)
 
 
-def moved(parameter: Tensor, update: Tensor, step_scale: StepScale) -> Tensor:
-    """The new value of a parameter, by the same operations as in `write`, in the dtype of both."""
-    value = parameter if step_scale.after else decayed(parameter, update, step_scale)
-    value = (
-        value - step_scale.lr * update if isinstance(step_scale.lr, Tensor) else value.add(update, alpha=-step_scale.lr)
-    )
-    return decayed(value, update, step_scale) if step_scale.after else value
+def written(before: Tensor, update: Tensor, scale: StepScale) -> Tensor:
+    """Return what `write` makes of a tensor in the dtype of its update, in a new tensor."""
+    (after,) = copies([before], update.dtype)
+    _write([after], [update], scale)
+    return after
 
 
-def moved_apart(parameter: Tensor, update: Tensor, step_scale: StepScale) -> Tensor:
-    """The new value of a parameter whose decay is in its update."""
-    return moved(parameter, update, step_scale.without_decay)
+def _write(tensors: Sequence[Tensor], updates: Sequence[Tensor], scale: StepScale) -> None:
+    if not scale.after:
+        decay(tensors, updates, scale)
+    subtract_scaled_(tensors, updates, scale.lr)
+    if scale.after:
+        decay(tensors, updates, scale)
 
 
-def decayed(parameter: Tensor, update: Tensor, step_scale: StepScale) -> Tensor:
-    """W - lr alpha W, on the entries that decay."""
-    if step_scale.decay.cautious:
-        return parameter - step_scale.lr * step_scale.decay_term(parameter, update)
-    return parameter * (1 - step_scale.lr * step_scale.alpha)
+def decay(tensors: Sequence[Tensor], updates: Sequence[Tensor], scale: StepScale) -> None:
+    """Change tensors in place by their decay alone:  W <- W - lr alpha W, cautious decay where U W > 0."""
+    if not scale.decays:
+        return
+    if scale.decay.cautious:
+        terms = torch._foreach_mul(_decaying(tensors, updates, scale), scale.lr)
+        torch._foreach_sub_(list(tensors), terms)
+    else:
+        scale_tensors_(tensors, scale.shrink)
 
 
-def with_decay(parameter: Tensor, update: Tensor, step_scale: StepScale) -> Tensor:
-    """U + alpha W, on the entries that decay."""
-    return update + step_scale.decay_term(parameter, update)
+def with_decay(updates: Sequence[Tensor], tensors: Sequence[Tensor], scale: StepScale) -> Sequence[Tensor]:
+    """Return the updates with their decay,  U + alpha W, cautious decay where U W > 0; in the dtype of the updates."""
+    if not scale.decays:
+        return updates
+    if scale.decay.cautious or isinstance(scale.alpha, Tensor):
+        return torch._foreach_add(list(updates), _decaying(tensors, updates, scale))
+    wide = [x.to(u.dtype) for x, u in zip(tensors, updates, strict=True)]
+    return torch._foreach_add(list(updates), wide, alpha=scale.alpha)
 
 
-def decayed_gradient(gradient: Tensor, parameter: Tensor, step_scale: StepScale) -> Tensor:
-    """g + rate W, for a decay that is added to gradients."""
-    rate = step_scale.gradient_rate
+def _decaying(tensors: Sequence[Tensor], updates: Sequence[Tensor], scale: StepScale) -> list[Tensor]:
+    """alpha W of each tensor, on the entries that decay."""
+    wide = [x.to(u.dtype) for x, u in zip(tensors, updates, strict=True)]
+    terms = torch._foreach_mul(wide, scale.alpha)
+    if scale.decay.cautious:
+        agree = torch._foreach_sign(torch._foreach_mul(list(updates), wide))
+        torch._foreach_clamp_min_(agree, 0.0)
+        torch._foreach_mul_(terms, agree)
+    return list(terms)
+
+
+def put(tensors: Sequence[Tensor], values: Sequence[Tensor], mask: Sequence[Tensor] | None = None) -> None:
+    """Copy values into tensors; a tensor whose mask is False stays as it is."""
+    if mask is not None:
+        values = [torch.where(own, value, x) for own, value, x in zip(mask, values, tensors, strict=True)]
+    torch._foreach_copy_(list(tensors), list(values))
+
+
+def decayed_gradient(gradient: Tensor, parameter: Tensor, scale: StepScale) -> Tensor:
+    """Return g + rate W, for a decay that is added to gradients."""
+    rate = scale.gradient_rate
     return torch.add(gradient, parameter, alpha=rate) if rate else gradient

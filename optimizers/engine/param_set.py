@@ -22,6 +22,7 @@ from eigengraft.state_key import StateKey
 from ..apply import IterateStore, ParameterUpdate
 from ..apply.averaging import Mode
 from ..apply.parameter_update import EntryUpdates
+from ..apply.weight_decay import StepScale
 from ..apply.write import Hyper, Rates, RouteRates, with_decay, write
 from ..recipe.recipe import Recipe, Route
 from ..sharding.phases import Phases
@@ -218,7 +219,7 @@ class ParamSet:
         parameters = known if isinstance(known, Tensor) else self.exchange.gather(blocks, source)
         if size is not None:
             parameters = parameters * per_block(size, parameters)
-        return step.rates.map_rows(path, blocks.stack.param_ids, with_decay, parameters, direction)
+        return step.rates.map_rows(path, blocks.stack.param_ids, _with_decay, parameters, direction)
 
     def _write(self, updates: EntryUpdates, step: Step, moved: NDArray[np.bool_]) -> None:
         """Moves parameters by their updates, but those that were only primed."""
@@ -239,3 +240,8 @@ class ParamSet:
             self.iterates.step(positions, self.update_counts[positions], update, step.rates.hypers[group])
         else:
             write(entries, values, scale, masks)
+
+
+def _with_decay(parameters: Tensor, direction: Tensor, scale: StepScale) -> Tensor:
+    """A direction with the decay of the parameters added."""
+    return with_decay([direction], [parameters], scale)[0]

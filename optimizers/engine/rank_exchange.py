@@ -21,7 +21,8 @@ from eigengraft.distributed.work import Work
 from eigengraft.numerics import compute_dtype
 
 from ..apply.parameter_update import EntryUpdates
-from ..apply.write import decayed_gradient, moved, moved_apart
+from ..apply.weight_decay import StepScale
+from ..apply.write import decayed_gradient, written
 from ..recipe.recipe import Recipe
 from ..sharding.copy_check import CopyCheck
 from ..sharding.fingerprint import UsedGradients, step_numbers
@@ -159,8 +160,12 @@ class RankExchange:
         """The blocks of parameters after the step."""
         state, step = blocks.stack_state, self.local.step
         before = blocks.stack.gather(self.local.iterates.parameters)
-        write = moved_apart if state.adds_decay else moved
-        after = step.rates.map_rows(state.path, blocks.stack.param_ids, write, before, direction)
+        apart = state.adds_decay
+
+        def after_write(x: Tensor, update: Tensor, scale: StepScale) -> Tensor:
+            return written(x, update, scale.without_decay if apart else scale)
+
+        after = step.rates.map_rows(state.path, blocks.stack.param_ids, after_write, before, direction)
         if step.mask is None:
             return after
         usable = step.mask[torch.from_numpy(blocks.stack.param_ids).to(after.device)]

@@ -18,7 +18,7 @@ from eigengraft.slots import State
 from eigengraft.step_context import StepContext
 
 from ...apply.weight_decay import StepScale, WeightDecay
-from ...apply.write import moved
+from ...apply.write import written
 from ...recipe.recipe import Recipe, Route
 from .generated import Generated, generate
 
@@ -100,15 +100,7 @@ class KernelSource:
             gradient = gradient + before * own.rate
         state = State(dict(zip(self.keys, held, strict=True)), self.block, f"{self.path}.update".lstrip("."))
         direction = run_chain(self.rule.update, state, gradient, gradient, _asking_context(ask)) * own.factor
-        parameter.copy_(self._after(before, direction, own))
-
-    def _after(self, before: Tensor, direction: Tensor, own: WriteNumbers) -> Tensor:
-        """The parameter after the step."""
-        if self.decay.cautious:
-            return moved(before, direction, StepScale(own.lr, own.alpha, self.decay))
-        if self.decay.after:
-            return (before - direction * own.lr) * own.shrink
-        return before * own.shrink - direction * own.lr
+        parameter.copy_(written(before, direction, StepScale(own.lr, own.alpha, self.decay, kept=own.shrink)))
 
 
 def _asking_context(ask: Callable[[NumberOfStep], Tensor]) -> StepContext:

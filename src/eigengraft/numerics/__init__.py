@@ -25,9 +25,11 @@ from .guards import tiny as tiny
 from .guards import to_power as to_power
 from .guards import transposed as transposed
 from .guards import where_blocks as where_blocks
+from .multi_tensor import copies as copies
 from .multi_tensor import differs_from_rounded as differs_from_rounded
 from .multi_tensor import norms_by_dtype as norms_by_dtype
 from .multi_tensor import scale_tensors_ as scale_tensors_
 from .multi_tensor import squares_are_finite as squares_are_finite
+from .multi_tensor import subtract_scaled_ as subtract_scaled_
 from .rectification import rectified as rectified
 from .rectification import safe_factor as safe_factor

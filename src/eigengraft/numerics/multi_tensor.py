@@ -15,17 +15,32 @@ _SMALL = 4096
 """Entries of a tensor that is copied in less time than a kernel of its own takes."""
 
 
-def scale_tensors_(tensors: Sequence[Tensor], factor: float) -> None:
-    """Multiplies all tensors by `factor`, in place, as `_foreach_mul_` does.
+def scale_tensors_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
+    """Multiply all tensors by one number, in place, as `_foreach_mul_` does.
 
-    On a CPU that makes a tensor of the factor for each of its tensors, which takes twice as long as the product of a
-    small one; here it is made once where that rounds it alike.
+    On a CPU that makes a tensor of a Python number for each of its tensors, which takes twice as long as the product of
+    a small one. Here it is made once where that rounds it alike.
     """
     first = tensors[0]
-    if first.is_cpu and first.dtype in (torch.float32, torch.float64) and len({x.dtype for x in tensors}) == 1:
-        torch._foreach_mul_(list(tensors), torch.scalar_tensor(factor, dtype=first.dtype, device=first.device))
+    narrow = first.is_cpu and first.dtype in (torch.float32, torch.float64)
+    if isinstance(factor, float) and narrow and len({x.dtype for x in tensors}) == 1:
+        factor = torch.scalar_tensor(factor, dtype=first.dtype, device=first.device)
+    torch._foreach_mul_(list(tensors), factor)
+
+
+def subtract_scaled_(tensors: Sequence[Tensor], others: Sequence[Tensor], factor: float | Tensor) -> None:
+    """Subtract other tensors of the same dtype, times one number, in place:  x <- x - factor y."""
+    if isinstance(factor, Tensor):
+        torch._foreach_sub_(list(tensors), torch._foreach_mul(list(others), factor))
     else:
-        torch._foreach_mul_(list(tensors), factor)
+        torch._foreach_add_(list(tensors), list(others), alpha=-factor)
+
+
+def copies(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Return copies of tensors in one dtype, made in few kernels."""
+    made = [torch.empty_like(x, dtype=dtype) for x in tensors]
+    torch._foreach_copy_(made, list(tensors))
+    return made
 
 
 def norms_by_dtype(
