@@ -104,7 +104,7 @@ class BlockExchange(Protocol):
         """Says that roots of these parameters have failed too often: ArithmeticError, here or on all ranks."""
 
     def finish(self) -> None:
-        """Ends the step: all parameters have moved."""
+        """End the step: all parameters have moved."""
 
 
 class LocalExchange:
@@ -114,7 +114,7 @@ class LocalExchange:
         self.names = [spec.name for spec in specs]
         self.iterates, self.tolerated = iterates, tolerated
         self._numels = [math.prod(spec.shape) for spec in specs]
-        self._updates: dict[int, Tensor] = {}
+        self._updates, self._missing = dict[int, Tensor](), dict[int, int]()
         self._step: Step | None = None
         self._write: Write | None = None
 
@@ -133,7 +133,8 @@ class LocalExchange:
         return LocalSurvey(given.gradients, given.present, given.linear)
 
     def begin(self, step: Step, moved: NDArray[np.bool_], write: Write) -> None:
-        self._step, self._write, self._updates = step, write, {}
+        self._step, self._write = step, write
+        self._updates, self._missing = {}, {}
 
     def gather(self, blocks: ActiveBlocks, source: GatherSource) -> Tensor:
         stack, path, rates = blocks.stack, blocks.stack_state.path, self.step.rates
@@ -166,7 +167,17 @@ class LocalExchange:
         for position, grid in stack.grids:
             if position not in self._updates:
                 self._updates[position] = torch.empty(grid.merged, dtype=stack.dtype, device=stack.device)
+                self._missing[position] = self._numels[position]
+            self._missing[position] -= len(grid.keys) * math.prod(stack.block)
         stack.scatter(direction, self._updates)
+        self._move_complete()
+
+    def _move_complete(self) -> None:
+        """Write the updates of parameters whose last block has been delivered, so that no others are kept."""
+        done = [position for position, missing in self._missing.items() if missing == 0]
+        for position in done:
+            del self._missing[position]
+        self._move(np.array(done, dtype=np.int64), [self._updates.pop(position) for position in done])
 
     def _move(self, positions: NDArray[np.int64], values: Iterable[Tensor]) -> None:
         """Writes updates of whole parameters."""
@@ -177,8 +188,7 @@ class LocalExchange:
         raise failed_roots(path or "update", self.tolerated, names)
 
     def finish(self) -> None:
-        updates, self._updates = self._updates, {}
-        self._move(np.array(list(updates), dtype=np.int64), updates.values())
+        assert not self._updates
         self._step = self._write = None
 
 
