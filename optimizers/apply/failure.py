@@ -20,7 +20,7 @@ class Failure(Component):
     detect: Literal["auto", "host", "device"] = Field(
         default="auto",
         description="where gradients are looked at: on the host (one read per step) or by masks on the device "
-        "(counted one step later); auto: host for CPU parameters, else device",
+        "(no read, more traffic, counted one step later); auto: host",
     )
     roots: int = Field(
         default=3, ge=0, description="refreshes of one root or basis that may fail in a row before an error is raised"

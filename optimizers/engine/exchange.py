@@ -18,7 +18,6 @@ from torch import Tensor
 
 from eigengraft.blocking import SideMatrix, stacked_rows
 from eigengraft.blocking.side_blocks import side_blocks
-from eigengraft.blocking.stacks import Stack
 from eigengraft.chains import asking
 from eigengraft.numerics import compute_dtype
 
@@ -94,7 +93,7 @@ class BlockExchange(Protocol):
     def gather(self, blocks: ActiveBlocks, source: GatherSource) -> Tensor:
         """The blocks of gradients, with their decay, of what decays or of a signal, `[n, *block]`."""
 
-    def parameter_rms(self, stack: Stack) -> Tensor:
+    def parameter_rms(self, blocks: ActiveBlocks) -> Tensor:
         """The root mean square of the full parameter that each block belongs to, `[n]`."""
 
     def deliver(self, blocks: ActiveBlocks, direction: Tensor) -> None:
@@ -146,9 +145,10 @@ class LocalExchange:
         both = gradient, stack.gather(self.iterates.parameters) if decays else gradient
         return rates.map_rows(path, stack.param_ids, decayed_gradient, *both) if decays else gradient
 
-    def parameter_rms(self, stack: Stack) -> Tensor:
-        rms = self._root_mean_squares(list(dict.fromkeys(stack.param_ids.tolist())), stack.dtype)
-        return torch.stack([rms[p] for p in stack.param_ids.tolist()])
+    def parameter_rms(self, blocks: ActiveBlocks) -> Tensor:
+        positions = blocks.stack.param_ids.tolist()
+        rms = self._root_mean_squares(list(dict.fromkeys(positions)), blocks.stack.dtype)
+        return torch.stack([rms[position] for position in positions])
 
     def root_mean_square(self, position: int) -> Tensor:
         """The root mean square of one parameter, 0-d, in the dtype that it is computed in."""
@@ -195,7 +195,7 @@ class LocalExchange:
 Provider = Callable[[ActiveBlocks, Step, BlockExchange], Tensor | float]
 PROVIDERS: Mapping[str, Provider] = {
     "lr": lambda blocks, step, exchange: step.rates.lr(blocks.stack_state.path, blocks.stack.param_ids),
-    "parameter_rms": lambda blocks, step, exchange: exchange.parameter_rms(blocks.stack),
+    "parameter_rms": lambda blocks, step, exchange: exchange.parameter_rms(blocks),
 }
 """How a signal is found that belongs to a stack, by name: a number, or `[n]` for the active blocks."""
 
@@ -215,6 +215,6 @@ def find_signals(blocks: ActiveBlocks, step: Step, exchange: BlockExchange) -> d
         elif name in step.numbers:
             value = step.numbers[name]
             if isinstance(value, Tensor) and value.ndim:
-                value = value[torch.from_numpy(blocks.stack.param_ids).to(value.device)].to(blocks.stack.dtype)
+                value = value[blocks.param_index].to(blocks.stack.dtype)
             found[name] = value
     return {**found, **{key: step.numbers[key] for key in state.totals}}

@@ -123,6 +123,7 @@ class FiniteCheck:
         self.failure, self.names, self.survey = failure, list(names), survey
         self.skipped: Counter[str] = Counter()
         self._deferred: tuple[list[int], HostCopy] | None = None
+        self._places: tuple[list[int], Tensor] | None = None
         self._stalled = 0
 
     def check(self, given: GivenGradients) -> tuple[NDArray[np.bool_], Tensor | None, GradientSurvey]:
@@ -202,14 +203,17 @@ class FiniteCheck:
             raise FloatingPointError(f"gradient of {names}: finite values are required, got {found}; {outcome}")
 
     def _on_host(self, device: torch.device) -> bool:
-        return self.failure.detect == "host" or (self.failure.detect == "auto" and device.type == "cpu")
+        return self.failure.detect != "device"
 
     def _defer(self, positions: list[int], usable: Tensor, total: int) -> Tensor:
         """The mask `[P]` of usable gradients; what it says is copied to the host meanwhile."""
         self._deferred = (positions, HostCopy(usable))
+        if len(positions) == total:
+            return usable
+        if self._places is None or self._places[0] != positions:
+            self._places = positions, torch.tensor(positions, dtype=torch.int64, device=usable.device)
         mask = torch.ones(total, dtype=torch.bool, device=usable.device)
-        mask[torch.tensor(positions, dtype=torch.int64, device=usable.device)] = usable
-        return mask
+        return mask.index_copy_(0, self._places[1], usable)
 
 
 def _fault(gradient: Tensor | None) -> str:

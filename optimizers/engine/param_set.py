@@ -33,7 +33,7 @@ from .entrywise.chunks import move_in_chunks
 from .exchange import BlockExchange, LocalExchange, Step, decay_source, find_signals
 from .finite_check import FiniteCheck, GivenGradients
 from .rank_exchange import RankExchange
-from .stack_state import ActiveBlocks
+from .stack_state import ActiveBlocks, StackState
 from .stack_step import StackStep, active_blocks, after_decay, directions, prime, sharing_sums
 
 
@@ -111,6 +111,8 @@ class ParamSet:
             if self.step_counts[position]:  # a host may have set it to 0
                 self.step_counts[position] -= 1
                 self._begun[position] = self.step_counts[position] > 0
+        for own in self.stack_states:
+            self._report_failed_roots(own, wait=True)
         self.finite_check.raise_nonfinite(bad, "one step ago; these parameters were left as they were")
 
     def note_counts(self) -> None:
@@ -201,13 +203,17 @@ class ParamSet:
             for blocks, direction in zip(together, found, strict=True):
                 self.exchange.deliver(blocks, direction)
         for one in steps:
-            if bad := one.failing(self.recipe.failure.roots):
-                self.exchange.report_failed_roots(path, one.blocks.stack_state.stack.param_ids[bad].tolist())
+            one.note_failures(self.recipe.failure.roots)
+            self._report_failed_roots(one.blocks.stack_state, wait=False)
+
+    def _report_failed_roots(self, own: StackState, wait: bool) -> None:
+        if (bad := own.failing(wait)).size:
+            self.exchange.report_failed_roots(own.path, bad.tolist())
 
     def _stack_step(self, blocks: ActiveBlocks, step: Step) -> StackStep:
-        state, rows, gradient = blocks.stack_state, blocks.rows, self.exchange.gather(blocks, "gradients")
-        context = state.context(blocks.stack, rows, self.step_counts, find_signals(blocks, step, self.exchange))
-        mask = None if step.mask is None else step.mask[torch.from_numpy(blocks.stack.param_ids).to(context.device)]
+        gradient = self.exchange.gather(blocks, "gradients")
+        context = blocks.stack_state.context(blocks, self.step_counts, find_signals(blocks, step, self.exchange))
+        mask = None if step.mask is None else step.mask[blocks.param_index]
         return StackStep(blocks, gradient, mask, context)
 
     def _decayed(self, one: StackStep, direction: Tensor, step: Step) -> Tensor:

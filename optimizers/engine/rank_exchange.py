@@ -10,7 +10,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eigengraft.blocking.stacks import Stack
 from eigengraft.distributed.comm_plan import BlockGroup, CommPlan
 from eigengraft.distributed.comm_step import CommStep
 from eigengraft.distributed.gradients import BackwardGather
@@ -142,10 +141,10 @@ class RankExchange:
         stack = self.comm_step.gather(group, source)
         return stack if blocks.rows is None else stack.index_select(0, blocks.rows)
 
-    def parameter_rms(self, stack: Stack) -> Tensor:
+    def parameter_rms(self, blocks: ActiveBlocks) -> Tensor:
         if self._rms is None:
-            return self.local.parameter_rms(stack)
-        return self._rms[torch.from_numpy(stack.param_ids).to(stack.device)].to(stack.dtype)
+            return self.local.parameter_rms(blocks)
+        return self._rms[blocks.param_index].to(blocks.stack.dtype)
 
     def deliver(self, blocks: ActiveBlocks, direction: Tensor) -> None:
         group = blocks.stack_state.block_group
@@ -168,7 +167,7 @@ class RankExchange:
         after = step.rates.map_rows(state.path, blocks.stack.param_ids, after_write, before, direction)
         if step.mask is None:
             return after
-        usable = step.mask[torch.from_numpy(blocks.stack.param_ids).to(after.device)]
+        usable = step.mask[blocks.param_index]
         return torch.where(usable.view(-1, *(1 for _ in blocks.stack.block)), after, before)
 
     def _receive(self, arrived: Sequence[Arrived]) -> None:

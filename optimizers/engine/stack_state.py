@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, cast
+from typing import Literal, cast
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eigengraft.blocking.stacks import Stack
+from eigengraft.distributed.work import HostCopy
 from eigengraft.preconditioners.checked_mode import Checks
 from eigengraft.quantization import Quantizer, choose
 from eigengraft.slots import Encoded, EncodedSlot, Slot, State, Storage, Watch
@@ -63,6 +64,8 @@ class StackState:
     step_watch: Watch | None = field(default=None, init=False)
     chunked: bool | None = field(default=None, init=False)
     kernels: Mapping[torch.dtype, Kernel] = field(default_factory=dict, init=False)
+    _failing: HostCopy | None = field(default=None, init=False, repr=False)
+    _selected: tuple[NDArray[np.bool_], ActiveBlocks] | None = field(default=None, init=False, repr=False)
     fresh: InitVar[FreshCodes | None] = None
 
     def __post_init__(self, fresh: FreshCodes | None) -> None:
@@ -176,18 +179,50 @@ class StackState:
         slots = [tensor.view(-1, *shape).unbind() for tensor in self.tensors.values()]
         return [[slot[row] for slot in slots] for row in range(len(self.stack.param_ids))]
 
-    def select(self, active: NDArray[np.bool_]) -> ActiveBlocks:
-        """The blocks of active parameters; active: `[P]`, by position of the parameter."""
-        return ActiveBlocks(self, *self.stack.select(active))
+    @cached_property
+    def all_blocks(self) -> ActiveBlocks:
+        """All blocks of the stack."""
+        return ActiveBlocks(self, self.stack, None)
+
+    def select(self, active: NDArray[np.bool_]) -> ActiveBlocks | None:
+        """Return the blocks of active parameters, None if there are none.
+
+        active: `[P]`, by position of the parameter. The last selection is kept, so that its indices are uploaded once.
+        """
+        own = active[self.stack.param_ids]
+        if own.all():
+            return self.all_blocks
+        if not own.any():
+            return None
+        if self._selected is None or not np.array_equal(self._selected[0], own):
+            self._selected = own, ActiveBlocks(self, self.stack.select(active), np.flatnonzero(own))
+        return self._selected[1]
 
     def context(
-        self, stack: Stack, rows: Tensor | None, counts: NDArray[np.int64], signals: Mapping[str, Any]
+        self, blocks: ActiveBlocks, counts: NDArray[np.int64], signals: Mapping[str, Tensor | float]
     ) -> StepContext:
-        """The context of the selected rows; counts: gradients that each parameter has had, this one included."""
-        phases = self.phases if rows is None else self.phases[rows.cpu().numpy()]
-        steps = counts[stack.param_ids] - int(self.lagging)
-        seeds = self.seeds if rows is None else self.seeds[rows.cpu().numpy()]
-        return StepContext(steps, phases, stack.matrix_ids, stack.device, seeds, signals)
+        """Return the context of active blocks; counts: gradients that each parameter has had, this one included."""
+        cut: slice | NDArray[np.int64] = slice(None) if blocks.places is None else blocks.places
+        steps = counts[blocks.stack.param_ids] - int(self.lagging)
+        return StepContext(
+            steps, self.phases[cut], blocks.stack.matrix_ids, self.stack.device, self.seeds[cut], signals
+        )
+
+    def note_failures(self, tolerated: int) -> None:
+        """Ask which blocks have a root or basis that failed more often in a row than tolerated."""
+        if self.failure_counts:
+            found = torch.stack([self.tensors[key] > tolerated for key in self.failure_counts]).any(0)
+            self._failing = HostCopy(found)
+
+    def failing(self, wait: bool) -> NDArray[np.int64]:
+        """Return, once, positions of the parameters of blocks that `note_failures` found.
+
+        wait: whether to wait for a device; if not, a device is asked at the next call.
+        """
+        if self._failing is None or not (wait or self.stack.device.type == "cpu"):
+            return np.zeros(0, dtype=np.int64)
+        found, self._failing = self._failing.wait(), None
+        return self.stack.param_ids[found.numpy()]
 
     def check(self) -> None:
         """Checks the contract of every stage from now on, at every step."""
@@ -210,14 +245,30 @@ class StackState:
             yield row, position, key
 
 
-class ActiveBlocks(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class ActiveBlocks:
     """The n blocks of a stack that take part in a step.
 
     stack_state: the stack with its state.
     stack: the active blocks as a stack of their own.
-    rows: `[n]`, rows of the active blocks in `stack_state`; None: all of them.
+    places: `[n]` on the host, rows of the active blocks in `stack_state`; None: all of them.
     """
 
     stack_state: StackState
     stack: Stack
-    rows: Tensor | None
+    places: NDArray[np.int64] | None
+
+    @cached_property
+    def rows(self) -> Tensor | None:
+        """`places` on the device of the stack."""
+        return None if self.places is None else torch.from_numpy(self.places).to(self.stack.device)
+
+    @cached_property
+    def param_index(self) -> Tensor:
+        """`[n]` on the device of the stack, position of the parameter that each block belongs to."""
+        return torch.from_numpy(self.stack.param_ids).to(self.stack.device)
+
+    @property
+    def row_numbers(self) -> Sequence[int]:
+        """Rows of the active blocks in `stack_state`, on the host."""
+        return range(len(self.stack.param_ids)) if self.places is None else self.places.tolist()

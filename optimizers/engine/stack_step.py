@@ -84,15 +84,10 @@ class StackStep:
                 "the error names the stage that made them"
             )
 
-    def failing(self, tolerated: int) -> list[int]:
-        """Rows whose root or basis failed more often in a row than tolerated; nothing is read but after a refresh."""
-        own = self.blocks.stack_state
-        if not own.failure_counts or not any(self.context.due.values()):  # every stage has been asked
-            return []
-        if not has_values(self.gradient):
-            return []
-        bad = [torch.nonzero(own.tensors[key] > tolerated).flatten().tolist() for key in own.failure_counts]
-        return sorted({row for rows in bad for row in rows})
+    def note_failures(self, tolerated: int) -> None:
+        """Ask, after a refresh, which roots or bases have failed more often in a row than tolerated."""
+        if any(self.context.due.values()) and has_values(self.gradient):  # every stage has been asked
+            self.blocks.stack_state.note_failures(tolerated)
 
 
 def sharing_sums(states: Sequence[StackState]) -> list[list[StackState]]:
@@ -115,7 +110,7 @@ def active_blocks(
     if states[0].lagging and (first := active & (counts == 1)).any():
         selections = [(first, True), (active & ~first, False)]
     for chosen, priming in selections:
-        found = [blocks for state in states if len((blocks := state.select(chosen)).stack.param_ids)]
+        found = [blocks for state in states if (blocks := state.select(chosen)) is not None]
         if found:
             yield found, priming
 

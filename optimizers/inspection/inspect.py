@@ -87,10 +87,10 @@ def _of_state(param_set: ParamSet) -> Iterator[Measurement]:
     """The rows of the state of all parameters that have been updated."""
     for stack_state in param_set.stack_states:
         blocks = stack_state.select(param_set.update_counts > 0)
-        names = [param_set.names[position] for position in blocks.stack.param_ids.tolist()]
-        if not names:
+        if blocks is None:
             continue
-        context = stack_state.context(blocks.stack, blocks.rows, param_set.step_counts, {})
+        names = [param_set.names[position] for position in blocks.stack.param_ids.tolist()]
+        context = stack_state.context(blocks, param_set.step_counts, {})
         for stage, slot, measure, values in measured(blocks, context):
             for name, key, value in zip(names, blocks.stack.keys, values, strict=True):
                 yield Measurement(name, key, stage, slot, measure, (value, 1.0, 1.0))

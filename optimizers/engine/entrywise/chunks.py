@@ -89,11 +89,10 @@ def move_in_chunks(
         return True
     if not own.chunked:
         return False
-    context = own.context(blocks.stack, blocks.rows, counts, {})
+    context = own.context(blocks, counts, {})
     if context.uniform is None or not all(_contiguous(parameters[at], step.gradients[at]) for at in positions):
         return False
-    rows = range(len(positions)) if blocks.rows is None else blocks.rows.tolist()
-    for row, position in zip(rows, positions, strict=True):
+    for row, position in zip(blocks.row_numbers, positions, strict=True):
         move = _Move(own, context, step.rates.step_scale(own.path, position))
         for chunk in _chunks(own, row, parameters[position], step.gradients[position]):
             move.run(row, chunk)

@@ -68,12 +68,12 @@ def move_compiled(blocks: ActiveBlocks, step: Step, counts: NDArray[np.int64], p
     if not all(x.is_contiguous() for x in (*given, *held)):
         return False
     steps, writes = counts[ids].tolist(), _write_numbers(blocks, step)
-    plain = blocks.rows is None and len({*steps}) == len({x.dtype for x in held}) == len({*writes}) == 1
+    plain = blocks.places is None and len({*steps}) == len({x.dtype for x in held}) == len({*writes}) == 1
     if plain and math.prod(own.stack.block) < _SMALL and len(held) > 1:
         _move_together(own, held, given, own.kernels[held[0].dtype].numbers(steps[0], writes[0]))
         return True
-    rows, shape = range(len(held)) if blocks.rows is None else blocks.rows.tolist(), _shape(own)
-    for row, parameter, gradient, at, write in zip(rows, held, given, steps, writes, strict=True):
+    shape = _shape(own)
+    for row, parameter, gradient, at, write in zip(blocks.row_numbers, held, given, steps, writes, strict=True):
         kernel = own.kernels[parameter.dtype]
         kernel.compiled([parameter.view(shape), gradient.view(shape), *own.entries[row], *kernel.numbers(at, write)])
     return True
@@ -87,7 +87,7 @@ def _write_numbers(blocks: ActiveBlocks, step: Step) -> list[WriteNumbers]:
     numbers = {group: _numbers_of(step.rates.step_scale(own.path, at)) for group, at in some.items()}
     if own.lr_factors is None:
         return [numbers[group] for group in groups]
-    factors = (own.lr_factors if blocks.rows is None else own.lr_factors[blocks.rows]).tolist()
+    factors = (own.lr_factors if blocks.places is None else own.lr_factors[blocks.rows]).tolist()
     return [numbers[group]._replace(factor=factor) for group, factor in zip(groups, factors, strict=True)]
 
 

@@ -93,14 +93,10 @@ class Stack:
         """`[N]`, a number for the matrix that each block belongs to: a parameter, or what its view makes of it."""
         return np.array([(param_id << 32) + own for param_id, grid in self.grids for own in grid.matrices], np.int64)
 
-    def select(self, active: NDArray[np.bool_]) -> tuple[Stack, Tensor | None]:
-        """(stack of the active parameters' blocks, their rows in this stack); (this stack, None) if all are active."""
-        keep = active[self.param_ids]
-        if keep.all():
-            return self, None
+    def select(self, active: NDArray[np.bool_]) -> Stack:
+        """Return the stack of the blocks of active parameters; active: `[P]`, by position of the parameter."""
         grids = tuple((param_id, grid) for param_id, grid in self.grids if active[param_id])
-        rows = torch.from_numpy(np.flatnonzero(keep)).to(self.device)
-        return Stack(self.block, self.dtype, self.device, grids), rows
+        return Stack(self.block, self.dtype, self.device, grids)
 
     def gather(self, tensors: Sequence[Tensor]) -> Tensor:
         """The blocks of tensors, given by position, as `[N, *block]`.
