@@ -117,7 +117,7 @@ class StepScale:
     lr: float | Tensor
     alpha: float | Tensor
     decay: WeightDecay
-    rate: float = 0.0
+    rate: float | Tensor = 0.0
     kept: float | Tensor | None = None
 
     @property
@@ -141,6 +141,6 @@ class StepScale:
         return replace(self, alpha=0.0, kept=None)
 
     @property
-    def gradient_rate(self) -> float:
+    def gradient_rate(self) -> float | Tensor:
         """Rate of a decay that is added to the gradient; 0 if the decay acts elsewhere."""
         return self.rate if self.decay.in_gradient else 0.0

@@ -89,6 +89,10 @@ class Rates:
         """Learning rate of parameters of one group with the update at a path."""
         return self.step_scale(path, int(positions[0])).lr
 
+    def alphas(self, path: str, positions: NDArray[np.int64]) -> list[float | Tensor]:
+        """Decay factors of parameters with the update at a path, one for each kind of rates."""
+        return [self._scale(path, group).alpha for group in np.unique(self.alike[positions]).tolist()]
+
     def decays(self, path: str) -> bool:
         """Whether parameters with the update at a path may have a decay beside it."""
         alphas = (self._scale(path, group).alpha for group in self.hypers)
@@ -211,4 +215,6 @@ def put(tensors: Sequence[Tensor], values: Sequence[Tensor], mask: Sequence[Tens
 def decayed_gradient(gradient: Tensor, parameter: Tensor, scale: StepScale) -> Tensor:
     """Return g + rate W, for a decay that is added to gradients."""
     rate = scale.gradient_rate
+    if isinstance(rate, Tensor):
+        return gradient + parameter * rate
     return torch.add(gradient, parameter, alpha=rate) if rate else gradient

@@ -20,7 +20,6 @@ from ..recipe.recipe import Recipe
 from ..recipe.slot_keys import require_slots
 from ..sharding.phases import Phases
 from ..sharding.placement import ParamSpec
-from .entrywise.compiled import kernels_for
 from .equal_blocks import BlockKind, EqualBlocks, blocks_in_place, connected, cut_blocks, equal_blocks, stack_length
 from .stack_state import FreshCodes, StackState
 
@@ -121,8 +120,8 @@ def build(
         if owned.any():
             kind = BlockKind(group.path, group.shape, group.dtype, group.device)
             grids = [(block.position, block.grid) for block in group.owned(rank)]
-            stack_states.append(_stack_state(EqualBlocks(kind, grids, due[owned]), specs, recipe, fresh))
-            stack_states[-1].block_group = len(block_groups)
+            number = len(block_groups)
+            stack_states.append(_stack_state(EqualBlocks(kind, grids, due[owned]), specs, recipe, fresh, number))
         block_groups.append(group)
     require_slots(recipe, [(group.path, group.shape) for group in block_groups])
     in_place = equal_blocks(blocks_in_place(specs, rank), specs, phases)
@@ -142,17 +141,19 @@ def _stack_states(
     return found
 
 
-def _stack_state(blocks: EqualBlocks, specs: Sequence[ParamSpec], recipe: Recipe, fresh: FreshCodes) -> StackState:
-    """One stack with its state; fresh: as of `StackState`."""
+def _stack_state(
+    blocks: EqualBlocks, specs: Sequence[ParamSpec], recipe: Recipe, fresh: FreshCodes, block_group: int | None = None
+) -> StackState:
+    """One stack with its state; fresh, block_group: as of `StackState`."""
     path, shape, dtype, device = blocks.kind
     stack = Stack(shape, dtype, device, tuple(blocks.grids))
     owners = zip(stack.param_ids.tolist(), stack.keys, strict=True)
     seeds = np.array([_seed(specs[position].name, key) for position, key in owners], dtype=np.int64)
-    state = StackState(path, recipe.updates()[path], stack, recipe.storage, blocks.phases, seeds, fresh=fresh)
+    rule = recipe.updates()[path]
+    state = StackState(path, rule, stack, recipe.storage, blocks.phases, seeds, block_group, fresh=fresh)
     if recipe.lr_scale is not None:
         factors = [specs[position].lr_factors[own] for position, grid in stack.grids for own in grid.matrices]
         state.lr_factors = torch.tensor(factors, dtype=dtype, device=device)
-    state.kernels = kernels_for(state, recipe, {specs[position].dtype for position, _ in stack.grids})
     return state
 
 

@@ -16,25 +16,24 @@ from eigengraft.chains import asking
 from eigengraft.distributed.gradients import local_gradients
 from eigengraft.distributed.layouts import are_dtensors_known, local
 from eigengraft.distributed.rank_group import RankGroup
-from eigengraft.numerics import per_block
 from eigengraft.state_key import StateKey
+from eigengraft.step_context import StepContext
 
 from ..apply import IterateStore, ParameterUpdate
 from ..apply.averaging import Mode
 from ..apply.parameter_update import EntryUpdates
-from ..apply.weight_decay import StepScale
-from ..apply.write import Hyper, Rates, RouteRates, with_decay, write
+from ..apply.write import Hyper, Rates, RouteRates, write
 from ..recipe.recipe import Recipe, Route
 from ..sharding.phases import Phases
 from ..sharding.placement import ParamSpec
 from ..sharding.rank_sync import RankSync
 from .block_groups import build
-from .entrywise.chunks import move_in_chunks
 from .exchange import BlockExchange, LocalExchange, Step, decay_source, find_signals
+from .execution import Execution, choose
 from .finite_check import FiniteCheck, GivenGradients
+from .program import StackStep, active_blocks, run_together, sharing_sums
 from .rank_exchange import RankExchange
 from .stack_state import ActiveBlocks, StackState
-from .stack_step import StackStep, active_blocks, after_decay, directions, prime, sharing_sums
 
 
 def as_pairs(tensor: Tensor) -> Tensor:
@@ -74,6 +73,10 @@ class ParamSet:
         self._update_ids = np.unique([spec.path for spec in specs], return_inverse=True)[1]
         self._priming = np.array([self.updates[spec.path].lagging() for spec in specs], dtype=np.int64)
         self.stack_states, self.block_groups = build(specs, recipe, phases, rank_group)
+        for number, own in enumerate(self.stack_states):
+            own.number = number
+        stored = [{specs[position].dtype for position, _ in own.stack.grids} for own in self.stack_states]
+        self.executions = [choose(own, recipe, held) for own, held in zip(self.stack_states, stored, strict=True)]
         self._together = sharing_sums(self.stack_states)
         constraints, paths = {at: rule.constraints for at, rule in self.updates.items()}, [spec.path for spec in specs]
         squaring = {path for path, update in self.updates.items() if update.squares()}
@@ -184,27 +187,28 @@ class ParamSet:
             self.iterates.begin(np.flatnonzero(moved & (self.update_counts == 1)).tolist())
         self.exchange.begin(step, moved, partial(self._write, step=step, moved=moved))
         for states in self._together:
-            for blocks, priming in active_blocks(states, step.active, self.step_counts):
-                if self.iterates or not move_in_chunks(blocks, step, self.step_counts, self.local):
-                    self._advance(blocks, step, priming)
+            for together, priming in active_blocks(states, step.active, self.step_counts):
+                how = self.execution(together[0].stack_state)
+                if len(together) > 1 or not how.in_place(together[0], step, self.step_counts, self.local):
+                    self._advance(together, step, priming)
         self.exchange.finish()
 
     def _advance(self, together: Sequence[ActiveBlocks], step: Step, priming: bool) -> None:
         """Computes the directions of blocks that share sums over parameters, and delivers them."""
-        steps, path = [self._stack_step(blocks, step) for blocks in together], together[0].stack_state.path
+        steps = [self._stack_step(blocks, step) for blocks in together]
         if priming:
-            prime(steps)
+            run_together(steps, StackStep.prime)
         else:
-            found = directions(steps)
-            if self.updates[path].after_decay or (self._decay_sources[path] and step.rates.decays(path)):
-                found = [self._decayed(*pair, step) for pair in zip(steps, found, strict=True)]
-            if self.updates[path].after_decay:
-                found = after_decay(steps, found)
+            found = run_together(steps, self._direction)
             for blocks, direction in zip(together, found, strict=True):
                 self.exchange.deliver(blocks, direction)
         for one in steps:
             one.note_failures(self.recipe.failure.roots)
             self._report_failed_roots(one.blocks.stack_state, wait=False)
+
+    def execution(self, own: StackState) -> Execution:
+        """Return how the steps of a stack of this set run."""
+        return self.executions[own.number]
 
     def _report_failed_roots(self, own: StackState, wait: bool) -> None:
         if (bad := own.failing(wait)).size:
@@ -214,18 +218,19 @@ class ParamSet:
         gradient = self.exchange.gather(blocks, "gradients")
         context = blocks.stack_state.context(blocks, self.step_counts, find_signals(blocks, step, self.exchange))
         mask = None if step.mask is None else step.mask[blocks.param_index]
-        return StackStep(blocks, gradient, mask, context)
+        return StackStep(blocks, gradient, mask, context, step.rates, self._decaying(blocks, context, step.rates))
 
-    def _decayed(self, one: StackStep, direction: Tensor, step: Step) -> Tensor:
-        """A direction with its weight decay, which is multiplied by step sizes of stages."""
-        blocks, size = one.blocks, one.step_size()
-        path, source = blocks.stack_state.path, self._decay_sources[blocks.stack_state.path]
-        assert source is not None
-        known = one.context.signals.get(source)
-        parameters = known if isinstance(known, Tensor) else self.exchange.gather(blocks, source)
-        if size is not None:
-            parameters = parameters * per_block(size, parameters)
-        return step.rates.map_rows(path, blocks.stack.param_ids, _with_decay, parameters, direction)
+    def _direction(self, step: StackStep) -> Tensor:
+        return self.execution(step.blocks.stack_state).direction(step)
+
+    def _decaying(self, blocks: ActiveBlocks, context: StepContext, rates: Rates) -> Tensor | None:
+        """The tensors whose decay is added to directions; None: the write decays, or nothing does."""
+        path = blocks.stack_state.path
+        source = self._decay_sources[path]
+        if source is None or not (self.updates[path].after_decay or rates.decays(path)):
+            return None
+        known = context.signals.get(source)
+        return known if isinstance(known, Tensor) else self.exchange.gather(blocks, source)
 
     def _write(self, updates: EntryUpdates, step: Step, moved: NDArray[np.bool_]) -> None:
         """Moves parameters by their updates, but those that were only primed."""
@@ -246,8 +251,3 @@ class ParamSet:
             self.iterates.step(positions, self.update_counts[positions], update, step.rates.hypers[group])
         else:
             write(entries, values, scale, masks)
-
-
-def _with_decay(parameters: Tensor, direction: Tensor, scale: StepScale) -> Tensor:
-    """A direction with the decay of the parameters added."""
-    return with_decay([direction], [parameters], scale)[0]

@@ -23,7 +23,6 @@ from eigengraft.step_context import StepContext
 
 from ..recipe.recipe import Recipe, Route
 from ..recipe.slot_keys import slot_keys
-from .entrywise.kernels import Kernel
 
 FreshCodes = dict[tuple[str, Slot, torch.dtype, torch.device], Encoded]
 """Codes `[1, ...]` of fresh slots, by what they follow from: the quantizer, the slot, dtype and device."""
@@ -39,14 +38,13 @@ class StackState:
     storage: how slots are stored, by role or by path.
     phases: `[N]` in [0, 1), where in a refresh interval each block is due.
     seeds: `[N]`, what the random numbers of each block are made of.
+    number: which of the stacks of its parameter set it is.
     block_group: number of the block group whose owned blocks these are; None: no block of the stack travels.
     lr_factors: `[N]`, what the direction of each block is multiplied by; None: nothing.
     tensors: state by "<stage path>/<slot>", `[N, ...]`.
     encoded: slots that are stored by a quantizer; their tensors are "<stage path>/<slot>/<code>".
     checks: what checks the contract of every stage in checked mode; None: nothing does.
     step_watch: what measures the present step, in front of the checks; None: nothing does.
-    chunked: whether steps are taken chunk by chunk, where the parameters lie; None: the first step decides.
-    kernels: compiled steps by dtype of parameters; none: the stages run as they are.
     fresh: codes of one block of fresh slots that other stacks have encoded, to be used again, and to be added to.
     """
 
@@ -57,13 +55,12 @@ class StackState:
     phases: NDArray[np.float64]
     seeds: NDArray[np.int64]
     block_group: int | None = None
+    number: int = 0
     lr_factors: Tensor | None = None
     tensors: dict[str, Tensor] = field(default_factory=dict, init=False)
     encoded: dict[str, EncodedSlot] = field(default_factory=dict, init=False)
     checks: Checks | None = field(default=None, init=False)
     step_watch: Watch | None = field(default=None, init=False)
-    chunked: bool | None = field(default=None, init=False)
-    kernels: Mapping[torch.dtype, Kernel] = field(default_factory=dict, init=False)
     _failing: HostCopy | None = field(default=None, init=False, repr=False)
     _selected: tuple[NDArray[np.bool_], ActiveBlocks] | None = field(default=None, init=False, repr=False)
     fresh: InitVar[FreshCodes | None] = None
@@ -140,11 +137,15 @@ class StackState:
         """The slots whose sums over all blocks of all parameters the stages read."""
         return tuple(key.name for key, slot in self.slots() if slot.total)
 
+    @property
+    def watched(self) -> bool:
+        """Whether something follows how stages use their state: checked mode, or the measures of a step."""
+        return self.checks is not None or self.step_watch is not None
+
     @cached_property
-    def foreign(self) -> tuple[str, ...]:
-        """Paths of the stages from outside of this package: what these return is looked at before it is written."""
-        stages = self.rule.stages(self.path)
-        return tuple(path for path, stage in stages if not type(stage).__module__.startswith("eigengraft."))
+    def seeds_there(self) -> Tensor:
+        """`seeds` on the device of the stack."""
+        return torch.from_numpy(self.seeds).to(self.stack.device)
 
     @cached_property
     def failure_counts(self) -> tuple[str, ...]:
@@ -222,7 +223,8 @@ class StackState:
         if self._failing is None or not (wait or self.stack.device.type == "cpu"):
             return np.zeros(0, dtype=np.int64)
         found, self._failing = self._failing.wait(), None
-        return self.stack.param_ids[found.numpy()]
+        positions: NDArray[np.int64] = self.stack.param_ids[found.numpy()]
+        return positions
 
     def check(self) -> None:
         """Checks the contract of every stage from now on, at every step."""
@@ -234,7 +236,7 @@ class StackState:
         """The state that a chain reads and writes in one call, for the selected rows (None: all)."""
         seeds, steps = None, None
         if self.encoded:
-            seeds, steps = torch.from_numpy(context.seeds).to(self.stack.device), context.step
+            seeds, steps = self.seeds_there if rows is None else self.seeds_there[rows], context.step
         path = f"{self.path}.{chain}" if self.path else chain
         storage = Storage(self.encoded, seeds, steps, self.step_watch or self.checks)
         return State(self.tensors, self.stack.block, path, rows, mask, storage)

@@ -95,7 +95,8 @@ def describe(param_sets: ParamSets, groups: Sequence[Mapping[str, Any]], iterate
         rates = f"lr={float(group['lr']):g}, weight_decay={float(group['weight_decay']):g}"
         lines.append(f"  group {index}: {len(group['params'])} parameters ({where}), {rates}")
     if any(update.compile for update in recipe.updates().values()):
-        kernels = sum(len(own.stack.grids) for each in param_sets for own in each.stack_states if own.kernels)
+        compiled = [own for each in param_sets for own in each.stack_states if each.execution(own).compiled]
+        kernels = sum(len(own.stack.grids) for own in compiled)
         lines.append(
             f"  compiled: steps of {kernels} parameters; not those of single numbers, nor of blocks cut from one"
         )

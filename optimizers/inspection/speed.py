@@ -13,8 +13,6 @@ from eigengraft.component import Component
 from eigengraft.errors import stage_name
 from eigengraft.numerics import has_fast_bfloat16
 
-from ..engine.entrywise.chunks import chunks_refused, worth_chunks
-from ..engine.entrywise.compiled import kernels_refused
 from ..engine.param_set import ParamSet
 from ..engine.stack_state import StackState
 from ..recipe.recipe import Recipe
@@ -32,16 +30,10 @@ def fallbacks(param_set: ParamSet) -> dict[int, tuple[str, ...]]:
 
 
 def _fallback(own: StackState, param_set: ParamSet, position: int) -> str | None:
-    plain = None if param_set.local[position].is_contiguous() else "it is not contiguous"
-    if own.rule.compile:
-        sent = "its updates are sent between ranks" if own.block_group is not None else None
-        reason = kernels_refused(own) or sent or plain
-        return None if reason is None else f"not compiled: {reason}"
-    if not worth_chunks(own):
-        return None
-    held = "an averaging or a constraint is in the recipe" if param_set.iterates else None
-    reason = chunks_refused(own) or held or plain
-    return None if reason is None else f"not in chunks: {reason}"
+    how, reason = param_set.execution(own), param_set.execution(own).reason
+    if reason is None and (how.chunks or how.entries) and not param_set.local[position].is_contiguous():
+        reason = "it is not contiguous"
+    return None if reason is None else f"{'not compiled' if own.rule.compile else 'not in chunks'}: {reason}"
 
 
 def slow_products(recipe: Recipe, devices: Iterable[torch.device]) -> Iterator[str]:

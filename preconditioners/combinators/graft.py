@@ -55,8 +55,7 @@ class Graft(Stage):
         if self.after:
             grafted = run_chain(self.after, state.scope("after_direction"), gradient, grafted, context)
             magnitude = run_chain(self.after, state.scope("after_magnitude"), gradient, magnitude, context)
-        if context.steps.min() >= self.start:
-            return grafted
-        if context.steps.max() < self.start:
-            return magnitude
+        began = context.reached(self.start)
+        if began is not None:
+            return grafted if began else magnitude
         return torch.where(per_block(context.step >= self.start, mapped), grafted, magnitude)

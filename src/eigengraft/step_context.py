@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from .errors import ContractError
 from .numerics import cached_tensors, per_block
 from .slots import State
 from .state_key import StateKey
+
+_OF_A_STEP = frozenset({"steps", "phases", "param_ids", "seeds"})
+"""Fields that are of one step or one stack, which a program that is traced for many must not read."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class StepContext:
     rotation: the gradient in the stage's own basis, for a stage whose `rotation` makes one.
     due: spans of these rows whose refresh is due, by the id of the stage, so that each cadence is asked once a step.
     numbers: gives numbers that are functions of a step while a chain is traced, 0-d; None: they are computed.
+    asked_updates: updates that `reached` was asked for while a chain is traced.
     sums: adds numbers `[N]` over the blocks of each parameter; None: no stage of the update takes sums.
     """
 
@@ -77,6 +81,24 @@ class StepContext:
     due: dict[int, Sequence[tuple[int, int, bool]]] = field(default_factory=dict, init=False, repr=False, compare=False)
     numbers: Callable[[Callable[[Tensor], Tensor]], Tensor] | None = None
     sums: Callable[[Tensor], Tensor] | None = None
+    asked_updates: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse what a program may not hold, in a context that it is traced through."""
+        if name in _OF_A_STEP and self.__dict__.get("numbers") is not None:
+            raise ContractError(f"`context.{name}` is read, which a compiled program would keep from one step on")
+        raise AttributeError(f"a StepContext has no attribute '{name}'")
+
+    def reached(self, update: int) -> bool | None:
+        """Return whether blocks are at this update or past it: True for all, False for none, None for some.
+
+        A compiled program is of steps in which all blocks have reached every update that is asked for.
+        """
+        if self.numbers is not None:
+            self.asked_updates.append(update)
+            return True
+        past = self.steps >= update
+        return True if past.all() else None if past.any() else False
 
     @cached_property
     def uniform(self) -> int | None:

@@ -28,8 +28,8 @@ def fake_mode(x: object) -> FakeTensorMode | None:
 
 
 def has_values(x: Tensor) -> bool:
-    """Whether a tensor has numbers, as all but fake tensors have."""
-    return not isinstance(x, FakeTensor)
+    """Whether a tensor has numbers, as all have but fake tensors and those of a program that is being traced."""
+    return not isinstance(x, FakeTensor) and active_fake_mode() is None
 
 
 def active_fake_mode() -> FakeTensorMode | None:

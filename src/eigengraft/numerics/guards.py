@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+
+from .fake_tensors import has_values
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -24,7 +25,7 @@ def may_branch_on_values(x: Tensor) -> bool:
 
     A device is waited for, a traced graph breaks, and a fake tensor has no values.
     """
-    return x.is_cpu and not isinstance(x, FakeTensor) and not torch.compiler.is_compiling()
+    return x.is_cpu and has_values(x) and not torch.compiler.is_compiling()
 
 
 def per_block(values: Tensor, like: Tensor) -> Tensor:
