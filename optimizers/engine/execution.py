@@ -86,8 +86,10 @@ class Execution:
         return found
 
 
-def choose(own: StackState, recipe: Recipe, stored: Iterable[torch.dtype]) -> Execution:
-    """Choose how a stack runs; stored: dtypes of its parameters.
+def choose(own: StackState, recipe: Recipe, stored: Iterable[torch.dtype], shared: bool) -> Execution:
+    """Choose how a stack runs.
+
+    stored: dtypes of its parameters. shared: whether stages take sums over parameters of several stacks.
 
     Raises ValueError for a compiled program that cannot be traced, RuntimeError where no compiler is found.
     """
@@ -99,6 +101,8 @@ def choose(own: StackState, recipe: Recipe, stored: Iterable[torch.dtype]) -> Ex
             return Execution(reason="a single number would need a kernel of its own")
         rule = own.rule
         decay = rule.weight_decay if isinstance(rule, Route) and rule.weight_decay is not None else recipe.weight_decay
+        if shared:
+            return Execution(reason="stages take sums over parameters, of which other stacks hold blocks too")
         if apart is None:
             return Execution(entries={dtype: _entry_program(own, decay, dtype) for dtype in stored})
         return Execution(blocks=_block_program(own, decay))
@@ -139,8 +143,6 @@ def _require_traceable(own: StackState) -> None:
             raise ValueError(f"{at}compile: {path} asks for the signal '{name}', which no compiled program takes")
     for name, _ in schedules(own.rule):
         raise ValueError(f"{at}compile: {at}{name} is scheduled, and a compiled program would keep its first value")
-    if own.spans:
-        raise ValueError(f"{at}compile: a stage takes sums over parameters, which lie in several stacks")
 
 
 _SHAPES_OF_SIGNALS: Mapping[str, Callable[[StackState], tuple[int, ...]]] = {
@@ -177,6 +179,7 @@ def _block_program(own: StackState, decay: WeightDecay) -> Program:
             decay if own.adds_decay else None,
             own.step_sizes,
             signals,
+            len({*own.stack.matrix_ids.tolist()}) if own.spans else None,
         )
     )
 
@@ -189,7 +192,7 @@ def _block_inputs(program: Program, step: StackStep) -> list[Tensor] | None:
     own, context = step.blocks.stack_state, step.context
     if step.blocks.places is not None or step.mask is not None or own.watched or context.uniform is None:
         return None
-    if context.uniform < program.began or any(stage.due(context) for _, stage in own.rule.stages()):
+    if not program.suits(context.steps) or any(stage.due(context) for _, stage in own.rule.stages()):
         return None
     source = program.source
     assert isinstance(source, BlockProgram)
@@ -198,6 +201,8 @@ def _block_inputs(program: Program, step: StackStep) -> list[Tensor] | None:
     like = step.gradient
     inputs = [like, *own.tensors.values(), *(_as_tensor(context.signals[name], like) for name in source.signals)]
     inputs += [own.seeds_there, torch.full_like(own.seeds_there, context.uniform)]
+    if source.parameters is not None:
+        inputs.append(own.parameter_places)
     if own.lr_factors is not None:
         inputs.append(own.lr_factors)
     if source.decay is not None:

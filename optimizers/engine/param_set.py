@@ -76,8 +76,11 @@ class ParamSet:
         for number, own in enumerate(self.stack_states):
             own.number = number
         stored = [{specs[position].dtype for position, _ in own.stack.grids} for own in self.stack_states]
-        self.executions = [choose(own, recipe, held) for own, held in zip(self.stack_states, stored, strict=True)]
         self._together = sharing_sums(self.stack_states)
+        shared = {own.number for together in self._together if len(together) > 1 for own in together}
+        self.executions = [
+            choose(own, recipe, held, own.number in shared) for own, held in zip(self.stack_states, stored, strict=True)
+        ]
         constraints, paths = {at: rule.constraints for at, rule in self.updates.items()}, [spec.path for spec in specs]
         squaring = {path for path, update in self.updates.items() if update.squares()}
         self._linear = np.array([spec.path not in squaring for spec in specs], dtype=np.bool_)

@@ -30,7 +30,7 @@ from .stack_state import ActiveBlocks, StackState
 _T = TypeVar("_T")
 ChainName = Literal["update", "after_decay"]
 _LOOKED_AT = 3
-"""Updates of a block whose direction is looked at for inf and nan: what a stage does wrong, it does from the start."""
+"""Number of the first updates of a block whose direction is checked for inf and nan."""
 StateOf = Callable[[ChainName], State]
 """The state that a chain of the update reads and writes in one call."""
 
@@ -57,6 +57,22 @@ def direction(
     return run_chain(update.after_decay, state_of("after_decay"), gradient, found, context)
 
 
+def require_finite(found: Tensor, gradient: Tensor, path: str, context: StepContext) -> None:
+    """Raise ContractError if directions of the first updates hold inf or nan where gradients do not.
+
+    Later updates are not looked at: what a stage does wrong, it does from the start.
+    """
+    if context.steps.min() > _LOOKED_AT or not has_values(found):
+        return
+    bad = ~found.flatten(1).isfinite().all(1) & gradient.flatten(1).isfinite().all(1)
+    if bad.any():
+        raise ContractError(
+            f"{path}: the directions of {int(bad.sum())} of {len(bad)} blocks of shape "
+            f"{list(found.shape[1:])} hold inf or nan, though their gradients are finite; no parameter has got them. "
+            "With checked=True the error names the stage that made them"
+        )
+
+
 def move(
     update: Update,
     state_of: StateOf,
@@ -74,7 +90,10 @@ def move(
     gradient = entries[1].to(dtype)
     if scale.decay.in_gradient:
         gradient = decayed_gradient(gradient, parameter.to(dtype), scale)
-    write([parameter], [direction(update, state_of, gradient, context, factors)], scale)
+    found = direction(update, state_of, gradient, context, factors)
+    if context.numbers is None:  # a traced program looks at nothing
+        require_finite(found, gradient, state_of("update").path, context)
+    write([parameter], [found], scale)
 
 
 def add_decay(
@@ -131,8 +150,7 @@ class StackStep:
         factors = own.lr_factors if own.lr_factors is None or rows is None else own.lr_factors[rows]
         decay = None if self.decaying is None else self._add_decay
         found = direction(own.rule, self.state, self.gradient, self.context, factors, decay)
-        if self.context.steps.min() <= _LOOKED_AT and has_values(found):
-            self._require_finite(found)
+        require_finite(found, self.gradient, self.state("update").path, self.context)
         return found
 
     def _add_decay(self, found: Tensor) -> Tensor:
@@ -143,16 +161,6 @@ class StackStep:
             return self.rates.map_rows(own.path, ids, plus_decay, parameters, found)
 
         return add_decay(found, self.decaying, self.state("update"), own.step_sizes, scaled)
-
-    def _require_finite(self, found: Tensor) -> None:
-        """Raise ContractError for a direction with inf or nan of gradients without."""
-        bad = ~found.flatten(1).isfinite().all(1) & self.gradient.flatten(1).isfinite().all(1)
-        if bad.any():
-            raise ContractError(
-                f"{self.blocks.stack_state.path or 'update'}: the directions of {int(bad.sum())} of {len(bad)} blocks "
-                f"of shape {list(found.shape[1:])} hold inf or nan, though their gradients are finite; the parameters "
-                "were left as they were. With checked=True the error names the stage that made them"
-            )
 
     def note_failures(self, tolerated: int) -> None:
         """Ask, after a refresh, which roots or bases have failed more often in a row than tolerated."""

@@ -143,6 +143,12 @@ class StackState:
         return self.checks is not None or self.step_watch is not None
 
     @cached_property
+    def parameter_places(self) -> Tensor:
+        """`[N]` on the device of the stack, the place of each block's matrix among those of the stack."""
+        index = np.unique(self.stack.matrix_ids, return_inverse=True)[1].astype(np.int64)
+        return torch.from_numpy(index).to(self.stack.device)
+
+    @cached_property
     def seeds_there(self) -> Tensor:
         """`seeds` on the device of the stack."""
         return torch.from_numpy(self.seeds).to(self.stack.device)

@@ -11,19 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from eigengraft.blocking.parameter_sums import sums_over
 from eigengraft.component import Component
-from eigengraft.errors import warn_user
+from eigengraft.errors import ContractError, warn_user
 from eigengraft.slots import EncodedSlot, State, Storage
 from eigengraft.state_key import StateKey
-from eigengraft.step_context import StepContext
+from eigengraft.step_context import LATE, Question, StepContext
 
 from ..apply.weight_decay import StepScale, WeightDecay
 from ..recipe.recipe import Update
@@ -70,10 +72,10 @@ class Source(Protocol):
     def samples(self) -> list[Tensor]:
         """Tensors like the inputs that a step has, without the numbers that stages ask for."""
 
-    def run(self, tensors: Sequence[Tensor], ask: Ask, began: list[int]) -> tuple[Tensor, ...]:
+    def run(self, tensors: Sequence[Tensor], ask: Ask, questions: list[Question]) -> tuple[Tensor, ...]:
         """One step; tensors: as of `samples`; ask: gives the numbers that stages ask for.
 
-        began: is given the updates that stages ask whether blocks have reached.
+        questions: is given those that stages ask of the steps of blocks.
         """
 
 
@@ -109,13 +111,13 @@ class EntryProgram:
         numbers = numbers_of(WriteNumbers(*[0.0] * len(WriteNumbers._fields)), self.dtype, self.device)
         return [*(torch.zeros(shape, dtype=own, device=self.device) for own in dtypes), *numbers]
 
-    def run(self, tensors: Sequence[Tensor], ask: Ask, began: list[int]) -> tuple[Tensor, ...]:
+    def run(self, tensors: Sequence[Tensor], ask: Ask, questions: list[Question]) -> tuple[Tensor, ...]:
         parameter, gradient, *rest = tensors
         held = dict(zip(self.keys, rest, strict=False))
         lr, shrink, alpha, rate, factor = rest[len(held) :][: len(WriteNumbers._fields)]
         scale = StepScale(lr, alpha, self.decay, rate, shrink)
         state = State(held, tuple(parameter.shape[1:]), self.path)
-        move(self.update, state.scope, (parameter, gradient), tracing_context(ask, began), scale, factor)
+        move(self.update, state.scope, (parameter, gradient), tracing_context(ask, questions), scale, factor)
         return ()
 
 
@@ -131,6 +133,7 @@ class BlockProgram:
     decay: weight decay that is added to directions; None: the write decays.
     sizes: slots by which that decay is multiplied.
     signals: shape and dtype of the signals that stages ask for, by name.
+    parameters: number of parameters that the blocks are of, if stages take sums over each; None: they take none.
     """
 
     update: Update
@@ -145,30 +148,35 @@ class BlockProgram:
     decay: WeightDecay | None
     sizes: tuple[StateKey, ...]
     signals: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    parameters: int | None = None
     symbolic = False
 
     def same(self) -> tuple[Any, ...]:
         decay = None if self.decay is None else self.decay.model_dump_json()
         coded = tuple((key, _json(how.codec), how.slot, how.dtype) for key, how in self.encoded.items())
         tensors = tuple(self.slots.items()), tuple(self.signals.items())
-        kind = (self.block, self.blocks, self.dtype, self.device, self.widths, self.sizes)
+        kind = (self.block, self.blocks, self.dtype, self.device, self.widths, self.sizes, self.parameters)
         return (_chains(self.update), self.path, decay, coded, *tensors, *kind)
 
     def samples(self) -> list[Tensor]:
         shapes = [((self.blocks, *self.block), self.dtype), *self.slots.values(), *self.signals.values()]
         shapes += [((self.blocks,), torch.int64)] * 2  # seeds and steps
+        shapes += [((self.blocks,), torch.int64)] * (self.parameters is not None)
         shapes += [((self.blocks,), self.dtype)] * self.widths
         if self.decay is not None:
             shapes += [((self.blocks, *self.block), self.dtype), ((), self.dtype)]
         return [torch.zeros(shape, dtype=dtype, device=self.device) for shape, dtype in shapes]
 
-    def run(self, tensors: Sequence[Tensor], ask: Ask, began: list[int]) -> tuple[Tensor, ...]:
+    def run(self, tensors: Sequence[Tensor], ask: Ask, questions: list[Question]) -> tuple[Tensor, ...]:
         given = iter(tensors)
         gradient, held = next(given), {name: next(given) for name in self.slots}
         signals = {name: next(given) for name in self.signals}
         seeds, steps = next(given), next(given)
+        index = None if self.parameters is None else next(given)
         factors = next(given) if self.widths else None
-        context = tracing_context(ask, began, signals, steps)
+        context = tracing_context(ask, questions, signals, steps)
+        if index is not None and self.parameters is not None:
+            context = context.with_sums(partial(sums_over, index, self.parameters))
         state = State(held, self.block, self.path, storage=Storage(self.encoded, seeds, steps))
         decay = None
         if self.decay is not None:
@@ -196,7 +204,7 @@ def numbers_of(values: Sequence[float], dtype: torch.dtype, device: torch.device
 
 
 def tracing_context(
-    ask: Ask, began: list[int], signals: Mapping[str, Tensor] | None = None, steps: Tensor | None = None
+    ask: Ask, questions: list[Question], signals: Mapping[str, Tensor] | None = None, steps: Tensor | None = None
 ) -> StepContext:
     """Return a context of a step without a refresh that has no numbers of its own.
 
@@ -207,7 +215,7 @@ def tracing_context(
     )
     for name in ("steps", "phases", "param_ids", "seeds"):
         del context.__dict__[name]
-    context.__dict__["asked_updates"] = began
+    context.__dict__["questions"] = questions
     context.__dict__["due"] = _NothingDue()
     if steps is not None:
         context.__dict__["step"] = steps
@@ -229,28 +237,35 @@ class Program:
     """A traced program, and the numbers that it asks for in each step.
 
     asked: numbers that the stages ask for, in their order.
-    began: the largest update before which stages do something else than later on; the program is of updates from it on.
+    questions: questions of stages, whose answers late in the run the program was traced with.
     """
 
     source: Source
     asked: list[NumberOfStep] = field(default_factory=list, init=False)
-    began: int = field(default=1, init=False)
+    questions: list[Question] = field(default_factory=list, init=False)
     _table: tuple[int, list[tuple[Tensor, ...]]] | None = field(default=None, init=False)
     _writes: dict[WriteNumbers, list[Tensor]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        began = list[int]()
-        with FakeTensorMode() as fake:  # decisions on values are those of the trace
-            self.source.run([fake.from_tensor(sample) for sample in self.source.samples()], self._learn, began)
-        self.began = max(began, default=1)
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake:  # decisions on values are those of the trace
+            samples = [fake.from_tensor(sample) for sample in self.source.samples()]
+            self.source.run(samples, self._learn, self.questions)
+        if any(
+            isinstance(number(torch.ones((), dtype=torch.float64, device="cpu")), FakeTensor) for number in self.asked
+        ):
+            raise ContractError("a function of the step alone is required for `context.per_block`, got one of a signal")
+
+    def suits(self, steps: NDArray[np.int64]) -> bool:
+        """Return whether the program is of these steps, which are all the same."""
+        return all(question(steps)[0] == question(LATE)[0] for question in self.questions)
 
     def _learn(self, number: NumberOfStep) -> Tensor:
         self.asked.append(number)
         return number(torch.ones((), dtype=torch.float64, device="cpu"))
 
     @cached_property
-    def compiled(self) -> Compiled:
-        """The compiled program, of tensors as of `Source.samples` and the numbers that the stages ask for."""
+    def graph(self) -> torch.fx.GraphModule:
+        """The traced program, of tensors as of `Source.samples` and the numbers that the stages ask for."""
         samples = self.samples()
         first = len(samples) - len(self.asked)
 
@@ -258,7 +273,18 @@ class Program:
             numbers: Iterator[Tensor] = iter(tensors[first:])
             return self.source.run(tensors[:first], lambda number: next(numbers), [])
 
-        return generate(step, samples, self.source.symbolic)
+        return trace(step, samples, self.source.symbolic)
+
+    @cached_property
+    def compiled(self) -> Compiled:
+        """The compiled program, of the same tensors."""
+        try:
+            compiled = generate(self.graph, self.source.symbolic)
+            compiled(self.samples())
+        except Exception as error:
+            path = f"{self.source.path}.compile".lstrip(".")
+            raise RuntimeError(f"{path}: a C++ compiler for torch.compile is required, got {error}") from error
+        return compiled
 
     def samples(self) -> list[Tensor]:
         """Tensors like all inputs of the program."""
@@ -283,43 +309,39 @@ class Program:
             self._writes[write] = numbers_of(write, self.source.dtype, self.source.device)
         return self._writes[write]
 
-    def warm(self) -> None:
-        """Compile. Raises RuntimeError where no compiler is found."""
-        try:
-            self.compiled(self.samples())
-        except Exception as error:
-            path = f"{self.source.path}.compile".lstrip(".")
-            raise RuntimeError(f"{path}: a C++ compiler for torch.compile is required, got {error}") from error
-
 
 _PROGRAMS: dict[tuple[Any, ...], Program] = {}
 
 
 def program_of(source: Source) -> Program:
-    """Return the compiled program of a source; equal ones are compiled once in a process."""
+    """Return the compiled program of a source; equal ones are compiled once in a process.
+
+    Raises ValueError for what cannot be traced, RuntimeError where no compiler is found.
+    """
     same = (type(source), source.same())
     if same not in _PROGRAMS:
-        program = Program(source)
-        program.warm()
+        try:
+            program = Program(source)
+            assert program.graph is not None
+        except Exception as error:
+            path = f"{source.path}.compile".lstrip(".")
+            raise ValueError(f"{path}: the steps of this update cannot be traced: {error}") from error
+        assert program.compiled is not None
         _PROGRAMS[same] = program
     return _PROGRAMS[same]
 
 
-def generate(step: Callable[..., Sequence[Tensor]], samples: Sequence[Tensor], symbolic: bool) -> Compiled:
-    """Compile a step of tensors that writes into some of them.
-
-    samples: tensors of the dtypes and shapes that the step will get.
-    symbolic: whether the length of their only long axis may be another in each call.
+def generate(graph: torch.fx.GraphModule, symbolic: bool) -> Compiled:
+    """Compile a traced program; symbolic: whether the length of its long axis may be another in each call.
 
     A call takes 4 us, where the guards of torch.compile take ten times as long (measured). Where this version of
     torch has other inner functions, it is torch.compile's code, with a warning.
     """
-    traced = trace(step, samples, symbolic)
     try:
-        return _without_guards(traced)
+        return _without_guards(graph)
     except (ImportError, AttributeError, TypeError, AssertionError) as error:
         warn_user(f"compile: torch {torch.__version__} is called with its guards, which take longer ({error!r})")
-        guarded = torch.compile(lambda *tensors: traced(*tensors), dynamic=symbolic, fullgraph=True)
+        guarded = torch.compile(lambda *tensors: graph(*tensors), dynamic=symbolic, fullgraph=True)
         return lambda tensors: guarded(*tensors)
 
 

@@ -55,7 +55,7 @@ class Graft(Stage):
         if self.after:
             grafted = run_chain(self.after, state.scope("after_direction"), gradient, grafted, context)
             magnitude = run_chain(self.after, state.scope("after_magnitude"), gradient, magnitude, context)
-        began = context.reached(self.start)
-        if began is not None:
+        began = context.holds(lambda steps: steps >= self.start)
+        if isinstance(began, bool):
             return grafted if began else magnitude
         return torch.where(per_block(context.step >= self.start, mapped), grafted, magnitude)

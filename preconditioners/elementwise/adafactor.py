@@ -94,11 +94,6 @@ class RelativeStep(Stage):
         rms = context.tensor("parameter_rms", direction)
         scale = rms.clamp_min(self.floor).reshape(-1, *[1] * (direction.ndim - 1))
         if self.decay:
-            lr = context.signal("lr")
-            scale = scale * context.per_block(
-                lambda step: (1 / (torch.as_tensor(lr, dtype=step.dtype, device=step.device) * step.sqrt())).clamp_max(
-                    1.0
-                ),
-                scale,
-            )
+            root = context.per_block(torch.sqrt, scale)
+            scale = scale * (1 / (context.signal("lr") * root)).clamp_max(1.0)
         return direction * scale

@@ -64,7 +64,7 @@ class Dion(Stage):
 
     def _started(self, q: Tensor, context: StepContext) -> Tensor:
         """Q, random in blocks that are updated for the first time."""
-        if context.steps.min() > 1:
+        if context.holds(lambda steps: steps > 1) is True:
             return q
         seeds = torch.from_numpy(context.seeds).to(q.device)
         fresh = noise.normal(seeds, context.step, tuple(q.shape[1:]), q.dtype, START)

@@ -139,10 +139,10 @@ class Statistic(Schedulable, ABC, family="statistic"):
         """Accumulate the contributions of x `[N, *block]` to some axes; all are computed before any factor changes."""
         now = None
         if self.interval > 1:
-            due = (context.steps <= 1) | ((context.steps - 1) % self.interval == 0)
-            if not due.any():
+            due = context.holds(lambda steps: (steps <= 1) | ((steps - 1) % self.interval == 0))
+            if due is False:
                 return
-            now = None if due.all() else torch.from_numpy(due).to(device=x.device, dtype=x.dtype)
+            now = None if due is True else torch.from_numpy(due).to(device=x.device, dtype=x.dtype)
         contributions = self.contributions(state, x, axes, powers, context)
         for axis, contribution in zip(axes, contributions, strict=True):
             factor = state[f"factor.{axis}"]

@@ -21,6 +21,11 @@ from .state_key import StateKey
 _OF_A_STEP = frozenset({"steps", "phases", "param_ids", "seeds"})
 """Fields that are of one step or one stack, which a program that is traced for many must not read."""
 
+Question = Callable[[NDArray[np.int64]], NDArray[np.bool_]]
+"""Steps `[N]` -> whether something holds at each, `[N]`."""
+LATE = np.array([1_000_003], dtype=np.int64)
+"""The step that answers questions while a program is traced: late, and no multiple of an interval above 1."""
+
 
 @dataclass(frozen=True)
 class Rotation:
@@ -64,7 +69,7 @@ class StepContext:
     rotation: the gradient in the stage's own basis, for a stage whose `rotation` makes one.
     due: spans of these rows whose refresh is due, by the id of the stage, so that each cadence is asked once a step.
     numbers: gives numbers that are functions of a step while a chain is traced, 0-d; None: they are computed.
-    asked_updates: updates that `reached` was asked for while a chain is traced.
+    questions: questions that `holds` was asked while a chain is traced.
     sums: adds numbers `[N]` over the blocks of each parameter; None: no stage of the update takes sums.
     """
 
@@ -81,7 +86,7 @@ class StepContext:
     due: dict[int, Sequence[tuple[int, int, bool]]] = field(default_factory=dict, init=False, repr=False, compare=False)
     numbers: Callable[[Callable[[Tensor], Tensor]], Tensor] | None = None
     sums: Callable[[Tensor], Tensor] | None = None
-    asked_updates: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
+    questions: list[Question] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __getattr__(self, name: str) -> Any:
         """Refuse what a program may not hold, in a context that it is traced through."""
@@ -89,16 +94,17 @@ class StepContext:
             raise ContractError(f"`context.{name}` is read, which a compiled program would keep from one step on")
         raise AttributeError(f"a StepContext has no attribute '{name}'")
 
-    def reached(self, update: int) -> bool | None:
-        """Return whether blocks are at this update or past it: True for all, False for none, None for some.
+    def holds(self, question: Question) -> bool | NDArray[np.bool_]:
+        """Return whether something holds at the steps of the blocks: True for all, False for none, else `[N]`.
 
-        A compiled program is of steps in which all blocks have reached every update that is asked for.
+        question: steps `[N]` -> whether it holds, `[N]`. A compiled program is of the steps that answer every question
+        as one late in the run does: other steps run as they are.
         """
         if self.numbers is not None:
-            self.asked_updates.append(update)
-            return True
-        past = self.steps >= update
-        return True if past.all() else None if past.any() else False
+            self.questions.append(question)
+            return bool(question(LATE)[0])
+        found = question(self.steps)
+        return bool(found[0]) if found.all() or not found.any() else found
 
     @cached_property
     def uniform(self) -> int | None:

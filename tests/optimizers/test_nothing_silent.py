@@ -136,7 +136,7 @@ class TestReplacedParameters:
         optimizer.step()
 
 
-def test_what_an_outside_stage_returns_is_looked_at_before_it_is_written(registry: None) -> None:
+def test_a_direction_that_is_not_finite_is_not_written(registry: None) -> None:
     class Broken(Stage):
         """nan  from the second step on."""
 
@@ -151,8 +151,7 @@ def test_what_an_outside_stage_returns_is_looked_at_before_it_is_written(registr
     optimizer.step()
     before = copy.deepcopy(model.state_dict())
     backward(model)
-    message = r"^update\.broken: finite directions are required, got .* inf or nan from finite gradients"
-    with pytest.raises(ContractError, match=message):
+    with pytest.raises(ContractError, match=r"^update: .* 1 of 1 blocks of shape \[5, 4\]"):
         optimizer.step()
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 

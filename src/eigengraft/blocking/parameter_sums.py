@@ -72,8 +72,15 @@ def _sums(values: Sequence[Tensor], param_ids: Sequence[NDArray[np.int64]]) -> S
     added = values[0] if len(values) == 1 else torch.cat(list(values))
     ids = param_ids[0] if len(param_ids) == 1 else np.concatenate(param_ids)
     parameters, index = _index(ids.tobytes(), added.device)
-    sums = added.new_zeros(parameters).index_add_(0, index, added)[index]
-    return torch.split(sums, [len(own) for own in values])
+    return torch.split(sums_over(index, parameters, added), [len(own) for own in values])
+
+
+def sums_over(index: Tensor, parameters: int, values: Tensor) -> Tensor:
+    """Return for each block the sum of `values` `[N]` over the blocks of its parameter.
+
+    index: `[N]`, the place of each block's parameter among so many `parameters`.
+    """
+    return values.new_zeros(parameters).index_add_(0, index, values)[index]
 
 
 @cached_tensors(maxsize=256)

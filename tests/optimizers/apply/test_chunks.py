@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from eigengraft import Optimizer
-from eigengraft.optimizers.engine.entrywise import chunks
+from eigengraft.optimizers.engine import execution, program
+from eigengraft.optimizers.engine.execution import Execution
 
 from ...trajectories import normal
 
@@ -24,15 +25,15 @@ RECIPES: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 320 entries are taken in three chunks."""
-    monkeypatch.setattr(chunks, "_LEAST", 1)
-    monkeypatch.setattr(chunks, "CHUNK_ENTRIES", 128)
+    monkeypatch.setattr(execution, "_LEAST", 1)
+    monkeypatch.setattr(execution, "CHUNK_ENTRIES", 128)
 
 
 @pytest.fixture
 def moved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Entries of every chunk that was moved."""
-    found, write = list[int](), chunks.write
-    monkeypatch.setattr(chunks, "write", lambda p, u, scale: (found.append(p[0].numel()), write(p, u, scale)))
+    found, write = list[int](), program.write
+    monkeypatch.setattr(program, "write", lambda p, u, scale: (found.append(p[0].numel()), write(p, u, scale)))
     return found
 
 
@@ -44,8 +45,8 @@ def run(recipe: Any, dtype: torch.dtype, in_chunks: bool, given: Callable[[int, 
     """Parameters after four steps; given: whether a parameter has a gradient in a step."""
     held = parameters(dtype)
     optimizer = Optimizer([(f"p{i}", p) for i, p in enumerate(held)], recipe, lr=0.01, weight_decay=0.1)
-    for own in optimizer.stack_states():
-        own.chunked = None if in_chunks else False
+    for param_set in optimizer.param_sets if not in_chunks else ():
+        param_set.executions = [Execution()] * len(param_set.executions)
     for step in range(4):
         for i, parameter in enumerate(held):
             parameter.grad = normal(10, 32, seed=10 * step + i).to(dtype) if given(i, step) else None

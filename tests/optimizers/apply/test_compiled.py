@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from eigengraft import Optimizer, compose
-from eigengraft.optimizers.engine.entrywise import compiled, generated, kernels
+from eigengraft.optimizers.engine import execution, traced
 
 from ...trajectories import normal
 
@@ -32,13 +32,16 @@ def as_traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Kernels that run as they were traced; the number of entries of each call."""
     calls = list[int]()
 
-    def traced(step: Any, samples: list[Tensor]) -> Any:
-        graph = generated.trace(step, samples)
-        return lambda tensors: (calls.append(tensors[0].numel()), graph(*tensors))
+    def generate(graph: Any, symbolic: bool) -> Any:
+        def run(tensors: list[Tensor]) -> Any:
+            calls.append(tensors[0].numel())
+            return graph(*tensors)
 
-    monkeypatch.setattr(kernels, "generate", traced)
-    monkeypatch.setattr(kernels, "_KERNELS", {})
-    monkeypatch.setattr(compiled, "_SMALL", 20)
+        return run
+
+    monkeypatch.setattr(traced, "generate", generate)
+    monkeypatch.setattr(traced, "_PROGRAMS", {})
+    monkeypatch.setattr(execution, "_SMALL", 20)
     return calls
 
 
@@ -91,7 +94,7 @@ def test_parameters_in_bfloat16_are_rounded_once(as_traced: list[int]) -> None:
 def test_equal_updates_are_traced_once(as_traced: list[int]) -> None:
     for _ in range(2):
         Optimizer([nn.Parameter(normal(3, 4, seed=0))], {"base": "adamw", "compile": True})
-    assert len(kernels._KERNELS) == 1
+    assert len(traced._PROGRAMS) == 1
 
 
 def test_small_equal_parameters_take_one_call(as_traced: list[int]) -> None:
@@ -106,25 +109,23 @@ def test_small_equal_parameters_take_one_call(as_traced: list[int]) -> None:
 
 def test_numbers_of_a_step_do_not_depend_on_the_steps_before() -> None:
     """A run that goes on from a checkpoint has the bits of one that was never stopped."""
-    source = kernels.KernelSource(
-        *_adamw(), (64, 64), ("update.momentum/m", "update.rms/v"), torch.float64, torch.float64
-    )
-    write = kernels.WriteNumbers(0.01, 0.999, 0.1, 0.0, 1.0)
-    going = kernels.Kernel(source)
+    source = _adamw(torch.float64)
+    write = traced.WriteNumbers(0.01, 0.999, 0.1, 0.0, 1.0)
+    going = traced.Program(source)
     for step in (1, 2, 63, 64, 65, 1000):
-        found = torch.stack(going.numbers(step, write))
-        assert torch.equal(found, torch.stack(kernels.Kernel(source).numbers(step, write)))
+        found = torch.stack(execution._numbers(going, step, write))
+        assert torch.equal(found, torch.stack(execution._numbers(traced.Program(source), step, write)))
         # 1 - b^t loses up to four digits of float64 where b = 0.999 and t = 1
         wanted = torch.tensor([*write, 1 - 0.9**step, (1 - 0.999**step) ** 0.5], dtype=torch.float64)
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
 
 
 def test_other_inner_functions_of_torch_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generated, "_without_guards", lambda traced: traced.no_such_function)
+    monkeypatch.setattr(traced, "_without_guards", lambda graph: graph.no_such_function)
     monkeypatch.setattr(torch, "compile", lambda step, **options: step)
     tensor = torch.ones(1, 8)
     with pytest.warns(UserWarning, match="is called with its guards, which take longer .*no_such_function"):
-        double = generated.generate(lambda x: (x.mul_(2),), [tensor])
+        double = traced.generate(traced.trace(lambda x: (x.mul_(2),), [tensor], True), True)
     double([tensor])
     assert torch.equal(tensor, torch.full((1, 8), 2.0))
 
@@ -132,21 +133,21 @@ def test_other_inner_functions_of_torch_are_told_of(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("recipe", "got"),
     [
-        ({"base": "soap"}, "update.eigenbasis, which mixes entries"),
-        ({"base": "adamw", "constraints": ["radius_pin"]}, "constraints"),
-        ({"base": "adamw", "averaging": "ema"}, "averaging"),
-        ({"base": "adamw", "storage": {"second_moment": "int8"}}, "storage of update.rms/v"),
+        ({"base": "ademamix"}, "update.sum.paths.slow.weight is scheduled"),
+        ({"base": "newton_muon"}, "update.inputs asks for the signal 'activation_gram'"),
     ],
 )
-def test_what_is_no_kernel_is_refused(recipe: dict[str, Any], got: str) -> None:
-    with pytest.raises(ValueError, match=f"^compile: an update of entry-wise stages alone is required, got {got}"):
+def test_parts_that_a_program_would_freeze_are_refused(recipe: dict[str, Any], got: str) -> None:
+    with pytest.raises(ValueError, match=f"^compile: {got}"):
         Optimizer([("w", nn.Parameter(normal(64, 64, seed=0)))], {**recipe, "compile": True})
 
 
 def test_the_adam_route_of_a_recipe_is_compiled(as_traced: list[int]) -> None:
     model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 8))
     optimizer = compose("soap", model, overrides={"routes.adam.compile": True})
-    assert {own.path for own in optimizer.stack_states() if own.kernels} == {"routes.adam"}
+    assert {own.path for each in optimizer.param_sets for own in each.stack_states if each.execution(own).compiled} == {
+        "routes.adam"
+    }
     assert "  compiled: steps of 2 parameters;" in repr(optimizer)
 
 
@@ -154,7 +155,7 @@ def test_without_a_compiler_construction_says_so(as_traced: list[int], monkeypat
     def broken(*given: Any) -> None:
         raise OSError("no g++")
 
-    monkeypatch.setattr(kernels, "generate", broken)
+    monkeypatch.setattr(traced, "generate", broken)
     with pytest.raises(RuntimeError, match=r"^compile: a C\+\+ compiler for torch.compile is required, got no g\+\+"):
         Optimizer([nn.Parameter(normal(3, 4, seed=0))], {"base": "adamw", "compile": True})
 
@@ -163,19 +164,19 @@ def test_without_a_compiler_construction_says_so(as_traced: list[int], monkeypat
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_entries_do_not_depend_on_their_place(dtype: torch.dtype) -> None:
     """Slices of any length from anywhere have the bits that they have inside of the tensor."""
-    source = kernels.KernelSource(*_adamw(), (64, 64), ("update.momentum/m", "update.rms/v"), dtype, dtype)
-    kernel = kernels.kernel_of(source)
+    program = traced.program_of(_adamw(dtype))
     tensors = [normal(1, 4096, 1, seed=i).to(dtype).square() for i in range(4)]
-    numbers = kernel.numbers(3, kernels.WriteNumbers(0.01, 0.999, 0.1, 0.0, 1.0))
+    numbers = execution._numbers(program, 3, traced.WriteNumbers(0.01, 0.999, 0.1, 0.0, 1.0))
     whole = [tensor.clone() for tensor in tensors]
-    kernel.compiled([*whole, *numbers])
+    program.compiled([*whole, *numbers])
     for start in range(20):
         for length in (2, 3, 15, 16, 17, 31, 100, 1023):
             part = [tensor[:, start : start + length].clone() for tensor in tensors]
-            kernel.compiled([*part, *numbers])
+            program.compiled([*part, *numbers])
             assert all(torch.equal(a, b[:, start : start + length]) for a, b in zip(part, whole, strict=True))
 
 
-def _adamw() -> tuple[Any, str, Any]:
+def _adamw(dtype: torch.dtype) -> traced.EntryProgram:
     optimizer = Optimizer([nn.Parameter(torch.zeros(2, 2))], "adamw")
-    return optimizer.recipe, "", optimizer.recipe.weight_decay
+    recipe, keys = optimizer.recipe, ("update.momentum/m", "update.rms/v")
+    return traced.EntryProgram(recipe, "", recipe.weight_decay, 2, keys, dtype, dtype, torch.device("cpu"))
