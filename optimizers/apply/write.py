@@ -158,7 +158,7 @@ def write(
     put(tensors, wide, mask)
 
 
-def written(before: Tensor, update: Tensor, scale: StepScale) -> Tensor:
+def after_write(before: Tensor, update: Tensor, scale: StepScale) -> Tensor:
     """Return what `write` makes of a tensor in the dtype of its update, in a new tensor."""
     (after,) = copies([before], update.dtype)
     _write([after], [update], scale)

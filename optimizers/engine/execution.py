@@ -86,7 +86,7 @@ class Execution:
         return found
 
 
-def choose(own: StackState, recipe: Recipe, stored: Iterable[torch.dtype], shared: bool) -> Execution:
+def choose_execution(own: StackState, recipe: Recipe, stored: Iterable[torch.dtype], shared: bool) -> Execution:
     """Choose how a stack runs.
 
     stored: dtypes of its parameters. shared: whether stages take sums over parameters of several stacks.

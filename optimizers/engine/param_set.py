@@ -29,7 +29,7 @@ from ..sharding.placement import ParamSpec
 from ..sharding.rank_sync import RankSync
 from .block_groups import build
 from .exchange import BlockExchange, LocalExchange, Step, decay_source, find_signals
-from .execution import Execution, choose
+from .execution import Execution, choose_execution
 from .finite_check import FiniteCheck, GivenGradients
 from .program import StackStep, active_blocks, run_together, sharing_sums
 from .rank_exchange import RankExchange
@@ -78,9 +78,8 @@ class ParamSet:
         stored = [{specs[position].dtype for position, _ in own.stack.grids} for own in self.stack_states]
         self._together = sharing_sums(self.stack_states)
         shared = {own.number for together in self._together if len(together) > 1 for own in together}
-        self.executions = [
-            choose(own, recipe, held, own.number in shared) for own, held in zip(self.stack_states, stored, strict=True)
-        ]
+        own_dtypes = zip(self.stack_states, stored, strict=True)
+        self.executions = [choose_execution(own, recipe, held, own.number in shared) for own, held in own_dtypes]
         constraints, paths = {at: rule.constraints for at, rule in self.updates.items()}, [spec.path for spec in specs]
         squaring = {path for path, update in self.updates.items() if update.squares()}
         self._linear = np.array([spec.path not in squaring for spec in specs], dtype=np.bool_)

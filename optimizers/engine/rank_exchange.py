@@ -21,7 +21,7 @@ from eigengraft.numerics import compute_dtype
 
 from ..apply.parameter_update import EntryUpdates
 from ..apply.weight_decay import StepScale
-from ..apply.write import decayed_gradient, written
+from ..apply.write import after_write, decayed_gradient
 from ..recipe.recipe import Recipe
 from ..sharding.copy_check import CopyCheck
 from ..sharding.fingerprint import UsedGradients, step_numbers
@@ -161,10 +161,10 @@ class RankExchange:
         before = blocks.stack.gather(self.local.iterates.parameters)
         apart = state.adds_decay
 
-        def after_write(x: Tensor, update: Tensor, scale: StepScale) -> Tensor:
-            return written(x, update, scale.without_decay if apart else scale)
+        def move(x: Tensor, update: Tensor, scale: StepScale) -> Tensor:
+            return after_write(x, update, scale.without_decay if apart else scale)
 
-        after = step.rates.map_rows(state.path, blocks.stack.param_ids, after_write, before, direction)
+        after = step.rates.map_rows(state.path, blocks.stack.param_ids, move, before, direction)
         if step.mask is None:
             return after
         usable = step.mask[blocks.param_index]

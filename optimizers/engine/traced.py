@@ -25,7 +25,7 @@ from eigengraft.component import Component
 from eigengraft.errors import ContractError, warn_user
 from eigengraft.slots import EncodedSlot, State, Storage
 from eigengraft.state_key import StateKey
-from eigengraft.step_context import LATE, Question, StepContext
+from eigengraft.step_context import TYPICAL_STEP, Question, StepContext
 
 from ..apply.weight_decay import StepScale, WeightDecay
 from ..recipe.recipe import Update
@@ -50,7 +50,7 @@ class WriteNumbers(NamedTuple):
     factor: float
 
 
-class Source(Protocol):
+class ProgramSource(Protocol):
     """What a program is traced from."""
 
     @property
@@ -240,7 +240,7 @@ class Program:
     questions: questions of stages, whose answers late in the run the program was traced with.
     """
 
-    source: Source
+    source: ProgramSource
     asked: list[NumberOfStep] = field(default_factory=list, init=False)
     questions: list[Question] = field(default_factory=list, init=False)
     _table: tuple[int, list[tuple[Tensor, ...]]] | None = field(default=None, init=False)
@@ -257,7 +257,7 @@ class Program:
 
     def suits(self, steps: NDArray[np.int64]) -> bool:
         """Return whether the program is of these steps, which are all the same."""
-        return all(question(steps)[0] == question(LATE)[0] for question in self.questions)
+        return all(question(steps)[0] == question(TYPICAL_STEP)[0] for question in self.questions)
 
     def _learn(self, number: NumberOfStep) -> Tensor:
         self.asked.append(number)
@@ -265,7 +265,7 @@ class Program:
 
     @cached_property
     def graph(self) -> torch.fx.GraphModule:
-        """The traced program, of tensors as of `Source.samples` and the numbers that the stages ask for."""
+        """The traced program, of tensors as of `ProgramSource.samples` and the numbers that the stages ask for."""
         samples = self.samples()
         first = len(samples) - len(self.asked)
 
@@ -297,7 +297,7 @@ class Program:
         if self._table is None or self._table[0] != start:
             steps = torch.arange(start, start + _SPAN, dtype=torch.float64, device="cpu")
             columns = [number(steps).expand(_SPAN).to(self.source.dtype) for number in self.asked]
-            table = torch.stack(columns, 1) if columns else torch.zeros(_SPAN, 0, device="cpu")
+            table = torch.stack(columns, 1) if columns else torch.zeros(_SPAN, 0, dtype=self.source.dtype, device="cpu")
             rows = table.to(self.source.device, non_blocking=True).unbind()
             self._table = start, [row.unbind() if columns else () for row in rows]
         return self._table[1][step - start]
@@ -313,7 +313,7 @@ class Program:
 _PROGRAMS: dict[tuple[Any, ...], Program] = {}
 
 
-def program_of(source: Source) -> Program:
+def program_of(source: ProgramSource) -> Program:
     """Return the compiled program of a source; equal ones are compiled once in a process.
 
     Raises ValueError for what cannot be traced, RuntimeError where no compiler is found.

@@ -50,7 +50,7 @@ class Update(Component):
     constraints: Constraints = Field(default=(), description="what every step of a parameter is held to, in order")
     view: View = Field(default=Batches(), description="what is a matrix; default: batches, but not of convolutions")
     blocking: Blocking = Field(default=Blocking(), description="how matrices become blocks")
-    compile: bool = Field(default=False, description="an entry-wise chain and its write as one compiled kernel (CPU)")
+    compile: bool = Field(default=False, description="compile the steps of each kind of stack, by Inductor")
 
     def stages(self, path: str = "") -> Iterator[tuple[str, Any]]:
         """(dotted path, stage) of every stage, those inside other stages included."""

@@ -23,7 +23,7 @@ _OF_A_STEP = frozenset({"steps", "phases", "param_ids", "seeds"})
 
 Question = Callable[[NDArray[np.int64]], NDArray[np.bool_]]
 """Steps `[N]` -> whether something holds at each, `[N]`."""
-LATE = np.array([1_000_003], dtype=np.int64)
+TYPICAL_STEP = np.array([1_000_003], dtype=np.int64)
 """The step that answers questions while a program is traced: late, and no multiple of an interval above 1."""
 
 
@@ -102,7 +102,7 @@ class StepContext:
         """
         if self.numbers is not None:
             self.questions.append(question)
-            return bool(question(LATE)[0])
+            return bool(question(TYPICAL_STEP)[0])
         found = question(self.steps)
         return bool(found[0]) if found.all() or not found.any() else found
 

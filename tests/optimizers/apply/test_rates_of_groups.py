@@ -104,7 +104,7 @@ def test_large_parameters_have_the_rates_of_their_groups(decay: str) -> None:
         runs.append(make(declared(params, RATES[2:]), {"update": CHAIN, "weight_decay": decay}))
         for t in range(2):
             step(runs[-1], t)
-        assert all(state.chunked for state in runs[-1].stack_states())
+        assert all(how.chunks for param_set in runs[-1].param_sets for how in param_set.executions)
     assert [len(one.stack_states()) for one in runs] == [1, 2]
     assert same(*map(everything, runs))
 
