@@ -47,11 +47,15 @@ class Cadence(Component, ABC, family="cadence"):
         """Whether a block may be due at its update of that number; default: always. earliest: as in `due`."""
         return True
 
-    def waves(self, refreshes: float, at_once: int | None = None) -> int | None:
-        """In how many equal parts of a period blocks are due; None: in as many as it has steps.
+    @property
+    def spread(self) -> bool:
+        """Whether the blocks are due at different steps of a period, in waves that the field `at_once` declares."""
+        return False
+
+    def waves(self, refreshes: float) -> int | None:
+        """Return in how many equal parts of a period the blocks are due. None: in as many as it has steps.
 
         refreshes: work of all refreshes in a period, in units of the costliest one.
-        at_once: least work in one part, in the same unit; default: what the cadence says.
         """
         return None
 
@@ -117,9 +121,12 @@ class Every(Cadence):
         every = self.stagger == "cost" or (step - self.offset) % self.steps == 0
         return step == start or (step > start and every)
 
-    def waves(self, refreshes: float, at_once: int | None = None) -> int | None:
-        least = at_once or self.at_once
-        return None if least == 1 or self.stagger == "none" else max(1, min(self.steps, int(refreshes / least)))
+    @property
+    def spread(self) -> bool:
+        return self.stagger == "cost" and self.steps > 1
+
+    def waves(self, refreshes: float) -> int | None:
+        return max(1, min(self.steps, int(refreshes / self.at_once))) if self.spread and self.at_once > 1 else None
 
     def due(self, context: StepContext, earliest: int) -> Iterator[tuple[int, int, bool]]:
         start = self.start if self.start is not None else earliest

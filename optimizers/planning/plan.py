@@ -14,27 +14,30 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from eigengraft.chains import asking
+from eigengraft.distributed.balance import Balance, Loads
+from eigengraft.distributed.comm_plan import BlockGroup
 from eigengraft.distributed.layouts import Layout
-from eigengraft.distributed.ownership import Loads
+from eigengraft.numerics import compute_dtype
+from eigengraft.slots import Slot
 
 from ..engine.block_groups import divide
 from ..inspection.reached import require_expected
 from ..recipe.loading import RecipeSource, load_recipe
 from ..recipe.recipe import Recipe
 from ..recipe.routing import ParamInfo, describe_named
-from ..sharding.cost_model import common_interval
-from ..sharding.critical_path import Advice, advise
-from ..sharding.owners import Balance, assign_owners
+from ..sharding.owners import Advice, advise, assign_owners, block_cost, common_interval
 from ..sharding.phases import refresh_phases
 from ..sharding.placement import ParamPlacement, ParamSpec, place
-from .loads import count_owned, state_bytes
 from .step_traffic import step_traffic
 from .traffic import Traffic
 
 DataParallelKind = Literal["ddp", "fsdp2", "hsdp"]
 Floats = NDArray[np.float64]
 EFFICIENT = 0.9
-"""Efficiency below which a plan looks for a better number of refreshes at once."""
+"""Efficiency below which a plan looks for larger waves of refreshes."""
+STEP_COUNT = 8
+"""Bytes of the step count that every rank stores for each parameter."""
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
@@ -118,8 +121,8 @@ def plan(
     block_groups = [block_group for block_group, _ in divide(specs, recipe, phases, ranks)]
     return Plan(
         {spec.name: spec.placement for spec in specs if spec.placement is not None},
-        np.tile(sum((count_owned(one, ranks) for one in block_groups), np.zeros(ranks, dtype=np.int64)), groups),
-        np.tile(state_bytes(recipe, specs, block_groups, ranks), groups),
+        np.tile(sum((_count_owned(one, ranks) for one in block_groups), np.zeros(ranks, dtype=np.int64)), groups),
+        np.tile(_state_bytes(recipe, specs, block_groups, ranks), groups),
         np.tile(loads.work, groups),
         step_traffic(recipe, specs, block_groups, layouts, not _placements(mesh, parallel), groups),
         loads.interval,
@@ -191,3 +194,49 @@ def _placements(mesh: tuple[int, ...], parallel: DataParallelKind | Sequence[Pla
     if parallel != "ddp" and len(placements) != len(mesh):
         raise ValueError(f"mesh: {len(placements)} axes are required by {parallel}, got {mesh}")
     return placements
+
+
+def _count_owned(block_group: BlockGroup, ranks: int) -> NDArray[np.int64]:
+    """`[R]`, blocks of a block group that each rank owns."""
+    return np.bincount([block.owner for block in block_group.blocks], minlength=ranks).astype(np.int64)
+
+
+def _state_bytes(
+    recipe: Recipe, specs: Sequence[ParamSpec], block_groups: Sequence[BlockGroup], ranks: int
+) -> NDArray[np.int64]:
+    """`[R]`, bytes of owned blocks, of parameters updated in place, of iterates, and of all step counts."""
+    updates = recipe.updates()
+    state = np.full(ranks, STEP_COUNT * len(specs), dtype=np.int64)
+    for block_group in block_groups:
+        rule = updates[block_group.path]
+        cost = block_cost(rule, block_group.path, block_group.shape, block_group.dtype, recipe.storage)
+        state += cost.state * _count_owned(block_group, ranks)
+    found: dict[tuple[str, tuple[int, ...]], NDArray[np.int64]] = {}
+    for spec in specs:
+        key = spec.path, spec.shape  # parameters of one shape and update lie and are updated in one way
+        if key not in found:
+            found[key] = _local_bytes(recipe, spec)
+        state += found[key]
+    return state
+
+
+def _local_bytes(recipe: Recipe, spec: ParamSpec) -> NDArray[np.int64]:
+    """`[R]`, bytes that lie where a parameter's shards lie: iterates, and the state of an update in place."""
+    rule, computed, placement = recipe.updates()[spec.path], compute_dtype(spec.dtype), spec.placement
+    assert placement is not None
+
+    def size(shape: tuple[int, ...]) -> int:
+        kept = [constraint for constraint in rule.constraints if constraint.keeps(spec.dtype)]
+        slots = [slot for constraint in kept for slot in constraint.slots(shape).values()]
+        if recipe.averaging is not None:
+            slots += recipe.averaging.slots(shape, computed != spec.dtype).values()
+        if "partner_before" in asking(rule.stages()):
+            slots.append(Slot(shape))
+        total = sum(math.prod(slot.shape) * (slot.dtype or computed).itemsize for slot in slots)
+        if placement.owners is None and 0 not in shape:
+            total += block_cost(rule, spec.path, shape, computed, recipe.storage).state
+        return total
+
+    shapes = [box.shape for box in placement.updated.boxes]
+    sizes = {shape: size(shape) for shape in set(shapes)}
+    return np.array([sizes[shape] for shape in shapes], dtype=np.int64)

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from eigengraft.blocking.rule import ONE_TENSOR
+from eigengraft.distributed.balance import Balance, Loads
 from eigengraft.distributed.distribution import Distribution
 from eigengraft.distributed.layouts import is_dtensor
-from eigengraft.distributed.ownership import Loads
 from eigengraft.distributed.rank_group import RankGroup, mesh_group
 from eigengraft.numerics import fake_mode
 
@@ -21,9 +21,7 @@ from ..param_groups import flat_piece
 from ..recipe.recipe import Recipe
 from ..recipe.routing import ParamInfo
 from .agreement import require_agreement
-from .cost_model import common_interval
-from .critical_path import warn_of_waiting
-from .owners import Balance, assign_owners
+from .owners import assign_owners, common_interval, warn_of_waiting
 from .phases import ParamKey, Phases, refresh_phases
 from .placement import ParamSpec, layout_of, lr_factors, place
 

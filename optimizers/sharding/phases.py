@@ -1,10 +1,10 @@
-"""Phases: where in a refresh interval each block is due, found from names and shapes alone."""
+"""Phases: at which fraction of a refresh interval each block is due, from names and shapes alone."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 
 from eigengraft.blocking import Matrices
 from eigengraft.blocking.rule import ONE_TENSOR
-from eigengraft.preconditioners.cadence import ROUNDED
+from eigengraft.preconditioners.cadence import ROUNDED, Cadence
 
-from ..recipe.recipe import Recipe
+from ..recipe.recipe import Recipe, Route
 
 
 class ParamKey(NamedTuple):
-    """What the phases of a parameter follow from.
+    """The properties of a parameter that its phases follow from.
 
     name: of the parameter.
     path: of its update.
@@ -37,7 +37,7 @@ Phases = Mapping[ParamKey, NDArray[np.float64]]
 
 
 class _Kind(NamedTuple):
-    """Blocks of one path and shape: the cost of one refresh, and keys of the blocks of each parameter."""
+    """Blocks of one path and shape: the cost of a refresh of one, and the keys of the blocks of each parameter."""
 
     cost: float
     blocks: list[tuple[ParamKey, tuple[int, ...]]]
@@ -47,16 +47,23 @@ class _Kind(NamedTuple):
         return self.cost * sum(len(keys) for _, keys in self.blocks)
 
 
-def refresh_phases(recipe: Recipe, parameters: Iterable[ParamKey], at_once: int | None = None) -> Phases:
-    """The phases of all blocks of all parameters of an optimizer.
+def refreshes(rule: Recipe | Route, block: tuple[int, ...]) -> Iterator[tuple[Cadence, float]]:
+    """Yield the cadence of each stage that refreshes, and the cost of one refresh of a block of that shape."""
+    for _, stage in rule.stages():
+        cadence = stage.cadence()
+        if cadence is not None:
+            yield cadence, stage.refresh_cost(block)
 
-    A block's phase is the share of the refresh cost of all blocks before it and of half its own: equal parts of a
-    refresh interval cost the same, as nearly as whole blocks can. Blocks are ordered by path and shape, then by name
-    and key, so that neither the order nor the grouping of the parameters, nor where they lie, enters a number; blocks
-    of one path and shape that are due together are neighbours. A cadence may have phases rounded down to those of its
-    waves.
 
-    at_once: instead of what the cadences say.
+def refresh_phases(recipe: Recipe, parameters: Iterable[ParamKey]) -> Phases:
+    """Return the phases of all blocks of all parameters of an optimizer.
+
+    The blocks are in one order: by path and shape, then by name and key. A block's phase is the cost of the refreshes
+    before it and of half its own, as a fraction of the cost of all: equal parts of an interval cost the same, as nearly
+    as indivisible blocks can. A cadence that has waves rounds it down to the beginning of a wave.
+
+    Neither the order nor the grouping of the parameters, nor ranks, change a phase. Blocks of one path and shape that
+    are due together are neighbours.
     """
     params = set(parameters)
     kinds = _kinds(recipe, params)
@@ -67,9 +74,9 @@ def refresh_phases(recipe: Recipe, parameters: Iterable[ParamKey], at_once: int 
     phases = {param: np.zeros(counts[param]) for param in params}
     total, units = sum(kind.total for kind in kinds.values()), _units(kinds.values())
     before = 0.0
-    for (path, _), kind in kinds.items():
-        done, waves = 0, _waves(recipe, path, units, at_once)
-        for param, keys in kind.blocks if total else ():
+    for (path, _), kind in kinds.items() if total else ():
+        done, waves = 0, _waves(recipe.updates()[path], units)
+        for param, keys in kind.blocks:
             spread = (before + kind.cost * (np.arange(done, done + len(keys)) + 0.5)) / total
             phases[param][list(keys)] = spread if waves is None else np.floor(spread * waves + ROUNDED) / waves
             done += len(keys)
@@ -78,18 +85,18 @@ def refresh_phases(recipe: Recipe, parameters: Iterable[ParamKey], at_once: int 
 
 
 def refresh_units(recipe: Recipe, parameters: Iterable[ParamKey]) -> float:
-    """The work of all refreshes in an interval, in units of the costliest block; 0 if there are none."""
+    """Return the work of all refreshes in an interval, in units of the costliest block; 0 if there are none."""
     return _units(_kinds(recipe, set(parameters)).values())
 
 
 def _kinds(recipe: Recipe, parameters: Collection[ParamKey]) -> dict[tuple[str, tuple[int, ...]], _Kind]:
-    """Blocks by path and shape, in the order of their refreshes."""
+    """Return the blocks by path and shape, in the order of their refreshes."""
     updates = recipe.updates()
     found: dict[tuple[str, tuple[int, ...]], list[tuple[ParamKey, tuple[int, ...]]]] = {}
     for param in sorted(parameters, key=lambda param: (natural_order(param.name), *param[1:3])):
         for grid in updates[param.path].blocking.grids(param.shape, param.matrices):
             found.setdefault((param.path, grid.shape), []).append((param, grid.keys))
-    costs = {kind: sum(stage.refresh_cost(kind[1]) for _, stage in updates[kind[0]].stages()) for kind in found}
+    costs = {(path, block): sum(cost for _, cost in refreshes(updates[path], block)) for path, block in found}
     return {kind: _Kind(costs[kind], found[kind]) for kind in sorted(found)}
 
 
@@ -98,13 +105,13 @@ def _units(kinds: Collection[_Kind]) -> float:
     return sum(kind.total for kind in kinds) / costliest if costliest else 0.0
 
 
-def _waves(recipe: Recipe, path: str, refreshes: float, at_once: int | None) -> int | None:
-    """The fewest waves that a cadence of an update asks for; None: none does."""
-    cadences = [stage.cadence() for _, stage in recipe.updates()[path].stages()]
-    waves = [cadence.waves(refreshes, at_once) for cadence in cadences if cadence is not None and cadence.period != 1]
+def _waves(rule: Recipe | Route, units: float) -> int | None:
+    """Return the fewest waves that a cadence of an update asks for. None: no cadence asks for waves."""
+    cadences = [stage.cadence() for _, stage in rule.stages()]
+    waves = [cadence.waves(units) for cadence in cadences if cadence is not None]
     return min((count for count in waves if count is not None), default=None)
 
 
 def natural_order(name: str) -> tuple[tuple[str, int], ...]:
-    """What names are sorted by: numbers in them count as numbers, so that `layers.2` comes before `layers.10`."""
+    """Return what names are sorted by: numbers in them count as numbers, so that `layers.2` precedes `layers.10`."""
     return (*((text, int(digits or -1)) for text, digits in re.findall(r"(\D*)(\d*)", name)), (name, 0))

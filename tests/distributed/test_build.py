@@ -7,16 +7,15 @@ from typing import Any
 import pytest
 import torch
 
+from eigengraft.distributed.balance import Loads
 from eigengraft.distributed.comm_plan import pack
 from eigengraft.distributed.layouts import Layout
-from eigengraft.distributed.ownership import Loads
 from eigengraft.numerics import compute_dtype
 from eigengraft.optimizers.engine.block_groups import build, divide, round_bytes
 from eigengraft.optimizers.recipe.loading import load_recipe
 from eigengraft.optimizers.recipe.recipe import Recipe
 from eigengraft.optimizers.recipe.routing import describe_named
-from eigengraft.optimizers.sharding.cost_model import common_interval
-from eigengraft.optimizers.sharding.owners import assign_owners
+from eigengraft.optimizers.sharding.owners import assign_owners, common_interval
 from eigengraft.optimizers.sharding.phases import refresh_phases
 from eigengraft.optimizers.sharding.placement import ParamSpec, place
 

@@ -41,7 +41,7 @@ def test_at_once_makes_waves() -> None:
     waves = {at_once: Every(steps=5, at_once=at_once).waves(20.0) for at_once in (1, 2, 4, 5, 9, 20, 21)}
     assert waves == {1: None, 2: 5, 4: 5, 5: 4, 9: 2, 20: 1, 21: 1}
     assert Every(steps=5).waves(20.0) == Every(steps=5, at_once=8).waves(20.0) == 2
-    assert Every(steps=5, stagger="none").waves(20.0, 4) is None
+    assert Every(steps=5, stagger="none").waves(20.0) is None and Every(steps=1).waves(20.0) is None
 
 
 def test_all_at_once_are_not_spread() -> None:

@@ -10,8 +10,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from eigengraft.optimizers import Recipe, load_recipe
 from eigengraft.optimizers.planning.plan import plan
-from eigengraft.optimizers.sharding.cost_model import common_interval
-from eigengraft.optimizers.sharding.critical_path import at_once_fields
+from eigengraft.optimizers.sharding.owners import at_once_fields, common_interval
 
 from ...common.bench import Bench
 from ...common.declarations import listed, require_distinct
