@@ -1,0 +1,148 @@
+"""The walks of the architecture page: the files it lists are those that run, and few run that it does not list.
+
+`pytest tests/house/test_walks.py -s` prints every file of the package that a walk enters, in the order of first entry.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import eigengraft
+from eigengraft.optimizers.recipe.loading import load_recipe
+
+from .pages import ROOT, text
+
+WALK = re.compile(r"^\| `([\w./]+\.py)` \| (`[^|]+`) \|", flags=re.MULTILINE)
+
+BUDGET = {"adamw step": 36, "soap step": 51, "yaml to optimizer": 82}
+"""Files that each walk may enter: as many as it enters today. A change that needs more says why; one that needs fewer
+lowers the number."""
+
+
+ROOMS = [path.resolve() for path in [ROOT / "src" / "eigengraft", *(ROOT / "src" / "eigengraft").iterdir()]]
+"""Folders of the package: at the root of the repository, linked from `src`."""
+
+
+def files_of(title: str) -> list[str]:
+    """Return the files that the page lists under a heading, or from a sentence on, up to the next heading."""
+    return [path for path, _ in WALK.findall(text("docs/architecture.md").partition(title)[2].partition("\n## ")[0])]
+
+
+LISTED = {
+    "adamw step": files_of("## A gradient")[: -len(files_of("The recipe `soap`"))],
+    "soap step": files_of("The recipe `soap`"),
+    "yaml to optimizer": files_of("## A recipe"),
+}
+
+
+@cache
+def entered(walk: str) -> Counter[str]:
+    """Return the files of the package that a walk enters, in the order of first entry, and the number of calls in each.
+
+    Imports and first calls come before, so that nothing is counted that happens once in a process.
+    """
+    return WALKS[walk]()
+
+
+def trace(call: Callable[[], Any]) -> Counter[str]:
+    """Call a function, and count the calls of Python functions in each file of the repository."""
+    found = Counter[str]()
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            found[frame.f_code.co_filename] += 1
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    names = Counter[str]()
+    for name, calls in found.items():
+        path = Path(name).resolve()
+        if any(path.is_relative_to(room) for room in ROOMS):
+            names[path.relative_to(ROOT).as_posix()] += calls
+    return names
+
+
+def two_layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+
+def steps(recipe: Any) -> Counter[str]:
+    """The fourth step of a recipe, after its first gradients and whatever is done once."""
+    model = two_layers()
+    optimizer = eigengraft.compose(recipe, model)
+
+    def backward() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 8)).square().sum().backward()
+
+    for _ in range(3):
+        backward()
+        optimizer.step()
+    backward()
+    return trace(optimizer.step)
+
+
+def composition() -> Counter[str]:
+    """A recipe of YAML becomes an optimizer."""
+    source, model = ROOT / "optimizers" / "recipe" / "shipped" / "soap.yaml", two_layers()
+    eigengraft.compose(source, two_layers())
+    return trace(lambda: eigengraft.compose(source, model))
+
+
+WALKS: dict[str, Callable[[], Counter[str]]] = {
+    "adamw step": lambda: steps("adamw"),
+    "soap step": lambda: steps(load_recipe("soap", {"update.eigenbasis.refresh.steps": 1})),
+    "yaml to optimizer": composition,
+}
+
+
+@pytest.mark.parametrize("walk", WALKS)
+def test_a_walk_enters_few_files(walk: str) -> None:
+    found = entered(walk)
+    rows = "\n".join(f"{calls:6} {path}" for path, calls in found.items())
+    sys.stdout.write(f"\n{walk}: {len(found)} files, {found.total()} calls\n{rows}\n")
+    assert len(found) <= BUDGET[walk]
+
+
+@pytest.mark.parametrize("walk", WALKS)
+def test_the_page_lists_files_in_the_order_in_which_they_are_entered(walk: str) -> None:
+    listed = LISTED[walk]
+    assert [path for path in entered(walk) if path in listed] == list(dict.fromkeys(listed))
+
+
+@pytest.mark.parametrize(("path", "names"), WALK.findall(text("docs/architecture.md")))
+def test_the_walks_name_what_is_in_the_files(path: str, names: str) -> None:
+    source = (ROOT / path).read_text(encoding="utf-8")
+    for name in re.findall(r"`([\w.]+)`", names):
+        owner, _, member = name.rpartition(".")
+        assert not owner or re.search(rf"^class {owner}\b", source, flags=re.MULTILINE), f"{path}: {owner}"
+        assert re.search(rf"^\s*(def|class) {member}\b", source, flags=re.MULTILINE), f"{path}: {name}"
+
+
+def test_the_walks_are_found() -> None:
+    assert len(WALK.findall(text("docs/architecture.md"))) >= 35
+
+
+def test_a_step_is_followed_through_few_files() -> None:
+    """Ten for AdamW and eight more for SOAP, as the page says; a file counts once. The first calls the second."""
+    assert "param_set.prepare(hypers)" in (ROOT / "optimizers" / "optimizer.py").read_text(encoding="utf-8")
+    walk = text("docs/architecture.md").partition("## A gradient")[2].partition("\n## ")[0]
+    adamw, soap = walk.split("The recipe `soap`")
+    found = [{path for path, _ in WALK.findall(part)} for part in (adamw, soap)]
+    assert [len(found[0]), len(found[1] - found[0])] == [10, 8]
