@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch.nn.parameter import UninitializedParameter
 from eigengraft.errors import warn_user
 
 from ..checkpoint.replaced_params import ModelLink
+from ..engine.shown_state import own_state
 from ..optimizer import Optimizer
 from ..recipe.loading import RecipeSource
 from ..recipe.overrides import Overrides
@@ -23,6 +24,12 @@ from .input_grams import watch_inputs
 from .logits import watch_logits
 from .output_grams import watch_output_gradients
 
+_WATCHES: Mapping[str, Callable[[Optimizer, nn.Module], object]] = {
+    "activation_gram": watch_inputs,
+    "output_gradient_gram": watch_output_gradients,
+    "max_logit": watch_logits,
+}
+"""Signals that come from hooks in a model, and what registers the hooks."""
 _MOST = 256
 """Bytes of state for each entry above which a parameter is said to be costly; Adam holds 8, SOAP on squares 24."""
 
@@ -52,10 +59,11 @@ def compose(
     optimizer = Optimizer(described, recipe, lr, weight_decay, overrides=overrides, checked=checked)
     if isinstance(described, DescribedParameters) and described.model is not None:
         optimizer.register_step_pre_hook(ModelLink(described.model, optimizer.param_groups).check)
-        watch_inputs(optimizer, described.model)
-        watch_output_gradients(optimizer, described.model)
-        watch_logits(optimizer, described.model)
-        watch_evaluation(optimizer, described.model)
+        for signal, watch in _WATCHES.items():
+            if signal in optimizer.param_sets.signals.listeners.asking:
+                watch(optimizer, described.model)
+        if optimizer.recipe.averaging is not None:
+            watch_evaluation(optimizer, described.model)
         _warn_of_unclear_head(optimizer)
     _warn_of_costs(optimizer)
     return optimizer
@@ -100,14 +108,18 @@ def _require_trainable(named: Iterable[tuple[str, Tensor]]) -> None:
 
 def _warn_of_costs(optimizer: Optimizer) -> None:
     """Say once which parameters hold state out of proportion, as factors of long axes of thin matrices are."""
-    rows = [row for row in optimizer.routing_table() if row.state_bytes > max(2**20, _MOST * math.prod(row.shape))]
-    if rows:
-        worst = max(rows, key=lambda row: row.state_bytes / math.prod(row.shape))
-        more = f", and {len(rows) - 1} others like it" if len(rows) > 1 else ""
+    sets, costly = optimizer.param_sets, list[tuple[float, str, tuple[int, ...]]]()
+    labels = chain.from_iterable(sets.labels(index) for index in range(len(sets.parameters)))
+    for name, parameter in zip(labels, chain(*sets.parameters), strict=True):
+        size = sum(stored.nbytes for stored in own_state(optimizer.state.get(parameter)).values())
+        if size > max(2**20, _MOST * parameter.numel()):
+            costly.append((size / parameter.numel(), name, tuple(parameter.shape)))
+    if costly:
+        each, name, shape = max(costly)
+        more = f", and {len(costly) - 1} others like it" if len(costly) > 1 else ""
         warn_user(
-            f"{worst.name}: {worst.state_bytes / math.prod(worst.shape):.0f} bytes of state for each entry of "
-            f"{list(worst.shape)}{more}; `axes: {{max_skew: 4}}` of a statistic leaves axes so long without a factor, "
-            "and a route sends parameters to another update"
+            f"{name}: {each:.0f} bytes of state for each entry of {list(shape)}{more}; `axes: {{max_skew: 4}}` of a "
+            "statistic leaves axes so long without a factor, and a route sends parameters to another update"
         )
 
 
