@@ -12,7 +12,7 @@ import eigengraft
 from eigengraft.component import Component
 from eigengraft.experiments.cli.console import to_yaml
 from eigengraft.optimizers.planning.plan import plan
-from eigengraft.optimizers.recipe.yaml_files import recipe_folder, shipped
+from eigengraft.optimizers.recipe.loading import recipe_folder, shipped
 from markup import inline, table
 
 SHAPE = (1024, 1024)

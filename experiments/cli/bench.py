@@ -70,8 +70,8 @@ def bench_command(  # noqa: PLR0913  its arguments are the command's options
 
 def _chosen(what: str, overrides: list[str], candidates: list[str], device: str | None, quick: bool) -> Bench:
     """The bench that the command line asks for."""
+    from eigengraft.optimizers.recipe.loading import parse_yaml, read_yaml
     from eigengraft.optimizers.recipe.overrides import apply_overrides
-    from eigengraft.optimizers.recipe.yaml_files import parse_yaml, read_yaml
 
     from ..benches import Bench, load_bench
 

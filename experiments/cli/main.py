@@ -124,7 +124,7 @@ def show_command(
     imports: Imports = None,
 ) -> None:
     """Print the resolved recipe or experiment, the route of every parameter, and the bytes of every slot."""
-    from eigengraft.optimizers.recipe.yaml_files import read_yaml
+    from eigengraft.optimizers.recipe.loading import read_yaml
 
     from ..training.loading import load_experiment
 

@@ -44,8 +44,7 @@ def plan_command(  # noqa: PLR0913  its arguments are the command's options
     import torch
 
     from eigengraft.optimizers.planning.plan import plan
-    from eigengraft.optimizers.recipe.loading import load_recipe
-    from eigengraft.optimizers.recipe.yaml_files import parse_yaml
+    from eigengraft.optimizers.recipe.loading import load_recipe, parse_yaml
 
     from ..tasks.model_shapes import parameters_of
     from .plan_tables import growth, ranks_table, remarks

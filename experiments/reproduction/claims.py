@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from eigengraft.component import Component, checked
 from eigengraft.errors import RecipeError
-from eigengraft.optimizers.recipe.yaml_files import read_yaml
+from eigengraft.optimizers.recipe.loading import read_yaml
 
 from ..studies.axes import Label, Where, as_label, read_where, require_known
 from ..studies.study import Study, load_study

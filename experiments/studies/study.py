@@ -11,8 +11,8 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 
 from eigengraft.component import Component, checked
 from eigengraft.errors import RecipeError
+from eigengraft.optimizers.recipe.loading import read_yaml
 from eigengraft.optimizers.recipe.overrides import apply_overrides
-from eigengraft.optimizers.recipe.yaml_files import read_yaml
 
 from ..reports.run import MetricName
 from ..reports.seed_statistics import Target

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from eigengraft.errors import RecipeError
+from eigengraft.optimizers.recipe.loading import read_yaml
 from eigengraft.optimizers.recipe.routing import ParamInfo, describe_model
-from eigengraft.optimizers.recipe.yaml_files import read_yaml
 
 from .base import Task
 

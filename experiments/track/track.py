@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import Field
 
 from eigengraft.component import Component, checked
-from eigengraft.optimizers.recipe.yaml_files import read_yaml
+from eigengraft.optimizers.recipe.loading import read_yaml
 
 from ..studies.study import Study, load_study
 

@@ -13,9 +13,8 @@ import eigengraft
 from eigengraft.chains import follows_run
 from eigengraft.component import Component, checked
 from eigengraft.errors import RecipeError
-from eigengraft.optimizers.recipe.inheritance import raw_recipe
+from eigengraft.optimizers.recipe.loading import parse_yaml, raw_recipe
 from eigengraft.optimizers.recipe.overrides import override_pairs
-from eigengraft.optimizers.recipe.yaml_files import parse_yaml
 
 from ..tasks import Task
 from ..tasks.gradient import Autocast, GradientPass

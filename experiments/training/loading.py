@@ -17,8 +17,8 @@ from typing import Any
 import eigengraft
 from eigengraft.component import Component, checked
 from eigengraft.errors import OTHER_NAMES, RecipeError
+from eigengraft.optimizers.recipe.loading import parse_yaml, read_yaml
 from eigengraft.optimizers.recipe.overrides import apply_overrides
-from eigengraft.optimizers.recipe.yaml_files import parse_yaml, read_yaml
 
 from .experiment import Experiment, resolved
 from .imports import resolve_paths

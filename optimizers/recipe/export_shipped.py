@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from .yaml_files import read_yaml, recipe_folder
+from .loading import read_yaml, recipe_folder
 
 
 def shipped_json() -> str:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import eigengraft
 from eigengraft.experiments.cli.main import app
 from eigengraft.optimizers.planning.plan import plan
-from eigengraft.optimizers.recipe.yaml_files import shipped
+from eigengraft.optimizers.recipe.loading import shipped
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "odd-models.md"
 ALL_AXES: dict[str, object] = {"update.eigenbasis.statistic.axes": {}}

@@ -20,7 +20,7 @@ from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.reproduction.claims import PaperClaims
 from eigengraft.experiments.studies.study import Study, load_study
 from eigengraft.experiments.training.loading import load_experiment
-from eigengraft.optimizers.recipe.yaml_files import parse_yaml
+from eigengraft.optimizers.recipe.loading import parse_yaml
 
 from ..processes import run
 from .pages import PAGES, ROOT, blocks, files, script, text

@@ -21,7 +21,7 @@ from eigengraft.experiments import load_experiment
 from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.studies.plan import plan_runs
 from eigengraft.experiments.studies.study import load_study
-from eigengraft.optimizers.recipe.yaml_files import parse_yaml
+from eigengraft.optimizers.recipe.loading import parse_yaml
 from eigengraft.preconditioners import Momentum
 
 from .calls import CALLS, WARNINGS

@@ -9,8 +9,8 @@ import torch
 import eigengraft
 from eigengraft import RecipeError, load_recipe
 from eigengraft.experiments.training.loading import load_experiment
+from eigengraft.optimizers.recipe.loading import shipped
 from eigengraft.optimizers.recipe.overrides import apply_overrides, differences
-from eigengraft.optimizers.recipe.yaml_files import shipped
 from eigengraft.preconditioners import RMS, Gram, Momentum
 
 REFRESH = "update.eigenbasis.refresh.steps"

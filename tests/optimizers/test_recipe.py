@@ -14,10 +14,10 @@ import eigengraft
 from eigengraft import Recipe, RecipeError, Route, Stage, load_recipe
 from eigengraft.optimizers.apply.weight_decay import Decoupled
 from eigengraft.optimizers.recipe.export_shipped import shipped_json
+from eigengraft.optimizers.recipe.loading import parse_yaml, read_yaml, recipe_folder
 from eigengraft.optimizers.recipe.overrides import apply_overrides, differences
 from eigengraft.optimizers.recipe.recipe import adam_route
 from eigengraft.optimizers.recipe.schema import json_schema
-from eigengraft.optimizers.recipe.yaml_files import parse_yaml, read_yaml, recipe_folder
 from eigengraft.preconditioners import RMS, Chain, Eigenbasis, Every, Gram, Momentum, PowerQR
 
 from ..json_schemas import CHECKED, NOTES, keywords, violations

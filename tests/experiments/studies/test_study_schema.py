@@ -10,8 +10,8 @@ from eigengraft.experiments.reproduction.claims import PaperClaims
 from eigengraft.experiments.studies.study import Study, load_study, shipped_studies
 from eigengraft.experiments.track.track import Track
 from eigengraft.experiments.training.experiment import Experiment
+from eigengraft.optimizers.recipe.loading import parse_yaml, read_yaml
 from eigengraft.optimizers.recipe.schema import json_schema
-from eigengraft.optimizers.recipe.yaml_files import parse_yaml, read_yaml
 
 from ...json_schemas import CHECKED, NOTES, keywords, violations
 
