@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from .block_grid import BlockGrid, Numbers, Piece
 from .boxes import boxes_of_run, grouping
-from .matrices import Matrices
+from .views import Matrices
 
 
 @dataclass(frozen=True)

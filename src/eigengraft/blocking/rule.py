@@ -15,7 +15,7 @@ from eigengraft.component import Component
 
 from .block_grid import BlockGrid, Piece
 from .divided import divided_grids, equal_runs
-from .matrices import Matrices
+from .views import Matrices
 
 ONE_TENSOR = Matrices()
 """A parameter as it is."""

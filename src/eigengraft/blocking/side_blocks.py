@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..numerics import has_values
-from .matrices import Matrices
 from .stacks import Stack
+from .views import Matrices
 
 MatrixSide = Literal["inputs", "outputs"]
 """The side of a matrix: its columns are inputs, its rows outputs."""
