@@ -1,9 +1,16 @@
-"""Roles of parameters: what a tensor is for, by the type and the sizes of the layer that holds it, else by its name."""
+"""Roles of parameters: what a tensor is for, by the type and the sizes of the layer that holds it, else by its name.
+
+Output heads are found among all layers of a model: by its own methods, by names, by sizes, by where they stand. A name
+counts only at a place where it means an output: `proj` beside the embedding and the blocks is a head, `proj` of each
+attention is not. Two facts tell hidden layers that have such a name: other layers consume as many inputs as they have
+outputs, or they stand in blocks that are repeated. Nothing here depends on values, wrappers, ranks or devices.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,8 +19,358 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from eigengraft.blocking import is_convolution, is_transposed, parametrized_layer
 
-from .output_heads import Attributes, DeclaredHeads, Layer, ModelStructure
 from .param_names import canonical_path
+
+Attributes = tuple[str, ...]
+"""Attributes that lead from the model to a layer."""
+
+_CLEAR = re.compile(
+    r"lm_head|mlp_head|head|head_dist|classifier|cls|logits|to_logits|embed_out|unembed|unembedding"
+    r"|(text|visual|vision|image|audio)_projection"
+)
+"""Names of output heads, wherever they stand."""
+_SUFFIXED = re.compile(r"(?!conv_).+_(head|classifier|logits|unembed)|qa_outputs|seq_relationship|predict_.+")
+"""Names of output heads, outside of lists of blocks, unless other layers consume their outputs."""
+_SEVERAL = re.compile(r"(.+_)?(heads|classifiers|predictors|readouts|exits)|outputs|(output|final)_layers")
+"""Names of containers each element of which is an output head."""
+_AUXILIARY = re.compile(r"[Aa]ux(iliary)?_?([Ll]ogits|[Hh]ead|\d*)")
+"""Names of heads beside the head of the model, as Inception has them."""
+_LIKELY = re.compile(
+    r"out|outc|output|readout|proj|projection|score|fc|linear|dense|decoder|generator|predictor|regressor|final|last"
+    r"|(?!.*norm).+_(out|output|outputs|pred|prediction)"
+    r"|(out|output|final|last|pred|prediction|vocab|lm|class|action|value|policy)"
+    r"_?(proj|projection|projector|layer|linear|fc|dense|conv|net)"
+)
+"""Names of output heads of the model itself, not of its parts, where nothing else tells one."""
+_NEVER_LAST = re.compile(r"out|out_proj|proj|projection|(out|output)_?(proj|projection)")
+"""Likely names that attention has too: standing last does not make them heads if others consume their outputs."""
+_NUMBERED = re.compile(r"(fc|lin|linear|dense)_?(\d+)")
+_FINAL = re.compile(
+    r"head|fc|fc_?\d|proj|out|out_proj|output|decoder|linear|final|conv|conv_seg|classifier|cls|logits"
+    r"|.+_(out|pred|score|logits)"
+)
+"""Names of the last layer in a head of several."""
+_HIDDEN = frozenset(("dense", "pre_logits"))
+"""Names of hidden layers in a head of several."""
+_PARTS = frozenset(("model", "module", "backbone", "net", "network", "base_model", "student", "transformer"))
+"""Names of attributes that hold a whole model."""
+MOST_PADDING = 256
+"""Most rows by which a vocabulary is padded: tables of 50,257 are used with heads of 50,304."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer whose weight has at least two axes longer than 1.
+
+    key: which parameter the weight is.
+    path: where it stands, without wrappers, adapters and parametrizations.
+    kind: "linear" and "conv" may be heads, "other" only by a clear name: attention, recurrent cells, experts.
+    inputs: lengths that the layer may consume.
+    outputs: number of outputs, 0 if unknown.
+    tied: whether the weight is that of an embedding.
+    """
+
+    key: int
+    path: Attributes
+    kind: Literal["linear", "conv", "other"]
+    inputs: tuple[int, ...]
+    outputs: int
+    tied: bool = False
+
+
+@dataclass(frozen=True)
+class DeclaredHeads:
+    """Heads that a module itself declares.
+
+    path: where the module stands.
+    keys: the weights of the heads; none, if it has no head.
+    why: how the module declares them.
+    complete: whether the module has no other heads.
+    """
+
+    path: Attributes
+    keys: Collection[int]
+    why: str
+    complete: bool
+
+
+@dataclass(frozen=True)
+class ModelStructure:
+    """Facts that names and shapes do not have.
+
+    sequentials, lists: paths of modules that call their children in order, and of lists of modules.
+    declared: heads that modules declare.
+    """
+
+    sequentials: Collection[Attributes] = ()
+    lists: Collection[Attributes] = ()
+    declared: Sequence[DeclaredHeads] = ()
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Output heads.
+
+    why: how each was found, by key.
+    unclear: the last layer, if it may be a head and nothing decides it.
+    """
+
+    why: dict[int, str]
+    unclear: Layer | None = None
+
+
+def output_heads(layers: Sequence[Layer], rows: Collection[int], structure: ModelStructure | None = None) -> Heads:
+    """The output heads among the layers of a model, in the order of registration.
+
+    rows: numbers of rows of the embeddings.
+    structure: facts of the modules; None: `layers` are named parameters, perhaps not all of a model. Then the place of
+        the last layer decides nothing without a name.
+    """
+    return _Search(layers, rows, structure).heads()
+
+
+class _Search:
+    """The search for heads among the layers of one model, from the surest sign to the weakest.
+
+    Signs are: heads that modules declare; clear names; a vocabulary; likely names at the top; the last place.
+    """
+
+    def __init__(self, layers: Sequence[Layer], rows: Collection[int], structure: ModelStructure | None) -> None:
+        self.layers, self.rows, self.structure = list(layers), rows, structure or ModelStructure()
+        self.known = structure is not None
+        self.places = {layer: place for place, layer in enumerate(self.layers)}
+        self.consumers = defaultdict[int, list[Layer]](list)
+        for layer in self.layers[self.known :]:  # the first layer consumes the inputs of the model
+            for length in set(layer.inputs):
+                self.consumers[length].append(layer)
+        self.elements = Counter(pattern for path in {layer.path for layer in self.layers} for pattern in _lists(path))
+        self.root = _common([layer.path for layer in self.layers]) if self.known else ()
+        self.found = dict[int, str]()
+
+    def heads(self) -> Heads:
+        complete = self._declared()
+        free = [layer for layer in self.layers if not any(_within(layer.path, path) for path in complete)]
+        self._named(free, _CLEAR, self._clear)
+        self._named(free, _SUFFIXED, self._outside_of_lists)
+        self._several(free)
+        unclear = None
+        if not self.found and not complete and not any(layer.tied for layer in self.layers):
+            self._vocabulary()
+            unclear = None if self.found else self._likely()
+        if self.found:
+            self._named(free, _AUXILIARY, self._outside_of_lists)
+        self._beside()
+        return Heads(self.found, unclear)
+
+    def consumed(self, layer: Layer) -> bool:
+        """Whether another layer may consume the outputs of a layer."""
+        if any(other.path != layer.path for other in self.consumers[layer.outputs]):
+            return True
+        after = self.layers[self.places[layer] + 1 :] if layer.kind == "conv" and layer.outputs > 1 else ()
+        return any(other.kind == "linear" and other.inputs[0] % layer.outputs == 0 for other in after)
+
+    def repeated(self, layer: Layer) -> bool:
+        """Whether a layer stands in an element of a list whose other elements have it too."""
+        return any(self.elements[pattern] > 1 for pattern in _lists(layer.path))
+
+    def _declared(self) -> list[Attributes]:
+        """Take the heads that modules declare. Return the paths of modules that declare all of theirs."""
+        complete = []
+        for declared in self.structure.declared:
+            heads = [layer for layer in self.layers if layer.key in declared.keys and not layer.tied]
+            part = not _within(self.root, declared.path)
+            if part and any(self.consumed(layer) for layer in heads):
+                continue  # the model has layers after this part of it
+            self.found.update((layer.key, declared.why) for layer in heads)
+            complete += [declared.path] if declared.complete else []
+        return complete
+
+    def _named(self, layers: Sequence[Layer], names: re.Pattern[str], accepts: Callable[[Layer, int], bool]) -> None:
+        """Take the last layer at or below each attribute with such a name, if `accepts(layer, depth of the name)`."""
+        named = dict[Attributes, list[Layer]]()
+        for layer in layers:
+            for depth, attribute in enumerate(layer.path):
+                if names.fullmatch(attribute):
+                    named.setdefault(layer.path[: depth + 1], []).append(layer)
+        for path, inside in named.items():
+            head = self._last(inside, len(path))
+            if head is not None and not head.tied and accepts(head, len(path) - 1):
+                direct = len(head.path) == len(path)
+                self.found.setdefault(head.key, "output head by name" if direct else f"last layer of {'.'.join(path)}")
+                for layer in inside:  # copies of the head, as adapters keep them
+                    if layer.path == head.path and layer.kind == head.kind:
+                        self.found.setdefault(layer.key, self.found[head.key])
+
+    def _last(self, layers: Sequence[Layer], depth: int) -> Layer | None:
+        """The last of the layers inside of a head whose path has that depth."""
+        direct = [layer for layer in layers if len(layer.path) == depth]
+        if direct:
+            return direct[-1]
+        inside = [layer for layer in layers if layer.kind != "other" and not self.repeated(layer)]
+        free = [layer for layer in inside if not layer.tied and not self.consumed(layer)]
+        if any(layer.tied for layer in inside):  # the head is an embedding; others may stand beside it
+            inside = free
+        final = [layer for layer in free if _is_final(layer.path[depth:]) and not _HIDDEN.intersection(layer.path)]
+        final = final or [layer for layer in inside if not _names(layer.path[depth:])]
+        if final and all(len(layer.path) == depth + 1 and layer.path[depth].isdigit() for layer in final):
+            return max(final, key=lambda layer: int(layer.path[depth]))
+        rest = [layer for layer in free or inside if not _HIDDEN.intersection(layer.path[depth:])]
+        return next(reversed(final or rest), None)
+
+    def _clear(self, layer: Layer, depth: int) -> bool:
+        return not _has_number(layer.path[:depth]) or not self.consumed(layer)
+
+    def _outside_of_lists(self, layer: Layer, depth: int) -> bool:
+        free = layer is self.layers[-1] or not self.consumed(layer)
+        return layer.kind != "other" and free and not _has_number(layer.path[:depth])
+
+    def _several(self, layers: Sequence[Layer]) -> None:
+        """Take the last layer of each element of a container of heads."""
+        groups = dict[Attributes, list[Layer]]()
+        for layer in layers:
+            for depth, attribute in enumerate(layer.path[:-1]):
+                if _SEVERAL.fullmatch(attribute) and not _has_number(layer.path[:depth]):
+                    groups.setdefault(layer.path[: depth + 2], []).append(layer)
+        stacks = {path[:-1]: [p for p in groups if p[:-1] == path[:-1]] for path in groups}
+        for stack, paths in stacks.items():
+            ends = [end for path in paths if (end := self._end(groups[path], len(path))) is not None]
+            if stack in self.structure.sequentials:
+                ends = ends[-1:]
+            for end in ends:
+                if not self.consumed(end):
+                    self.found.setdefault(end.key, f"output head in {'.'.join(stack)}")
+
+    def _end(self, layers: Sequence[Layer], depth: int) -> Layer | None:
+        inside = [layer for layer in layers if layer.kind != "other" and _is_final(layer.path[depth:])]
+        return inside[-1] if inside else None
+
+    def _vocabulary(self) -> None:
+        """Take the last Linear with as many outputs as an embedding has rows, or slightly more."""
+        for layer in reversed(self.layers):
+            fits = layer.kind == "linear" and any(rows > 1 and _pads(layer.outputs, rows) for rows in self.rows)
+            exact = layer is self.layers[-1] and layer.outputs in self.rows and layer.inputs != (layer.outputs,)
+            if fits and not self.repeated(layer) and (exact or not self.consumed(layer)):
+                self.found[layer.key] = "last Linear onto a vocabulary"
+                return
+
+    def _likely(self) -> Layer | None:
+        """Take heads by likely names, else by place. Return the last layer if nothing decides whether it is a head."""
+        if not self.layers:
+            return None
+        last = self.layers[-1]
+        self._named(self.layers, _LIKELY, self._at_top)
+        if self.found:
+            return None
+        if (numbered := self._numbered(last)) is not None:
+            self.found[numbered.key] = "last of numbered layers"
+            return None
+        if not self.known or last.kind == "other" or len({layer.path for layer in self.layers}) < 2:
+            return None
+        ordered = all(
+            last.path[:depth] in self.structure.sequentials for depth in range(len(self.root), len(last.path))
+        )
+        consumed, repeated = not ordered and self.consumed(last), not ordered and self.repeated(last)
+        if consumed or repeated:
+            return None if consumed and repeated else last
+        why = "last layer of a sequence" if ordered else "last layer, no other consumes its outputs"
+        self.found[last.key] = why
+        if not ordered:
+            self._parallel(last)
+        return None
+
+    def _at_top(self, layer: Layer, depth: int) -> bool:
+        """Whether a likely name stands at the top of the model, on a layer whose outputs others do not consume."""
+        inner = layer.path[len(self.root) : depth]
+        if depth < len(self.root) or not _PARTS.issuperset(inner) or layer.kind == "other" or self.repeated(layer):
+            return False
+        waived = layer is self.layers[-1] and not _NEVER_LAST.fullmatch(layer.path[depth])
+        return waived or not self.consumed(layer)
+
+    def _numbered(self, last: Layer) -> Layer | None:
+        """The last layer, if it is the last of `fc1`, `fc2`, `fc3` at the top of the model."""
+        matched = _NUMBERED.fullmatch(last.path[-1]) if last.path else None
+        if matched is None or last.kind == "other" or _has_number(last.path[:-1]) or self.consumed(last):
+            return None
+        others = (layer.path for layer in self.layers[:-1] if layer.path[:-1] == last.path[:-1])
+        stems = [found for path in others if path and (found := _NUMBERED.fullmatch(path[-1])) is not None]
+        before = [int(found[2]) for found in stems if found[1] == matched[1]]
+        return last if before and max(before) < int(matched[2]) else None
+
+    def _parallel(self, head: Layer) -> None:
+        """Take the ends of parts of the model just before the head that read the same features, or write as many."""
+        depth = len(self.root)
+        parts = dict[Attributes, Layer]()
+        for layer in self.layers:
+            parts[layer.path[: depth + 1]] = layer
+        for part, end in list(parts.items())[-2::-1]:
+            alike = end.inputs == head.inputs or end.outputs == head.outputs
+            if end is self.layers[0] or end.kind != head.kind or not alike or self.consumed(end) or self.repeated(end):
+                return
+            self.found[end.key] = f"last layer of {'.'.join(part)}, beside {'.'.join(head.path)}"
+
+    def _beside(self) -> None:
+        """Take layers beside a head that read the same features: after it, or before it in a part of the model.
+
+        In a list that is no sequence they may read others, as the heads of detectors for several scales do.
+        """
+        for head in [layer for layer in self.layers if layer.key in self.found and self.known and layer.path]:
+            stack, place = head.path[:-1], self.places[head]
+            if head.path[-1].isdigit() and stack not in self.structure.lists:
+                continue  # layers of a sequence are hidden but for the last
+            before = self.layers[:place][::-1] if len(stack) > len(self.root) else ()
+            for direction in (self.layers[place + 1 :], before if stack not in self.structure.sequentials else ()):
+                for layer in direction:
+                    alike = layer.inputs == head.inputs or (stack in self.structure.lists and stack != self.root)
+                    if layer.path[:-1] != stack or layer.kind != head.kind or not alike or self._hidden(layer):
+                        break
+                    self.found.setdefault(layer.key, f"output head beside {'.'.join(head.path)}")
+
+    def _hidden(self, layer: Layer) -> bool:
+        """Whether a layer that stands beside a head is hidden."""
+        named = layer.path[-1] in _HIDDEN or layer.tied or layer.kind == "other"
+        return named or self.consumed(layer) or self.repeated(layer)
+
+
+def _lists(path: Attributes) -> Iterator[tuple[Attributes, Attributes]]:
+    """(path of the list, path in the element) for each list of parts that a layer stands in."""
+    for depth, attribute in enumerate(path[:-1]):
+        if attribute.isdigit():
+            yield path[:depth], path[depth + 1 :]
+
+
+def _common(paths: Sequence[Attributes]) -> Attributes:
+    """The path of the innermost module that holds all layers, not one of the layers itself."""
+    shared = list[str]()
+    for attributes in zip(*(path[:-1] for path in paths), strict=False):
+        if len(set(attributes)) > 1 or (attributes[0].isdigit() and shared):
+            break
+        shared.append(attributes[0])
+    return tuple(shared)
+
+
+def _within(path: Attributes, outer: Attributes) -> bool:
+    return path[: len(outer)] == outer
+
+
+def _has_number(path: Iterable[str]) -> bool:
+    return any(attribute.isdigit() for attribute in path)
+
+
+def _is_final(path: Attributes) -> bool:
+    """Whether a path inside of a head is that of a last layer: nothing but numbers, or a name of last layers."""
+    names = _names(path)
+    return not names or _FINAL.fullmatch(names[-1]) is not None
+
+
+def _names(path: Attributes) -> list[str]:
+    return [attribute for attribute in path if not attribute.isdigit()]
+
+
+def _pads(outputs: int, rows: int) -> bool:
+    """Return whether `outputs` equals `rows`, or is `rows` padded to a multiple of a power of two."""
+    power = outputs & -outputs  # the largest power of two that divides it
+    return outputs == rows or (power >= 8 and 0 < outputs - rows < min(power, MOST_PADDING, rows))
+
 
 ParamRole = Literal["embedding", "head", "norm", "bias", "scalar", "vector", "hidden"]
 _EMBEDDING = re.compile(

@@ -13,15 +13,17 @@ from torch import Tensor, nn
 from eigengraft.blocking import ModuleFacts, module_facts, named_factor
 from eigengraft.component import Component
 
-from .output_heads import Heads, Layer, output_heads
 from .param_names import canonical_names, canonical_paths, group_with_names
 from .roles import (
+    Heads,
     Holder,
+    Layer,
     ParamRole,
     input_embeddings,
     layer_of,
     model_structure,
     named_holder,
+    output_heads,
     parameter_holders,
     plain_role,
 )
