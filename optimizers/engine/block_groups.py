@@ -16,8 +16,7 @@ from eigengraft.distributed.comm_plan import BlockGroup, PlacedBlock
 from eigengraft.distributed.rank_group import RankGroup
 from eigengraft.numerics import compute_dtype
 
-from ..recipe.recipe import Recipe
-from ..recipe.slot_keys import require_slots
+from ..recipe.recipe import Recipe, require_slots
 from ..sharding.phases import Phases
 from ..sharding.placement import ParamSpec
 from .equal_blocks import BlockKind, EqualBlocks, blocks_in_place, connected, cut_blocks, equal_blocks, stack_length

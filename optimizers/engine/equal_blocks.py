@@ -15,8 +15,7 @@ from eigengraft.blocking.block_grid import BlockGrid
 from eigengraft.blocking.stacks import max_blocks, split_ranges
 from eigengraft.numerics import compute_dtype
 
-from ..recipe.recipe import Recipe
-from ..recipe.slot_keys import slot_keys
+from ..recipe.recipe import Recipe, slot_keys
 from ..sharding.phases import Phases
 from ..sharding.placement import ParamSpec
 

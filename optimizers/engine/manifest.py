@@ -17,7 +17,7 @@ from eigengraft.numerics import compute_dtype
 from eigengraft.state_key import AVERAGING, StateKey
 
 from ..apply.averaging import Mode
-from ..recipe.slot_keys import slot_keys
+from ..recipe.recipe import slot_keys
 from .param_set import ParamSet
 from .stack_state import StackState
 

@@ -21,8 +21,7 @@ from eigengraft.slots import Encoded, EncodedSlot, Slot, State, Storage, Watch
 from eigengraft.state_key import FORMAT, StateKey
 from eigengraft.step_context import StepContext
 
-from ..recipe.recipe import Recipe, Route
-from ..recipe.slot_keys import slot_keys
+from ..recipe.recipe import Recipe, Route, slot_keys
 
 FreshCodes = dict[tuple[str, Slot, torch.dtype, torch.device], Encoded]
 """Codes `[1, ...]` of fresh slots, by what they follow from: the quantizer, the slot, dtype and device."""

@@ -22,8 +22,7 @@ from eigengraft.preconditioners.cadence import Cadence
 from eigengraft.quantization import Quantizer, choose
 
 from ..recipe.loading import load_recipe
-from ..recipe.recipe import Recipe, Route
-from ..recipe.slot_keys import slot_keys
+from ..recipe.recipe import Recipe, Route, slot_keys
 from .phases import ParamKey, Phases, natural_order, refresh_phases, refresh_units, refreshes
 from .placement import ParamSpec
 

@@ -15,9 +15,8 @@ from eigengraft.distributed.layouts import Layout, is_dtensor
 from eigengraft.distributed.rank_group import RankGroup
 from eigengraft.quantization import choose
 
-from ..recipe.recipe import Recipe
+from ..recipe.recipe import Recipe, slot_keys
 from ..recipe.routing import ParamInfo
-from ..recipe.slot_keys import slot_keys
 from .phases import ParamKey
 
 

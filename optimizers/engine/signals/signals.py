@@ -15,9 +15,8 @@ from eigengraft.chains import PARTNER, SIDES, Signal, follows_run, known_signals
 from eigengraft.distributed.layouts import local
 from eigengraft.state_key import StateKey
 
-from ...recipe.recipe import Recipe
+from ...recipe.recipe import Recipe, slot_keys
 from ...recipe.routing import ParamInfo
-from ...recipe.slot_keys import slot_keys
 from ..exchange import Step
 from ..param_set import ParamSet
 from .agreement import Agreed, SignalCall, agree
