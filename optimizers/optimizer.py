@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eigengraft.chains import PARTNER
 from eigengraft.component import plain
 from eigengraft.errors import warn_user
 
@@ -81,9 +82,12 @@ class Optimizer(Reporting, torch.optim.Optimizer):
             self.register_step_post_hook(RoundingWatch().look)
         with isolation(self):
             self.param_sets.complete(0, self.param_groups, self.state)
-        require_matches(self.recipe, chain(described.others, *self.param_sets.infos))
-        require_partners(self.recipe, chain(*self.param_sets.infos))
-        require_expected(self.recipe, chain(described.others, *self.param_sets.infos))
+        if not all(route.optional for route in self.recipe.routes):
+            require_matches(self.recipe, chain(described.others, *self.param_sets.infos))
+        if PARTNER & self.param_sets.signals.listeners.asking.keys():
+            require_partners(self.recipe, chain(*self.param_sets.infos))
+        if self.recipe.expect:
+            require_expected(self.recipe, chain(described.others, *self.param_sets.infos))
 
     @property
     def known_model(self) -> torch.nn.Module | None:
@@ -107,7 +111,8 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         try:
             self.param_sets.declare_group(self.param_groups, self._known)
             if self._known is None:
-                require_expected(self.recipe, chain(self.param_sets.others, *self.param_sets.infos))
+                if self.recipe.expect:
+                    require_expected(self.recipe, chain(self.param_sets.others, *self.param_sets.infos))
                 self.param_sets.complete(index, self.param_groups, self.state)
         except Exception:
             del self.param_groups[index:]
