@@ -55,7 +55,7 @@ class Statistic(Schedulable, ABC, family="statistic"):
 
     @model_validator(mode="after")
     def _options_matter(self) -> Self:
-        if self.source != "orthogonalized" and self.polar != NewtonSchulz():
+        if self.source != "orthogonalized" and self.polar != type(self).model_fields["polar"].default:
             raise ValueError(f"polar: `source: orthogonalized` is required, got source '{self.source}'")
         if self.trace_floor and not self.trace_scaling:
             raise ValueError(f"trace_floor: `trace_scaling` is required, got floor {self.trace_floor} without it")
