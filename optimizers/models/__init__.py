@@ -5,8 +5,8 @@ from .composer import grouped as grouped
 from .composer import submodel as submodel
 from .curvature import gauss_newton_bartlett as gauss_newton_bartlett
 from .curvature import hutchinson as hutchinson
-from .input_grams import watch_inputs as watch_inputs
 from .layer_grams import LayerGrams as LayerGrams
+from .layer_grams import watch_inputs as watch_inputs
+from .layer_grams import watch_output_gradients as watch_output_gradients
 from .logits import MaxLogits as MaxLogits
 from .logits import watch_logits as watch_logits
-from .output_grams import watch_output_gradients as watch_output_gradients

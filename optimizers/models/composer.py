@@ -20,13 +20,12 @@ from ..recipe.overrides import Overrides
 from ..recipe.param_names import canonical_names
 from ..recipe.routing import DescribedParameters, ParamInfo, describe_model
 from .evaluation import watch_evaluation
-from .input_grams import watch_inputs
+from .layer_grams import INPUT_GRAM, OUTPUT_GRAM, watch_inputs, watch_output_gradients
 from .logits import watch_logits
-from .output_grams import watch_output_gradients
 
 _WATCHES: Mapping[str, Callable[[Optimizer, nn.Module], object]] = {
-    "activation_gram": watch_inputs,
-    "output_gradient_gram": watch_output_gradients,
+    INPUT_GRAM: watch_inputs,
+    OUTPUT_GRAM: watch_output_gradients,
     "max_logit": watch_logits,
 }
 """Signals that come from hooks in a model, and what registers the hooks."""

@@ -1,4 +1,8 @@
-"""Sums of outer products that hooks collect from the layers of a model, for the next step of its optimizer."""
+"""The signals `activation_gram` and `output_gradient_gram`: sums of outer products that hooks collect from layers.
+
+Second moments of the inputs of a layer are known after a forward, those of the gradients in its outputs during
+backward. Both wait for the next step of the optimizer.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +15,22 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch.nn import functional
 from torch.utils import _pytree as pytree
 
+from eigengraft.blocking import is_transposed
 from eigengraft.distributed.layouts import is_dtensor
 from eigengraft.numerics import compute_dtype
 
 from ..isolation import without_autocast
 from ..optimizer import Optimizer
+from .arguments import require_watchable
 from .gradient_sums import GradientSums
 
 CallRows = Callable[[Tensor], tuple[Tensor, int]]
 """The gradient in an output of a layer -> (the Gram of the rows of that call, what they add to N)."""
+INPUT_GRAM, OUTPUT_GRAM = "activation_gram", "output_gradient_gram"
+"""Names of the two signals."""
 ParamPlace = tuple[int, int]
 """A parameter of an optimizer: its param group, and its position in that."""
 
@@ -190,3 +199,101 @@ def _multiplies(module: nn.Module) -> bool:
 def _remove(handles: list[Any]) -> None:
     for handle in handles:
         handle.remove()
+
+
+def watch_inputs(optimizer: Optimizer, model: nn.Module) -> LayerGrams | None:
+    """Provides `activation_gram` in every step that needs it, from the inputs of a model's layers; `compose` calls it.
+
+    A = X^T X / N for every layer `y = W x`, X `[N, n]` the inputs whose outputs the gradient of the step was taken
+    through: of matrices, of which x is the last axis of the first argument, and of 1-d and 2-d convolutions of one
+    group, of which x are patches. Returns None, and no hook is there, if no stage asks. The model may be wrapped (DDP)
+    or sharded before or after.
+    """
+    require_watchable("watch_inputs", optimizer, model)
+    if INPUT_GRAM not in optimizer.param_sets.signals.listeners.asking:
+        return None
+    grams = LayerGrams(optimizer, INPUT_GRAM, lambda total, rows: total / rows)
+    grams.watch(model, _see_inputs)
+    optimizer.provide(INPUT_GRAM, grams.take)
+    return grams
+
+
+def _see_inputs(path: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> tuple[CallRows, Tensor | None]:
+    """The inputs of one call, kept until backward as a copy or as their Gram, whichever is smaller."""
+    rows = _input_rows(path, module, args)
+    few = len(rows) < rows.shape[1]
+    return partial(_kept_rows, rows.clone() if few else gram_of(rows), len(rows), few), differentiable(output)
+
+
+def _kept_rows(kept: Tensor, count: int, few: bool, gradient: Tensor) -> tuple[Tensor, int]:
+    return gram_of(kept) if few else kept, count
+
+
+def _input_rows(path: str, module: nn.Module, args: tuple[Any, ...]) -> Tensor:
+    x = whole(args[0].detach()) if args and isinstance(args[0], Tensor) else None
+    if isinstance(module, (nn.Conv1d, nn.Conv2d)) and x is not None:
+        return _patches(module, x)
+    weight = module._parameters["weight"]
+    assert weight is not None
+    n = int(weight.shape[0 if is_transposed(module) else 1])
+    if x is None or x.shape[-1] != n:
+        got = "no tensor" if x is None else f"shape {tuple(x.shape)}"
+        raise ValueError(f"{path}: inputs of length {n} as first argument are required by '{INPUT_GRAM}', got {got}")
+    return x.reshape(-1, n)
+
+
+def _patches(module: nn.Conv1d | nn.Conv2d, x: Tensor) -> Tensor:
+    """What a kernel is multiplied by at every place, `[places, channels * kernel]`; one axis is a row of an image."""
+    padding: Any = (0,) * len(module.kernel_size) if module.padding == "valid" else module.padding
+    how = [module.kernel_size, module.dilation, padding, module.stride]
+    if isinstance(module, nn.Conv1d):
+        x, how = x.unsqueeze(-2), [(neutral, *given) for neutral, given in zip((1, 1, 0, 1), how, strict=True)]
+    images = x if x.ndim == 4 else x.unsqueeze(0)
+    return functional.unfold(images, *how).mT.flatten(0, 1)
+
+
+def watch_output_gradients(optimizer: Optimizer, model: nn.Module) -> LayerGrams | None:
+    """Provides `output_gradient_gram` in every step that needs it, from a model's backward; `compose` calls it.
+
+    N sum_i g_i g_i^T for every layer `y = W x`, g_i the gradient of the loss in the i-th of all y that the gradient of
+    the step was taken through: the mean of the products of each row's own gradient, where the loss is the mean over N
+    rows, as the losses of language models over tokens are. N counts the rows of a matrix, and the images, not the
+    places, of a 1-d or 2-d convolution. Where a loss is the mean over fewer, such as sequences, it is larger by the
+    rows of each.
+
+    The g_i are in the unit of the gradient that the step takes: a factor that it was multiplied by since the backward,
+    by GradScaler's `unscale_` or by `clip_grad_norm_`, multiplies them too. Returns None, and no hook is there, if no
+    stage asks. The model may be wrapped (DDP) or sharded before or after.
+    """
+    require_watchable("watch_output_gradients", optimizer, model)
+    if OUTPUT_GRAM not in optimizer.param_sets.signals.listeners.asking:
+        return None
+    grams = LayerGrams(optimizer, OUTPUT_GRAM, lambda total, rows: total * rows, of_gradients=True)
+    grams.watch(model, _see_outputs)
+    optimizer.provide(OUTPUT_GRAM, grams.take)
+    return grams
+
+
+def _see_outputs(path: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> tuple[CallRows, Tensor | None]:
+    weight = module._parameters["weight"]
+    assert weight is not None
+    m, axis = int(weight.shape[1 if is_transposed(module) else 0]), _channels(module)
+    if not isinstance(output, Tensor) or output.shape[axis] != m:
+        got = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+        raise ValueError(
+            f"{path}: an output of length {m} is required by '{OUTPUT_GRAM}', got {got}; under tensor parallelism say "
+            "`use_local_output=False`, so that it is a DTensor"
+        )
+    return partial(_gradient_rows, axis), output if output.requires_grad else None
+
+
+def _gradient_rows(axis: int, gradient: Tensor) -> tuple[Tensor, int]:
+    gradient = whole(gradient.detach())
+    rows = gradient.movedim(axis, -1).reshape(-1, gradient.shape[axis])
+    images = len(gradient) if gradient.ndim + axis > 0 else 1
+    return gram_of(rows), len(rows) if axis == -1 else images
+
+
+def _channels(module: nn.Module) -> int:
+    """The axis of an output that the rows of the weight belong to."""
+    return -1 - len(module.kernel_size) if isinstance(module, (nn.Conv1d, nn.Conv2d)) else -1
