@@ -87,7 +87,7 @@ def common_interval(recipe: Recipe) -> int:
 
 
 class _Owned(NamedTuple):
-    """Blocks of a parameter that have one owner: their keys, their cost, and what ranks hold of them."""
+    """Blocks of a parameter that have one owner: their keys, their cost, and the entries of them that ranks hold."""
 
     keys: tuple[int, ...]
     item: Item
@@ -108,7 +108,7 @@ def assign_owners(specs: Sequence[ParamSpec], recipe: Recipe, phases: Phases, lo
 
 
 def _assign(specs: Sequence[ParamSpec], recipe: Recipe, phases: Phases, loads: Loads) -> Balance:
-    """Fill in the owners of the blocks of these parameters, beside what ranks carry."""
+    """Fill in the owners of the blocks of these parameters, and add the blocks to the loads."""
     owned, places = list[_Owned](), list[dict[int, int]]()
     known = dict[tuple[int, BlockGrid], list[Held]]()
     for spec in sorted(specs, key=lambda spec: natural_order(spec.name)):
@@ -142,7 +142,10 @@ def _blocks(
     interval: int,
     known: dict[tuple[int, BlockGrid], list[Held]],
 ) -> Iterator[_Owned]:
-    """Yield the blocks of a parameter, each by itself; known: what ranks hold of the blocks of a layout and grid."""
+    """Yield the blocks of a parameter, each by itself.
+
+    known: entries that ranks hold of each block, by the layout and grid of the block; filled in.
+    """
     assert spec.placement is not None
     layout = spec.placement.layout
     for grid in recipe.updates()[spec.path].blocking.grids(spec.shape, spec.matrices):
