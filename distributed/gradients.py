@@ -13,11 +13,15 @@ from torch import Tensor
 
 from eigengraft.errors import warn_user
 
+from .checks import Field
 from .comm_plan import CommPlan
 from .layouts import are_dtensors_known, is_dtensor, local
 from .rank_group import DistributedError, RankGroup
 from .transfers import flattened, pack_shards, read, send_shards
 from .work import Work
+
+BEGUN, CHANGED = "rounds begun in backward", "rounds begun with other gradients"
+"""Names of the fields that ranks sum before they use messages sent in backward."""
 
 
 def local_gradients(
@@ -34,9 +38,9 @@ def local_gradients(
     moved = [name for name, parameter in pairs if _lies_elsewhere(name, parameter)]
     if moved and rank_group is not None:
         none = [name for name, parameter in pairs if parameter.grad is None]
-        told = f"; none of {', '.join(none[:3])}" if none else ""
-        what = f"redistribution of gradients ({moved[0]} and {len(moved) - 1} more{told})"
-        rank_group.meet(what, device=parameters[0].device)
+        none_of = f"; none of {', '.join(none[:3])}" if none else ""
+        what = f"redistribution of gradients ({moved[0]} and {len(moved) - 1} more{none_of})"
+        rank_group.synchronize(what, device=parameters[0].device)
     return [_local_gradient(name, parameter) for name, parameter in pairs]
 
 
@@ -78,6 +82,31 @@ def count_writes(gradient: Tensor) -> tuple[Tensor, int]:
     return own, sum(x._version for x in (own, gradient) if not x.is_inference())
 
 
+class UsedGradients:
+    """The gradients of the last step, to notice a rank that steps again before they are written again.
+
+    parameters: those that are shared with other ranks, a list that may change.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.parameters = parameters
+        self._used, self._now = list[tuple[ref[Tensor], int]](), list[tuple[ref[Tensor], int]]()
+        self._times = 0
+
+    def times(self) -> int:
+        """Return how many steps have used the present gradients since one was written; 0 if there is none."""
+        found = (count_writes(parameter.grad) for parameter in self.parameters if parameter.grad is not None)
+        self._now = [(ref(gradient), writes) for gradient, writes in found]
+        pairs = zip(self._used, self._now, strict=False)
+        same = len(self._used) == len(self._now) and all(x() is y() and was == now for (x, was), (y, now) in pairs)
+        self._times = self._times if same else 0
+        return self._times
+
+    def use(self) -> None:
+        """Note that a step uses the gradients that `times` has counted."""
+        self._times, self._used = self._times + 1, self._now
+
+
 class BackwardGather:
     """Sends gradients to the owners of blocks while backward runs, those of a round as soon as it has all of them.
 
@@ -94,7 +123,7 @@ class BackwardGather:
 
     def __init__(self, comm_plan: CommPlan, parameters: Sequence[Tensor]) -> None:
         self.comm_plan, self.parameters = comm_plan, parameters
-        self._rank_group = comm_plan.rank_group.twin()
+        self._rank_group = comm_plan.rank_group.duplicate()
         self._positions = [sorted({one.block.position for one in flattened(own.sent)}) for own in comm_plan.rounds]
         self._writes, self._expected = [0] * len(parameters), [1] * len(parameters)
         self._messages: list[Tensor] = []
@@ -157,26 +186,27 @@ class BackwardGather:
         self._messages.append(message)
 
     @torch.no_grad()
-    def report(self, device: torch.device) -> Tensor:
-        """`[2 n]` float64 for n rounds: which are begun here, and of these, which with other gradients than now."""
+    def report(self, device: torch.device) -> dict[str, Field]:
+        """Return which of n rounds are begun here, and which of these with other gradients than now, each `[n]`."""
         begun, rounds = self._next, len(self.comm_plan.rounds)
-        found = torch.tensor([1.0] * begun + [0.0] * (2 * rounds - begun), dtype=torch.float64, device="cpu").to(device)
+        changed = torch.zeros(rounds, dtype=torch.float64, device=device)
         for index, message in enumerate(self._messages):
             held = self._hold(index)
             elsewhere = any(x is None and self.parameters[i].grad is not None for i, x in held.items())
-            found[rounds + index] = True if elsewhere else differ(message, self._pack(index, held))
-        return found
+            changed[index] = True if elsewhere else differ(message, self._pack(index, held))
+        return {BEGUN: [1.0] * begun + [0.0] * (rounds - begun), CHANGED: changed}
 
     @torch.no_grad()
-    def take(self, reports: Sequence[float]) -> dict[int, Work[Tensor]]:
-        """Ends the gathering of this step. Returns the messages with its gradients that are on their way, by round.
+    def take(self, sums: Mapping[str, Tensor]) -> dict[int, Work[Tensor]]:
+        """End the gathering of this step. Return the messages with its gradients that are on their way, by round.
 
-        reports: what `report` returns, summed over all ranks, which all call this.
+        sums: the fields that `report` returns, summed over all ranks, which all call this.
         """
-        rounds, ranks = len(self.comm_plan.rounds), self.comm_plan.rank_group.size
-        while self._next < rounds and reports[self._next]:  # other ranks wait for it
+        begun, changed = torch.stack([sums[BEGUN], sums[CHANGED]]).tolist()
+        while self._next < len(begun) and begun[self._next]:  # other ranks wait for it
             self._begin()
-        good = {i: work for i, work in enumerate(self._works) if reports[i] == ranks and not reports[rounds + i]}
+        ranks = self.comm_plan.rank_group.size
+        good = {i: work for i, work in enumerate(self._works) if begun[i] == ranks and not changed[i]}
         for index, work in enumerate(self._works):
             if index not in good:
                 work.wait()

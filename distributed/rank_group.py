@@ -21,8 +21,8 @@ class DistributedError(RuntimeError):
     """A collective failed. The message says which one, on which rank, and what is known of the cause."""
 
 
-MEETING = 16
-"""Bytes that each rank sends each other before ranks do something together."""
+DIGEST = 16
+"""Bytes that each rank sends each other to synchronize."""
 CPU = torch.device("cpu")
 
 
@@ -31,13 +31,13 @@ class RankGroup:
 
     group: the process group.
     timeout: seconds to wait for a collective on a CPU; None: the process group's.
-    everyone: all ranks that do the same together, of which these are a part; these themselves unless given.
+    all_ranks: all ranks that do the same together, among them these; these themselves unless given.
     rank: this process, 0 .. R - 1.
     size: R.
     """
 
-    def __init__(self, group: Any, timeout: float | None = None, everyone: RankGroup | None = None) -> None:
-        self.group, self.timeout, self.everyone = group, timeout, everyone or self
+    def __init__(self, group: Any, timeout: float | None = None, all_ranks: RankGroup | None = None) -> None:
+        self.group, self.timeout, self.all_ranks = group, timeout, all_ranks or self
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._mesh: DeviceMesh | None = None
 
@@ -47,7 +47,7 @@ class RankGroup:
             self._mesh = DeviceMesh.from_group(self.group, device.type)
         return self._mesh
 
-    def part(self, size: int) -> RankGroup:
+    def subgroup(self, size: int) -> RankGroup:
         """The `size` consecutive ranks that this one is among. Raises ValueError if R is no multiple of the size."""
         if self.size % size:
             raise ValueError(f"distribution.group_size: a divisor of {self.size} ranks is required, got {size}")
@@ -55,8 +55,8 @@ class RankGroup:
         ranks = dist.get_process_group_ranks(self.group)[first : first + size]
         return self if size == self.size else RankGroup(_process_group(tuple(ranks)), self.timeout, self)
 
-    def twin(self) -> RankGroup:
-        """These ranks in a process group of its own, whose messages never wait for others; all ranks call it."""
+    def duplicate(self) -> RankGroup:
+        """Return these ranks in another process group, whose messages never wait for this one's; all ranks call it."""
         ranks = dist.get_process_group_ranks(self.group)
         span = None if self.timeout is None else timedelta(seconds=self.timeout)
         return RankGroup(dist.new_group(ranks, timeout=span, use_local_synchronization=True), self.timeout)
@@ -73,21 +73,21 @@ class RankGroup:
         pairs = (pair.split(":") for pair in dist.get_backend_config(self.group).split(","))
         return frozenset(device for device, backend in pairs if backend == "gloo")
 
-    def meet(self, what: str, remedy: str = "", device: torch.device = CPU) -> None:
-        """Raise DistributedError on every rank, with the remedies of all, if some ranks are about to do something else.
+    def synchronize(self, what: str, remedy: str = "", device: torch.device = CPU) -> None:
+        """Raise DistributedError on every rank, with the remedies of all, if ranks are about to do different things.
 
         gloo ends a process without a word where messages of one kind of collective differ in length. Nothing but the
-        exchange of blocks is an all-to-all: a rank that does something else does not answer, and is missed. With other
-        backends no rank is asked, and none waits.
+        exchange of blocks is an all-to-all: a rank that does something else sends no answer in time. With backends
+        other than gloo nothing is sent, and no rank waits.
 
         what: the collective that follows, in words. remedy: what this rank's user may do about it.
         device: where the tensors of that collective are.
         """
         if not {"cpu", device.type} <= self.gloo_devices:
             return
-        digest = hashlib.blake2b(what.encode(), digest_size=MEETING).digest()
-        told, each = torch.tensor(list(digest * self.size), dtype=torch.uint8, device="cpu"), [MEETING] * self.size
-        if torch.equal(self.all_to_all(told, each, each, what).wait(), told):
+        digest = hashlib.blake2b(what.encode(), digest_size=DIGEST).digest()
+        sent, each = torch.tensor(list(digest * self.size), dtype=torch.uint8, device="cpu"), [DIGEST] * self.size
+        if torch.equal(self.all_to_all(sent, each, each, what).wait(), sent):
             return
         every = self._gather_object((what, remedy), what)
         found = ", ".join(f"{other!r} on rank {rank}" for rank, (other, _) in enumerate(every[:8]))
@@ -138,7 +138,7 @@ class RankGroup:
 
     def all_gather_object(self, mine: Any, what: str) -> list[Any]:
         """A small Python object of every rank, by rank."""
-        self.meet(what)  # torch gives what follows no time-out of its own
+        self.synchronize(what)  # torch gives what follows no time-out of its own
         return self._gather_object(mine, what)
 
     def _gather_object(self, mine: Any, what: str) -> list[Any]:
@@ -146,14 +146,6 @@ class RankGroup:
         with self._named(what):
             dist.all_gather_object(found, mine, group=self.group)
         return found
-
-    def raise_on_any(self, fault: str | None, what: str) -> None:
-        """Raises ValueError on every rank if any rank has found a fault, with the text of each."""
-        faults = {rank: said for rank, said in enumerate(self.all_gather_object(fault, what)) if said is not None}
-        if len(set(faults.values())) == 1 and len(faults) == self.size:
-            raise ValueError(next(iter(faults.values())))
-        if faults:
-            raise ValueError("\n".join(f"rank {rank}: {said}" for rank, said in faults.items()))
 
     def _finish(self, what: str, device: torch.device) -> Callable[[Any], None]:
         def wait(work: Any) -> None:

@@ -222,11 +222,11 @@ class Optimizer(Reporting, torch.optim.Optimizer):
 
     def _mean_over_ranks(self, value: Tensor) -> Tensor:
         """The mean of a number over the ranks that share parameters, all of which call it."""
-        groups = [one.rank_group.everyone for one in self.param_sets if one.rank_group is not None]
+        groups = [one.rank_group.all_ranks for one in self.param_sets if one.rank_group is not None]
         ranks = max(groups, key=lambda group: group.size, default=None)
         if ranks is None:
             return value
-        ranks.meet("loss of a line search", device=value.device)
+        ranks.synchronize("loss of a line search", device=value.device)
         return ranks.all_reduce(value.clone(), "loss of a line search") / ranks.size
 
     @isolated

@@ -36,7 +36,7 @@ def columns(unit: str) -> list[tuple[str, Callable[[Plan], Any], str]]:
 
 def _everywhere(plan: Plan) -> list[Traffic]:
     """The messages of a step whatever the backend is."""
-    return [traffic for kind, traffic in plan.traffic.items() if kind != "meeting"]
+    return [traffic for kind, traffic in plan.traffic.items() if kind != "synchronization"]
 
 
 def ranks_table(plan: Plan, title: str, unit: str) -> Table:
@@ -92,7 +92,7 @@ def remarks(plan: Plan, unit: str) -> list[str]:
             f"{len(home)} of {len(plan.placements)} parameters are updated by the ranks that hold them and send nothing"
         )
     if len(plan.work) > 1:
-        before = amount(int(plan.traffic["meeting"].sent[0]), "B")
+        before = amount(int(plan.traffic["synchronization"].sent[0]), "B")
         lines.append(
             f"agreement on gradients: {amount(int(agreement.sent[0]), 'B')} per rank, in an all-reduce (ring); before "
             f"it, with gloo, {before} in an all-to-all"

@@ -65,14 +65,14 @@ def consolidate(optimizer: Any, to: int) -> None:
     param_sets = optimizer.param_sets
     rank_groups = _rank_groups(optimizer)
     for rank_group in rank_groups:
-        if to not in dist.get_process_group_ranks(rank_group.everyone.group):
+        if to not in dist.get_process_group_ranks(rank_group.all_ranks.group):
             raise ValueError(f"consolidate_state_dict: a rank that shares all parameters is required, got {to}")
     if not rank_groups:
         return
     here = dist.get_rank() == to
     found: dict[Tensor, dict[str, Tensor]] = {}
     with _all_ranks("consolidate_state_dict"):
-        _meet(rank_groups, "consolidate_state_dict")
+        _synchronize(rank_groups, "consolidate_state_dict")
         for param_set in param_sets:
             states = param_set.views() if param_set.rank_group is None else sharded_state(param_set)
             for parameter, state in zip(param_set.parameters, states, strict=True):
@@ -97,7 +97,7 @@ def _state_hook(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any] | 
     if consolidated is not None:
         return consolidated.shown(state_dict)
     with _all_ranks("state_dict"):
-        _meet(_rank_groups(optimizer), "state_dict")
+        _synchronize(_rank_groups(optimizer), "state_dict")
         return shard_hook(optimizer, state_dict)
 
 
@@ -107,10 +107,10 @@ def _rank_groups(optimizer: Any) -> list[RankGroup]:
     return list(dict.fromkeys(rank_group for rank_group in found if rank_group is not None))
 
 
-def _meet(rank_groups: list[RankGroup], what: str) -> None:
-    """Waits for all ranks before anything is exchanged, so that a rank that never comes does no harm."""
+def _synchronize(rank_groups: list[RankGroup], what: str) -> None:
+    """Wait for all ranks before anything is gathered, so that a rank that never comes does no harm."""
     for rank_group in rank_groups:
-        rank_group.everyone.meet(what, GATHER_FIRST)
+        rank_group.all_ranks.synchronize(what, GATHER_FIRST)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
+from eigengraft.distributed.checks import gather_differences, raise_on_any
 from eigengraft.errors import first_lines, warn_user
 from eigengraft.state_key import FORMAT, StateKey
 
@@ -172,7 +173,7 @@ def _refuse(faults: list[str], param_sets: list[ParamSet], change: RecipeChange 
         message = change.refusal(first_lines(faults))
     rank_groups = [param_set.rank_group for param_set in param_sets if param_set.rank_group is not None]
     for rank_group in dict.fromkeys(rank_groups):
-        rank_group.everyone.raise_on_any(message, "agreement on a state dict")
+        raise_on_any(rank_group.all_ranks, message, "agreement on a state dict")
     if message is not None:
         raise ValueError(message)
 
@@ -182,10 +183,11 @@ def _absent_elsewhere(param_sets: Sequence[ParamSet], batches: Sequence[Mapping[
     absent = [
         place for place, got in enumerate(chain.from_iterable(own.values() for own in batches)) if _is_absent(got)
     ]
-    groups = dict.fromkeys(one.rank_group.everyone for one in param_sets if one.rank_group is not None)
-    found = [group.all_gather_object(absent, "agreement on a state dict") for group in groups]
-    same = all(other == absent for others in found for other in others)
-    return [] if same else ["state of the same parameters is required on all ranks, got others on another rank"]
+    groups = dict.fromkeys(one.rank_group.all_ranks for one in param_sets if one.rank_group is not None)
+    found = [gather_differences(group, {"absent": tuple(absent)}, "agreement on a state dict") for group in groups]
+    return (
+        [] if not any(found) else ["state of the same parameters is required on all ranks, got others on another rank"]
+    )
 
 
 def _word_of_fresh(batches: Sequence[tuple[list[ParamSet], Mapping[Tensor, Any]]]) -> str:

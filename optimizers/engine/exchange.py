@@ -26,7 +26,7 @@ from ..apply.parameter_update import EntryUpdates
 from ..apply.write import Rates, decayed_gradient
 from ..recipe.recipe import Recipe
 from ..sharding.placement import ParamSpec
-from ..sharding.rank_sync import failed_roots
+from ..sharding.rank_checks import failed_roots
 from .finite_check import GivenGradients, GradientSurvey, LocalSurvey
 from .stack_state import ActiveBlocks
 

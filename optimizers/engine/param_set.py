@@ -26,7 +26,7 @@ from ..apply.write import Hyper, Rates, RouteRates, write
 from ..recipe.recipe import Recipe, Route
 from ..sharding.phases import Phases
 from ..sharding.placement import ParamSpec
-from ..sharding.rank_sync import RankSync
+from ..sharding.rank_checks import RankChecks
 from .block_groups import build
 from .exchange import BlockExchange, LocalExchange, Step, decay_source, find_signals
 from .execution import Execution, choose_execution
@@ -83,15 +83,17 @@ class ParamSet:
         constraints, paths = {at: rule.constraints for at, rule in self.updates.items()}, [spec.path for spec in specs]
         squaring = {path for path, update in self.updates.items() if update.squares()}
         self._linear = np.array([spec.path not in squaring for spec in specs], dtype=np.bool_)
-        rank_sync = None if rank_group is None else RankSync(rank_group, specs, recipe.failure, self._linear.tolist())
+        rank_checks = (
+            None if rank_group is None else RankChecks(rank_group, specs, recipe.failure, self._linear.tolist())
+        )
         constrains_shards = any(spec.divided and self.updates[spec.path].constraints for spec in specs)
-        shard_sums = rank_sync.sums if rank_sync is not None and constrains_shards else None
+        shard_sums = rank_checks.sums if rank_checks is not None and constrains_shards else None
         paired = {path for path, update in self.updates.items() if "partner_before" in asking(update.stages())}
         self.iterates = IterateStore(recipe.averaging, constraints, self.local, paths, shard_sums, paired)
         exchange = LocalExchange(specs, self.iterates, recipe.failure.roots)
         self.exchange: BlockExchange = exchange
-        if rank_sync is not None:
-            self.exchange = RankExchange(exchange, self.parameters, specs, recipe, rank_sync, self.block_groups)
+        if rank_checks is not None:
+            self.exchange = RankExchange(exchange, self.parameters, specs, recipe, rank_checks, self.block_groups)
         self.finite_check = FiniteCheck(recipe.failure, self.names, self.exchange.survey)
 
     @property

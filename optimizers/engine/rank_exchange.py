@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eigengraft.distributed.comm_plan import BlockGroup, CommPlan
 from eigengraft.distributed.comm_step import CommStep
-from eigengraft.distributed.gradients import BackwardGather
+from eigengraft.distributed.gradients import BackwardGather, UsedGradients
 from eigengraft.distributed.layouts import is_dtensor, local
 from eigengraft.distributed.param_gather import ParamGather
 from eigengraft.distributed.transfers import Arrived, Assembly, EntryReader, Source, copy_all, read, reading
@@ -23,10 +23,8 @@ from ..apply.parameter_update import EntryUpdates
 from ..apply.weight_decay import StepScale
 from ..apply.write import after_write, decayed_gradient
 from ..recipe.recipe import Recipe
-from ..sharding.copy_check import CopyCheck
-from ..sharding.fingerprint import UsedGradients, step_numbers
 from ..sharding.placement import ParamSpec
-from ..sharding.rank_sync import RankSync
+from ..sharding.rank_checks import RankChecks, step_numbers
 from .block_groups import round_bytes, sends_parameters
 from .exchange import GatherSource, LocalExchange, Step, Write, decay_source
 from .finite_check import GivenGradients, GradientSurvey
@@ -42,10 +40,10 @@ class RankExchange:
         parameters: Sequence[Tensor],
         specs: Sequence[ParamSpec],
         recipe: Recipe,
-        rank_sync: RankSync,
+        rank_checks: RankChecks,
         block_groups: Sequence[BlockGroup],
     ) -> None:
-        self.local, self.rank_sync, rank_group = local, rank_sync, rank_sync.rank_group
+        self.local, self.rank_checks, rank_group = local, rank_checks, rank_checks.rank_group
         self.paths = [spec.path for spec in specs]
         layouts = [spec.placement.layout for spec in specs if spec.placement is not None]
         names, size = [spec.name for spec in specs], round_bytes(specs, recipe, rank_group.size)
@@ -57,8 +55,7 @@ class RankExchange:
                 "step() knows its rate, got one that is added to them"
             )
         self._backward_gather = BackwardGather(self.comm_plan, parameters) if overlaps else None
-        copied = not any(is_dtensor(parameter) for parameter in parameters)
-        self._copy_check = CopyCheck(rank_sync, parameters) if copied else None
+        self._copied = not any(is_dtensor(parameter) for parameter in parameters)
         self._gathering: dict[int, Work[Tensor]] = {}
         self._gathered = {i: layouts[i] for i, spec in enumerate(specs) if spec.placement and spec.placement.parts}
         self._param_gather = ParamGather(rank_group, self._gathered, names, recipe.distribution.message)
@@ -86,17 +83,14 @@ class RankExchange:
 
     def survey(self, given: GivenGradients) -> GradientSurvey:
         numbers = step_numbers(given.rates.hypers, given.steps, self._used_gradients.times())
-        if self._copy_check is not None:
-            survey = self.rank_sync.survey(given.gradients, given.present, numbers, self._copy_check.tell())
-            self._copy_check.hear(survey)
-            return survey
-        if self._backward_gather is None:
-            return self.rank_sync.survey(given.gradients, given.present, numbers)
+        rank_checks, gather = self.rank_checks, self._backward_gather
+        if gather is None:
+            return rank_checks.survey(given.gradients, given.present, numbers, self._copied, {})
         for work in self._gathering.values():  # of a step that used no gradient
             work.wait()
-        report = self._backward_gather.report(self._parameters[0].device)
-        survey = self.rank_sync.survey(given.gradients, given.present, numbers, report)
-        self._gathering = self._backward_gather.take(survey.notes.tolist())
+        begun = gather.report(self._parameters[0].device)
+        survey = rank_checks.survey(given.gradients, given.present, numbers, self._copied, begun)
+        self._gathering = gather.take(survey.sums)
         return survey
 
     def begin(self, step: Step, moved: NDArray[np.bool_], write: Write) -> None:
@@ -115,7 +109,7 @@ class RankExchange:
     def _root_mean_squares(self) -> Tensor:
         """Those of full parameters `[P]`, before any of them moves."""
         if not self.comm_plan.replicated:
-            return self.rank_sync.parameter_rms(self.local.iterates.parameters)
+            return self.rank_checks.parameter_rms(self.local.iterates.parameters)
         found = torch.zeros(len(self.paths), dtype=torch.float64, device=self._parameters[0].device)
         for position in self._exchanged:
             found[position] = self.local.root_mean_square(position)
@@ -189,7 +183,7 @@ class RankExchange:
             self.local.write(EntryUpdates.of_rows(rows))
 
     def report_failed_roots(self, path: str, positions: Sequence[int]) -> None:
-        self.rank_sync.failed.update(positions)
+        self.rank_checks.failed.update(positions)
 
     def finish(self) -> None:
         active, parameters = self.local.step.active, self.local.iterates.parameters

@@ -140,9 +140,9 @@ def _average(param_set: ParamSet, tensors: Sequence[Tensor], who: str) -> None:
     """The mean over ranks, in place."""
     if param_set.rank_group is None or not tensors:
         return
-    ranks = param_set.rank_group.everyone
+    ranks = param_set.rank_group.all_ranks
     what = f"{who} of {param_set.names[0]}"
-    ranks.meet(what, device=tensors[0].device)
+    ranks.synchronize(what, device=tensors[0].device)
     flat = ranks.all_reduce(torch.cat([tensor.reshape(-1) for tensor in tensors]), what) / ranks.size
     for tensor, mean in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
         tensor.copy_(mean.view(tensor.shape))

@@ -51,8 +51,8 @@ class Plan:
     blocks: `[R]`, blocks that each rank owns.
     state: `[R]`, bytes of state.
     work: `[R]`, operations per step, or milliseconds if the recipe has measured times.
-    traffic: messages of a step: "gradients" to owners, "updates" back, the "agreement" on gradients, and the "meeting"
-        before it, which gloo alone has.
+    traffic: messages of a step: "gradients" to owners, "updates" back, the "agreement" on gradients, and the
+        "synchronization" before it, which gloo alone has.
     interval: steps after which the same refreshes are due again.
     balance: how even the work is at every step of an interval.
     advice: where ranks wait for each other, how many refreshes at once would change that.

@@ -11,13 +11,13 @@ from eigengraft.chains import asking, entries
 from eigengraft.distributed.comm_plan import BlockGroup, pack
 from eigengraft.distributed.layouts import Layout
 from eigengraft.distributed.param_gather import Rows, pack_rows
-from eigengraft.distributed.rank_group import MEETING
+from eigengraft.distributed.rank_group import DIGEST
 
 from ..engine.block_groups import round_bytes
 from ..engine.exchange import decay_source
 from ..recipe.recipe import Recipe
-from ..sharding import fingerprint
 from ..sharding.placement import ParamSpec
+from ..sharding.rank_checks import numbers_sent
 from .traffic import Traffic, all_reduced, repeated, together, wire
 
 
@@ -29,7 +29,8 @@ def step_traffic(
     plain: bool,
     groups: int = 1,
 ) -> dict[str, Traffic]:
-    """The "gradients" to owners, "updates" back, the "agreement" on gradients, and the "meeting" before it on gloo.
+    """Return the messages of a step: "gradients" to owners, "updates" back, the "agreement" on gradients, and on gloo
+    the "synchronization" before it.
 
     Sent like gradients: parameters, if weight decay is added to directions; signals with entries. plain: whether
     parameters are plain tensors, whose gradients ranks compare by norms. groups: number of groups of ranks, each of
@@ -42,14 +43,13 @@ def step_traffic(
     norms = "parameter_rms" in asked and not replicated
     rounds = pack(block_groups, round_bytes(specs, recipe, ranks)) if ranks > 1 else []
     begun = 2 * len(rounds) if recipe.distribution.overlap_backward and not replicated else 0
-    told = (5 if plain else 3) * len(specs) + fingerprint.LENGTH + begun
     there, back = wire(block_groups, rounds, layouts, 1 + decays + entries(asked))
     rows = gathered_parts(specs, ranks, recipe.distribution.message)
     return {
         "gradients": repeated(there, groups),
         "updates": repeated(together(back, rows), groups),
-        "agreement": all_reduced([told, *[len(specs)] * norms], groups * ranks),
-        "meeting": _meeting(groups * ranks),
+        "agreement": all_reduced([numbers_sent(len(specs), plain) + begun, *[len(specs)] * norms], groups * ranks),
+        "synchronization": _synchronization(groups * ranks),
     }
 
 
@@ -84,9 +84,9 @@ def _add_parts(found: Traffic, message: Sequence[tuple[Rows, Layout]], width: in
     found.add_all_to_all(out, into, np.zeros(found.ranks, dtype=np.int64), receivers)
 
 
-def _meeting(ranks: int) -> Traffic:
-    """What every rank tells every other of what it comes to."""
+def _synchronization(ranks: int) -> Traffic:
+    """The digest of what comes next that every rank sends every other."""
     found = Traffic(ranks)
-    each = np.full(ranks, MEETING, dtype=np.int64)
+    each = np.full(ranks, DIGEST, dtype=np.int64)
     found.add_all_to_all(ranks * each, ranks * each, each, np.full(ranks, ranks - 1))
     return found if ranks > 1 else Traffic(ranks)

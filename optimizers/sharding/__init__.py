@@ -1,1 +1,1 @@
-"""Placement of parameters and owners of blocks, what a block costs, and what ranks agree on in a step."""
+"""Placement of parameters and owners of blocks, what a block costs, and what ranks check."""

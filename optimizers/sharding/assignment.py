@@ -20,10 +20,10 @@ from eigengraft.numerics import fake_mode
 from ..param_groups import flat_piece
 from ..recipe.recipe import Recipe
 from ..recipe.routing import ParamInfo
-from .agreement import require_agreement
 from .owners import assign_owners, common_interval, warn_of_waiting
 from .phases import ParamKey, Phases, refresh_phases
 from .placement import ParamSpec, layout_of, lr_factors, place
+from .rank_checks import check_construction
 
 REPLICATED = "replicated"
 """The scope of plain parameters that every rank of the default process group holds."""
@@ -107,7 +107,7 @@ class Assignments:
     def warn_of_waiting(self) -> None:
         """Warns, on one rank, if ranks will spend much of their time waiting for each other's refreshes."""
         for rank_group, own in self._shared(0).items():
-            if rank_group.everyone.rank == 0:
+            if rank_group.all_ranks.rank == 0:
                 warn_of_waiting(own, self.recipe, self._keys(), rank_group.size, self._balances[rank_group])
 
     def _spread(self) -> None:
@@ -137,7 +137,7 @@ class Assignments:
         if where not in self._rank_groups:
             group = dist.group.WORLD if where == REPLICATED else mesh_group(where)
             ranks, size = RankGroup(group, self.recipe.distribution.timeout), self.recipe.distribution.group_size
-            self._rank_groups[where] = ranks if size is None else ranks.part(size)
+            self._rank_groups[where] = ranks if size is None else ranks.subgroup(size)
         rank_group = self._rank_groups[where]
         self._loads.setdefault(rank_group, Loads(rank_group.size, common_interval(self.recipe)))
         return rank_group
@@ -165,7 +165,7 @@ class Assignments:
                 "requires_grad": repr([parameter.requires_grad for parameter in own]),
                 "lr and weight_decay": repr([float(group[key]) for key in ("lr", "weight_decay")]),
             }
-            require_agreement(f"param group {index}", rank_group, texts, specs, own)
+            check_construction(f"param group {index}", rank_group, texts, specs, own)
 
     def require_same_owners(self, index: int) -> None:
         """Raises ValueError on every rank if some ranks have more param groups than others, or other owners.
@@ -175,7 +175,7 @@ class Assignments:
         shared = self._shared(index)
         for rank_group in shared if index else self._rank_groups.values():
             owners = [spec.placement and spec.placement.owners for spec in shared.get(rank_group, ())]
-            require_agreement("no more param groups", rank_group, {"owners": repr(owners)}, (), ())
+            check_construction("no more param groups", rank_group, {"owners": repr(owners)}, (), ())
 
 
 def _describe(spec: ParamSpec, parameter: Tensor) -> tuple[Any, ...]:

@@ -101,10 +101,10 @@ class Counted:
             out, into = ([n * sent.element_size() for n in numbers] for numbers in (sending, receiving))
             me, others = rank_group.rank, [r for r in range(rank_group.size) if r != rank_group.rank]
             peered = sum(out[r] > 0 for r in others)
-            meeting = what.startswith("agreement")
-            kind = "meeting" if meeting else what
+            digests = what.startswith("agreement")
+            kind = "synchronization" if digests else what
             self.add(kind, sum(out) - out[me], sum(into) - into[me], peered, sum(out) + sum(into))
-            return Work((), sent if meeting else sent.new_zeros(sum(receiving)), lambda wait: None)
+            return Work((), sent if digests else sent.new_zeros(sum(receiving)), lambda wait: None)
 
         def gathered(rank_group: RankGroup, mine: Tensor, what: str) -> Any:
             each, others = mine.nbytes, rank_group.size - 1
@@ -203,7 +203,7 @@ def test_a_plan_is_what_the_optimizer_does(
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
     optimizer.step()
-    for kind in ("gradients", "updates", "meeting"):
+    for kind in ("gradients", "updates", "synchronization"):
         traffic = paper.traffic[kind]
         found = [int(numbers[rank]) for numbers in (traffic.sent, traffic.received, traffic.messages, traffic.buffers)]
         assert counted.counts.get(kind, [0] * 4) == found, kind

@@ -44,7 +44,7 @@ class PairedParameter:
         boxes, what = spec.placement.layout.boxes, f"{what} {spec.name}"
         flat = mine.new_zeros(max(box.numel for box in boxes))
         flat[: mine.numel()] = mine.reshape(-1)
-        ranks.meet(what, device=mine.device)
+        ranks.synchronize(what, device=mine.device)
         whole = mine.new_empty(spec.shape)
         for part, box in zip(ranks.all_gather(flat, what).wait(), boxes, strict=True):
             whole[tuple(map(slice, box.start, box.stop))] = part[: box.numel].view(box.shape)
@@ -56,7 +56,7 @@ class PairedParameter:
         assert self.factor is not None
         return self.factor.partner
 
-    def told(self, name: str, partner: PairedParameter) -> Tensor:
+    def signal(self, name: str, partner: PairedParameter) -> Tensor:
         """The signal of that name, a copy `[p, r]`, for stacks that are computed when others have moved."""
         assert self.factor is not None and self.param_set is not None
         if name == "partner_gradient":
@@ -103,7 +103,7 @@ def with_partners(param_sets: Any, steps: Steps) -> Steps:
     paired, taken = _paired(param_sets, steps), list[tuple[PairedParameter, PairedParameter]]()
     found = list[tuple[ParamSet, Step | None]]()
     for param_set, step in steps:
-        told: dict[str, dict[int, Tensor]] = {}
+        given: dict[str, dict[int, Tensor]] = {}
         for at, parameter in enumerate(param_set.parameters if step is not None else ()):
             names = PARTNER & asked[param_set.specs[at].path].keys()
             if names:
@@ -111,8 +111,8 @@ def with_partners(param_sets: Any, steps: Steps) -> Steps:
                 partner = paired[own.partner]
                 taken.append((own, partner))
                 for name in sorted(names):
-                    told.setdefault(name, {})[at] = own.told(name, partner)
-        found.append((param_set, step and replace(step, partners=told)))
+                    given.setdefault(name, {})[at] = own.signal(name, partner)
+        found.append((param_set, step and replace(step, partners=given)))
     for own, partner in taken:
         own.remember(partner)
     return found

@@ -19,8 +19,8 @@ from ...recipe.recipe import Recipe, slot_keys
 from ...recipe.routing import ParamInfo
 from ..exchange import Step
 from ..param_set import ParamSet
-from .agreement import Agreed, SignalCall, agree
 from .first_step import FirstStep
+from .gathered import GatheredSignals, SignalCall, gather_signals
 from .listeners import Listeners
 from .outputs import for_outputs
 from .provided import Given, Provided, SignalSource, require_form
@@ -144,11 +144,11 @@ class Signals:
             return replace(step, numbers=shared, entries=entries)
         what = f"signals {', '.join(call.signal.name for call in calls)} of {param_set.names[0]}"
         device, ranks = param_set.parameters[0].device, param_set.rank_group
-        agreed = agree(calls, len(param_set.specs), device, ranks and ranks.everyone, what)
-        if agreed.missing:
-            raise self._missing(agreed.missing[0], param_set)
-        step = replace(step, numbers={**shared, **agreed.numbers}, entries=entries)
-        return _with_tensors(step, agreed, param_set)
+        gathered = gather_signals(calls, len(param_set.specs), device, ranks and ranks.all_ranks, what)
+        if gathered.missing:
+            raise self._missing(gathered.missing[0], param_set)
+        step = replace(step, numbers={**shared, **gathered.numbers}, entries=entries)
+        return _with_tensors(step, gathered, param_set)
 
     def _call(self, signal: Signal, param_set: ParamSet, step: Step) -> SignalCall:
         """What this rank was provided of a signal, and which parameters of the step ask for it."""
@@ -179,11 +179,11 @@ def _error(signal: Signal, where: str, when: str, got: str) -> ValueError:
     return ValueError(f"{where}: the signal '{signal.name}' is required in {when}, by {by}, got {got}")
 
 
-def _with_tensors(step: Step, agreed: Agreed, param_set: ParamSet) -> Step:
+def _with_tensors(step: Step, gathered: GatheredSignals, param_set: ParamSet) -> Step:
     """A step with the signals that are tensors, in the form that blocks or constraints take them from."""
     entries, matrices = dict(step.entries), dict[str, list[SideMatrix | None]]()
     outputs = dict[str, list[Tensor | None]]()
-    for name, tensors in agreed.tensors.items():
+    for name, tensors in gathered.tensors.items():
         extent, specs = known_signals()[name].extent, param_set.specs
         if extent == "entry":
             entries[name] = [tensors.get(at) for at in range(len(specs))]
@@ -222,6 +222,6 @@ def _slot_totals(param_set: ParamSet, keys: Sequence[str]) -> dict[str, Tensor]:
             if key in state.tensors:
                 totals[place] += state.tensors[key].sum(dtype=torch.float64)
     if param_set.rank_group is not None:
-        param_set.rank_group.meet(f"totals of {keys[0]}", device=totals.device)
+        param_set.rank_group.synchronize(f"totals of {keys[0]}", device=totals.device)
         param_set.rank_group.all_reduce(totals, f"totals of {keys[0]}")
     return dict(zip(keys, totals.unbind(0), strict=True))

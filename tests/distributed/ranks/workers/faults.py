@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Partial, distribute_module
 
 import eigengraft
 from eigengraft import Optimizer, load_recipe
+from eigengraft.distributed.checks import CheckedSums
 from eigengraft.distributed.comm_step import CommStep
-from eigengraft.optimizers.sharding.rank_sync import RankSync
 
 from .models import divided, lay_out, model
 from .trajectories import give, values
@@ -161,7 +161,7 @@ def changed_on_device(place: str) -> Result:
     """One rank has another lr in one step, and ranks read what they told each other one step later."""
     module, optimizer = start(place)
     group = optimizer.param_groups[0]
-    with patch.object(RankSync, "reads_at_once", lambda *_: False):
+    with patch.object(CheckedSums, "reads_at_once", lambda *_: False):
         group["lr"], kept = 0.5 if bad() else group["lr"], group["lr"]
         advance(module, optimizer, 2)
         group["lr"] = kept
@@ -212,7 +212,7 @@ def not_averaged(place: str, outside: bool = False) -> Result:
 def not_averaged_on_device(place: str) -> Result:
     """Every rank has gradients of its own data once, and ranks read what they told each other one step later."""
     module, optimizer = start(place, steps=1)
-    with patch.object(RankSync, "reads_at_once", lambda *_: False):
+    with patch.object(CheckedSums, "reads_at_once", lambda *_: False):
         give(module, 2, gaps=False)
         module.up.weight.grad.mul_(1 + dist.get_rank())  # type: ignore[union-attr,operator]
         optimizer.step()

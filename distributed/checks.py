@@ -1,0 +1,221 @@
+"""Checks between ranks: named numbers that all ranks must share, and named sums, over one all-reduce.
+
+A field is a few numbers under a name. All fields of a step are packed into one tensor, summed over ranks in one
+all-reduce and unpacked by name. Checks read the sums: if ranks do not agree, all ranks raise the same error, which
+names the number, the ranks and their values. On a device they read one call later, so that the host never waits.
+
+Legend: R ranks; x a number, or 16 bits of one. All ranks have one x if and only if R sum(x^2) = sum(x)^2. Of 16 bits
+float64 decides that exactly up to 2^19 ranks.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from .rank_group import DistributedError, RankGroup
+from .work import HostCopy
+
+Name = TypeVar("Name", bound=Hashable)
+Field = Sequence[float] | Tensor
+"""Numbers under a name: known to the host, or a float64 tensor `[n]` on the device of the collective."""
+SumCheck = Callable[[RankGroup, Mapping[str, Tensor], str], None]
+"""Raises, on all ranks alike, if sums are wrong. Takes the ranks, the sums on the host, and the end of the error."""
+
+BITS = 8
+"""Numbers in the field of one number that ranks must share bit by bit: four times 16 bits, and their squares."""
+RANKS = "ranks"
+"""Name of the field that counts the ranks."""
+NOTHING, LATER = "nothing was changed", "found one step later"
+"""Ends of errors: where sums are read at once, and on a device."""
+CHUNK, GPU_CHUNK = 1 << 17, 1 << 24
+"""Entries of a tensor whose bits are summed at once: on a CPU they fit into its cache, on a GPU into little memory."""
+
+
+def pack_fields(fields: Mapping[str, Field], device: torch.device) -> Tensor:
+    """Join fields into one float64 tensor on a device, in one upload and one copy."""
+    known = {name: values for name, values in fields.items() if not isinstance(values, Tensor)}
+    numbers = torch.tensor([x for values in known.values() for x in values], dtype=torch.float64, device=device)
+    uploaded = dict(zip(known, torch.split(numbers, [len(values) for values in known.values()]), strict=True))
+    return torch.cat([x if isinstance(x, Tensor) else uploaded[name] for name, x in fields.items()])
+
+
+def unpack_fields(packed: Tensor, lengths: Mapping[str, int]) -> dict[str, Tensor]:
+    """Split a tensor of packed fields `[..., n]` into views by name."""
+    return dict(zip(lengths, torch.split(packed, list(lengths.values()), -1), strict=True))
+
+
+def gather_fields(
+    ranks: RankGroup | None, fields: Mapping[str, Field], device: torch.device, what: str
+) -> dict[str, Tensor]:
+    """Gather the fields of all ranks as `[R, n]`, by name; all ranks call it. None: this process, without a wait."""
+    if ranks is None:
+        cpu = torch.device("cpu")
+        return {
+            name: x[None] if isinstance(x, Tensor) else pack_fields({name: x}, cpu)[None] for name, x in fields.items()
+        }
+    ranks.synchronize(what, device=device)
+    packed = ranks.all_gather(pack_fields(fields, device), what).wait()
+    return unpack_fields(packed, {name: len(values) for name, values in fields.items()})
+
+
+class CheckedSums:
+    """Sums over all ranks and checks of them, in one all-reduce a call."""
+
+    def __init__(self, ranks: RankGroup) -> None:
+        self.ranks = ranks
+        self._pending: tuple[Sequence[SumCheck], Mapping[str, int], HostCopy] | None = None
+
+    def reduce(
+        self, fields: Mapping[str, Field], checks: Sequence[SumCheck], device: torch.device, what: str
+    ) -> dict[str, Tensor]:
+        """Return the sum of each field over ranks, by name; all ranks call it.
+
+        Raises the error of the first check that fails, on all ranks; on a device, of a check of the call before.
+        """
+        self._check(LATER)
+        self.ranks.synchronize(what, device=device)
+        fields = {RANKS: [1.0], **fields}
+        lengths = {name: len(values) for name, values in fields.items()}
+        packed = self.ranks.all_reduce(pack_fields(fields, device), what)
+        self._pending = checks, lengths, HostCopy(packed)
+        if self.reads_at_once(device):
+            self._check(NOTHING)
+        return unpack_fields(packed, lengths)
+
+    def reads_at_once(self, device: torch.device) -> bool:
+        """Whether the host has the sums without waiting for the device."""
+        return device.type == "cpu"
+
+    def _check(self, outcome: str) -> None:
+        if self._pending is not None:
+            (checks, lengths, copy), self._pending = self._pending, None
+            sums = unpack_fields(copy.wait(), lengths)
+            for check in checks:
+                check(self.ranks, sums, outcome)
+
+
+@dataclass(frozen=True)
+class SameNumbers:
+    """Numbers that all ranks must share.
+
+    subject: begins the error.
+    numbers: by name, one number, or `[n]` with a tolerance. The host reads a tensor on a device only if ranks differ.
+    remedy: ends the error.
+    entries: names of the n entries; (): every number is a single one.
+    tolerance: standard deviation over ranks, in units of the mean, that is allowed; 0: ranks must share every bit.
+    absent: name of the field that counts the ranks without each number, who give 0; "": all have it.
+    """
+
+    subject: str
+    numbers: Mapping[str, float | Tensor]
+    remedy: str
+    entries: Sequence[str] = ()
+    tolerance: float = 0.0
+    absent: str = ""
+
+    def fields(self) -> dict[str, Field]:
+        """Return the field of each number: x and x^2, of all entries or of 16 bits each."""
+        return {
+            name: torch.cat([x, x.square()]) if isinstance(x, Tensor) and self.tolerance else split_bits(x)
+            for name, x in self.numbers.items()
+        }
+
+    def check(self, ranks: RankGroup, sums: Mapping[str, Tensor], outcome: str) -> None:
+        """Raise DistributedError if the sums of the fields say that ranks differ."""
+        count = sums[RANKS] - sums[self.absent] if self.absent else sums[RANKS]
+        found = deviates(torch.stack([sums[name] for name in self.numbers]), count, self.tolerance)
+        names, apart = [*self.numbers], found.view(len(self.numbers), max(len(self.entries), 1), -1).any(-1)
+        places = apart.nonzero().tolist()
+        if not places:
+            return
+        mine = [self._value(names[number], entry) for number, entry in places[:3]]
+        given = zip(*ranks.all_gather_object(mine, f"values of {self.subject}"), strict=True)
+        labels = [f"{names[number]}{f' of {self.entries[at]}' if self.entries else ''}" for number, at in places[:3]]
+        pairs = zip(labels, given, strict=True)
+        said = "; ".join(f"the same {label}, got {by_value(dict(enumerate(own)))}" for label, own in pairs)
+        more = f"; and {len(places) - 3} more" if len(places) > 3 else ""
+        raise DistributedError(f"{self.subject}: all ranks must have {said}{more}; {outcome}; {self.remedy}")
+
+    def _value(self, name: str, entry: int) -> float:
+        value = self.numbers[name]
+        value = float(value.flatten()[entry]) if isinstance(value, Tensor) else value
+        return float(f"{value:.6g}") if self.tolerance else value
+
+
+def split_bits(x: float | Tensor) -> Field:
+    """Return the four times 16 bits of a number in float64, and their squares. A tensor on a device stays there."""
+    if isinstance(x, Tensor) and x.device.type != "cpu":
+        found = ((x.detach().to(torch.float64).reshape(1) + 0.0).view(torch.int16).to(torch.int32) & 0xFFFF).double()
+        return torch.cat([found, found.square()])
+    parts = struct.unpack("<4H", struct.pack("<d", float(x) + 0.0))  # 0 for -0
+    return [*parts, *(part * part for part in parts)]
+
+
+def deviates(sums: Tensor, ranks: Tensor, tolerance: float = 0.0) -> Tensor:
+    """Return whether ranks have different numbers, `[..., n]`; False where a number is not finite.
+
+    sums: `[..., 2 n]`, numbers and their squares, summed over ranks. ranks: how many ranks have each number.
+    tolerance: largest standard deviation, in units of the mean.
+    """
+    total, squares = sums.chunk(2, -1)
+    return ranks * squares - total.square() > (tolerance * total).square()
+
+
+def gather_differences(ranks: RankGroup, values: Mapping[Name, Hashable], what: str) -> dict[Name, dict[int, Hashable]]:
+    """Gather small values that all ranks with the name must share; all ranks call it.
+
+    Returns the values that ranks do not share, by name and rank.
+    """
+    found: dict[Name, dict[int, Hashable]] = {}
+    for rank, own in enumerate(ranks.all_gather_object(values, what)):
+        for name, value in own.items():
+            found.setdefault(name, {})[rank] = value
+    return {name: own for name, own in found.items() if len(set(own.values())) > 1}
+
+
+def raise_on_any(ranks: RankGroup, fault: str | None, what: str) -> None:
+    """Raise ValueError on every rank if any rank has found a fault, with the text of each; all ranks call it."""
+    faults = {rank: text for rank, text in enumerate(ranks.all_gather_object(fault, what)) if text is not None}
+    if len(set(faults.values())) == 1 and len(faults) == ranks.size:
+        raise ValueError(next(iter(faults.values())))
+    if faults:
+        raise ValueError("\n".join(f"rank {rank}: {text}" for rank, text in faults.items()))
+
+
+def by_value(values: Mapping[int, Hashable]) -> str:
+    """Say which ranks have which value. values: by rank."""
+    holders: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        text = str(value).removesuffix(".0") if isinstance(value, float) else str(value)
+        holders.setdefault(text, []).append(rank)
+    said = [f"{text} on {name_ranks(own)}" for text, own in list(holders.items())[:4]]
+    return ", ".join(said) + (f" and {len(holders) - 4} values more" if len(holders) > 4 else "")
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Say which ranks, as errors do."""
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks[:8]))}{more}"
+
+
+def checksum(x: Tensor) -> Tensor:
+    """Return `[2]` int64 on the device of x: the sum of the bits of all entries, and the sum weighted by position.
+
+    Both are exact, modulo 2^64, whatever the dtype.
+    """
+    widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    entries = x.detach().contiguous().view(-1).view(widths.get(x.element_size(), torch.int64))
+    sums = torch.zeros(2, dtype=torch.int64, device=x.device)
+    size = CHUNK if x.device.type == "cpu" else GPU_CHUNK
+    weights = torch.arange(1, min(size, entries.numel()) + 1, dtype=torch.int64, device=x.device)
+    for start in range(0, entries.numel(), size):
+        chunk = entries[start : start + size].long()
+        total = chunk.sum()
+        sums += torch.stack([total, (chunk * weights[: chunk.numel()]).sum() + start * total])
+    return sums

@@ -1,0 +1,135 @@
+"""Signals that one parameter set asks for, gathered from all ranks and reduced as each signal declares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from eigengraft.chains import Signal
+from eigengraft.distributed.checks import Field, gather_fields
+from eigengraft.distributed.rank_group import RankGroup
+from eigengraft.errors import warn_user
+
+MISSING, SOME, ALL = 0.0, 1.0, 2.0
+"""Whether a rank lacks what must be there, what may be there, or nothing."""
+TENSORS = ("input_matrix", "output_matrix", "outputs")
+"""Extents of signals that are tensors, of the same shapes on all ranks, which are reduced."""
+
+
+@dataclass(frozen=True)
+class SignalCall:
+    """One signal that a parameter set asks for in one step, and the values that this rank was provided.
+
+    values: by position of the parameter; where nothing was provided none.
+    wanted: positions whose update asks for it.
+    needed: those of `wanted` where it must be there in this step.
+    """
+
+    signal: Signal
+    values: Mapping[int, Tensor]
+    wanted: Sequence[int]
+    needed: Sequence[int]
+
+    def fields(self, positions: int, device: torch.device) -> dict[str, Field]:
+        """The level, MISSING, SOME or ALL, and numbers `[1]`, `[P]` or sizes of tensors `[P]`, for other ranks."""
+        name, extent = self.signal.name, self.signal.extent
+        level = ALL if all(position in self.values for position in self.wanted) else SOME
+        level = MISSING if any(position not in self.values for position in self.needed) else level
+        if extent == "entry":
+            return {self.level: [level]}
+        if extent in TENSORS:
+            sizes = [float(self.values[at].numel()) if at in self.values else 0.0 for at in range(positions)]
+            return {self.level: [level], name: sizes}
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        places = [next(iter(self.values), 0)] if extent == "step" else range(positions)
+        numbers = [self.values[at].to(zero).reshape(()) if at in self.values else zero for at in places]
+        return {self.level: [level], name: torch.stack(numbers)}
+
+    @property
+    def level(self) -> str:
+        """Name of the field that holds the level."""
+        return f"level of {self.signal.name}"
+
+    def used(self, level: float, sizes: Tensor | None) -> Sequence[int]:
+        """Return the positions that have the signal on all ranks.
+
+        Numbers for outputs may be there for some parameters alone; anything else is there for all that want it, or for
+        those that need it.
+
+        level: the lowest of all ranks. sizes: `[R, P]` of tensors.
+        """
+        if self.signal.extent == "outputs" and sizes is not None:
+            there = (sizes > 0).all(0).tolist()
+            return [at for at in self.wanted if there[at]]
+        return self.wanted if level == ALL else self.needed
+
+
+@dataclass
+class GatheredSignals:
+    """The signals of one parameter set in one step.
+
+    numbers: `[P]` or 0-d float64, by name.
+    tensors: signals with tensors, by name and position; for a signal with entries, the entries that this rank updates.
+    missing: signals that must be there and are not on some rank.
+    """
+
+    numbers: dict[str, Tensor] = field(default_factory=dict)
+    tensors: dict[str, dict[int, Tensor]] = field(default_factory=dict)
+    missing: list[SignalCall] = field(default_factory=list)
+
+
+def gather_signals(
+    calls: Sequence[SignalCall], positions: int, device: torch.device, ranks: RankGroup | None, what: str
+) -> GatheredSignals:
+    """Reduce the values that all ranks were provided as each signal declares; all ranks of the group call it.
+
+    Warns of a signal that some parameters have and others lack, which no parameter gets in this step.
+    """
+    fields: dict[str, Field] = {}
+    for call in calls:
+        fields |= call.fields(positions, device)
+    found, gathered = gather_fields(ranks, fields, device, what), GatheredSignals()
+    for call in calls:
+        level, values, name = float(found[call.level].min()), found.get(call.signal.name), call.signal.name
+        if level == MISSING:
+            gathered.missing.append(call)
+        elif used := call.used(level, values):
+            if call.signal.extent in ("step", "parameter") and values is not None:
+                numbers = _reduced(values, call.signal.reduce)
+                gathered.numbers[name] = numbers[:1].sum() if call.signal.extent == "step" else numbers
+            else:
+                gathered.tensors[name] = _tensors(call, used, values, ranks)
+        elif call.values and call.signal.extent != "outputs":
+            warn_user(
+                f"provide: the signal '{name}' is left out of a step: values for all parameters that ask "
+                f"for it are required, on all ranks, got {len(call.values)} of {len(call.wanted)} here ({what})"
+            )
+    return gathered
+
+
+def _tensors(call: SignalCall, used: Sequence[int], sizes: Tensor | None, ranks: RankGroup | None) -> dict[int, Tensor]:
+    """Return the tensors of the used positions, reduced over ranks; ValueError on all ranks if sizes differ."""
+    tensors, signal = {at: call.values[at] for at in used}, call.signal
+    if ranks is None or sizes is None:
+        return tensors
+    given = sizes[:, list(used)]
+    if bool((given != given[0]).any()):
+        totals = given.sum(1).int().tolist()
+        raise ValueError(f"provide: '{signal.name}' must have the same shapes on all ranks, got {totals} numbers")
+    flat, what = torch.cat([tensor.reshape(-1) for tensor in tensors.values()]), f"signal {signal.name}"
+    if signal.reduce == "max":
+        flat = ranks.all_gather(flat, what).wait().amax(0)
+    else:
+        flat = ranks.all_reduce(flat, what)
+        flat = flat / ranks.size if signal.reduce == "mean" else flat
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors.values()])
+    return {at: part.view(tensors[at].shape) for at, part in zip(tensors, parts, strict=True)}
+
+
+def _reduced(values: Tensor, how: str) -> Tensor:
+    if how == "max":
+        return values.amax(0)
+    return values.sum(0) / (len(values) if how == "mean" else 1)
