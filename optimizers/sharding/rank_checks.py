@@ -19,10 +19,10 @@ from torch import Tensor
 from eigengraft.distributed.checks import (
     BITS,
     NOTHING,
-    SumCheck,
     CheckedSums,
     Field,
     SameNumbers,
+    SumCheck,
     by_value,
     checksum,
     gather_differences,
