@@ -18,6 +18,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from eigengraft.errors import listed
+
 from .rank_group import DistributedError, RankGroup
 from .work import HostCopy
 
@@ -179,15 +181,6 @@ def gather_differences(ranks: RankGroup, values: Mapping[Name, Hashable], what: 
     return {name: own for name, own in found.items() if len(set(own.values())) > 1}
 
 
-def raise_on_any(ranks: RankGroup, fault: str | None, what: str) -> None:
-    """Raise ValueError on every rank if any rank has found a fault, with the text of each; all ranks call it."""
-    faults = {rank: text for rank, text in enumerate(ranks.all_gather_object(fault, what)) if text is not None}
-    if len(set(faults.values())) == 1 and len(faults) == ranks.size:
-        raise ValueError(next(iter(faults.values())))
-    if faults:
-        raise ValueError("\n".join(f"rank {rank}: {text}" for rank, text in faults.items()))
-
-
 def by_value(values: Mapping[int, Hashable]) -> str:
     """Say which ranks have which value. values: by rank."""
     holders: dict[str, list[int]] = {}
@@ -200,8 +193,7 @@ def by_value(values: Mapping[int, Hashable]) -> str:
 
 def name_ranks(ranks: Sequence[int]) -> str:
     """Say which ranks, as errors do."""
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks[:8]))}{more}"
+    return f"{'ranks' if len(ranks) > 1 else 'rank'} {listed([*map(str, ranks)], 8)}"
 
 
 def checksum(x: Tensor) -> Tensor:

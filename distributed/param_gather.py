@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from eigengraft.errors import listed
+
 from .comm_step import IN_FLIGHT
 from .layouts import Layout, chunk_length
 from .rank_group import RankGroup
@@ -99,8 +101,7 @@ class ParamGather:
             receive(held, chosen, work.wait())
 
     def _describe(self, chosen: Sequence[Rows]) -> str:
-        more = f" and {len(chosen) - 1} more" if len(chosen) > 1 else ""
-        return f"updates of rows of {self.names[chosen[0].position]}{more}"
+        return f"updates of rows of {listed([self.names[rows.position] for rows in chosen], 1)}"
 
     def _send_parts(self, held: Mapping[int, Tensor], chosen: Sequence[Rows]) -> Work[Tensor]:
         """Sends this rank's rows to each other rank that holds them."""

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+from eigengraft.errors import listed
+
 from ..apply.averaging import MODES, Mode
 from ..param_groups import check_values
 from ..recipe.param_names import canonical_names
@@ -98,5 +100,4 @@ def _matched(where: str, own: Sequence[str | None], other: Mapping[str, Any], go
 
 
 def _listed(names: Sequence[str | None]) -> str:
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return ", ".join(f"'{name}'" for name in names[:8]) + more if names else "none"
+    return listed([f"'{name}'" for name in names], 8) or "none"

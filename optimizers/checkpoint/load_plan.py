@@ -13,8 +13,8 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
-from eigengraft.distributed.checks import gather_differences, raise_on_any
-from eigengraft.errors import first_lines, warn_user
+from eigengraft.distributed.checks import gather_differences
+from eigengraft.errors import first_lines, listed, warn_user
 from eigengraft.state_key import FORMAT, StateKey
 
 from ..apply.averaging import Mode
@@ -173,7 +173,10 @@ def _refuse(faults: list[str], param_sets: list[ParamSet], change: RecipeChange 
         message = change.refusal(first_lines(faults))
     rank_groups = [param_set.rank_group for param_set in param_sets if param_set.rank_group is not None]
     for rank_group in dict.fromkeys(rank_groups):
-        raise_on_any(rank_group.all_ranks, message, "agreement on a state dict")
+        found = gather_differences(rank_group.all_ranks, {"fault": message}, "agreement on a state dict")
+        if found:
+            texts = [f"rank {rank}: {text}" for rank, text in found["fault"].items() if text is not None]
+            raise ValueError("\n".join(texts))
     if message is not None:
         raise ValueError(message)
 
@@ -199,8 +202,7 @@ def _word_of_fresh(batches: Sequence[tuple[list[ParamSet], Mapping[Tensor, Any]]
         for name, parameter in zip(one.names, one.parameters, strict=True)
         if _is_absent(values[parameter])
     ]
-    more = f" and {len(fresh) - 8} more" if len(fresh) > 8 else ""
-    return f"state_dict: no state of {', '.join(fresh[:8])}{more}; their state begins afresh" if fresh else ""
+    return f"state_dict: no state of {listed(fresh, 8)}; their state begins afresh" if fresh else ""
 
 
 def _set_faults(param_set: ParamSet, values: Mapping[Tensor, Any], mode: Mode) -> list[str]:

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
+from eigengraft.errors import listed
+
 from ..apply.averaging import Mode
 from ..engine.param_sets import ParamSets
 from ..engine.shown_state import own_state
@@ -84,8 +86,7 @@ def describe(param_sets: ParamSets, groups: Sequence[Mapping[str, Any]], iterate
     lines = [f"Optimizer(recipe={recipe.name or 'unnamed'}: {where}"]
     heads = [f"{info.name} ({info.why})" for infos in param_sets.infos for info in infos if info.role == "head"]
     if heads and any("head" in route.match.role for route in recipe.routes):
-        more = f" and {len(heads) - 3} more" if len(heads) > 3 else ""
-        lines.append(f"  output heads: {', '.join(heads[:3])}{more}")
+        lines.append(f"  output heads: {listed(heads, 3)}")
     if recipe.averaging is not None:
         kind = getattr(recipe.averaging, "kind")  # noqa: B009  every member has a kind, the family has none
         lines.append(f"  averaging: {kind}, the parameters hold the iterate to {iterate}")

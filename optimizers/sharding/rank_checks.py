@@ -30,6 +30,7 @@ from eigengraft.distributed.checks import (
 )
 from eigengraft.distributed.layouts import Layout, is_dtensor, local
 from eigengraft.distributed.rank_group import DistributedError, RankGroup
+from eigengraft.errors import listed
 from eigengraft.numerics import compute_dtype, fake_mode, norms_by_dtype
 
 from ..apply.failure import Failure
@@ -95,10 +96,9 @@ def check_construction(
         apart = {name for name, _ in every}
         names = [spec.name for spec in specs if spec.name in apart]
         others = sorted({r for own in every.values() for r, values in own.items() if values != own[min(own)]})
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         raise ValueError(
             f"{subject}: ranks that hold the same entries of a parameter must hold the same values, got others than "
-            f"the lowest of them on {name_ranks(others)} for {', '.join(names[:5])}{more}; set the same seed or load "
+            f"the lowest of them on {name_ranks(others)} for {listed(names, 5)}; set the same seed or load "
             f"the same weights on all ranks before composing{_remedy(BROADCAST, parameters)}"
         )
 
@@ -197,7 +197,7 @@ class RankChecks:
         device = next((gradient.device for gradient in gradients if gradient is not None), self._device)
         norms, squares = self._norms(gradients, device)
         self._held, self._largest = self._held.to(device), self._largest.to(device)
-        first = f"{self.names[0]} and {len(self.names) - 1} more"
+        first = listed(self.names, 1)
         same = SameNumbers(f"step of {first}", numbers, STEP_ALIKE)
         checks: list[SumCheck] = [same.check, self._check_roots]
         fields: dict[str, Field] = {
@@ -274,8 +274,8 @@ class RankSurvey:
         some = [name for name, count in zip(self.names, counts, strict=True) if 0 < count < self.ranks]
         if some:
             raise DistributedError(
-                f"gradients: all ranks or none must have one of a parameter, got some ranks for {', '.join(some[:5])}"
-                f"{f' and {len(some) - 5} more' if len(some) > 5 else ''}; {NOTHING}"
+                "gradients: all ranks or none must have one of a parameter, got some ranks for "
+                f"{listed(some, 5)}; {NOTHING}"
             )
         return np.array([count == 0 for count in counts]) & self.present
 
@@ -294,7 +294,7 @@ def failed_roots(path: str, tolerated: int, names: Sequence[str]) -> ArithmeticE
     """Return the error of roots that failed too often."""
     return ArithmeticError(
         f"{path}: at most {tolerated} failed roots in a row are tolerated (failure.roots), got more for "
-        f"{', '.join(names[:5])}; a larger ridge or a lower lr may help"
+        f"{listed(names, 5)}; a larger ridge or a lower lr may help"
     )
 
 
