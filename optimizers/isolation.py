@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch._compile import _disable_dynamo
@@ -21,6 +21,14 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from eigengraft.numerics import active_fake_mode, fake_mode
 
+
+class _Grouped(Protocol):
+    """An optimizer, of which only the parameters are read."""
+
+    param_groups: list[dict[str, Any]]
+
+
+_O = TypeVar("_O", bound=_Grouped)
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -51,18 +59,18 @@ def without_dynamo(method: Callable[_P, _T]) -> Callable[_P, _T]:
     return partial(plain, method.__self__)  # type: ignore[attr-defined]
 
 
-def isolated(method: Callable[_P, _T]) -> Callable[_P, _T]:
+def isolated(method: Callable[Concatenate[_O, _P], _T]) -> Callable[Concatenate[_O, _P], _T]:
     """A method of an optimizer that runs in `isolation` and is kept from torch.compile."""
 
     @wraps(method)
-    def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        with isolation(args[0]):
-            return method(*args, **kwargs)
+    def run(optimizer: _O, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        with isolation(optimizer):
+            return method(optimizer, *args, **kwargs)
 
     return kept_from_compiler(run)
 
 
-def isolation(optimizer: Any) -> AbstractContextManager[Any]:
+def isolation(optimizer: _Grouped) -> AbstractContextManager[Any]:
     """A context without gradients, autocast and inference mode, in the fake mode of the optimizer's parameters if any.
 
     What is off already is not entered: in ordinary surroundings this is `torch.no_grad()`.

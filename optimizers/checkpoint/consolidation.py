@@ -12,6 +12,7 @@ from torch import Tensor
 
 from eigengraft.distributed.rank_group import DistributedError, RankGroup
 
+from ..engine.composed import ComposedOptimizer
 from ..engine.shown_state import host_state
 from .sharded_state import ShardedStateDict, full_tensor, gathered, shard_hook, sharded_state
 
@@ -42,7 +43,7 @@ class ConsolidatedState:
 
 
 @contextmanager
-def divided_state(optimizer: Any) -> Iterator[None]:
+def divided_state(optimizer: ComposedOptimizer) -> Iterator[None]:
     """Makes torch's `state_dict` show state that is divided over ranks, and names without wrappers."""
     handle = optimizer.register_state_dict_post_hook(_state_hook, prepend=True)
     try:
@@ -51,7 +52,7 @@ def divided_state(optimizer: Any) -> Iterator[None]:
         handle.remove()
 
 
-def full_state(optimizer: Any) -> dict[str, Any]:
+def full_state(optimizer: ComposedOptimizer) -> dict[str, Any]:
     """The state dict of an optimizer with plain tensors on the CPU; all ranks call it."""
     optimizer.param_sets.consolidated = None
     state_dict = optimizer.state_dict()
@@ -60,7 +61,7 @@ def full_state(optimizer: Any) -> dict[str, Any]:
     return found
 
 
-def consolidate(optimizer: Any, to: int) -> None:
+def consolidate(optimizer: ComposedOptimizer, to: int) -> None:
     """Gathers the state on rank `to` of the default process group, which keeps it on the CPU; all ranks call it."""
     param_sets = optimizer.param_sets
     rank_groups = _rank_groups(optimizer)
@@ -75,10 +76,10 @@ def consolidate(optimizer: Any, to: int) -> None:
         _synchronize(rank_groups, "consolidate_state_dict")
         for param_set in param_sets:
             states = param_set.views() if param_set.rank_group is None else sharded_state(param_set)
-            for parameter, state in zip(param_set.parameters, states, strict=True):
+            for parameter, own in zip(param_set.parameters, states, strict=True):
                 kept = found.setdefault(parameter, {})
-                for key in sorted(state):  # one tensor after the other, in the same order on all ranks
-                    value = full_tensor(state[key])
+                for key in sorted(own):  # one tensor after the other, in the same order on all ranks
+                    value = full_tensor(own[key])
                     kept.update({key: value.detach().to("cpu", copy=True)} if here else {})
                 kept.update(host_state(optimizer.state[parameter]) if here else {})
     ordered = [parameter for parameters in param_sets.parameters for parameter in parameters]
@@ -86,22 +87,22 @@ def consolidate(optimizer: Any, to: int) -> None:
     param_sets.consolidated = ConsolidatedState(to, state if here else None)
 
 
-def _state_hook(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+def _state_hook(optimizer: ComposedOptimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
     """State dict hook: names without wrappers, and state as this rank has it to show."""
     for saved, infos in zip(state_dict["param_groups"], optimizer.param_sets.infos, strict=True):
         if "param_names" in saved:
             # Names of a loaded checkpoint stay where there are none.
             given = zip(infos, saved["param_names"], strict=True)
             saved["param_names"] = [info.name or name for info, name in given]
-    consolidated: ConsolidatedState | None = optimizer.param_sets.consolidated
-    if consolidated is not None:
+    consolidated = optimizer.param_sets.consolidated
+    if isinstance(consolidated, ConsolidatedState):
         return consolidated.shown(state_dict)
     with _all_ranks("state_dict"):
         _synchronize(_rank_groups(optimizer), "state_dict")
         return shard_hook(optimizer, state_dict)
 
 
-def _rank_groups(optimizer: Any) -> list[RankGroup]:
+def _rank_groups(optimizer: ComposedOptimizer) -> list[RankGroup]:
     """The ranks that share parameters, each group of ranks once."""
     found = (param_set.rank_group for param_set in optimizer.param_sets)
     return list(dict.fromkeys(rank_group for rank_group in found if rank_group is not None))

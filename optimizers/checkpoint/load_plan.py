@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from os import PathLike
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -18,23 +18,14 @@ from eigengraft.errors import first_lines, listed, warn_user
 from eigengraft.state_key import FORMAT, StateKey
 
 from ..apply.averaging import Mode
+from ..engine.composed import ComposedOptimizer
 from ..engine.manifest import manifest
 from ..engine.param_set import ParamSet
-from ..engine.param_sets import ParamSets, StateValues
+from ..engine.param_sets import StateValues
 from ..engine.shown_state import host_state, is_host_key, own_state
-from ..recipe.recipe import Recipe
 from .compare_groups import compare_groups, saved_mode
 from .compare_recipes import RecipeChange
 from .sharded_state import full_tensor, local_state
-
-
-class Loadable(Protocol):
-    """What a load reads and writes of an optimizer."""
-
-    recipe: Recipe
-    param_sets: ParamSets
-    param_groups: list[dict[str, Any]]
-    state: defaultdict[Tensor, Any]
 
 
 @dataclass(frozen=True)
@@ -55,7 +46,7 @@ class LoadPlan:
     rest: dict[str, Any]
 
     @classmethod
-    def check(cls, optimizer: Loadable, state_dict: Any) -> Self:
+    def check(cls, optimizer: ComposedOptimizer, state_dict: Any) -> Self:
         """The plan to load a state dict; ValueError on all ranks, and nothing changed, if it does not fit on one."""
         _require_state_dict(state_dict)
         saved = state_dict["param_groups"]
@@ -84,7 +75,7 @@ class LoadPlan:
         rest = [_loaded_group(*pair) for pair in zip(optimizer.param_groups, saved, strict=True)]
         return cls(mode, local, optimizer.state, extra, {**state_dict, "state": {}, "param_groups": rest})
 
-    def install(self, optimizer: Loadable) -> None:
+    def install(self, optimizer: ComposedOptimizer) -> None:
         """Puts the values into the optimizer, whose param groups torch has just replaced by the saved ones."""
         optimizer.state = self.state
         for group in optimizer.param_groups:
@@ -99,7 +90,7 @@ class LoadPlan:
 
 
 @contextmanager
-def strict_loading(optimizer: Any, state_dict: Any) -> Iterator[None]:
+def strict_loading(optimizer: ComposedOptimizer, state_dict: Any) -> Iterator[None]:
     """Makes torch's `load_state_dict` check the state dict last before it loads, and install the plan first after it.
 
     Load hooks of the user see what they see in torch: earlier ones may change the state dict, later ones find the
@@ -108,7 +99,7 @@ def strict_loading(optimizer: Any, state_dict: Any) -> Iterator[None]:
     _require_state_dict(state_dict)
     with ExitStack() as hooks:
 
-        def check(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        def check(optimizer: ComposedOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
             plan = LoadPlan.check(optimizer, state_dict)
             hooks.callback(optimizer.register_load_state_dict_post_hook(plan.install, prepend=True).remove)
             return plan.rest
@@ -143,7 +134,7 @@ def _as_saved(parameter: Tensor, state: Any) -> Any:
     return {**state, **others, **({"step": torch.tensor(step, dtype=torch.int64, device="cpu")} if plain else {})}
 
 
-def _fitting(optimizer: Loadable, batch: int, values: Mapping[Tensor, Any]) -> list[ParamSet]:
+def _fitting(optimizer: ComposedOptimizer, batch: int, values: Mapping[Tensor, Any]) -> list[ParamSet]:
     """The parameter sets of a batch, or fresh ones if other parameters were trained there than here."""
     built, saved = optimizer.param_sets.built[batch], {id(p) for p in values if not _is_absent(values[p])}
     if saved == {id(p) for one in built for p in one.parameters}:

@@ -8,16 +8,17 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..engine.composed import ComposedOptimizer
 from ..engine.param_sets import ParamSets
 from ..engine.shown_state import own_state
 from ..isolation import isolation
 
-T = TypeVar("T", bound=torch.optim.Optimizer)
+T = TypeVar("T", bound=ComposedOptimizer)
 
 
-def snapshot(optimizer: Any) -> dict[str, Any]:
+def snapshot(optimizer: ComposedOptimizer) -> dict[str, Any]:
     """What a pickle of an optimizer holds."""
-    param_sets: ParamSets = optimizer.param_sets
+    param_sets = optimizer.param_sets
     param_sets.resolve_deferred()
     return {
         "defaults": optimizer.defaults,
@@ -35,17 +36,17 @@ def snapshot(optimizer: Any) -> dict[str, Any]:
 
 def restored(cls: type[T], saved: dict[str, Any]) -> T:
     """The optimizer of a snapshot."""
-    optimizer: Any = cls.__new__(cls)
+    optimizer = cls.__new__(cls)
     state = defaultdict[Any, Any](dict, {key: own for key, own in saved["state"].items() if not torch.is_tensor(key)})
     param_sets = ParamSets(saved["recipe"], saved["checked"], saved["others"])
     torch_state = {"defaults": saved["defaults"], "param_groups": saved["param_groups"], "state": state}
     optimizer.__setstate__({**torch_state, "recipe": saved["recipe"], "param_sets": param_sets})
     with isolation(optimizer):
         _build(optimizer, saved, state)
-    return optimizer  # type: ignore[no-any-return]
+    return optimizer
 
 
-def _build(optimizer: Any, saved: dict[str, Any], state: defaultdict[Any, Any]) -> None:
+def _build(optimizer: ComposedOptimizer, saved: dict[str, Any], state: defaultdict[Any, Any]) -> None:
     """Builds the parameter sets of an optimizer again, with the state of a snapshot."""
     param_sets, groups = optimizer.param_sets, optimizer.param_groups
     for first, end in pairwise([0, *saved["batches"]]):  # owners depend on what was there before

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from eigengraft.numerics import fake_mode
 
+from ..engine.composed import ComposedOptimizer
 from ..engine.param_sets import ParamSets, inherit_counts
 from ..isolation import kept_from_compiler
 from ..param_groups import WHOLE_SHARDS, check_values, flat_piece
 from ..sharding.placement import ParamSpec
 
 
-def adopt_parameters(optimizer: Any) -> bool:
+def adopt_parameters(optimizer: ComposedOptimizer) -> bool:
     """Bring the state in line with parameters that changed since the optimizer was made.
 
     Before the first step, parameters may be replaced (accelerate, sharding) or cast. They receive fresh state; names,
@@ -54,7 +55,7 @@ def adopt_parameters(optimizer: Any) -> bool:
     return stepped
 
 
-def _rebuild(optimizer: Any) -> None:
+def _rebuild(optimizer: ComposedOptimizer) -> None:
     """Give fresh state to all parameters of the groups."""
     groups, param_sets = optimizer.param_groups, optimizer.param_sets
     param_sets.resolve_deferred()

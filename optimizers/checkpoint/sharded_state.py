@@ -16,6 +16,7 @@ from eigengraft.distributed.rank_group import RankGroup
 from eigengraft.distributed.resharding import collect, spread
 
 from ..apply.averaging import Mode
+from ..engine.composed import ComposedOptimizer
 from ..engine.manifest import (
     empty_state,
     is_divided,
@@ -99,7 +100,7 @@ def local_state(
     return found
 
 
-def shard_hook(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+def shard_hook(optimizer: ComposedOptimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
     """State dict hook: replaces state that is divided over ranks, of which this rank shows its own, by DTensors."""
     groups, index = zip(optimizer.param_groups, state_dict["param_groups"], strict=True), dict[int, Any]()
     for group, saved in groups:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from eigengraft.numerics import fake_mode
 
 from ..engine.param_set import ParamSet
+from ..engine.param_sets import ParamSets
 from ..engine.stack_state import StackState
 from ..isolation import kept_from_compiler
 from .state_rows import measured
@@ -18,7 +21,30 @@ from .step_watch import Sample, StepWatch
 from .table import Inspection, Measurement
 
 
-def watch_next_step(optimizer: Any) -> None:
+class Inspected(Protocol):
+    """An optimizer of which measurements are taken.
+
+    watched_rows: those of the last watched step.
+    """
+
+    param_sets: ParamSets
+    watched_rows: tuple[Measurement, ...]
+
+    @property
+    def skipped(self) -> Counter[str]:
+        """How often each parameter was left alone because its gradient was not finite, by name."""
+
+
+class Watched(Inspected, Protocol):
+    """An optimizer whose steps can be watched."""
+
+    param_groups: list[dict[str, Any]]
+
+    def register_step_post_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call a hook after every step."""
+
+
+def watch_next_step(optimizer: Watched) -> None:
     """Measures the next step of an optimizer by a hook that is gone after it; `watched_rows` has then what it found."""
     _require_numbers(optimizer, "watch_next_step")
     watched = [
@@ -42,7 +68,7 @@ def watch_next_step(optimizer: Any) -> None:
     handle = optimizer.register_step_post_hook(finish)
 
 
-def inspect(optimizer: Any) -> Inspection:
+def inspect(optimizer: Inspected) -> Inspection:
     """The table of all parameters; ranks that share parameters call it together, and each gets all rows of these."""
     skipped, rows = optimizer.skipped, list[Measurement]()
     _require_numbers(optimizer, "inspect")
@@ -60,7 +86,7 @@ def inspect(optimizer: Any) -> Inspection:
     return Inspection.joined(rows)
 
 
-def _require_numbers(optimizer: Any, who: str) -> None:
+def _require_numbers(optimizer: Inspected, who: str) -> None:
     """Raise ValueError for fake tensors. They have no values to measure."""
     for param_set in optimizer.param_sets:
         if fake_mode(param_set.parameters[0]) is not None:

@@ -20,7 +20,7 @@ from ..engine.stack_state import StackState
 from ..isolation import isolated
 from ..recipe.recipe import Recipe
 from ..sharding.placement import lr_factors
-from .inspect import inspect, watch_next_step
+from .inspect import Watched, inspect, watch_next_step
 from .left_out import left_out
 from .reached import Reached, reached
 from .sizes import SlotSize, slot_bytes, slot_sizes
@@ -128,7 +128,7 @@ class Reporting:
         return next((group.get("iterate", "train") for group in self.param_groups), "train")
 
     @isolated
-    def watch_next_step(self) -> None:
+    def watch_next_step(self: Watched) -> None:
         """Measures what each stage does in the next step, for `inspect`; that step takes longer, no number changes."""
         watch_next_step(self)
 

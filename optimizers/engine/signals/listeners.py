@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from eigengraft.chains import asking
 
 from ...apply import Constraint
 from ...recipe.recipe import Recipe, Route
 from ...recipe.routing import ParamInfo
+from ...sharding.placement import ParamSpec
 from ..param_set import ParamSet
+
+
+class DescribedSets(Protocol):
+    """All parameter sets of an optimizer.
+
+    infos, parameters: for each param group, a description of each of its parameters, and these.
+    """
+
+    infos: list[list[ParamInfo]]
+    parameters: list[Sequence[Tensor]]
+
+    def __iter__(self) -> Iterator[ParamSet]: ...
 
 
 class Listeners:
@@ -48,13 +62,13 @@ class Listeners:
         asks = [own.signals_at(step) for _, own in listeners(self._rules[path], path)]
         return frozenset().union(*asks)
 
-    def takers(self, name: str, param_sets: Any) -> set[int]:
+    def takers(self, name: str, param_sets: DescribedSets) -> set[int]:
         """The ids of all parameters whose update asks for a signal; param_sets: all of an optimizer."""
         rows = zip(param_sets.infos, param_sets.parameters, strict=True)
         pairs = ((p, info) for infos, parameters in rows for p, info in zip(parameters, infos, strict=True))
         return {id(p) for p, info in pairs if name in self.asked[self.recipe.route(info)[0]]}
 
-    def next(self, name: str, param_sets: Any) -> set[int]:
+    def next(self, name: str, param_sets: DescribedSets) -> set[int]:
         """The ids of parameters whose update takes a signal in its next step; param_sets: all of an optimizer.
 
         On a device also of those that would if their last gradient turns out to have been of no use.
@@ -71,7 +85,7 @@ class Listeners:
             due |= {id(p) for p, info in fresh if id(p) not in seen and self._takes_first(info, name)}
         return due
 
-    def _rows(self, param_set: ParamSet) -> Iterable[tuple[Any, Any, int]]:
+    def _rows(self, param_set: ParamSet) -> Iterable[tuple[Tensor, ParamSpec, int]]:
         return zip(param_set.parameters, param_set.specs, (param_set.update_counts + 1).tolist(), strict=True)
 
     def _takes(self, path: str, name: str, step: int) -> bool:

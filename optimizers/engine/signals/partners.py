@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,8 +16,16 @@ from eigengraft.state_key import PARTNER_STAGE
 
 from ..exchange import Step
 from ..param_set import ParamSet
+from .listeners import DescribedSets
+from .signals import Signals
 
 Steps = Sequence[tuple[ParamSet, Step | None]]
+
+
+class AskedSets(DescribedSets, Protocol):
+    """All parameter sets of an optimizer, with the signals that their stages ask for."""
+
+    signals: Signals
 
 
 @dataclass(frozen=True)
@@ -95,7 +103,7 @@ class PairedParameter:
             kept.copy_(now if mask is None else torch.where(mask[self.position], now.to(kept.dtype), kept))
 
 
-def with_partners(param_sets: Any, steps: Steps) -> Steps:
+def with_partners(param_sets: AskedSets, steps: Steps) -> Steps:
     """The steps with what their stages ask of partners; param_sets: all of an optimizer, whose ranks all call it."""
     asked = param_sets.signals.listeners.asked
     if not any(PARTNER & names.keys() for names in asked.values()):
@@ -118,7 +126,7 @@ def with_partners(param_sets: Any, steps: Steps) -> Steps:
     return found
 
 
-def _paired(param_sets: Any, steps: Steps) -> dict[int | str, PairedParameter]:
+def _paired(param_sets: AskedSets, steps: Steps) -> dict[int | str, PairedParameter]:
     """Every parameter by `id` and by name."""
     stepped = {id(p): (own, at, step) for own, step in steps for at, p in enumerate(own.parameters)}
     found: dict[int | str, PairedParameter] = {}
