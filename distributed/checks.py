@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from eigengraft.errors import listed
+from eigengraft.errors import name_some
 
 from .rank_group import DistributedError, RankGroup
 from .work import HostCopy
@@ -193,7 +193,7 @@ def by_value(values: Mapping[int, Hashable]) -> str:
 
 def name_ranks(ranks: Sequence[int]) -> str:
     """Say which ranks, as errors do."""
-    return f"{'ranks' if len(ranks) > 1 else 'rank'} {listed([*map(str, ranks)], 8)}"
+    return f"{'ranks' if len(ranks) > 1 else 'rank'} {name_some([*map(str, ranks)], 8)}"
 
 
 def checksum(x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from eigengraft.blocking.block_grid import BlockGrid
-from eigengraft.errors import listed
+from eigengraft.errors import name_some
 
 from .layouts import Layout
 from .rank_group import RankGroup
@@ -150,7 +150,7 @@ class CommPlan:
         """The number of a round, the name of its first parameter, and how many more there are."""
         blocks = [block for group in self.rounds[index].groups for block in self.block_groups[group].blocks]
         found = list(dict.fromkeys(self.names[block.position] for block in blocks))
-        return f"round {index} ({listed(found, 1)})"
+        return f"round {index} ({name_some(found, 1)})"
 
     @cached_property
     def round_of(self) -> dict[int, int]:

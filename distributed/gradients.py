@@ -11,7 +11,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from eigengraft.errors import listed, warn_user
+from eigengraft.errors import name_some, warn_user
 
 from .checks import Field
 from .comm_plan import CommPlan
@@ -39,7 +39,7 @@ def local_gradients(
     if moved and rank_group is not None:
         none = [name for name, parameter in pairs if parameter.grad is None]
         none_of = f"; none of {', '.join(none[:3])}" if none else ""
-        what = f"redistribution of gradients ({listed(moved, 1)}{none_of})"
+        what = f"redistribution of gradients ({name_some(moved, 1)}{none_of})"
         rank_group.synchronize(what, device=parameters[0].device)
     return [_local_gradient(name, parameter) for name, parameter in pairs]
 

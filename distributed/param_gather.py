@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eigengraft.errors import listed
+from eigengraft.errors import name_some
 
 from .comm_step import IN_FLIGHT
 from .layouts import Layout, chunk_length
@@ -101,7 +101,7 @@ class ParamGather:
             receive(held, chosen, work.wait())
 
     def _describe(self, chosen: Sequence[Rows]) -> str:
-        return f"updates of rows of {listed([self.names[rows.position] for rows in chosen], 1)}"
+        return f"updates of rows of {name_some([self.names[rows.position] for rows in chosen], 1)}"
 
     def _send_parts(self, held: Mapping[int, Tensor], chosen: Sequence[Rows]) -> Work[Tensor]:
         """Sends this rank's rows to each other rank that holds them."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from eigengraft.errors import listed
+from eigengraft.errors import name_some
 
 from ..apply.averaging import MODES, Mode
 from ..param_groups import check_values
@@ -100,4 +100,4 @@ def _matched(where: str, own: Sequence[str | None], other: Mapping[str, Any], go
 
 
 def _listed(names: Sequence[str | None]) -> str:
-    return listed([f"'{name}'" for name in names], 8) or "none"
+    return name_some([f"'{name}'" for name in names], 8) or "none"

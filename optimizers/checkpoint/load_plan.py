@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from eigengraft.distributed.checks import gather_differences
-from eigengraft.errors import first_lines, listed, warn_user
+from eigengraft.errors import first_lines, name_some, warn_user
 from eigengraft.state_key import FORMAT, StateKey
 
 from ..apply.averaging import Mode
@@ -193,7 +193,7 @@ def _word_of_fresh(batches: Sequence[tuple[list[ParamSet], Mapping[Tensor, Any]]
         for name, parameter in zip(one.names, one.parameters, strict=True)
         if _is_absent(values[parameter])
     ]
-    return f"state_dict: no state of {listed(fresh, 8)}; their state begins afresh" if fresh else ""
+    return f"state_dict: no state of {name_some(fresh, 8)}; their state begins afresh" if fresh else ""
 
 
 def _set_faults(param_set: ParamSet, values: Mapping[Tensor, Any], mode: Mode) -> list[str]:

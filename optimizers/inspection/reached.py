@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from eigengraft.blocking import Blocking, Pairs
 from eigengraft.chains import PARTNER, asking
-from eigengraft.errors import RecipeError, listed
+from eigengraft.errors import RecipeError, name_some
 
 from ..recipe.expect import expected_updates, parse_expectation
 from ..recipe.recipe import Recipe
@@ -106,4 +106,4 @@ def _astray(recipe: Recipe, key: str, infos: Iterable[ParamInfo]) -> str:
     rows = [(info, *recipe.route(info)) for info in infos]
     chosen = sorted((row for row in rows if (row[1] in paths) == upper), key=lambda row: -row[0].numel)
     named = [f"{info.name or info.shape} to {path or 'update'} ({why})" for info, path, why in chosen]
-    return f"{'there' if upper else 'elsewhere'} went {listed(named, 3) or 'nothing'}"
+    return f"{'there' if upper else 'elsewhere'} went {name_some(named, 3) or 'nothing'}"

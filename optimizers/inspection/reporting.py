@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from eigengraft.errors import listed
+from eigengraft.errors import name_some
 
 from ..apply.averaging import Mode
 from ..engine.param_sets import ParamSets
@@ -86,7 +86,7 @@ def describe(param_sets: ParamSets, groups: Sequence[Mapping[str, Any]], iterate
     lines = [f"Optimizer(recipe={recipe.name or 'unnamed'}: {where}"]
     heads = [f"{info.name} ({info.why})" for infos in param_sets.infos for info in infos if info.role == "head"]
     if heads and any("head" in route.match.role for route in recipe.routes):
-        lines.append(f"  output heads: {listed(heads, 3)}")
+        lines.append(f"  output heads: {name_some(heads, 3)}")
     if recipe.averaging is not None:
         kind = getattr(recipe.averaging, "kind")  # noqa: B009  every member has a kind, the family has none
         lines.append(f"  averaging: {kind}, the parameters hold the iterate to {iterate}")

@@ -30,7 +30,7 @@ from eigengraft.distributed.checks import (
 )
 from eigengraft.distributed.layouts import Layout, is_dtensor, local
 from eigengraft.distributed.rank_group import DistributedError, RankGroup
-from eigengraft.errors import listed
+from eigengraft.errors import name_some
 from eigengraft.numerics import compute_dtype, fake_mode, norms_by_dtype
 
 from ..apply.failure import Failure
@@ -98,7 +98,7 @@ def check_construction(
         others = sorted({r for own in every.values() for r, values in own.items() if values != own[min(own)]})
         raise ValueError(
             f"{subject}: ranks that hold the same entries of a parameter must hold the same values, got others than "
-            f"the lowest of them on {name_ranks(others)} for {listed(names, 5)}; set the same seed or load "
+            f"the lowest of them on {name_ranks(others)} for {name_some(names, 5)}; set the same seed or load "
             f"the same weights on all ranks before composing{_remedy(BROADCAST, parameters)}"
         )
 
@@ -197,7 +197,7 @@ class RankChecks:
         device = next((gradient.device for gradient in gradients if gradient is not None), self._device)
         norms, squares = self._norms(gradients, device)
         self._held, self._largest = self._held.to(device), self._largest.to(device)
-        first = listed(self.names, 1)
+        first = name_some(self.names, 1)
         same = SameNumbers(f"step of {first}", numbers, STEP_ALIKE)
         checks: list[SumCheck] = [same.check, self._check_roots]
         fields: dict[str, Field] = {
@@ -275,7 +275,7 @@ class RankSurvey:
         if some:
             raise DistributedError(
                 "gradients: all ranks or none must have one of a parameter, got some ranks for "
-                f"{listed(some, 5)}; {NOTHING}"
+                f"{name_some(some, 5)}; {NOTHING}"
             )
         return np.array([count == 0 for count in counts]) & self.present
 
@@ -294,7 +294,7 @@ def failed_roots(path: str, tolerated: int, names: Sequence[str]) -> ArithmeticE
     """Return the error of roots that failed too often."""
     return ArithmeticError(
         f"{path}: at most {tolerated} failed roots in a row are tolerated (failure.roots), got more for "
-        f"{listed(names, 5)}; a larger ridge or a lower lr may help"
+        f"{name_some(names, 5)}; a larger ridge or a lower lr may help"
     )
 
 

@@ -128,7 +128,7 @@ def first_lines(lines: Sequence[str]) -> list[str]:
     return [*lines[:8], *([f"... and {len(lines) - 8} more"] if len(lines) > 8 else [])]
 
 
-def listed(names: Sequence[str], most: int) -> str:
+def name_some(names: Sequence[str], most: int) -> str:
     """Return at most so many names, as in a sentence, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
