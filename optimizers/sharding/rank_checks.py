@@ -223,13 +223,14 @@ class RankChecks:
     def parameter_rms(self, local: Sequence[Tensor]) -> Tensor:
         """Return the root mean square of each full parameter, `[P]`; local: the entries that this rank updates."""
         _, squares = self._norms(local, local[0].device)
-        squares = self.checked.ranks.all_reduce(squares / self._updated.to(squares), "norms of parameters")
-        return (squares / self._numels.to(squares)).sqrt()
+        self._updated, self._numels = self._updated.to(squares), self._numels.to(squares)
+        squares = self.checked.ranks.all_reduce(squares / self._updated, "norms of parameters")
+        return (squares / self._numels).sqrt()
 
     def sums(self, positions: Sequence[int], local: Tensor) -> Tensor:
         """Return the sums over all entries of full tensors at n positions; local `[n]` float64: over this rank's."""
-        own = local / self._updated.to(local.device)[list(positions)]
-        return self.checked.ranks.all_reduce(own, "sums over constrained parameters")
+        self._updated = self._updated.to(local)
+        return self.checked.ranks.all_reduce(local / self._updated[list(positions)], "sums over constrained parameters")
 
     def _norms(self, local: Sequence[Tensor | None], device: torch.device) -> tuple[Tensor, Tensor]:
         """Return norms and their squares, each `[P]` float64; squares are inf where their dtype overflows."""
