@@ -91,7 +91,7 @@ class ParamSets:
             if the recipe takes sums over all parameters of a model of which other optimizers have some.
         """
         for place in range(index, len(groups)):
-            self._assignments.agree(place, groups[place])
+            self._assignments.check(place, groups[place])
         self.assign(index)
         self._assignments.require_same_owners(index)
         if index == 0:

@@ -153,8 +153,8 @@ class Assignments:
         spec = ParamSpec(name, path, tuple(info.shape), dtype, parameter.device, placement, matrices)
         return replace(spec, lr_factors=lr_factors(self.recipe, info))
 
-    def agree(self, index: int, group: Mapping[str, Any]) -> None:
-        """Raises ValueError on every rank if ranks were not given the same recipe and param group."""
+    def check(self, index: int, group: Mapping[str, Any]) -> None:
+        """Raise ValueError on every rank if ranks were not given the same recipe and param group."""
         assignment = self._groups[index]
         for rank_group, specs in assignment.shared().items():
             pairs = zip(group["params"], assignment.rank_groups, strict=True)
