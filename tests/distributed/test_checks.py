@@ -153,12 +153,12 @@ def norms(*values: float) -> SameNumbers:
 
 
 def test_numbers_may_differ_by_rounding_or_be_absent_or_not_finite() -> None:
-    mine = norms(1.0, 0.0, math.nan, 4.0)
-    reduced(mine, [norms(1 + 1e-5, 2.0, 3.0, 4.0)], absent=[0.0, 1.0, 0.0, 0.0])
+    mine = norms(1.012345678, 0.0, math.nan, 4.0)
+    reduced(mine, [norms(1.01235, 2.0, 3.0, 4.0)], absent=[0.0, 1.0, 0.0, 0.0])
     with pytest.raises(DistributedError) as refused:
-        reduced(mine, [norms(1.012345678, 2.0, 3.0, 5.0)], [[1.01235, 2.0, 5.0]], absent=[0.0] * 4)
+        reduced(mine, [norms(1.0, 2.0, 3.0, 5.0)], [[1.0, 2.0, 5.0]], absent=[0.0] * 4)
     assert str(refused.value) == (
-        "gradients: all ranks must have the same norm of a, got 1 on rank 0, 1.01235 on rank 1; the same norm of b, "
+        "gradients: all ranks must have the same norm of a, got 1.01235 on rank 0, 1 on rank 1; the same norm of b, "
         "got 0 on rank 0, 2 on rank 1; the same norm of d, got 4 on rank 0, 5 on rank 1; nothing was changed; mend it"
     )
     with pytest.raises(DistributedError, match=r"on rank 1; and 1 more; nothing was changed; mend it$"):
@@ -189,6 +189,23 @@ def test_a_call_is_one_reduction_and_raises_at_once_or_in_the_next(late: bool, m
     ranks.others = [packed({"failed": [0.0], **same.fields()})]
     for _ in range(3):
         assert call()
+
+
+def test_values_that_ranks_do_not_share_are_found_by_name_and_rank() -> None:
+    others: list[dict[str, str]] = [
+        {"recipe": "one", "copies": "a"},
+        {"recipe": "two"},
+        {"recipe": "one", "copies": "a"},
+    ]
+    ranks = cast(RankGroup, Ranks([torch.zeros(0)] * 3, others))
+    found = checks.gather_differences(ranks, {"recipe": "one", "alone": "b"}, "a test")
+    assert found == {"recipe": {0: "one", 1: "one", 2: "two", 3: "one"}}
+    assert checks.by_value(found["recipe"]) == "one on ranks 0, 1, 3, two on rank 2"
+
+
+def test_fields_of_one_process_stay_where_they_are() -> None:
+    found = checks.gather_fields(None, {"level": [2.0], "loss": torch.tensor([0.5]).double()}, torch.device("meta"), "")
+    assert {name: x.tolist() for name, x in found.items()} == {"level": [[2.0]], "loss": [[0.5]]}
 
 
 def test_fields_are_packed_in_their_order_wherever_they_are() -> None:
