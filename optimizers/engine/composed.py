@@ -11,6 +11,8 @@ from torch.utils.hooks import RemovableHandle
 from ..recipe.recipe import Recipe
 from .param_sets import ParamSets
 
+Hook = Callable[..., Any]
+
 
 class ComposedOptimizer(Protocol):
     """A torch optimizer with the recipe that it was composed from and its parameter sets.
@@ -24,17 +26,8 @@ class ComposedOptimizer(Protocol):
     state: defaultdict[Any, Any]
     defaults: dict[str, Any]
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Fill an optimizer that was made without its constructor."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state dict, for which the hooks below are called."""
-
-    def register_state_dict_post_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
-        """Call a hook with every state dict. It may return another one."""
-
-    def register_load_state_dict_pre_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
-        """Call a hook with every state dict before it is loaded. It may return another one."""
-
-    def register_load_state_dict_post_hook(self, hook: Callable[..., None], prepend: bool = False) -> RemovableHandle:
-        """Call a hook after a state dict was loaded."""
+    def __setstate__(self, state: dict[str, Any]) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def register_state_dict_post_hook(self, hook: Hook, prepend: bool = False) -> RemovableHandle: ...
+    def register_load_state_dict_pre_hook(self, hook: Hook, prepend: bool = False) -> RemovableHandle: ...
+    def register_load_state_dict_post_hook(self, hook: Hook, prepend: bool = False) -> RemovableHandle: ...

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, Protocol
 
@@ -21,32 +20,22 @@ from .step_watch import Sample, StepWatch
 from .table import Inspection, Measurement
 
 
-class Inspected(Protocol):
-    """An optimizer of which measurements are taken.
+class Watched(Protocol):
+    """An optimizer whose steps can be watched.
 
-    watched_rows: those of the last watched step.
+    watched_rows: measurements of the last watched step.
     """
 
     param_sets: ParamSets
+    param_groups: list[dict[str, Any]]
     watched_rows: tuple[Measurement, ...]
 
-    @property
-    def skipped(self) -> Counter[str]:
-        """How often each parameter was left alone because its gradient was not finite, by name."""
-
-
-class Watched(Inspected, Protocol):
-    """An optimizer whose steps can be watched."""
-
-    param_groups: list[dict[str, Any]]
-
-    def register_step_post_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call a hook after every step."""
+    def register_step_post_hook(self, hook: Callable[..., None]) -> RemovableHandle: ...
 
 
 def watch_next_step(optimizer: Watched) -> None:
     """Measures the next step of an optimizer by a hook that is gone after it; `watched_rows` has then what it found."""
-    _require_numbers(optimizer, "watch_next_step")
+    _require_numbers(optimizer.param_sets, "watch_next_step")
     watched = [
         (param_set, stack_state, StepWatch(stack_state.checks))
         for param_set in optimizer.param_sets
@@ -68,27 +57,30 @@ def watch_next_step(optimizer: Watched) -> None:
     handle = optimizer.register_step_post_hook(finish)
 
 
-def inspect(optimizer: Inspected) -> Inspection:
-    """The table of all parameters; ranks that share parameters call it together, and each gets all rows of these."""
-    skipped, rows = optimizer.skipped, list[Measurement]()
-    _require_numbers(optimizer, "inspect")
-    for param_set in optimizer.param_sets:
-        own = [row for row in optimizer.watched_rows if row.parameter in param_set.names]
+def inspect(param_sets: ParamSets, watched: Sequence[Measurement]) -> Inspection:
+    """Return the table of all parameters; ranks that share parameters call it together, and each gets all their rows.
+
+    watched: rows of the step that was watched last.
+    """
+    skipped, rows = param_sets.skipped(), list[Measurement]()
+    _require_numbers(param_sets, "inspect")
+    for param_set in param_sets:
+        own = [row for row in watched if row.parameter in param_set.names]
         own += _of_state(param_set)
         own += [
             Measurement(name, None, "", "", "skipped", (float(skipped[name]), 1.0, 1.0)) for name in param_set.names
         ]
         group = param_set.rank_group
         rows += own if group is None else chain.from_iterable(group.all_gather_object(own, "inspect"))
-    names = (name for param_set in optimizer.param_sets for name in param_set.names)
+    names = (name for param_set in param_sets for name in param_set.names)
     places = {name: place for place, name in enumerate(names)}
     rows.sort(key=lambda row: (places[row.parameter], -1 if row.block is None else row.block, row.stage))
     return Inspection.joined(rows)
 
 
-def _require_numbers(optimizer: Inspected, who: str) -> None:
+def _require_numbers(param_sets: Iterable[ParamSet], who: str) -> None:
     """Raise ValueError for fake tensors. They have no values to measure."""
-    for param_set in optimizer.param_sets:
+    for param_set in param_sets:
         if fake_mode(param_set.parameters[0]) is not None:
             raise ValueError(f"{who}: parameters with numbers are required, got a fake tensor, {param_set.names[0]}")
 

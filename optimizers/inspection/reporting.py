@@ -140,7 +140,7 @@ class Reporting:
         step that is not watched costs what it cost without.
         """
         self._settle()
-        return inspect(self)
+        return inspect(self.param_sets, self.watched_rows)
 
     @property
     @isolated
