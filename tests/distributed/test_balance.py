@@ -224,7 +224,7 @@ def test_the_critical_path_is_what_the_owners_and_phases_give() -> None:
             constant[owners[key]] += cost.constant
             for step in range(100, 110):
                 counts = np.full(len(GPT), step)
-                context = stack_state.context(stack_state.stack, torch.tensor([row]), counts, {})
+                context = stack_state.context(stack_state.all_blocks, counts, {}).slice_rows(row, row + 1, False)
                 if list(cadence.due(context, 1)):
                     work[step, owners[key]] += refresh
     path = sum(max(constant[rank] + work[step, rank] for rank in range(3)) for step in range(100, 110))
