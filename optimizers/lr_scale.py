@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field
 
 from eigengraft.component import Component
 from eigengraft.preconditioners import Stage
-from eigengraft.preconditioners.base import chain_norm
+from eigengraft.preconditioners.base import chain_bounds
 
 MATRIX_ROLES = ("hidden", "head")
 """Roles of parameters that sum over as many inputs as a matrix has columns; all others take one input at a time."""
@@ -52,7 +52,7 @@ class LearningRateScale(Component):
 
 
 def _spectral(chain: Sequence[Stage], m: int, n: int, path: str) -> float:
-    size = chain_norm(tuple(chain), m, n)
+    size, _ = chain_bounds(tuple(chain), (m, n))
     if size is None:
         raise ValueError(
             f"lr_scale: directions whose spectral norm follows from their shape are required, as Adam's, SOAP's and "

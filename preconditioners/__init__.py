@@ -1,9 +1,11 @@
 """Maps from gradient to direction, and what they are made of."""
 
 from .axes import Axes as Axes
+from .base import Inner as Inner
 from .base import Stage as Stage
 from .base import Stages as Stages
 from .base import chain_slots as chain_slots
+from .base import map_wires as map_wires
 from .base import run_chain as run_chain
 from .base import walk as walk
 from .cadence import Cadence as Cadence
@@ -19,7 +21,6 @@ from .combinators.prodigy import Prodigy as Prodigy
 from .combinators.projected import Projected as Projected
 from .combinators.split import Split as Split
 from .combinators.transform import Transform as Transform
-from .combinators.transform import require_seen_changes as require_seen_changes
 from .combinators.trust import Trust as Trust
 from .elementwise.adafactor import Adafactor as Adafactor
 from .elementwise.adafactor import RelativeStep as RelativeStep
@@ -85,3 +86,4 @@ from .statistics import Gram as Gram
 from .statistics import InputGram as InputGram
 from .statistics import Power as Power
 from .statistics import Statistic as Statistic
+from .traits import Traits as Traits

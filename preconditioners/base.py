@@ -1,36 +1,99 @@
-"""The contract of a preconditioner: a stage of an update chain, with three verbs over explicit state."""
+"""The contract of a stage: eight hooks over explicit state, and what runs them."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, ClassVar, final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, TypeVar, final
 
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.chains import ChainOf
+from eigengraft.chains import ChainOf, Request
 from eigengraft.errors import ContractError, located
 from eigengraft.ramps import Schedulable
 from eigengraft.slots import Slot, State
-from eigengraft.step_context import Rotation, StepContext
+from eigengraft.step_context import StepContext
 
 from .cadence import Cadence
 from .checked_mode import watched
+from .traits import Traits
+
+_T = TypeVar("_T")
+HOOKS = ("slots", "inner", "cadence", "observe", "refresh", "apply", "traits", "measures")
+"""All that a stage may override."""
+
+
+@dataclass(frozen=True)
+class Inner:
+    """A chain inside a stage.
+
+    chain: its stages.
+    block: the shape of a block as they see it.
+    sensitive: whether its second moments set the size of every update, so that no storage takes them by their role.
+    """
+
+    chain: Stages
+    block: tuple[int, ...]
+    sensitive: bool = False
 
 
 class Stage(Schedulable, ABC, family="stage"):
-    """A map from gradient to direction.
+    """One link of an update chain: it maps a direction, and keeps the state that it declares.
 
-    All tensors carry the leading stack axis `[N, *block]`. `gradient` is the gradient of the blocks in the current
-    frame, `direction` what the stages before made of it; neither may be written to. A stage writes state back by
-    assignment and never reads a parameter, a rank or a global setting.
+    A stage is a class with a field `kind: Literal["mine"] = "mine"` and hyper-parameters as frozen pydantic fields;
+    defining it registers it. It overrides some of eight hooks, of which `apply` alone is required. `block` is the shape
+    of one block. All tensors have the stack axis first: `[N, *block]` are N blocks of one shape. Names below are in
+    `eigengraft`; `Stages`, `Cadence`, `Every`, `run_chain` and `map_wires` are in `eigengraft.preconditioners`.
 
-    A stage acts by `observe`, `refresh` and `apply`; everything else that it may override declares what it is. With
-    `lagged() == False` a step observes, refreshes the rows that are due, and applies; otherwise it applies first.
+    slots(block) -> {name: Slot}                at construction  the state of a block
+    inner(block) -> {name: Inner}               at construction  Inner(chain, block that it sees): the chains inside
+    traits(block) -> Traits                     at construction  what the engine must know; also asked with the block ()
+    cadence() -> Cadence | None                 every step       when refresh is due, as Every(steps=10); None: never
+    observe(state, gradient, context)           every step       cheap: update the statistics that refresh reads
+    refresh(state, gradient, context)           when due         expensive, on any contiguous slice [n, *block]
+    apply(state, gradient, direction, context)  every step       return the new direction [N, *block]; update moments
+    measures(state, context) -> {name: [N]}     in inspect()     numbers on the present state; nothing is written
 
-    Laws: N = 1 and N = k give the same numbers; a zero gradient gives a finite direction; slots declared = slots used.
+    A step runs observe, refresh, apply. With `Traits(lagged=True)` it runs apply, observe, refresh, and the first
+    gradient of a parameter only primes: lagged stages observe and refresh, nothing else is written and nothing moves.
+
+    State. `Slot(shape, fill, role, frame)` declares a tensor `[N, *shape]`; fill is a number or "identity", role one of
+    "statistic", "root", "basis", "first_moment", "second_moment", "iterate", "count", and frame "vector" or "square" if
+    it turns with the basis of an eigenbasis around the stage. `v = state["v"]` loads it. It may be changed in place,
+    and must be assigned back after the last change: `state["v"] = v`. `state.block` is the block.
+
+    Context. `context.step` `[N]` is the number of each block's update: 1 at the first, 0 while priming.
+    `context.holds(lambda steps: steps > 9)` asks about it on the host: True for all blocks, False for none, else `[N]`.
+    `context.correction(b, like)` is 1 - b^step to divide by, `context.per_block(f, like)` is f(step), `context.first`
+    is set in a block's first refresh. `numerics.per_block(x, like)` shapes x `[N]` to multiply blocks.
+
+    Chains inside. `run_chain(self.chain, state.scope("inner", block), gradient, direction, context)` returns the
+    direction of a chain. Its field is `chain: Stages = Field(alias="inner")`: no field may have the name of a hook. `g,
+    d = map_wires(f, gradient, direction)` gives it other tensors, and keeps one wire one.
+
+    Signals. `Traits(signals=(Request("lr"), Request("loss", "if_given")))` asks for what else the stage needs:
+    "always", in steps with a "refresh", in the "first" step, or "if_given". `context.signal("lr")` is a number, `[N]`
+    or `[N, *block]`, `context.tensor("parameter", like)` a tensor like another one, and `"loss" in context.signals`
+    says whether it was given. Others are "gradient_norm", "parameter_rms", "step_fraction", "hessian_diagonal" and
+    those that `register_signal` adds.
+
+    Sums. With `Traits(sums=True)` `context.parameter_sum(x)` gives for each block the sum of x `[N]` over all blocks of
+    its parameter, in `apply` alone and equally often in every step.
+
+    One wire. Gradient and direction are one tensor until the first stage that keeps state: the result of a stage
+    without slots, its own or inside, is the gradient of all stages after it too. `[clip_norm, momentum, rms]` clips the
+    gradient. After `momentum` the direction is on a wire of its own, and the gradient stays as it is.
+
+    Forbidden: to write to `gradient` or `direction`; to let a block depend on another (no sum over axis 0); to remember
+    anything outside of slots; to read a parameter, a rank or a global setting except by a signal; to read a tensor's
+    value on the host (`float(x)`, `if x.any()`) or upload one in a step, for which a device would wait; to raise for a
+    gradient with nan, whose result is dropped. A zero gradient gives a zero direction, and a finite one of any size a
+    finite direction: squares of 1e30 overflow, `numerics.block_norm(x)` `[N]` does not, and `numerics.safe_ratio(a, b)`
+    is 0 where b is. `eigengraft.testing.check_stage(Mine())` tries all of this.
     """
 
     name: str | None = Field(
@@ -38,81 +101,75 @@ class Stage(Schedulable, ABC, family="stage"):
         pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
         description="what the stage is called in paths; default: its kind. Needed where a kind repeats in a chain",
     )
-    requires: ClassVar[frozenset[str]] = frozenset()
-    """Signals that the optimizer must provide on the context, by name; the names are registered."""
-    accepts: ClassVar[frozenset[str]] = frozenset()
-    """Signals that are on the context in those steps only for which they were provided."""
-    requires_first: ClassVar[frozenset[str]] = frozenset()
-    """Those of `accepts` that all parameters of an optimizer's first step must have, but no step after it."""
     elsewhere: ClassVar[Mapping[str, str]] = {
         "storage": "it goes to the top level of the recipe: `storage: {<path of the stage>: int8}`",
         **dict.fromkeys(("lr", "weight_decay"), "it goes to the top level of the recipe"),
     }
 
-    def signals(self) -> frozenset[str]:
-        """The signals that must be there: `requires`, or what follows from fields."""
-        return self.requires
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        super().__pydantic_init_subclass__(**kwargs)
+        if hidden := sorted({*HOOKS} & cls.model_fields.keys()):
+            name = hidden[0]
+            raise TypeError(
+                f"{cls.__name__}: the field `{name}` hides the hook of that name; give the field another name and "
+                f"`Field(alias='{name}')`, by which recipes know it"
+            )
 
-    def signals_at(self, step: int) -> frozenset[str]:
-        """Those of `signals` that must be there at a step of a block; default: all of them at every step."""
-        return self.signals()
+    def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
+        """Declare the state that the stage keeps for one block of that shape, by name."""
+        return {}
 
+    def inner(self, block: tuple[int, ...]) -> Mapping[str, Inner]:
+        """Declare the chains inside the stage, by the name of their scope in the state."""
+        return {}
+
+    def cadence(self) -> Cadence | None:
+        """Say when `refresh` is due; None: never."""
+        return None
+
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        """Say what the engine must know; every default of `Traits` is safe."""
+        return Traits()
+
+    def observe(self, state: State, gradient: Tensor, context: StepContext) -> None:
+        """Every step, cheap: update the statistics that `refresh` reads."""
+
+    def refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:
+        """Rare, expensive: recompute roots, bases or learned factors, on any contiguous slice `[n, *block]`."""
+
+    @abstractmethod
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        """Every step: map the direction `[N, *block]`, and update the moments that live in the current frame."""
+
+    def measures(self, state: State, context: StepContext) -> Mapping[str, Tensor]:
+        """Numbers `[N]` on the present state for `Optimizer.inspect`, by "<measure>" or "<slot>/<measure>". Nothing is
+        written back, the context has no signals. Roles and cadence tell others; one of the same name replaces them."""
+        return {}
+
+    @final
     @property
     def label(self) -> str:
         """The stage's part of a path: `name`, else `kind`."""
         return self.name or str(getattr(self, "kind"))  # noqa: B009  every member has a kind, the family has none
 
-    def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
-        """The state this stage itself needs for one block of that shape."""
-        return {}
-
-    def chains(self) -> Mapping[str, Stages]:
-        """The chains inside this stage, by the name of their field."""
-        return {}
-
-    def inner_block(self, part: str, block: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of a block as the chain called `part` inside this stage sees it."""
-        return block
-
-    def inner_slot(self, part: str, slot: Slot) -> Slot:
-        """A slot of the chain called `part` as this stage wants it declared; the default changes nothing."""
-        return slot
-
-    def inner_gradient(self, part: str, state: State, gradient: Tensor, context: StepContext) -> Tensor:
-        """What the chain called `part` inside this stage sees of a first gradient that only primes statistics; to be
-        overridden by a stage that gives its chains another gradient than its own."""
-        return gradient
-
-    def cadence(self) -> Cadence | None:
-        """The cadence of `refresh`; None: never."""
-        return None
+    @final
+    def cached_traits(self, block: tuple[int, ...] = ()) -> Traits:
+        """The traits for a block, asked once and kept; without a block those that depend on none."""
+        if block not in self._traits:
+            self._traits[block] = self.traits(block)
+        return self._traits[block]
 
     @final
-    def due(self, context: StepContext) -> Sequence[tuple[int, int, bool]]:
-        """(start, stop, first) spans of the stack whose refresh is due now."""
-        if id(self) not in context.due:
-            cadence, earliest = self.cadence(), 0 if self.lagged() else 1
-            context.due[id(self)] = () if cadence is None else tuple(cadence.due(context, earliest))
-        return context.due[id(self)]
-
-    def lagged(self) -> bool:
-        """Whether statistics and refresh follow the use of the current gradient (as published SOAP) or precede it."""
-        return False
-
-    def spans_parameter(self) -> bool:
-        """Whether `apply` takes sums over all blocks of a parameter, which then have one owner and step together."""
-        return False
-
-    def refresh_cost(self, block: tuple[int, ...]) -> float:
-        """The cost of one refresh of a block, in any unit common to all stages; refreshes are spread by it."""
-        return 0.0
-
     def work(self, block: tuple[int, ...]) -> float:
         """Floating-point operations of one step of one block, refreshes left out; blocks are divided over ranks by it.
 
-        Counted from the slots: a square matrix of order d on an axis of that length takes a product with the block,
-        2 d numel, a basis two (there and back), anything else a few operations for each of its numbers.
+        Counted from the slots, unless the traits say it: a square matrix of order d on an axis of that length takes a
+        product with the block, 2 d numel, a basis two (there and back), anything else a few operations for each of its
+        numbers.
         """
+        if (known := self.cached_traits(block).work) is not None:
+            return known
         total, numel = 0.0, math.prod(block)
         for slot in self.slots(block).values():
             square = len(slot.shape) == 2 and slot.shape[0] in block and slot.role in ("statistic", "root", "basis")
@@ -120,124 +177,81 @@ class Stage(Schedulable, ABC, family="stage"):
             total += 2.0 * products * slot.shape[1] * numel if square else 4.0 * math.prod(slot.shape)
         return total
 
-    def left_out(self, block: tuple[int, ...]) -> tuple[str, ...]:
-        """What the stage leaves alone of a block of that shape, and why, for `show`; default: nothing."""
-        return ()
+    @final
+    def keeps_state(self, block: tuple[int, ...]) -> bool:
+        """Whether the stage, or one inside it, has a slot for such a block."""
+        if block not in self._keeps:
+            self._keeps[block] = any(True for _ in chain_slots((self,), block))
+        return self._keeps[block]
 
-    def entrywise(self) -> bool:
-        """Whether each entry of the direction and of the state depends on that entry of the gradients alone, so that a
-        part of a block may be updated wherever it is, as if it were a block."""
-        return False
-
-    def needs_matrices(self) -> bool:
-        """Whether the stage reads blocks as matrices, first axis x the rest."""
-        return False
-
-    def changes_gradient(self) -> bool:
-        """Whether the stage, where the gradient comes to it as it is, is meant to change that for all stages after it,
-        as clipping and centring are. A recipe is refused in which one of these reads the gradient: see `transform`."""
-        return False
-
-    def reads_gradient(self) -> bool:
-        """Whether what the stage returns depends on the length of the gradient and not of the direction alone; chains
-        inside speak for themselves. Default: whether it observes, or refreshes, the gradient."""
-        own = type(self)
-        learns = own.observe is not Stage.observe or own.refresh is not Stage.refresh
-        return learns and own.observed is Stage.observed
-
-    def spectral_norm(self, m: int, n: int, before: float | None) -> float | None:
-        """The largest spectral norm of a direction m x n, given that of the direction before; None: not bounded."""
-        return None
-
-    def sweeps(self, block: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """The axes of a block in groups that are observed and refreshed one after another (Gauss-Seidel); default: all
-        in one sweep. With several `context.axes` are those of the present one."""
-        return (tuple(range(len(block))),)
-
-    def rotation(self, state: State, gradient: Tensor) -> Rotation | None:
-        """The gradient in a basis of the stage's own, for a stage that observes there; default: None.
-
-        It is made once a step, handed to the verbs as `context.rotation`, and made again for rows that were refreshed.
-        """
-        return None
-
-    def observed(self, gradient: Tensor, direction: Tensor) -> Tensor:
-        """The tensor that `observe` and `refresh` see as the gradient; override to learn from the direction."""
-        return gradient
-
-    def observe(self, state: State, gradient: Tensor, context: StepContext) -> None:
-        """Every step, cheap: update the statistics that `refresh` reads. Default: nothing."""
-
-    def refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:
-        """Rare, expensive: recompute roots, bases or learned factors, on any contiguous slice of the stack.
-
-        gradient `[n, *block]`: of the rows that are refreshed. Default: nothing.
-        """
-
-    def measures(self, state: State, context: StepContext) -> Mapping[str, Tensor]:
-        """Numbers `[N]` on the present state for `Optimizer.inspect`, by "<measure>" or "<slot>/<measure>". Nothing is
-        written back, the context has no signals. Roles and cadence tell others; one of the same name replaces them."""
+    @cached_property
+    def _traits(self) -> dict[tuple[int, ...], Traits]:
+        """Answers of `traits`, by block."""
         return {}
 
-    @abstractmethod
-    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
-        """Every step: map the direction `[N, *block]`; update the moments that live in the current frame.
-        `context.parameter_sum(x)` gives sums of `x` `[N]` over parameters, `run_chain(...)` the direction of a chain
-        inside."""
+    @cached_property
+    def _keeps(self) -> dict[tuple[int, ...], bool]:
+        """Answers of `keeps_state`, by block."""
+        return {}
+
+    @final
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """The signals that the stage asks for."""
+        return self.cached_traits().signals
+
+    @final
+    def signals_at(self, step: int) -> frozenset[str]:
+        """The signals that must be there at a step of a block, by name."""
+        cadence, earliest = self.cadence(), 0 if self.cached_traits().lagged else 1
+        refreshes = cadence is not None and cadence.possible(step, earliest)
+        return frozenset(own.name for own in self.requests if own.needed_at(step, refreshes))
+
+    @final
+    def due(self, context: StepContext) -> Sequence[tuple[int, int, bool]]:
+        """(start, stop, first) spans of the stack whose refresh is due now."""
+        if id(self) not in context.due:
+            cadence, earliest = self.cadence(), 0 if self.cached_traits().lagged else 1
+            context.due[id(self)] = () if cadence is None else tuple(cadence.due(context, earliest))
+        return context.due[id(self)]
 
     @final
     def run(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
-        """One step of this stage, its verbs in the order of its timing."""
+        """One step: observe, refresh the rows that are due, apply; a lagged stage applies first."""
+        lagged = self.cached_traits().lagged
         try:
-            return self._run(state, gradient, direction, context)
+            if not lagged:
+                self._observe_and_refresh(state, gradient, direction, context)
+            result = watched(self, state).apply(state, gradient, direction, context)
+            if lagged:
+                self._observe_and_refresh(state, gradient, direction, context)
+            return result
         except ContractError as error:
             if state.path in str(error):  # it names the stage, or one inside it
                 raise
             raise ContractError(f"{state.path}: {error}") from None
 
-    def _run(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
-        observed = self.observed(gradient, direction)
-        context = context.with_rotation(self.rotation(state, observed))
-        if self.lagged():
-            direction = watched(self, state).apply(state, gradient, direction, context)
-            self._observe_and_refresh(state, observed, context)
-            return direction
-        self._observe_and_refresh(state, observed, context)
-        return watched(self, state).apply(state, gradient, direction, context)
+    @final
+    def prime(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> None:
+        """Show a first gradient to what is lagged: statistics are made of it, nothing else is written or moves.
+
+        Lagged stages inside get it from `apply`, of which the state and the result are dropped.
+        """
+        if self.cached_traits().lagged:
+            self._observe_and_refresh(state, gradient, direction, context)
+        inside = (stage for part in self.inner(state.block).values() for _, stage in walk(part.chain))
+        if any(stage.cached_traits().lagged for stage in inside):
+            own = state.unwritten()
+            watched(self, own).apply(own, gradient, direction, context)
 
     @final
-    def prime(self, state: State, gradient: Tensor, context: StepContext) -> None:
-        """The first gradient of a lagged stage: it is observed and the first refresh is made, nothing moves."""
-        if self.lagged():
-            observed = self.observed(gradient, gradient)
-            self._observe_and_refresh(state, observed, context.with_rotation(self.rotation(state, observed)))
-        for part, stages in self.chains().items():
-            if not any(stage.lagged() for _, stage in walk(stages)):
-                continue
-            inside = state.scope(part, self.inner_block(part, state.block))
-            seen = self.inner_gradient(part, state, gradient, context)
-            for stage in stages:
-                stage.prime(inside.scope(stage.label), seen, context)
-
-    @final
-    def _observe_and_refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:
-        """Each sweep in turn: observe, then refresh the rows that are due."""
-        spans, sweeps = self.due(context), self.sweeps(state.block)
-        for k, axes in enumerate(sweeps):
-            now = context.sweep(axes, sum(sweeps[:k], ())) if len(sweeps) > 1 else context
-            watched(self, state).observe(state, gradient, now)
-            for start, stop, first in spans:
-                own = state if stop - start == len(gradient) else state.slice_rows(start, stop)
-                self._refresh_rows(own, gradient[start:stop], now.slice_rows(start, stop, first))
-
-    @final
-    def _refresh_rows(self, state: State, gradient: Tensor, context: StepContext) -> None:
-        """Refresh rows of the stack; what is known of their gradient in the old basis is brought to the new one."""
-        watched(self, state).refresh(state, gradient, context)
-        if context.rotation is not None:
-            turned = self.rotation(state, context.rotation.x)
-            assert turned is not None
-            context.rotation.overwrite(turned)
+    def _observe_and_refresh(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> None:
+        """Observe, then refresh the rows that are due."""
+        x = gradient if self.cached_traits().learns == "gradient" else direction
+        watched(self, state).observe(state, x, context)
+        for start, stop, first in self.due(context):
+            rows = state if stop - start == len(x) else state.slice_rows(start, stop)
+            watched(self, rows).refresh(rows, x[start:stop], context.slice_rows(start, stop, first))
 
 
 Stages = Annotated[tuple[Stage, ...], ChainOf("stage", "stages of a chain")]
@@ -247,26 +261,61 @@ Stages = Annotated[tuple[Stage, ...], ChainOf("stage", "stages of a chain")]
 def run_chain(
     stages: tuple[Stage, ...], state: State, gradient: Tensor, direction: Tensor, context: StepContext
 ) -> Tensor:
-    """Runs the stages in order, each on the direction that the one before returned."""
+    """Run the stages in order, each on the direction that the one before returned, and return the last direction.
+
+    While the direction is the gradient, the result of a stage that keeps no state is both for the stages after it. In
+    a first gradient that only primes (`context.priming`) all other stages are primed and return nothing.
+    """
     for stage in stages:
-        direction = stage.run(state.scope(stage.label), gradient, direction, context)
+        own = state.scope(stage.label)
+        one_wire = direction is gradient and not stage.keeps_state(own.block)
+        if context.priming and not one_wire:
+            stage.prime(own, gradient, direction, context)
+        else:
+            direction = stage.run(own, gradient, direction, context)
+        if one_wire:
+            gradient = direction
+        elif direction is gradient:  # two wires from here on, with the same numbers
+            direction = gradient.view_as(gradient)
     return direction
 
 
-def chain_norm(stages: tuple[Stage, ...], m: int, n: int, before: float | None = None) -> float | None:
-    """The largest spectral norm of what a chain makes of a direction m x n; None: not bounded."""
+def map_wires(f: Callable[[Tensor], _T], gradient: Tensor, direction: Tensor) -> tuple[_T, _T]:
+    """(f(gradient), f(direction)) for a chain inside: computed once, and one object, where the two are one wire."""
+    mapped = f(gradient)
+    return mapped, mapped if direction is gradient else f(direction)
+
+
+def chain_bounds(stages: tuple[Stage, ...], block: tuple[int, ...]) -> tuple[float | None, float | None]:
+    """(bound of the spectral norm of a chain's direction, largest factor to it from that of the direction that comes
+    in), as in `Traits`."""
+    norm: float | None = None
+    gain: float | None = 1.0
     for stage in stages:
-        before = stage.spectral_norm(m, n, before)
-    return before
+        own = stage.cached_traits(block)
+        if own.spectral_norm is not None:
+            norm, gain = own.spectral_norm, None
+        elif (factor := own.spectral_gain) is not None:
+            norm, gain = (bound if bound is None else bound * factor for bound in (norm, gain))
+        else:
+            norm = gain = None
+    return norm, gain
+
+
+def walk_blocks(
+    stages: tuple[Stage, ...], block: tuple[int, ...], path: str = ""
+) -> Iterator[tuple[str, Stage, tuple[int, ...]]]:
+    """Every stage of a chain and of the chains inside it, with its dotted path and the block that it sees."""
+    for stage in stages:
+        here = f"{path}.{stage.label}" if path else stage.label
+        yield here, stage, block
+        for name, part in stage.inner(block).items():
+            yield from walk_blocks(part.chain, part.block, f"{here}.{name}")
 
 
 def walk(stages: tuple[Stage, ...], path: str = "") -> Iterator[tuple[str, Stage]]:
     """Every stage of a chain and of the chains inside it, with its dotted path."""
-    for stage in stages:
-        here = f"{path}.{stage.label}" if path else stage.label
-        yield here, stage
-        for part, inside in stage.chains().items():
-            yield from walk(inside, f"{here}.{part}")
+    yield from ((here, stage) for here, stage, _ in walk_blocks(stages, (), path))
 
 
 def chain_slots(stages: tuple[Stage, ...], block: tuple[int, ...], path: str = "") -> Iterator[tuple[str, str, Slot]]:
@@ -279,6 +328,7 @@ def chain_slots(stages: tuple[Stage, ...], block: tuple[int, ...], path: str = "
             raise ValueError(located(here, str(error))) from None
         for name, slot in slots.items():
             yield here, name, slot
-        for part, inside in stage.chains().items():
-            for inner, name, slot in chain_slots(inside, stage.inner_block(part, block), f"{here}.{part}"):
-                yield inner, name, stage.inner_slot(part, slot)
+        for part, inner in stage.inner(block).items():
+            for where, name, slot in chain_slots(inner.chain, inner.block, f"{here}.{part}"):
+                sensitive = inner.sensitive and slot.role == "second_moment"
+                yield where, name, replace(slot, sensitive=True) if sensitive else slot

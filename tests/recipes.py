@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from eigengraft import load_recipe, shipped_recipes
+from eigengraft.chains import requested
 from eigengraft.optimizers.engine.signals import OWN
 from eigengraft.optimizers.engine.signals.listeners import listeners
 from eigengraft.preconditioners import walk
@@ -26,7 +27,7 @@ def stage_kinds(name: str) -> frozenset[str]:
 
 def plain(name: str) -> bool:
     """Whether a recipe is one stage after another: then the laws, which ask each stage for every option, ask it too."""
-    return not any(stage.chains() for _, stage in walk(load_recipe(name).update))
+    return not any(stage.inner(()) for _, stage in walk(load_recipe(name).update))
 
 
 def cover(names: Iterable[str]) -> tuple[str, ...]:
@@ -45,7 +46,7 @@ def alone(name: str) -> bool:
     """Whether steps of a recipe take gradients alone, and no signal that a model or a training loop must provide."""
     asked = [own for rule in load_recipe(name).updates().values() for _, own in listeners(rule, "")]
     some = {signal for own in asked for what in ("some", "first") for signal in getattr(own, f"requires_{what}", ())}
-    return some.union(*(own.signals() for own in asked)) <= OWN
+    return some.union(*(requested(own) for own in asked)) <= OWN
 
 
 ALONE = tuple(name for name in SHIPPED if alone(name))
@@ -67,8 +68,8 @@ def machinery(name: str) -> frozenset[str]:
     recipe = load_recipe(name)
     stages = [stage for rule in recipe.updates().values() for _, stage in rule.stages()]
     asked = {
-        "priming": any(stage.lagged() for stage in stages),
-        "stacks of whole parameters": any(stage.spans_parameter() for stage in stages),
+        "priming": any(stage.cached_traits().lagged for stage in stages),
+        "stacks of whole parameters": any(stage.cached_traits().sums for stage in stages),
         "a rotation that verbs share": any(getattr(stage, "statistic_frame", "fixed") != "fixed" for stage in stages),
         "stages after decay": any(rule.after_decay for rule in recipe.updates().values()),
         "decay in gradients": recipe.decays_in_gradient(),

@@ -251,7 +251,7 @@ def require_pairs(recipe: Recipe, spec: ParamSpec, rank_group: RankGroup | None)
     Entry-wise chains can. A stage that works on matrices, and a constraint, would mix the two parts of a number.
     """
     rule = recipe.updates()[spec.path]
-    mixing = next((path for path, stage in rule.stages(spec.path) if not stage.entrywise()), None)
+    mixing = next((path for path, stage in rule.stages(spec.path) if not stage.cached_traits().entrywise), None)
     if mixing is None and rule.constraints:
         mixing = f"{spec.path}.constraints" if spec.path else "constraints"
     if mixing is None and recipe.line_search is not None:

@@ -140,9 +140,9 @@ class StackStep:
 
     def prime(self) -> None:
         """Show the first gradient of blocks to a chain with a lagged stage: it is observed, nothing moves."""
-        state = self.state("update")
-        for stage in self.blocks.stack_state.rule.update:
-            stage.prime(state.scope(stage.label), self.gradient, self.context)
+        assert self.context.priming
+        gradient = self.gradient
+        run_chain(self.blocks.stack_state.rule.update, self.state("update"), gradient, gradient, self.context)
 
     def direction(self) -> Tensor:
         """Run the program on the blocks as they are."""

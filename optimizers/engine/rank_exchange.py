@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from eigengraft.chains import requested
 from eigengraft.distributed.comm_plan import BlockGroup, CommPlan
 from eigengraft.distributed.comm_step import CommStep
 from eigengraft.distributed.gradients import BackwardGather, UsedGradients
@@ -62,7 +63,7 @@ class RankExchange:
         self._parameters, self._used_gradients = parameters, UsedGradients(parameters)
         self._exchanged = [i for i, spec in enumerate(specs) if not spec.in_place]
         used = [recipe.updates()[path] for path in dict.fromkeys(self.paths)]
-        self._needs_rms = any("parameter_rms" in stage.signals() for rule in used for _, stage in rule.stages())
+        self._needs_rms = any("parameter_rms" in requested(stage) for rule in used for _, stage in rule.stages())
         self._needs_parameters = any(decay_source(recipe, path) == "parameters" for path in dict.fromkeys(self.paths))
         self._moves_at_once = local.iterates.shard_sums is not None
         self._sends_parameters = sends_parameters(specs, recipe)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eigengraft.blocking.stacks import Stack
+from eigengraft.chains import requested
 from eigengraft.distributed.work import HostCopy
 from eigengraft.preconditioners.checked_mode import Checks
 from eigengraft.quantization import Quantizer, choose
@@ -129,7 +130,7 @@ class StackState:
     @cached_property
     def signals(self) -> frozenset[str]:
         """What the stages of this stack ask for."""
-        return frozenset(name for _, stage in self.rule.stages() for name in stage.signals() | stage.accepts)
+        return frozenset(name for _, stage in self.rule.stages() for name in requested(stage))
 
     @cached_property
     def totals(self) -> tuple[str, ...]:

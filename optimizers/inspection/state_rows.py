@@ -14,6 +14,7 @@ from torch import Tensor
 from eigengraft.errors import ContractError
 from eigengraft.preconditioners import Stages
 from eigengraft.preconditioners.algebra.spectra import condition, off_diagonal_share, orthogonality, turning_angle
+from eigengraft.preconditioners.base import walk_blocks
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
@@ -110,8 +111,5 @@ def _own(stage: Any, state: State, context: StepContext) -> Found:
 
 def _walk(stages: Stages, state: State) -> Iterator[tuple[Any, State]]:
     """Every stage of a chain and of the chains inside it, with its state."""
-    for stage in stages:
-        own = state.scope(stage.label)
-        yield stage, own
-        for part, inside in stage.chains().items():
-            yield from _walk(inside, own.scope(part, stage.inner_block(part, state.block)))
+    for path, stage, block in walk_blocks(stages, state.block):
+        yield stage, state.scope(path, block)

@@ -15,7 +15,7 @@ from eigengraft.blocking.rule import ONE_TENSOR
 from eigengraft.chains import require_signals
 from eigengraft.component import FAMILY_MARK, Component
 from eigengraft.distributed.distribution import Distribution
-from eigengraft.preconditioners import RMS, Momentum, Stages, chain_slots, require_seen_changes, walk
+from eigengraft.preconditioners import RMS, Momentum, Stages, chain_slots, walk
 from eigengraft.quantization.base import NEVER_CODED, Quantizer, require_coded_role, require_stage_roles
 from eigengraft.slots import Role, Slot
 from eigengraft.state_key import StateKey
@@ -76,15 +76,15 @@ class Update(Component):
 
     def lagging(self) -> bool:
         """Whether the first gradient only primes statistics."""
-        return any(stage.lagged() for _, stage in self.stages())
+        return any(stage.cached_traits().lagged for _, stage in self.stages())
 
     def spans(self) -> bool:
         """Whether a stage takes sums over all blocks of a parameter."""
-        return any(stage.spans_parameter() for _, stage in self.stages())
+        return any(stage.cached_traits().sums for _, stage in self.stages())
 
     def entrywise(self) -> bool:
         """Whether no stage mixes entries, so that it plays no role which of them form a matrix."""
-        return all(stage.entrywise() for _, stage in self.stages())
+        return all(stage.cached_traits().entrywise for _, stage in self.stages())
 
     @model_validator(mode="after")
     def _stages_can_run(self) -> Self:
@@ -92,7 +92,6 @@ class Update(Component):
             raise ValueError("update: a stage is required ('identity' takes the gradient as it is), got none")
         if self.entrywise() and not isinstance(self.view, (Batches, Whole)):
             raise ValueError(f"view: a stage that mixes entries is required, or it is idle, got {self.view!r}")
-        require_seen_changes(self.update, "update")
         require_signals(self.stages(), [(f"constraints.{own.label}", own) for own in self.constraints])
         return self
 
@@ -196,7 +195,7 @@ class Recipe(Update):
     def view_of(self, info: ParamInfo) -> ViewChoice:
         """The matrices of one parameter under its update; ValueError if its view does not fit, or leaves them open."""
         rule = self.updates()[self.route(info)[0]]
-        needs = next((path for path, stage in rule.stages() if stage.needs_matrices()), None)
+        needs = next((path for path, stage in rule.stages() if stage.cached_traits().matrices), None)
         choice = ViewChoice(ONE_TENSOR) if rule.entrywise() else rule.view.of(info.shape, info.facts)
         return choice.required_by(needs, info.shape)
 

@@ -52,7 +52,7 @@ def refreshes(rule: Recipe | Route, block: tuple[int, ...]) -> Iterator[tuple[Ca
     for _, stage in rule.stages():
         cadence = stage.cadence()
         if cadence is not None:
-            yield cadence, stage.refresh_cost(block)
+            yield cadence, stage.cached_traits(block).refresh_cost
 
 
 def refresh_phases(recipe: Recipe, parameters: Iterable[ParamKey]) -> Phases:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from eigengraft.blocking import Batches, Matrices, Modules
 from eigengraft.blocking.rule import ONE_TENSOR
-from eigengraft.chains import known_signals
+from eigengraft.chains import known_signals, requested
 from eigengraft.distributed.layouts import Layout, is_dtensor
 from eigengraft.distributed.rank_group import RankGroup
 from eigengraft.quantization import choose
@@ -157,5 +157,5 @@ def _updates_in_place(recipe: Recipe, path: str, shape: tuple[int, ...], matrice
         for key, slot in slot_keys(rule, path, shape).items()
     ]
     known = known_signals()
-    asked = {known[name].extent for _, stage in rule.stages() for name in stage.signals() | stage.accepts}
-    return all(slots) and not asked & {"parameter", "partner"} and all(stage.entrywise() for _, stage in rule.stages())
+    asked = {known[name].extent for _, stage in rule.stages() for name in requested(stage)}
+    return all(slots) and not asked & {"parameter", "partner"} and rule.entrywise()

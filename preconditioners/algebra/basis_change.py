@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from eigengraft.chains import SIDES, known_signals
+from eigengraft.chains import SIDES, known_signals, requested
 from eigengraft.numerics import identity_like, known_to_hold, may_branch_on_values
 from eigengraft.slots import Slot, State
 
@@ -114,7 +114,7 @@ def require_frameless(stages: tuple[Stage, ...], path: str) -> None:
                 "another's basis, move it outside"
             )
     for here, stage in walk(stages, path):
-        for signal in sorted(stage.signals() | stage.accepts):
+        for signal in sorted(requested(stage)):
             if signal in known_signals() and known_signals()[signal].extent in ("entry", "partner", *SIDES):
                 raise ValueError(f"{here}: '{signal}' does not follow a change of basis, move the stage outside")
 

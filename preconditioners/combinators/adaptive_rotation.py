@@ -13,9 +13,10 @@ from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
 from ..algebra.products import mode_product, unfold
-from ..base import Stage, Stages, chain_slots, run_chain, walk
+from ..base import Inner, Stage, Stages, chain_slots, run_chain, walk
 from ..cadence import Cadence, Every
 from ..roots.bases.power_qr import householder
+from ..traits import Traits
 
 
 class AdaptiveRotation(Stage):
@@ -28,17 +29,17 @@ class AdaptiveRotation(Stage):
     """
 
     kind: Literal["adaptive_rotation"] = "adaptive_rotation"
-    inner: Stages = Field(min_length=1, description="the chain f, of stages without state")
+    chain: Stages = Field(alias="inner", min_length=1, description="the chain f, of stages without state")
     side: Literal["left", "smaller"] = Field(default="smaller", description="which axis is rotated")
     renewal: Cadence = Field(default=Every(steps=1), description="when Q is renewed")
 
     @model_validator(mode="after")
     def _inner_keeps_nothing(self) -> Self:
-        stateful = next((path for block in ((3, 2), (3,)) for path, _, _ in chain_slots(self.inner, block)), None)
-        lagged = next((path for path, stage in walk(self.inner) if stage.lagged()), None)
+        stateful = next((path for block in ((3, 2), (3,)) for path, _, _ in chain_slots(self.chain, block)), None)
+        lagged = next((path for path, stage in walk(self.chain) if stage.cached_traits().lagged), None)
         if stateful or lagged:
             raise ValueError(f"inner: stages without state are required, got one that has some, {stateful or lagged}")
-        spanning = next((path for path, stage in walk(self.inner, "inner") if stage.spans_parameter()), None)
+        spanning = next((path for path, stage in walk(self.chain, "inner") if stage.cached_traits().sums), None)
         if spanning:
             raise ValueError(f"{spanning}: a stage without sums over parameters is required, got one that takes some")
         return self
@@ -46,8 +47,8 @@ class AdaptiveRotation(Stage):
     def state_meaning(self) -> Mapping[str, Any]:
         return {"side": self.side}
 
-    def chains(self) -> Mapping[str, Stages]:
-        return {"inner": self.inner}
+    def inner(self, block: tuple[int, ...]) -> Mapping[str, Inner]:
+        return {"inner": Inner(self.chain, block)}
 
     def _axis(self, block: tuple[int, ...]) -> int:
         return 0 if self.side == "left" else min(range(len(block)), key=lambda axis: block[axis])
@@ -61,11 +62,9 @@ class AdaptiveRotation(Stage):
     def cadence(self) -> Cadence:
         return self.renewal
 
-    def refresh_cost(self, block: tuple[int, ...]) -> float:
-        return 0.0 if len(block) < 2 else float(block[self._axis(block)]) ** 3
-
-    def observed(self, gradient: Tensor, direction: Tensor) -> Tensor:
-        return direction
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        cost = 0.0 if len(block) < 2 else float(block[self._axis(block)]) ** 3
+        return Traits(learns="direction", refresh_cost=cost)
 
     def refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:
         if len(state.block) < 2:
@@ -86,4 +85,4 @@ class AdaptiveRotation(Stage):
         return self._inner(state, turned, turned, context)
 
     def _inner(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
-        return run_chain(self.inner, state.scope("inner"), gradient, direction, context)
+        return run_chain(self.chain, state.scope("inner"), gradient, direction, context)

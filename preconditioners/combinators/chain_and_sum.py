@@ -12,7 +12,8 @@ from eigengraft.ramps import Schedulable
 from eigengraft.slots import State
 from eigengraft.step_context import StepContext
 
-from ..base import Stage, Stages, chain_norm, run_chain
+from ..base import Inner, Stage, Stages, chain_bounds, run_chain
+from ..traits import Traits
 
 
 class Chain(Stage):
@@ -21,11 +22,12 @@ class Chain(Stage):
     kind: Literal["chain"] = "chain"
     stages: Stages = Field(description="the stages in order")
 
-    def chains(self) -> Mapping[str, Stages]:
-        return {"stages": self.stages}
+    def inner(self, block: tuple[int, ...]) -> Mapping[str, Inner]:
+        return {"stages": Inner(self.stages, block)}
 
-    def spectral_norm(self, m: int, n: int, before: float | None) -> float | None:
-        return chain_norm(self.stages, m, n, before)
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        norm, gain = chain_bounds(self.stages, block)
+        return Traits(spectral_norm=norm, spectral_gain=gain)
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         return run_chain(self.stages, state.scope("stages"), gradient, direction, context)
@@ -57,8 +59,8 @@ class Sum(Stage):
             raise ValueError(f"paths: distinct names are required, got '{twice[0]}' twice")
         return self
 
-    def chains(self) -> Mapping[str, Stages]:
-        return {path.name: path.stages for path in self.paths}
+    def inner(self, block: tuple[int, ...]) -> Mapping[str, Inner]:
+        return {path.name: Inner(path.stages, block) for path in self.paths}
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         total: Tensor | None = None

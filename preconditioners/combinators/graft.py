@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -11,10 +10,11 @@ from pydantic import Field
 from torch import Tensor
 
 from eigengraft.numerics import block_norm, per_block, safe_ratio
-from eigengraft.slots import Slot, State
+from eigengraft.slots import State
 from eigengraft.step_context import StepContext
 
-from ..base import Stage, Stages, run_chain
+from ..base import Inner, Stage, Stages, run_chain
+from ..traits import Traits
 
 
 class Graft(Stage):
@@ -34,23 +34,21 @@ class Graft(Stage):
     per: Literal["block", "parameter"] = Field(default="block", description="what the norms are taken over")
     after: Stages = Field(default=(), description="stages that follow, once for the grafted and once for the magnitude")
 
-    def chains(self) -> Mapping[str, Stages]:
-        own = {"direction": self.direction, "magnitude": self.magnitude}
-        return {**own, "after_direction": self.after, "after_magnitude": self.after} if self.after else own
+    def inner(self, block: tuple[int, ...]) -> Mapping[str, Inner]:
+        magnitude = Inner(self.magnitude, block, sensitive=True)
+        after = {f"after_{name}": Inner(self.after, block) for name in ("direction", "magnitude") if self.after}
+        return {"direction": Inner(self.direction, block), "magnitude": magnitude, **after}
 
-    def inner_slot(self, part: str, slot: Slot) -> Slot:
-        """Second moments of the magnitude set the size of every update."""
-        return replace(slot, sensitive=True) if part == "magnitude" and slot.role == "second_moment" else slot
-
-    def spans_parameter(self) -> bool:
-        return self.per == "parameter"
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        return Traits(sums=self.per == "parameter")
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         magnitude = run_chain(self.magnitude, state.scope("magnitude"), gradient, direction, context)
         mapped = run_chain(self.direction, state.scope("direction"), gradient, direction, context)
         norms = block_norm(magnitude), block_norm(mapped)
         if self.per == "parameter":
-            norms = tuple(context.parameter_sum(norm.square()).sqrt() for norm in norms)
+            first, second = (context.parameter_sum(norm.square()).sqrt() for norm in norms)
+            norms = first, second
         grafted = mapped * per_block(safe_ratio(*norms), mapped)
         if self.after:
             grafted = run_chain(self.after, state.scope("after_direction"), gradient, grafted, context)

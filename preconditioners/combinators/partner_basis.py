@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal, Self
+from typing import Literal, Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from eigengraft.chains import Request
 from eigengraft.numerics import apply_aligned, signs, tiny
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
 from ..algebra.basis_change import slot_axis
 from ..algebra.products import mode_product
-from ..base import Stage, Stages, chain_slots, run_chain, walk
+from ..base import Inner, Stage, Stages, chain_slots, map_wires, run_chain, walk
+from ..traits import Traits, matrix_shape
 
 
 class PartnerBasis(Stage):
@@ -31,15 +33,14 @@ class PartnerBasis(Stage):
     """
 
     kind: Literal["partner_basis"] = "partner_basis"
-    inner: Stages = Field(min_length=1, description="the chain on the coordinates")
-    requires: ClassVar[frozenset[str]] = frozenset({"partner"})
+    chain: Stages = Field(alias="inner", min_length=1, description="the chain on the coordinates")
 
     @model_validator(mode="after")
     def _state_follows(self) -> Self:
-        for path, stage in walk(self.inner, "inner"):
-            if stage.lagged():
+        for path, stage in walk(self.chain, "inner"):
+            if stage.cached_traits().lagged:
                 raise ValueError(f"{path}: a stage that needs no first gradient is required, got a lagged one")
-        for path, name, slot in chain_slots(self.inner, (3, 2), "inner"):
+        for path, name, slot in chain_slots(self.chain, (3, 2), "inner"):
             if slot.frame == "none" and (slot.role == "basis" or (_is_matrix(slot) and slot.axes != (1,))):
                 raise ValueError(
                     f"{path}: state that follows a change of the last axis is required, got '{name}'; a stage with "
@@ -47,12 +48,8 @@ class PartnerBasis(Stage):
                 )
         return self
 
-    def signals(self) -> frozenset[str]:
-        kept = any(True for _ in chain_slots(self.inner, (3, 2)))
-        return self.requires | ({"partner_before"} if kept else frozenset())
-
-    def chains(self) -> Mapping[str, Stages]:
-        return {"inner": self.inner}
+    def inner(self, block: tuple[int, ...]) -> Mapping[str, Inner]:
+        return {"inner": Inner(self.chain, block)}
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
         if len(block) != 2:
@@ -61,28 +58,25 @@ class PartnerBasis(Stage):
             )
         return {}
 
-    def needs_matrices(self) -> bool:
-        return True
-
-    def work(self, block: tuple[int, ...]) -> float:
-        return 10.0 * block[0] * block[1] ** 2
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        m, n = matrix_shape(block)
+        kept = any(True for _ in chain_slots(self.chain, (3, 2)))
+        signals = (Request("partner"), *([Request("partner_before")] if kept else []))
+        return Traits(signals=signals, matrices=True, work=10.0 * m * n**2)
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         inner = state.scope("inner")
         u, r = _frame(context.tensor("partner", gradient))
-        if "partner_before" in self.signals():
+        if "partner_before" in context.signals:
             before, _ = _frame(context.tensor("partner_before", gradient))
             self._transport(inner, torch.bmm(u.mT, before))
         inverse = apply_aligned(_inverse, r)
-        seen = torch.bmm(gradient, inverse)
-        mapped = run_chain(
-            self.inner, inner, seen, seen if direction is gradient else torch.bmm(direction, inverse), context
-        )
-        return torch.bmm(mapped, inverse.mT)
+        seen, start = map_wires(lambda x: torch.bmm(x, inverse), gradient, direction)
+        return torch.bmm(run_chain(self.chain, inner, seen, start, context), inverse.mT)
 
     def _transport(self, state: State, p: Tensor) -> None:
         """Brings the state of the chain to new coordinates, x_new = P x_old along the last axis."""
-        for path, name, slot in chain_slots(self.inner, state.block):
+        for path, name, slot in chain_slots(self.chain, state.block):
             scope, place = state.scope(path), slot_axis(slot, 1, 2)
             if _is_matrix(slot):
                 scope[name] = torch.bmm(torch.bmm(p, scope[name]), p.mT)

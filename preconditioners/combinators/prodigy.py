@@ -9,11 +9,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from eigengraft.chains import Request
 from eigengraft.numerics import per_block, tiny
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
-from ..base import Stage, Stages, run_chain
+from ..base import Inner, Stage, Stages, map_wires, run_chain
+from ..traits import Traits
 
 
 class Prodigy(Stage):
@@ -27,22 +29,18 @@ class Prodigy(Stage):
     """
 
     kind: Literal["prodigy"] = "prodigy"
-    inner: Stages = Field(min_length=1, description="the chain that sees D g as its gradient")
+    chain: Stages = Field(alias="inner", min_length=1, description="the chain that sees D g as its gradient")
     beta: float = Field(default=0.999**0.5, ge=0, lt=1, description="decay of both sums, per step")
     start: float = Field(default=1e-6, gt=0, description="D at first, in units of the parameters: too small is safe")
     coefficient: float = Field(default=1.0, gt=0, description="multiplies the estimate")
     growth: float | None = Field(default=None, gt=1, description="the largest ratio of D from step to step; null: none")
     constants: ClassVar[frozenset[str]] = frozenset({"start"})
-    requires: ClassVar[frozenset[str]] = frozenset({"lr", "parameter"})
 
-    def chains(self) -> Mapping[str, Stages]:
-        return {"inner": self.inner}
+    def inner(self, block: tuple[int, ...]) -> Mapping[str, Inner]:
+        return {"inner": Inner(self.chain, block)}
 
-    def reads_gradient(self) -> bool:
-        return True
-
-    def inner_gradient(self, part: str, state: State, gradient: Tensor, context: StepContext) -> Tensor:
-        return gradient * self.start
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        return Traits(signals=(Request("lr"), Request("parameter")))
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
         return {
@@ -56,9 +54,8 @@ class Prodigy(Stage):
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         d = self._estimate(state, context)
         scale = per_block(d, gradient)
-        scaled = gradient * scale
-        start = scaled if direction is gradient else direction * scale
-        out = run_chain(self.inner, state.scope("inner"), scaled, start, context)
+        seen, start = map_wires(lambda x: x * scale, gradient, direction)
+        out = run_chain(self.chain, state.scope("inner"), seen, start, context)
         self._learn(state, gradient, d, context)
         return out * scale
 

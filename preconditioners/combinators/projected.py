@@ -15,10 +15,11 @@ from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
 from ..algebra.products import mode_product, unfold
-from ..base import Stage, Stages, run_chain, walk
+from ..base import Inner, Stage, Stages, map_wires, run_chain, walk
 from ..cadence import Cadence, Every
 from ..roots.base import leading_eigenvectors
 from ..roots.bases.power_qr import same_signs, unit_sized
+from ..traits import Traits
 
 DRAW = 1 << 34
 """The stream of random projections."""
@@ -39,7 +40,7 @@ class Projected(Stage):
     """
 
     kind: Literal["projected"] = "projected"
-    inner: Stages = Field(min_length=1, description="the chain on the coordinates")
+    chain: Stages = Field(alias="inner", min_length=1, description="the chain on the coordinates")
     rank: int = Field(default=128, ge=1, description="number r of coordinates, at most the length of the axis")
     side: Literal["left", "right", "smaller"] = Field(default="smaller", description="which axis is projected")
     projection: Literal["leading", "random"] = Field(
@@ -67,16 +68,18 @@ class Projected(Stage):
 
     @model_validator(mode="after")
     def _inner_waits_for_no_basis(self) -> Self:
-        for path, stage in walk(self.inner, "inner"):
-            if stage.lagged():
+        for path, stage in walk(self.chain, "inner"):
+            if stage.cached_traits().lagged:
                 raise ValueError(f"{path}: a stage that needs no first gradient before P is required, got a lagged one")
         return self
 
     def state_meaning(self) -> Mapping[str, Any]:
         return {"side": self.side}
 
-    def chains(self) -> Mapping[str, Stages]:
-        return {"inner": self.inner}
+    def inner(self, block: tuple[int, ...]) -> Mapping[str, Inner]:
+        axis = self._axis(block) if len(block) > 1 else None
+        seen = block if axis is None else (*block[:axis], self._columns(block), *block[axis + 1 :])
+        return {"inner": Inner(self.chain, seen)}
 
     def _axis(self, block: tuple[int, ...]) -> int:
         if self.side == "smaller":
@@ -85,12 +88,6 @@ class Projected(Stage):
 
     def _columns(self, block: tuple[int, ...]) -> int:
         return min(self.rank, block[self._axis(block)])
-
-    def inner_block(self, part: str, block: tuple[int, ...]) -> tuple[int, ...]:
-        if len(block) < 2:
-            return block
-        axis = self._axis(block)
-        return (*block[:axis], self._columns(block), *block[axis + 1 :])
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
         if len(block) < 2:
@@ -102,8 +99,8 @@ class Projected(Stage):
     def cadence(self) -> Cadence:
         return self.renewal
 
-    def refresh_cost(self, block: tuple[int, ...]) -> float:
-        return 0.0 if len(block) < 2 else float(block[self._axis(block)]) ** 3
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        return Traits(refresh_cost=0.0 if len(block) < 2 else float(block[self._axis(block)]) ** 3)
 
     def refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:
         if len(state.block) < 2:
@@ -118,13 +115,12 @@ class Projected(Stage):
         state["p"] = torch.where(per_block(ok & fine & x.any(-1).any(-1), old), same_signs(new, old), old)
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
-        inner = state.scope("inner", self.inner_block("inner", state.block))
+        inner = state.scope("inner", self.inner(state.block)["inner"].block)
         if len(state.block) < 2:
-            return run_chain(self.inner, inner, gradient, direction, context)
+            return run_chain(self.chain, inner, gradient, direction, context)
         p, axis = state["p"], self._axis(state.block)
-        r = mode_product(direction, p.mT, axis)
-        seen = r if direction is gradient else mode_product(gradient, p.mT, axis)
-        n = run_chain(self.inner, inner, seen, r, context)
+        seen, r = map_wires(lambda x: mode_product(x, p.mT, axis), gradient, direction)
+        n = run_chain(self.chain, inner, seen, r, context)
         if self.result == "lift":
             return mode_product(n, p, axis)
         if self.result == "rescale":

@@ -16,7 +16,7 @@ from eigengraft.step_context import StepContext
 
 from ..algebra.basis_change import Turn, require_frameless, transport
 from ..algebra.products import mode_product, unfold
-from ..base import Stage, Stages, run_chain
+from ..base import Inner, Stage, Stages, map_wires, run_chain
 from ..cadence import Cadence, Every
 from ..roots.base import eigh
 from ..roots.bases.power_qr import householder
@@ -54,16 +54,16 @@ class Split(Stage):
     def state_meaning(self) -> Mapping[str, Any]:
         return {"side": self.side}
 
-    def chains(self) -> Mapping[str, Stages]:
-        return {"inside": self.inside, "outside": self.outside}
+    def inner(self, block: tuple[int, ...]) -> Mapping[str, Inner]:
+        return {"inside": Inner(self.inside, self._inside_block(block)), "outside": Inner(self.outside, block)}
 
     def _axis(self, block: tuple[int, ...]) -> int:
         if self.side == "smaller":
             return min(range(len(block)), key=lambda axis: block[axis])
         return 0 if self.side == "left" else len(block) - 1
 
-    def inner_block(self, part: str, block: tuple[int, ...]) -> tuple[int, ...]:
-        if part == "outside" or len(block) < 2:
+    def _inside_block(self, block: tuple[int, ...]) -> tuple[int, ...]:
+        if len(block) < 2:
             return block
         axis = self._axis(block)
         return (*block[:axis], self._columns(block, axis), *block[axis + 1 :])
@@ -72,10 +72,6 @@ class Split(Stage):
         """r."""
         r = min(self.rank, block[axis])
         return r if self.max_skew is None else max(1, min(r, int(self.max_skew * math.prod(block) / block[axis])))
-
-    def inner_gradient(self, part: str, state: State, gradient: Tensor, context: StepContext) -> Tensor:
-        inside, outside = self._divided(state, gradient)
-        return inside if part == "inside" else outside
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
         if len(block) < 2:
@@ -106,13 +102,12 @@ class Split(Stage):
         state["core"] = turn.mT @ core @ turn * self.beta + inside.mT @ inside * (1 - self.beta)
         state["basis"] = new
         if self.follow == "exact":
-            inner = state.scope("inside", self.inner_block("inside", state.block))
+            inner = state.scope("inside", self._inside_block(state.block))
             transport(self.inside, inner, {axis: Turn(turn)})
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
-        inner = state.scope("inside", self.inner_block("inside", state.block))
-        g_in, g_out = self._divided(state, gradient)
-        d_in, d_out = (g_in, g_out) if direction is gradient else self._divided(state, direction)
+        inner = state.scope("inside", self._inside_block(state.block))
+        (g_in, g_out), (d_in, d_out) = map_wires(lambda x: self._divided(state, x), gradient, direction)
         mapped = run_chain(self.inside, inner, g_in, d_in, context)
         rest = run_chain(self.outside, state.scope("outside"), g_out, d_out, context)
         if len(state.block) < 2:

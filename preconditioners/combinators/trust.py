@@ -14,7 +14,8 @@ from eigengraft.slots import State
 from eigengraft.step_context import StepContext
 
 from ..algebra.products import unfold
-from ..base import Stage, Stages, run_chain
+from ..base import Inner, Stage, Stages, run_chain
+from ..traits import Traits
 
 
 class Trust(Stage):
@@ -27,7 +28,7 @@ class Trust(Stage):
     """
 
     kind: Literal["trust"] = "trust"
-    inner: Stages = Field(min_length=1, description="the chain that is trusted or not")
+    chain: Stages = Field(alias="inner", min_length=1, description="the chain that is trusted or not")
     agreement: float = Field(default=0.2, ge=0, lt=1, description="cosine of P and d below which P does not count")
     floor: float = Field(default=0.0, ge=0, le=1, description="least weight t of P")
     cap: float = Field(default=1.0, ge=0, le=1, description="largest weight t of P")
@@ -38,14 +39,14 @@ class Trust(Stage):
             raise ValueError(f"floor: at most cap, {self.cap}, is required, got {self.floor}")
         return self
 
-    def chains(self) -> Mapping[str, Stages]:
-        return {"inner": self.inner}
+    def inner(self, block: tuple[int, ...]) -> Mapping[str, Inner]:
+        return {"inner": Inner(self.chain, block)}
 
-    def needs_matrices(self) -> bool:
-        return True
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        return Traits(matrices=True)
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
-        made = run_chain(self.inner, state.scope("inner"), gradient, direction, context)
+        made = run_chain(self.chain, state.scope("inner"), gradient, direction, context)
         size = _gram_norm(direction)
         made = made * per_block(safe_ratio(size, _gram_norm(made)), made)
         along = (_cosine(made, direction) - self.agreement) / (1 - self.agreement)

@@ -9,10 +9,12 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from eigengraft.chains import Request
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
 from ..base import Stage
+from ..traits import Traits
 
 
 class Adafactor(Stage):
@@ -37,9 +39,6 @@ class Adafactor(Stage):
         if self.beta is not None and self.decay_power != type(self).model_fields["decay_power"].default:
             raise ValueError(f"decay_power: no constant `beta` is required, got beta {self.beta}")
         return self
-
-    def reads_gradient(self) -> bool:
-        return True
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
         if len(block) < 2:
@@ -88,7 +87,9 @@ class RelativeStep(Stage):
     kind: Literal["relative_step"] = "relative_step"
     floor: float = Field(default=1e-3, gt=0, description="the least parameter RMS assumed, in units of the parameter")
     decay: bool = Field(default=True, description="bound the step by 1 / sqrt(t) as well as by lr")
-    requires: ClassVar[frozenset[str]] = frozenset({"lr", "parameter_rms"})
+
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        return Traits(signals=(Request("lr"), Request("parameter_rms")))
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         rms = context.tensor("parameter_rms", direction)

@@ -12,6 +12,7 @@ from eigengraft.slots import State
 from eigengraft.step_context import StepContext
 
 from ..base import Stage
+from ..traits import Traits
 
 
 class Cautious(Stage):
@@ -26,8 +27,8 @@ class Cautious(Stage):
     floor: float = Field(default=1e-3, gt=0, le=1, description="least fraction to divide by")
     per: Literal["block", "parameter"] = Field(default="block", description="what the fraction is taken over")
 
-    def spans_parameter(self) -> bool:
-        return self.per == "parameter"
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        return Traits(sums=self.per == "parameter")
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         agrees = (direction.sign() * gradient.sign() > 0).to(direction.dtype)  # of signs: d g itself may underflow

@@ -9,11 +9,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from eigengraft.chains import Request
 from eigengraft.numerics import block_norm, per_block
 from eigengraft.slots import State
 from eigengraft.step_context import StepContext
 
 from ..base import Stage
+from ..traits import Traits
 
 
 class ClipRMS(Stage):
@@ -21,9 +23,6 @@ class ClipRMS(Stage):
 
     kind: Literal["clip_rms"] = "clip_rms"
     threshold: float = Field(default=1.0, gt=0, description="the largest update RMS that passes unchanged")
-
-    def changes_gradient(self) -> bool:
-        return True
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         rms = block_norm(direction) / math.sqrt(max(1, direction[0].numel()))
@@ -33,7 +32,7 @@ class ClipRMS(Stage):
 class ClipNorm(Stage):
     """d / max(1, ||d|| / max_norm), Frobenius norms (Pascanu, Mikolov & Bengio 2013, arXiv:1211.5063, algorithm 1).
 
-    As `before` of a `transform` it clips gradients; elsewhere in a chain it clips the direction. With `per: model`
+    Before the first stage that keeps state it clips the gradient, after it the direction. With `per: model`
     ||d|| is the norm of all gradients as they come, as in `torch.nn.utils.clip_grad_norm_`.
     """
 
@@ -43,14 +42,8 @@ class ClipNorm(Stage):
         default="block", description="what the norm is taken over; model: the gradients of all parameters, as they come"
     )
 
-    def changes_gradient(self) -> bool:
-        return True
-
-    def signals(self) -> frozenset[str]:
-        return frozenset({"gradient_norm"}) if self.per == "model" else frozenset()
-
-    def spans_parameter(self) -> bool:
-        return self.per == "parameter"
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        return Traits((Request("gradient_norm"),) if self.per == "model" else (), sums=self.per == "parameter")
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         if self.per == "model":

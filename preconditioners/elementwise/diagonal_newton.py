@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
+from eigengraft.chains import Request
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
 from ..base import Stage
+from ..traits import Traits
 
 
 class DiagonalNewton(Stage):
@@ -29,11 +31,9 @@ class DiagonalNewton(Stage):
     gamma: float = Field(default=0.01, gt=0, description="multiplies the diagonal: smaller clips more entries")
     eps: float = Field(default=1e-12, gt=0, description="floor of what is divided by, in units of the Hessian")
     bound: float = Field(default=1.0, gt=0, description="largest entry of the result")
-    accepts: ClassVar[frozenset[str]] = frozenset({"hessian_diagonal"})
-    requires_first: ClassVar[frozenset[str]] = accepts
 
-    def entrywise(self) -> bool:
-        return True
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        return Traits(signals=(Request("hessian_diagonal", when="first"),), entrywise=True)
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
         return {"h": Slot(block, role="second_moment", frame="square")}

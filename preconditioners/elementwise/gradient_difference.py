@@ -13,6 +13,7 @@ from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
 from ..base import Stage
+from ..traits import Traits
 
 
 class GradientDifference(Stage):
@@ -26,11 +27,8 @@ class GradientDifference(Stage):
     gamma: float = Field(default=0.025, gt=0, description="strength of the correction")
     beta: float = Field(default=0.95, gt=0, lt=1, description="b, the decay of the momentum that follows")
 
-    def changes_gradient(self) -> bool:
-        return True
-
-    def entrywise(self) -> bool:
-        return True
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        return Traits(entrywise=True)
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
         return {"last": Slot(block, role="first_moment", frame="vector")}

@@ -13,6 +13,7 @@ from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
 from ..base import Stage
+from ..traits import Traits
 
 
 class HeavyBall(Stage):
@@ -44,11 +45,8 @@ class HeavyBall(Stage):
     def state_meaning(self) -> Mapping[str, Any]:
         return {"dampening": self.dampening}
 
-    def entrywise(self) -> bool:
-        return True
-
-    def spectral_norm(self, m: int, n: int, before: float | None) -> float | None:
-        return None if before is None else before * (1 - self.dampening) / (1 - self.beta)
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        return Traits(entrywise=True, spectral_gain=(1 - self.dampening) / (1 - self.beta))
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
         return {"m": Slot(block, fill=0.0, role="first_moment", frame="vector")}

@@ -11,6 +11,7 @@ from eigengraft.slots import State
 from eigengraft.step_context import StepContext
 
 from ..base import Stage
+from ..traits import Traits
 
 
 class Identity(Stage):
@@ -18,11 +19,8 @@ class Identity(Stage):
 
     kind: Literal["identity"] = "identity"
 
-    def entrywise(self) -> bool:
-        return True
-
-    def spectral_norm(self, m: int, n: int, before: float | None) -> float | None:
-        return before
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        return Traits(entrywise=True, spectral_gain=1.0)
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         return direction
@@ -33,11 +31,8 @@ class Sign(Stage):
 
     kind: Literal["sign"] = "sign"
 
-    def entrywise(self) -> bool:
-        return True
-
-    def spectral_norm(self, m: int, n: int, before: float | None) -> float | None:
-        return math.sqrt(m * n)
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        return Traits(entrywise=True, spectral_norm=math.sqrt(math.prod(block)))
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         return direction.sign()
@@ -51,11 +46,8 @@ class GradientSign(Stage):
 
     kind: Literal["gradient_sign"] = "gradient_sign"
 
-    def entrywise(self) -> bool:
-        return True
-
-    def spectral_norm(self, m: int, n: int, before: float | None) -> float | None:
-        return before
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        return Traits(entrywise=True, spectral_gain=1.0)
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         return direction.abs().mul_(gradient.sign())

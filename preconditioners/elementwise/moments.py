@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any, Literal, Self
@@ -16,6 +17,7 @@ from eigengraft.step_context import StepContext
 
 from ..algebra.exponents import Exponents, exponent_of
 from ..base import Stage
+from ..traits import Traits
 
 PRODUCT = Slot((), fill=1.0, role="count", dtype=torch.float64)
 """The product b_1 ... b_t of a decay that is scheduled, in place of b^t."""
@@ -50,11 +52,8 @@ class Momentum(Stage):
             raise ValueError("nesterov: false is required with beta3, which takes its place, got true")
         return self
 
-    def entrywise(self) -> bool:
-        return True
-
-    def spectral_norm(self, m: int, n: int, before: float | None) -> float | None:
-        return before
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        return Traits(entrywise=True, spectral_gain=1.0)
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
         own = {"m": Slot(block, fill=0.0, role="first_moment", frame="vector")}
@@ -143,15 +142,9 @@ class RMS(Stage):
     def state_meaning(self) -> Mapping[str, Any]:
         return {"beta": self.beta == 1, "damped": self.damped, "source": self.source, "per": self.per}
 
-    def entrywise(self) -> bool:
-        return self.per == "entry"
-
-    def reads_gradient(self) -> bool:
-        return self.source == "gradient"
-
-    def spectral_norm(self, m: int, n: int, before: float | None) -> float | None:
-        averages = self.beta < 1 and self.damped
-        return (m * n) ** 0.5 if averages and self.source == "gradient" and self.exponent is None else None
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        bounded = self.beta < 1 and self.damped and self.source == "gradient" and self.exponent is None
+        return Traits(entrywise=self.per == "entry", spectral_norm=math.prod(block) ** 0.5 if bounded else None)
 
     def _per(self, block: tuple[int, ...]) -> str:
         return self.per if len(block) > 1 or self.per == "block" else "entry"

@@ -31,12 +31,6 @@ class Normalize(Stage):
     )
     factor: float = Field(default=1.0, gt=0, description="multiplies the rule")
 
-    def changes_gradient(self) -> bool:
-        return self.rule != "norm_preserving"
-
-    def reads_gradient(self) -> bool:
-        return self.rule == "norm_preserving"
-
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         target = block_norm(gradient)
         if self.rule != "norm_preserving":

@@ -15,6 +15,7 @@ from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
 from ..base import Stage
+from ..traits import Traits
 
 
 class LaggedRMS(Stage):
@@ -32,14 +33,8 @@ class LaggedRMS(Stage):
         default=0.25, ge=0, description="entries are held to [-t^p, t^p] with this p; null: they are not clipped"
     )
 
-    def entrywise(self) -> bool:
-        return True
-
-    def lagged(self) -> bool:
-        return True
-
-    def spectral_norm(self, m: int, n: int, before: float | None) -> float | None:
-        return math.sqrt(m * n)
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        return Traits(lagged=True, entrywise=True, spectral_norm=math.sqrt(math.prod(block)))
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
         return {"v": Slot(block, role="second_moment", frame="square")}
@@ -71,14 +66,9 @@ class Atan2(Stage):
     width: float = Field(default=1.0, gt=0, description="multiplies the root: larger is closer to a plain division")
     constants: ClassVar[frozenset[str]] = frozenset({"beta"})
 
-    def reads_gradient(self) -> bool:
-        return True
-
-    def entrywise(self) -> bool:
-        return True
-
-    def spectral_norm(self, m: int, n: int, before: float | None) -> float | None:
-        return self.scale * math.atan2(1, self.width) * math.sqrt(m * n)
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        most = self.scale * math.atan2(1, self.width) * math.sqrt(math.prod(block))
+        return Traits(entrywise=True, spectral_norm=most)
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
         return {"v": Slot(block, role="second_moment", frame="square")}

@@ -12,6 +12,7 @@ from eigengraft.slots import State
 from eigengraft.step_context import StepContext
 
 from ..base import Stage
+from ..traits import Traits, matrix_shape
 
 
 class Scale(Stage):
@@ -42,18 +43,17 @@ class Scale(Stage):
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         return direction * (self._factor * self._rule(direction.shape[1:]))
 
-    def spectral_norm(self, m: int, n: int, before: float | None) -> float | None:
-        if before is None or self.rule == "kernel":  # m and n do not tell how many positions a kernel has
-            return None
-        return before * self._factor * self._rule((m, n))
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        if self.rule == "kernel":  # the shape as a matrix does not tell how many positions a kernel has
+            return Traits()
+        return Traits(spectral_gain=self._factor * self._rule(matrix_shape(block)))
 
     @property
     def _factor(self) -> float:
         return self.factor if self.factor is not None else (0.2 if self.rule == "match_rms" else 1.0)
 
     def _rule(self, block: tuple[int, ...]) -> float:
-        m = block[0] if block else 1
-        n = math.prod(block[1:])
+        m, n = matrix_shape(block)
         positions = math.prod(block[2:])
         if self.rule == "match_rms":
             return math.sqrt(max(m, n))

@@ -13,6 +13,7 @@ from eigengraft.slots import State
 from eigengraft.step_context import StepContext
 
 from ..base import Stage
+from ..traits import Traits
 
 
 class Standardize(Stage):
@@ -24,9 +25,6 @@ class Standardize(Stage):
 
     kind: Literal["standardize"] = "standardize"
     center: bool = Field(default=True, description="subtract the mean of each row")
-
-    def changes_gradient(self) -> bool:
-        return True
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         peak = direction.abs().amax(-1, keepdim=True)
@@ -41,13 +39,10 @@ class Standardize(Stage):
 class Center(Stage):
     """d - mean(d), the mean over all axes but the first; blocks with one axis stay (Yong et al. 2020, arXiv:2004.01461)
 
-    Gradient centralization is this stage as `before` of a `transform`. The first axis is that of a weight's outputs.
+    Gradient centralization is this stage at the beginning of a chain. The first axis is that of a weight's outputs.
     """
 
     kind: Literal["center"] = "center"
-
-    def changes_gradient(self) -> bool:
-        return True
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         if direction.ndim < 3:
@@ -66,11 +61,8 @@ class Sinkhorn(Stage):
     kind: Literal["sinkhorn"] = "sinkhorn"
     rounds: int = Field(default=5, ge=1, le=100, description="how often rows and columns are normalized")
 
-    def needs_matrices(self) -> bool:
-        return True
-
-    def changes_gradient(self) -> bool:
-        return True
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        return Traits(matrices=True)
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         x = direction.reshape(len(direction), direction.shape[1] if direction.ndim > 1 else 1, -1)

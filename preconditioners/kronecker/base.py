@@ -13,6 +13,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from eigengraft.chains import Request
 from eigengraft.numerics import known_to_hold, where_blocks
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
@@ -21,6 +22,7 @@ from ..algebra.products import ProductDtype
 from ..base import Stage
 from ..cadence import Cadence, Every
 from ..statistics import Gram, Power, Statistic
+from ..traits import Traits
 
 
 class Factored(Stage):
@@ -69,43 +71,51 @@ class Factored(Stage):
             slots[f"failures.{axis}"] = Slot((), role="failures", dtype=torch.int32)
         return slots
 
-    def refresh_cost(self, block: tuple[int, ...]) -> float:
-        full = self.statistic.axes.full
-        return float(sum(block[axis] ** (3 if full(block, axis) else 1) for axis in self.factor_axes(block)))
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        axes, source = self.statistic.axes, self.statistic.source
+        cost = sum(block[axis] ** (3 if axes.full(block, axis) else 1) for axis in self.factor_axes(block))
+        return Traits(
+            signals=tuple(Request(name, interval=self.statistic.interval) for name in sorted(self.statistic.requires)),
+            matrices=source == "orthogonalized" or self.statistic.of_inputs,
+            learns="gradient" if source == "gradient" else "direction",
+            refresh_cost=float(cost),
+            left_out=axes.left_out(block),
+        )
 
-    def left_out(self, block: tuple[int, ...]) -> tuple[str, ...]:
-        return self.statistic.axes.left_out(block)
+    def in_frame(self, state: State, x: Tensor, context: StepContext) -> Tensor:
+        """What the statistic observes of x `[N, *block]`, in the frame that it lives in."""
+        return x
 
-    def needs_matrices(self) -> bool:
-        return self.statistic.source == "orthogonalized" or self.statistic.of_inputs
-
-    def signals(self) -> frozenset[str]:
-        return self.requires | self.statistic.requires
-
-    def signals_at(self, step: int) -> frozenset[str]:
-        return self.requires | (self.statistic.requires if self.statistic.observes_at(step) else frozenset())
-
-    def reads_gradient(self) -> bool:
-        return self.statistic.source == "gradient" and not self.statistic.of_inputs
-
-    def observed(self, gradient: Tensor, direction: Tensor) -> Tensor:
-        return self.statistic.observed(gradient, direction)
-
-    def sweeps(self, block: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        axes = self.factor_axes(block)
-        return tuple((axis,) for axis in axes) if self.statistic.sequential else (axes,)
+    def frame_changed(self, state: State, rows: tuple[int, int], context: StepContext) -> None:
+        """Bring what is kept of x in that frame to the one of rows that were refreshed."""
 
     def observe(self, state: State, gradient: Tensor, context: StepContext) -> None:
+        x, axes = self.statistic.observed(gradient), self.factor_axes(state.block)
+        if not self.statistic.sequential:
+            self._observe(state, x, axes, (), context)
+            return
+        for k, axis in enumerate(axes):
+            self._observe(state, x, (axis,), axes[:k], context)
+            for start, stop, first in self.due(context):
+                rows = state if stop - start == len(x) else state.slice_rows(start, stop)
+                self.refresh_axes(rows, (axis,), context.slice_rows(start, stop, first))
+                self.frame_changed(rows, (start, stop), context)
+
+    def _observe(
+        self, state: State, x: Tensor, axes: tuple[int, ...], observed: tuple[int, ...], context: StepContext
+    ) -> None:
+        """Accumulate the contributions of x to some axes; observed: axes that have had theirs in this step."""
+
         def power(axis: int, exponent: Fraction) -> Power:
-            behind = 0 if axis in context.observed_axes else 1
+            behind = 0 if axis in observed else 1
             return self.power(state, axis, exponent, self.statistic.estimate(state, axis, context, behind))
 
-        x = gradient if context.rotation is None else context.rotation.rotated
         powers = power if self.statistic.needs_power is None else cache(power)  # which several axes read
-        self.statistic.observe(state, x, context, context.in_sweep(self.factor_axes(state.block)), powers)
+        self.statistic.observe(state, self.in_frame(state, x, context), context, axes, powers)
 
     def refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:
-        self.refresh_axes(state, context.in_sweep(self.factor_axes(state.block)), context)
+        if not self.statistic.sequential:  # or `observe` has refreshed each axis before it observed the next one
+            self.refresh_axes(state, self.factor_axes(state.block), context)
 
     def matrices(self, state: State) -> dict[int, Tensor]:
         """The matrix of every axis that has one."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -13,14 +14,15 @@ from torch import Tensor
 
 from eigengraft.numerics import identity_like, may_branch_on_values, per_block, rectified, tiny, to_power, where_blocks
 from eigengraft.slots import State
-from eigengraft.step_context import Rotation, StepContext
+from eigengraft.step_context import StepContext
 
 from ..algebra.basis_change import Transport, Turn, order_or_identity, require_frameless, transport
 from ..algebra.products import rotate
 from ..algebra.spectra import off_diagonal_share, turning_angle
-from ..base import Stages, chain_norm, run_chain
+from ..base import Inner, Stages, chain_bounds, run_chain
 from ..roots import BasisSolver, PowerQR
 from ..statistics import Power, has_data, mean_eigenvalue
+from ..traits import Traits, matrix_shape
 from .base import Factored, joined
 from .marginals import fit_second_moments, marginals, require_marginals, weights
 
@@ -44,7 +46,7 @@ class Eigenbasis(Factored):
     """
 
     kind: Literal["eigenbasis"] = "eigenbasis"
-    inner: Stages = Field(min_length=1, description="the chain that runs in the basis")
+    chain: Stages = Field(alias="inner", min_length=1, description="the chain that runs in the basis")
     solver: BasisSolver = Field(default=PowerQR(), description="how the basis is computed")
     matrix: ClassVar[Literal["root", "basis"]] = "basis"
     timing: Literal["current", "lagged"] = Field(
@@ -69,9 +71,9 @@ class Eigenbasis(Factored):
                 raise ValueError("statistic: reads powers of whole factors, of which a subspace holds only a part")
             if self.statistic_frame == "basis":
                 raise ValueError("statistic_frame: all columns of a basis are required, got a solver that keeps fewer")
-        require_frameless(self.inner, "inner")
+        require_frameless(self.chain, "inner")
         if self.transport == "marginals":
-            require_marginals(self.statistic, self.inner, self.solver.keeps_all_columns)
+            require_marginals(self.statistic, self.chain, self.solver.keeps_all_columns)
         return self
 
     def state_meaning(self) -> Mapping[str, Any]:
@@ -80,33 +82,45 @@ class Eigenbasis(Factored):
     def columns(self, d: int) -> int:
         return self.solver.columns(d)
 
-    def inner_block(self, part: str, block: tuple[int, ...]) -> tuple[int, ...]:
+    def inner(self, block: tuple[int, ...]) -> Mapping[str, Inner]:
         axes = self.factor_axes(block)
-        return tuple(self.columns(d) if axis in axes else d for axis, d in enumerate(block))
+        seen = tuple(self.columns(d) if axis in axes else d for axis, d in enumerate(block))
+        return {"inner": Inner(self.chain, seen)}
 
-    def chains(self) -> Mapping[str, Stages]:
-        return {"inner": self.inner}
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        norm, gain = chain_bounds(self.chain, block)
+        if all(stage.cached_traits(block).entrywise for stage in self.chain):
+            # The basis decorrelates the entries: of size 1 they are as independent signs, sqrt(m) + sqrt(n) in place of
+            # sqrt(m n) (Bai & Yin 1993).
+            m, n = matrix_shape(block)
+            share = 1 / math.sqrt(m) + 1 / math.sqrt(n)
+            norm, gain = (bound if bound is None else bound * share for bound in (norm, gain))
+        own = super().traits(block)
+        return replace(own, lagged=self.timing == "lagged", spectral_norm=norm, spectral_gain=gain)
 
-    def inner_gradient(self, part: str, state: State, gradient: Tensor, context: StepContext) -> Tensor:
-        return self._rotated(state, gradient).rotated
+    def in_frame(self, state: State, x: Tensor, context: StepContext) -> Tensor:
+        if self.statistic_frame == "fixed":
+            return x
+        known = context.kept.get(state.path)
+        if known is None:
+            known = context.kept[state.path] = self._rotated(state, x)
+        rotated: Tensor = known.rotated if x is known.x else self._inward(x, known.bases)
+        return rotated
 
-    def spectral_norm(self, m: int, n: int, before: float | None) -> float | None:
-        inner = chain_norm(self.inner, m, n, before)
-        if inner is None or not all(stage.entrywise() for stage in self.inner):
-            return inner
-        # The basis decorrelates the entries: of size 1 they are as independent signs, sqrt(m) + sqrt(n) in place of
-        # sqrt(m n) (Bai & Yin 1993).
-        return inner * (1 / math.sqrt(m) + 1 / math.sqrt(n))
+    def frame_changed(self, state: State, rows: tuple[int, int], context: StepContext) -> None:
+        if (known := context.kept.get(state.path)) is None:
+            return
+        own = slice(*rows)
+        new = self._rotated(state, known.x[own])
+        for axis, q in known.bases.items():
+            if state.copied(f"basis.{axis}"):  # else what was read is the state itself, which has changed
+                q[own].copy_(new.bases[axis])
+        if known.bases:  # without any `rotated` is the gradient itself
+            known.rotated[own].copy_(new.rotated)
 
-    def lagged(self) -> bool:
-        return self.timing == "lagged"
-
-    def rotation(self, state: State, gradient: Tensor) -> Rotation | None:
-        return None if self.statistic_frame == "fixed" else self._rotated(state, gradient)
-
-    def _rotated(self, state: State, x: Tensor) -> Rotation:
+    def _rotated(self, state: State, x: Tensor) -> _Rotated:
         bases = self.matrices(state)
-        return Rotation(x, bases, self._inward(x, bases))
+        return _Rotated(x, bases, self._inward(x, bases))
 
     def _inward(self, x: Tensor, bases: Mapping[int, Tensor]) -> Tensor:
         return rotate(x, {axis: q.mT for axis, q in bases.items()}, self.precision)
@@ -120,7 +134,7 @@ class Eigenbasis(Factored):
         d = {axis: marginals(state[f"factor.{axis}"], bases.get(axis), found.get(axis)) for axis in axes}
         power = self.statistic.needs_power
         known = {} if power is None else {axis: weights(own, power, self.floor) for axis, own in d.items()}
-        fit_second_moments(self.inner, self._inside(state), d, known)
+        fit_second_moments(self.chain, self._inside(state), d, known)
 
     def _renew(self, state: State, axes: Sequence[int], context: StepContext) -> dict[int, Tensor]:
         """Renews the bases of axes, and what lives in all of them together.
@@ -132,7 +146,7 @@ class Eigenbasis(Factored):
         for equal in self.equal_axes(state, () if turned else axes):
             solved |= zip(equal, self._solved(state, equal, context), strict=True)
         turns = {axis: turn for axis, (turn, _, _) in solved.items()}
-        transport(self.inner, self._inside(state), turns, self.transport)
+        transport(self.chain, self._inside(state), turns, self.transport)
         for axis, (turn, ok, _) in () if turned else solved.items():
             if not state.coded(f"basis.{axis}"):
                 self.commit(state, axis, turn.new, ok)
@@ -180,7 +194,7 @@ class Eigenbasis(Factored):
         return Power(half, half, unit, trace, has_data(estimate))
 
     def _inside(self, state: State) -> State:
-        return state.scope("inner", self.inner_block("inner", state.block))
+        return state.scope("inner", self.inner(state.block)["inner"].block)
 
     def measures(self, state: State, context: StepContext) -> Mapping[str, Tensor]:
         """off_diagonal, angle: of the basis and a statistic that lives in it; elsewhere they follow from the slots."""
@@ -192,10 +206,32 @@ class Eigenbasis(Factored):
         return found
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
-        known = context.rotation or self._rotated(state, gradient)
+        known = context.kept.get(state.path)
+        if known is None:
+            known = self._rotated(state, gradient)
+            if self.statistic_frame == "basis":
+                context.kept[state.path] = known  # for the statistic, which observes next
+        elif not self.statistic.sequential:
+            for start, stop, _ in self.due(context):
+                rows = state if stop - start == len(gradient) else state.slice_rows(start, stop)
+                self.frame_changed(rows, (start, stop), context)
+            del context.kept[state.path]
         g, d = (known.rotated if x is known.x else self._inward(x, known.bases) for x in (gradient, direction))
-        mapped = run_chain(self.inner, self._inside(state), g, d, context)
+        mapped = run_chain(self.chain, self._inside(state), g, d, context)
         return rotate(mapped, known.bases, self.precision)
+
+
+class _Rotated(NamedTuple):
+    """A gradient in the basis that its statistics live in: made once a step, kept from hook to hook.
+
+    x: `[N, *block]`, the gradient that was rotated.
+    bases: axis -> Q `[N, d, d]`, as they were read.
+    rotated: `[N, *block]`, Q^T applied to every axis of x that has a basis.
+    """
+
+    x: Tensor
+    bases: Mapping[int, Tensor]
+    rotated: Tensor
 
 
 _Solved = tuple[Turn, Tensor, Tensor | None]

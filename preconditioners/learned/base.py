@@ -16,6 +16,7 @@ from eigengraft.step_context import StepContext
 from ..axes import Axes
 from ..base import Stage
 from ..cadence import Cadence, Every
+from ..traits import Traits
 
 
 class LearnedFactors(Stage):
@@ -45,17 +46,9 @@ class LearnedFactors(Stage):
     def cadence(self) -> Cadence:
         return self.every
 
-    def refresh_cost(self, block: tuple[int, ...]) -> float:
-        return float(sum(block[axis] ** (3 if self.axes.full(block, axis) else 1) for axis in self.factor_axes(block)))
-
-    def left_out(self, block: tuple[int, ...]) -> tuple[str, ...]:
-        return self.axes.left_out(block)
-
-    def reads_gradient(self) -> bool:
-        return self.source == "gradient"
-
-    def observed(self, gradient: Tensor, direction: Tensor) -> Tensor:
-        return gradient if self.source == "gradient" else direction
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        cost = sum(block[axis] ** (3 if self.axes.full(block, axis) else 1) for axis in self.factor_axes(block))
+        return Traits(learns=self.source, refresh_cost=float(cost), left_out=self.axes.left_out(block))
 
 
 def factor_slot(d: int, full: bool) -> Slot:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from eigengraft.chains import Request
 from eigengraft.numerics import block_norm, identity_like, per_block
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
 from ..algebra.factors import factor_transposed, gram, scaled
 from ..algebra.products import mode_products
+from ..traits import Traits
 from .base import LearnedFactors, factor_slot, is_informative, peak_of
 
 _MOMENTS = {1: "activation_gram", 0: "output_gradient_gram"}
@@ -62,17 +65,11 @@ class SIRF(LearnedFactors):
             raise ValueError("axes: {vectors: false} is required with `moments: layer`, where matrices have moments")
         return self
 
-    def signals(self) -> frozenset[str]:
-        return self.requires | (frozenset(_MOMENTS.values()) if self.moments == "layer" else frozenset())
-
-    def signals_at(self, step: int) -> frozenset[str]:
-        return self.signals() if self.every.possible(step, earliest=1) else self.requires
-
-    def needs_matrices(self) -> bool:
-        return self.moments == "layer"
-
-    def reads_gradient(self) -> bool:
-        return self.moments == "gradient" and super().reads_gradient()
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        own = super().traits(block)
+        if self.moments == "gradient":
+            return own
+        return replace(own, signals=tuple(Request(name, "refresh") for name in _MOMENTS.values()), matrices=True)
 
     def state_meaning(self) -> Mapping[str, Any]:
         return {**super().state_meaning(), "moments": self.moments}

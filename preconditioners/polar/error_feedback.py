@@ -17,6 +17,7 @@ from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
 from ..base import Stage
+from ..traits import Traits
 from .solvers import NewtonSchulz, PolarSolver
 
 START = 1 << 35
@@ -40,8 +41,8 @@ class Dion(Stage):
     beta: float = Field(default=0.95, ge=0, lt=1, description="part of an update's directions that M keeps, per step")
     rank: int = Field(default=64, ge=1, description="number r of directions, at most the shorter side")
 
-    def needs_matrices(self) -> bool:
-        return True
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        return Traits(matrices=True)
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
         rows, columns = block[0] if block else 1, math.prod(block[1:])
@@ -92,8 +93,8 @@ class Dion2(Stage):
     )
     solver: PolarSolver = Field(default=NewtonSchulz(), description="how the polar factor is computed")
 
-    def needs_matrices(self) -> bool:
-        return True
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        return Traits(matrices=True)
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
         return {"m": Slot(block, role="first_moment", frame="vector")}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 from pydantic import Field
@@ -13,6 +12,7 @@ from eigengraft.slots import State
 from eigengraft.step_context import StepContext
 
 from ..base import Stage
+from ..traits import Traits, matrix_shape
 from .solvers import NewtonSchulz, PolarSolver
 
 
@@ -28,16 +28,10 @@ class Spectral(Stage):
     solver: PolarSolver = Field(default=NewtonSchulz(), description="how the polar factor is computed")
     nuclear_norm: bool = Field(default=False, description="multiply by <d, polar(d)>, in units of the direction")
 
-    def needs_matrices(self) -> bool:
-        return True
-
-    def spectral_norm(self, m: int, n: int, before: float | None) -> float | None:
-        return None if self.nuclear_norm else 1.0
-
-    def work(self, block: tuple[int, ...]) -> float:
-        rows = block[0] if block else 1
-        columns = math.prod(block[1:])
-        return 30.0 * min(rows, columns) * rows * columns  # five iterations of three products, each with 2 operations
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        m, n = matrix_shape(block)
+        work = 30.0 * min(m, n) * m * n  # five iterations of three products, each with 2 operations
+        return Traits(matrices=True, work=work, spectral_norm=None if self.nuclear_norm else 1.0)
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         polar = self.solver.of_blocks(direction)

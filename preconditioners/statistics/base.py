@@ -125,15 +125,9 @@ class Statistic(Schedulable, ABC, family="statistic"):
         factor = state[f"factor.{axis}"]
         state[f"factor.{axis}"] = symmetrized(torch.bmm(rotation.mT, torch.bmm(factor, rotation)))
 
-    def observed(self, gradient: Tensor, direction: Tensor) -> Tensor:
-        """The tensor that is observed, by `source`: one of the two, or the polar factor of the direction."""
-        if self.source != "orthogonalized":
-            return gradient if self.source == "gradient" else direction
-        return self.polar.of_blocks(direction)
-
-    def observes_at(self, step: int) -> bool:
-        """Whether a block observes at its update of that number, as `interval` says."""
-        return step <= 1 or (step - 1) % self.interval == 0
+    def observed(self, x: Tensor) -> Tensor:
+        """The tensor that is observed: the gradient or direction x as `source` chooses it, or its polar factor."""
+        return self.polar.of_blocks(x) if self.source == "orthogonalized" else x
 
     def observe(self, state: State, x: Tensor, context: StepContext, axes: tuple[int, ...], powers: Powers) -> None:
         """Accumulate the contributions of x `[N, *block]` to some axes; all are computed before any factor changes."""

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
         watch_logits,
         watch_output_gradients,
     )
-    from eigengraft.preconditioners import Stage
+    from eigengraft.preconditioners import Inner, Stage, Traits
 
-    from .chains import Signal, register_signal
+    from .chains import Request, Signal, register_signal
     from .component import Component
     from .errors import ContractError, RecipeError
     from .slots import Slot, State
@@ -38,12 +38,14 @@ __version__ = "0.1.0"
 __all__ = [
     "Component",
     "ContractError",
+    "Inner",
     "Inspection",
     "MaxLogits",
     "Measurement",
     "Optimizer",
     "Recipe",
     "RecipeError",
+    "Request",
     "Route",
     "RoutedParameter",
     "Signal",
@@ -51,6 +53,7 @@ __all__ = [
     "Stage",
     "State",
     "StepContext",
+    "Traits",
     "compose",
     "gauss_newton_bartlett",
     "hutchinson",

@@ -129,30 +129,59 @@ SIDES: Mapping[str, MatrixSide] = {"input_matrix": "inputs", "output_matrix": "o
 """The side of a matrix that signals are over, by their extent."""
 
 
+@dataclass(frozen=True)
+class Request:
+    """A signal that a stage asks for.
+
+    name: of a registered signal.
+    when: the steps in which a step without it is an error. "always": every `interval`-th, from the first; "refresh":
+        those in which a refresh may be due; "first": the first of an optimizer; "if_given": none. In other steps the
+        signal is on the context if it was provided, as `name in context.signals` says.
+    """
+
+    name: str
+    when: Literal["always", "refresh", "first", "if_given"] = "always"
+    interval: int = 1
+
+    @property
+    def optional(self) -> bool:
+        """Whether steps take the signal if it is there, and most steps need not have it."""
+        return self.when in ("first", "if_given")
+
+    def needed_at(self, step: int, refreshes: bool) -> bool:
+        """Whether the signal must be there at a step of a block; refreshes: whether a refresh may be due then."""
+        if self.when == "always":
+            return step <= 1 or (step - 1) % self.interval == 0
+        return self.when == "refresh" and refreshes
+
+
 class Asks(Protocol):
     """A stage or a constraint, as far as signals are concerned."""
 
     @property
-    def accepts(self) -> frozenset[str]: ...
-
-    def signals(self) -> frozenset[str]: ...
+    def requests(self) -> tuple[Request, ...]: ...
 
     def signals_at(self, step: int) -> frozenset[str]: ...
+
+
+def requested(own: Asks) -> frozenset[str]:
+    """The names of all signals that a stage or a constraint asks for."""
+    return frozenset(request.name for request in own.requests)
 
 
 def require_signals(stages: Iterable[tuple[str, Asks]], constraints: Sequence[tuple[str, Asks]] = ()) -> None:
     """Raises ValueError for a signal that nobody has registered, or that is for others; each with its path."""
     known, stages = known_signals(), list(stages)
     for path, asks in stages:
-        for name in sorted(name for name in asks.signals() | asks.accepts if name in known):
+        for name in sorted(name for name in requested(asks) if name in known):
             if known[name].extent == "outputs":
                 raise ValueError(f"{path}: a signal for stages is required, got '{name}', which constraints alone see")
     for path, asks in constraints:
-        for name in sorted(name for name in asks.signals() | asks.accepts if name in known):
+        for name in sorted(name for name in requested(asks) if name in known):
             if known[name].extent != "outputs":
                 raise ValueError(f"{path}: a signal with outputs is required, got '{name}', which stages alone see")
     for path, stage in [*stages, *constraints]:
-        for name in sorted((stage.signals() | stage.accepts) - known.keys()):
+        for name in sorted(requested(stage) - known.keys()):
             near = difflib.get_close_matches(name, known, n=1)
             hint = f", did you mean '{near[0]}'?" if near else ""
             raise ValueError(
@@ -164,7 +193,7 @@ def asking(stages: Iterable[tuple[str, Asks]]) -> dict[str, str]:
     """The path of the first stage that asks for each signal, by the signal's name."""
     found: dict[str, str] = {}
     for path, stage in stages:
-        for name in sorted(stage.signals() | stage.accepts):
+        for name in sorted(requested(stage)):
             found.setdefault(name, path)
     return found
 

@@ -169,17 +169,19 @@ class State:
         storage: Storage | None = None,
     ) -> None:
         self.tensors, self.block, self.path, self.rows, self.mask = tensors, block, path, rows, mask
-        self.storage = storage or Storage({})
+        self.storage, self.written = storage or Storage({}), True
         self._loaded: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         """The slot `[n, *shape]`, safe to work on in place; nothing is kept before it is assigned back."""
         value = self._load(name)
-        if (watch := self.storage.watch) is not None:
+        if self.written and (watch := self.storage.watch) is not None:
             watch.loaded(StateKey.join(self.path, name), value)
         return value
 
     def __setitem__(self, name: str, value: Tensor) -> None:
+        if not self.written:
+            return
         if (watch := self.storage.watch) is not None:
             known = self._load(name)
             watch.storing(StateKey.join(self.path, name), value, len(known), known.dtype)
@@ -194,7 +196,7 @@ class State:
         if key not in self.tensors:
             raise self._undeclared(name)
         value = self._select(self.tensors[key])
-        if self.mask is not None:
+        if self.mask is not None or not self.written:
             value = value.clone()
         self._loaded[name] = value
         return value
@@ -237,6 +239,10 @@ class State:
         """Whether a codec stores the slot: what is loaded is a copy, and what is kept may differ from it."""
         return StateKey.join(self.path, name) in self.storage.encoded
 
+    def copied(self, name: str) -> bool:
+        """Whether what is loaded of the slot is a copy, and not the stored tensor itself."""
+        return self.coded(name) or self.mask is not None or not self.written or isinstance(self.rows, Tensor)
+
     def __contains__(self, name: str) -> bool:
         return self.coded(name) or StateKey.join(self.path, name) in self.tensors
 
@@ -261,3 +267,9 @@ class State:
             rows = self.rows[start:stop]
         mask = None if self.mask is None else self.mask[start:stop]
         return type(self)(self.tensors, self.block, self.path, rows, mask, self.storage.slice_rows(start, stop))
+
+    def unwritten(self) -> Self:
+        """This state, with writes that are dropped; the states of stages inside it write as always."""
+        own = type(self)(self.tensors, self.block, self.path, self.rows, self.mask, self.storage)
+        own.written = False
+        return own

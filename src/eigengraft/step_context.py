@@ -28,32 +28,6 @@ TYPICAL_STEP = np.array([1_000_003], dtype=np.int64)
 
 
 @dataclass(frozen=True)
-class Rotation:
-    """A gradient in the basis that its statistics live in: made once a step, shared by the verbs of a stage.
-
-    x: `[N, *block]`, the gradient that was rotated.
-    bases: axis -> Q `[N, d, d]`, as they were read.
-    rotated: `[N, *block]`, Q^T applied to every axis of x that has a basis.
-    """
-
-    x: Tensor
-    bases: Mapping[int, Tensor]
-    rotated: Tensor
-
-    def slice_rows(self, start: int, stop: int) -> Rotation:
-        """Rows start to stop; views."""
-        bases = {axis: q[start:stop] for axis, q in self.bases.items()}
-        return Rotation(self.x[start:stop], bases, self.rotated[start:stop])
-
-    def overwrite(self, other: Rotation) -> None:
-        """Takes over the bases of `other`, which is of the same x, and what it rotated."""
-        for axis, q in self.bases.items():
-            q.copy_(other.bases[axis])
-        if self.bases:  # without any `rotated` is the gradient itself
-            self.rotated.copy_(other.rotated)
-
-
-@dataclass(frozen=True)
 class StepContext:
     """The context of one stack of N blocks at one step.
 
@@ -62,12 +36,10 @@ class StepContext:
     phases: `[N]` in [0, 1), where in a refresh interval each block is due.
     param_ids: `[N]`, which parameter a block belongs to; each matrix that a view makes of one counts as one.
     seeds: `[N]`, a number made of the parameter's name and the block's key, the same in every run and on every rank.
-    signals: what stages declared in `requires` or `accepts`, and the totals of slots.
+    signals: what stages asked for and was there, and the totals of slots.
     first: set during the first refresh of a block.
-    axes: the axes of a block that the present sweep observes and refreshes; None: all of them.
-    observed_axes: the axes that earlier sweeps of this step observed and refreshed.
-    rotation: the gradient in the stage's own basis, for a stage whose `rotation` makes one.
     due: spans of these rows whose refresh is due, by the id of the stage, so that each cadence is asked once a step.
+    kept: what a stage has computed in one hook for the next one of the same step, by its path.
     numbers: gives numbers that are functions of a step while a chain is traced, 0-d; None: they are computed.
     questions: questions that `holds` was asked while a chain is traced.
     sums: adds numbers `[N]` over the blocks of each parameter; None: no stage of the update takes sums.
@@ -80,10 +52,8 @@ class StepContext:
     seeds: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     signals: Mapping[str, Tensor | float] = field(default_factory=dict)
     first: bool = False
-    axes: tuple[int, ...] | None = None
-    observed_axes: tuple[int, ...] = ()
-    rotation: Rotation | None = None
     due: dict[int, Sequence[tuple[int, int, bool]]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    kept: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     numbers: Callable[[Callable[[Tensor], Tensor]], Tensor] | None = None
     sums: Callable[[Tensor], Tensor] | None = None
     questions: list[Question] = field(default_factory=list, init=False, repr=False, compare=False)
@@ -105,6 +75,11 @@ class StepContext:
             return bool(question(TYPICAL_STEP)[0])
         found = question(self.steps)
         return bool(found[0]) if found.all() or not found.any() else found
+
+    @cached_property
+    def priming(self) -> bool:
+        """Whether the gradient is a first one, of which lagged stages make statistics while nothing moves."""
+        return self.numbers is None and self.uniform == 0  # a traced chain has no step, and none that lags
 
     @cached_property
     def uniform(self) -> int | None:
@@ -155,7 +130,7 @@ class StepContext:
         except KeyError:
             known = ", ".join(sorted(self.signals)) or "none"
             raise ContractError(
-                f"signal '{name}': a name that a stage declares in `requires` is required (provided here: {known})"
+                f"signal '{name}': a name that the stage asks for in its traits is required (provided here: {known})"
             ) from None
 
     def tensor(self, name: str, like: Tensor) -> Tensor:
@@ -179,18 +154,6 @@ class StepContext:
         """The context of a run that takes its sums from that function."""
         return self._changed(sums=sums)
 
-    def in_sweep(self, axes: tuple[int, ...]) -> tuple[int, ...]:
-        """The subset of `axes` that the present sweep observes and refreshes."""
-        return axes if self.axes is None else tuple(axis for axis in axes if axis in self.axes)
-
-    def sweep(self, axes: tuple[int, ...], observed: tuple[int, ...]) -> Self:
-        """The context of a sweep over `axes`, after sweeps over the `observed` ones."""
-        return self._changed(axes=axes, observed_axes=observed)
-
-    def with_rotation(self, rotation: Rotation | None) -> Self:
-        """The context of a stage that shares `rotation` between its verbs; None: it shares none."""
-        return self if rotation is self.rotation else self._changed(rotation=rotation)
-
     def _changed(self, **fields: object) -> Self:
         """A context of these rows with other fields; what has been computed of the steps is computed once."""
         changed = object.__new__(type(self))
@@ -210,7 +173,6 @@ class StepContext:
             signals=signals,
             first=first,
             sums=None,
-            rotation=self.rotation and self.rotation.slice_rows(start, stop),
         )
 
 

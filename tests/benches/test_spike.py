@@ -77,8 +77,8 @@ def test_the_lines_differ_in_what_they_are_called_after() -> None:
         assert recipe_for(transport) == eigengraft.load_recipe("soap", {"update.eigenbasis.transport": transport})
     momentum, basis = recipe_for("none, momentum outside").update
     (inside,) = soap.update
-    assert (momentum, *basis.inner) == inside.inner  # type: ignore[attr-defined]
-    assert basis == inside.replace(inner=basis.inner, transport="none")  # type: ignore[attr-defined]
+    assert (momentum, *basis.chain) == inside.chain  # type: ignore[attr-defined]
+    assert basis == inside.replace(inner=basis.chain, transport="none")  # type: ignore[attr-defined]
 
 
 def test_all_second_order_lines_give_the_watched_matrices_to_the_basis() -> None:

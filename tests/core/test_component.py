@@ -137,7 +137,7 @@ def test_every_fault_gets_a_line_and_a_prefix() -> None:
 def test_replace_validates() -> None:
     stage = Eigenbasis(inner=(RMS(),))
     assert stage.replace(timing="lagged") == Eigenbasis(inner=(RMS(),), timing="lagged")
-    assert stage.replace(inner=["momentum", "rms"]).inner == (Momentum(), RMS())
+    assert stage.replace(inner=["momentum", "rms"]).chain == (Momentum(), RMS())
     assert stage.timing == "current"
     for wrong in ({"timing": "later"}, {"inner": "rmss"}, {"timming": "lagged"}):
         with pytest.raises(ValueError, match=r"timing|rmss|timming"):

@@ -46,7 +46,7 @@ def test_runs_see_the_context_of_the_caller() -> None:
 
 def test_stacks_that_take_different_numbers_of_sums_are_refused() -> None:
     runs = [lambda sums: sums(VALUES[0]), lambda sums: VALUES[1], lambda sums: sums(VALUES[2])]
-    with pytest.raises(ContractError, match="equally many .* got 1 of 3"):
+    with pytest.raises(ContractError, match=r"equally many .* got 1 of 3"):
         run_stacks(runs, IDS)
 
 

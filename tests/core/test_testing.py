@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from eigengraft import ContractError, Optimizer, Slot, Stage, State, StepContext, compose
+from eigengraft import ContractError, Optimizer, Slot, Stage, State, StepContext, Traits, compose
 from eigengraft.experiments.tasks import Digits
 from eigengraft.experiments.tasks.base import Metrics
 from eigengraft.preconditioners import (
@@ -52,8 +52,8 @@ class Broken(Stage):
     def cadence(self) -> Cadence:
         return Every(steps=2, stagger="none")
 
-    def lagged(self) -> bool:
-        return self.late
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        return Traits(lagged=self.late)
 
     def observe(self, state: State, gradient: Tensor, context: StepContext) -> None:
         v = state["v"]
@@ -134,7 +134,7 @@ CONTRACT = {
     "a slot of another dtype": r"slot 'root' takes a torch\.float32 tensor .*, got torch\.float16",
     "a number in a slot": r"slot 'root' takes a torch\.float32 tensor .*, got float",
     "a direction that is not finite": r"apply\(\) at step 1 returned a direction .*not finite .* -?inf in block 0",
-    "an unknown signal": r"apply\(\) at step 1: signal 'curvature': .*`requires`",
+    "an unknown signal": r"apply\(\) at step 1: signal 'curvature': .*in its traits",
 }
 """What a stage may do wrong by itself, and what it is told, in a law and in a run."""
 LAWS = {
@@ -193,13 +193,13 @@ def test_a_sound_stage_gets_a_report_of_laws_held_and_not_asked(late: bool) -> N
     assert report.skipped == {
         "scaling all gradients scales the direction": "no degree is given",
         "rotating all gradients rotates the direction": "rotates=False",
-        "who reads the gradient says so": "it says that it reads the gradient",
+        "entries are updated alone": "it does not say that it is entry-wise",
     }
     assert str(report).startswith("update.broken_for_test: 14 laws hold\n  the contract is kept\n")
 
 
 def test_a_method_from_a_paper_is_one_file_that_keeps_all_laws() -> None:
-    assert len(check_stage(Adopt(eps=1e-30), degree=0).held) == 15
+    assert len(check_stage(Adopt(eps=1e-30), degree=0).held) == 16
 
 
 def test_what_is_not_an_instance_is_refused() -> None:

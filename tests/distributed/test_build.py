@@ -78,7 +78,7 @@ def test_rows_of_an_owner_count_its_blocks(name: str, ranks: int) -> None:
         for rank in range(ranks):
             assert [block.row for block in group.owned(rank)] == list(range(len(group.owned(rank))))
         positions = {block.position for block in group.blocks}
-        spans = any(stage.spans_parameter() for _, stage in recipe.updates()[group.path].stages())
+        spans = any(stage.cached_traits().sums for _, stage in recipe.updates()[group.path].stages())
         fits = group.nbytes <= round_bytes(specs, recipe, ranks)
         assert fits or len(group.blocks) == 1 or (spans and len(positions) == 1)
 

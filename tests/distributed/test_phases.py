@@ -76,7 +76,7 @@ def test_a_phase_is_the_share_of_the_cost_before_the_middle_of_a_block() -> None
     for param in keys():
         rule = recipe.updates()[param.path]
         for grid in rule.blocking.grids(param.shape):
-            cost = Fraction(sum(stage.refresh_cost(grid.shape) for _, stage in rule.stages()))
+            cost = Fraction(sum(stage.cached_traits(grid.shape).refresh_cost for _, stage in rule.stages()))
             blocks += [((param.path, grid.shape, natural_order(param.name), key), param, cost) for key in grid.keys]
     phases, before, total = refresh_phases(recipe, keys()), Fraction(0), sum(cost for *_, cost in blocks)
     assert len({cost for *_, cost in blocks}) > 3 and sum(map(len, phases.values())) == len(blocks)
@@ -92,7 +92,7 @@ def test_steps_of_an_interval_cost_nearly_the_same() -> None:
     recipe = load_recipe({"base": "soap", "set": {"update.eigenbasis.refresh.at_once": 1}})
     stage, steps = recipe.update[0], np.zeros(10)
     for param, phases in refresh_phases(recipe, given).items():
-        steps[int(phases[0] * 10)] += stage.refresh_cost(param.shape)
+        steps[int(phases[0] * 10)] += stage.cached_traits(param.shape).refresh_cost
     assert steps.max() < 1.2 * steps.mean()  # 1.14
 
 

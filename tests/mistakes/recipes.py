@@ -22,7 +22,6 @@ RECIPES = (
     ("{update: [{kind: split, inner: [momentum]}]}", "update.split.inside: required, got nothing"),
     ("{update: momentum, blocking: {sise: 128}}", "blocking.sise: unknown field (did you mean 'size'?)"),
     # stages that do not fit each other, or themselves
-    ("{update: [clip_rms, momentum, rms]}", "update.rms: {kind: transform, before: clip_rms, inner: [...]}"),
     ("{update: {kind: trust, inner: momentum, floor: 0.9, cap: 0.5}}", "update.trust.floor: at most cap, 0.5, is"),
     (
         "{update: {kind: partner_basis, inner: spectral}}",

@@ -11,7 +11,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from eigengraft import ContractError, Inspection, Measurement, Optimizer, Slot, Stage, State, StepContext, compose
+from eigengraft import (
+    ContractError,
+    Inspection,
+    Measurement,
+    Optimizer,
+    Slot,
+    Stage,
+    State,
+    StepContext,
+    Traits,
+    compose,
+)
 from eigengraft.preconditioners import Cadence, Every, Probability
 from eigengraft.quantization import Int8
 
@@ -176,8 +187,8 @@ class Dated(Stage):
     def cadence(self) -> Cadence:
         return self.every
 
-    def lagged(self) -> bool:
-        return self.late
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        return Traits(lagged=self.late)
 
     def refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:
         state["last"] = context.step.double()

@@ -234,7 +234,7 @@ def test_a_mapping_of_overrides_says_what_strings_say() -> None:
     assert load_recipe("soap", mapping) == load_recipe("soap", strings) != load_recipe("soap")
     assert load_recipe("soap", "lr=1e-4") == load_recipe("soap", {"lr": 1e-4})
     later = {"update.eigenbasis.inner": [RMS()], "update.eigenbasis.inner.rms.beta": 0.95}
-    inner = load_recipe("soap", later).update[0].inner  # type: ignore[attr-defined]
+    inner = load_recipe("soap", later).update[0].chain  # type: ignore[attr-defined]
     assert inner == (RMS(beta=0.95),)
 
 

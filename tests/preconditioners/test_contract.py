@@ -1,6 +1,6 @@
-"""The contract of a stage: which verb runs when, on which rows and axes, and what its state refuses."""
+"""The contract of a stage: which hook runs when and on which rows, and what its state refuses."""
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from eigengraft import Optimizer, Stage, State, StepContext
+from eigengraft import Optimizer, Stage, State, StepContext, Traits
 from eigengraft.errors import ContractError
 from eigengraft.numerics import per_block
 from eigengraft.preconditioners import Cadence, Every
@@ -20,11 +20,11 @@ from .test_statistics import Stepper
 
 
 class Diary(Stage):
-    """Writes down its verbs; the slots are there to be used, or not to be declared."""
+    """Writes down its hooks; the slots are there to be used, or not to be declared."""
 
     kind: Literal["test_diary"] = "test_diary"
     timing: Literal["current", "lagged"] = Field("current", description="as in an eigenbasis")
-    one_by_one: bool = Field(default=False, description="whether each axis has a sweep of its own")
+    learns: Literal["gradient", "direction"] = Field("gradient", description="what is observed and refreshed")
     told: ClassVar[list[tuple[object, ...]]] = []
 
     def slots(self, block: tuple[int, ...]) -> dict[str, Slot]:
@@ -33,24 +33,18 @@ class Diary(Stage):
     def cadence(self) -> Cadence:
         return Every(steps=1, start=2, stagger="none")
 
-    def lagged(self) -> bool:
-        return self.timing == "lagged"
-
-    def sweeps(self, block: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        return tuple((axis,) for axis in range(len(block))) if self.one_by_one else super().sweeps(block)
-
-    def observed(self, gradient: Tensor, direction: Tensor) -> Tensor:
-        return gradient + direction
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        return Traits(lagged=self.timing == "lagged", learns=self.learns)
 
     def observe(self, state: State, gradient: Tensor, context: StepContext) -> None:
-        self.told.append(("observe", gradient[:, 0].tolist(), context.axes, context.observed_axes))
+        self.told.append(("observe", gradient[:, 0].tolist()))
 
     def refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:
-        self.told.append(("refresh", gradient[:, 0].tolist(), context.axes, context.observed_axes))
+        self.told.append(("refresh", gradient[:, 0].tolist()))
         state["misses"] = state["misses"] + 1
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
-        self.told.append(("apply", gradient[:, 0].tolist(), context.axes, context.observed_axes))
+        self.told.append(("apply", gradient[:, 0].tolist()))
         return direction
 
 
@@ -62,7 +56,7 @@ def diary() -> None:
     Diary.told.clear()
 
 
-def run(stage: Diary, steps: list[int], block: tuple[int, ...] = (1, 1)) -> list[tuple[object, ...]]:
+def run(stage: Diary, steps: list[int], block: tuple[int, ...] = (1,)) -> list[tuple[object, ...]]:
     """One step of three blocks whose gradients are 1, 2, 3, on a direction of tens."""
     n = len(steps)
     tensors = {
@@ -95,30 +89,88 @@ def test_a_stage_that_takes_sums_says_so() -> None:
     assert not weight.any()
 
 
-def test_a_stage_observes_all_rows_refreshes_those_that_are_due_and_then_acts() -> None:
-    """`observe` and `refresh` see what `observed` makes, `refresh` only the rows of one span; `apply` sees both."""
-    observed, refreshed, first, applied = run(Diary(), [1, 3, 2], block=(1,))
-    assert observed == ("observe", [11.0, 22.0, 33.0], None, ())
-    assert (refreshed, first) == (("refresh", [22.0], None, ()), ("refresh", [33.0], None, ()))
-    assert applied == ("apply", [1.0, 2.0, 3.0], None, ())
+@pytest.mark.parametrize(("learns", "scale"), [("gradient", 1.0), ("direction", 10.0)])
+def test_a_stage_observes_all_rows_refreshes_those_that_are_due_and_then_acts(learns: Any, scale: float) -> None:
+    """`observe` sees all rows of what it learns, `refresh` those of one span; rows 2 and 1 are due at steps 3 and 2."""
+    observed, refreshed, first, applied = run(Diary(learns=learns), [1, 3, 2])
+    assert observed == ("observe", [scale, 2 * scale, 3 * scale])
+    assert (refreshed, first) == (("refresh", [2 * scale]), ("refresh", [3 * scale]))
+    assert applied == ("apply", [1.0, 2.0, 3.0])
 
 
 def test_a_lagged_stage_acts_before_it_observes() -> None:
-    assert [verb for verb, *_ in run(Diary(timing="lagged"), [3, 3, 3], block=(1,))] == ["apply", "observe", "refresh"]
+    assert [hook for hook, _ in run(Diary(timing="lagged"), [3, 3, 3])] == ["apply", "observe", "refresh"]
 
 
-def test_sweeps_observe_and_refresh_one_group_of_axes_after_another() -> None:
-    told = [(verb, axes, observed) for verb, _, axes, observed in run(Diary(one_by_one=True), [3])]
-    first, second = ((0,), ()), ((1,), (0,))
-    swept = [(verb, *axes) for axes in (first, second) for verb in ("observe", "refresh")]
-    assert told == [*swept, ("apply", None, ())]
+@pytest.mark.parametrize("timing", ["current", "lagged"])
+@pytest.mark.parametrize("frame", ["fixed", "basis"])
+def test_gauss_seidel_observes_and_refreshes_one_axis_after_another(timing: str, frame: str) -> None:
+    """The second axis is whitened by the factor of the first as it is after its refresh in the same step."""
+    statistic = {"kind": "bregman", "order": "gauss_seidel", "first": "rms"}
+    refresh = {"kind": "every", "steps": 1, "start": 1, "stagger": "none"}
+    both, jacobi = (
+        Stepper(
+            {
+                "kind": "eigenbasis",
+                "inner": "rms",
+                "timing": timing,
+                "statistic_frame": frame,
+                "statistic": {**statistic, "order": order},
+                "refresh": refresh,
+            },
+            (4, 3),
+        )
+        for order in ("gauss_seidel", "jacobi")
+    )
+    reads: list[tuple[str, int]] = []
+    renew = type(both.stage).refresh_axes
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(both.stage), "refresh_axes", lambda *a: (reads.append(("refresh", *a[2])), renew(*a))[1])
+        for t in range(3):
+            both.step(normal(4, 3, seed=t))
+    assert reads == [("refresh", 0), ("refresh", 1)] * 3
+    for t in range(3):
+        jacobi.step(normal(4, 3, seed=t))
+    names = [f"eigenbasis/factor.{axis}" for axis in (0, 1)]
+    same = [torch.equal(both.tensors[name], jacobi.tensors[name]) for name in names]
+    assert not same[1]
 
 
-@pytest.mark.parametrize("name", ["run", "prime", "due", "_observe_and_refresh"])
+@pytest.mark.parametrize("name", ["run", "prime", "due", "cached_traits", "keeps_state", "_observe_and_refresh"])
 def test_what_runs_the_verbs_is_final(name: str, registry: None) -> None:
     fields = {"kind": "test_own", "__annotations__": {"kind": Literal["test_own"]}, "apply": Diary.apply}
     with pytest.raises(TypeError, match=f"Own: `{name}` of Stage is final, got an override"):
         type("Own", (Stage,), {**fields, name: lambda self: None})
+
+
+@pytest.mark.parametrize("name", ["inner", "refresh"])
+def test_a_field_does_not_hide_a_hook(name: str, registry: None) -> None:
+    fields = {"kind": "test_own", "__annotations__": {"kind": Literal["test_own"], name: int}, "apply": Diary.apply}
+    with pytest.warns(UserWarning, match="shadows"), pytest.raises(TypeError, match=rf"Own: the field `{name}` hides"):
+        type("Own", (Stage,), {**fields, name: 3})
+
+
+def test_traits_are_asked_once_for_a_block_and_kept() -> None:
+    asked: list[tuple[int, ...]] = []
+
+    class Asked(Stage):
+        kind: Literal["test_asked"] = "test_asked"
+
+        def traits(self, block: tuple[int, ...]) -> Traits:
+            asked.append(block)
+            return Traits()
+
+        def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+            return direction
+
+    Stage.members.pop("test_asked")
+    stage, weight = Asked(), nn.Parameter(torch.zeros(4, 3))
+    optimizer = Optimizer([weight], [stage], lr=1.0)
+    for _ in range(3):
+        weight.grad = torch.ones(4, 3)
+        optimizer.step()
+    assert len(asked) == len(set(asked)) and () in asked
+    assert stage == Asked() and stage.replace() == stage  # what is kept is no part of the declaration
 
 
 def test_a_slot_that_is_not_declared_is_named_with_those_that_are() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import eigengraft
-from eigengraft import Optimizer, Stage, State, StepContext, load_recipe
+from eigengraft import Optimizer, Request, Stage, State, StepContext, Traits, load_recipe
 
 from ..trajectories import normal
 
@@ -24,8 +24,10 @@ class Spy(Stage):
     """Writes down what it sees of partners, and moves along the gradient."""
 
     kind: Literal["partner_spy_for_test"] = "partner_spy_for_test"
-    requires: ClassVar[frozenset[str]] = frozenset({"partner", "partner_before", "partner_gradient"})
     told: ClassVar[list[dict[str, Any]]] = []
+
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        return Traits(signals=(Request("partner"), Request("partner_before"), Request("partner_gradient")))
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         self.told.append({name: torch.as_tensor(value).clone() for name, value in context.signals.items()})

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from eigengraft import Optimizer, RecipeError, Signal, Slot, Stage, State, StepContext, register_signal
+from eigengraft import Optimizer, RecipeError, Request, Signal, Slot, Stage, State, StepContext, Traits, register_signal
 
 from ..trajectories import normal
 
@@ -20,10 +20,9 @@ class Listener(Stage):
     kind: Literal["listener_for_test"] = "listener_for_test"
     hears: tuple[str, ...] = ()
     told: ClassVar[list[dict[str, Any]]] = []
-    accepts: ClassVar[frozenset[str]] = frozenset({"loss"})
 
-    def signals(self) -> frozenset[str]:
-        return frozenset(self.hears)
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        return Traits(signals=(Request("loss", "if_given"), *map(Request, self.hears)))
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         heard = {name: torch.as_tensor(value).clone() for name, value in context.signals.items()}

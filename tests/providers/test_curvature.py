@@ -1,13 +1,13 @@
 """Estimates of the diagonal of the Hessian against the Hessian itself."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from eigengraft import Optimizer, Stage, State, StepContext, compose, gauss_newton_bartlett, hutchinson
+from eigengraft import Optimizer, compose, gauss_newton_bartlett, hutchinson
 
 from ..parity.test_more_methods import LR
 from ..trajectories import normal
@@ -173,21 +173,6 @@ def test_a_first_gradient_that_is_not_finite_costs_its_diagonal_and_no_error() -
     gradients(parameters)
     optimizer.step()
     assert [int(optimizer.state[p]["step"]) for p in parameters] == [1, 1]
-
-
-def test_a_signal_of_the_first_step_is_one_that_the_stage_accepts() -> None:
-    class Deaf(Stage):
-        """d"""
-
-        kind: Literal["deaf_for_test"] = "deaf_for_test"
-        requires_first: ClassVar[frozenset[str]] = frozenset({"loss"})
-
-        def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
-            return direction
-
-    Stage.members.pop("deaf_for_test")  # the laws are about every member of the family
-    with pytest.raises(ValueError, match=r"update\.deaf_for_test: .*`accepts` are required .*, got \['loss'\]"):
-        Optimizer(parts(), [Deaf()])
 
 
 def test_faults_are_named() -> None:

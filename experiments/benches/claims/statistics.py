@@ -33,7 +33,7 @@ def shampoo_is_adafactor_in_the_eigenbasis(quick: bool) -> Iterator[Measured]:
     shampoo = Shampoo(statistic=statistic, exponent=Fraction(1, 2), solver=Eigh(eps=0.0), every=now)
     directions = {"shampoo": _last((shampoo,), gradients)}
     for name, inner in (("adafactor", Adafactor(beta=0.9)), ("adam", RMS(beta=0.9, eps=1e-30))):
-        stage = Eigenbasis(statistic=statistic, inner=(inner,), solver=EighBasis(), every=now)
+        stage = Eigenbasis(statistic=statistic, chain=(inner,), solver=EighBasis(), every=now)
         directions[name] = _last((stage,), gradients)
     weights = 0.9 ** torch.arange(59, -1, -1, dtype=torch.float64)
     left, right = kronecker.gram_factors(gradients[:, 0] * (weights * 60 / weights.sum()).sqrt()[:, None, None])

@@ -18,7 +18,7 @@ class StageRunner:
 
     def __init__(self, stages: tuple[Stage, ...], block: tuple[int, ...], blocks: int, like: Tensor) -> None:
         self.stages, self.blocks = stages, blocks
-        self.lagging = any(stage.lagged() for _, stage in walk(stages))
+        self.lagging = any(stage.cached_traits().lagged for _, stage in walk(stages))
         tensors = {
             StateKey.join(path, name): slot.allocate(blocks, like.dtype, like.device)
             for path, name, slot in chain_slots(stages, block)
@@ -31,8 +31,7 @@ class StageRunner:
         self.steps += 1
         context = self.context(gradient.device)
         if priming:
-            for stage in self.stages:
-                stage.prime(self.state.scope(stage.label), gradient, context)
+            run_chain(self.stages, self.state, gradient, gradient, context)
             return torch.zeros_like(gradient)
 
         def run(sums: ParameterSum) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from pydantic import AfterValidator, Field
 from torch import Tensor
 
-from eigengraft.chains import ChainOf
+from eigengraft.chains import ChainOf, Request
 from eigengraft.numerics import block_norm, compute_dtype
 from eigengraft.ramps import Schedulable
 from eigengraft.slots import Slot
@@ -71,13 +71,9 @@ class Constraint(Schedulable, ABC, family="constraint"):
     """Whether the parameter is rounded here, so that no constraint may follow and no averaging hold it elsewhere."""
 
     @property
-    def accepts(self) -> frozenset[str]:
-        """Signals that a parameter may have in a step: those that some parameter must have."""
-        return self.requires_some
-
-    def signals(self) -> frozenset[str]:
-        """The signals that every parameter must have: none."""
-        return frozenset()
+    def requests(self) -> tuple[Request, ...]:
+        """The signals that a parameter may have in a step: those that some parameter must have."""
+        return tuple(Request(name, "if_given") for name in sorted(self.requires_some))
 
     def signals_at(self, step: int) -> frozenset[str]:
         """The signals that every parameter must have at a step: none."""

@@ -9,7 +9,7 @@ from ..param_set import ParamSet
 
 
 class FirstStep:
-    """The signals that stages declare in `requires_first`, until parameters that take them have had a gradient.
+    """The signals that stages ask for in the first step, until parameters that take them have had a gradient.
 
     open: paths of the updates whose parameters must have a signal in the next step, by its name.
     """
@@ -17,10 +17,8 @@ class FirstStep:
     def __init__(self, recipe: Recipe) -> None:
         self.open: dict[str, set[str]] = {}
         for path, rule in recipe.updates().items():
-            for where, stage in rule.stages(path):
-                if alone := sorted(stage.requires_first - stage.accepts):
-                    raise ValueError(f"{where}: signals of `accepts` are required in `requires_first`, got {alone}")
-                for name in stage.requires_first:
+            for _, stage in rule.stages(path):
+                for name in (request.name for request in stage.requests if request.when == "first"):
                     self.open.setdefault(name, set()).add(path)
 
     def follow(self, param_sets: Iterable[ParamSet]) -> None:

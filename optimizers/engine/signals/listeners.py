@@ -93,7 +93,9 @@ class Listeners:
         if name not in self.asked[path]:
             return False
         own = [listener for _, listener in listeners(self._rules[path], path)]
-        return name in self.needed(path, step) or any(name in listener.accepts for listener in own)
+        return name in self.needed(path, step) or any(
+            request.optional and request.name == name for listener in own for request in listener.requests
+        )
 
     def _takes_first(self, info: ParamInfo, name: str) -> bool:
         """Whether the first step of a parameter takes a signal, which has no state before it."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from eigengraft.blocking.parameter_sums import run_stacks
-from eigengraft.chains import SIDES, known_signals
+from eigengraft.chains import SIDES, known_signals, requested
 from eigengraft.preconditioners import Stage, chain_slots, walk
 from eigengraft.preconditioners.checked_mode import Checks
 from eigengraft.quantization import Quantizer
@@ -58,8 +58,8 @@ class StageBench:
         self.counts = np.zeros(blocks, dtype=np.int64)
         self.phases = np.arange(blocks) / blocks
         self.seeds = np.arange(blocks) * 7919 - 11
-        self.lagging = any(inner.lagged() for _, inner in walk((stage,)))
-        asked = frozenset[str]().union(*(inner.signals() | inner.accepts for _, inner in walk((stage,))))
+        self.lagging = any(inner.cached_traits().lagged for _, inner in walk((stage,)))
+        asked = frozenset[str]().union(*(requested(inner) for _, inner in walk((stage,))))
         self.heard = {name: signal for name, signal in known_signals().items() if name in asked}
 
     def _allocate(self, key: str) -> None:
@@ -88,12 +88,15 @@ class StageBench:
         context = self.context(chosen)
         if self.lagging and (context.steps == 0).any():
             assert (context.steps == 0).all()
-            self.stage.prime(state, gradient, context)
+            self.stage.prime(state, gradient, gradient, context)
             return torch.zeros_like(gradient)
         start = gradient if direction is None else direction
-        (result,) = run_stacks(
-            [lambda sums: self.stage.run(state, gradient, start, context.with_sums(sums))], [context.param_ids]
-        )
+        if any(inner.cached_traits().sums for _, inner in walk((self.stage,))):
+            (result,) = run_stacks(
+                [lambda sums: self.stage.run(state, gradient, start, context.with_sums(sums))], [context.param_ids]
+            )
+        else:
+            result = self.stage.run(state, gradient, start, context)
         assert isinstance(result, Tensor)
         return result
 

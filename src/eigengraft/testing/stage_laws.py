@@ -23,8 +23,6 @@ from .stage_state_laws import (
     state_is_reported_to_the_byte,
     storage_makes_no_difference,
     unpaired,
-    unread,
-    who_reads_the_gradient_says_so,
 )
 
 
@@ -155,6 +153,28 @@ def rotating_all_gradients_rotates_the_direction(case: StageCase) -> None:
             require_close(turned, u @ straight @ v.T, 1e-9, "a direction that turns with the gradients")
 
 
+def traits_follow_from_no_shape(case: StageCase) -> None:
+    """What the engine asks with the empty block is the same for every block."""
+    for block in case.blocks:
+        with on(block):
+            for fact in ("signals", "lagged", "entrywise", "matrices", "sums", "learns"):
+                known, own = (getattr(case.stage.cached_traits(some), fact) for some in ((), block))
+                require(known == own, f"traits(()).{fact}: {own!r} is required, as of every block, got {known!r}")
+
+
+def entries_are_updated_alone(case: StageCase) -> None:
+    """Entries in another order give the same directions and state in that order."""
+    for block in case.blocks:
+        with on(block):
+            given, (straight, _) = case.gradients(block), case.trajectory(block)
+            order = torch.randperm(given[0, 0].numel(), generator=torch.Generator().manual_seed(0))
+
+            def mixed(x: Tensor, order: Tensor = order) -> Tensor:
+                return x.flatten(2)[..., order].reshape(x.shape)
+
+            require_close(case.bench(block).run(mixed(given)), mixed(straight), 1e-10, "entries in another order, each")
+
+
 def _odd(x: Tensor) -> str:
     """What an error shows of x: the first entry that is not finite, or else the largest."""
     bad = x[~x.isfinite()]
@@ -173,6 +193,13 @@ def _rotates(case: StageCase) -> str | None:
     return None if case.rotates else "rotates=False"
 
 
+def _mixes(case: StageCase) -> str | None:
+    traits = case.stage.cached_traits()
+    if traits.signals:
+        return "it asks for signals, whose entries have places"
+    return None if traits.entrywise else "it does not say that it is entry-wise"
+
+
 CONTRACT: Law[StageCase] = Law(the_contract_is_kept)
 
 
@@ -186,8 +213,9 @@ STAGE_LAWS: tuple[Law[StageCase], ...] = (
     Law(a_zero_gradient_moves_nothing),
     Law(scaling_all_gradients_scales_the_direction, _scales),
     Law(rotating_all_gradients_rotates_the_direction, _rotates),
+    Law(traits_follow_from_no_shape),
+    Law(entries_are_updated_alone, _mixes),
     Law(dtype_and_device_are_kept),
-    Law(who_reads_the_gradient_says_so, unread),
     Law(a_copy_of_the_state_resumes_exactly),
     Law(storage_makes_no_difference),
     Law(state_is_reported_to_the_byte, unpaired),

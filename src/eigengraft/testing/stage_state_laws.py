@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from eigengraft import Optimizer, Stage
-from eigengraft.chains import PARTNER, SIDES, Signal, known_signals
+from eigengraft.chains import PARTNER, SIDES, Signal, known_signals, requested
 from eigengraft.optimizers.engine.signals import OWN, Given
 from eigengraft.preconditioners import walk
 from eigengraft.quantization import Float32
@@ -29,18 +29,6 @@ def a_copy_of_the_state_resumes_exactly(case: StageCase) -> None:
             require(
                 same, "the same directions from a copy of the state are required, got others; is there other memory?"
             )
-
-
-def who_reads_the_gradient_says_so(case: StageCase) -> None:
-    """A stage that does not say that it reads the gradient makes the same of a direction beside a longer gradient: a
-    recipe that clips before it would else leave it what was not clipped, without a word."""
-    block = case.blocks[0]
-    with on(block, "the same directions beside gradients four times as long"):
-        one, two = case.bench(block), case.bench(block)
-        for t, gradient in enumerate(case.gradients(block)):
-            direction = standard_normal(*gradient.shape, seed=t)
-            same = torch.equal(one.step(gradient, direction), two.step(4 * gradient, direction))
-            require(same, "`reads_gradient() == True` of the stage, or of one inside, is required, got False")
 
 
 def dtype_and_device_are_kept(case: StageCase) -> None:
@@ -137,14 +125,8 @@ def measures_are_of_each_block_alone(case: StageCase) -> None:
 
 def unpaired(case: object) -> str | None:
     """Why laws with one parameter do not apply."""
-    asks = isinstance(case, StageCase) and any(stage.signals() & PARTNER for _, stage in walk((case.stage,)))
+    asks = isinstance(case, StageCase) and any(requested(stage) & PARTNER for _, stage in walk((case.stage,)))
     return "a pair of parameters is required" if asks else None
-
-
-def unread(case: StageCase) -> str | None:
-    """Why the law of stages that read directions alone does not apply."""
-    reads = any(stage.reads_gradient() for _, stage in walk((case.stage,)))
-    return "it says that it reads the gradient" if reads else None
 
 
 def _train(optimizer: Optimizer, parameters: list[nn.Parameter], given: Tensor) -> None:

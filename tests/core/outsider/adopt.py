@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft import Slot, Stage, State, StepContext
+from eigengraft import Slot, Stage, State, StepContext, Traits
 
 
 class Adopt(Stage):
@@ -22,8 +22,8 @@ class Adopt(Stage):
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
         return {"v": Slot(block, role="second_moment", frame="square")}
 
-    def lagged(self) -> bool:
-        return True
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        return Traits(lagged=True)
 
     def observe(self, state: State, gradient: Tensor, context: StepContext) -> None:
         v = state["v"]

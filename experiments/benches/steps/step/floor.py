@@ -14,7 +14,8 @@ from typing import NamedTuple, Self
 import torch
 
 from eigengraft.optimizers import Optimizer
-from eigengraft.preconditioners import Stage
+from eigengraft.preconditioners import Stage, chain_slots
+from eigengraft.preconditioners.base import walk_blocks
 from eigengraft.preconditioners.kronecker.base import Factored
 from eigengraft.preconditioners.kronecker.eigenbasis import Eigenbasis
 from eigengraft.preconditioners.polar.spectral import Spectral
@@ -96,18 +97,10 @@ def step_work(optimizer: Optimizer) -> StepWork:
             for key, slot in state.slots():
                 passes = 1.0 if slot.role in _READ_ONLY else 2.0
                 total = total.plus(StepWork(traffic=passes * sum(tensor.nbytes for tensor in state.stored(key))))
-            for stage, block in _stages(state.rule.update, state.stack.block):
+            for _, stage, block in walk_blocks(state.rule.update, state.stack.block):
                 own = stage_work(stage, block)
                 total = total.plus(StepWork(*(blocks * value for value in own)))
     return total
-
-
-def _stages(stages: tuple[Stage, ...], block: tuple[int, ...]) -> Iterator[tuple[Stage, tuple[int, ...]]]:
-    """Every stage of a chain and of the chains inside it, with the block that it sees."""
-    for stage in stages:
-        yield stage, block
-        for part, inside in stage.chains().items():
-            yield from _stages(inside, stage.inner_block(part, block))
 
 
 def stage_work(stage: Stage, block: tuple[int, ...]) -> StepWork:
@@ -144,8 +137,8 @@ def _moved(stage: Eigenbasis) -> tuple[str, ...]:
 
 
 def _inner_slots(stage: Eigenbasis, block: tuple[int, ...]) -> Iterator[Slot]:
-    for inner, seen in _stages(stage.inner, stage.inner_block("inner", block)):
-        yield from inner.slots(seen).values()
+    for inner in stage.inner(block).values():
+        yield from (slot for *_, slot in chain_slots(inner.chain, inner.block))
 
 
 def _polar(stage: Spectral, block: tuple[int, ...]) -> float:

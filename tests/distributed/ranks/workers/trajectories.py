@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import eigengraft
-from eigengraft import Optimizer, Slot, Stage, State, StepContext, load_recipe
+from eigengraft import Optimizer, Request, Slot, Stage, State, StepContext, Traits, load_recipe
 from eigengraft.distributed.gradients import BackwardGather
 from eigengraft.distributed.layouts import local
 from eigengraft.numerics import block_norm
@@ -32,7 +32,10 @@ class Listening(Stage):
     """d min(1, 1 / ||all gradients||) loss / (1 + total of ||d||) + 0.1 W h,  h the provided Hessian diagonal"""
 
     kind: Literal["listening_for_test"] = "listening_for_test"
-    requires: ClassVar[frozenset[str]] = frozenset({"gradient_norm", "loss", "parameter", "hessian_diagonal"})
+
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        names = ("gradient_norm", "loss", "parameter", "hessian_diagonal")
+        return Traits(signals=tuple(map(Request, names)))
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
         return {"length": Slot((), role="count", total=True)}
