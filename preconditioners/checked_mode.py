@@ -1,8 +1,8 @@
-"""Checked mode: the contract of a stage, checked around each of its verbs while it runs.
+"""Checked mode: the contract of a stage, checked around each of its hooks while it runs.
 
 A wrong shape, an input that was written to, state that was changed and not written back and a number that stopped
-being finite are raised as a `ContractError` with the path of the stage, its verb and the step. Nothing is copied: torch
-counts the writes to a tensor (`Tensor._version`), and the counts before and after a verb are compared.
+being finite are raised as a `ContractError` with the path of the stage, its hook and the step. Nothing is copied: torch
+counts the writes to a tensor (`Tensor._version`), and the counts before and after a hook are compared.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from eigengraft.state_key import StateKey
 from eigengraft.step_context import StepContext
 
 
-class Verbs(Protocol):
-    """The three verbs of a stage."""
+class Hooks(Protocol):
+    """The hooks that change state or a direction."""
 
     def observe(self, state: State, gradient: Tensor, context: StepContext) -> None: ...
 
@@ -35,11 +35,11 @@ class Verbs(Protocol):
 
 @dataclass
 class Call:
-    """One running verb of one stage.
+    """One running hook of one stage.
 
-    what: "<path>: <verb>() at step <t>", for errors.
+    what: "<path>: <hook>() at step <t>", for errors.
     fine: `[N]`, the blocks whose inputs are finite and whose state is written; only these must stay finite.
-    loads: key -> tensors of that slot that the verb got, each with its count of writes at that time.
+    loads: key -> tensors of that slot that the hook got, each with its count of writes at that time.
     """
 
     what: str
@@ -83,7 +83,7 @@ class Checks(Watch):
 
     @contextmanager
     def call(self, what: str, inputs: Mapping[str, Tensor], state: State) -> Iterator[None]:
-        """One call of a verb; nothing that is given may be written to, what is loaded and changed is written back."""
+        """One call of a hook; nothing that is given may be written to, what is loaded and changed is written back."""
         versions = {name: tensor._version for name, tensor in inputs.items()}
         call = Call(what, _fine(inputs, state.mask))
         self._calls.append(call)
@@ -132,10 +132,10 @@ class Checks(Watch):
             )
 
 
-class CheckedVerbs:
-    """The verbs of a stage, each one watched."""
+class CheckedHooks:
+    """The hooks of a stage, each one watched."""
 
-    def __init__(self, stage: Verbs, watch: Watch) -> None:
+    def __init__(self, stage: Hooks, watch: Watch) -> None:
         self.stage, self.watch = stage, watch
 
     def observe(self, state: State, gradient: Tensor, context: StepContext) -> None:
@@ -154,9 +154,9 @@ class CheckedVerbs:
         return result
 
 
-def watched(stage: Verbs, state: State) -> Verbs:
-    """The verbs of a stage: its own, or in checked mode those that watch it."""
-    return stage if state.storage.watch is None else CheckedVerbs(stage, state.storage.watch)
+def watched(stage: Hooks, state: State) -> Hooks:
+    """The hooks of a stage: its own, or in checked mode those that watch it."""
+    return stage if state.storage.watch is None else CheckedHooks(stage, state.storage.watch)
 
 
 def _require_untouched(inputs: Mapping[str, Tensor], versions: Mapping[str, int], what: str) -> None:
@@ -183,9 +183,9 @@ def _fine(inputs: Mapping[str, Tensor], mask: Tensor | None) -> Tensor:
     return torch.stack(parts if mask is None else [*parts, mask]).all(0)
 
 
-def _what(verb: str, state: State, context: StepContext) -> str:
+def _what(hook: str, state: State, context: StepContext) -> str:
     steps = sorted({int(step) for step in context.steps}) or [0]
-    return f"{state.path}: {verb}() at step {steps[0]}" + (f" to {steps[-1]}" if steps[-1] > steps[0] else "")
+    return f"{state.path}: {hook}() at step {steps[0]}" + (f" to {steps[-1]}" if steps[-1] > steps[0] else "")
 
 
 def _stack(shape: tuple[int, ...]) -> str:

@@ -70,7 +70,7 @@ def machinery(name: str) -> frozenset[str]:
     asked = {
         "priming": any(stage.cached_traits().lagged for stage in stages),
         "stacks of whole parameters": any(stage.cached_traits().sums for stage in stages),
-        "a rotation that verbs share": any(getattr(stage, "statistic_frame", "fixed") != "fixed" for stage in stages),
+        "a rotation that hooks share": any(getattr(stage, "statistic_frame", "fixed") != "fixed" for stage in stages),
         "stages after decay": any(rule.after_decay for rule in recipe.updates().values()),
         "decay in gradients": recipe.decays_in_gradient(),
         f"averaging {getattr(recipe.averaging, 'kind', '')}": recipe.averaging is not None,

@@ -109,11 +109,11 @@ class Watch(Protocol):
         """A slot was written back."""
 
     def call(self, what: str, inputs: Mapping[str, Tensor], state: State) -> AbstractContextManager[None]:
-        """Around a verb of a stage. what: "<stage path>: <verb>() at step <t>". state: of the stage."""
+        """Around a hook of a stage. what: "<stage path>: <hook>() at step <t>". state: of the stage."""
         ...
 
     def returned(self, value: object, direction: Tensor) -> None:
-        """The running verb returned this for that direction."""
+        """The running hook returned this for that direction."""
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,7 @@ def test_gauss_seidel_observes_and_refreshes_one_axis_after_another(timing: str,
 
 
 @pytest.mark.parametrize("name", ["run", "prime", "due", "cached_traits", "keeps_state", "_observe_and_refresh"])
-def test_what_runs_the_verbs_is_final(name: str, registry: None) -> None:
+def test_what_runs_the_hooks_is_final(name: str, registry: None) -> None:
     fields = {"kind": "test_own", "__annotations__": {"kind": Literal["test_own"]}, "apply": Diary.apply}
     with pytest.raises(TypeError, match=f"Own: `{name}` of Stage is final, got an override"):
         type("Own", (Stage,), {**fields, name: lambda self: None})
@@ -197,7 +197,7 @@ def test_failures_are_counted_in_slots_of_that_role_whatever_their_name() -> Non
 
 @pytest.mark.parametrize("timing", ["current", "lagged"])
 def test_a_basis_that_statistics_live_in_is_read_once_a_step(timing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Codes of a basis are decoded once and the gradient rotated once, however many verbs need it."""
+    """Codes of a basis are decoded once and the gradient rotated once, however many hooks need it."""
     stage = Stepper(
         {
             "kind": "eigenbasis",
