@@ -22,7 +22,9 @@ class Normalize(Stage):
     unit_norm:        target 1
     norm_preserving:  target ||gradient||
 
-    Factors that depend on the shape alone are the stage `scale`.
+    Before the first stage that keeps state the gradient is d itself. To give a map without state the norm of what it
+    maps, `graft` it as `direction` onto the `magnitude` identity. Factors that depend on the shape alone are the stage
+    `scale`.
     """
 
     kind: Literal["normalize"] = "normalize"
