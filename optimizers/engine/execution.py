@@ -100,6 +100,9 @@ def choose_execution(own: StackState, recipe: Recipe, stored: Iterable[torch.dty
         if apart is None and math.prod(own.stack.block) < 2:
             return Execution(reason="a single number would need a kernel of its own")
         rule = own.rule
+        cadences = [cadence for _, stage in rule.stages() if (cadence := stage.cadence()) is not None]
+        if any(cadence.interval <= 1 for cadence in cadences):
+            return Execution(reason="each of its steps has a refresh, which no compiled program is of")
         decay = rule.weight_decay if isinstance(rule, Route) and rule.weight_decay is not None else recipe.weight_decay
         if shared:
             return Execution(reason="stages take sums over parameters, of which other stacks hold blocks too")
