@@ -1,6 +1,6 @@
 """Recipes, and the optimizers they become."""
 
-from .apply.weight_decay import WeightDecay as WeightDecay
+from .apply.write import WeightDecay as WeightDecay
 from .checkpoint.trainer_callback import ConsolidateOnSave as ConsolidateOnSave
 from .convert_storage import convert_storage as convert_storage
 from .inspection.reporting import RoutedParameter as RoutedParameter

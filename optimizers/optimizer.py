@@ -23,7 +23,7 @@ from .checkpoint.load_plan import strict_loading
 from .checkpoint.pickling import restored, snapshot
 from .checkpoint.replaced_params import adopt_parameters, require_values
 from .engine.param_sets import ParamSets
-from .engine.signals import Given, SignalSource, with_partners
+from .engine.signals import Given, SignalSource, Steps, with_partners
 from .inspection.reached import require_expected, require_matches, require_partners
 from .inspection.reporting import Reporting
 from .isolation import in_surroundings, isolated, isolation, kept_from_compiler, without_dynamo
@@ -51,6 +51,8 @@ class Optimizer(Reporting, torch.optim.Optimizer):
     _model: weakref.ref[torch.nn.Module] | None = None
     _unknown_buffers = False
     """Whether the user was warned that no model, and so no buffers, are known."""
+    _rounding: RoundingWatch | None = None
+    """What watches for updates that rounding loses, until it has seen enough."""
     _warned_of_peak = False
     """Whether the user was warned that the peak of the learning rate rose."""
 
@@ -79,7 +81,7 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         super().__init__(described.params, defaults)
         self._known = None
         if not any(constraint.rounds for rule in self.recipe.updates().values() for constraint in rule.constraints):
-            self.register_step_post_hook(RoundingWatch().look)
+            self._rounding = RoundingWatch()
         with isolation(self):
             self.param_sets.complete(0, self.param_groups, self.state)
         if not all(route.optional for route in self.recipe.routes):
@@ -93,6 +95,11 @@ class Optimizer(Reporting, torch.optim.Optimizer):
     def known_model(self) -> torch.nn.Module | None:
         """The model that the optimizer was composed with, if it is there; copies of the optimizer know none."""
         return None if self._model is None else self._model()
+
+    @property
+    def iterate(self) -> Mode:
+        """Which iterate the parameters hold: the one to "train" or the one to "eval"."""
+        return next((group.get("iterate", "train") for group in self.param_groups), "train")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group: `params`, optionally `lr`, `weight_decay` and `peak_lr`, and keys of the user's own.
@@ -170,24 +177,30 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         require_values(self.param_sets)
         warn_of_options(self.param_groups, self.recipe)
         self.param_sets.thaw(self.state, "train")
-        self.param_sets.schedules.follow(self.param_sets)
+        if self.param_sets.schedules.ramps:
+            self.param_sets.schedules.follow(self.param_sets)
         hypers = [read_hyper(group, self.param_sets.follows_peak is not None) for group in self.param_groups]
-        ready = [(param_set, param_set.prepare(hypers)) for param_set in self.param_sets]
-        told = self.param_sets.signals.take(ready)  # all have prepared, which may raise
+        ready: Steps = [(param_set, param_set.prepare(hypers)) for param_set in self.param_sets]
+        if self.param_sets.asks_signals:
+            ready = with_partners(self.param_sets, self.param_sets.signals.take(ready))  # all have prepared
         for group, hyper in zip(self.param_groups, hypers, strict=True):
             if hyper.peak_lr != group["peak_lr"]:
                 self._keep_peak(group, hyper)
-        for param_set, inputs in with_partners(self.param_sets, told):
+        for param_set, inputs in ready:
             if inputs is not None:
                 param_set.step(inputs)
         if search is not None and passes is not None:
             with self.param_sets.signals.listeners.pause():
                 search.finish(passes, loss, self.param_groups, self._mean_over_ranks)
+        if self._rounding is not None and self._rounding.look(self):
+            self._rounding = None
         return loss
 
     def _passes(self, closure: Callable[[], Any] | None, parameters: Iterable[Tensor]) -> Passes | None:
         """The calls of a closure in this step; None without one."""
         rule = next((name for name in ("sam", "line_search") if getattr(self.recipe, name) is not None), None)
+        if closure is None and rule is None:
+            return None
         require_closure(closure, rule)
         model = self.known_model
         if rule is not None and model is None and not self._unknown_buffers:

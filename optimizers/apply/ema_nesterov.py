@@ -14,7 +14,7 @@ from eigengraft.slots import Slot
 
 from .averaging import Averaging, IterateBatch, accumulate, blend
 from .parameter_update import ParameterUpdate
-from .weight_decay import nonzero_peak
+from .write import nonzero_peak
 
 
 class EMANesterov(Averaging):

@@ -1,60 +1,16 @@
-"""Updates of several tensors, as objects: on their way to parameters, or to the iterates that stand for them."""
+"""An update of several tensors under constraints, on its way to parameters or to the iterates that stand for them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import compress
-from operator import attrgetter
-from typing import NamedTuple, Self
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from eigengraft.numerics import copies
 
 from .constraints import Constraint, ConstraintContext, Slots
-from .weight_decay import StepScale
-from .write import decay, put, with_decay, write
-
-
-class EntryUpdates(NamedTuple):
-    """n updates, in three columns: no object is made for each of the many parameters of a stack.
-
-    positions: `[n]`, position of the parameter that each changes.
-    entries: the entries that it changes, a view of what this rank holds of the parameter, or all of that.
-    values: what they are changed by, of the same shape.
-    """
-
-    positions: NDArray[np.int64]
-    entries: Sequence[Tensor]
-    values: Sequence[Tensor]
-
-    @classmethod
-    def of_rows(cls, rows: Iterable[tuple[int, Tensor, Tensor]]) -> Self:
-        """The updates (position, entries, value)."""
-        found = list(rows)
-        positions = np.fromiter((position for position, _, _ in found), np.int64, len(found))
-        return cls(positions, [entries for _, entries, _ in found], [value for _, _, value in found])
-
-    @classmethod
-    def of_parameters(
-        cls, parameters: Sequence[Tensor], positions: NDArray[np.int64], values: Iterable[Tensor]
-    ) -> Self:
-        """Updates of whole parameters, given in any shape."""
-        entries = [parameters[position] for position in positions.tolist()]
-        values, shape = list(values), attrgetter("shape")
-        if list(map(shape, values)) != list(map(shape, entries)):
-            values = [value.reshape(own.shape) for own, value in zip(entries, values, strict=True)]
-        return cls(positions, entries, values)
-
-    def chosen(self, rows: NDArray[np.bool_]) -> Self:
-        """The updates where `rows` `[n]` is True."""
-        if rows.all():
-            return self
-        entries, values = (list(compress(column, rows.tolist())) for column in (self.entries, self.values))
-        return type(self)(self.positions[rows], entries, values)
+from .write import StepScale, decay, put, with_decay, write
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from eigengraft.distributed.layouts import local
 from eigengraft.errors import warn_user
 from eigengraft.numerics import fake_mode
-
-from ..isolation import kept_from_compiler
 
 _WINDOW = 5
 """Steps over which a parameter is watched."""
@@ -26,24 +22,19 @@ class RoundingWatch:
 
     It looks twice, five steps apart, at no more than 65536 entries, and only while the learning rate is at
     least half of its peak, so that a warm-up says nothing. Entries without a gradient
-    do not count. `look` is a hook of torch optimizers, called after each step.
+    do not count. `look` is called after each step.
     """
 
     def __init__(self) -> None:
         self._chosen: tuple[int, int] | None = None
         self._seen: tuple[Tensor, Tensor] | None = None
         self._steps = 0
-        self._done = False
 
-    @kept_from_compiler
-    def look(self, optimizer: torch.optim.Optimizer, args: Any = (), kwargs: Any = None) -> None:
-        """Takes a sample of one parameter, or compares it with the one that was taken."""
-        if self._done:
-            return
+    def look(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Take a sample of one parameter, or compare it with the one that was taken. Return True if all is known."""
         self._chosen = self._chosen or _largest(optimizer)
         if self._chosen is None:
-            self._done = True
-            return
+            return True
         group, position = optimizer.param_groups[self._chosen[0]], self._chosen[1]
         parameter, lr = group["params"][position], float(group["lr"])
         if lr < 0.5 * float(group["peak_lr"]) or parameter.grad is None:
@@ -53,9 +44,10 @@ class RoundingWatch:
         else:
             self._steps += 1
             if self._steps == _WINDOW:
-                self._done = True
                 names = group.get("param_names") or [f"a parameter of shape {tuple(parameter.shape)}"] * (position + 1)
                 _warn(names[position], parameter, self._seen[1], lr)
+                return True
+        return False
 
 
 def _largest(optimizer: torch.optim.Optimizer) -> tuple[int, int] | None:

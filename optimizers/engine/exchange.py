@@ -22,8 +22,7 @@ from eigengraft.chains import asking
 from eigengraft.numerics import compute_dtype
 
 from ..apply import IterateStore
-from ..apply.parameter_update import EntryUpdates
-from ..apply.write import Rates, decayed_gradient
+from ..apply.write import EntryUpdates, Rates, decayed_gradient
 from ..recipe.recipe import Recipe
 from ..sharding.placement import ParamSpec
 from ..sharding.rank_checks import failed_roots

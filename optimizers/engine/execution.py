@@ -20,7 +20,7 @@ from eigengraft.numerics import active_fake_mode
 from eigengraft.ramps import schedules
 from eigengraft.slots import State
 
-from ..apply.weight_decay import StepScale, WeightDecay
+from ..apply.write import StepScale, WeightDecay
 from ..recipe.recipe import Recipe, Route
 from .exchange import Step
 from .program import StackStep, move

@@ -13,16 +13,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eigengraft.chains import asking
-from eigengraft.distributed.gradients import local_gradients
-from eigengraft.distributed.layouts import are_dtensors_known, local
+from eigengraft.distributed.layouts import are_dtensors_known, local, local_gradients
 from eigengraft.distributed.rank_group import RankGroup
 from eigengraft.state_key import StateKey
 from eigengraft.step_context import StepContext
 
 from ..apply import IterateStore, ParameterUpdate
 from ..apply.averaging import Mode
-from ..apply.parameter_update import EntryUpdates
-from ..apply.write import Hyper, Rates, RouteRates, write
+from ..apply.write import EntryUpdates, Hyper, Rates, RouteRates, write
 from ..recipe.recipe import Recipe, Route
 from ..sharding.phases import Phases
 from ..sharding.placement import ParamSpec
@@ -90,6 +88,7 @@ class ParamSet:
         shard_sums = rank_checks.sums if rank_checks is not None and constrains_shards else None
         paired = {path for path, update in self.updates.items() if "partner_before" in asking(update.stages())}
         self.iterates = IterateStore(recipe.averaging, constraints, self.local, paths, shard_sums, paired)
+        self._keeps_iterates = bool(self.iterates)
         exchange = LocalExchange(specs, self.iterates, recipe.failure.roots)
         self.exchange: BlockExchange = exchange
         if rank_checks is not None:
@@ -185,7 +184,7 @@ class ParamSet:
         self.step_counts[step.active] += 1
         self._begun |= step.active
         moved = step.active & (self.update_counts > 0)
-        if self.iterates:
+        if self._keeps_iterates:
             self.iterates.signals = step.outputs
             self.iterates.adopt_writes(np.flatnonzero(moved & (self.update_counts > 1)).tolist())
             self.iterates.begin(np.flatnonzero(moved & (self.update_counts == 1)).tolist())
@@ -250,7 +249,7 @@ class ParamSet:
         masks = None if step.mask is None else [step.mask[position] for position in positions]
         scale = step.rates.step_scale(path, positions[0])
         scale = scale if self._decay_sources[path] is None else scale.without_decay
-        if self.iterates:
+        if self._keeps_iterates:
             update = ParameterUpdate(values, scale, masks)
             self.iterates.step(positions, self.update_counts[positions], update, step.rates.hypers[group])
         else:

@@ -41,6 +41,7 @@ class ParamSets:
     batches: how many groups there were each time when owners were decided.
     built: for each of these times, the parameter sets of the groups since the one before, as `build` makes them.
     signals, schedules: what stages ask for besides gradients, and their numbers that change during the run.
+    asks_signals: whether a step takes anything from `signals`.
     consolidated: what `consolidate` has gathered of the present state; None: nothing.
     """
 
@@ -53,6 +54,7 @@ class ParamSets:
         self.frozen: list[list[bool]] = []
         self.batches: list[int] = []
         self.consolidated: object | None = None
+        self.asks_signals = False
         self._shown = ShownState({}, [], [])
         self.signals, self.schedules = Signals(recipe), Schedules(recipe)
         self._assignments = Assignments(recipe, others)
@@ -168,6 +170,7 @@ class ParamSets:
             param_set.note_counts()
         inherit_counts(param_sets, self.built[batch])
         self.built[batch] = param_sets
+        self.asks_signals = self.signals.asked_by(self)
         self.consolidated = None
         self._note_shown(state)
 

@@ -21,8 +21,7 @@ from eigengraft.slots import State
 from eigengraft.state_key import StateKey
 from eigengraft.step_context import StepContext
 
-from ..apply.weight_decay import StepScale
-from ..apply.write import Rates, decayed_gradient, with_decay, write
+from ..apply.write import Rates, StepScale, decayed_gradient, with_decay, write
 from ..recipe.recipe import Update
 from .equal_blocks import connected
 from .stack_state import ActiveBlocks, StackState

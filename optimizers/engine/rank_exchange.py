@@ -20,9 +20,7 @@ from eigengraft.distributed.transfers import Arrived, Assembly, EntryReader, Sou
 from eigengraft.distributed.work import Work
 from eigengraft.numerics import compute_dtype
 
-from ..apply.parameter_update import EntryUpdates
-from ..apply.weight_decay import StepScale
-from ..apply.write import after_write, decayed_gradient
+from ..apply.write import EntryUpdates, StepScale, after_write, decayed_gradient
 from ..recipe.recipe import Recipe
 from ..sharding.placement import ParamSpec
 from ..sharding.rank_checks import RankChecks, step_numbers

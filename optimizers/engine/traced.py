@@ -27,7 +27,7 @@ from eigengraft.slots import EncodedSlot, State, Storage
 from eigengraft.state_key import StateKey
 from eigengraft.step_context import TYPICAL_STEP, Question, StepContext
 
-from ..apply.weight_decay import StepScale, WeightDecay
+from ..apply.write import StepScale, WeightDecay
 from ..recipe.recipe import Update
 from .program import add_decay, direction, move, plus_decay
 

@@ -124,8 +124,8 @@ class Reporting:
 
     @property
     def iterate(self) -> Mode:
-        """Which iterate the parameters hold: the one to "train" or the one to "eval"."""
-        return next((group.get("iterate", "train") for group in self.param_groups), "train")
+        """Which iterate the parameters hold."""
+        raise NotImplementedError
 
     @isolated
     def watch_next_step(self: Watched) -> None:

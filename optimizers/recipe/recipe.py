@@ -22,7 +22,7 @@ from eigengraft.state_key import StateKey
 
 from ..apply import Averaging, Constraints, LineSearch, SharpnessAware
 from ..apply.failure import Failure
-from ..apply.weight_decay import Decoupled, WeightDecay
+from ..apply.write import Decoupled, WeightDecay
 from ..lr_scale import LRScale
 from .expect import ExpectationText, expected_updates
 from .routing import Match, ParamInfo

@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError
 import eigengraft
 from eigengraft import RecipeError, Stage
 from eigengraft.component import Component, checked, families
-from eigengraft.optimizers.apply.weight_decay import WeightDecay
+from eigengraft.optimizers.apply.write import WeightDecay
 from eigengraft.optimizers.recipe.schema import json_schema
 from eigengraft.preconditioners import RMS, Cadence, Chain, Eigenbasis, Every, Gram, Momentum, Shampoo
 

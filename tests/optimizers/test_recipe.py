@@ -12,7 +12,7 @@ from torch import nn
 
 import eigengraft
 from eigengraft import Recipe, RecipeError, Route, Stage, load_recipe
-from eigengraft.optimizers.apply.weight_decay import Decoupled
+from eigengraft.optimizers.apply.write import Decoupled
 from eigengraft.optimizers.recipe.export_shipped import shipped_json
 from eigengraft.optimizers.recipe.loading import parse_yaml, read_yaml, recipe_folder
 from eigengraft.optimizers.recipe.overrides import apply_overrides, differences

@@ -1,5 +1,6 @@
 """Signals of an optimizer, from those who provide them to the step that takes them. Parameter sets come in here."""
 
+from .partners import Steps as Steps
 from .partners import with_partners as with_partners
 from .provided import Given as Given
 from .provided import SignalSource as SignalSource

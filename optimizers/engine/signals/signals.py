@@ -63,11 +63,12 @@ class Signals:
             self.provided.add(signal, value, parameters)
         return asked
 
+    def asked_by(self, param_sets: Iterable[ParamSet]) -> bool:
+        """Whether steps of parameter sets take anything but signals that are found for each stack."""
+        return not self.listeners.asking.keys() <= PER_STACK or any(map(self._total_keys, param_sets))
+
     def take(self, steps: Sequence[tuple[ParamSet, Step | None]]) -> list[tuple[ParamSet, Step | None]]:
         """The steps with their signals. Raises ValueError, on all ranks, for one that is required and not there."""
-        quiet = self.listeners.asking.keys() <= PER_STACK
-        if quiet and not any(self._total_keys(param_set) for param_set, _ in steps):
-            return list(steps)
         parameters = [parameter for param_set, _ in steps for parameter in param_set.parameters]
         for name, sources in self.provided.sources.items():
             for given in [source() for source in sources]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import eigengraft
 from eigengraft import Optimizer
-from eigengraft.optimizers.apply.weight_decay import WeightDecay
+from eigengraft.optimizers.apply.write import WeightDecay
 
 PEAK, RATE = 0.5, 0.2
 
