@@ -283,7 +283,8 @@ class Program:
             compiled(self.samples())
         except Exception as error:
             path = f"{self.source.path}.compile".lstrip(".")
-            raise RuntimeError(f"{path}: a C++ compiler for torch.compile is required, got {error}") from error
+            needs = "on a CPU it needs a C++ compiler"
+            raise RuntimeError(f"{path}: Inductor could not compile the steps, {error}; {needs}") from error
         return compiled
 
     def samples(self) -> list[Tensor]:
