@@ -104,9 +104,14 @@ class EntryProgram:
         decay = self.decay.model_dump_json()
         return (_chains(self.update), self.path, decay, self.axes, self.keys, self.dtype, self.stored, self.device)
 
+    @property
+    def block(self) -> tuple[int, ...]:
+        """A shape of some entries, with as many axes as blocks have."""
+        return (64, *[1] * (self.axes - 1))
+
     def samples(self) -> list[Tensor]:
         """A parameter, its gradient and slots, `[1, 64, 1, ...]`, and the numbers of a write, all 0."""
-        shape = (1, 64, *[1] * (self.axes - 1))
+        shape = (1, *self.block)
         dtypes = (self.stored, self.stored, *[self.dtype] * len(self.keys))
         numbers = numbers_of(WriteNumbers(*[0.0] * len(WriteNumbers._fields)), self.dtype, self.device)
         return [*(torch.zeros(shape, dtype=own, device=self.device) for own in dtypes), *numbers]
@@ -116,7 +121,7 @@ class EntryProgram:
         held = dict(zip(self.keys, rest, strict=False))
         lr, shrink, alpha, rate, factor = rest[len(held) :][: len(WriteNumbers._fields)]
         scale = StepScale(lr, alpha, self.decay, rate, shrink)
-        state = State(held, tuple(parameter.shape[1:]), self.path)
+        state = State(held, self.block, self.path)
         move(self.update, state.scope, (parameter, gradient), tracing_context(ask, questions), scale, factor)
         return ()
 
