@@ -19,7 +19,7 @@ from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
 from .cadence import Cadence
-from .checked_mode import watched
+from .checked_mode import CheckedHooks, Hooks
 from .traits import Traits
 
 _T = TypeVar("_T")
@@ -216,13 +216,18 @@ class Stage(Schedulable, ABC, family="stage"):
         return context.due[id(self)]
 
     @final
+    def _hooks(self, state: State) -> Hooks:
+        """The hooks of the stage: its own, or in checked mode those that watch it."""
+        return self if state.storage.watch is None else CheckedHooks(self, state.storage.watch)
+
+    @final
     def run(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         """One step: observe, refresh the rows that are due, apply; a lagged stage applies first."""
         lagged = self.cached_traits().lagged
         try:
             if not lagged:
                 self._observe_and_refresh(state, gradient, direction, context)
-            result = watched(self, state).apply(state, gradient, direction, context)
+            result = self._hooks(state).apply(state, gradient, direction, context)
             if lagged:
                 self._observe_and_refresh(state, gradient, direction, context)
             return result
@@ -242,16 +247,16 @@ class Stage(Schedulable, ABC, family="stage"):
         inside = (stage for part in self.inner(state.block).values() for _, stage in walk(part.chain))
         if any(stage.cached_traits().lagged for stage in inside):
             own = state.unwritten()
-            watched(self, own).apply(own, gradient, direction, context)
+            self._hooks(own).apply(own, gradient, direction, context)
 
     @final
     def _observe_and_refresh(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> None:
         """Observe, then refresh the rows that are due."""
         x = gradient if self.cached_traits().learns == "gradient" else direction
-        watched(self, state).observe(state, x, context)
+        self._hooks(state).observe(state, x, context)
         for start, stop, first in self.due(context):
             rows = state if stop - start == len(x) else state.slice_rows(start, stop)
-            watched(self, rows).refresh(rows, x[start:stop], context.slice_rows(start, stop, first))
+            self._hooks(rows).refresh(rows, x[start:stop], context.slice_rows(start, stop, first))
 
 
 Stages = Annotated[tuple[Stage, ...], ChainOf("stage", "stages of a chain")]

@@ -154,11 +154,6 @@ class CheckedHooks:
         return result
 
 
-def watched(stage: Hooks, state: State) -> Hooks:
-    """The hooks of a stage: its own, or in checked mode those that watch it."""
-    return stage if state.storage.watch is None else CheckedHooks(stage, state.storage.watch)
-
-
 def _require_untouched(inputs: Mapping[str, Tensor], versions: Mapping[str, int], what: str) -> None:
     for name, tensor in inputs.items():
         if tensor._version != versions[name]:

@@ -8,7 +8,7 @@ import pytest
 from eigengraft import load_recipe, shipped_recipes
 from eigengraft.chains import requested
 from eigengraft.optimizers.engine.signals import OWN
-from eigengraft.optimizers.engine.signals.listeners import listeners
+from eigengraft.optimizers.engine.signals.signals import listeners
 from eigengraft.preconditioners import walk
 
 SHIPPED = shipped_recipes()

@@ -23,7 +23,7 @@ from ..sharding.placement import ParamSpec
 from .param_set import ParamSet
 from .shown_state import ShownState, fill, host_changes, own_state, refuse, show
 from .signals import Signals
-from .signals.schedules import Schedules
+from .signals.signals import Schedules
 
 StateValues = Mapping[Tensor, Mapping[str, Tensor]]
 """State by parameter and state key."""

@@ -23,7 +23,7 @@ from eigengraft.step_context import StepContext
 
 from ..apply.write import Rates, StepScale, decayed_gradient, with_decay, write
 from ..recipe.recipe import Update
-from .equal_blocks import connected
+from .block_groups import connected
 from .stack_state import ActiveBlocks, StackState
 
 _T = TypeVar("_T")

@@ -15,7 +15,7 @@ from eigengraft.errors import name_some
 from ..apply.averaging import Mode
 from ..engine.param_sets import ParamSets
 from ..engine.shown_state import own_state
-from ..engine.signals.schedules import steps_taken
+from ..engine.signals.signals import steps_taken
 from ..engine.stack_state import StackState
 from ..isolation import isolated
 from ..recipe.recipe import Recipe

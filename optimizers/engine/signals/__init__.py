@@ -2,7 +2,7 @@
 
 from .partners import Steps as Steps
 from .partners import with_partners as with_partners
-from .provided import Given as Given
-from .provided import SignalSource as SignalSource
 from .signals import OWN as OWN
+from .signals import Given as Given
 from .signals import Signals as Signals
+from .signals import SignalSource as SignalSource

@@ -16,8 +16,7 @@ from eigengraft.state_key import PARTNER_STAGE
 
 from ..exchange import Step
 from ..param_set import ParamSet
-from .listeners import DescribedSets
-from .signals import Signals
+from .signals import DescribedSets, Signals
 
 Steps = Sequence[tuple[ParamSet, Step | None]]
 
