@@ -180,9 +180,13 @@ class Stage(Schedulable, ABC, family="stage"):
     @final
     def keeps_state(self, block: tuple[int, ...]) -> bool:
         """Whether the stage, or one inside it, has a slot for such a block."""
-        if block not in self._keeps:
-            self._keeps[block] = any(True for _ in chain_slots((self,), block))
-        return self._keeps[block]
+        try:
+            return self._keeps[block]
+        except (KeyError, TypeError) as missing:
+            found = any(True for _ in chain_slots((self,), block))
+            if isinstance(missing, KeyError):  # else the block is traced: its sizes are symbols, which have no hash
+                self._keeps[block] = found
+            return found
 
     @cached_property
     def _traits(self) -> dict[tuple[int, ...], Traits]:
