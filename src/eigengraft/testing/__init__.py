@@ -3,8 +3,13 @@
 The functions here run the same laws as the package's own tests and need no test runner: they raise a `LawError` (an
 `AssertionError`) that names the component, the law, what was required and what was got, and return a short report
 otherwise.
+
+`with accelerator("cuda") as counts:` counts host waits, copies, kernels and bytes on a simulated device.
 """
 
+from .accelerator import Counts as Counts
+from .accelerator import LineCounts as LineCounts
+from .accelerator import accelerator as accelerator
 from .check import check_quantizer as check_quantizer
 from .check import check_solver as check_solver
 from .check import check_stage as check_stage

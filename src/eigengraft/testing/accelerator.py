@@ -1,0 +1,362 @@
+"""A simulated accelerator: tensors that say `cuda:0` and compute on the CPU, with counts of what a device would do.
+
+    with accelerator("cuda") as run:
+        model.to(run.device)
+        optimizer = eigengraft.compose("soap", model)
+        ...
+        with accelerator("cuda") as step:
+            optimizer.step()
+    step.waits, step.uploads, step.kernels, step.traffic    # totals
+    step.by_line()                                          # the same by "file:line operation"
+
+A test suite without a GPU asks here whether steps stay on the device. Numbers are those of the CPU, bit for bit, where
+code takes the same branches. Like CUDA, the device refuses operations that mix devices; the host waits for values, for
+sizes that depend on values, and for copies from or to pageable memory. Time, streams, the rounding of CUDA's kernels
+and the cost of a fragmented memory are left out.
+
+The kind "cuda" takes branches on `device.type == "cuda"` and leaves nothing behind in the process; it has no backward,
+so that gradients are given. The kind "sim" uses torch's PrivateUse1: it has backward, hooks and autocast, stays
+registered, and must be entered before the first backward of a process. Both rely on names that are private to torch;
+`missing_names` lists those that this version of torch has not.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from types import CodeType
+from typing import Any, Literal
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from . import device_costs as costs
+from .device_registration import missing_names as missing_names
+from .device_registration import register_sim, set_cuda_guard
+
+Kind = Literal["cuda", "sim"]
+
+
+@dataclass
+class LineCounts:
+    """Work that one line of code asked a device for.
+
+    waits: times that the host waited for the device.
+    uploads, downloads: copies to and from the device, those that do not wait included.
+    kernels: kernels launched, at least.
+    traffic: bytes of the tensors given to and made by kernels.
+    """
+
+    waits: int = 0
+    uploads: int = 0
+    downloads: int = 0
+    kernels: int = 0
+    traffic: int = 0
+
+
+@dataclass
+class Counts(LineCounts):
+    """Work that the code inside `with accelerator(...)` asked the device for.
+
+    device: where tensors of the accelerator are.
+    live: bytes that tensors on the device hold now, beyond those held at the start; negative: fewer than then.
+    peak: the largest value that `live` had.
+    """
+
+    device: torch.device = torch.device("cuda:0")
+    live: int = 0
+    peak: int = 0
+    lines: dict[tuple[CodeType, int, str], LineCounts] = field(
+        default_factory=lambda: defaultdict(LineCounts), repr=False
+    )
+
+    def by_line(self, *names: str) -> dict[str, LineCounts]:
+        """Counts by "file:line operation". names: fields of which at least one is not 0; default: all lines."""
+        found = defaultdict[str, LineCounts](LineCounts)
+        for (code, line, operation), counts in self.lines.items():
+            if not names or any(getattr(counts, name) for name in names):
+                file = "/".join(Path(code.co_filename).parts[-3:])
+                _add(found[f"{file}:{line} {operation}"], counts)
+        return dict(sorted(found.items(), key=lambda item: (-item[1].waits, -item[1].kernels)))
+
+
+def _add(total: LineCounts, counts: LineCounts) -> None:
+    for own in fields(LineCounts):
+        setattr(total, own.name, getattr(total, own.name) + getattr(counts, own.name))
+
+
+@contextmanager
+def accelerator(kind: Kind = "cuda") -> Iterator[Counts]:
+    """Enter a simulated accelerator, and count the work that it is asked for until the end of the block.
+
+    Inside another block of the same kind, the device is that one; both blocks count.
+    """
+    device = _Device.current
+    if device is not None and device.place.type != kind:
+        raise RuntimeError(f"accelerator: kind '{device.place.type}' is required in its own block, got '{kind}'")
+    with ExitStack() as stack:
+        if device is None:
+            device = stack.enter_context(_Device(kind))
+        counts = Counts(device=device.place)
+        device.sections.append(counts)
+        stack.callback(device.sections.remove, counts)
+        yield counts
+
+
+class SimulatedTensor(torch.Tensor):
+    """A tensor on a simulated accelerator. host: a CPU tensor with its numbers; views share its memory."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    host: Tensor
+    _memory: _Memory
+
+    @staticmethod
+    def __new__(cls, host: Tensor) -> SimulatedTensor:
+        device = _entered()
+        place: dict[str, Any] = {"device": device.place, "storage_offset": host.storage_offset()}
+        make: Any = torch.Tensor._make_wrapper_subclass
+        made: SimulatedTensor = make(cls, host.size(), dtype=host.dtype, strides=host.stride(), **place)
+        made.host, made._memory = host.detach(), _Memory(device, host)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return _entered().__torch_dispatch__(func, types, args, kwargs)  # of the thread that runs backward
+
+    def data_ptr(self) -> int:
+        """The address of the first entry."""
+        return self.host.data_ptr()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        if not force:
+            raise TypeError(f"a tensor on the host is required, got one on {self.device}: call `.cpu()` first")
+        return self.detach().cpu().numpy()
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"SimulatedTensor({tuple(self.shape)}, {self.dtype}, {self.device})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        made: Tensor = SimulatedTensor(self.host.clone())
+        if isinstance(self, torch.nn.Parameter):
+            made = torch.nn.Parameter(made, self.requires_grad)
+        return memo.setdefault(id(self), made.requires_grad_(self.requires_grad))
+
+
+class _Memory:
+    """Bytes of the storage of a tensor, held until the last tensor that shares the storage is gone."""
+
+    def __init__(self, device: _Device, host: Tensor) -> None:
+        storage = host.untyped_storage()
+        self.device, self.key, self.size = device, storage._cdata, storage.nbytes()
+        if device.held[self.key] == 0:
+            device.hold(self.size)
+        device.held[self.key] += 1
+
+    def __del__(self) -> None:
+        self.device.held[self.key] -= 1
+        if self.device.held[self.key] == 0:
+            del self.device.held[self.key]
+            self.device.hold(-self.size)
+
+
+class _Event:
+    """What `torch.cuda.Event` does for copies to the host: it waits for work of the innermost block, not of others."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        self._section: Counts | None = None
+
+    def record(self, *stream: object) -> None:
+        self._section = _entered().sections[-1]
+
+    def query(self) -> bool:
+        return self._section is not _entered().sections[-1]
+
+    def synchronize(self) -> None:
+        if not self.query():
+            _entered().note("Event.synchronize", waits=1)
+
+
+def _cuda_answers() -> dict[str, Any]:
+    """Attributes of `torch.cuda` while the device is entered."""
+    wait = mock.Mock(side_effect=lambda *device: _entered().note("synchronize", waits=1))
+    answers = {"is_available": True, "is_bf16_supported": True, "device_count": 1, "current_device": 0}
+    values = {name: mock.Mock(return_value=value) for name, value in (answers | {"_lazy_init": None}).items()}
+    return {**values, "synchronize": wait, "Event": _Event}
+
+
+class _Device(TorchDispatchMode):
+    """The accelerator while it is entered: runs each operation on the CPU and counts what it costs.
+
+    sections: counts of the blocks that are entered, the innermost last.
+    held: number of tensors by storage.
+    """
+
+    current: _Device | None = None
+
+    def __init__(self, kind: Kind) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        if kind == "sim":
+            register_sim()
+        self.place, self.sections, self.held = torch.device(f"{kind}:0"), list[Counts](), Counter[int]()
+
+    def __enter__(self) -> _Device:
+        with ExitStack() as stack:
+            if self.place.type == "cuda":
+                set_cuda_guard(stack)
+                stack.enter_context(mock.patch.multiple(torch.cuda, **_cuda_answers()))
+            # `model.to(device)` keeps its parameters, `torch.tensor(x, device=...)` is a copy that modes are shown
+            swapping = torch.__future__.get_swap_module_params_on_conversion()
+            stack.callback(torch.__future__.set_swap_module_params_on_conversion, swapping)
+            torch.__future__.set_swap_module_params_on_conversion(True)
+            stack.callback(torch._C._set_only_lift_cpu_tensors, torch._C._only_lift_cpu_tensors())
+            torch._C._set_only_lift_cpu_tensors(True)
+            stack.enter_context(mock.patch.object(_Device, "current", self))
+            super().__enter__()  # type: ignore[no-untyped-call]
+            self._undo = stack.pop_all()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        self._undo.close()
+
+    def hold(self, size: int) -> None:
+        """Count bytes that are held from now on, or no longer."""
+        for counts in self.sections:
+            counts.live += size
+            counts.peak = max(counts.peak, counts.live)
+
+    def note(self, operation: str, **numbers: int) -> None:
+        """Add numbers to the counts of all blocks and of the line that asked."""
+        found, (code, line) = LineCounts(**numbers), _site()
+        for counts in self.sections:
+            _add(counts, found)
+            _add(counts.lines[code, line, operation], found)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name, tensors = dict(kwargs or {}), func.overloadpacket.__name__, _tensors((args, kwargs))
+        own = [x for x in tensors if isinstance(x, SimulatedTensor)]
+        target = torch.device(kwargs["device"]).type if kwargs.get("device") is not None else None
+        here = target == self.place.type
+        if name in ("_pin_memory", "is_pinned") and not own:  # memory of the host, which has no pages that move here
+            return func._schema.name.endswith("memory") and args[0].clone()
+        if kwargs.pop("pin_memory", False) and not (own or here):
+            return func(*args, **kwargs)
+        if not own and not here:
+            return func(*args, **kwargs)
+        copies = self._copies(name, args, kwargs, (own, tensors), target)
+        if not copies:
+            self._require_one_device(name, args, own, tensors)
+        if here:
+            kwargs["device"] = torch.device("cpu")
+        given = {id(x.host if isinstance(x, SimulatedTensor) else x): x for x in tensors}
+        plain_args, plain_kwargs = _mapped(_to_host, (args, kwargs))
+        found = _float_sums(plain_args) if _sums_in_float(func) else func(*plain_args, **plain_kwargs)
+        stays = here or (target is None and name != "_local_scalar_dense")
+        result = _mapped(lambda x: given.get(id(x), SimulatedTensor(x) if stays else x), found)
+        if not copies:
+            self._count(func, name, plain_args, own, _tensors(result))
+        return result
+
+    def _copies(self, name: str, args: Any, kwargs: Any, tensors: tuple[Any, Any], target: str | None) -> bool:
+        """Count a copy between host and device. Return whether the operation is one."""
+        own, given = tensors
+        up = not own if name == "_to_copy" else isinstance(_tensors(args[:1])[0], SimulatedTensor) if given else False
+        if name == "_to_copy":
+            if target is None or (target == self.place.type) is not up:
+                return False
+        elif name not in ("copy_", "_foreach_copy_") or len(own) == len(given) or not own:
+            return False
+        blocking = not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
+        times = len(args[0]) if name == "_foreach_copy_" else 1
+        self.note(name, waits=times * blocking, **{"uploads" if up else "downloads": times})
+        return True
+
+    def _require_one_device(self, name: str, args: Any, own: Any, tensors: Any) -> None:
+        """Count waits of operations on the device. Raise RuntimeError where CUDA refuses tensors of the host."""
+        indices = _tensors(args[1]) if name in costs.INDEXING else []
+        for index in indices:
+            if not isinstance(index, SimulatedTensor):
+                self.note(f"{name} by indices of the host", waits=1, uploads=1)
+            if costs.is_mask(index):
+                self.note(f"{name} by a mask", waits=1)
+        foreign = [x for x in tensors if own and not isinstance(x, SimulatedTensor)]
+        if name == "where" and foreign:
+            self.note("where with a number of the host", waits=1, uploads=1)
+        if name in costs.WAITING:
+            self.note(name, waits=1)
+        foreign = [x for x in foreign if not any(x is index for index in indices)]
+        if wrong := [tuple(x.shape) for x in foreign if x.ndim or name in costs.ONE_DEVICE]:
+            raise RuntimeError(
+                f"{name}: expected all tensors to be on the same device, got {self.place} and cpu (shapes {wrong})"
+            )
+
+    def _count(self, func: Any, name: str, args: Any, own: list[Any], made: list[Tensor]) -> None:
+        lists = [_tensors(x) for x in args if isinstance(x, (list, tuple))]
+        if launched := costs.kernels(func, args, lists):
+            here = [x for x in made if isinstance(x, SimulatedTensor)]
+            self.note(name, kernels=launched, traffic=costs.traffic(func, own, here))
+
+
+def _entered() -> _Device:
+    if _Device.current is None:
+        raise RuntimeError("a tensor of a simulated accelerator is used outside of `with accelerator(...)`")
+    return _Device.current
+
+
+def _to_host(x: Tensor) -> Tensor:
+    return x.host if isinstance(x, SimulatedTensor) else x
+
+
+def _sums_in_float(func: Any) -> bool:
+    """Whether an operation is a product of matrices of low precision with sums in float32, which CUDA alone has."""
+    return bool(func.overloadpacket.__name__ == "bmm" and func._overloadname == "dtype")
+
+
+def _float_sums(args: Any) -> Tensor:
+    return torch.bmm(args[0].float(), args[1].float()).to(args[2])
+
+
+def _tensors(x: Any) -> list[Tensor]:
+    """All tensors among the arguments or results of an operation."""
+    if isinstance(x, Tensor):
+        return [x]
+    if isinstance(x, dict):
+        x = list(x.values())
+    return [tensor for item in x for tensor in _tensors(item)] if isinstance(x, (tuple, list)) else []
+
+
+def _mapped(function: Callable[[Tensor], Any], x: Any) -> Any:
+    """Arguments or results with function(tensor) in place of each tensor."""
+    if isinstance(x, Tensor):
+        return function(x)
+    if isinstance(x, (tuple, list)):
+        return type(x)(_mapped(function, item) for item in x)
+    return {key: _mapped(function, item) for key, item in x.items()} if isinstance(x, dict) else x
+
+
+_OWN_FILES = (__file__, costs.__file__, mock.__file__)
+
+
+def _site() -> tuple[CodeType, int]:
+    """The code and line of the innermost caller outside of torch and of this file."""
+    frame: Any = sys._getframe(1)
+    while frame.f_back is not None and _is_inner(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame.f_code, frame.f_lineno
+
+
+@cache
+def _is_inner(file: str) -> bool:
+    return file in _OWN_FILES or "/torch/" in file or file.startswith("<")

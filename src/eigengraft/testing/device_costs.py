@@ -1,0 +1,90 @@
+"""Waits and kernels of operations on a CUDA device, as far as their names, shapes and strides tell.
+
+The simulated accelerator counts by these rules. Each one was read in torch's sources (2.13); kernels are lower bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+WAITING = {
+    "_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_consecutive",
+    "unique_dim", "bincount", "repeat_interleave", "multinomial", "_linalg_check_errors", "_linalg_eigh",
+    "linalg_eig", "_linalg_svd", "linalg_lstsq",
+}  # fmt: skip
+"""Operations after which the host waits: for a value, for the size of the result, or for LAPACK's `info`."""
+
+ONE_DEVICE = {
+    "cat", "stack", "gather", "scatter", "scatter_", "index_select", "index_copy_", "bmm", "mm",
+    "_foreach_norm",
+}  # fmt: skip
+"""Operations that refuse a 0-d tensor of the host too. Entry-wise ones take it as a kernel argument."""
+
+INDEXING = {
+    "index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_",
+}  # fmt: skip
+"""Operations that upload indices of the host. They wait for the number of entries of a mask."""
+
+_NO_KERNEL = {
+    "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "alias", "lift_fresh",
+    "lift", "_unsafe_view", "_local_scalar_dense", "set_", "is_pinned", "record_stream",
+}  # fmt: skip
+_SEVERAL = {"sort": 4, "topk": 3, "eye": 2, "linalg_inv_ex": 4}
+_LOOPED = {"_linalg_eigh": 10, "linalg_eig": 10, "_linalg_svd": 10, "linalg_qr": 4, "geqrf": 1}
+_LOOPED |= {"linalg_householder_product": 1, "linalg_lstsq": 4}
+"""Kernels of one matrix, for decompositions that cuSOLVER computes matrix by matrix."""
+
+
+def kernels(func: Any, args: Sequence[Any], lists: Sequence[Sequence[Tensor]]) -> int:
+    """The number of kernels that an operation launches. lists: its arguments that are lists of tensors."""
+    name = func.overloadpacket.__name__
+    if name in _NO_KERNEL or func.is_view:
+        return 0
+    if name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
+        return _multi_tensor_kernels(name, [own for own in lists if own])
+    if name in _LOOPED:
+        matrices = args[0].shape[:-2].numel() if args[0].ndim > 2 else 1
+        return _LOOPED[name] * matrices
+    return _SEVERAL.get(name, 1)
+
+
+def _multi_tensor_kernels(name: str, lists: Sequence[Sequence[Tensor]]) -> int:
+    """Kernels of an operation on lists: few by its fast route (MultiTensorApply.cuh), else one for each tensor."""
+    if not lists:
+        return 0
+    dtypes = [{x.dtype for x in tensors} for tensors in lists]
+    mixed = any(len(own) > 1 for own in dtypes) or (name != "_foreach_copy_" and len(set().union(*dtypes)) > 1)
+    alike = all(len({(x.shape, x.stride()) for x in together}) == 1 for together in zip(*lists, strict=True))
+    if not name.startswith("_fused_") and (mixed or not alike or not all(map(_is_dense, lists[0]))):
+        return len(lists[0])
+    tensors_of_a_kernel = (110, 64, 48, 36)[min(len(lists), 4) - 1]
+    chunks = sum(-(-x.numel() // 65536) for x in lists[0])
+    launches = max(-(-len(lists[0]) // tensors_of_a_kernel), -(-chunks // 320))
+    return launches * 2 if name == "_foreach_norm" else launches
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Whether the entries of x fill its memory, in any order of axes."""
+    if x.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def traffic(func: Any, given: Sequence[Tensor], made: Sequence[Tensor]) -> int:
+    """Bytes of tensors given to and made by an operation; a tensor that is written in place counts once."""
+    known = {id(x) for x in given}
+    return sum(x.numel() * x.element_size() for x in (*given, *(x for x in made if id(x) not in known)))
+
+
+def is_mask(indices: Tensor) -> bool:
+    """Whether an index selects entries by True and False."""
+    return indices.dtype in (torch.bool, torch.uint8)
