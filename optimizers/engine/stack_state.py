@@ -240,11 +240,11 @@ class StackState:
         self, chain: Literal["update", "after_decay"], rows: Tensor | None, mask: Tensor | None, context: StepContext
     ) -> State:
         """The state that a chain reads and writes in one call, for the selected rows (None: all)."""
-        seeds, steps = None, None
+        counters = None
         if self.encoded:
-            seeds, steps = self.seeds_there if rows is None else self.seeds_there[rows], context.step
+            counters = lambda: (self.seeds_there if rows is None else self.seeds_there[rows], context.step)  # noqa: E731
         path = f"{self.path}.{chain}" if self.path else chain
-        storage = Storage(self.encoded, seeds, steps, self.step_watch or self.checks)
+        storage = Storage(self.encoded, counters, self.step_watch or self.checks)
         return State(self.tensors, self.stack.block, path, rows, mask, storage)
 
     def rows(self) -> Iterator[tuple[int, int, int]]:

@@ -182,7 +182,7 @@ class BlockProgram:
         context = tracing_context(ask, questions, signals, steps)
         if index is not None and self.parameters is not None:
             context = context.with_sums(partial(sums_over, index, self.parameters))
-        state = State(held, self.block, self.path, storage=Storage(self.encoded, seeds, steps))
+        state = State(held, self.block, self.path, storage=Storage(self.encoded, lambda: (seeds, steps)))
         decay = None
         if self.decay is not None:
             decaying, scale = next(given), StepScale(1.0, next(given), self.decay)

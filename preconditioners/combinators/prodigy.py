@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from eigengraft.chains import Request
-from eigengraft.numerics import per_block, tiny
+from eigengraft.numerics import number_like, per_block, tiny
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
@@ -62,9 +62,7 @@ class Prodigy(Stage):
     def _estimate(self, state: State, context: StepContext) -> Tensor:
         """D `[N]`, the same in all blocks that have seen the same steps."""
         d = state["d"]
-        gain, size = (
-            torch.as_tensor(context.total(state, name), dtype=d.dtype, device=d.device) for name in ("gain", "size")
-        )
+        gain, size = (number_like(context.total(state, name), d) for name in ("gain", "size"))
         found = torch.where(size > tiny(d.dtype), self.coefficient * gain / size.clamp_min(tiny(d.dtype)), 0.0)
         if self.growth is not None:
             found = torch.minimum(found, d * self.growth)

@@ -107,8 +107,8 @@ class Projected(Stage):
             return
         old = state["p"]
         if self.projection == "random":
-            seeds = torch.from_numpy(context.seeds).to(old.device)
-            state["p"] = noise.normal(seeds, context.step, tuple(old.shape[1:]), old.dtype, DRAW) / old.shape[-1] ** 0.5
+            drawn = noise.normal(context.seed, context.step, tuple(old.shape[1:]), old.dtype, DRAW)
+            state["p"] = drawn / old.shape[-1] ** 0.5
             return
         x, ok = unit_sized(unfold(gradient, self._axis(state.block)))
         new, _, fine = leading_eigenvectors(torch.bmm(x, x.mT), old.shape[-1])

@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.numerics import in_registers
+from eigengraft.numerics import in_registers, number_like
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
@@ -49,7 +49,7 @@ class LaggedRMS(Stage):
         if self.clip_power is None:
             return out
         power = self.clip_power
-        bound = context.per_block(lambda step: step**power, out).to(out)
+        bound = number_like(context.per_block(lambda step: step**power, out), out)
         return torch.minimum(torch.maximum(out, -bound, out=out), bound, out=out)
 
 

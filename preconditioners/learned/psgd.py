@@ -93,8 +93,7 @@ class PSGD(LearnedFactors):
     def _probe(self, like: Tensor, context: StepContext) -> Tensor | None:
         if not self.damping and not FACTOR_STEPS[self.form].probed:
             return None
-        seeds = torch.from_numpy(context.seeds).to(like.device)
-        return noise.normal(seeds, context.step, tuple(like.shape[1:]), like.dtype, PROBE)
+        return noise.normal(context.seed, context.step, tuple(like.shape[1:]), like.dtype, PROBE)
 
     def _started(self, factors: dict[int, Tensor], gradient: Tensor, fresh: Tensor) -> dict[int, Tensor]:
         """The factors, scaled where no gradient has moved them yet (their bounds are still 0)."""

@@ -67,8 +67,7 @@ class Dion(Stage):
         """Q, random in blocks that are updated for the first time."""
         if context.holds(lambda steps: steps > 1) is True:
             return q
-        seeds = torch.from_numpy(context.seeds).to(q.device)
-        fresh = noise.normal(seeds, context.step, tuple(q.shape[1:]), q.dtype, START)
+        fresh = noise.normal(context.seed, context.step, tuple(q.shape[1:]), q.dtype, START)
         return torch.where((context.step <= 1)[:, None, None], fresh, q)
 
 

@@ -121,29 +121,36 @@ class Storage:
     """Encoded slots of a stack, and the counters behind the random numbers of the selected rows.
 
     encoded: the encoded slots, by key.
-    seeds, steps: int64 `[n]`; a random number depends on them, on the slot and on the place in the slot alone.
+    counters: gives seeds and steps, int64 `[n]`; a random number depends on them, on the slot and on the place in the
+        slot alone. None: rounding is to nearest.
     watch: checks how stages use their state; None outside checked mode.
     """
 
     encoded: Mapping[str, EncodedSlot]
-    seeds: Tensor | None = None
-    steps: Tensor | None = None
+    counters: Callable[[], tuple[Tensor, Tensor]] | None = None
     watch: Watch | None = None
 
     def slice_rows(self, start: int, stop: int) -> Storage:
         """Storage of the selected rows start to stop."""
-        if self.seeds is None or self.steps is None:
+        counters = self.counters
+        if counters is None:
             return self
-        return replace(self, seeds=self.seeds[start:stop], steps=self.steps[start:stop])
+
+        def sliced() -> tuple[Tensor, Tensor]:
+            seeds, steps = counters()
+            return seeds[start:stop], steps[start:stop]
+
+        return replace(self, counters=sliced)
 
     def uniform(self, key: str) -> Uniform | None:
         """Random numbers for stochastic rounding of one slot; None where rounding is to nearest."""
-        seeds, steps = self.seeds, self.steps
-        if seeds is None or steps is None:
+        counters = self.counters
+        if counters is None:
             return None
 
         def draw(like: Tensor, purpose: str) -> Tensor:
             stream = _STORAGE_STREAM + zlib.crc32(f"{key}/{purpose}".encode())
+            seeds, steps = counters()
             return noise.uniform(seeds, steps, tuple(like.shape[1:]), like.dtype, stream)
 
         return draw

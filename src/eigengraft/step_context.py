@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .errors import ContractError
-from .numerics import cached_tensors, per_block
+from .numerics import cached_tensors, kept_on_device, number_like, per_block, upload
 from .slots import State
 from .state_key import StateKey
 
@@ -90,7 +90,14 @@ class StepContext:
     @cached_property
     def step(self) -> Tensor:
         """The step of each block, int64 `[N]` on the stack's device."""
-        return torch.from_numpy(self.steps).to(self.device)
+        if self.uniform is not None:
+            return torch.full((len(self.steps),), self.uniform, dtype=torch.int64, device=self.device)
+        return upload(torch.from_numpy(self.steps), self.device)
+
+    @cached_property
+    def seed(self) -> Tensor:
+        """The seed of each block, int64 `[N]` on the stack's device; not to be written to."""
+        return kept_on_device(self.seeds, self.device)
 
     def per_block(self, function: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
         """function(step), computed in float64, shaped and typed to multiply `like` `[N, *block]`.
@@ -102,7 +109,7 @@ class StepContext:
         if self.uniform is not None:
             return function(torch.tensor(self.uniform, dtype=torch.float64, device="cpu"))
         values = function(torch.from_numpy(self.steps).double())
-        return per_block(values.to(device=like.device, dtype=like.dtype), like)
+        return per_block(upload(values.to(like.dtype), like.device), like)
 
     def correction(
         self,
@@ -135,7 +142,7 @@ class StepContext:
 
     def tensor(self, name: str, like: Tensor) -> Tensor:
         """A signal that a stage declared, as a tensor of the dtype and on the device of `like`."""
-        return torch.as_tensor(self.signal(name), dtype=like.dtype, device=like.device)
+        return number_like(self.signal(name), like)
 
     def total(self, state: State, slot: str) -> Tensor | float:
         """The sum, as the step began, of a slot with `total=True` over all blocks of all parameters of the update."""

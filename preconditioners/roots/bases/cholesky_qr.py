@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.numerics import apply_aligned, finite_blocks
+from eigengraft.numerics import apply_aligned, finite_blocks, known_to_hold, may_branch_on_values, where_blocks
 
 from ..base import Basis, BasisSolver, leading_eigenvectors
 from .power_qr import householder, identity_order, ordered_step, same_signs, unit_sized
@@ -21,7 +22,8 @@ class CholeskyQR(BasisSolver):
     2015; the shift, Fukaya et al. 2020). Columns of X are scaled to length 1 before, which changes no Q and makes X
     well-conditioned, whatever the spectrum, once Q is near the eigenvectors. Columns of X that are only rounding,
     those of the null space, stay what they are in Q.
-    A matrix whose result is not orthonormal is orthonormalised by Householder QR; to know, the host looks once a step.
+    A matrix whose result is not orthonormal is orthonormalised by Householder QR on a CPU. On a device, where the host
+    would have to wait for which ones these are, it keeps its basis and counts as failed.
     """
 
     kind: Literal["cholesky_qr"] = "cholesky_qr"
@@ -39,18 +41,26 @@ class CholeskyQR(BasisSolver):
             return leading_eigenvectors(a)
         a, ok = unit_sized(a)
         order = identity_order(q)
+        checks: list[Tensor] = []
         for _ in range(self.steps):
-            q, order = ordered_step(torch.bmm(a, q), q, order, self.orthonormal)
-        return Basis(q, order, ok & finite_blocks(q))
+            q, order = ordered_step(torch.bmm(a, q), q, order, partial(self.orthonormal, checks=checks))
+        return Basis(q, order, torch.stack([ok, finite_blocks(q), *checks]).all(0))
 
-    def orthonormal(self, aq: Tensor, q: Tensor) -> Tensor:
-        """The orthonormal factor of aq, with the signs of q."""
+    def orthonormal(self, aq: Tensor, q: Tensor, checks: list[Tensor]) -> Tensor:
+        """Return the orthonormal factor of aq, with the signs of q.
+
+        checks: on a device, `[N]` is added to it, False where the factor was not found and q is returned.
+        """
         x = _unit_columns(aq, q)
         new, good = self.cholesky(x)
         new = same_signs(new, q)
+        if known_to_hold(good):
+            return new
+        if not may_branch_on_values(good):
+            checks.append(good)
+            return where_blocks(good, new, q)
         rows = (~good).nonzero().squeeze(1)
-        if len(rows):
-            new[rows] = householder(x[rows], q[rows])
+        new[rows] = householder(x[rows], q[rows])
         return new
 
     def cholesky(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.numerics import block_norm, has_values, identity_like, may_branch_on_values, per_block
+from eigengraft.numerics import block_norm, has_values, identity_like, may_wait_for_values, per_block
 
 from .iterative import Iterative, largest_entry, product
 
@@ -52,7 +52,7 @@ class Coupled(Iterative):
         default="frobenius", description="which norm of M - I; max: of its entries"
     )
     check_every: int = Field(
-        default=4, ge=1, description="steps between looks whether all are done; on a device nobody looks"
+        default=4, ge=1, description="steps between checks whether all are done, each of which waits for a device"
     )
 
     def run(self, state: Iterates, step: Callable[[Iterates, int], Iterates]) -> Best:
@@ -61,7 +61,7 @@ class Coupled(Iterative):
         best, error = state, self._distance(state[-1] - eye)
         live, steps = error > self.tolerance, torch.zeros_like(error, dtype=torch.int32)
         for iteration in range(self.max_iterations):
-            if may_branch_on_values(eye) and iteration % self.check_every == 0 and not bool(live.any()):
+            if may_wait_for_values(eye) and iteration % self.check_every == 0 and not bool(live.any()):
                 break
             if iteration and not has_values(eye):
                 break  # a second step takes what the first took

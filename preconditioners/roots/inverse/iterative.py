@@ -15,7 +15,7 @@ from eigengraft.numerics import (
     finite_blocks,
     has_values,
     identity_like,
-    may_branch_on_values,
+    may_wait_for_values,
     per_block,
     symmetrized,
     tiny,
@@ -86,13 +86,13 @@ class Iterative(RootSolver):
             failed = ~found.ok | (found.residual >= (self.retry_above or self.max_error))
             if not has_values(a):
                 break
-            if may_branch_on_values(a):
+            if may_wait_for_values(a):
                 rows = failed.nonzero().squeeze(1)
                 if len(rows) == 0:
                     break
                 again = self._attempt(a[rows], exponent, 10.0**attempt)
                 again = Root(*(old.index_copy(0, rows, new) for old, new in zip(found, again, strict=True)))
-            else:  # asking which ones failed would make the host wait: all are solved, the failed ones are taken
+            else:  # a traced graph cannot ask which ones failed: all are solved, the failed ones are taken
                 again = self._attempt(a, exponent, 10.0**attempt)
             better = failed & again.ok & (~found.ok | (again.residual < found.residual))
             found = Root(*(torch.where(per_block(better, x), y, x) for x, y in zip(found, again, strict=True)))

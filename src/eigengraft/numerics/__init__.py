@@ -1,5 +1,5 @@
 """Guards against overflow, underflow, division by zero, bits that depend on a place, and skewed columns; bfloat16;
-many tensors at once."""
+many tensors at once; numbers of the host on a device."""
 
 from .bfloat16 import has_fast_bfloat16 as has_fast_bfloat16
 from .bfloat16 import multiplied_in_float32 as multiplied_in_float32
@@ -16,6 +16,7 @@ from .guards import identity_like as identity_like
 from .guards import in_registers as in_registers
 from .guards import known_to_hold as known_to_hold
 from .guards import may_branch_on_values as may_branch_on_values
+from .guards import may_wait_for_values as may_wait_for_values
 from .guards import per_block as per_block
 from .guards import products as products
 from .guards import safe_ratio as safe_ratio
@@ -33,3 +34,6 @@ from .multi_tensor import squares_are_finite as squares_are_finite
 from .multi_tensor import subtract_scaled_ as subtract_scaled_
 from .rectification import rectified as rectified
 from .rectification import safe_factor as safe_factor
+from .uploads import kept_on_device as kept_on_device
+from .uploads import number_like as number_like
+from .uploads import upload as upload

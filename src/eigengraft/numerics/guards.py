@@ -25,7 +25,12 @@ def may_branch_on_values(x: Tensor) -> bool:
 
     A device is waited for, a traced graph breaks, and a fake tensor has no values.
     """
-    return x.is_cpu and has_values(x) and not torch.compiler.is_compiling()
+    return x.is_cpu and may_wait_for_values(x)
+
+
+def may_wait_for_values(x: Tensor) -> bool:
+    """Return whether values of x may be read where a wait for the device is worth it, as between costly iterations."""
+    return has_values(x) and not torch.compiler.is_compiling()
 
 
 def per_block(values: Tensor, like: Tensor) -> Tensor:
@@ -67,7 +72,7 @@ def block_norm(x: Tensor) -> Tensor:
     if flat.shape[1] == 0:
         return flat.new_zeros(flat.shape[0])
     norm: Tensor = torch.linalg.vector_norm(flat, dim=1)
-    unsafe = ~((norm > flat.new_tensor(torch.finfo(x.dtype).tiny).sqrt()) & norm.isfinite())
+    unsafe = ~((norm > torch.finfo(x.dtype).tiny ** 0.5) & norm.isfinite())
     if may_branch_on_values(x) and not bool(unsafe.any()):
         return norm
     peak = torch.linalg.vector_norm(flat, ord=float("inf"), dim=1)

@@ -111,7 +111,8 @@ class StageBench:
     def context(self, chosen: Any) -> StepContext:
         """The context of the chosen blocks: their own steps, and every signal that the stage declares."""
         steps = self.counts[chosen] - int(self.lagging)
-        return StepContext(steps, self.phases[chosen], chosen, seeds=self.seeds[chosen], signals=self._signals(chosen))
+        device, signals = torch.get_default_device(), self._signals(chosen)
+        return StepContext(steps, self.phases[chosen], chosen, device, self.seeds[chosen], signals)
 
     def _signals(self, chosen: Any) -> dict[str, Tensor | float]:
         """Every signal that the stage declares, the same for a block alone as in a stack; totals are 1, whatever slots
