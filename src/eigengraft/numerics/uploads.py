@@ -30,7 +30,7 @@ def kept_on_device(values: NDArray[np.int64], device: torch.device) -> Tensor:
 
 @cached_tensors(maxsize=4096)
 def _kept(values: bytes, device: torch.device) -> Tensor:
-    return upload(torch.frombuffer(bytearray(values), dtype=torch.int64), device)
+    return upload(torch.from_numpy(np.frombuffer(values, dtype=np.int64).copy()), device)
 
 
 def number_like(value: Tensor | float, like: Tensor) -> Tensor:

@@ -24,9 +24,9 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import CodeType
@@ -60,6 +60,11 @@ class LineCounts:
     kernels: int = 0
     traffic: int = 0
 
+    def add(self, numbers: Mapping[str, int]) -> None:
+        """Add numbers to the fields of their names."""
+        for name, number in numbers.items():
+            setattr(self, name, getattr(self, name) + number)
+
 
 @dataclass
 class Counts(LineCounts):
@@ -83,13 +88,8 @@ class Counts(LineCounts):
         for (code, line, operation), counts in self.lines.items():
             if not names or any(getattr(counts, name) for name in names):
                 file = "/".join(Path(code.co_filename).parts[-3:])
-                _add(found[f"{file}:{line} {operation}"], counts)
+                found[f"{file}:{line} {operation}"].add(vars(counts))
         return dict(sorted(found.items(), key=lambda item: (-item[1].waits, -item[1].kernels)))
-
-
-def _add(total: LineCounts, counts: LineCounts) -> None:
-    for own in fields(LineCounts):
-        setattr(total, own.name, getattr(total, own.name) + getattr(counts, own.name))
 
 
 @contextmanager
@@ -239,10 +239,10 @@ class _Device(TorchDispatchMode):
 
     def note(self, operation: str, **numbers: int) -> None:
         """Add numbers to the counts of all blocks and of the line that asked."""
-        found, (code, line) = LineCounts(**numbers), _site()
+        code, line = _site()
         for counts in self.sections:
-            _add(counts, found)
-            _add(counts.lines[code, line, operation], found)
+            counts.add(numbers)
+            counts.lines[code, line, operation].add(numbers)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name, tensors = dict(kwargs or {}), func.overloadpacket.__name__, _tensors((args, kwargs))

@@ -1,0 +1,128 @@
+"""What a step of each recipe asks a device for, on the parameters of GPT-2 at 1/48 of its width: rows of `budgets.csv`.
+
+    python tests/gpu/budgets.py            # measure all recipes and write the table
+
+A steady step is one in which no refresh is due: cadences are set to 10,000 steps, so that all refreshes are the first
+ones. The vocabulary is 131, for recipes that keep square matrices of its size. waits, uploads, kernels: of a steady step with 4 layers. layers: kernels that 8 more layers add. traffic: bytes
+given to and made by kernels, with 12 layers, in units of the parameters' bytes. refresh: waits of the steps with the
+first refreshes, those of decompositions left out.
+
+Aims: no wait and no upload but of a step's numbers; 12 layers cost the kernels of 4; adamw 40 kernels and 16 times
+traffic, muon 200 kernels, soap 260, shampoo 350. torch's AdamW takes 7 kernels and 4 times (fused) or 21 and 14 times.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import eigengraft
+from eigengraft.testing import Counts, accelerator
+
+TABLE = Path(__file__).with_suffix(".csv")
+WIDTH, VOCABULARY, LENGTH = 16, 131, 21
+STEPS = 3
+DECOMPOSITIONS = ("_linalg_eigh", "_linalg_svd", "linalg_eig", "_linalg_check_errors")
+
+
+@dataclass(frozen=True)
+class Budget:
+    waits: int
+    uploads: int
+    kernels: int
+    layers: int
+    traffic: float
+    refresh: int
+
+    def exceeded(self, limit: Budget) -> dict[str, tuple[float, float]]:
+        """(measured, limit) of the numbers that are larger than those of `limit`."""
+        pairs = {own.name: (getattr(self, own.name), getattr(limit, own.name)) for own in fields(self)}
+        return {name: pair for name, pair in pairs.items() if pair[0] > pair[1]}
+
+
+def gpt2(layers: int, width: int = WIDTH) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the parameters of GPT-2."""
+    block = {
+        "ln_1.weight": (width,),
+        "ln_1.bias": (width,),
+        "attn.c_attn.weight": (3 * width, width),
+        "attn.c_attn.bias": (3 * width,),
+        "attn.c_proj.weight": (width, width),
+        "attn.c_proj.bias": (width,),
+        "ln_2.weight": (width,),
+        "ln_2.bias": (width,),
+        "mlp.c_fc.weight": (4 * width, width),
+        "mlp.c_fc.bias": (4 * width,),
+        "mlp.c_proj.weight": (width, 4 * width),
+        "mlp.c_proj.bias": (width,),
+    }
+    inner = [(f"h.{layer}.{name}", shape) for layer in range(layers) for name, shape in block.items()]
+    ends = [("ln_f.weight", (width,)), ("ln_f.bias", (width,))]
+    return [("wte.weight", (VOCABULARY, width)), ("wpe.weight", (LENGTH, width)), *inner, *ends]
+
+
+def without_refreshes(declaration: Any) -> Any:
+    """A declaration in which no refresh but the first is due for a long time."""
+    if isinstance(declaration, dict):
+        rare = {"steps": 10_000} if declaration.get("kind") == "every" else {}
+        return {key: without_refreshes(value) for key, value in declaration.items()} | rare
+    return [without_refreshes(item) for item in declaration] if isinstance(declaration, list) else declaration
+
+
+def steps(recipe: str, layers: int) -> tuple[int, list[Counts]]:
+    """(bytes of the parameters, counts of the first steps)."""
+    declaration = without_refreshes(eigengraft.load_recipe(recipe).model_dump(mode="json"))
+    generator, found = torch.Generator().manual_seed(0), list[Counts]()
+    with accelerator("cuda") as run:
+        values = [(name, torch.randn(shape, generator=generator)) for name, shape in gpt2(layers)]
+        named = [(name, nn.Parameter(value.to(run.device))) for name, value in values]
+        optimizer = eigengraft.Optimizer(named, declaration, lr=1e-3, weight_decay=0.1)
+        for _ in range(STEPS):
+            for _, parameter in named:
+                parameter.grad = torch.randn(parameter.shape, generator=generator).to(run.device)
+            with accelerator("cuda") as counts:
+                optimizer.step()
+            found.append(counts)
+    return sum(value.nbytes for _, value in values), found
+
+
+def measure(recipe: str) -> tuple[Budget, Counts]:
+    """(numbers of a recipe, counts of its steady step with 4 layers)."""
+    (_, few), (size, many) = (steps(recipe, layers) for layers in (4, 12))
+    steady, more = few[-1], many[-1]
+    waits = [
+        sum(own.waits for line, own in counts.by_line("waits").items() if line.split()[1] not in DECOMPOSITIONS)
+        for counts in few
+    ]
+    numbers = (steady.waits, steady.uploads, steady.kernels, more.kernels - steady.kernels)
+    return Budget(*numbers, round(more.traffic / size, 1), max(waits)), steady
+
+
+def table() -> dict[str, Budget]:
+    """The budget of each recipe."""
+    with TABLE.open() as file:
+        rows = list(csv.reader(file))[1:]
+    kinds = [float if own.name == "traffic" else int for own in fields(Budget)]
+    return {name: Budget(*(kind(x) for kind, x in zip(kinds, numbers, strict=True))) for name, *numbers in rows}
+
+
+def main() -> None:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from tests.recipes import ALONE
+
+    with TABLE.open("w") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["recipe", *(own.name for own in fields(Budget))])
+        for name in sorted(ALONE):
+            writer.writerow([name, *astuple(measure(name)[0])])
+            file.flush()
+
+
+if __name__ == "__main__":
+    main()

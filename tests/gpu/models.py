@@ -1,0 +1,87 @@
+"""A model with parameters of every role, and an optimizer of it that takes given gradients on any device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import eigengraft
+
+
+class LoRA(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lora_A, self.lora_B = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+
+
+class Net(nn.Module):
+    """Embedding, linear layers of two shapes, norm, convolution, experts, a LoRA pair and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.lm_head = nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)
+        self.fc1, self.fc2, self.fc3 = nn.Linear(8, 12), nn.Linear(12, 8), nn.Linear(8, 12)
+        self.norm, self.conv, self.lora = nn.LayerNorm(8), nn.Conv2d(2, 4, 3), LoRA()
+        self.experts = nn.Parameter(torch.randn(3, 6, 6) * 0.1)
+
+
+def frequent(declaration: Any, every: int = 2) -> Any:
+    """A declaration in which refreshes are due every few steps."""
+    if isinstance(declaration, dict):
+        often = {"steps": every} if declaration.get("kind") == "every" else {}
+        return {key: frequent(value, every) for key, value in declaration.items()} | often
+    return [frequent(item, every) for item in declaration] if isinstance(declaration, list) else declaration
+
+
+def gradients(steps: int) -> list[list[Tensor]]:
+    """Gradients of `Net` on the host: gradients[t][i]."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = [parameter.shape for parameter in Net().parameters()]
+    return [[torch.randn(shape, generator=generator) * 0.1 for shape in shapes] for _ in range(steps)]
+
+
+class Run:
+    """A model with its optimizer; place: the device of both. moved: the model moves there after composing."""
+
+    def __init__(
+        self, recipe: str, place: torch.device | None = None, *, moved: bool = False, **overrides: Any
+    ) -> None:
+        torch.manual_seed(0)
+        self.model, self.place = Net(), place or torch.device("cpu")
+        if not moved:
+            self.model.to(self.place)
+        declaration = frequent(eigengraft.load_recipe(recipe).model_dump(mode="json")) | overrides
+        self.optimizer = eigengraft.compose(declaration, self.model, lr=1e-2, weight_decay=0.1)
+        self.model.to(self.place)
+
+    def give(self, gradients: list[Tensor]) -> None:
+        for parameter, gradient in zip(self.model.parameters(), gradients, strict=True):
+            parameter.grad = gradient.to(self.place)
+
+    def step(self, *steps: list[Tensor]) -> None:
+        for given in steps:
+            self.give(given)
+            self.optimizer.step()
+
+    def adopt(self, other: Run) -> None:
+        """Take over parameters and state of a run that may be on another device, as a checkpoint on the host."""
+        self.model.load_state_dict({key: value.cpu() for key, value in other.model.state_dict().items()})
+        self.optimizer.load_state_dict(on_host(other.optimizer.state_dict()))
+
+    def values(self) -> list[Tensor]:
+        return [parameter.detach().cpu() for parameter in self.model.parameters()]
+
+
+def on_host(state: Any) -> Any:
+    """A state dict with all tensors on the host."""
+    if isinstance(state, Tensor):
+        return state.detach().cpu()
+    if isinstance(state, dict):
+        return {key: on_host(value) for key, value in state.items()}
+    return [on_host(value) for value in state] if isinstance(state, list) else state
+
+
+def largest_difference(one: Run, other: Run) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(one.values(), other.values(), strict=True))
