@@ -64,7 +64,7 @@ def _rebuild(optimizer: ComposedOptimizer) -> None:
     for index, group in enumerate(groups):
         fresh.declare(group["params"], param_sets.infos[index])
     fresh.complete(0, groups, state)
-    fresh.signals.provided.sources = param_sets.signals.provided.sources
+    fresh.signals.provided = param_sets.signals.provided
     inherit_counts(fresh, param_sets)
     optimizer.state, optimizer.param_sets = state, fresh
 

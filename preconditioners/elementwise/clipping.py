@@ -47,7 +47,7 @@ class ClipNorm(Stage):
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         if self.per == "model":
-            norm = torch.as_tensor(context.signal("gradient_norm"), dtype=torch.float64, device=direction.device)
+            norm = context.tensor("gradient_norm", direction.new_empty((), dtype=torch.float64))
             return direction * (self.max_norm / norm.clamp_min(self.max_norm)).to(direction.dtype)
         norm = block_norm(direction)
         if self.per == "parameter":

@@ -46,14 +46,20 @@ class Run:
     """A model with its optimizer; place: the device of both. moved: the model moves there after composing."""
 
     def __init__(
-        self, recipe: str, place: torch.device | None = None, *, moved: bool = False, **overrides: Any
+        self,
+        recipe: str,
+        place: torch.device | None = None,
+        *,
+        moved: bool = False,
+        checked: bool = False,
+        **overrides: Any,
     ) -> None:
         torch.manual_seed(0)
         self.model, self.place = Net(), place or torch.device("cpu")
         if not moved:
             self.model.to(self.place)
         declaration = frequent(eigengraft.load_recipe(recipe).model_dump(mode="json")) | overrides
-        self.optimizer = eigengraft.compose(declaration, self.model, lr=1e-2, weight_decay=0.1)
+        self.optimizer = eigengraft.compose(declaration, self.model, lr=1e-2, weight_decay=0.1, checked=checked)
         self.model.to(self.place)
 
     def give(self, gradients: list[Tensor]) -> None:

@@ -93,15 +93,6 @@ def test_a_law_of_stages(law: Law[Any], case: StageCase) -> None:
     law.require(case)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("row", STAGES, ids=str)
-def test_the_laws_of_stages_on_an_accelerator(row: Row) -> None:
-    with torch.device("cuda"):
-        for law in (CONTRACT, *STAGE_LAWS):
-            if law.skip(row.stage()) is None:
-                law.require(row.stage())
-
-
 @pytest.mark.parametrize("law", STAGE_LAWS, ids=str)
 def test_every_law_of_stages_is_asked_of_many(law: Law[Any]) -> None:
     assert sum(law.skip(case) is None for _, case in CASES) > 20

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-WAITING = {
-    "_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_consecutive",
-    "unique_dim", "bincount", "repeat_interleave", "multinomial", "_linalg_check_errors", "_linalg_eigh",
-    "linalg_eig", "_linalg_svd", "linalg_lstsq",
+DECOMPOSITIONS = {"_linalg_check_errors", "_linalg_eigh", "linalg_eig", "_linalg_svd", "linalg_lstsq"}
+"""Operations after which torch waits for LAPACK's `info`."""
+
+WAITING = DECOMPOSITIONS | {
+    "_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim",
+    "bincount", "repeat_interleave", "multinomial",
 }  # fmt: skip
-"""Operations after which the host waits: for a value, for the size of the result, or for LAPACK's `info`."""
+"""Operations after which the host waits: for `info`, for a value, or for the size of the result."""
 
 ONE_DEVICE = {
     "cat", "stack", "gather", "scatter", "scatter_", "index_select", "index_copy_", "bmm", "mm",

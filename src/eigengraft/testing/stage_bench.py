@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from eigengraft.blocking.parameter_sums import run_stacks
+from eigengraft.blocking.parameter_sums import ParameterSum, run_stacks
 from eigengraft.chains import SIDES, known_signals, requested
 from eigengraft.preconditioners import Stage, chain_slots, walk
 from eigengraft.preconditioners.checked_mode import Checks
@@ -81,6 +83,12 @@ class StageBench:
         self, gradient: Tensor, direction: Tensor | None = None, rows: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
         """One step of the selected rows; the first of a lagged stage only primes and returns zero."""
+        return self.start(gradient, direction, rows, mask)[0]()
+
+    def start(
+        self, gradient: Tensor, direction: Tensor | None = None, rows: Tensor | None = None, mask: Tensor | None = None
+    ) -> tuple[Callable[[], Tensor], StepContext]:
+        """Prepare a step. Return the function that takes it, and its context."""
         chosen = np.arange(self.blocks) if rows is None else rows.cpu().numpy()
         self.counts[chosen] += 1
         storage = Storage(self.encoded, watch=self.watch)
@@ -88,17 +96,22 @@ class StageBench:
         context = self.context(chosen)
         if self.lagging and (context.steps == 0).any():
             assert (context.steps == 0).all()
-            self.stage.prime(state, gradient, gradient, context)
-            return torch.zeros_like(gradient)
-        start = gradient if direction is None else direction
-        if any(inner.cached_traits().sums for _, inner in walk((self.stage,))):
-            (result,) = run_stacks(
-                [lambda sums: self.stage.run(state, gradient, start, context.with_sums(sums))], [context.param_ids]
-            )
-        else:
-            result = self.stage.run(state, gradient, start, context)
-        assert isinstance(result, Tensor)
-        return result
+            return partial(self._prime, state, gradient, context), context
+        return partial(self._run, state, gradient, gradient if direction is None else direction, context), context
+
+    def _prime(self, state: State, gradient: Tensor, context: StepContext) -> Tensor:
+        self.stage.prime(state, gradient, gradient, context)
+        return torch.zeros_like(gradient)
+
+    def _run(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        def run(sums: ParameterSum | None = None) -> Tensor:
+            own = context if sums is None else context.with_sums(sums)
+            found = self.stage.run(state, gradient, direction, own)
+            assert isinstance(found, Tensor)
+            return found
+
+        sums = any(inner.cached_traits().sums for _, inner in walk((self.stage,)))
+        return run_stacks([run], [context.param_ids])[0] if sums else run()
 
     def measures(self, rows: slice) -> dict[str, Tensor]:
         """What the stage tells of its state in some rows, as inspection asks for it."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from eigengraft.quantization import Float32
 
+from .device_laws import a_steady_step_stays_on_the_device, without_accelerator
 from .laws import Law, require, require_close, the_declaration_survives
 from .samples import difficult, rotation, standard_normal
 from .stage_bench import StageBench
@@ -216,6 +217,7 @@ STAGE_LAWS: tuple[Law[StageCase], ...] = (
     Law(traits_follow_from_no_shape),
     Law(entries_are_updated_alone, _mixes),
     Law(dtype_and_device_are_kept),
+    Law(a_steady_step_stays_on_the_device, without_accelerator),
     Law(a_copy_of_the_state_resumes_exactly),
     Law(storage_makes_no_difference),
     Law(state_is_reported_to_the_byte, unpaired),

@@ -1,0 +1,24 @@
+"""No step asks a device for more than the table says; see `budgets.py` for what it holds and how it is renewed."""
+
+from __future__ import annotations
+
+import pytest
+
+from ..recipes import ALONE
+from .budgets import measure, table
+
+BUDGETS = table()
+QUICK = ("adamw", "muon", "soap", "shampoo")
+
+
+def test_every_recipe_has_a_budget() -> None:
+    assert set(BUDGETS) == set(ALONE)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in sorted(BUDGETS)]
+)
+def test_a_step_keeps_to_its_budget(name: str) -> None:
+    found, steady = measure(name)
+    exceeded = found.exceeded(BUDGETS[name])
+    assert not exceeded, f"(measured, limit): {exceeded}; waits and copies of a steady step: {steady.by_line('waits')}"

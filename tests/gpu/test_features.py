@@ -1,0 +1,147 @@
+"""Storage, solvers, averaging, constraints, decay and what else an optimizer does, on a device as on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import eigengraft
+from eigengraft.component import checked
+from eigengraft.preconditioners import BasisSolver, PolarSolver, RootSolver
+from eigengraft.quantization import Quantizer
+from eigengraft.slots import Slot
+from eigengraft.testing import accelerator
+from eigengraft.testing.samples import definite, standard_normal
+from eigengraft.testing.solver_laws import usual_exponent
+
+from ..laws.rows import Row
+from ..laws.table import TABLE
+from .models import Run, gradients, largest_difference
+
+ROUNDING = 1e-6
+"""Of values near 1 in float32, where a CPU decomposes matrix by matrix or computes the last entries once more."""
+
+
+@pytest.fixture(autouse=True)
+def device() -> Iterator[torch.device]:
+    with accelerator("cuda") as run:
+        yield run.device
+
+
+def both(function: Callable[..., Any], *tensors: Tensor) -> tuple[Any, Any]:
+    """A function of tensors on the host, and of the same on the device."""
+    return function(*tensors), function(*(x.to("cuda") for x in tensors))
+
+
+def close(ours: Tensor, theirs: Tensor, tolerance: float = ROUNDING) -> bool:
+    return torch.allclose(ours, theirs.cpu(), rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def ids(family: str) -> list[Any]:
+    return [pytest.param(row, id=str(row)) for row in TABLE[family]]
+
+
+@pytest.mark.parametrize("row", ids("quantizer"))
+def test_a_quantizer_stores_the_same_numbers(row: Row) -> None:
+    quantizer = checked(Quantizer, dict(row.make))  # type: ignore[type-abstract]
+    x = definite(3, 16, torch.float32)
+    slot = Slot((16, 16), role="statistic")
+    ours, theirs = both(lambda x: quantizer.decode(quantizer.encode(x), slot, torch.float32), x)
+    assert close(ours, theirs)
+
+
+@pytest.mark.parametrize("row", ids("root_solver"))
+def test_a_root_solver_finds_the_same_roots(row: Row) -> None:
+    solver = row.solver("root_solver").solver
+    assert isinstance(solver, RootSolver)
+    ours, theirs = both(lambda a: solver.root(a, usual_exponent(solver)), definite(3, 6))
+    assert close(ours.value, theirs.value, 1e-9) and torch.equal(ours.ok, theirs.ok.cpu())
+
+
+@pytest.mark.parametrize("row", ids("basis_solver"))
+def test_a_basis_solver_finds_the_same_bases(row: Row) -> None:
+    solver = row.solver("basis_solver").solver
+    assert isinstance(solver, BasisSolver)
+    ours, theirs = both(lambda a, q: solver.basis(a, q, False), definite(3, 6), torch.eye(6).double().repeat(3, 1, 1))
+    assert close(ours.q, theirs.q, 1e-9) and torch.equal(ours.ok, theirs.ok.cpu())
+
+
+@pytest.mark.parametrize("row", ids("polar_solver"))
+def test_a_polar_solver_finds_the_same_factors(row: Row) -> None:
+    solver = row.solver("polar_solver").solver
+    assert isinstance(solver, PolarSolver)
+    ours, theirs = both(solver.polar, standard_normal(3, 6, 5, seed=1))
+    assert close(ours, theirs, 1e-9)
+
+
+def _options() -> Iterator[Any]:
+    """(recipe, overrides) of runs with one option each."""
+    for kind in ("bf16", "fp8", "int16", "int8", "int4", "codebook8"):
+        storage = {role: {"kind": kind, "min_elements": 1} for role in ("first_moment", "second_moment")}
+        yield pytest.param("adamw", {"storage": storage}, id=f"storage {kind}")
+    stochastic = {"first_moment": {"kind": "bf16", "rounding": "stochastic", "min_elements": 1}}
+    yield pytest.param("adamw", {"storage": stochastic}, id="stochastic storage")
+    for family, field in (("averaging", "averaging"), ("weight_decay", "weight_decay")):
+        for row in TABLE[family]:
+            yield pytest.param("adamw", {field: dict(row.make)}, id=f"{field} {row}")
+    for row in TABLE["constraint"]:
+        if row.kind != "qk_clip":  # which needs a model with attention
+            yield pytest.param("muon", {"constraints": [dict(row.make)]}, id=f"constraint {row}")
+
+
+@pytest.mark.parametrize(("recipe", "overrides"), list(_options()))
+def test_an_option_makes_the_same_steps(recipe: str, overrides: dict[str, Any], device: torch.device) -> None:
+    given = gradients(4)
+    one, two = Run(recipe, **overrides), Run(recipe, device, **overrides)
+    one.step(*given)
+    two.step(*given)
+    assert largest_difference(one, two) <= ROUNDING
+
+
+def test_what_users_do_around_steps(device: torch.device) -> None:
+    """A closure, a scheduled rate, a gradient of inf, a missing one, checked mode, `inspect` and `zero_grad`."""
+    given, runs = gradients(6), [Run("soap", checked=True), Run("soap", device, checked=True)]
+    given[2][0][0, 0] = torch.inf
+    reports = []
+    for run in runs:
+        parameters = list(run.model.parameters())
+        for number, own in enumerate(given):
+            run.give(own)
+            parameters[1].grad = None if number == 3 else parameters[1].grad
+            run.optimizer.param_groups[0]["lr"] = 0.01 / (1 + number)
+            assert float(run.optimizer.step(lambda: torch.tensor(1.0, device=run.place))) == 1.0  # noqa: B023
+        run.optimizer.zero_grad()
+        reports.append(str(run.optimizer.inspect()))
+    assert largest_difference(*runs) <= 1e-5
+    assert runs[0].optimizer.skipped == runs[1].optimizer.skipped != {}
+    assert len(reports[0].splitlines()) == len(reports[1].splitlines())
+
+
+def test_parameters_of_bfloat16_and_of_two_devices(device: torch.device) -> None:
+    values = [standard_normal(6, 5, seed=1).bfloat16(), standard_normal(6, 5, seed=2)]
+    runs = []
+    for places in (("cpu", "cpu"), (device, "cpu")):
+        own = [nn.Parameter(value.clone().to(place)) for value, place in zip(values, places, strict=True)]
+        optimizer = eigengraft.Optimizer([(f"w{i}", p) for i, p in enumerate(own)], "adamw", lr=0.1)
+        for _ in range(3):
+            for p, value in zip(own, values, strict=True):
+                p.grad = (value * 0.1).to(p.device)
+            optimizer.step()
+        runs.append([p.detach().cpu() for p in own])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_a_moved_model_takes_its_state_along(device: torch.device) -> None:
+    given, one, two = gradients(4), Run("shampoo"), Run("shampoo")
+    one.step(*given)
+    two.step(*given[:2])
+    two.model.to(device)
+    two.place = device
+    two.step(*given[2:])
+    assert largest_difference(one, two) <= ROUNDING
+    state = two.optimizer.state[two.model.fc1.weight]
+    assert {x.device.type for key, x in state.items() if key != "step"} == {"cuda"}

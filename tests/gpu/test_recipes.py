@@ -1,0 +1,59 @@
+"""Every shipped recipe that takes gradients alone runs on a device as on a CPU, wherever its state comes from.
+
+One run is composed on the CPU and moved, one composed on the device under `set_default_device`; each goes through a
+checkpoint on the host halfway, in one direction each. Bits are those of a CPU, or a tolerance has its reason.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from eigengraft.testing import accelerator
+
+from ..recipes import ALONE, COVER
+from .models import Run, gradients, largest_difference
+
+DIAGONAL = "diag(Q^T A Q) comes from the triangle of a QR on a CPU, from products on a device"
+REGISTERS = "a CPU computes the last entries of a function once more, in full registers"
+PLACE = "a CPU decomposes matrix by matrix, at aligned addresses, so that a null space has other rounding"
+MIXING = "averages are mixed with numbers of the host on a CPU, with a tensor on a device"
+ROUNDING: dict[str, tuple[float, str]] = {
+    "adam_atan2": (1e-6, REGISTERS),
+    "dalle_mini_quantized": (2e-5, PLACE),
+    "dalle_mini_quantized_but_diagonal": (2e-5, PLACE),
+    "eshampoo": (1e-6, PLACE),
+    "reference/distributed_shampoo": (2e-5, PLACE),
+    "reference/distributed_shampoo_jax": (2e-5, PLACE),
+    "reference/eigenvalue_corrected_shampoo": (5e-2, PLACE),
+    "reference/soap": (1e-6, PLACE),
+    "schedule_free_adamw": (1e-6, MIXING),
+    "soap": (1e-5, DIAGONAL),
+    "soap_factorized": (1e-5, DIAGONAL),
+    "soap_h": (1e-5, DIAGONAL),
+    "soap_int8": (1e-5, DIAGONAL),
+    "soap_kl": (1e-5, DIAGONAL),
+    "soap_kl_h": (1e-5, DIAGONAL),
+}
+STEPS, HALF = 4, 2
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in COVER else pytest.mark.slow) for name in ALONE]
+)
+def test_a_recipe_runs_on_a_device_as_on_a_cpu(name: str) -> None:
+    given, tolerance = gradients(STEPS), ROUNDING.get(name, (0.0, ""))[0]
+    reference, to_host = Run(name), Run(name)
+    reference.step(*given[:HALF])
+    with accelerator("cuda") as run:
+        moved = Run(name, run.device, moved=True)
+        moved.step(*given[:HALF])
+        to_host.adopt(moved)
+        with run.device:  # as after `set_default_device`
+            resumed = Run(name, run.device)
+            resumed.adopt(reference)
+            resumed.step(*given[HALF:])
+        to_host.step(*given[HALF:])
+        reference.step(*given[HALF:])
+        assert largest_difference(reference, resumed) <= tolerance
+        assert largest_difference(reference, to_host) <= tolerance
+        assert resumed.optimizer.skipped == reference.optimizer.skipped
