@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -86,10 +87,30 @@ class BlockGrid:
 
         The lengths are in the order of `joined`, those of other axes left out.
         """
-        return [self._view(x, piece) for piece in self.pieces]
+        return self._views(x, self._pieces_of_parameter)
 
     def in_blocks(self, blocks: Tensor) -> list[Tensor]:
         """The pieces of blocks `[n, *shape]`, in the shapes that `in_parameter` has; views of contiguous blocks."""
+        return self._views(blocks, self._pieces_of_blocks) if blocks.is_contiguous() else self._pieces_of_blocks(blocks)
+
+    def _views(self, x: Tensor, cut: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
+        """Return cut(x), views of x; after the first time for such strides, one operation makes each of them."""
+        key, start = (cut.__name__, x.stride()), x.storage_offset()
+        if key not in self._layouts:
+            found = cut(x)
+            self._layouts[key] = [(view.shape, view.stride(), view.storage_offset() - start) for view in found]
+            return found
+        return [x.as_strided(shape, stride, start + offset) for shape, stride, offset in self._layouts[key]]
+
+    @cached_property
+    def _layouts(self) -> dict[tuple[str, Numbers], list[tuple[Numbers, Numbers, int]]]:
+        """Shape, strides and offset of each view, by what was cut and its strides."""
+        return {}
+
+    def _pieces_of_parameter(self, x: Tensor) -> list[Tensor]:
+        return [self._view(x, piece) for piece in self.pieces]
+
+    def _pieces_of_blocks(self, blocks: Tensor) -> list[Tensor]:
         grid, order = blocks.reshape(*self.count, *self.shape), len(self.count)
         found = []
         for piece in self.pieces:
