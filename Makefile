@@ -28,7 +28,7 @@ help:
 	@echo "make check  lint, formatting, types"
 	@echo "make docs   build the documentation into site/, without a network"
 	@echo "make hosts  train, save and resume in Hugging Face, accelerate, Lightning, timm, torchtitan, Optuna, Ray (5 minutes)"
-	@echo "make versions  the wheel with torch 2.11 to 2.15, gigabytes each, one at a time (make versions ARGS='--torch 2.15.0')"
+	@echo "make versions  the wheel and the simulated accelerator with torch 2.11 to 2.15, gigabytes each (make versions ARGS='--torch 2.15.0')"
 	@echo "make clean  remove the environment, caches and build folders; runs/ stays"
 
 demo: $(READY)

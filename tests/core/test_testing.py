@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -117,6 +118,14 @@ APPLY: dict[str, Any] = {
     "not blind to scale": sound,
     "memory of its own": remembers,
     "over the stack": over_the_stack,
+    "a value": lambda s, g, d, c: sound(s, g, d, c) * (2.0 if bool(d.isfinite().all()) else 1.0),
+    "an upload": lambda s, g, d, c: sound(s, g, d, c) * torch.tensor(2.0, dtype=d.dtype, device=d.device),
+    "a table of the host": lambda s, g, d, c: sound(s, g, d, c) * d.new_tensor([1.0, 2.0]),
+    "seeds of the host": lambda s, g, d, c: d * (torch.from_numpy(c.seeds).to(d.device) != 0)[:, None, None],
+    "numbers of numpy": lambda s, g, d, c: d / float(np.sqrt(d.cpu().numpy().size)),
+    "a mask as index": lambda s, g, d, c: sound(s, g, d, c).index_put((d > 1e9,), d.new_zeros(())),
+    "the largest entry": lambda s, g, d, c: d / d.abs().max().item() + 0 * s["root"] if d.any() else d,
+    "a tensor of the host": lambda s, g, d, c: sound(s, g, d, c) + torch.zeros(3, 2, dtype=d.dtype, device="cpu"),
 }
 CONTRACT = {
     "undeclared": r"update\.broken_for_test: slot 'x' is not declared in slots\(\) \(declared: v, root\)",
@@ -137,6 +146,7 @@ CONTRACT = {
     "an unknown signal": r"apply\(\) at step 1: signal 'curvature': .*in its traits",
 }
 """What a stage may do wrong by itself, and what it is told, in a law and in a run."""
+DEVICE_LAW = "a steady step stays on the device"
 LAWS = {
     "idle slot": (r"every slot of slots\(\) .* not used: update\.broken_for_test/spare", "the contract is kept"),
     "a slot that is only read": (
@@ -156,6 +166,14 @@ LAWS = {
         "measures are of each block alone",
     ),
     "over the stack": (r"block 0 alone as in a stack of 3 .*stack axis 0", "a stack is its blocks"),
+    "a value": (r"test_testing\.py:\d+ _local_scalar_dense", DEVICE_LAW),
+    "an upload": (r"test_testing\.py:\d+ _to_copy", DEVICE_LAW),
+    "a table of the host": (r"test_testing\.py:\d+ _to_copy", DEVICE_LAW),
+    "seeds of the host": (r"test_testing\.py:\d+ _to_copy", DEVICE_LAW),
+    "numbers of numpy": (r"test_testing\.py:\d+ _to_copy", DEVICE_LAW),
+    "a mask as index": (r"test_testing\.py:\d+ index_put by a mask", DEVICE_LAW),
+    "the largest entry": (r"test_testing\.py:\d+ _local_scalar_dense", DEVICE_LAW),
+    "a tensor of the host": (r"expected all tensors to be on the same device, got cuda:0 and cpu", DEVICE_LAW),
 }
 
 

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 import eigengraft
-from eigengraft.testing import Counts, accelerator
+from eigengraft.testing import DeviceCounts, accelerator
 from eigengraft.testing.device_costs import DECOMPOSITIONS
 
 TABLE = Path(__file__).with_suffix(".csv")
@@ -79,10 +79,10 @@ def without_refreshes(declaration: Any) -> Any:
     return [without_refreshes(item) for item in declaration] if isinstance(declaration, list) else declaration
 
 
-def steps(recipe: str, layers: int) -> tuple[int, list[Counts]]:
+def steps(recipe: str, layers: int) -> tuple[int, list[DeviceCounts]]:
     """(bytes of the parameters, counts of the first steps)."""
     declaration = without_refreshes(eigengraft.load_recipe(recipe).model_dump(mode="json"))
-    generator, found = torch.Generator().manual_seed(0), list[Counts]()
+    generator, found = torch.Generator().manual_seed(0), list[DeviceCounts]()
     with accelerator("cuda") as run:
         shapes = gpt2(layers, WIDTH // 2 if recipe in MERGING else WIDTH)
         values = [(name, torch.randn(shape, generator=generator)) for name, shape in shapes]
@@ -97,7 +97,7 @@ def steps(recipe: str, layers: int) -> tuple[int, list[Counts]]:
     return sum(value.nbytes for _, value in values), found
 
 
-def measure(recipe: str) -> tuple[Budget, Counts]:
+def measure(recipe: str) -> tuple[Budget, DeviceCounts]:
     """(numbers of a recipe, counts of its steady step with 4 layers)."""
     (_, few), (size, many) = (steps(recipe, layers) for layers in (4, 12))
     steady, more = few[-1], many[-1]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from eigengraft.testing import Counts, accelerator
+from eigengraft.testing import DeviceCounts, accelerator
 from eigengraft.testing.accelerator import SimulatedTensor, missing_names
 
 Code = Callable[[Tensor], object]
@@ -23,7 +23,7 @@ def x() -> Iterator[Tensor]:
         yield HOST.to(run.device)
 
 
-def counted(code: Code, x: Tensor) -> Counts:
+def counted(code: Code, x: Tensor) -> DeviceCounts:
     with accelerator("cuda") as counts:
         code(x)
     return counts

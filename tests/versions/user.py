@@ -8,6 +8,7 @@ import sys
 import torch
 
 import eigengraft
+from eigengraft.testing.accelerator import accelerator, missing_names
 
 RECIPES = (
     "adamw",
@@ -61,9 +62,27 @@ def check(recipe: str) -> None:
         assert not torch.equal(before, one), f"{recipe}: steps have to move every parameter"
 
 
+def on_an_accelerator() -> str:
+    """Whether the simulated accelerator of `eigengraft.testing`, which needs private names of torch, runs a step."""
+    if missing := missing_names():
+        return f"not with this torch, which has no {', '.join(missing)}"
+    values = [torch.ones(4, 4), torch.ones(4, 4)]
+    try:
+        with accelerator("cuda") as run:
+            values[1] = values[1].to(run.device)
+            for value in values:
+                parameter = torch.nn.Parameter(value)
+                parameter.grad = torch.full_like(parameter, 0.5)
+                eigengraft.Optimizer([("w", parameter)], recipe="adamw", lr=0.1).step()
+            same = torch.equal(values[0], values[1].cpu())
+            return f"{run.kernels} kernels, {'the same bits' if same else 'OTHER BITS'}"
+    except Exception as error:
+        return f"not with this torch: {type(error).__name__}: {error}"
+
+
 for module in pkgutil.walk_packages(eigengraft.__path__, "eigengraft."):
     if not module.name.startswith(EXTRAS):
         importlib.import_module(module.name)
 for name in RECIPES:
     check(name)
-sys.stdout.write(f"torch {torch.__version__}: {len(RECIPES)} recipes\n")
+sys.stdout.write(f"torch {torch.__version__}: {len(RECIPES)} recipes; simulated accelerator: {on_an_accelerator()}\n")

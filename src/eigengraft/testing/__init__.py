@@ -7,7 +7,7 @@ otherwise.
 `with accelerator("cuda") as counts:` counts host waits, copies, kernels and bytes on a simulated device.
 """
 
-from .accelerator import Counts as Counts
+from .accelerator import DeviceCounts as DeviceCounts
 from .accelerator import LineCounts as LineCounts
 from .accelerator import accelerator as accelerator
 from .check import check_quantizer as check_quantizer

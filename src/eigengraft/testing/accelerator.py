@@ -41,7 +41,7 @@ from . import device_costs as costs
 from .device_registration import missing_names as missing_names
 from .device_registration import register_sim, set_cuda_guard
 
-Kind = Literal["cuda", "sim"]
+AcceleratorKind = Literal["cuda", "sim"]
 
 
 @dataclass
@@ -67,7 +67,7 @@ class LineCounts:
 
 
 @dataclass
-class Counts(LineCounts):
+class DeviceCounts(LineCounts):
     """Work that the code inside `with accelerator(...)` asked the device for.
 
     device: where tensors of the accelerator are.
@@ -83,7 +83,7 @@ class Counts(LineCounts):
     )
 
     def by_line(self, *names: str) -> dict[str, LineCounts]:
-        """Counts by "file:line operation". names: fields of which at least one is not 0; default: all lines."""
+        """DeviceCounts by "file:line operation". names: fields of which at least one is not 0; default: all lines."""
         found = defaultdict[str, LineCounts](LineCounts)
         for (code, line, operation), counts in self.lines.items():
             if not names or any(getattr(counts, name) for name in names):
@@ -93,7 +93,7 @@ class Counts(LineCounts):
 
 
 @contextmanager
-def accelerator(kind: Kind = "cuda") -> Iterator[Counts]:
+def accelerator(kind: AcceleratorKind = "cuda") -> Iterator[DeviceCounts]:
     """Enter a simulated accelerator, and count the work that it is asked for until the end of the block.
 
     Inside another block of the same kind, the device is that one; both blocks count.
@@ -104,7 +104,7 @@ def accelerator(kind: Kind = "cuda") -> Iterator[Counts]:
     with ExitStack() as stack:
         if device is None:
             device = stack.enter_context(_Device(kind))
-        counts = Counts(device=device.place)
+        counts = DeviceCounts(device=device.place)
         device.sections.append(counts)
         stack.callback(device.sections.remove, counts)
         yield counts
@@ -175,7 +175,7 @@ class _Event:
     """What `torch.cuda.Event` does for copies to the host: it waits for work of the innermost block, not of others."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
-        self._section: Counts | None = None
+        self._section: DeviceCounts | None = None
 
     def record(self, *stream: object) -> None:
         self._section = _entered().sections[-1]
@@ -205,11 +205,11 @@ class _Device(TorchDispatchMode):
 
     current: _Device | None = None
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: AcceleratorKind) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         if kind == "sim":
             register_sim()
-        self.place, self.sections, self.held = torch.device(f"{kind}:0"), list[Counts](), Counter[int]()
+        self.place, self.sections, self.held = torch.device(f"{kind}:0"), list[DeviceCounts](), Counter[int]()
 
     def __enter__(self) -> _Device:
         with ExitStack() as stack:

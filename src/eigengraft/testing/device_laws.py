@@ -10,7 +10,7 @@ from .laws import require
 from .stage_bench import StageBench
 from .stage_case import StageCase, on
 
-WARM_UP = 2
+_WARM_UP = 2
 """Steps in which a stage may copy tables to the device that later steps use again."""
 
 
@@ -26,7 +26,7 @@ def a_steady_step_stays_on_the_device(case: StageCase) -> None:
             step, context = bench.start(gradient)
             with accelerator("cuda") as counts:
                 step()
-            if number > WARM_UP and not any(context.due.values()):
+            if number > _WARM_UP and not any(context.due.values()):
                 found = [x for x in counts.by_line("waits", "uploads") if x.split()[-1] not in DECOMPOSITIONS]
                 require(
                     not found,
