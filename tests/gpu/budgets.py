@@ -7,8 +7,8 @@ ones. The vocabulary is 131, for recipes that keep square matrices of its size; 
 entries into one axis have half the width.
 
 waits, uploads, kernels: of a steady step with 4 layers. layers: kernels that 8 more layers add. traffic: bytes given to
-and made by kernels, with 12 layers, in units of the parameters' bytes. refresh: waits of the steps with the first
-refreshes, those of decompositions left out.
+and made by kernels, with 12 layers, in units of the parameters' bytes. refresh: most waits of a step from the
+first on, with the first refreshes and with checks of new stages, those of decompositions left out.
 
 Aims: no wait and no upload but of a step's numbers; 12 layers cost the kernels of 4; adamw 40 kernels and 16 times
 traffic, muon 200 kernels, soap 260, shampoo 350. torch's AdamW takes 7 kernels and 4 times (fused) or 21 and 14 times.
@@ -31,7 +31,7 @@ from eigengraft.testing.device_costs import DECOMPOSITIONS
 
 TABLE = Path(__file__).with_suffix(".csv")
 WIDTH, VOCABULARY, LENGTH = 16, 131, 21
-STEPS = 3
+STEPS = 5
 MERGING = ("dalle_mini_quantized", "dalle_mini_quantized_but_diagonal", "reference/distributed_shampoo_jax")
 
 

@@ -12,6 +12,7 @@ from eigengraft.chains import Signal
 from eigengraft.distributed.checks import Field, gather_fields
 from eigengraft.distributed.rank_group import RankGroup
 from eigengraft.errors import warn_user
+from eigengraft.numerics import number_like
 
 MISSING, SOME, ALL = 0.0, 1.0, 2.0
 """Whether a rank lacks what must be there, what may be there, or nothing."""
@@ -45,7 +46,7 @@ class SignalCall:
             return {self.level: [level], name: sizes}
         zero = torch.zeros((), dtype=torch.float64, device=device)
         places = [next(iter(self.values), 0)] if extent == "step" else range(positions)
-        numbers = [self.values[at].to(zero).reshape(()) if at in self.values else zero for at in places]
+        numbers = [number_like(self.values[at].reshape(()), zero) if at in self.values else zero for at in places]
         return {self.level: [level], name: torch.stack(numbers)}
 
     @property

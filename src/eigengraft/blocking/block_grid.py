@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -103,7 +104,7 @@ class BlockGrid:
         return [x.as_strided(shape, stride, start + offset) for shape, stride, offset in self._layouts[key]]
 
     @cached_property
-    def _layouts(self) -> dict[tuple[str, Numbers], list[tuple[Numbers, Numbers, int]]]:
+    def _layouts(self) -> dict[tuple[str, Numbers], list[tuple[Numbers, Numbers, Any]]]:
         """Shape, strides and offset of each view, by what was cut and its strides."""
         return {}
 

@@ -304,7 +304,7 @@ class _Device(TorchDispatchMode):
 
     def _count(self, func: Any, name: str, args: Any, own: list[Any], made: list[Tensor]) -> None:
         lists = [_tensors(x) for x in args if isinstance(x, (list, tuple))]
-        if launched := costs.kernels(func, args, lists):
+        if launched := costs.launched_kernels(func, args, lists):
             here = [x for x in made if isinstance(x, SimulatedTensor)]
             self.note(name, kernels=launched, traffic=costs.traffic(func, own, here))
 

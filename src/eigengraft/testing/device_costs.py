@@ -41,7 +41,7 @@ _LOOPED |= {"linalg_householder_product": 1, "linalg_lstsq": 4}
 """Kernels of one matrix, for decompositions that cuSOLVER computes matrix by matrix."""
 
 
-def kernels(func: Any, args: Sequence[Any], lists: Sequence[Sequence[Tensor]]) -> int:
+def launched_kernels(func: Any, args: Sequence[Any], lists: Sequence[Sequence[Tensor]]) -> int:
     """The number of kernels that an operation launches. lists: its arguments that are lists of tensors."""
     name = func.overloadpacket.__name__
     if name in _NO_KERNEL or func.is_view:
