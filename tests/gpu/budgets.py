@@ -7,8 +7,9 @@ ones. The vocabulary is 131, for recipes that keep square matrices of its size; 
 entries into one axis have half the width.
 
 waits, uploads, kernels: of a steady step with 4 layers. layers: kernels that 8 more layers add. traffic: bytes given to
-and made by kernels, with 12 layers, in units of the parameters' bytes. refresh: most waits of a step from the
-first on, with the first refreshes and with checks of new stages, those of decompositions left out.
+and made by kernels, peak: most bytes held beyond state and gradients, both with 12 layers, in units of the parameters'
+bytes. refresh: most waits of a step from the first on, with the first refreshes and with checks of new stages, those of
+decompositions left out.
 
 Aims: no wait and no upload but of a step's numbers; 12 layers cost the kernels of 4; adamw 40 kernels and 16 times
 traffic, muon 200 kernels, soap 260, shampoo 350. torch's AdamW takes 7 kernels and 4 times (fused) or 21 and 14 times.
@@ -42,6 +43,7 @@ class Budget:
     kernels: int
     layers: int
     traffic: float
+    peak: float
     refresh: int
 
     def exceeded(self, limit: Budget) -> dict[str, tuple[float, float]]:
@@ -106,14 +108,14 @@ def measure(recipe: str) -> tuple[Budget, DeviceCounts]:
         for counts in few
     ]
     numbers = (steady.waits, steady.uploads, steady.kernels, more.kernels - steady.kernels)
-    return Budget(*numbers, round(more.traffic / size, 1), max(waits)), steady
+    return Budget(*numbers, round(more.traffic / size, 1), round(more.peak / size, 2), max(waits)), steady
 
 
 def table() -> dict[str, Budget]:
     """The budget of each recipe."""
     with TABLE.open() as file:
         rows = list(csv.reader(file))[1:]
-    kinds = [float if own.name == "traffic" else int for own in fields(Budget)]
+    kinds = [float if own.name in ("traffic", "peak") else int for own in fields(Budget)]
     return {name: Budget(*(kind(x) for kind, x in zip(kinds, numbers, strict=True))) for name, *numbers in rows}
 
 

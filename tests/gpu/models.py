@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -52,13 +53,14 @@ class Run:
         *,
         moved: bool = False,
         checked: bool = False,
+        changes: Sequence[str] = (),
         **overrides: Any,
     ) -> None:
         torch.manual_seed(0)
         self.model, self.place = Net(), place or torch.device("cpu")
         if not moved:
             self.model.to(self.place)
-        declaration = frequent(eigengraft.load_recipe(recipe).model_dump(mode="json")) | overrides
+        declaration = frequent(eigengraft.load_recipe(recipe, changes).model_dump(mode="json")) | overrides
         self.optimizer = eigengraft.compose(declaration, self.model, lr=1e-2, weight_decay=0.1, checked=checked)
         self.model.to(self.place)
 

@@ -102,6 +102,30 @@ def test_an_option_makes_the_same_steps(recipe: str, overrides: dict[str, Any], 
     assert largest_difference(one, two) <= ROUNDING
 
 
+@pytest.mark.parametrize("transport", ["marginals", "exact", "permute", "none"])
+def test_a_transport_makes_the_same_steps(transport: str, device: torch.device) -> None:
+    given, changes = gradients(5), (f"update.eigenbasis.transport={transport}",)
+    one, two = Run("soap", changes=changes), Run("soap", device, changes=changes)
+    one.step(*given)
+    two.step(*given)
+    assert largest_difference(one, two) <= (1e-5 if transport == "marginals" else ROUNDING)
+
+
+@pytest.mark.parametrize("recipe", ["adamw", "adafactor", "muon", "soap", "shampoo", "schedule_free_adamw"])
+def test_addresses_of_state_never_move(recipe: str, device: torch.device) -> None:
+    """Nor do those of parameters: a captured graph holds on to them."""
+    run, given = Run(recipe, device), gradients(5)
+    run.step(*given[:2])
+    before = addresses(run)
+    run.step(*given[2:])
+    assert addresses(run) == before
+
+
+def addresses(run: Run) -> list[int]:
+    held = [x for state in run.optimizer.state.values() for x in state.values()]
+    return [x.data_ptr() for x in (*run.model.parameters(), *held) if x.is_cuda]
+
+
 def test_what_users_do_around_steps(device: torch.device) -> None:
     """A closure, a scheduled rate, a gradient of inf, a missing one, checked mode, `inspect` and `zero_grad`."""
     given, runs = gradients(6), [Run("soap", checked=True), Run("soap", device, checked=True)]
