@@ -44,10 +44,10 @@ class Work(Generic[Received]):
 
 
 class HostCopy:
-    """A copy of a tensor on the host, or on its way there, so that the host does not wait for a device."""
+    """A copy of a tensor on the host, or on its way there, so that the host does not wait for a CUDA device."""
 
     def __init__(self, x: Tensor) -> None:
-        self._copy, self._event = x.to("cpu", non_blocking=True), None
+        self._copy, self._event = x.to("cpu", non_blocking=x.device.type == "cuda"), None
         if x.device.type == "cuda" and has_values(x):
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()

@@ -156,7 +156,7 @@ def _step(optimizer: Optimizer) -> int:
 def _signs(like: Tensor, name: str, step: int, sample: int) -> Tensor:
     """Random signs of the shape of a tensor, which follow from name, step and sample."""
     seed = zlib.crc32(name.encode())
-    seeds, steps = (torch.tensor([one], dtype=torch.int64, device=like.device) for one in (seed, step))
+    seeds, steps = (torch.full((1,), one, dtype=torch.int64, device=like.device) for one in (seed, step))
     drawn = uniform(seeds, steps, tuple(like.shape), torch.float32, PROBES + sample)[0]
     return signs(drawn - 0.5).to(like.dtype)
 

@@ -51,6 +51,14 @@ def test_views_share_memory_and_operations_in_place_return_their_tensor(x: Tenso
     assert host.copy_(x) is host and type(host) is Tensor
 
 
+def test_data_of_a_parameter_can_be_replaced(x: Tensor) -> None:
+    parameter = nn.Parameter(x)
+    parameter.data = parameter.data * 2
+    assert torch.equal((parameter + 0).cpu(), HOST * 2)
+    with pytest.raises(TypeError, match="device, shape and dtype"):
+        parameter.data = x[0]
+
+
 def test_nothing_is_left_behind() -> None:
     with accelerator("cuda"):
         assert torch.cuda.is_available()
@@ -172,6 +180,14 @@ def test_traffic_live_and_peak_are_bytes(x: Tensor) -> None:
         assert counts.live == size
         (x * 2 + 1).sum()
     assert (counts.live, counts.peak) == (size, 3 * size) and view.shape == (3,)
+
+
+def test_blocks_end_in_their_order(x: Tensor) -> None:
+    with accelerator("cuda") as outer:
+        with accelerator("cuda"):
+            pass
+        x + 1
+    assert outer.kernels == 1
 
 
 def test_blocks_count_what_is_inside_of_them_by_the_line_that_asked(x: Tensor) -> None:

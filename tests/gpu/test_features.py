@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -14,8 +14,8 @@ from eigengraft.component import checked
 from eigengraft.preconditioners import BasisSolver, PolarSolver, RootSolver
 from eigengraft.quantization import Quantizer
 from eigengraft.slots import Slot
-from eigengraft.testing import accelerator
-from eigengraft.testing.samples import definite, standard_normal
+from eigengraft.testing import DeviceCounts, accelerator
+from eigengraft.testing.samples import definite, rotation, standard_normal
 from eigengraft.testing.solver_laws import usual_exponent
 
 from ..laws.rows import Row
@@ -78,6 +78,17 @@ def test_a_polar_solver_finds_the_same_factors(row: Row) -> None:
     assert close(ours, theirs, 1e-9)
 
 
+def steady(run: Run, given: list[Tensor], without: Sequence[int] = ()) -> DeviceCounts:
+    """One step, some parameters of which have no gradient. The look at gradients may wait once."""
+    run.give(given)
+    parameters = list(run.model.parameters())
+    for position in without:
+        parameters[position].grad = None
+    with accelerator("cuda") as counts:
+        run.optimizer.step()
+    return counts
+
+
 def _options() -> Iterator[Any]:
     """(recipe, overrides) of runs with one option each."""
     for kind in ("bf16", "fp8", "int16", "int8", "int4", "codebook8"):
@@ -95,11 +106,13 @@ def _options() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("recipe", "overrides"), list(_options()))
 def test_an_option_makes_the_same_steps(recipe: str, overrides: dict[str, Any], device: torch.device) -> None:
-    given = gradients(4)
+    given = gradients(5)
     one, two = Run(recipe, **overrides), Run(recipe, device, **overrides)
     one.step(*given)
-    two.step(*given)
+    two.step(*given[:4])
+    counts = steady(two, given[4])
     assert largest_difference(one, two) <= ROUNDING
+    assert counts.waits <= 1 and not counts.uploads, counts.by_line("waits", "uploads")
 
 
 @pytest.mark.parametrize("transport", ["marginals", "exact", "permute", "none"])
@@ -159,6 +172,15 @@ def test_parameters_of_bfloat16_and_of_two_devices(device: torch.device) -> None
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
+@pytest.mark.parametrize("recipe", ["adamw", "muon"])
+def test_parameters_without_a_gradient_cost_no_wait(recipe: str, device: torch.device) -> None:
+    run, given = Run(recipe, device), gradients(6)
+    run.step(*given[:4])
+    steady(run, given[4], without=(4, 6))  # where the rows of active blocks are copied to the device
+    counts = steady(run, given[5], without=(4, 6))
+    assert counts.waits <= 1 and not counts.uploads, counts.by_line("waits", "uploads")
+
+
 def test_a_moved_model_takes_its_state_along(device: torch.device) -> None:
     given, one, two = gradients(4), Run("shampoo"), Run("shampoo")
     one.step(*given)
@@ -169,3 +191,26 @@ def test_a_moved_model_takes_its_state_along(device: torch.device) -> None:
     assert largest_difference(one, two) <= ROUNDING
     state = two.optimizer.state[two.model.fc1.weight]
     assert {x.device.type for key, x in state.items() if key != "step"} == {"cuda"}
+
+
+def test_cholesky_qr_keeps_a_basis_that_it_cannot_improve_without_asking() -> None:
+    """A bound that rounding exceeds: a CPU takes Householder QR, a device keeps the columns of Q."""
+    solver = checked(BasisSolver, {"kind": "cholesky_qr", "max_error": 1.0})  # type: ignore[type-abstract]
+    q = rotation(6, 1).float()[None]
+    u = rotation(6, 2).float()
+    a = (u @ torch.diag(torch.tensor([1.0, *[1e-6] * 5])) @ u.mT)[None]
+    ours = solver.basis(a, q, False)
+    with accelerator("cuda") as counts:
+        theirs = solver.basis(a.to("cuda", non_blocking=True), q.to("cuda", non_blocking=True), False)
+    assert counts.waits == 0
+    assert (ours.ok.tolist(), theirs.ok.tolist()) == ([True], [False])
+    assert torch.equal(theirs.q.cpu().sort(-1).values, q.sort(-1).values)
+
+
+@pytest.mark.parametrize("kind", ["coupled_newton", "newton_db", "higher_order"])
+def test_an_iterative_root_stops_early_on_a_device(kind: str) -> None:
+    solver = checked(RootSolver, {"kind": kind})  # type: ignore[type-abstract]
+    a = definite(4, 16, torch.float32).to("cuda")
+    with accelerator("cuda") as counts:
+        solver.root(a, usual_exponent(solver))
+    assert 0 < counts.waits <= 15 and counts.kernels < 2500, counts

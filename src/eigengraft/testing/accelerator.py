@@ -44,7 +44,7 @@ from .device_registration import register_sim, set_cuda_guard
 AcceleratorKind = Literal["cuda", "sim"]
 
 
-@dataclass
+@dataclass(eq=False)
 class LineCounts:
     """Work that one line of code asked a device for.
 
@@ -66,7 +66,7 @@ class LineCounts:
             setattr(self, name, getattr(self, name) + number)
 
 
-@dataclass
+@dataclass(eq=False)
 class DeviceCounts(LineCounts):
     """Work that the code inside `with accelerator(...)` asked the device for.
 
@@ -131,6 +131,16 @@ class SimulatedTensor(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         return _entered().__torch_dispatch__(func, types, args, kwargs)  # of the thread that runs backward
+
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not isinstance(value, SimulatedTensor) or (value.shape, value.dtype) != (self.shape, self.dtype):
+            raise TypeError(f"data of {self!r}: a tensor of its device, shape and dtype is required, got {value!r}")
+        self.host, self._memory = value.host, value._memory
 
     def data_ptr(self) -> int:
         """The address of the first entry."""
@@ -249,11 +259,10 @@ class _Device(TorchDispatchMode):
         own = [x for x in tensors if isinstance(x, SimulatedTensor)]
         target = torch.device(kwargs["device"]).type if kwargs.get("device") is not None else None
         here = target == self.place.type
-        if name in ("_pin_memory", "is_pinned") and not own:  # memory of the host, which has no pages that move here
-            return func._schema.name.endswith("memory") and args[0].clone()
-        if kwargs.pop("pin_memory", False) and not (own or here):
-            return func(*args, **kwargs)
+        kwargs.pop("pin_memory", None)  # no memory is pinned without a device: copies that do not block are counted
         if not own and not here:
+            if name in ("_pin_memory", "is_pinned"):
+                return args[0].clone() if name == "_pin_memory" else False
             return func(*args, **kwargs)
         copies = self._copies(name, args, kwargs, (own, tensors), target)
         if not copies:
