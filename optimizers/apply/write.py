@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor
 
 from eigengraft.component import Component
-from eigengraft.numerics import copies, scale_tensors_, subtract_scaled_, tiny
+from eigengraft.numerics import copies, kept_on_device, scale_tensors_, subtract_scaled_, tiny
 
 
 class WeightDecay(Component, ABC, family="weight_decay"):
@@ -255,7 +255,7 @@ class Rates:
             return function(x, y, self._scale(path, int(groups[0])))
         out = torch.empty_like(y)
         for group in np.unique(groups).tolist():
-            rows = torch.from_numpy(np.flatnonzero(groups == group)).to(y.device)
+            rows = kept_on_device(np.flatnonzero(groups == group), y.device)
             out[rows] = function(x[rows], y[rows], self._scale(path, group))
         return out
 

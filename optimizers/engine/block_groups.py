@@ -16,7 +16,7 @@ from eigengraft.blocking.block_grid import BlockGrid
 from eigengraft.blocking.stacks import Stack, blocks_that_fit, max_blocks, split_ranges
 from eigengraft.distributed.comm_plan import BlockGroup, PlacedBlock
 from eigengraft.distributed.rank_group import RankGroup
-from eigengraft.numerics import compute_dtype
+from eigengraft.numerics import compute_dtype, upload
 
 from ..recipe.recipe import Recipe, require_slots, slot_keys
 from ..sharding.phases import Phases
@@ -251,7 +251,7 @@ def _stack_state(
     state = StackState(path, rule, stack, recipe.storage, blocks.phases, seeds, block_group, fresh=fresh)
     if recipe.lr_scale is not None:
         factors = [specs[position].lr_factors[own] for position, grid in stack.grids for own in grid.matrices]
-        state.lr_factors = torch.tensor(factors, dtype=dtype, device=device)
+        state.lr_factors = upload(torch.tensor(factors, dtype=dtype, device="cpu"), device)
     return state
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from eigengraft.blocking.stacks import max_blocks
 from eigengraft.distributed.work import HostCopy
 from eigengraft.errors import warn_user
-from eigengraft.numerics import compute_dtype, has_values, norms_by_dtype, squares_are_finite
+from eigengraft.numerics import compute_dtype, has_values, kept_on_device, norms_by_dtype, squares_are_finite
 
 from ..apply.failure import Failure
 from ..apply.write import Rates
@@ -123,7 +123,6 @@ class FiniteCheck:
         self.failure, self.names, self.survey = failure, list(names), survey
         self.skipped: Counter[str] = Counter()
         self._deferred: tuple[list[int], HostCopy] | None = None
-        self._places: tuple[list[int], Tensor] | None = None
         self._stalled = 0
 
     def check(self, given: GivenGradients) -> tuple[NDArray[np.bool_], Tensor | None, GradientSurvey]:
@@ -134,7 +133,7 @@ class FiniteCheck:
         """
         self._require_dense(given.gradients)
         survey = self.survey(given)
-        present = survey.agreed() if self._on_host(survey.device) else given.present
+        present = survey.agreed() if self._on_host else given.present
         idle = given.rates.idle(survey.nonzero)
         if idle.all():
             return np.zeros_like(present), None, survey
@@ -153,7 +152,7 @@ class FiniteCheck:
         if usable is None:
             self._stalled *= not positions  # a step without gradients is none
             return present, None
-        if not self._on_host(usable.device):
+        if not self._on_host:
             return present, self._defer(positions, usable, len(present))
         bad = self._count(positions, usable, gradients)
         self.raise_nonfinite(bad, "nothing was changed", gradients)
@@ -202,7 +201,9 @@ class FiniteCheck:
             found = _fault(None if gradients is None else gradients[bad[0]])
             raise FloatingPointError(f"gradient of {names}: finite values are required, got {found}; {outcome}")
 
-    def _on_host(self, device: torch.device) -> bool:
+    @property
+    def _on_host(self) -> bool:
+        """Whether the host reads which gradients can be used."""
         return self.failure.detect != "device"
 
     def _defer(self, positions: list[int], usable: Tensor, total: int) -> Tensor:
@@ -210,10 +211,8 @@ class FiniteCheck:
         self._deferred = (positions, HostCopy(usable))
         if len(positions) == total:
             return usable
-        if self._places is None or self._places[0] != positions:
-            self._places = positions, torch.tensor(positions, dtype=torch.int64, device=usable.device)
         mask = torch.ones(total, dtype=torch.bool, device=usable.device)
-        return mask.index_copy_(0, self._places[1], usable)
+        return mask.index_copy_(0, kept_on_device(np.array(positions, dtype=np.int64), usable.device), usable)
 
 
 def _fault(gradient: Tensor | None) -> str:

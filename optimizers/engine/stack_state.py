@@ -16,6 +16,7 @@ from torch import Tensor
 from eigengraft.blocking.stacks import Stack
 from eigengraft.chains import requested
 from eigengraft.distributed.work import HostCopy
+from eigengraft.numerics import kept_on_device
 from eigengraft.preconditioners.checked_mode import Checks
 from eigengraft.quantization import Quantizer, choose
 from eigengraft.slots import Encoded, EncodedSlot, Slot, State, Storage, Watch
@@ -146,12 +147,12 @@ class StackState:
     def parameter_places(self) -> Tensor:
         """`[N]` on the device of the stack, the place of each block's matrix among those of the stack."""
         index = np.unique(self.stack.matrix_ids, return_inverse=True)[1].astype(np.int64)
-        return torch.from_numpy(index).to(self.stack.device)
+        return kept_on_device(index, self.stack.device)
 
     @cached_property
     def seeds_there(self) -> Tensor:
         """`seeds` on the device of the stack."""
-        return torch.from_numpy(self.seeds).to(self.stack.device)
+        return kept_on_device(self.seeds, self.stack.device)
 
     @cached_property
     def failure_counts(self) -> tuple[str, ...]:
@@ -269,12 +270,12 @@ class ActiveBlocks:
     @cached_property
     def rows(self) -> Tensor | None:
         """`places` on the device of the stack."""
-        return None if self.places is None else torch.from_numpy(self.places).to(self.stack.device)
+        return None if self.places is None else kept_on_device(self.places, self.stack.device)
 
     @cached_property
     def param_index(self) -> Tensor:
         """`[n]` on the device of the stack, position of the parameter that each block belongs to."""
-        return torch.from_numpy(self.stack.param_ids).to(self.stack.device)
+        return kept_on_device(self.stack.param_ids, self.stack.device)
 
     @property
     def row_numbers(self) -> Sequence[int]:

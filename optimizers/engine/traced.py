@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from eigengraft.blocking.parameter_sums import sums_over
 from eigengraft.component import Component
 from eigengraft.errors import ContractError, warn_user
+from eigengraft.numerics import upload
 from eigengraft.slots import EncodedSlot, State, Storage
 from eigengraft.state_key import StateKey
 from eigengraft.step_context import TYPICAL_STEP, Question, StepContext
@@ -205,7 +206,7 @@ def _json(codec: object) -> str:
 
 def numbers_of(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """Return 0-d tensors of some numbers, which are brought to a device at once."""
-    return list(torch.tensor(values, dtype=dtype, device="cpu").to(device, non_blocking=True).unbind())
+    return list(upload(torch.tensor(values, dtype=dtype, device="cpu"), device).unbind())
 
 
 def tracing_context(
@@ -304,7 +305,7 @@ class Program:
             steps = torch.arange(start, start + _SPAN, dtype=torch.float64, device="cpu")
             columns = [number(steps).expand(_SPAN).to(self.source.dtype) for number in self.asked]
             table = torch.stack(columns, 1) if columns else torch.zeros(_SPAN, 0, dtype=self.source.dtype, device="cpu")
-            rows = table.to(self.source.device, non_blocking=True).unbind()
+            rows = upload(table, self.source.device).unbind()
             self._table = start, [row.unbind() if columns else () for row in rows]
         return self._table[1][step - start]
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import ContractError
-from ..numerics import cached_tensors
+from ..numerics import cached_tensors, kept_on_device
 
 if TYPE_CHECKING:
     from greenlet import greenlet
@@ -87,4 +87,4 @@ def sums_over(index: Tensor, parameters: int, values: Tensor) -> Tensor:
 def _index(param_ids: bytes, device: torch.device) -> tuple[int, Tensor]:
     """(number of parameters, `[N]` the place of each block's parameter among them)."""
     found, index = np.unique(np.frombuffer(param_ids, dtype=np.int64), return_inverse=True)
-    return len(found), torch.from_numpy(index.astype(np.int64)).to(device)
+    return len(found), kept_on_device(index.astype(np.int64), device)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..numerics import has_values
+from ..numerics import has_values, kept_on_device
 from .stacks import Stack
 from .views import Matrices
 
@@ -91,6 +91,6 @@ def side_blocks(stack: Stack, matrices: Sequence[SideMatrix | None]) -> Tensor:
     own = side_of_blocks(stack.gather(indices), side)
     out = torch.zeros((*own.shape, own.shape[-1]), dtype=stack.dtype, device=stack.device)
     for at, matrix in known.items():
-        rows = torch.from_numpy(np.flatnonzero(stack.param_ids == at)).to(stack.device)
+        rows = kept_on_device(np.flatnonzero(stack.param_ids == at), stack.device)
         out[rows] = matrix.blocks(own[rows]).to(out.dtype)
     return out
