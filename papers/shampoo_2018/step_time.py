@@ -72,7 +72,8 @@ def measured(name: str) -> dict[str, Any]:
         own = copy.deepcopy(model)
         optimizer = Optimizer(own.named_parameters(), experiment.recipe, lr=1e-4)
         contenders.append(Contender(optimizer, list(own.parameters()), 0.0))
-    times = take_turns(contenders, given, Rounds(INTERVALS[-1], ROUNDS, time.thread_time))
+    taken = take_turns(contenders, given, Rounds(INTERVALS[-1], ROUNDS, time.thread_time))
+    times = [[step.total for step in own] for own in taken]
     updates = dict(zip(methods, map(step_of, methods, times), strict=True))
     return {"study": name, "gradient": gradient, "updates": updates}
 

@@ -120,7 +120,8 @@ def test_rows_of_a_recipe_a_peer_and_a_library_that_is_missing() -> None:
     own, other, missing = rows
     assert own.numbers == 256 * 16 and len(own.steps_ms) == 10 and own.floor and own.times_floor
     assert own.state == pytest.approx(8, abs=2.1) and other.state == pytest.approx(8 + 4 / 16, abs=0.01)  # 8 of steps
-    assert own.kernels is not None and 0 < own.kernels < 60 and own.peak is not None
+    assert own.operators is not None and 0 < own.operators < 60 and own.kernels is None and own.peak is not None
+    assert 0 < own.host <= own.largest
     assert missing.problem == "not installed: no_such_library" and missing.times_floor is None
     ratio = best_other(own, rows)
     assert ratio == pytest.approx(own.amortised / other.amortised) and best_other(other, rows) is None

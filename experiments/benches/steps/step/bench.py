@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
@@ -18,7 +19,7 @@ from ...common.fields import PositiveInts
 from ...common.results import FigurePanel, ResultTable
 from .cases import QUICK, STEP_CASES, StepCase
 from .floor import MachineRates, step_work
-from .measure import CLOCKS, Contender, Rounds, held_bytes, kernels, peak_bytes, step_times, take_turns
+from .measure import CLOCKS, Contender, Rounds, held_bytes, kernels, operators, peak_bytes, step_times, take_turns
 from .rows import StepRow
 from .sets import ShapeSet, initial_values, shape_set, turns_of_gradients
 from .view import step_advice, step_panels, step_summary
@@ -114,14 +115,17 @@ class StepBench(Bench):
         times = take_turns(list(ready.values()), gradients, rounds)
         for (label, contender), own in zip(ready.items(), times, strict=True):
             optimizer, peak = contender.optimizer, peak_bytes(contender, gradients[0])
+            totals, launched = [step.total for step in own], kernels(contender, gradients[0])
             measured: dict[str, Any] = {
-                **step_times(own, interval)._asdict(),
+                **step_times(totals, interval)._asdict(),
                 "state": held_bytes(optimizer) / shapes.numbers,
                 "peak": None if peak is None else peak / shapes.numbers,
-                "kernels": kernels(contender, gradients[0]),
+                "host": median(step.host for step in own),
+                "operators": operators(contender, gradients[0]),
+                "kernels": None if launched is None else launched.kernels,
                 "build": contender.build,
                 "floor": rates.milliseconds(step_work(optimizer)) if isinstance(optimizer, Optimizer) else None,
-                "steps_ms": tuple(own),
+                "steps_ms": tuple(totals),
             }
             case = next(case for case in cases if case.label() == label)
             rows[label] = self._row(shapes, case, interval, **measured)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 FREE = frozenset(
     {"detach", "lift_fresh", "is_pinned", "empty", "_local_scalar_dense", "_unsafe_view", "_reshape_alias"}
 )
-"""Operators that run no kernel although their schema does not say that they return a view."""
+"""Operators that compute nothing although their schema does not say that they return a view."""
 
 
 class Contender(NamedTuple):
@@ -39,6 +39,19 @@ class Rounds(NamedTuple):
     clock: Callable[[], float] = time.perf_counter
 
 
+class StepTime(NamedTuple):
+    """Milliseconds of one step.
+
+    total: from the call of `step` until the device has finished.
+    host: until `step` returns. Near `total` on a device, the host takes longer than the device, or waits for it.
+    device: between two CUDA events around the step; None on a CPU.
+    """
+
+    total: float
+    host: float
+    device: float | None
+
+
 class StepTimes(NamedTuple):
     """Milliseconds; fields as in `StepRow`."""
 
@@ -51,9 +64,9 @@ class StepTimes(NamedTuple):
 
 def take_turns(
     contenders: Sequence[Contender], gradients: Sequence[Sequence[Tensor]], rounds: Rounds
-) -> list[list[float]]:
+) -> list[list[StepTime]]:
     """Milliseconds of each counted step of each contender, one step of everyone in every round."""
-    times: list[list[float]] = [[] for _ in contenders]
+    times: list[list[StepTime]] = [[] for _ in contenders]
     _free_activations()
     gc.collect()
     gc.disable()
@@ -81,14 +94,21 @@ _ACTIVATIONS = (32 << 20) - 8192
 """Bytes: just below the largest size by which glibc sets what it keeps (M_MMAP_THRESHOLD in mallopt(3))."""
 
 
-def one_step(contender: Contender, gradients: Sequence[Tensor], clock: Callable[[], float]) -> float:
+def one_step(contender: Contender, gradients: Sequence[Tensor], clock: Callable[[], float]) -> StepTime:
     """Milliseconds of one step; gradients are copied before, because some optimizers write to them."""
     give(contender, gradients)
     synchronize(gradients)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if _on_cuda(gradients) else []
     start = clock()
+    for event in events[:1]:
+        event.record()
     contender.optimizer.step()
+    for event in events[1:]:
+        event.record()
+    host = clock() - start
     synchronize(gradients)
-    return 1e3 * (clock() - start)
+    total = clock() - start
+    return StepTime(1e3 * total, 1e3 * host, events[0].elapsed_time(events[1]) if events else None)
 
 
 def give(contender: Contender, gradients: Sequence[Tensor]) -> None:
@@ -99,8 +119,12 @@ def give(contender: Contender, gradients: Sequence[Tensor]) -> None:
 
 def synchronize(tensors: Sequence[Tensor]) -> None:
     """Waits for a device."""
-    if tensors and tensors[0].is_cuda:
+    if _on_cuda(tensors):
         torch.cuda.synchronize()
+
+
+def _on_cuda(tensors: Sequence[Tensor]) -> bool:
+    return bool(tensors) and tensors[0].is_cuda
 
 
 def step_times(times: Sequence[float], interval: int) -> StepTimes:
@@ -135,7 +159,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts operators that are neither views nor free; a foreach operator counts once."""
 
     def __init__(self) -> None:
@@ -148,10 +172,10 @@ class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def kernels(contender: Contender, gradients: Sequence[Tensor]) -> int | None:
+def operators(contender: Contender, gradients: Sequence[Tensor]) -> int | None:
     """Operators of one step; None where the optimizer cannot be followed."""
     give(contender, gradients)
-    counted = Kernels()
+    counted = Operators()
     try:
         with counted:
             contender.optimizer.step()
@@ -160,10 +184,36 @@ def kernels(contender: Contender, gradients: Sequence[Tensor]) -> int | None:
     return counted.count
 
 
+class KernelTotals(NamedTuple):
+    """Kernels that a CUDA device ran, and the milliseconds that they took together, without the gaps between them."""
+
+    kernels: int
+    milliseconds: float
+
+
+def kernels(contender: Contender, gradients: Sequence[Tensor]) -> KernelTotals | None:
+    """Kernels of one step as torch's profiler saw them, copies and fills left out; None on a CPU."""
+    give(contender, gradients)
+    if not _on_cuda(gradients):
+        return None
+    synchronize(gradients)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        contender.optimizer.step()
+        synchronize(gradients)
+    found = [
+        event
+        for event in profile.events() or ()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+        and not event.is_user_annotation
+        and not event.name.startswith(("Memcpy", "Memset"))
+    ]
+    return KernelTotals(len(found), 1e-3 * sum(event.time_range.elapsed_us() for event in found))
+
+
 def peak_bytes(contender: Contender, gradients: Sequence[Tensor]) -> int | None:
     """Most bytes that one step has allocated at once beyond what there was before; None: the profiler saw none."""
     give(contender, gradients)
-    if gradients and gradients[0].is_cuda:
+    if _on_cuda(gradients):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before: int = torch.cuda.memory_allocated()

@@ -20,7 +20,9 @@ class StepRow(BenchRow):
     median, largest: of the same steps.
     state: bytes of state for each entry of parameters.
     peak: most bytes that a step allocates beyond the state, for each entry; None: not measured.
-    kernels: operators that a step without refresh launches, views left out; None: not counted.
+    host: milliseconds until `step` returns, the median; on a device the rest of the step runs after that.
+    operators: operators that a step without refresh calls, views left out, a foreach once; None: not counted.
+    kernels: kernels that a CUDA device runs in a step without refresh; None on a CPU.
     build: seconds that construction took.
     floor: least milliseconds of a step by its arithmetic and traffic; None: unknown.
     problem: why nothing was measured, or "".
@@ -40,6 +42,8 @@ class StepRow(BenchRow):
     largest: float = 0.0
     state: float = 0.0
     peak: float | None = None
+    host: float = 0.0
+    operators: int | None = None
     kernels: int | None = None
     build: float = 0.0
     floor: float | None = None

@@ -18,6 +18,7 @@ from eigengraft.optimizers.recipe.loading import load_recipe
 from ...common.bench import Bench
 from ...common.declarations import listed, require_distinct
 from ...common.results import FigurePanel, ResultTable
+from ..step.measure import Contender, one_step
 from .rows import StorageRow
 from .view import storage_advice, storage_panels, storage_summary
 
@@ -103,11 +104,12 @@ class StorageBench(Bench):
         device, generator = self.target_device(), torch.Generator().manual_seed(self.seed)
         start = [0.02 * torch.randn(shape, generator=generator) for shape in self.shapes()]
         optimizers = [Optimizer([torch.nn.Parameter(x.to(device)) for x in start], r, lr=1e-3) for r in case.pair()]
+        contenders = [Contender(own, own.param_groups[0]["params"], 0.0) for own in optimizers]
         times: tuple[list[float], list[float]] = ([], [])
         for step in range(self.warm + case.steps):
             gradients = [torch.randn(x.shape, generator=generator).to(device) for x in start]
             for which in (0, 1) if step % 2 else (1, 0):
-                times[which].append(_milliseconds(optimizers[which], gradients))
+                times[which].append(one_step(contenders[which], gradients, time.perf_counter).total)
         stored, plain = (measured[self.warm :] for measured in times)
         sizes = [optimizer.state_bytes() for optimizer in optimizers]
         return StorageRow(
@@ -130,16 +132,3 @@ class StorageBench(Bench):
 
     def advice(self, rows: Sequence[StorageRow]) -> list[str]:
         return storage_advice(rows)
-
-
-def _milliseconds(optimizer: Optimizer, gradients: Sequence[torch.Tensor]) -> float:
-    """Milliseconds of one step."""
-    for parameter, gradient in zip(optimizer.param_groups[0]["params"], gradients, strict=True):
-        parameter.grad = gradient.clone()
-    if gradients[0].is_cuda:
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    optimizer.step()
-    if gradients[0].is_cuda:
-        torch.cuda.synchronize()
-    return 1e3 * (time.perf_counter() - start)
