@@ -1,4 +1,4 @@
-"""Models as names and shapes of parameters, without data: from a file, of a Llama, or of a task."""
+"""Models as names and shapes of parameters, without data: from a file, of a published model, or of a task."""
 
 from __future__ import annotations
 
@@ -46,24 +46,53 @@ class Llama(NamedTuple):
         yield "lm_head.weight", (self.vocabulary, d)
 
 
-LLAMAS = {
+class GPT2(NamedTuple):
+    """The dimensions of a GPT-2.
+
+    layers: number of transformer blocks.
+    width: width of the model; feed-forward layers are four times as wide.
+    vocabulary: number of tokens.
+    length: number of positions.
+    """
+
+    layers: int
+    width: int
+    vocabulary: int
+    length: int
+
+    def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield every parameter by its name in published checkpoints; the weight of a Conv1D is [inputs, outputs]."""
+        d = self.width
+        yield "wte.weight", (self.vocabulary, d)
+        yield "wpe.weight", (self.length, d)
+        linears = (("attn.c_attn", d, 3 * d), ("attn.c_proj", d, d), ("mlp.c_fc", d, 4 * d), ("mlp.c_proj", 4 * d, d))
+        for layer in range(self.layers):
+            for name, inputs, outputs in linears:
+                yield f"h.{layer}.{name}.weight", (inputs, outputs)
+                yield f"h.{layer}.{name}.bias", (outputs,)
+            yield from ((f"h.{layer}.{norm}.{name}", (d,)) for norm in ("ln_1", "ln_2") for name in ("weight", "bias"))
+        yield from ((f"ln_f.{name}", (d,)) for name in ("weight", "bias"))
+
+
+MODELS: Mapping[str, Llama | GPT2] = {
     "llama-8b": Llama(layers=32, width=4096, hidden=14336, keys=8 * 128, vocabulary=128256),
     "llama-70b": Llama(layers=80, width=8192, hidden=28672, keys=8 * 128, vocabulary=128256),
+    "gpt2": GPT2(layers=12, width=768, vocabulary=50257, length=1024),
 }
-"""Llama 3 (Grattafiori et al. 2024, table 3): 8 heads of keys and values of 128 each."""
+"""Llama 3 (Grattafiori et al. 2024, table 3): 8 heads of keys and values of 128 each. GPT-2 small, without a head."""
 
 
 def parameters_of(model: str) -> Sequence[tuple[str, tuple[int, ...]] | ParamInfo]:
-    """The trainable parameters of a model given by the name of a file, a Llama or a task.
+    """The trainable parameters of a model given by the name of a file, a published model or a task.
 
     Parameters of a task come with the module types and roles that routes read in its model.
     """
     if Path(model).suffix in (".txt", ".json", ".yaml", ".yml"):
         return read_shapes(Path(model))
-    if model in LLAMAS:
-        return list(LLAMAS[model].shapes())
+    if model in MODELS:
+        return list(MODELS[model].shapes())
     if model not in Task.members:
-        known = [*LLAMAS, *Task.members]
+        known = [*MODELS, *Task.members]
         near = difflib.get_close_matches(model, known, n=1)
         hint = f"; did you mean '{near[0]}'?" if near else ""
         raise RecipeError(

@@ -37,7 +37,7 @@ from eigengraft.distributed.regions import holding
 from eigengraft.distributed.work import Work, pads
 from eigengraft.errors import RecipeError
 from eigengraft.experiments.cli.main import app
-from eigengraft.experiments.tasks.model_shapes import LLAMAS, parameters_of, read_shapes
+from eigengraft.experiments.tasks.model_shapes import MODELS, parameters_of, read_shapes
 from eigengraft.optimizers.planning.measure import measured_work
 from eigengraft.optimizers.planning.plan import Plan, known, plan
 from eigengraft.optimizers.planning.shard_placement import whole_block_shards
@@ -382,9 +382,10 @@ def test_a_large_embedding_leaves_the_work_even(recipe: str, ranks: int) -> None
 
 
 def test_llama_70b_on_1024_ranks() -> None:
-    shapes = dict(LLAMAS["llama-70b"].shapes())
+    shapes = dict(MODELS["llama-70b"].shapes())
     assert sum(map(math.prod, shapes.values())) == 70_553_706_496  # as published
-    assert sum(math.prod(shape) for _, shape in LLAMAS["llama-8b"].shapes()) == 8_030_261_248
+    assert sum(math.prod(shape) for _, shape in MODELS["llama-8b"].shapes()) == 8_030_261_248
+    assert sum(math.prod(shape) for _, shape in MODELS["gpt2"].shapes()) == 124_439_808
     paper = plan("soap", shapes.items(), (1024,), "fsdp2", torch.bfloat16)
     tiles = sum(math.prod(-(-n // 1024) for n in shape) for name, shape in shapes.items() if "_proj" in name)
     assert paper.blocks.sum() == tiles and paper.blocks.max() == -(-tiles // 1024)
@@ -507,27 +508,12 @@ def test_measured_work_is_of_every_block_shape_and_decides_on_owners() -> None:
     assert loads({"16x16": 3.0, "8x16": 1.0}) == pytest.approx([3.0, 4.0], rel=1e-15)
 
 
-def gpt2_small() -> list[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of GPT-2 small."""
-    block = {
-        "ln_1.weight": (768,),
-        "attn.c_attn.weight": (2304, 768),
-        "attn.c_attn.bias": (2304,),
-        "attn.c_proj.weight": (768, 768),
-        "mlp.c_fc.weight": (3072, 768),
-        "mlp.c_fc.bias": (3072,),
-        "mlp.c_proj.weight": (768, 3072),
-    }
-    blocks = [(f"h.{layer}.{name}", shape) for layer in range(12) for name, shape in block.items()]
-    return [("wte.weight", (50257, 768)), ("wpe.weight", (1024, 768)), *blocks]
-
-
-@pytest.mark.parametrize(("model", "recipe"), [("gpt2-small", "muon"), ("gpt2-small", "soap"), ("llama-8b", "muon")])
+@pytest.mark.parametrize(("model", "recipe"), [("gpt2", "muon"), ("gpt2", "soap"), ("llama-8b", "muon")])
 @pytest.mark.parametrize("ranks", [2, 3, 16, 32])
 def test_replicas_are_sent_little_more_than_their_updates(model: str, recipe: str, ranks: int) -> None:
     """Each rank sends its share of all updates, 1 / R, to the R - 1 others: at most 1.3 times that, where matrices that
     are not split are owned unevenly (muon on 32 ranks); together the ranks send what there is and padding."""
-    shapes = gpt2_small() if model == "gpt2-small" else list(LLAMAS[model].shapes())
+    shapes = list(MODELS[model].shapes())
     updates = plan(recipe, shapes, (ranks,), "ddp").traffic["updates"]
     share = 4 * sum(math.prod(shape) for _, shape in shapes) * (ranks - 1) / ranks
     assert share <= updates.sent.max() <= 1.3 * share
