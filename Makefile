@@ -1,4 +1,4 @@
-# make demo | quick | test | bench | check | docs | hosts | versions | clean | help: each creates .venv when it is missing and brings it up to date.
+# make demo | quick | test | bench | gpu | check | docs | hosts | versions | clean | help: each creates .venv when it is missing and brings it up to date.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,7 +17,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # go out by name, which leaves those that take long for neither end.
 SHARED := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo quick test bench check docs hosts versions clean links
+.PHONY: help demo quick test bench gpu check docs hosts versions clean links
 .DEFAULT_GOAL := help
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo "make quick  run the tests that start no process and train nothing, while writing a stage (about a minute)"
 	@echo "make test   run all tests            (make test ARGS='-k house' for some of them; -n 0 in one process)"
 	@echo "make bench  steps against other libraries and their floor (under 10 minutes; make bench ARGS='threads=2', BENCH= for all)"
+	@echo "make gpu    laws, steps, memory and decompositions on a GPU (under 10 minutes; make gpu ARGS=--simulated without one)"
 	@echo "make check  lint, formatting, types"
 	@echo "make docs   build the documentation into site/, without a network"
 	@echo "make hosts  train, save and resume in Hugging Face, accelerate, Lightning, timm, torchtitan, Optuna, Ray (5 minutes)"
@@ -45,6 +46,9 @@ BENCH ?= --quick
 bench: $(READY)
 	$(BIN)/python -m pip install --quiet --no-deps heavyball opt-einsum pytorch-optimizer torchao
 	$(BIN)/eigengraft bench step $(BENCH) $(ARGS)
+
+gpu: $(READY)
+	@$(BIN)/python tests/gpu/report.py $(ARGS)
 
 check: $(READY)
 	$(BIN)/python -m ruff check .

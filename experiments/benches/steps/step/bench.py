@@ -110,7 +110,7 @@ class StepBench(Bench):
                 take_turns([contender], gradients, Rounds(0, 2))
                 ready[case.label()] = contender
             except (ImportError, RuntimeError, ValueError, TypeError, AttributeError, KeyError) as error:
-                rows[case.label()] = self._row(shapes, case, interval, problem=_first_line(error))
+                rows[case.label()] = self._row(shapes, case, interval, problem=first_line(error))
         rounds = Rounds(self.warm, max(10, self.periods * interval), CLOCKS[self.clock])
         times = take_turns(list(ready.values()), gradients, rounds)
         for (label, contender), own in zip(ready.items(), times, strict=True):
@@ -162,7 +162,7 @@ class StepBench(Bench):
         return step_advice(rows)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """What went wrong, in one short line; a missing library is named as such."""
     text = f"{type(error).__name__}: {error}" if not isinstance(error, ImportError) else f"not installed: {error.name}"
     return text.splitlines()[0][:80]

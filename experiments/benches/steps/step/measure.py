@@ -98,13 +98,14 @@ def one_step(contender: Contender, gradients: Sequence[Tensor], clock: Callable[
     """Milliseconds of one step; gradients are copied before, because some optimizers write to them."""
     give(contender, gradients)
     synchronize(gradients)
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if _on_cuda(gradients) else []
+    cuda: Any = torch.cuda
+    events = [cuda.Event(enable_timing=True) for _ in range(2)] if _on_cuda(gradients) else []
     start = clock()
-    for event in events[:1]:
-        event.record()
+    if events:
+        events[0].record()
     contender.optimizer.step()
-    for event in events[1:]:
-        event.record()
+    if events:
+        events[1].record()
     host = clock() - start
     synchronize(gradients)
     total = clock() - start
@@ -203,7 +204,7 @@ def kernels(contender: Contender, gradients: Sequence[Tensor]) -> KernelTotals |
     found = [
         event
         for event in profile.events() or ()
-        if event.device_type == torch.autograd.DeviceType.CUDA
+        if event.device_type == torch.profiler.DeviceType.CUDA
         and not event.is_user_annotation
         and not event.name.startswith(("Memcpy", "Memset"))
     ]

@@ -1,0 +1,139 @@
+"""The page docs/gpu.md, made of the rows that `report.py` measures: `python tests/gpu/page.py` writes it anew."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "gpu.md"
+RESULTS = Path(__file__).with_name("results.jsonl")
+NOT_RUN = "Not run."
+NOBODY = "No run on a GPU is recorded. [Limits](limits.md) says what was run in its place."
+HEAD = """# On a GPU
+
+{where}
+
+```sh
+make gpu                    # on one CUDA device, without a network, in under 10 minutes; writes this page
+make gpu ARGS=--simulated   # the same code on a simulated accelerator, with tiny sizes; writes to runs/gpu-simulated/
+```
+
+`make gpu` also writes each measurement as a line of JSON to `tests/gpu/results.jsonl`, and renews times of solvers in
+`timings.json`, beside the solvers. HeavyBall and Distributed Shampoo take part where they are installed."""
+STEPS = """Milliseconds of a step on the parameters of GPT-2 small in float32, with refreshes every 10 steps.
+
+- *total*: until the device has finished; *host*: until `step` returns; *device*: between CUDA events around the step.
+- *kernels*: of a steady step, and the milliseconds in which they run, without the gaps between them.
+- *waits*: times that the host waits for the device, by torch's synchronization debug mode, in a steady step and in the
+  step with the most."""
+MEMORY = """Megabytes (10^6 bytes): the state on the device; the state by `eigengraft plan`, with 8 bytes on the host
+for the steps of each parameter; the most that a step allocates beyond the state."""
+DECOMPOSITIONS = """Milliseconds of a stack of matrices in float32, the shortest of up to five calls. *householder* is
+`geqrf` with `householder_product`, *eigh_on_host* contains both copies, roots are of the power -1/4."""
+
+
+def page(rows: Sequence[Row]) -> str:
+    """Make the page; a part that has no rows was not run."""
+    steps = [row for row in rows if row["part"] == "step"]
+    done = [row for row in steps if "problem" not in row]
+    sections = {
+        "Laws on the device": "".join(_laws(row) for row in rows if row["part"] == "laws"),
+        "Steps": _section(STEPS, _steps(done)) + _notes(steps),
+        "Memory against the plan": _section(MEMORY, _memory(done)),
+        "Capture in a CUDA graph": "",
+        "Decompositions": _section(DECOMPOSITIONS, _times([row for row in rows if row["part"] == "decomposition"])),
+    }
+    where = "".join(_where(row) for row in rows if row["part"] == "machine")
+    parts = [f"## {title}\n\n{text or NOT_RUN}" for title, text in sections.items()]
+    return "\n\n".join([HEAD.format(where=where or NOBODY), *parts]) + "\n"
+
+
+def _where(row: Row) -> str:
+    return (
+        f"Measured on {row['date']} on {row['card']}, with torch {row['torch']}, CUDA {row['cuda']} and products of "
+        f"float32 at precision `{row['products']}`. The host is {row['host']}, threads of torch: {row['threads']}."
+    )
+
+
+def _section(about: str, table: str) -> str:
+    return f"{about}\n\n{table}" if table else ""
+
+
+def _table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    rows = [f"| {' | '.join(line)} |" for line in lines]
+    return "\n".join([f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}", *rows]) if rows else ""
+
+
+def _laws(row: Row) -> str:
+    if "problem" in row:
+        return f"Not finished: {row['problem']}"
+    wrong = f" Failed: {', '.join(f'`{name}`' for name in row['failed'])}." if row["failed"] else ""
+    return (
+        f"{row['tests']} tests in {row['seconds']:.0f} s: {len(row['failed'])} failed, {row['skipped']} skipped.{wrong}"
+    )
+
+
+def _steps(rows: Sequence[Row]) -> str:
+    columns = (
+        "optimizer",
+        "total, median",
+        "mean",
+        "longest",
+        "host",
+        "device",
+        "kernels",
+        "ms of kernels",
+        "waits",
+        "most",
+    )
+    lines = [
+        (
+            *(row["total_ms"][name] for name in ("median", "mean", "longest")),
+            *(row[name]["median"] for name in ("host_ms", "device_ms")),
+            row["kernels"],
+            row["kernels_ms"],
+            sum(row["waits"].values()),
+            row["most_waits"],
+        )
+        for row in rows
+    ]
+    return _table(columns, ([row["candidate"], *map(_number, line)] for row, line in zip(rows, lines, strict=True)))
+
+
+def _number(x: float | None) -> str:
+    return "" if x is None else f"{x:.2f}" if isinstance(x, float) else str(x)
+
+
+def _notes(rows: Sequence[Row]) -> str:
+    notes = [f"{row['candidate']}: {row['problem']}" for row in rows if "problem" in row]
+    notes += [
+        f"{row['candidate']} waits at {', '.join(f'`{x}`' for x in row['waits'])}" for row in rows if row.get("waits")
+    ]
+    return "".join(["\n", *(f"\n- {note}" for note in notes)]) if notes else ""
+
+
+def _memory(rows: Sequence[Row]) -> str:
+    names = ("state_bytes", "planned_bytes", "peak_bytes")
+    lines = ([None if row[name] is None else row[name] / 1e6 for name in names] for row in rows)
+    columns = ("optimizer", "state", "plan", "peak beyond the state")
+    return _table(columns, ([row["candidate"], *map(_number, line)] for row, line in zip(rows, lines, strict=True)))
+
+
+def _times(rows: Sequence[Row]) -> str:
+    operations = list(dict.fromkeys(row["operation"] for row in rows))
+    cells = {(row["device"], row["order"], row["batch"], row["operation"]): row["milliseconds"] for row in rows}
+    places = dict.fromkeys(place[:3] for place in cells)
+    lines = ([*place, *(cells.get((*place, operation)) for operation in operations)] for place in places)
+    return _table(("device", "order", "matrices", *operations), (map(_number, line) for line in lines))
+
+
+def read(path: Path = RESULTS) -> list[Row]:
+    """Read the rows of the last run."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(read()), encoding="utf-8")

@@ -1,0 +1,333 @@
+"""Measure what this library does on a GPU, and write it down: `make gpu`.
+
+    python tests/gpu/report.py                  # needs a CUDA device, no network, under 10 minutes
+    python tests/gpu/report.py --simulated      # the same code on the simulated accelerator, with tiny sizes
+
+One line of JSON for each measurement goes to `tests/gpu/results.jsonl`; `page.py` makes `docs/gpu.md` of it. Times of
+solvers also go to `preconditioners/roots/timings.json`, by which a solver with `by_device: true` chooses. A simulated
+run, whose times mean nothing, writes to a folder of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from datetime import UTC, datetime
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from statistics import mean, median
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+from xml.etree import ElementTree
+
+import torch
+from torch.nn import Parameter
+
+from eigengraft.component import checked
+from eigengraft.experiments.benches.steps.step.bench import first_line
+from eigengraft.experiments.benches.steps.step.cases import StepCase
+from eigengraft.experiments.benches.steps.step.measure import (
+    Contender,
+    Rounds,
+    StepTime,
+    give,
+    kernels,
+    peak_bytes,
+    take_turns,
+)
+from eigengraft.experiments.tasks.model_shapes import GPT2, MODELS
+from eigengraft.experiments.training.environment import processor_name
+from eigengraft.optimizers import Optimizer
+from eigengraft.optimizers.planning.plan import plan
+from eigengraft.preconditioners import BasisSolver, RootSolver
+from eigengraft.testing import accelerator
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+TIMINGS = ROOT / "preconditioners" / "roots" / "timings.json"
+INTERVAL = 10
+"""Steps between refreshes, of the shipped recipes and of their peers."""
+COMPILED = {"heavyball.utils:compile_mode": "default"}  # its own default tunes for minutes
+SECOND_ORDER = {"precondition_frequency": INTERVAL, "max_precond_dim": 1024, "use_precond_schedule": False}
+CASES = (
+    StepCase(recipe="adamw"),
+    StepCase(recipe="adamw", overrides=("failure.detect=device",), name="adamw, detect: device"),
+    StepCase(peer="torch.optim:AdamW", options={"fused": True}, name="torch AdamW, fused"),
+    StepCase(peer="heavyball:AdamW", switches=COMPILED, name="HeavyBall AdamW, compiled"),
+    StepCase(recipe="muon"),
+    StepCase(peer=f"{HERE}/peers.py:TorchMuon", name="torch Muon and AdamW, fused"),
+    StepCase(peer="heavyball:Muon", switches=COMPILED, name="HeavyBall Muon, compiled"),
+    StepCase(recipe="soap"),
+    StepCase(recipe="soap", overrides=("update.eigenbasis.solver.kind=cholesky_qr",), name="soap, solver: cholesky_qr"),
+    StepCase(peer="heavyball:SOAP", options=SECOND_ORDER, switches=COMPILED, name="HeavyBall SOAP, compiled"),
+    StepCase(recipe="shampoo"),
+    StepCase(peer=f"{HERE}/peers.py:Shampoo", name="Distributed Shampoo"),
+)
+LAWS = ("tests/gpu", "tests/experiments/test_train.py")
+"""Where tests that need an accelerator are."""
+
+
+class Sizes(NamedTuple):
+    """What is measured: the model of the steps, steps before and in the measurement, (order, batch) of matrices on the
+    device and on the host, and the tests to run."""
+
+    model: Any
+    warm: int
+    steps: int
+    device: tuple[tuple[int, int], ...]
+    host: tuple[tuple[int, int], ...]
+    tests: tuple[str, ...]
+
+
+MATRICES = tuple((order, batch) for order in (256, 512, 1024, 2048, 4096) for batch in (1, 8) if order * batch < 32768)
+REAL = Sizes(MODELS["gpt2"], 12, 30, MATRICES, MATRICES[:6], (*LAWS, "-m", "gpu"))
+TINY = Sizes(
+    GPT2(1, 32, 64, 16), 3, 3, ((8, 2),), ((8, 2),), ("tests/gpu/test_laws_on_device.py", "-m", "not slow and not gpu")
+)
+Row = dict[str, Any]
+
+
+def laws(sizes: Sizes) -> Iterator[Row]:
+    """Run the tests that need an accelerator, in a process of their own."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+    with TemporaryDirectory() as folder:
+        report = Path(folder, "laws.xml")
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "0", f"--junitxml={report}", *sizes.tests]
+        try:
+            subprocess.run(command, cwd=ROOT, env=environment, timeout=300, check=False, stdout=sys.stderr)
+            suite = next(ElementTree.parse(report).iter("testsuite"))
+        except (subprocess.TimeoutExpired, OSError, ElementTree.ParseError) as error:
+            yield {"part": "laws", "problem": first_line(error)}
+            return
+    counts = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
+    wrong = [case.attrib["name"] for case in suite.iter("testcase") if {"failure", "error"} & {own.tag for own in case}]
+    yield {"part": "laws", **counts, "failed": wrong, "seconds": float(suite.attrib["time"])}
+
+
+def steps(sizes: Sizes) -> Iterator[Row]:
+    """Measure the steps of every candidate on the same parameters, one candidate after the other."""
+    for case in CASES:
+        row: Row = {"part": "step", "candidate": case.label(), "own": case.recipe is not None}
+        try:
+            yield row | _steps(case, sizes)
+        except Exception as error:  # the next candidate is measured in any case
+            yield row | {"problem": first_line(error)}
+
+
+def _steps(case: StepCase, sizes: Sizes) -> Row:
+    gc.collect()  # tensors of the candidate before
+    shapes = list(sizes.model.shapes())
+    named = [(name, Parameter(0.02 * torch.randn(shape, device="cuda"))) for name, shape in shapes]
+    parameters: Any = [parameter for _, parameter in named]
+    gradients = [[1e-2 * torch.randn(shape, device="cuda") for _, shape in shapes] for _ in range(2)]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    before = torch.cuda.memory_allocated()
+    optimizer = case.build(named if case.recipe else parameters, INTERVAL)
+    contender = Contender(optimizer, parameters, 0.0)
+    (times,) = take_turns([contender], gradients, Rounds(sizes.warm, sizes.steps))
+    state = torch.cuda.memory_allocated() - before
+    found = [kernels(contender, gradients[0]) for _ in range(3)]
+    launched, busy = min(totals for totals in found if totals is not None)
+    waits = [waits_of(contender, gradients[0]) for _ in range(min(sizes.steps, INTERVAL))]
+    planned = None
+    if isinstance(optimizer, Optimizer):
+        planned = int(plan(optimizer.recipe, shapes, (1,), "ddp").state[0])
+    return {
+        "numbers": sum(parameter.numel() for parameter in parameters),
+        **{f"{name}_ms": _spread(times, name) for name in StepTime._fields},
+        "kernels": launched,
+        "kernels_ms": busy,
+        "waits": dict(min(waits, key=Counter.total)),
+        "most_waits": max(map(Counter.total, waits)),
+        "state_bytes": state,
+        "planned_bytes": planned,
+        "peak_bytes": peak_bytes(contender, gradients[0]),
+    }
+
+
+def _spread(times: list[StepTime], name: str) -> Row:
+    values = [getattr(step, name) for step in times]
+    return {"median": median(values), "mean": mean(values), "longest": max(values)}
+
+
+def waits_of(contender: Contender, gradients: Any) -> Counter[str]:
+    """Times that the host waited for the device in one step, by file and line, as torch's debug mode finds them."""
+    give(contender, gradients)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            contender.optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    found = [one for one in caught if "called a synchronizing" in str(one.message)]
+    return Counter(f"{'/'.join(Path(one.filename).parts[-3:])}:{one.lineno}" for one in found)
+
+
+def decompositions(device: str, card: str, matrices: tuple[tuple[int, int], ...]) -> Iterator[Row]:
+    """Measure solvers of roots and bases, and operations that they are made of, on stacks of symmetric matrices."""
+    roots = [(kind, checked(RootSolver, {"kind": kind})) for kind in ("coupled_newton", "newton_db")]
+    bases = [(kind, checked(BasisSolver, {"kind": kind})) for kind in ("power_qr", "cholesky_qr")]
+    same = {"part": "decomposition", "device": device, "card": card, "date": today()}
+    source = f"measured: make gpu, torch {torch.__version__}"
+    for order, batch in ((32, 1), *matrices):
+        x = torch.randn(batch, order, order, device=device)
+        a, q = x @ x.mT / order, torch.linalg.qr(x).Q
+        work: dict[str, Callable[[], Any]] = {
+            "product": partial(torch.bmm, x, x),
+            "eigh": partial(torch.linalg.eigh, a),
+            "qr": partial(torch.linalg.qr, x),
+            "householder": lambda x=x: torch.linalg.householder_product(*torch.geqrf(x)),
+            **{kind: partial(solver.basis, a, q, False) for kind, solver in bases},
+            **{kind: partial(solver.root, a, Fraction(1, 4)) for kind, solver in roots},
+        }
+        if device != "cpu":
+            work["eigh_on_host"] = lambda a=a: [found.to(a.device) for found in torch.linalg.eigh(a.cpu())]
+        for operation, run in work.items():
+            spent = milliseconds(run)
+            if (order, batch) in matrices:  # at the first order torch loads its libraries
+                row = {"operation": operation, "order": order, "batch": batch, "dtype": "float32"}
+                yield same | row | {"milliseconds": spent, "source": source}
+
+
+def milliseconds(run: Callable[[], Any]) -> float:
+    """The shortest of up to five calls within two seconds."""
+    times: list[float] = []
+    while len(times) < 5 and sum(times) < 2000:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - start))
+    return round(min(times), 4)
+
+
+def renew(table: Path, rows: list[Row]) -> None:
+    """Write times of solvers into a table, in place of older ones of the same device and solver."""
+    solvers = {*RootSolver.members, *BasisSolver.members}
+    new = [{key: row[key] for key in row if key != "part"} for row in rows if row.get("operation") in solvers]
+    renewed = {(row["device"], row["operation"]) for row in new}
+    known = json.loads(table.read_text(encoding="utf-8")) if table.is_file() else []
+    kept = [row for row in known if (row["device"], row["operation"]) not in renewed]
+    table.write_text("[\n" + ",\n".join(map(json.dumps, (*kept, *new))) + "\n]\n", encoding="utf-8")
+
+
+def machine() -> Row:
+    """Describe the hardware and the software that all other rows were measured with."""
+    return {
+        "part": "machine",
+        "card": torch.cuda.get_device_name(),
+        "host": processor_name(),
+        "threads": torch.get_num_threads(),
+        "date": today(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "products": torch.get_float32_matmul_precision(),
+    }
+
+
+def today() -> str:
+    return f"{datetime.now(UTC):%Y-%m-%d}"
+
+
+def measure(sizes: Sizes) -> Iterator[Row]:
+    """Measure all parts."""
+    here = machine()
+    yield here
+    yield from laws(sizes)
+    yield from steps(sizes)
+    yield from decompositions("cuda", here["card"], sizes.device)
+    yield from decompositions("cpu", here["host"], sizes.host)
+
+
+class _Profile:
+    """What `torch.profiler.profile` is asked here, answered by the counts of the simulated accelerator."""
+
+    def __init__(self, **options: Any) -> None:
+        self.stack = ExitStack()
+
+    def __enter__(self) -> _Profile:
+        self.counts = self.stack.enter_context(accelerator("cuda"))
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.stack.close()
+
+    def events(self) -> list[Any]:
+        kernel = {"device_type": torch.autograd.DeviceType.CUDA, "is_user_annotation": False, "name": "kernel"}
+        return [SimpleNamespace(**kernel, time_range=SimpleNamespace(elapsed_us=float))] * self.counts.kernels
+
+
+@contextmanager
+def simulated() -> Iterator[None]:
+    """Enter the simulated accelerator, with answers to all that this file asks of `torch.cuda` and the profiler."""
+    watched = ExitStack()
+
+    def set_sync_debug_mode(mode: str) -> None:
+        if mode == "warn":
+            watched.counts = watched.enter_context(accelerator("cuda"))  # type: ignore[attr-defined]
+            return
+        watched.close()
+        for (code, line, _), counts in watched.counts.lines.items():  # type: ignore[attr-defined]
+            for _ in range(counts.waits):
+                warnings.warn_explicit("called a synchronizing operation", UserWarning, code.co_filename, line)
+
+    with accelerator("cuda") as run:
+        answers = {
+            "memory_allocated": lambda: run.live,
+            "max_memory_allocated": lambda: run.peak,
+            "reset_peak_memory_stats": lambda: setattr(run, "peak", run.live),
+            "get_device_name": lambda: "a simulated accelerator",
+            "set_sync_debug_mode": set_sync_debug_mode,
+        }
+        with (
+            mock.patch.multiple(torch.cuda, **answers),
+            mock.patch.object(torch.cuda.Event, "elapsed_time", create=True, return_value=0.0),
+            mock.patch.object(torch.profiler, "profile", _Profile),
+        ):
+            yield
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="What this library does on a GPU.")
+    parser.add_argument("--simulated", action="store_true", help="use the simulated accelerator and tiny sizes")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu-simulated", help="folder of a simulated run")
+    given = parser.parse_args()
+    if not given.simulated and not torch.cuda.is_available():
+        sys.exit("make gpu: a CUDA device is required, but torch finds none; `make gpu ARGS=--simulated` needs none")
+    sys.path.insert(0, str(HERE))
+    from page import PAGE, RESULTS, page
+
+    targets = (RESULTS, PAGE, TIMINGS)
+    if given.simulated:
+        given.out.mkdir(parents=True, exist_ok=True)
+        targets = tuple(given.out.resolve() / path.name for path in targets)
+    rows: list[Row] = []
+    with simulated() if given.simulated else nullcontext(), targets[0].open("w", encoding="utf-8") as file:
+        for row in measure(TINY if given.simulated else REAL):
+            rows.append(row)
+            for out in (file, sys.stdout):
+                out.write(json.dumps(row) + "\n")
+                out.flush()  # a run that is stopped leaves what it has measured
+    targets[1].write_text(page(rows), encoding="utf-8")
+    renew(targets[2], rows)
+    wrong = [row for row in rows if row.get("failed") or ("problem" in row and row.get("own", True))]
+    sys.stdout.write(f"{', '.join(map(str, targets))}: {len(rows)} rows, {len(wrong)} with a problem\n")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""Steps on a real accelerator, which `make gpu` runs: steady ones wait for nothing, and all are those of a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import eigengraft
+
+from .budgets import MERGING, STEPS, WIDTH, gpt2, table, without_refreshes
+from .models import Run, gradients, largest_difference
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("name", sorted(table()))
+def test_a_steady_step_waits_for_nothing(name: str) -> None:
+    """torch raises at the first wait. Gradients are checked on the device: on the host the check itself waits."""
+    declaration: Any = without_refreshes(eigengraft.load_recipe(name).model_dump(mode="json"))
+    declaration["failure"]["detect"] = "device"
+    shapes = gpt2(4, WIDTH // 2 if name in MERGING else WIDTH)
+    named = [(parameter, nn.Parameter(torch.randn(shape, device="cuda"))) for parameter, shape in shapes]
+    optimizer = eigengraft.Optimizer(named, declaration, lr=1e-3, weight_decay=0.1)
+    for step in range(STEPS):
+        for _, parameter in named:
+            parameter.grad = torch.randn(parameter.shape, device="cuda")
+        torch.cuda.set_sync_debug_mode("error" if step == STEPS - 1 else "default")
+        try:
+            optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "soap", "shampoo"])
+def test_steps_are_those_of_a_cpu(name: str) -> None:
+    """Up to the rounding of other kernels; muon multiplies in bfloat16."""
+    given = gradients(6)
+    runs = [Run(name, torch.device(place)) for place in ("cpu", "cuda")]
+    for run in runs:
+        run.step(*given)
+    start = [parameter.detach() for parameter in Run(name).model.parameters()]
+    moved = max(float((a - b).abs().max()) for a, b in zip(runs[0].values(), start, strict=True))
+    assert largest_difference(*runs) <= 0.05 * moved

@@ -1,0 +1,57 @@
+"""`make gpu`: its code runs to the end on the simulated accelerator, it refuses a machine without one, and its page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from ..processes import run
+from .page import PAGE, page, read
+
+SCRIPT = Path(__file__).with_name("report.py")
+TIMING = {"device", "card", "date", "operation", "order", "batch", "dtype", "milliseconds", "source"}
+
+
+def test_the_page_is_made_of_the_last_results() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(read())
+
+
+def test_parts_without_rows_were_not_run() -> None:
+    assert page([]).count("\n\nNot run.\n") == page([]).count("\n## ") == 5
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is an accelerator")
+@pytest.mark.slow
+def test_a_machine_without_an_accelerator_is_refused(tmp_path: Path) -> None:
+    done = run(SCRIPT, folder=tmp_path)
+    assert done.returncode == 1 and len(done.stderr.strip().splitlines()) == 1
+    assert "--simulated" in done.stderr and not done.stdout
+
+
+@pytest.mark.slow
+def test_everything_runs_on_the_simulated_accelerator(tmp_path: Path) -> None:
+    done = run(SCRIPT, "--simulated", "--out", str(tmp_path), folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = read(tmp_path / "results.jsonl")
+    assert {row["part"] for row in rows} == {"machine", "laws", "step", "decomposition"}
+    (laws,) = (row for row in rows if row["part"] == "laws")
+    assert laws["tests"] > 0 and laws["failed"] == []
+    steps = {row["candidate"]: row for row in rows if row["part"] == "step" and "problem" not in row}
+    assert {"adamw", "muon", "soap", "soap, solver: cholesky_qr", "shampoo", "torch AdamW, fused"} <= set(steps)
+    assert steps["adamw, detect: device"]["waits"] == {} and sum(steps["adamw"]["waits"].values()) == 1
+    for row in steps.values():
+        assert 0 < row["host_ms"]["median"] <= row["total_ms"]["longest"] and row["kernels"] > 0
+        if row["own"]:  # a plan counts the steps of 16 parameters, which are on the host
+            assert 0 <= row["planned_bytes"] - row["state_bytes"] <= 16 * 8
+    text = (tmp_path / "gpu.md").read_text(encoding="utf-8")
+    assert text == page(rows) and text.count("Not run.") == 1  # capture
+    timings = json.loads((tmp_path / "timings.json").read_text(encoding="utf-8"))
+    assert all(set(row) == TIMING for row in timings)
+    assert {(row["device"], row["operation"]) for row in timings} == {
+        (device, operation)
+        for device in ("cuda", "cpu")
+        for operation in ("eigh", "power_qr", "cholesky_qr", "coupled_newton", "newton_db")
+    }
