@@ -37,17 +37,17 @@ DECOMPOSITIONS = """Milliseconds of a stack of matrices in float32, the shortest
 
 def page(rows: Sequence[Row]) -> str:
     """Make the page; a part that has no rows was not run."""
-    steps = [row for row in rows if row["part"] == "step"]
-    done = [row for row in steps if "problem" not in row]
+    steps, decompositions = ([row for row in rows if row["part"] == part] for part in ("step", "decomposition"))
+    done, times = ([row for row in own if "problem" not in row] for own in (steps, decompositions))
     sections = {
         "Laws on the device": "".join(_laws(row) for row in rows if row["part"] == "laws"),
         "Steps": _section(STEPS, _steps(done)) + _notes(steps),
         "Memory against the plan": _section(MEMORY, _memory(done)),
         "Capture in a CUDA graph": "",
-        "Decompositions": _section(DECOMPOSITIONS, _times([row for row in rows if row["part"] == "decomposition"])),
+        "Decompositions": _section(DECOMPOSITIONS, _times(times)) + _notes(decompositions),
     }
     where = "".join(_where(row) for row in rows if row["part"] == "machine")
-    parts = [f"## {title}\n\n{text or NOT_RUN}" for title, text in sections.items()]
+    parts = [f"## {title}\n\n{text.strip() or NOT_RUN}" for title, text in sections.items()]
     return "\n\n".join([HEAD.format(where=where or NOBODY), *parts]) + "\n"
 
 
@@ -108,10 +108,9 @@ def _number(x: float | None) -> str:
 
 
 def _notes(rows: Sequence[Row]) -> str:
-    notes = [f"{row['candidate']}: {row['problem']}" for row in rows if "problem" in row]
-    notes += [
-        f"{row['candidate']} waits at {', '.join(f'`{x}`' for x in row['waits'])}" for row in rows if row.get("waits")
-    ]
+    named = [(row.get("candidate") or f"{row['operation']} of order {row['order']}", row) for row in rows]
+    notes = [f"{name}: {row['problem']}" for name, row in named if "problem" in row]
+    notes += [f"{name} waits at {', '.join(f'`{x}`' for x in row['waits'])}" for name, row in named if row.get("waits")]
     return "".join(["\n", *(f"\n- {note}" for note in notes)]) if notes else ""
 
 

@@ -52,7 +52,7 @@ from eigengraft.experiments.training.environment import processor_name
 from eigengraft.optimizers import Optimizer
 from eigengraft.optimizers.planning.plan import plan
 from eigengraft.preconditioners import BasisSolver, RootSolver
-from eigengraft.testing import accelerator
+from eigengraft.testing import DeviceCounts, accelerator
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -75,13 +75,18 @@ CASES = (
     StepCase(recipe="shampoo"),
     StepCase(peer=f"{HERE}/peers.py:Shampoo", name="Distributed Shampoo"),
 )
-LAWS = ("tests/gpu", "tests/experiments/test_train.py")
-"""Where tests that need an accelerator are."""
+TESTS = ("tests/gpu", "tests/experiments/test_train.py")
+"""Tests, of which some need an accelerator."""
 
 
 class Sizes(NamedTuple):
-    """What is measured: the model of the steps, steps before and in the measurement, (order, batch) of matrices on the
-    device and on the host, and the tests to run."""
+    """What is measured.
+
+    model: whose parameters the steps are of.
+    warm, steps: steps before the measurement, and in it.
+    device, host: (order, batch) of the matrices that are decomposed there.
+    tests: what pytest is called with.
+    """
 
     model: Any
     warm: int
@@ -92,7 +97,7 @@ class Sizes(NamedTuple):
 
 
 MATRICES = tuple((order, batch) for order in (256, 512, 1024, 2048, 4096) for batch in (1, 8) if order * batch < 32768)
-REAL = Sizes(MODELS["gpt2"], 12, 30, MATRICES, MATRICES[:6], (*LAWS, "-m", "gpu"))
+REAL = Sizes(MODELS["gpt2"], 12, 30, MATRICES, MATRICES[:6], (*TESTS, "-m", "gpu"))
 TINY = Sizes(
     GPT2(1, 32, 64, 16), 3, 3, ((8, 2),), ((8, 2),), ("tests/gpu/test_laws_on_device.py", "-m", "not slow and not gpu")
 )
@@ -197,10 +202,13 @@ def decompositions(device: str, card: str, matrices: tuple[tuple[int, int], ...]
         if device != "cpu":
             work["eigh_on_host"] = lambda a=a: [found.to(a.device) for found in torch.linalg.eigh(a.cpu())]
         for operation, run in work.items():
-            spent = milliseconds(run)
+            row = same | {"operation": operation, "order": order, "batch": batch, "dtype": "float32"}
+            try:
+                found: Row = {"milliseconds": milliseconds(run), "source": source}
+            except RuntimeError as error:  # of memory, or of a library
+                found = {"problem": first_line(error)}
             if (order, batch) in matrices:  # at the first order torch loads its libraries
-                row = {"operation": operation, "order": order, "batch": batch, "dtype": "float32"}
-                yield same | row | {"milliseconds": spent, "source": source}
+                yield row | found
 
 
 def milliseconds(run: Callable[[], Any]) -> float:
@@ -218,7 +226,8 @@ def milliseconds(run: Callable[[], Any]) -> float:
 def renew(table: Path, rows: list[Row]) -> None:
     """Write times of solvers into a table, in place of older ones of the same device and solver."""
     solvers = {*RootSolver.members, *BasisSolver.members}
-    new = [{key: row[key] for key in row if key != "part"} for row in rows if row.get("operation") in solvers]
+    good = [row for row in rows if row.get("operation") in solvers and "problem" not in row]
+    new = [{key: row[key] for key in row if key != "part"} for row in good]
     renewed = {(row["device"], row["operation"]) for row in new}
     known = json.loads(table.read_text(encoding="utf-8")) if table.is_file() else []
     kept = [row for row in known if (row["device"], row["operation"]) not in renewed]
@@ -274,15 +283,16 @@ class _Profile:
 @contextmanager
 def simulated() -> Iterator[None]:
     """Enter the simulated accelerator, with answers to all that this file asks of `torch.cuda` and the profiler."""
-    watched = ExitStack()
+    block, counts = ExitStack(), DeviceCounts()
 
     def set_sync_debug_mode(mode: str) -> None:
+        nonlocal counts
         if mode == "warn":
-            watched.counts = watched.enter_context(accelerator("cuda"))  # type: ignore[attr-defined]
+            counts = block.enter_context(accelerator("cuda"))
             return
-        watched.close()
-        for (code, line, _), counts in watched.counts.lines.items():  # type: ignore[attr-defined]
-            for _ in range(counts.waits):
+        block.close()
+        for (code, line, _), own in counts.lines.items():
+            for _ in range(own.waits):
                 warnings.warn_explicit("called a synchronizing operation", UserWarning, code.co_filename, line)
 
     with accelerator("cuda") as run:
@@ -304,8 +314,10 @@ def simulated() -> Iterator[None]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="What this library does on a GPU.")
     parser.add_argument("--simulated", action="store_true", help="use the simulated accelerator and tiny sizes")
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu-simulated", help="folder of a simulated run")
+    parser.add_argument("--out", type=Path, help="folder of a simulated run; default runs/gpu-simulated")
     given = parser.parse_args()
+    if given.out and not given.simulated:
+        parser.error("--out: --simulated is required, without which results have their place")
     if not given.simulated and not torch.cuda.is_available():
         sys.exit("make gpu: a CUDA device is required, but torch finds none; `make gpu ARGS=--simulated` needs none")
     sys.path.insert(0, str(HERE))
@@ -313,8 +325,9 @@ def main() -> int:
 
     targets = (RESULTS, PAGE, TIMINGS)
     if given.simulated:
-        given.out.mkdir(parents=True, exist_ok=True)
-        targets = tuple(given.out.resolve() / path.name for path in targets)
+        folder = (given.out or ROOT / "runs" / "gpu-simulated").resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        targets = tuple(folder / path.name for path in targets)
     rows: list[Row] = []
     with simulated() if given.simulated else nullcontext(), targets[0].open("w", encoding="utf-8") as file:
         for row in measure(TINY if given.simulated else REAL):

@@ -23,6 +23,13 @@ def test_parts_without_rows_were_not_run() -> None:
     assert page([]).count("\n\nNot run.\n") == page([]).count("\n## ") == 5
 
 
+def test_problems_are_named() -> None:
+    step = {"part": "step", "candidate": "adamw", "problem": "RuntimeError: out of memory"}
+    matrix = {"part": "decomposition", "operation": "eigh", "order": 4096, "problem": "RuntimeError: no result"}
+    text = page([step, matrix])
+    assert "- adamw: RuntimeError: out of memory" in text and "- eigh of order 4096: RuntimeError: no result" in text
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is an accelerator")
 @pytest.mark.slow
 def test_a_machine_without_an_accelerator_is_refused(tmp_path: Path) -> None:
