@@ -1,11 +1,10 @@
 """Recipes, and the optimizers they become."""
 
-from .apply.write import WeightDecay as WeightDecay
 from .checkpoint.trainer_callback import ConsolidateOnSave as ConsolidateOnSave
 from .convert_storage import convert_storage as convert_storage
-from .inspection.reporting import RoutedParameter as RoutedParameter
-from .inspection.table import Inspection as Inspection
-from .inspection.table import Measurement as Measurement
+from .inspect.reporting import RoutedParameter as RoutedParameter
+from .inspect.table import Inspection as Inspection
+from .inspect.table import Measurement as Measurement
 from .models import LayerGrams as LayerGrams
 from .models import MaxLogits as MaxLogits
 from .models import compose as compose
@@ -21,3 +20,4 @@ from .recipe.loading import load_recipe as load_recipe
 from .recipe.loading import shipped_recipes as shipped_recipes
 from .recipe.recipe import Recipe as Recipe
 from .recipe.recipe import Route as Route
+from .write.write import WeightDecay as WeightDecay

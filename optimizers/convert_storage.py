@@ -10,14 +10,14 @@ from eigengraft.distributed.distribution import Distribution
 from eigengraft.slots import State, Storage
 from eigengraft.state_key import StateKey
 
-from .engine.shown_state import is_host_key
-from .engine.stack_state import StackState
+from .build.stack import StackState
 from .isolation import isolation
 from .optimizer import Optimizer
 from .recipe.loading import load_recipe
 from .recipe.overrides import differences
 from .recipe.recipe import Recipe
 from .recipe.routing import DescribedParameters
+from .state.shown_state import is_host_key
 
 
 def convert_storage(state_dict: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:

@@ -14,23 +14,23 @@ from eigengraft.chains import PARTNER
 from eigengraft.component import plain
 from eigengraft.errors import warn_user
 
-from .apply.averaging import Mode
-from .apply.closures import Passes, require_closure
-from .apply.rounding import RoundingWatch
-from .apply.write import Hyper
 from .checkpoint.consolidation import consolidate, divided_state, full_state
 from .checkpoint.load_plan import strict_loading
 from .checkpoint.pickling import restored, snapshot
 from .checkpoint.replaced_params import adopt_parameters, require_values
-from .engine.param_sets import ParamSets
-from .engine.signals import Given, SignalSource, Steps, with_partners
-from .inspection.reached import require_expected, require_matches, require_partners
-from .inspection.reporting import Reporting
+from .inspect.reached import require_expected, require_matches, require_partners
+from .inspect.reporting import Reporting
 from .isolation import in_surroundings, isolated, isolation, kept_from_compiler, without_dynamo
 from .param_groups import check_options, own_keys, read_hyper, warn_of_options
 from .recipe.loading import RecipeSource, load_recipe
 from .recipe.overrides import Overrides
 from .recipe.routing import DescribedParameters, ParamInfo
+from .signals import Given, SignalSource, Steps, with_partners
+from .state.param_sets import ParamSets
+from .write.averaging import Mode
+from .write.closures import Passes, require_closure
+from .write.rounding import RoundingWatch
+from .write.write import Hyper
 
 
 class Optimizer(Reporting, torch.optim.Optimizer):

@@ -16,10 +16,10 @@ from torch import Tensor
 from eigengraft.component import plain
 from eigengraft.errors import warn_user
 
-from .apply.closures.line_search import SCALE
-from .apply.write import Hyper
 from .recipe.recipe import Recipe
 from .recipe.routing import ParamInfo, describe_named, describe_unnamed
+from .write.closures.line_search import SCALE
+from .write.write import Hyper
 
 _KEYS = ("params", "param_names", "lr", "weight_decay", "name", "initial_lr", "peak_lr", "recipe", "iterate", SCALE)
 _MEANT = ("params", "param_names", "lr", "weight_decay", "peak_lr")

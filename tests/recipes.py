@@ -7,8 +7,8 @@ import pytest
 
 from eigengraft import load_recipe, shipped_recipes
 from eigengraft.chains import requested
-from eigengraft.optimizers.engine.signals import OWN
-from eigengraft.optimizers.engine.signals.signals import listeners
+from eigengraft.optimizers.signals import OWN
+from eigengraft.optimizers.signals.signals import listeners
 from eigengraft.preconditioners import walk
 
 SHIPPED = shipped_recipes()

@@ -13,8 +13,8 @@ from eigengraft.distributed.distribution import Distribution
 from eigengraft.experiments.studies.study import Study
 from eigengraft.experiments.training.experiment import Experiment
 from eigengraft.optimizers import Recipe, Route
-from eigengraft.optimizers.apply.failure import Failure
 from eigengraft.optimizers.recipe.routing import Match
+from eigengraft.optimizers.write.failure import Failure
 from fields import Links, field_table
 from markup import docstring, first_sentence, inline, table
 from recipes import members_in, used_by
@@ -23,7 +23,7 @@ DECLARATIONS: dict[str, tuple[str, tuple[type[Component], ...]]] = {
     "recipe": ("Recipe", (Recipe, Route, Match, Blocking, Failure, Distribution)),
     "experiment": ("Experiment and study", (Experiment, Study)),
 }
-PACKAGES = ("eigengraft", "eigengraft.preconditioners", "eigengraft.quantization", "eigengraft.optimizers.apply")
+PACKAGES = ("eigengraft", "eigengraft.preconditioners", "eigengraft.quantization", "eigengraft.optimizers.write")
 
 
 def shipped_families() -> dict[str, type[Component]]:

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import eigengraft
 from eigengraft.component import Component
 from eigengraft.experiments.cli.console import to_yaml
-from eigengraft.optimizers.planning.plan import plan
+from eigengraft.optimizers.plan.plan import plan
 from eigengraft.optimizers.recipe.loading import recipe_folder, shipped
 from markup import inline, table
 

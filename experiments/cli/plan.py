@@ -43,7 +43,7 @@ def plan_command(  # noqa: PLR0913  its arguments are the command's options
     """Print what each rank of a sharded optimizer owns, holds, computes and sends, and how even the load is."""
     import torch
 
-    from eigengraft.optimizers.planning.plan import plan
+    from eigengraft.optimizers.plan.plan import plan
     from eigengraft.optimizers.recipe.loading import load_recipe, parse_yaml
 
     from ..tasks.model_shapes import parameters_of
@@ -74,8 +74,8 @@ def _timed(recipe: Recipe, parameters: Sequence[Any]) -> Recipe:
     import json
 
     from eigengraft.distributed.distribution import Distribution
-    from eigengraft.optimizers.planning.measure import measured_work
-    from eigengraft.optimizers.planning.plan import known
+    from eigengraft.optimizers.plan.measure import measured_work
+    from eigengraft.optimizers.plan.plan import known
 
     work = {shape: round(spent, 4) for shape, spent in measured_work(recipe, known(parameters)).items()}
     typer.echo(f"distribution:\n  work: {json.dumps(work)}  # milliseconds per step and block\n")

@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from eigengraft.optimizers.planning.plan import Plan
-from eigengraft.optimizers.planning.traffic import Traffic
+    from eigengraft.optimizers.plan.plan import Plan
+from eigengraft.optimizers.plan.traffic import Traffic
 
 MAX_ROWS = 16
 """Largest number of ranks with a row each."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import nn
 
-from eigengraft.optimizers.planning.plan import plan
+from eigengraft.optimizers.plan.plan import plan
 from eigengraft.optimizers.recipe.loading import load_recipe
 from eigengraft.optimizers.recipe.routing import ParamInfo, describe_model
 

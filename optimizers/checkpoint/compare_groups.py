@@ -8,10 +8,10 @@ from typing import Any
 
 from eigengraft.errors import name_some
 
-from ..apply.averaging import MODES, Mode
 from ..param_groups import check_values
 from ..recipe.param_names import canonical_names
 from ..recipe.routing import ParamInfo
+from ..write.averaging import MODES, Mode
 from .compare_recipes import RecipeChange, compare_recipes
 
 

@@ -12,11 +12,11 @@ from eigengraft.errors import RecipeError, first_lines
 from eigengraft.preconditioners import Stage
 from eigengraft.preconditioners.statistics import Statistic
 
-from ..apply import Averaging
 from ..recipe.loading import load_recipe
 from ..recipe.overrides import differences
 from ..recipe.recipe import SCHEMA_VERSION, Recipe
 from ..recipe.routing import ParamInfo
+from ..write import Averaging
 
 _SILENT = ("schema", "name", "about", "distribution", "expect", "compile")
 """Fields by which no number differs."""

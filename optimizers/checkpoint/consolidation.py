@@ -12,8 +12,8 @@ from torch import Tensor
 
 from eigengraft.distributed.rank_group import DistributedError, RankGroup
 
-from ..engine.composed import ComposedOptimizer
-from ..engine.shown_state import host_state
+from ..state.composed import ComposedOptimizer
+from ..state.shown_state import host_state
 from .sharded_state import ShardedStateDict, full_tensor, gathered, shard_hook, sharded_state
 
 GATHER_FIRST = (

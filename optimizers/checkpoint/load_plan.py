@@ -17,12 +17,12 @@ from eigengraft.distributed.checks import gather_differences
 from eigengraft.errors import first_lines, name_some, warn_user
 from eigengraft.state_key import FORMAT, StateKey
 
-from ..apply.averaging import Mode
-from ..engine.composed import ComposedOptimizer
-from ..engine.manifest import manifest
-from ..engine.param_set import ParamSet
-from ..engine.param_sets import StateValues
-from ..engine.shown_state import host_state, is_host_key, own_state
+from ..state.composed import ComposedOptimizer
+from ..state.manifest import manifest
+from ..state.param_sets import StateValues
+from ..state.shown_state import host_state, is_host_key, own_state
+from ..step.step import ParamSet
+from ..write.averaging import Mode
 from .compare_groups import compare_groups, saved_mode
 from .compare_recipes import RecipeChange
 from .sharded_state import full_tensor, local_state

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..engine.composed import ComposedOptimizer
-from ..engine.param_sets import ParamSets
-from ..engine.shown_state import own_state
 from ..isolation import isolation
+from ..state.composed import ComposedOptimizer
+from ..state.param_sets import ParamSets
+from ..state.shown_state import own_state
 
 T = TypeVar("T", bound=ComposedOptimizer)
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from eigengraft.numerics import fake_mode
 
-from ..engine.composed import ComposedOptimizer
-from ..engine.param_sets import ParamSets, inherit_counts
+from ..build.placement import ParamSpec
 from ..isolation import kept_from_compiler
 from ..param_groups import WHOLE_SHARDS, check_values, flat_piece
-from ..sharding.placement import ParamSpec
+from ..state.composed import ComposedOptimizer
+from ..state.param_sets import ParamSets, inherit_counts
 
 
 def adopt_parameters(optimizer: ComposedOptimizer) -> bool:

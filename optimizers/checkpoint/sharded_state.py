@@ -15,9 +15,8 @@ from eigengraft.distributed.layouts import divided, is_dtensor, local
 from eigengraft.distributed.rank_group import RankGroup
 from eigengraft.distributed.resharding import collect, spread
 
-from ..apply.averaging import Mode
-from ..engine.composed import ComposedOptimizer
-from ..engine.manifest import (
+from ..state.composed import ComposedOptimizer
+from ..state.manifest import (
     empty_state,
     is_divided,
     layout_of_parameter,
@@ -25,8 +24,9 @@ from ..engine.manifest import (
     manifest,
     numbers_of_holders,
 )
-from ..engine.param_set import ParamSet
-from ..engine.shown_state import host_state, own_state
+from ..state.shown_state import host_state, own_state
+from ..step.step import ParamSet
+from ..write.averaging import Mode
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement

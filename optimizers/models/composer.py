@@ -13,12 +13,12 @@ from torch.nn.parameter import UninitializedParameter
 from eigengraft.errors import warn_user
 
 from ..checkpoint.replaced_params import ModelLink
-from ..engine.shown_state import own_state
 from ..optimizer import Optimizer
 from ..recipe.loading import RecipeSource
 from ..recipe.overrides import Overrides
 from ..recipe.param_names import canonical_names
 from ..recipe.routing import DescribedParameters, ParamInfo, describe_model
+from ..state.shown_state import own_state
 from .evaluation import watch_evaluation
 from .layer_grams import INPUT_GRAM, OUTPUT_GRAM, watch_inputs, watch_output_gradients
 from .logits import watch_logits

@@ -12,10 +12,10 @@ from eigengraft.distributed.layouts import is_dtensor
 from eigengraft.noise import uniform
 from eigengraft.numerics import signs
 
-from ..apply.closures import Buffers
-from ..engine.param_set import ParamSet
 from ..isolation import kept_from_compiler
 from ..optimizer import Optimizer
+from ..step.step import ParamSet
+from ..write.closures import Buffers
 from .arguments import require_function, require_integer, require_loss, require_optimizer
 
 _NAME = "hessian_diagonal"

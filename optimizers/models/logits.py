@@ -16,9 +16,9 @@ from torch._compile import _disable_dynamo
 from eigengraft.blocking.boxes import Box
 from eigengraft.distributed.layouts import Layout, is_dtensor, local
 
-from ..engine.signals import Given
 from ..isolation import without_autocast
 from ..optimizer import Optimizer
+from ..signals import Given
 from .arguments import require_watchable
 from .gradient_sums import GradientSums
 from .layer_grams import ParamPlace, differentiable, parameter_at, places

@@ -20,10 +20,10 @@ from eigengraft.quantization.base import NEVER_CODED, Quantizer, require_coded_r
 from eigengraft.slots import Role, Slot
 from eigengraft.state_key import StateKey
 
-from ..apply import Averaging, Constraints, LineSearch, SharpnessAware
-from ..apply.failure import Failure
-from ..apply.write import Decoupled, WeightDecay
 from ..lr_scale import LRScale
+from ..write import Averaging, Constraints, LineSearch, SharpnessAware
+from ..write.failure import Failure
+from ..write.write import Decoupled, WeightDecay
 from .expect import ExpectationText, expected_updates
 from .routing import Match, ParamInfo
 from .schema import ELSEWHERE, with_base

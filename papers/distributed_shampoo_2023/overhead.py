@@ -30,7 +30,7 @@ from eigengraft import load_recipe
 from eigengraft.experiments.benches.steps.ranks.processes import RankJob, busy_times
 from eigengraft.experiments.benches.steps.ranks.rows import path_of
 from eigengraft.optimizers import Recipe
-from eigengraft.optimizers.planning.plan import plan
+from eigengraft.optimizers.plan.plan import plan
 
 RESULTS = Path(__file__).parent / "results"
 Shape = tuple[int, ...]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from eigengraft import load_recipe
-from eigengraft.optimizers.planning.plan import plan
+from eigengraft.optimizers.plan.plan import plan
 
 HERE = Path(__file__).parent
 MIB = 2**20

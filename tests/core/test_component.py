@@ -12,8 +12,8 @@ from pydantic import Field, ValidationError
 import eigengraft
 from eigengraft import RecipeError, Stage
 from eigengraft.component import Component, checked, families
-from eigengraft.optimizers.apply.write import WeightDecay
 from eigengraft.optimizers.recipe.schema import json_schema
+from eigengraft.optimizers.write.write import WeightDecay
 from eigengraft.preconditioners import RMS, Cadence, Chain, Eigenbasis, Every, Gram, Momentum, Shampoo
 
 

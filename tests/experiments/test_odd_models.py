@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import eigengraft
 from eigengraft.experiments.cli.main import app
-from eigengraft.optimizers.planning.plan import plan
+from eigengraft.optimizers.plan.plan import plan
 from eigengraft.optimizers.recipe.loading import shipped
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "odd-models.md"

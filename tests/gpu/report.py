@@ -50,7 +50,7 @@ from eigengraft.experiments.benches.steps.step.measure import (
 from eigengraft.experiments.tasks.model_shapes import GPT2, MODELS
 from eigengraft.experiments.training.environment import processor_name
 from eigengraft.optimizers import Optimizer
-from eigengraft.optimizers.planning.plan import plan
+from eigengraft.optimizers.plan.plan import plan
 from eigengraft.preconditioners import BasisSolver, RootSolver
 from eigengraft.testing import DeviceCounts, accelerator
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from eigengraft import Optimizer, load_recipe
-from eigengraft.optimizers.engine.finite_check import STALLED
+from eigengraft.optimizers.step.gradients import STALLED
 
 from ..recipes import COVER, with_options
 

@@ -17,7 +17,7 @@ from torch.optim import lr_scheduler
 import eigengraft
 from eigengraft import Optimizer, load_recipe
 from eigengraft.optimizers import isolation
-from eigengraft.optimizers.apply.write import WeightDecay
+from eigengraft.optimizers.write.write import WeightDecay
 
 from ..recipes import BROAD, COVER, EVERY_BROAD, TOGETHER, with_options
 from ..trajectories import named

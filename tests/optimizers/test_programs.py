@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from eigengraft import Optimizer, load_recipe
-from eigengraft.optimizers.engine import execution, traced
-from eigengraft.optimizers.engine.execution import Execution
-from eigengraft.optimizers.engine.program import StackStep
+from eigengraft.optimizers.step import execution, traced
+from eigengraft.optimizers.step.execution import Execution
+from eigengraft.optimizers.step.program import StackStep
 
 from ..recipes import EVERY_BROAD
 from ..trajectories import normal

@@ -12,12 +12,12 @@ from torch import nn
 
 import eigengraft
 from eigengraft import Recipe, RecipeError, Route, Stage, load_recipe
-from eigengraft.optimizers.apply.write import Decoupled
 from eigengraft.optimizers.recipe.export_shipped import shipped_json
 from eigengraft.optimizers.recipe.loading import parse_yaml, read_yaml, recipe_folder
 from eigengraft.optimizers.recipe.overrides import apply_overrides, differences
 from eigengraft.optimizers.recipe.recipe import adam_route
 from eigengraft.optimizers.recipe.schema import json_schema
+from eigengraft.optimizers.write.write import Decoupled
 from eigengraft.preconditioners import RMS, Chain, Eigenbasis, Every, Gram, Momentum, PowerQR
 
 from ..json_schemas import CHECKED, NOTES, keywords, violations

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from eigengraft import Optimizer, compose
 from eigengraft.optimizers.models.composer import grouped, submodel
-from eigengraft.optimizers.planning.plan import known
+from eigengraft.optimizers.plan.plan import known
 from eigengraft.optimizers.recipe.routing import ParamInfo, describe_model, describe_named
 
 D = 16

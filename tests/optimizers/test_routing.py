@@ -10,7 +10,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import eigengraft
 from eigengraft import Optimizer, RecipeError, compose, load_recipe, shipped_recipes
-from eigengraft.optimizers.planning.plan import plan
+from eigengraft.optimizers.plan.plan import plan
 from eigengraft.optimizers.recipe.loading import shipped
 from eigengraft.optimizers.recipe.param_names import canonical_name, canonical_names
 

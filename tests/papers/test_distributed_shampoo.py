@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from eigengraft.optimizers.planning.plan import plan
+from eigengraft.optimizers.plan.plan import plan
 
 from .scripts import PAPERS, script
 

@@ -13,7 +13,7 @@ from torch import nn
 import eigengraft
 from eigengraft import load_recipe
 from eigengraft.experiments.tasks.models import GPT
-from eigengraft.optimizers.planning.plan import plan
+from eigengraft.optimizers.plan.plan import plan
 
 Shape = tuple[int, int]
 Bytes = Callable[[int, int], int]

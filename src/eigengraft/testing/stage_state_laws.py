@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from eigengraft import Optimizer, Stage
 from eigengraft.chains import PARTNER, SIDES, Signal, known_signals, requested
-from eigengraft.optimizers.engine.signals import OWN, Given
+from eigengraft.optimizers.signals import OWN, Given
 from eigengraft.preconditioners import walk
 from eigengraft.quantization import Float32
 

@@ -9,8 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from eigengraft.optimizers import Recipe, load_recipe
-from eigengraft.optimizers.planning.plan import plan
-from eigengraft.optimizers.sharding.owners import at_once_fields, common_interval
+from eigengraft.optimizers.build.owners import at_once_fields, common_interval
+from eigengraft.optimizers.plan.plan import plan
 
 from ...common.bench import Bench
 from ...common.declarations import listed, require_distinct

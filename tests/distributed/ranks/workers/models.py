@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from eigengraft import load_recipe
-from eigengraft.optimizers.planning.shard_placement import whole_block_shards
+from eigengraft.optimizers.plan.shard_placement import whole_block_shards
 
 TOKENS, LENGTH = 37, 9
 

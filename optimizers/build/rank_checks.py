@@ -1,0 +1,303 @@
+"""Checks of the ranks that share parameters: everything that the optimizer requires them to have in common.
+
+At construction ranks check recipe, param groups and values. In every step they check gradients and their norms, failed
+roots, rates and numbers of steps, before anything changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from eigengraft.distributed.checks import (
+    BITS,
+    NOTHING,
+    CheckedSums,
+    Field,
+    SameNumbers,
+    SumCheck,
+    by_value,
+    checksum,
+    gather_differences,
+    name_ranks,
+)
+from eigengraft.distributed.layouts import Layout, is_dtensor, local
+from eigengraft.distributed.rank_group import DistributedError, RankGroup
+from eigengraft.errors import name_some
+from eigengraft.numerics import compute_dtype, fake_mode, norms_by_dtype
+
+from .placement import ParamSpec
+from ..write.failure import Failure
+from ..write.write import Hyper
+
+SUBJECT = "param groups"
+BROADCAST = ", or wrap the model in DistributedDataParallel, which broadcasts"
+NO_COPIES = (
+    "plain tensors that are no copies of each other (expert or pipeline parallel) need `distribution.mode: local`, or "
+    "to be DTensors on a mesh of the ranks that share them"
+)
+STEPS, AGAIN = "number of steps", "number of steps since the gradients were written"
+NUMBERS = ("lr", "peak_lr", "weight_decay", STEPS, AGAIN)
+"""Names of the numbers that ranks must step with, for one param group."""
+SQUARES, ABSENT, FAILED = "squares of gradients", "ranks without a gradient", "ranks with failed roots"
+"""Names of sums over ranks, each `[P]`."""
+FIRST, EVERY = 3, 100
+"""Steps in which copies of gradients are compared: the first ones, and every so many."""
+TOLERANCE = 1e-4
+"""Standard deviation of norms over ranks, in units of their mean, up to which gradients count as the same: kernels that
+add in any order, run on every rank apart, are 1e-6 off; other data is 1e-2 off, or more."""
+STEP_ALIKE = "all ranks must call step() equally often, with the same values in their param groups"
+AVERAGE_FIRST = (
+    "all ranks hold the whole parameter: average gradients before step(), by the whole model in "
+    "DistributedDataParallel, no parameter outside of it, and the last backward before step() outside of no_sync(); "
+    f"{NO_COPIES}"
+)
+
+
+def check_construction(
+    subject: str,
+    rank_group: RankGroup,
+    texts: Mapping[str, str],
+    specs: Sequence[ParamSpec],
+    parameters: Sequence[Tensor],
+) -> None:
+    """Raise ValueError on every rank if ranks were not given the same; all ranks call it.
+
+    subject: the param group that is checked; another one is a param group that some ranks do not have.
+    texts: by title, what must be the same on all ranks.
+    specs: the parameters that the ranks share.
+    parameters: their values, which ranks that hold the same entries must share.
+    """
+    ranks, rank, checksums = rank_group.all_ranks, rank_group.rank, _checksums(specs, parameters, rank_group.rank)
+    copies: dict[tuple[int, ...], list[Hashable]] = {}  # by the ranks that hold the same entries
+    for position, values in checksums.items():
+        copies.setdefault(_layout(specs[position]).holders[rank], []).append(values)
+    mine = {title: _digest(text) for title, text in texts.items()}
+    mine |= {SUBJECT: subject, **{_digest(repr(holders)): _digest(repr(own)) for holders, own in copies.items()}}
+    found = gather_differences(ranks, mine, "agreement on param groups")
+    if SUBJECT in found:
+        raise ValueError(f"{SUBJECT}: all ranks must have equally many, got {by_value(found[SUBJECT])}")
+    for title in filter(found.__contains__, texts):
+        others = [rank for rank, text in found[title].items() if text != found[title][0]]
+        raise ValueError(
+            f"{subject}: all ranks must have the same {title}, got others than rank 0's on {name_ranks(others)}"
+            f"{_remedy('', parameters) if title == 'parameters' else ''}"
+        )
+    if found:
+        boxes = {(specs[at].name, _layout(specs[at]).boxes[rank]): values for at, values in checksums.items()}
+        every = gather_differences(ranks, boxes, f"values of {subject}")
+        apart = {name for name, _ in every}
+        names = [spec.name for spec in specs if spec.name in apart]
+        others = sorted({r for own in every.values() for r, values in own.items() if values != own[min(own)]})
+        raise ValueError(
+            f"{subject}: ranks that hold the same entries of a parameter must hold the same values, got others than "
+            f"the lowest of them on {name_ranks(others)} for {name_some(names, 5)}; set the same seed or load "
+            f"the same weights on all ranks before composing{_remedy(BROADCAST, parameters)}"
+        )
+
+
+def _checksums(specs: Sequence[ParamSpec], parameters: Sequence[Tensor], rank: int) -> dict[int, tuple[int, int]]:
+    """Return a checksum of the entries that this rank holds of each parameter, by position.
+
+    Parameters that no other rank holds, or that have no values, are left out.
+    """
+    found: dict[int, Tensor] = {}
+    for position, (spec, parameter) in enumerate(zip(specs, parameters, strict=True)):
+        layout = _layout(spec)
+        if layout.copies > 1 and layout.boxes[rank].numel and not parameter.is_meta and fake_mode(parameter) is None:
+            found[position] = checksum(local(parameter))
+    rows = torch.stack([sums.cpu() for sums in found.values()]).tolist() if found else []
+    return {position: (total, weighted) for position, (total, weighted) in zip(found, rows, strict=True)}
+
+
+def _remedy(text: str, parameters: Sequence[Tensor]) -> str:
+    """Say what may be done about plain tensors, if any of the parameters is one."""
+    return "" if all(is_dtensor(p) for p in parameters) else f"{text}; {NO_COPIES}"
+
+
+def _layout(spec: ParamSpec) -> Layout:
+    assert spec.placement is not None
+    return spec.placement.layout
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def numbers_sent(parameters: int, plain: bool) -> int:
+    """Return how many numbers a rank adds to the all-reduce of a step; plain: whether copies are compared."""
+    return 1 + (5 if plain else 3) * parameters + BITS * len(NUMBERS)
+
+
+def step_numbers(hypers: Mapping[int, Hyper], steps: int, again: int) -> dict[str, float | Tensor]:
+    """Return the numbers that all ranks must step with, by name; tensors on a device as copies there.
+
+    hypers: values of param groups, by number. steps: steps before this one. again: steps with the present gradients.
+    """
+    found: dict[str, float | Tensor] = {}
+    for group, own in hypers.items():
+        of = f" of param group {group}" if len(hypers) > 1 else ""
+        lr = own.lr.clone() if isinstance(own.lr, Tensor) and own.lr.device.type != "cpu" else float(own.lr)
+        found |= {f"lr{of}": lr, f"peak_lr{of}": own.peak_lr, f"weight_decay{of}": own.weight_decay}
+    return {**found, STEPS: float(steps), AGAIN: float(again)}
+
+
+class RankChecks:
+    """Checks and sums of P parameters in every step, between all ranks that do the same.
+
+    rank_group: ranks that divide the work on the parameters, among all ranks that do the same.
+    linear: P, parameters whose updates square nothing, whose gradients must be finite alone; None: none of them.
+    failed: positions of parameters whose roots have failed on this rank too often; all ranks raise at the next step.
+    """
+
+    def __init__(
+        self, rank_group: RankGroup, specs: Sequence[ParamSpec], failure: Failure, linear: Sequence[bool] | None = None
+    ) -> None:
+        self.rank_group, self.failure, self.names = rank_group, failure, [spec.name for spec in specs]
+        self.checked, self.failed = CheckedSums(rank_group.all_ranks), set[int]()
+        self._surveys, self._device = 0, specs[0].device
+        placements = [spec.placement for spec in specs if spec.placement is not None]
+        groups, linear = rank_group.all_ranks.size // rank_group.size, linear or [False] * len(specs)
+        dtypes = [torch.float64 if own else compute_dtype(x.dtype) for x, own in zip(specs, linear, strict=True)]
+        self._dtypes, self._largest = dtypes, _row(torch.finfo(dtype).max for dtype in dtypes)
+        self._held = _row(groups * placement.layout.copies for placement in placements)
+        self._updated = _row(groups * placement.updated.copies for placement in placements)
+        self._numels = _row(math.prod(spec.shape) for spec in specs)
+
+    def survey(
+        self,
+        gradients: Sequence[Tensor | None],
+        present: NDArray[np.bool_],
+        numbers: Mapping[str, float | Tensor],
+        copied: bool,
+        more: Mapping[str, Field],
+    ) -> RankSurvey:
+        """Check gradients and numbers on all ranks, all of which call it. Return what they know together.
+
+        Each rank checks all entries that it holds, those too that another rank updates: a nan in the copy of one rank
+        is found whatever the recipe. That reads R times as many entries as a rank updates, for R copies, which is
+        fewer than the parameters it receives in the same step.
+
+        gradients: the entries of each gradient that this rank holds, by position.
+        present: `[P]`, parameters that have a gradient on this rank.
+        copied: whether all ranks must have the same gradients. Nothing but DistributedDataParallel, or code in its
+            place, makes gradients of plain tensors the same.
+        more: other fields that are summed.
+
+        Raises DistributedError if ranks step with other numbers or gradients than each other, and ArithmeticError if
+        roots had failed too often one step ago; on a device one step later still.
+        """
+        device = next((gradient.device for gradient in gradients if gradient is not None), self._device)
+        norms, squares = self._norms(gradients, device)
+        self._held, self._largest = self._held.to(device), self._largest.to(device)
+        first = name_some(self.names, 1)
+        same = SameNumbers(f"step of {first}", numbers, STEP_ALIKE)
+        checks: list[SumCheck] = [same.check, self._check_roots]
+        fields: dict[str, Field] = {
+            SQUARES: squares / self._held,
+            ABSENT: [float(gradient is None) for gradient in gradients],
+            FAILED: [float(position in self.failed) for position in range(len(gradients))],
+            **same.fields(),
+            **more,
+        }
+        if copied:
+            norms = norms if self._surveys < FIRST or self._surveys % EVERY == 0 else torch.zeros_like(norms)
+            copies = SameNumbers("gradients", {"norm": norms}, AVERAGE_FIRST, self.names, TOLERANCE, ABSENT)
+            checks, fields = [*checks, copies.check], fields | copies.fields()
+        self._surveys += 1
+        sums = self.checked.reduce(fields, checks, device, f"agreement on gradients ({first})")
+        return RankSurvey(self.names, present, sums, self._largest, self.checked.ranks.size)
+
+    def _check_roots(self, ranks: RankGroup, sums: Mapping[str, Tensor], outcome: str) -> None:
+        self.failed.clear()
+        if bad := [name for name, count in zip(self.names, sums[FAILED].tolist(), strict=True) if count]:
+            raise failed_roots("update", self.failure.roots, bad)
+
+    def parameter_rms(self, local: Sequence[Tensor]) -> Tensor:
+        """Return the root mean square of each full parameter, `[P]`; local: the entries that this rank updates."""
+        _, squares = self._norms(local, local[0].device)
+        self._updated, self._numels = self._updated.to(squares), self._numels.to(squares)
+        squares = self.checked.ranks.all_reduce(squares / self._updated, "norms of parameters")
+        return (squares / self._numels).sqrt()
+
+    def sums(self, positions: Sequence[int], local: Tensor) -> Tensor:
+        """Return the sums over all entries of full tensors at n positions; local `[n]` float64: over this rank's."""
+        self._updated = self._updated.to(local)
+        return self.checked.ranks.all_reduce(local / self._updated[list(positions)], "sums over constrained parameters")
+
+    def _norms(self, local: Sequence[Tensor | None], device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return norms and their squares, each `[P]` float64; squares are inf where their dtype overflows."""
+        found = torch.zeros(2, len(local), dtype=torch.float64, device=device)
+        here = [(position, x) for position, x in enumerate(local) if x is not None and x.numel()]
+        for places, norms in norms_by_dtype([x for _, x in here], [self._dtypes[position] for position, _ in here]):
+            at = torch.tensor([here[place][0] for place in places], dtype=torch.int64, device=device)
+            found[:, at] = torch.stack([norms, norms.square()]).double()
+        return found[0], found[1]
+
+
+@dataclass(frozen=True)
+class RankSurvey:
+    """Sums over all ranks of what they know of P gradients.
+
+    present: `[P]`, parameters that have a gradient on this rank.
+    sums: float64 on the device, by name.
+    largest: `[P]`, largest finite sum of squares, in the dtype in which a gradient is computed: float64 where nothing
+        squares it, in which squares of all numbers in 32 bits are finite.
+    ranks: how many there are.
+    """
+
+    names: Sequence[str]
+    present: NDArray[np.bool_]
+    sums: Mapping[str, Tensor]
+    largest: Tensor
+    ranks: int
+
+    @property
+    def squares(self) -> Tensor:
+        """`[P]`, sum of squares of each full gradient."""
+        return self.sums[SQUARES]
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the sums."""
+        return self.squares.device
+
+    def agreed(self) -> NDArray[np.bool_]:
+        """Return which parameters have a gradient on all ranks, read on the host; DistributedError if on some only."""
+        counts = self.sums[ABSENT].tolist()
+        some = [name for name, count in zip(self.names, counts, strict=True) if 0 < count < self.ranks]
+        if some:
+            raise DistributedError(
+                "gradients: all ranks or none must have one of a parameter, got some ranks for "
+                f"{name_some(some, 5)}; {NOTHING}"
+            )
+        return np.array([count == 0 for count in counts]) & self.present
+
+    def nonzero(self, positions: Sequence[int]) -> bool:
+        """Whether any of these gradients has an entry other than 0, read on the host."""
+        return bool(self.squares[list(positions)].any())
+
+    def usable(self, positions: Sequence[int], finite: bool) -> Tensor:
+        """Return which gradients can be used, `[n]` on the device; finite: whether they must be finite."""
+        usable = self.sums[ABSENT] == 0
+        usable = usable & (self.squares <= self.largest) if finite else usable
+        return usable[torch.tensor(list(positions), dtype=torch.int64, device=usable.device)]
+
+
+def failed_roots(path: str, tolerated: int, names: Sequence[str]) -> ArithmeticError:
+    """Return the error of roots that failed too often."""
+    return ArithmeticError(
+        f"{path}: at most {tolerated} failed roots in a row are tolerated (failure.roots), got more for "
+        f"{name_some(names, 5)}; a larger ridge or a lower lr may help"
+    )
+
+
+def _row(values: Iterable[float]) -> Tensor:
+    return torch.tensor([float(x) for x in values], dtype=torch.float64, device="cpu")

@@ -1,1 +1,0 @@
-"""Parameter sets and one step of them: check gradients, gather blocks, run the chain of stages, deliver updates."""

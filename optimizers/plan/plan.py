@@ -1,0 +1,242 @@
+"""A plan: what each rank of a divided optimizer owns, holds, computes and sends; no process, no tensor.
+
+Blocks and owners come from the functions that the optimizer uses; parameters have shapes and no values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from eigengraft.chains import asking
+from eigengraft.distributed.balance import Balance, Loads
+from eigengraft.distributed.comm_plan import BlockGroup
+from eigengraft.distributed.layouts import Layout
+from eigengraft.numerics import compute_dtype
+from eigengraft.slots import Slot
+
+from ..build.block_groups import divide
+from ..build.owners import Advice, advise, assign_owners, block_cost, common_interval
+from ..build.phases import refresh_phases
+from ..build.placement import ParamPlacement, ParamSpec, place
+from ..inspect.reached import require_expected
+from ..recipe.loading import RecipeSource, load_recipe
+from ..recipe.recipe import Recipe
+from ..recipe.routing import ParamInfo, describe_named
+from .step_traffic import step_traffic
+from .traffic import Traffic
+
+DataParallelKind = Literal["ddp", "fsdp2", "hsdp"]
+Floats = NDArray[np.float64]
+EFFICIENT = 0.9
+"""Efficiency below which a plan looks for larger waves of refreshes."""
+STEP_COUNT = 8
+"""Bytes of the step count that every rank stores for each parameter."""
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import Placement
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What each of R ranks has to do.
+
+    placements: layout and owners of each parameter, by name; of one group of ranks, if a recipe has `group_size`.
+    blocks: `[R]`, blocks that each rank owns.
+    state: `[R]`, bytes of state.
+    work: `[R]`, operations per step, or milliseconds if the recipe has measured times.
+    traffic: messages of a step: "gradients" to owners, "updates" back, the "agreement" on gradients, and the
+        "synchronization" before it, which gloo alone has.
+    interval: steps after which the same refreshes are due again.
+    balance: how even the work is at every step of an interval.
+    advice: where ranks wait for each other, how many refreshes at once would change that.
+    """
+
+    placements: Mapping[str, ParamPlacement]
+    blocks: NDArray[np.int64]
+    state: NDArray[np.int64]
+    work: Floats
+    traffic: Mapping[str, Traffic]
+    interval: int
+    balance: Balance
+    advice: Advice | None
+
+    @property
+    def bound(self) -> float:
+        """The largest work that no assignment of owners can avoid."""
+        return self.balance.least / self.interval
+
+    @property
+    def imbalance(self) -> float:
+        """Largest work / mean work."""
+        return float(self.work.max() / self.work.mean()) if self.work.any() else 1.0
+
+    @property
+    def least_imbalance(self) -> float:
+        """The bound / mean work: the imbalance of the best assignment there may be."""
+        return self.bound / float(self.work.mean()) if self.work.any() else 1.0
+
+    @property
+    def state_imbalance(self) -> float:
+        """Largest state / mean state."""
+        return float(self.state.max() / self.state.mean()) if self.state.any() else 1.0
+
+
+def plan(
+    recipe: RecipeSource,
+    parameters: Iterable[tuple[str, Sequence[int]] | ParamInfo],
+    mesh: tuple[int, ...],
+    parallel: DataParallelKind | Sequence[Placement] = "fsdp2",
+    dtype: torch.dtype | Sequence[torch.dtype] = torch.float32,
+) -> Plan:
+    """How a recipe is divided over the ranks of a device mesh.
+
+    parameters: names and shapes, or infos (what `describe_model` returns).
+    mesh: shape of the device mesh.
+    parallel: how parameters lie on the mesh. "ddp": every rank holds all; "fsdp2": cut along the first axis; "hsdp":
+        cut over the second axis of the mesh, copied over the first; or a placement for each axis of the mesh.
+    dtype: dtype of parameters and gradients, or one for each parameter.
+    """
+    recipe = load_recipe(recipe)
+    infos = known(parameters)
+    if not infos:
+        raise ValueError("plan: at least one parameter is required, got none")
+    require_expected(recipe, infos)
+    names = [info.name or f"parameter {position}" for position, info in enumerate(infos)]
+    if names.count(twice := max(names, key=names.count)) > 1:
+        raise ValueError(f"plan: a name of its own for each parameter is required, got '{twice}' twice")
+    layouts = _layouts(recipe, names, [info.shape for info in infos], mesh, parallel)
+    dtypes = [dtype] * len(infos) if isinstance(dtype, torch.dtype) else dtype
+    specs = [_spec(recipe, *row) for row in zip(names, infos, layouts, dtypes, strict=True)]
+    phases = refresh_phases(recipe, (spec.key for spec in specs))
+    loads = Loads(len(layouts[0].boxes), common_interval(recipe))
+    balance, ranks = assign_owners(specs, recipe, phases, loads), loads.ranks
+    groups = math.prod(mesh) // ranks
+    block_groups = [block_group for block_group, _ in divide(specs, recipe, phases, ranks)]
+    return Plan(
+        {spec.name: spec.placement for spec in specs if spec.placement is not None},
+        np.tile(sum((_count_owned(one, ranks) for one in block_groups), np.zeros(ranks, dtype=np.int64)), groups),
+        np.tile(_state_bytes(recipe, specs, block_groups, ranks), groups),
+        np.tile(loads.work, groups),
+        step_traffic(recipe, specs, block_groups, layouts, not _placements(mesh, parallel), groups),
+        loads.interval,
+        balance,
+        advise(specs, recipe, phases, ranks, balance) if balance.efficiency < EFFICIENT else None,
+    )
+
+
+def known(parameters: Iterable[tuple[str, Sequence[int]] | ParamInfo]) -> list[ParamInfo]:
+    """Infos of parameters, where only names and shapes may be given; names are canonical, as an optimizer's."""
+    rows = list(parameters)
+    named = [(given[0], _empty(*given)) for given in rows if not isinstance(given, ParamInfo)]
+    infos = iter(describe_named(named).values())
+    return [given if isinstance(given, ParamInfo) else next(infos) for given in rows]
+
+
+def _spec(recipe: Recipe, name: str, info: ParamInfo, layout: Layout, dtype: torch.dtype) -> ParamSpec:
+    path = recipe.route(info)[0]
+    try:
+        matrices = recipe.view_of(info).matrices
+        placement = place(recipe, path, layout, matrices)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    return ParamSpec(name, path, tuple(info.shape), dtype, torch.device("meta"), placement, matrices)
+
+
+def _empty(name: str, shape: Sequence[int]) -> torch.Tensor:
+    if any(length < 0 for length in shape):
+        raise ValueError(f"{name}: a shape without negative lengths is required, got {tuple(shape)}")
+    return torch.empty(tuple(shape), dtype=torch.float32, device="meta")
+
+
+def _layouts(
+    recipe: Recipe,
+    names: Sequence[str],
+    shapes: Sequence[tuple[int, ...]],
+    mesh: tuple[int, ...],
+    parallel: DataParallelKind | Sequence[Placement],
+) -> list[Layout]:
+    """The layout of each parameter; found once for each shape."""
+    placements = _placements(mesh, parallel)
+    mode = recipe.distribution.mode
+    if mode == "local" or mode == ("replicated" if placements else "sharded"):
+        raise ValueError(f"distribution.mode: '{mode}' does not divide such parameters, got parallel {parallel}")
+    found, ranks, size = dict[tuple[int, ...], Layout](), math.prod(mesh), recipe.distribution.group_size
+    if size is not None and (placements or ranks % size):
+        got = f"parallel {parallel}" if placements else f"{ranks} ranks"
+        raise ValueError(f"distribution.group_size: ddp on a multiple of {size} ranks is required, got {got}")
+    for name, shape in zip(names, shapes, strict=True):
+        if shape in found:
+            continue
+        if not placements:
+            found[shape] = Layout.replicate(shape, size or ranks)
+            continue
+        if any(getattr(placement, "dim", -1) >= len(shape) for placement in placements):
+            raise ValueError(f"{name}: an axis to cut is required by {placements}, got shape {shape}")
+        found[shape] = Layout.from_placements(shape, mesh, placements)
+    return [found[shape] for shape in shapes]
+
+
+def _placements(mesh: tuple[int, ...], parallel: DataParallelKind | Sequence[Placement]) -> Sequence[Placement]:
+    """A placement for each axis of the mesh; none for plain tensors."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    known: Mapping[Any, Sequence[Placement]] = {"ddp": (), "fsdp2": (Shard(0),), "hsdp": (Replicate(), Shard(0))}
+    placements = known[parallel] if isinstance(parallel, str) else parallel
+    if not mesh or min(mesh) < 1:
+        raise ValueError(f"mesh: at least one axis, each of at least one rank, is required, got {mesh}")
+    if parallel != "ddp" and len(placements) != len(mesh):
+        raise ValueError(f"mesh: {len(placements)} axes are required by {parallel}, got {mesh}")
+    return placements
+
+
+def _count_owned(block_group: BlockGroup, ranks: int) -> NDArray[np.int64]:
+    """`[R]`, blocks of a block group that each rank owns."""
+    return np.bincount([block.owner for block in block_group.blocks], minlength=ranks).astype(np.int64)
+
+
+def _state_bytes(
+    recipe: Recipe, specs: Sequence[ParamSpec], block_groups: Sequence[BlockGroup], ranks: int
+) -> NDArray[np.int64]:
+    """`[R]`, bytes of owned blocks, of parameters updated in place, of iterates, and of all step counts."""
+    updates = recipe.updates()
+    state = np.full(ranks, STEP_COUNT * len(specs), dtype=np.int64)
+    for block_group in block_groups:
+        rule = updates[block_group.path]
+        cost = block_cost(rule, block_group.path, block_group.shape, block_group.dtype, recipe.storage)
+        state += cost.state * _count_owned(block_group, ranks)
+    found: dict[tuple[str, tuple[int, ...]], NDArray[np.int64]] = {}
+    for spec in specs:
+        key = spec.path, spec.shape  # parameters of one shape and update lie and are updated in one way
+        if key not in found:
+            found[key] = _local_bytes(recipe, spec)
+        state += found[key]
+    return state
+
+
+def _local_bytes(recipe: Recipe, spec: ParamSpec) -> NDArray[np.int64]:
+    """`[R]`, bytes that lie where a parameter's shards lie: iterates, and the state of an update in place."""
+    rule, computed, placement = recipe.updates()[spec.path], compute_dtype(spec.dtype), spec.placement
+    assert placement is not None
+
+    def size(shape: tuple[int, ...]) -> int:
+        kept = [constraint for constraint in rule.constraints if constraint.keeps(spec.dtype)]
+        slots = [slot for constraint in kept for slot in constraint.slots(shape).values()]
+        if recipe.averaging is not None:
+            slots += recipe.averaging.slots(shape, computed != spec.dtype).values()
+        if "partner_before" in asking(rule.stages()):
+            slots.append(Slot(shape))
+        total = sum(math.prod(slot.shape) * (slot.dtype or computed).itemsize for slot in slots)
+        if placement.owners is None and 0 not in shape:
+            total += block_cost(rule, spec.path, shape, computed, recipe.storage).state
+        return total
+
+    shapes = [box.shape for box in placement.updated.boxes]
+    sizes = {shape: size(shape) for shape in set(shapes)}
+    return np.array([sizes[shape] for shape in shapes], dtype=np.int64)

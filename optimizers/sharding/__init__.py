@@ -1,1 +1,0 @@
-"""Placement of parameters and owners of blocks, what a block costs, and what ranks check."""

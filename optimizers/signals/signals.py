@@ -1,0 +1,490 @@
+"""Signals of an optimizer: who asks for them, what is provided from outside, and how a step takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from eigengraft.blocking import SideMatrix
+from eigengraft.chains import PARTNER, SIDES, Signal, asking, follows_run, known_signals
+from eigengraft.distributed.layouts import local
+from eigengraft.ramps import at as recipe_at
+from eigengraft.ramps import present, schedules
+from eigengraft.state_key import StateKey
+
+from ..build.placement import ParamSpec
+from ..recipe.recipe import Recipe, Route, slot_keys
+from ..recipe.routing import ParamInfo
+from ..step.exchange import Step
+from ..step.step import ParamSet
+from ..write import Constraint
+from .gathered import GatheredSignals, SignalCall, gather_signals
+
+
+class DescribedSets(Protocol):
+    """All parameter sets of an optimizer.
+
+    infos, parameters: for each param group, a description of each of its parameters, and these.
+    """
+
+    infos: list[list[ParamInfo]]
+    parameters: list[Sequence[Tensor]]
+
+    def __iter__(self) -> Iterator[ParamSet]: ...
+
+
+class Listeners:
+    """What asks for signals in a recipe.
+
+    asking: path of the first stage or constraint that asks for each signal, by name.
+    asked: the same for each update, by the update's path.
+    somewhere: path of the first constraint that asks for each signal which some parameter must have, by name.
+    paused: whether forwards are trials, of which nothing is to be collected.
+    """
+
+    paused = False
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe, self._rules = recipe, recipe.updates()
+        self.asking = asking(pair for where, rule in self._rules.items() for pair in listeners(rule, where))
+        bound = [own for where, rule in self._rules.items() for own in constraints(rule, where)]
+        self.somewhere = {name: path for path, own in reversed(bound) for name in own.requires_some}
+        self.asked = {where: asking(listeners(rule, where)) for where, rule in self._rules.items()}
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Makes forwards trials inside."""
+        before, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = before
+
+    def needed(self, path: str, step: int) -> frozenset[str]:
+        """The signals that must be there at a step of a parameter of that update."""
+        asks = [own.signals_at(step) for _, own in listeners(self._rules[path], path)]
+        return frozenset().union(*asks)
+
+    def takers(self, name: str, param_sets: DescribedSets) -> set[int]:
+        """The ids of all parameters whose update asks for a signal; param_sets: all of an optimizer."""
+        rows = zip(param_sets.infos, param_sets.parameters, strict=True)
+        pairs = ((p, info) for infos, parameters in rows for p, info in zip(parameters, infos, strict=True))
+        return {id(p) for p, info in pairs if name in self.asked[self.recipe.route(info)[0]]}
+
+    def next(self, name: str, param_sets: DescribedSets) -> set[int]:
+        """The ids of parameters whose update takes a signal in its next step; param_sets: all of an optimizer.
+
+        On a device also of those that would if their last gradient turns out to have been of no use.
+        """
+        due, seen = set[int](), set[int]()
+        for param_set in param_sets:
+            back = (0,) if param_set.parameters[0].device == torch.device("cpu") else (0, 1)
+            for parameter, spec, count in self._rows(param_set):
+                seen.add(id(parameter))
+                if any(self._takes(spec.path, name, count - less) for less in back):
+                    due.add(id(parameter))
+        for infos, parameters in zip(param_sets.infos, param_sets.parameters, strict=True):
+            fresh = ((parameter, info) for parameter, info in zip(parameters, infos, strict=True))
+            due |= {id(p) for p, info in fresh if id(p) not in seen and self._takes_first(info, name)}
+        return due
+
+    def _rows(self, param_set: ParamSet) -> Iterable[tuple[Tensor, ParamSpec, int]]:
+        return zip(param_set.parameters, param_set.specs, (param_set.update_counts + 1).tolist(), strict=True)
+
+    def _takes(self, path: str, name: str, step: int) -> bool:
+        """Whether an update takes a signal at that step of a parameter: it must have it, or may at every step."""
+        if name not in self.asked[path]:
+            return False
+        own = [listener for _, listener in listeners(self._rules[path], path)]
+        return name in self.needed(path, step) or any(
+            request.optional and request.name == name for listener in own for request in listener.requests
+        )
+
+    def _takes_first(self, info: ParamInfo, name: str) -> bool:
+        """Whether the first step of a parameter takes a signal, which has no state before it."""
+        path = self.recipe.route(info)[0]
+        return self._takes(path, name, 1 - int(self._rules[path].lagging()))
+
+
+def listeners(rule: Recipe | Route, path: str) -> Iterator[tuple[str, Any]]:
+    """(dotted path, stage or constraint) of everything in an update that may ask for signals."""
+    yield from rule.stages(path)
+    yield from constraints(rule, path)
+
+
+def constraints(rule: Recipe | Route, path: str) -> Iterator[tuple[str, Constraint]]:
+    """(dotted path, constraint) of every constraint of an update."""
+    prefix = f"{path}." if path else ""
+    yield from ((f"{prefix}constraints.{constraint.label}", constraint) for constraint in rule.constraints)
+
+
+Given = float | Tensor | Mapping[Tensor, float | Tensor]
+"""A signal as it is provided: a number, or numbers or tensors by parameter."""
+SignalSource = Callable[[], Given | None]
+"""What is asked for a signal in every step; None: there is none in this one."""
+
+
+class Provided:
+    """The values of signals before one step, by name and parameter, and the sources that are asked in every step."""
+
+    def __init__(self) -> None:
+        self.sources: dict[str, list[SignalSource]] = {}
+        self._kept: dict[str, dict[int | None, tuple[Tensor | float, int]]] = {}
+
+    def add(self, signal: Signal, value: Given, parameters: Iterable[Tensor]) -> None:
+        """Joins a value of the required form with those before it, as the signal declares; ValueError if it does not
+        fit."""
+        kept = self._kept.setdefault(signal.name, {})
+        known = {id(parameter): parameter for parameter in parameters}
+        for key, one in _by_id(value):
+            if key is not None and key not in known:
+                raise ValueError(
+                    f"provide: parameters of the optimizer are required for '{signal.name}', got another tensor"
+                )
+            one = one.detach() if isinstance(one, Tensor) else float(one)
+            if key is not None:
+                _require_shape(signal, known[key], one)
+            before, count = kept.get(key, (None, 0))
+            joined = torch.maximum if signal.reduce == "max" else torch.add
+            kept[key] = (one if before is None else joined(_as_tensor(before), _as_tensor(one)), count + 1)
+
+    def get(self, signal: Signal, parameter: Tensor) -> Tensor | None:
+        """What was provided for one parameter, or for all."""
+        kept = self._kept.get(signal.name, {}).get(None if signal.extent == "step" else id(parameter))
+        if kept is None:
+            return None
+        value = _as_tensor(kept[0])
+        return value / kept[1] if signal.reduce == "mean" and kept[1] > 1 else value
+
+    def clear(self) -> list[str]:
+        """Forgets the values, and returns their names; the sources stay."""
+        names = [name for name, values in self._kept.items() if values]
+        self._kept.clear()
+        return names
+
+
+def require_form(signal: Signal, value: Given) -> None:
+    """Raises ValueError for a mapping where one number is required, and the other way round."""
+    if (signal.extent == "step") is isinstance(value, Mapping):
+        wanted = "a number" if signal.extent == "step" else "a mapping {parameter: value}"
+        raise ValueError(f"provide: {wanted} is required for the signal '{signal.name}', got {type(value).__name__}")
+
+
+def _as_tensor(value: Tensor | float) -> Tensor:
+    """A number as float64 on the CPU; a tensor as it is."""
+    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64, device="cpu")
+
+
+def _by_id(value: Given) -> Iterator[tuple[int | None, float | Tensor]]:
+    """The numbers of a signal by the id of their parameter; None for the only one."""
+    if isinstance(value, Mapping):
+        yield from ((id(parameter), one) for parameter, one in value.items())
+    else:
+        yield None, value
+
+
+def _require_shape(signal: Signal, parameter: Tensor, value: Tensor | float) -> None:
+    found = tuple(value.shape) if isinstance(value, Tensor) else ()
+    if signal.extent in SIDES:
+        if len(found) < 2 or found[-1] != found[-2]:
+            side = SIDES[signal.extent]
+            raise ValueError(f"provide: '{signal.name}' takes a square matrix over {side}, got shape {found}")
+        return
+    if signal.extent == "outputs":
+        if len(found) != 1:
+            raise ValueError(f"provide: '{signal.name}' takes a tensor with one axis, got shape {found}")
+        return
+    shape = tuple(parameter.shape) if signal.extent == "entry" else ()
+    if found not in {shape, tuple(local(parameter).shape) if signal.extent == "entry" else ()}:
+        raise ValueError(f"provide: '{signal.name}' takes a tensor of shape {shape} for this parameter, got {found}")
+
+
+class FirstStep:
+    """The signals that stages ask for in the first step, until parameters that take them have had a gradient.
+
+    open: paths of the updates whose parameters must have a signal in the next step, by its name.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.open: dict[str, set[str]] = {}
+        for path, rule in recipe.updates().items():
+            for _, stage in rule.stages(path):
+                for name in (request.name for request in stage.requests if request.when == "first"):
+                    self.open.setdefault(name, set()).add(path)
+
+    def follow(self, param_sets: Iterable[ParamSet]) -> None:
+        """Leaves the signals of which no parameter that takes them has had a gradient, be it before a checkpoint."""
+        if self.open:
+            rows = [row for own in param_sets for row in zip(own.specs, own.step_counts.tolist(), strict=True)]
+            trained = {spec.path for spec, count in rows if count}
+            self.open = {name: paths for name, paths in self.open.items() if not paths & trained}
+
+    def close(self, names: Iterable[str]) -> None:
+        """Takes out signals that were provided, also to a step that had no usable gradient."""
+        for name in names:
+            self.open.pop(name, None)
+
+    def asks(self, name: str, path: str) -> bool:
+        """Whether a parameter of an update must have a signal in the next step."""
+        return path in self.open.get(name, ())
+
+    def when(self, name: str) -> str:
+        """The steps in which a signal that is missing must be there, for errors."""
+        return "the first step" if name in self.open else "every step"
+
+
+def steps_taken(param_sets: Iterable[ParamSet]) -> int:
+    """Steps of the run so far: gradients of the parameter that has had most. It follows from the state alone."""
+    return max((int(param_set.step_counts.max()) for param_set in param_sets), default=0)
+
+
+class Schedules:
+    """The schedules of a recipe. ramps: by dotted path."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe, self.ramps = recipe, dict(schedules(recipe))
+
+    def follow(self, param_sets: Iterable[ParamSet]) -> None:
+        """Gives the stages and constraints of all parameters the numbers of the next step."""
+        if not self.ramps:
+            return
+        updates = recipe_at(self.recipe, steps_taken(param_sets) + 1, self.recipe.total_steps).updates()
+        for param_set in param_sets:
+            param_set.iterates.constraints = {path: update.constraints for path, update in updates.items()}
+            for stack_state in param_set.stack_states:
+                stack_state.rule = updates[stack_state.path]
+
+    def values(self, step: int) -> dict[str, float]:
+        """The scheduled numbers of a step, by dotted path; before the first step those that it will have."""
+        total = self.recipe.total_steps
+        return {path: float(present(ramps, max(step, 1), total)) for path, ramps in self.ramps.items()}
+
+
+def for_outputs(value: Tensor, param_set: ParamSet, at: int, name: str) -> Tensor:
+    """The numbers `[parts]` of equal parts of the outputs, so that they multiply what this rank holds of a parameter.
+
+    Raises ValueError if there are not that many outputs for each.
+    """
+    spec = param_set.specs[at]
+    axis = spec.matrices.matrix_axes(spec.shape)[0]
+    length, parts = spec.shape[axis], len(value)
+    if not parts or length % parts:
+        raise ValueError(
+            f"provide: '{name}' of {spec.name}: a number for each of equally many outputs is required, of which there "
+            f"are {length}, got {parts} numbers"
+        )
+    rows = value.repeat_interleave(length // parts)
+    if spec.placement is not None and param_set.rank_group is not None:
+        box = spec.placement.layout.boxes[param_set.rank_group.rank]
+        rows = rows[box.start[axis] : box.stop[axis]]
+    shape = [-1 if own == axis else 1 for own in range(local(param_set.parameters[at]).ndim)]
+    return rows.reshape(shape)
+
+
+PER_STACK = frozenset({"lr", "parameter_rms"})
+"""Signals that are found for each stack."""
+OWN = PER_STACK | PARTNER | {"parameter", "step_fraction", "gradient_norm"}
+"""Signals that the optimizer knows; any other is provided."""
+
+
+class Signals:
+    """The signals of an optimizer, from `provide` to the step that takes them.
+
+    listeners: which stages and constraints ask for which signals, and when.
+    provided: the values for the next step, and the sources of values.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe, self.listeners = recipe, Listeners(recipe)
+        self.provided, self.first_step = Provided(), FirstStep(recipe)
+        self._totals: WeakKeyDictionary[ParamSet, Mapping[str, str]] = WeakKeyDictionary()
+        rules = recipe.updates()
+        if follows_run(rules) and recipe.total_steps is None:
+            raise ValueError(f"{follows_run(rules)}: `total_steps` of the recipe is required, got none")
+
+    def provide(self, name: str, value: Given | SignalSource, parameters: Iterable[Tensor]) -> bool:
+        """Keeps a signal for the next step, or its source for every step, if anything asks for it, and says so."""
+        signal = known_signals().get(name)
+        if signal is None or name in OWN:
+            free = ", ".join(sorted(known_signals().keys() - OWN))
+            raise ValueError(f"provide: a registered signal is required ({free}), got '{name}'")
+        asked = name in self.listeners.asking
+        if callable(value):
+            if asked:
+                self.provided.sources.setdefault(name, []).append(value)
+            return asked
+        require_form(signal, value)
+        if asked:
+            self.provided.add(signal, value, parameters)
+        return asked
+
+    def asked_by(self, param_sets: Iterable[ParamSet]) -> bool:
+        """Whether steps of parameter sets take anything but signals that are found for each stack."""
+        return not self.listeners.asking.keys() <= PER_STACK or any(map(self._total_keys, param_sets))
+
+    def take(self, steps: Sequence[tuple[ParamSet, Step | None]]) -> list[tuple[ParamSet, Step | None]]:
+        """The steps with their signals. Raises ValueError, on all ranks, for one that is required and not there."""
+        parameters = [parameter for param_set, _ in steps for parameter in param_set.parameters]
+        for name, sources in self.provided.sources.items():
+            for given in [source() for source in sources]:
+                if given is not None:
+                    self.provide(name, given, parameters)
+        self.first_step.follow(param_set for param_set, _ in steps)
+        ready = [(param_set, step) for param_set, step in steps if step is not None]
+        shared = dict(self._of_all(ready))
+        found = [(param_set, step and self._of_one(param_set, step, shared)) for param_set, step in steps]
+        self.first_step.close(self.provided.clear())
+        made = {name for _, step in found if step is not None for name in step.outputs}
+        for name, where in self.listeners.somewhere.items() if ready else ():
+            if name not in made:
+                raise _error(known_signals()[name], where, "every step", "none for any parameter")
+        return found
+
+    def require_all_parameters(self, param_sets: Iterable[ParamSet], others: Sequence[ParamInfo]) -> None:
+        """Raises ValueError if an update of these parameters takes a sum over all parameters of a model.
+
+        others: parameters of the model that other optimizers have, which such a sum would leave out.
+        """
+        if not others:
+            return
+        remedy = "make one optimizer of the full model, or choose a recipe without it"
+        found = {"sam": self.recipe.sam, "line_search": self.recipe.line_search}
+        paths = {name: f"; {remedy}" for name, rule in found.items() if rule is not None}
+        elsewhere = {self.recipe.route(info)[0] for info in others}
+        for param_set in param_sets:
+            asked = [
+                self.listeners.asked[path].get("gradient_norm") for path in {spec.path for spec in param_set.specs}
+            ]
+            clip = "clip gradients before step() by their norm over all stages, as docs/guide/distributed.md shows"
+            paths |= {path: f"; {clip}, or {remedy}" for path in asked if path is not None}
+            totals = self._total_keys(param_set).items()
+            paths |= {StateKey.parse(key).stage: f"; {remedy}" for key, path in totals if path in elsewhere}
+        for path, what in paths.items():
+            raise ValueError(
+                f"{path}: all parameters of the model are required, over which it takes a sum, got a part of them "
+                f"(submodel), without {len(others)} that other optimizers have{what}"
+            )
+
+    def _total_keys(self, param_set: ParamSet) -> Mapping[str, str]:
+        """The slots of which stages read the sum, on whatever rank their blocks are, and the path of their update."""
+        if param_set not in self._totals:
+            kinds = {(group.path, group.shape) for group in param_set.block_groups}
+            kinds |= {(state.path, state.stack.block) for state in param_set.stack_states}
+            slots = [(path, slot_keys(param_set.updates[path], path, block)) for path, block in kinds]
+            found = {key.name: path for path, own in slots for key, slot in own.items() if slot.total}
+            self._totals[param_set] = dict(sorted(found.items()))
+        return self._totals[param_set]
+
+    def _of_all(self, ready: Sequence[tuple[ParamSet, Step]]) -> Iterator[tuple[str, Tensor | float]]:
+        """The numbers that all parameters together have."""
+        if ready and "step_fraction" in self.listeners.asking:
+            assert self.recipe.total_steps is not None
+            taken = steps_taken(param_set for param_set, _ in ready)
+            yield "step_fraction", (taken + 1) / self.recipe.total_steps
+        if ready and "gradient_norm" in self.listeners.asking:
+            squares = [_used_squares(step) for _, step in ready]
+            yield "gradient_norm", torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt()
+        totals: dict[str, Tensor] = {}
+        for param_set, _ in ready:
+            for key, total in _slot_totals(param_set, list(self._total_keys(param_set))).items():
+                totals[key] = totals[key] + total.to(totals[key].device) if key in totals else total
+        yield from totals.items()
+
+    def _of_one(self, param_set: ParamSet, step: Step, shared: Mapping[str, Tensor | float]) -> Step:
+        """A step with its signals, those of this parameter set included."""
+        asked = {name for spec in param_set.specs for name in self.listeners.asked[spec.path]}
+        entries: dict[str, Sequence[Tensor | None]] = {}
+        entries |= {"parameter": param_set.iterates.parameters} if "parameter" in asked else {}
+        calls = [self._call(known_signals()[name], param_set, step) for name in sorted(asked - OWN)]
+        if not calls:
+            return replace(step, numbers=shared, entries=entries)
+        what = f"signals {', '.join(call.signal.name for call in calls)} of {param_set.names[0]}"
+        device, ranks = param_set.parameters[0].device, param_set.rank_group
+        gathered = gather_signals(calls, len(param_set.specs), device, ranks and ranks.all_ranks, what)
+        if gathered.missing:
+            raise self._missing(gathered.missing[0], param_set)
+        step = replace(step, numbers={**shared, **gathered.numbers}, entries=entries)
+        return _with_tensors(step, gathered, param_set)
+
+    def _call(self, signal: Signal, param_set: ParamSet, step: Step) -> SignalCall:
+        """What this rank was provided of a signal, and which parameters of the step ask for it."""
+        wanted, needed, values = list[int](), list[int](), dict[int, Tensor]()
+        counts = (param_set.update_counts + 1).tolist()
+        due = cache(self.listeners.needed)  # the same for all parameters of an update at one step
+        for at, (spec, parameter) in enumerate(zip(param_set.specs, param_set.parameters, strict=True)):
+            if not step.active[at] or signal.name not in self.listeners.asked[spec.path]:
+                continue
+            wanted.append(at)
+            if signal.name in due(spec.path, counts[at]) or self.first_step.asks(signal.name, spec.path):
+                needed.append(at)
+            if (value := self.provided.get(signal, parameter)) is not None:
+                values[at] = param_set.part(at, local(value)) if signal.extent == "entry" else value
+        return SignalCall(signal, values, wanted, needed)
+
+    def _missing(self, call: SignalCall, param_set: ParamSet) -> ValueError:
+        """The error of a signal that must be there for some parameters."""
+        names = [param_set.names[at] for at in call.needed if at not in call.values]
+        got = f"none for {', '.join(names[:3])}{' and more' if len(names) > 3 else ''}" if names else "none on a rank"
+        name = call.signal.name
+        return _error(call.signal, self.listeners.asking[name], self.first_step.when(name), got)
+
+
+def _error(signal: Signal, where: str, when: str, got: str) -> ValueError:
+    """The error of a signal that must be there; where: the path of what asks for it, when: the steps."""
+    by = f"optimizer.provide('{signal.name}', ...) before it{f', or by {signal.by}' if signal.by else ''}"
+    return ValueError(f"{where}: the signal '{signal.name}' is required in {when}, by {by}, got {got}")
+
+
+def _with_tensors(step: Step, gathered: GatheredSignals, param_set: ParamSet) -> Step:
+    """A step with the signals that are tensors, in the form that blocks or constraints take them from."""
+    entries, matrices = dict(step.entries), dict[str, list[SideMatrix | None]]()
+    outputs = dict[str, list[Tensor | None]]()
+    for name, tensors in gathered.tensors.items():
+        extent, specs = known_signals()[name].extent, param_set.specs
+        if extent == "entry":
+            entries[name] = [tensors.get(at) for at in range(len(specs))]
+        elif extent == "outputs":
+            rows = {at: for_outputs(tensors[at], param_set, at, name) for at in tensors}
+            outputs[name] = [rows.get(at) for at in range(len(specs))]
+        else:
+            made = {at: _side_matrix(tensors[at], param_set, at, name) for at in tensors}
+            matrices[name] = [made.get(at) for at in range(len(specs))]
+    return replace(step, entries=entries, matrices=matrices, outputs=outputs)
+
+
+def _side_matrix(value: Tensor, param_set: ParamSet, at: int, name: str) -> SideMatrix:
+    spec = param_set.specs[at]
+    try:
+        return SideMatrix.of(value, spec.shape, spec.matrices, SIDES[known_signals()[name].extent])
+    except ValueError as error:
+        raise ValueError(f"provide: '{name}' of {spec.name}: {error}") from None
+
+
+def _used_squares(step: Step) -> Tensor:
+    """The sum of squares of all gradients that the step uses."""
+    squares = step.survey.squares
+    used = torch.from_numpy(step.active).to(squares.device)
+    used = used if step.mask is None else used & step.mask
+    return torch.where(used, squares, 0.0).sum()
+
+
+def _slot_totals(param_set: ParamSet, keys: Sequence[str]) -> dict[str, Tensor]:
+    """The sums of slots over all blocks of a parameter set, on all ranks, 0-d float64."""
+    if not keys:
+        return {}
+    totals = torch.zeros(len(keys), dtype=torch.float64, device=param_set.parameters[0].device)
+    for place, key in enumerate(keys):
+        for state in param_set.stack_states:
+            if key in state.tensors:
+                totals[place] += state.tensors[key].sum(dtype=torch.float64)
+    if param_set.rank_group is not None:
+        param_set.rank_group.synchronize(f"totals of {keys[0]}", device=totals.device)
+        param_set.rank_group.all_reduce(totals, f"totals of {keys[0]}")
+    return dict(zip(keys, totals.unbind(0), strict=True))

@@ -1,0 +1,121 @@
+"""The list of all state of a parameter set, the same on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eigengraft.blocking.block_grid import BlockGrid
+from eigengraft.blocking.stacks import Stack
+from eigengraft.distributed.layouts import Layout
+from eigengraft.distributed.resharding import Entry
+from eigengraft.numerics import compute_dtype
+from eigengraft.state_key import AVERAGING, StateKey
+
+from ..build.stack import StackState
+from ..recipe.recipe import slot_keys
+from ..step.step import ParamSet
+from ..write.averaging import Mode
+
+
+def manifest(param_set: ParamSet, mode: Mode | None = None) -> list[dict[str, Entry]]:
+    """Shape, dtype and owner of every state tensor of each parameter, by position and state key; equal on all ranks."""
+    entries: list[dict[str, Entry]] = [{} for _ in param_set.parameters]
+    for block_group, template in zip(param_set.block_groups, _templates(param_set), strict=True):
+        for block in block_group.blocks:
+            for name, (shape, dtype) in template.items():
+                entries[block.position][StateKey.join(block.grid.keys[0], name)] = Entry(shape, dtype, block.owner)
+    for position, (state, parameter) in enumerate(zip(param_set.views(mode), param_set.parameters, strict=True)):
+        for key, tensor in {**empty_state(param_set, position), **state}.items():
+            if key not in entries[position]:
+                shape = tuple(tensor.shape)
+                if is_divided(tensor, param_set, position):
+                    shape = (*shape[: leading_axes(tensor, parameter)], *parameter.shape)
+                entries[position][key] = Entry(shape, tensor.dtype)
+    return entries
+
+
+def empty_state(param_set: ParamSet, position: int) -> dict[str, Tensor]:
+    """State without entries, of a parameter that ranks update in place and of which this rank holds no entry."""
+    spec, shard = param_set.specs[position], param_set.local[position]
+    assert spec.placement is not None
+    if spec.placement.owners is not None or shard.numel() or not math.prod(spec.shape):
+        return {}
+    declared, dtype = slot_keys(param_set.updates[spec.path], spec.path, spec.shape), compute_dtype(shard.dtype)
+    slots = {str(key._replace(block=0)): slot for key, slot in declared.items()}
+    return {key: shard.new_empty(shard.shape, dtype=slot.dtype or dtype) for key, slot in slots.items()}
+
+
+def is_divided(tensor: Tensor, param_set: ParamSet, position: int) -> bool:
+    """Whether a state tensor without an owner is divided as its parameter is.
+
+    Such a tensor is a number, which every rank has, or has the axes of the parameter last: iterates and constraints
+    declare no other slots (`IterateStore`), and stages with others are not updated in place (`place`).
+    """
+    return tensor.ndim > 0 and not layout_of_parameter(param_set, position).replicated
+
+
+def leading_axes(tensor: Tensor, parameter: Tensor) -> int:
+    """Number of axes of a divided state tensor before those of its parameter."""
+    return tensor.ndim - parameter.ndim
+
+
+def numbers_of_holders(param_set: ParamSet, views: Sequence[Mapping[str, Tensor]]) -> dict[int, dict[str, Tensor]]:
+    """The iterates' numbers of parameters of which some ranks hold no entry, by position: such a rank takes no part in
+    their updates, and a checkpoint may take a number from any rank."""
+    rank_group = param_set.rank_group
+    assert rank_group is not None
+    if not param_set.iterates:
+        return {}
+    holders = {
+        position: [rank for rank, box in enumerate(layout_of_parameter(param_set, position).boxes) if box.numel]
+        for position in range(len(param_set.parameters))
+    }
+    sources = {position: ranks[0] for position, ranks in holders.items() if 0 < len(ranks) < rank_group.size}
+    mine = {
+        position: {key: x.cpu() for key, x in views[position].items() if _is_number(key, x)}
+        for position, rank in sources.items()
+        if rank == rank_group.rank
+    }
+    if not sources:
+        return {}
+    device, found = param_set.local[0].device, {}
+    for numbers in rank_group.all_gather_object(mine, "numbers of iterates"):
+        found.update({position: {key: x.to(device) for key, x in own.items()} for position, own in numbers.items()})
+    return found
+
+
+def _is_number(key: str, x: Tensor) -> bool:
+    """Whether a state tensor is a number of the iterates."""
+    return x.ndim == 0 and StateKey.parse(key).stage == AVERAGING
+
+
+def layout_of_parameter(param_set: ParamSet, position: int) -> Layout:
+    """The boxes of a parameter that ranks hold, or update in place; its entry-wise state lies there."""
+    placement = param_set.specs[position].placement
+    assert placement is not None
+    return placement.updated
+
+
+def _templates(param_set: ParamSet) -> Iterator[dict[str, tuple[tuple[int, ...], torch.dtype]]]:
+    """(shape, dtype) of the state of one block by "<stage path>/<slot>", for each block group in order.
+
+    A stack of one block is built where this rank has no block of the group.
+    """
+    stack_states = {
+        stack_state.block_group: stack_state
+        for stack_state in param_set.stack_states
+        if stack_state.block_group is not None
+    }
+    for index, block_group in enumerate(param_set.block_groups):
+        stack_state = stack_states.get(index)
+        if stack_state is None:
+            path, shape, cpu = block_group.path, block_group.shape, torch.device("cpu")
+            stack = Stack(shape, block_group.dtype, cpu, ((0, BlockGrid.single(shape)),))
+            rule, storage = param_set.updates[path], param_set.recipe.storage
+            stack_state = StackState(path, rule, stack, storage, np.zeros(1), np.zeros(1, dtype=np.int64))
+        yield {path: (tuple(tensor.shape[1:]), tensor.dtype) for path, tensor in stack_state.tensors.items()}

@@ -1,0 +1,277 @@
+"""The parameter sets of all param groups: how they are built, shown to torch, and built again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from eigengraft.chains import asking
+from eigengraft.distributed.rank_group import RankGroup
+
+from ..build.assignment import Assignments
+from ..build.placement import ParamSpec
+from ..param_groups import check_values, first_peak, group_infos, require_facts
+from ..recipe.recipe import Recipe
+from ..recipe.routing import ParamInfo
+from ..signals import Signals
+from ..signals.signals import Schedules
+from ..step.step import ParamSet
+from ..write.averaging import Mode
+from .shown_state import ShownState, fill, host_changes, own_state, refuse, show
+
+StateValues = Mapping[Tensor, Mapping[str, Tensor]]
+"""State by parameter and state key."""
+
+
+class ParamSets:
+    """All parameter sets of an optimizer: of all param groups that were there when state was made, together.
+
+    recipe, recipe_text: declares the updates, as an object and as the JSON text that every param group holds.
+    follows_peak: path of a part of the recipe that depends on the peak of the learning rate; None: no part does.
+    checked: whether the contract of every stage is checked at every step.
+    others: parameters of the same model that other optimizers have.
+    infos, parameters: for each group, a description of each of its parameters, and these.
+    frozen: for each group, which of its parameters had no gradients when it was added.
+    batches: how many groups there were each time when owners were decided.
+    built: for each of these times, the parameter sets of the groups since the one before, as `build` makes them.
+    signals, schedules: what stages ask for besides gradients, and their numbers that change during the run.
+    asks_signals: whether a step takes anything from `signals`.
+    consolidated: what `consolidate` has gathered of the present state; None: nothing.
+    """
+
+    def __init__(self, recipe: Recipe, checked: bool = False, others: Sequence[ParamInfo] = ()) -> None:
+        self.recipe, self.checked, self.others = recipe, checked, others
+        self.recipe_text, self.follows_peak = recipe.to_json(), recipe.follows_peak()
+        self.infos: list[list[ParamInfo]] = []
+        self.built: list[list[ParamSet]] = []
+        self.parameters: list[Sequence[Tensor]] = []
+        self.frozen: list[list[bool]] = []
+        self.batches: list[int] = []
+        self.consolidated: object | None = None
+        self.asks_signals = False
+        self._shown = ShownState({}, [], [])
+        self.signals, self.schedules = Signals(recipe), Schedules(recipe)
+        self._assignments = Assignments(recipe, others)
+
+    def __iter__(self) -> Iterator[ParamSet]:
+        return chain.from_iterable(self.built)
+
+    def declare_group(self, groups: Sequence[dict[str, Any]], known: Mapping[int, ParamInfo] | None) -> None:
+        """Adds the last of the param groups, with what every group holds; known: what describes its parameters."""
+        group = groups[-1]
+        check_values(group)
+        group.setdefault("peak_lr", first_peak(group))
+        group["recipe"] = self.recipe_text
+        group["iterate"] = groups[0]["iterate"] if len(groups) > 1 else "train"
+        infos = group_infos(group, known, self.names())
+        require_facts(self.recipe, infos)
+        self.declare(group["params"], infos)
+
+    def declare(self, parameters: Sequence[Tensor], infos: list[ParamInfo], frozen: list[bool] | None = None) -> None:
+        """Adds a group without state, whose blocks have no owners yet; frozen: default, those that are frozen now."""
+        self.infos.append(infos)
+        self.parameters.append(list(parameters))  # a host may put others into the group's list
+        self.frozen.append([not p.requires_grad for p in parameters] if frozen is None else frozen)
+        self._assignments.add(parameters, infos, self.labels(len(self.infos) - 1), self.frozen[-1])
+
+    def assign(self, index: int) -> None:
+        """Decides which rank owns which block of the groups from `index` on, and when the blocks of all are due."""
+        self._assignments.assign(index)
+        self.batches.append(len(self.infos))
+        self.built.append([])
+
+    def complete(self, index: int, groups: Sequence[Mapping[str, Any]], state: MutableMapping[Tensor, Any]) -> None:
+        """Gives owners and fresh state to the groups from `index` on, all at once, so that no number depends on groups.
+
+        groups: all param groups. Raises ValueError on every rank if ranks were not given the same recipe and groups, or
+            if the recipe takes sums over all parameters of a model of which other optimizers have some.
+        """
+        for place in range(index, len(groups)):
+            self._assignments.check(place, groups[place])
+        self.assign(index)
+        self._assignments.require_same_owners(index)
+        if index == 0:
+            self._assignments.warn_of_waiting()
+        last, trained = len(self.batches) - 1, {id(p) for group in groups for p in group["params"] if p.requires_grad}
+        param_sets = self.build(last, trained)
+        self.signals.require_all_parameters(param_sets, self.others)
+        self.install(last, param_sets, state, groups[index]["iterate"])
+        self._spread_refreshes(last)
+
+    def _spread_refreshes(self, end: int) -> None:
+        """Tells blocks of the batches before `end`, which have state, when they are due now that there are more."""
+        for param_set in chain.from_iterable(self.built[:end]):
+            phases = [self._assignments.phases[spec.key] for spec in param_set.specs]
+            for one in param_set.stack_states:
+                one.phases = np.array([phases[position][key] for _, position, key in one.rows()], dtype=np.float64)
+
+    def forget(self, index: int) -> None:
+        """Removes the groups from `index` on."""
+        del self.infos[index:], self.parameters[index:], self.frozen[index:]
+        self.batches = [groups for groups in self.batches if groups <= index]
+        del self.built[len(self.batches) :]
+        self._assignments.forget(index)
+
+    def names(self) -> set[str]:
+        """Names of all parameters that have one."""
+        return {info.name for infos in self.infos for info in infos if info.name is not None}
+
+    def labels(self, index: int) -> list[str]:
+        """What errors and counts call the parameters of a group."""
+        return [info.name or f"group {index} parameter {place}" for place, info in enumerate(self.infos[index])]
+
+    def groups_of(self, batch: int) -> range:
+        """The groups of a batch."""
+        return range(self.batches[batch - 1] if batch else 0, self.batches[batch])
+
+    def build(self, batch: int, wanted: set[int]) -> list[ParamSet]:
+        """Fresh parameter sets for the parameters of a batch of groups whose id is wanted, which depend on that alone.
+
+        One for each device and set of ranks, and for each group where stages ask for its learning rate.
+        """
+        found: dict[tuple[object, ...], list[tuple[Tensor, ParamSpec, RankGroup | None]]] = {}
+        with_lr = {path for path, rule in self.recipe.updates().items() if "lr" in asking(rule.stages())}
+        for index in self.groups_of(batch):
+            own = self._assignments[index]
+            for row in zip(self.parameters[index], own.specs, own.rank_groups, strict=True):
+                if id(row[0]) in wanted:
+                    parameter, spec, rank_group = row
+                    if parameter.is_complex():
+                        require_pairs(self.recipe, spec, rank_group)
+                    key = parameter.device, rank_group, index if spec.path in with_lr else None
+                    here = spec if spec.device == parameter.device else replace(spec, device=parameter.device)
+                    found.setdefault(key, []).append((parameter, here, rank_group))
+        sets = [tuple(zip(*rows, strict=True)) for rows in found.values()]
+        phases = self._assignments.phases
+        return [ParamSet(params, specs, self.recipe, phases, ranks[0]) for params, specs, ranks in sets]
+
+    def install(
+        self,
+        batch: int,
+        param_sets: list[ParamSet],
+        state: MutableMapping[Tensor, Any],
+        mode: Mode,
+        values: StateValues | None = None,
+    ) -> None:
+        """Makes parameter sets those of a batch, shows their state in `state`, and copies `values` into it."""
+        for param_set in param_sets:
+            param_set.iterates.hold(mode)
+            for stack_state in param_set.stack_states if self.checked else ():
+                stack_state.check()
+            show(param_set, state)
+            for parameter in param_set.parameters:
+                fill(state[parameter], (values or {}).get(parameter, {}))
+            param_set.note_counts()
+        inherit_counts(param_sets, self.built[batch])
+        self.built[batch] = param_sets
+        self.asks_signals = self.signals.asked_by(self)
+        self.consolidated = None
+        self._note_shown(state)
+
+    def _note_shown(self, state: Mapping[Tensor, Any]) -> None:
+        self._shown = ShownState(state, self, self.parameters)
+
+    def thaw(self, state: MutableMapping[Tensor, Any], mode: Mode) -> None:
+        """Gives state to parameters that were frozen and now have a gradient, or whose state was taken out."""
+        thawed = {id(p) for p in self._shown.missing if p.grad is not None}
+        if not thawed:
+            return
+        for batch in range(len(self.batches)):
+            parameters = [p for index in self.groups_of(batch) for p in self.parameters[index]]
+            if any(id(p) in thawed for p in parameters):
+                owned = {p: state[p] for one in self.built[batch] for p in one.parameters}
+                wanted = {id(p) for p in parameters if p in owned or id(p) in thawed}
+                self.install(batch, self.build(batch, wanted), state, mode, owned)
+
+    def follow(
+        self, state: MutableMapping[Tensor, Any], mode: Mode, thorough: bool = True, moved: bool = False
+    ) -> None:
+        """Takes over what a host has made of the state that torch is shown, before it is stepped or read.
+
+        Values are copied into the stacks. A parameter whose entry is empty or was taken out has no state from then on,
+        and begins afresh with its next gradient. Raises ValueError, and nothing changes, for what cannot be state.
+
+        mode: iterate that the parameters hold.
+        thorough: whether `x.data = y` is looked for in all tensors, or in the largest alone.
+        moved: whether to build the stacks again on the devices where the parameters are now.
+        """
+        if not moved and self._shown.is_held(state, thorough) and not any(one.counts_set_back().any() for one in self):
+            return
+        plans, rebuilt = [], list[bool]()
+        for batch, built in enumerate(self.built):
+            given = {id(p) for i in self.groups_of(batch) for p in self.parameters[i] if own_state(state.get(p))}
+            rebuilt.append(moved or given != {id(p) for one in built for p in one.parameters})
+            for old in built if rebuilt[-1] else ():
+                old.resolve_deferred()
+            own = self.build(batch, given) if rebuilt[-1] else built
+            plans.append([host_changes(one, state, self._shown, mode, rebuilt[-1]) for one in own])
+        refuse(chain.from_iterable(plans))
+        for batch, changes in enumerate(plans):
+            if rebuilt[batch]:
+                pairs = [pair for one in changes for pair in zip(one.param_set.parameters, one.values, strict=True)]
+                self.install(batch, [one.param_set for one in changes], state, mode, dict(pairs))
+            for one in changes:
+                if not rebuilt[batch]:
+                    one.copy()
+                one.restart()
+                if one.replaced and not rebuilt[batch]:
+                    show(one.param_set, state)
+        for parameter in chain.from_iterable(self.parameters):
+            if parameter in state and not state[parameter]:
+                del state[parameter]
+        self.consolidated = None
+        self._note_shown(state)
+
+    def resolve_deferred(self) -> None:
+        """Takes back the steps of parameters whose last gradient turned out, on the device, to be unusable."""
+        for param_set in self:
+            param_set.resolve_deferred()
+
+    def swap_iterate(self, mode: Mode, state: MutableMapping[Tensor, Any]) -> None:
+        """Makes all parameters hold the iterate of a mode."""
+        self.resolve_deferred()
+        self.consolidated = None
+        for param_set in self:
+            param_set.swap_iterate(mode)
+            show(param_set, state)
+        self._note_shown(state)
+
+    def skipped(self) -> Counter[str]:
+        """How often the gradient of each parameter was not finite, by name."""
+        self.resolve_deferred()
+        return sum((param_set.skipped for param_set in self), Counter())
+
+
+def require_pairs(recipe: Recipe, spec: ParamSpec, rank_group: RankGroup | None) -> None:
+    """Raise ValueError unless a complex parameter can be updated as pairs of real numbers, as torch's optimizers do.
+
+    Entry-wise chains can. A stage that works on matrices, and a constraint, would mix the two parts of a number.
+    """
+    rule = recipe.updates()[spec.path]
+    mixing = next((path for path, stage in rule.stages(spec.path) if not stage.cached_traits().entrywise), None)
+    if mixing is None and rule.constraints:
+        mixing = f"{spec.path}.constraints" if spec.path else "constraints"
+    if mixing is None and recipe.line_search is not None:
+        mixing = "line_search"
+    if mixing is None and rank_group is None:
+        return
+    fault = "it is divided over ranks" if mixing is None else f"{mixing} does not update entries one by one"
+    raise ValueError(
+        f"{spec.name}: the parameter is complex, and {fault}; send it to an entry-wise update with a route, or make "
+        "the parameter torch.view_as_real of it and take torch.view_as_complex of that in the forward"
+    )
+
+
+def inherit_counts(param_sets: Iterable[ParamSet], before: Iterable[ParamSet]) -> None:
+    """Adds to new parameter sets what was counted of their parameters in the sets before."""
+    counts = {param_set: dict(param_set.skipped) for param_set in before}
+    for param_set in param_sets:
+        for other, skipped in counts.items():
+            if other is not param_set:
+                param_set.skipped.update({name: count for name, count in skipped.items() if name in param_set.names})

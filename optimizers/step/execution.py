@@ -1,0 +1,319 @@
+"""How the program of a stack runs: on the whole stack, in chunks where parameters lie, or compiled.
+
+The way is chosen once, when a stack is made, with the reason that `show` prints. A step that does not suit it, such as
+one of blocks at different steps, runs on the whole stack.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from eigengraft.chains import asking, known_signals
+from eigengraft.numerics import active_fake_mode
+from eigengraft.ramps import schedules
+from eigengraft.slots import State
+
+from ..build.stack import ActiveBlocks, StackState
+from ..recipe.recipe import Recipe, Route
+from ..write.write import StepScale, WeightDecay
+from .exchange import Step
+from .program import StackStep, move
+from .traced import BlockProgram, EntryProgram, Program, WriteNumbers, program_of
+
+CHUNK_ENTRIES = 1 << 18
+"""Entries of a chunk (measured): fewer keep more of a chain in a cache, but each chunk costs a run of the chain."""
+_LEAST = 1 << 15
+"""Entries from which on a block is worth steps of its own (measured)."""
+_VECTOR = 64
+"""CPU kernels process 64 entries at a time and may round the remainder differently. Chunks are multiples of 64, so that
+results do not change."""
+_SMALL = 1 << 14
+"""Entries below which blocks are worth a copy into one tensor: a call takes as long as so many (measured)."""
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How the steps of a stack run.
+
+    chunks: whether in chunks, where parameters lie.
+    entries: compiled programs of entries with their write, by dtype of parameters.
+    blocks: the compiled program of the stack.
+    reason: what keeps the stack from chunks that it is large enough for, or from a compiled program that its update
+        asks for; None: nothing does.
+    """
+
+    chunks: bool = False
+    entries: Mapping[torch.dtype, Program] = field(default_factory=dict)
+    blocks: Program | None = None
+    reason: str | None = None
+
+    @property
+    def compiled(self) -> bool:
+        """Whether steps run compiled."""
+        return bool(self.entries) or self.blocks is not None
+
+    def in_place(self, blocks: ActiveBlocks, step: Step, counts: NDArray[np.int64], held: Sequence[Tensor]) -> bool:
+        """Move the parameters of active blocks where they lie. Returns False, and changes nothing, if it cannot.
+
+        counts: `[P]`, gradients that each parameter has had, this one included.
+        held: P tensors, what this rank holds of each parameter.
+        """
+        own = blocks.stack_state
+        if not (self.chunks or self.entries) or step.mask is not None or own.watched:
+            return False
+        positions = blocks.stack.param_ids.tolist()
+        if not all(held[at].is_contiguous() and step.gradients[at].is_contiguous() for at in positions):
+            return False
+        if self.entries:
+            _run_entries(blocks, step, counts, held, self.entries)
+            return True
+        return _run_chunks(blocks, step, counts, held)
+
+    def direction(self, step: StackStep) -> Tensor:
+        """Return the directions of a stack, by the compiled program where the step suits it."""
+        inputs = None if self.blocks is None else _block_inputs(self.blocks, step)
+        if self.blocks is None or inputs is None:
+            return step.direction()
+        (found,) = self.blocks.compiled(inputs)
+        assert isinstance(found, Tensor)
+        return found
+
+
+def choose_execution(own: StackState, recipe: Recipe, stored: Iterable[torch.dtype], shared: bool) -> Execution:
+    """Choose how a stack runs.
+
+    stored: dtypes of its parameters. shared: whether stages take sums over parameters of several stacks.
+
+    Raises ValueError for a compiled program that cannot be traced, RuntimeError where no compiler is found.
+    """
+    apart = next(not_in_place(own, recipe), None)
+    if own.rule.compile:
+        if active_fake_mode() is not None:
+            return Execution(reason="fake tensors have no numbers to compute with")
+        if apart is None and math.prod(own.stack.block) < 2:
+            return Execution(reason="a single number would need a kernel of its own")
+        rule = own.rule
+        cadences = [cadence for _, stage in rule.stages() if (cadence := stage.cadence()) is not None]
+        if any(cadence.interval <= 1 for cadence in cadences):
+            return Execution(reason="each of its steps has a refresh, which no compiled program is of")
+        decay = rule.weight_decay if isinstance(rule, Route) and rule.weight_decay is not None else recipe.weight_decay
+        if shared:
+            return Execution(reason="stages take sums over parameters, of which other stacks hold blocks too")
+        if apart is None:
+            return Execution(entries={dtype: _entry_program(own, decay, dtype) for dtype in stored})
+        return Execution(blocks=_block_program(own, decay))
+    if own.stack.device.type != "cpu" or math.prod(own.stack.block) < _LEAST or not own.rule.entrywise():
+        return Execution()
+    if apart is None and math.prod(own.stack.block) % _VECTOR and len(own.stack.grids) > 1:
+        apart = f"its size is no multiple of {_VECTOR}, and others share its stack"
+    return Execution(reason=apart) if apart else Execution(chunks=True)
+
+
+def not_in_place(own: StackState, recipe: Recipe) -> Iterator[str]:
+    """Why steps of entries cannot be taken where parameters lie, if they cannot.
+
+    Each block must be a parameter of this process, whose stages are entry-wise, ask for nothing but gradients, and keep
+    one number for each entry, in the dtype that they compute in.
+    """
+    shape, asked = own.stack.block, [*sorted(own.signals), *own.totals]
+    reasons = {
+        "a stage mixes entries": not own.rule.entrywise(),
+        "a stage is lagged": own.rule.lagging(),
+        "stages follow weight decay, or multiply it": own.adds_decay,
+        "it has constraints": bool(own.rule.constraints),
+        "an averaging or a constraint is in the recipe": recipe.averaging is not None,
+        "its updates are sent between ranks": own.block_group is not None,
+        "its state is coded": bool(own.encoded),
+        f"stages ask for more than gradients ({', '.join(asked)})": bool(asked),
+        "its state has another shape": any(slot.shape != shape for _, slot in own.slots()),
+        "its blocks are parts of it": not own.stack.of_parameters,
+    }
+    return (reason for reason, holds in reasons.items() if holds)
+
+
+def _require_traceable(own: StackState) -> None:
+    """Raise ValueError for an update of which some part would be frozen into a program."""
+    at, known = f"{own.path}." if own.path else "", known_signals()
+    for name, path in asking(own.rule.stages(own.path)).items():
+        if known[name].extent not in _SHAPES_OF_SIGNALS:
+            raise ValueError(f"{at}compile: {path} asks for the signal '{name}', which no compiled program takes")
+    for name, _ in schedules(own.rule):
+        raise ValueError(f"{at}compile: {at}{name} is scheduled, and a compiled program would keep its first value")
+
+
+_SHAPES_OF_SIGNALS: Mapping[str, Callable[[StackState], tuple[int, ...]]] = {
+    "step": lambda own: (),
+    "parameter": lambda own: (len(own.stack.param_ids),),
+    "entry": lambda own: (len(own.stack.param_ids), *own.stack.block),
+}
+"""Shapes of the signals that compiled programs take, by extent."""
+
+
+def _entry_program(own: StackState, decay: WeightDecay, stored: torch.dtype) -> Program:
+    _require_traceable(own)
+    axes, keys, stack = len(own.stack.block), (*own.tensors,), own.stack
+    return program_of(EntryProgram(own.rule, own.path, decay, axes, keys, stack.dtype, stored, stack.device))
+
+
+def _block_program(own: StackState, decay: WeightDecay) -> Program:
+    _require_traceable(own)
+    known, stack = known_signals(), own.stack
+    signals = {
+        name: (_SHAPES_OF_SIGNALS[known[name].extent](own), stack.dtype) for name in sorted({*own.signals})
+    } | dict.fromkeys(own.totals, ((), stack.dtype))
+    return program_of(
+        BlockProgram(
+            own.rule,
+            own.path,
+            stack.block,
+            len(stack.param_ids),
+            stack.dtype,
+            stack.device,
+            {name: (tuple(x.shape), x.dtype) for name, x in own.tensors.items()},
+            own.encoded,
+            own.lr_factors is not None,
+            decay if own.adds_decay else None,
+            own.step_sizes,
+            signals,
+            len({*own.stack.matrix_ids.tolist()}) if own.spans else None,
+        )
+    )
+
+
+def _block_inputs(program: Program, step: StackStep) -> list[Tensor] | None:
+    """Return the inputs of a compiled program of a stack. None: the step is not one of those that it is of.
+
+    Those are steps of all blocks at once, at the same update, without a refresh, a mask or a watch, at one rate.
+    """
+    own, context = step.blocks.stack_state, step.context
+    if step.blocks.places is not None or step.mask is not None or own.watched or context.uniform is None:
+        return None
+    if not program.suits(context.steps) or any(stage.due(context) for _, stage in own.rule.stages()):
+        return None
+    source = program.source
+    assert isinstance(source, BlockProgram)
+    if context.signals.keys() != source.signals.keys():
+        return None
+    like = step.gradient
+    inputs = [like, *own.tensors.values(), *(_as_tensor(context.signals[name], like) for name in source.signals)]
+    inputs += [own.seeds_there, torch.full_like(own.seeds_there, context.uniform)]
+    if source.parameters is not None:
+        inputs.append(own.parameter_places)
+    if own.lr_factors is not None:
+        inputs.append(own.lr_factors)
+    if source.decay is not None:
+        alphas = step.rates.alphas(own.path, step.blocks.stack.param_ids)
+        if len(alphas) > 1:
+            return None
+        decaying = torch.zeros_like(like) if step.decaying is None else step.decaying
+        inputs += [decaying.contiguous(), _as_tensor(alphas[0], like)]
+    return [*inputs, *program.numbers(context.uniform)]
+
+
+def _as_tensor(value: Tensor | float, like: Tensor) -> Tensor:
+    """Return a number or tensor in the dtype of `like`; a number is filled in, which needs no upload."""
+    if isinstance(value, Tensor):
+        return value.to(device=like.device, dtype=like.dtype).contiguous()
+    return torch.full((), value, dtype=like.dtype, device=like.device)
+
+
+def _run_chunks(blocks: ActiveBlocks, step: Step, counts: NDArray[np.int64], held: Sequence[Tensor]) -> bool:
+    """Move the parameters of active blocks chunk by chunk, with the bits of the same step of a stack.
+
+    Returns False, and changes nothing, if the blocks are at different updates.
+    """
+    own = blocks.stack_state
+    context = own.context(blocks, counts, {})
+    if context.uniform is None:
+        return False
+    for row, position in zip(blocks.row_numbers, blocks.stack.param_ids.tolist(), strict=True):
+        scale = step.rates.step_scale(own.path, position)
+        factors = None if own.lr_factors is None else own.lr_factors[row]
+        for entries, state in _chunks(own, row, held[position], step.gradients[position]):
+            move(own.rule, state.scope, entries, context, scale, factors)
+    return True
+
+
+def _chunks(
+    own: StackState, row: int, parameter: Tensor, gradient: Tensor
+) -> Iterator[tuple[tuple[Tensor, Tensor], State]]:
+    """Chunks of a block and its gradient, as views `[1, n, 1, ...]` with as many axes as a stack, with their state."""
+    shape = (1, -1, *[1] * (len(own.stack.block) - 1))
+    slots = [tensor[row] for tensor in own.tensors.values()]
+    parts = [torch.split(tensor.view(shape), CHUNK_ENTRIES, 1) for tensor in (parameter, gradient, *slots)]
+    for entries, given, *some in zip(*parts, strict=True):
+        yield (entries, given), State(dict(zip(own.tensors, some, strict=True)), own.stack.block, own.path)
+
+
+def _run_entries(
+    blocks: ActiveBlocks,
+    step: Step,
+    counts: NDArray[np.int64],
+    held: Sequence[Tensor],
+    programs: Mapping[torch.dtype, Program],
+) -> None:
+    """Move the parameters of active blocks by compiled programs, small equal ones in one call."""
+    own, ids = blocks.stack_state, blocks.stack.param_ids
+    positions, steps, writes = ids.tolist(), counts[ids].tolist(), _writes(blocks, step)
+    parameters, gradients = [held[at] for at in positions], [step.gradients[at] for at in positions]
+    alike = blocks.places is None and len({*steps}) == len({x.dtype for x in parameters}) == len({*writes}) == 1
+    if alike and math.prod(own.stack.block) < _SMALL and len(parameters) > 1:
+        program = programs[parameters[0].dtype]
+        _run_together(own, parameters, gradients, program, _numbers(program, steps[0], writes[0]))
+        return
+    shape = _shape(own)
+    for row, parameter, gradient, at, write in zip(
+        blocks.row_numbers, parameters, gradients, steps, writes, strict=True
+    ):
+        program = programs[parameter.dtype]
+        entries = [parameter.view(shape), gradient.view(shape), *own.entries[row]]
+        program.compiled([*entries, *_numbers(program, at, write)])
+
+
+def _run_together(
+    own: StackState,
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    program: Program,
+    numbers: Sequence[Tensor],
+) -> None:
+    """Move all blocks of a stack in one call, on copies of their parameters."""
+    shape = _shape(own, len(parameters))
+    parameter, gradient = (torch.cat([x.flatten() for x in some]).view(shape) for some in (parameters, gradients))
+    slots = [tensor.view(shape) for tensor in own.tensors.values()]
+    program.compiled([parameter, gradient, *slots, *numbers])
+    after = parameter.view(len(parameters), *own.stack.block).unbind()
+    torch._foreach_copy_([x.view(own.stack.block) for x in parameters], list(after))
+
+
+def _numbers(program: Program, step: int, write: WriteNumbers) -> list[Tensor]:
+    return [*program.write_numbers(write), *program.numbers(step)]
+
+
+def _writes(blocks: ActiveBlocks, step: Step) -> list[WriteNumbers]:
+    """The numbers of the write of each block."""
+    own, ids = blocks.stack_state, blocks.stack.param_ids
+    groups = step.rates.alike[ids].tolist()
+    some = dict(zip(groups, ids.tolist(), strict=True))  # a parameter of each group
+    numbers = {group: _write_numbers(step.rates.step_scale(own.path, at)) for group, at in some.items()}
+    if own.lr_factors is None:
+        return [numbers[group] for group in groups]
+    factors = (own.lr_factors if blocks.places is None else own.lr_factors[blocks.rows]).tolist()
+    return [numbers[group]._replace(factor=factor) for group, factor in zip(groups, factors, strict=True)]
+
+
+def _write_numbers(scale: StepScale) -> WriteNumbers:
+    lr, alpha = float(scale.lr), float(scale.alpha)
+    return WriteNumbers(lr, 1 - lr * alpha, alpha, float(scale.gradient_rate), 1.0)
+
+
+def _shape(own: StackState, blocks: int = 1) -> tuple[int, ...]:
+    """The shape in which a program of entries takes those of some blocks."""
+    return (1, blocks * math.prod(own.stack.block), *[1] * (len(own.stack.block) - 1))

@@ -1,0 +1,203 @@
+"""The program of a stack: what its blocks do in one step, as a function of tensors.
+
+It is written here once. `execution.py` decides how it runs: on the whole stack, in chunks, or compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from eigengraft.blocking.parameter_sums import ParameterSum, run_stacks
+from eigengraft.errors import ContractError
+from eigengraft.numerics import compute_dtype, has_values, per_block
+from eigengraft.preconditioners import run_chain
+from eigengraft.slots import State
+from eigengraft.state_key import StateKey
+from eigengraft.step_context import StepContext
+
+from ..build.block_groups import connected
+from ..build.stack import ActiveBlocks, StackState
+from ..recipe.recipe import Update
+from ..write.write import Rates, StepScale, decayed_gradient, with_decay, write
+
+_T = TypeVar("_T")
+ChainName = Literal["update", "after_decay"]
+_LOOKED_AT = 3
+"""Number of the first updates of a block whose direction is checked for inf and nan."""
+StateOf = Callable[[ChainName], State]
+"""The state that a chain of the update reads and writes in one call."""
+
+
+def direction(
+    update: Update,
+    state_of: StateOf,
+    gradient: Tensor,
+    context: StepContext,
+    factors: Tensor | None = None,
+    decay: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Return the direction of blocks that the write subtracts, `[n, *block]`; the state changes in place.
+
+    gradient: `[n, *block]`, with the decay that belongs into it.
+    factors: `[n]` or a number, factor of each direction; None: 1.
+    decay: adds weight decay to a direction; None: the write decays.
+    """
+    found = run_chain(update.update, state_of("update"), gradient, gradient, context)
+    if factors is not None:
+        found = found * per_block(factors, found)
+    if decay is not None:
+        found = decay(found)
+    return run_chain(update.after_decay, state_of("after_decay"), gradient, found, context)
+
+
+def require_finite(found: Tensor, gradient: Tensor, path: str, context: StepContext) -> None:
+    """Raise ContractError if directions of the first updates hold inf or nan where gradients do not.
+
+    Later updates are not looked at: what a stage does wrong, it does from the start.
+    """
+    if context.steps.min() > _LOOKED_AT or not has_values(found):
+        return
+    bad = ~found.flatten(1).isfinite().all(1) & gradient.flatten(1).isfinite().all(1)
+    if bad.any():
+        raise ContractError(
+            f"{path}: the directions of {int(bad.sum())} of {len(bad)} blocks of shape "
+            f"{list(found.shape[1:])} hold inf or nan, though their gradients are finite; no parameter has got them. "
+            "With checked=True the error names the stage that made them"
+        )
+
+
+def move(
+    update: Update,
+    state_of: StateOf,
+    entries: tuple[Tensor, Tensor],
+    context: StepContext,
+    scale: StepScale,
+    factors: Tensor | None = None,
+) -> None:
+    """Make one whole step of some entries of a parameter, in place: decay of the gradient, direction, write.
+
+    entries: parameter and gradient, `[1, *block]`.
+    scale: numbers of the write. factors: as of `direction`.
+    """
+    parameter, dtype = entries[0], compute_dtype(entries[0].dtype)
+    gradient = entries[1].to(dtype)
+    if scale.decay.in_gradient:
+        gradient = decayed_gradient(gradient, parameter.to(dtype), scale)
+    found = direction(update, state_of, gradient, context, factors)
+    if context.numbers is None:  # a traced program looks at nothing
+        require_finite(found, gradient, state_of("update").path, context)
+    write([parameter], [found], scale)
+
+
+def add_decay(
+    found: Tensor, parameters: Tensor, state: State, sizes: Sequence[StateKey], scale: Callable[..., Tensor]
+) -> Tensor:
+    """Return a direction with the decay of the parameters, both `[n, *block]`.
+
+    sizes: slots of the chain by which decay is multiplied, `[n]`; state: of the chain.
+    scale: adds the decay of parameters to directions, with the rates of each block.
+    """
+    for key in sizes:
+        size = state.scope(str(key.stage).removeprefix(f"{state.path}."))[key.slot]
+        parameters = parameters * per_block(size, parameters)
+    return scale(parameters, found)
+
+
+def plus_decay(parameters: Tensor, found: Tensor, scale: StepScale) -> Tensor:
+    """Return a direction with the decay of the parameters, at one rate."""
+    return with_decay([found], [parameters], scale)[0]
+
+
+@dataclass(frozen=True)
+class StackStep:
+    """One step of the n active blocks of a stack.
+
+    blocks: the blocks, with the state of their stack.
+    gradient: `[n, *block]`.
+    mask: `[n]`, blocks whose state is written; None: all of them.
+    context: what their stages are told.
+    rates: learning rate and decay.
+    decaying: `[n, *block]`, tensors whose decay is added to directions; None: the write decays.
+    """
+
+    blocks: ActiveBlocks
+    gradient: Tensor
+    mask: Tensor | None
+    context: StepContext
+    rates: Rates
+    decaying: Tensor | None = None
+
+    def state(self, chain: ChainName) -> State:
+        """Return the state that a chain reads and writes in one call."""
+        return self.blocks.stack_state.state(chain, self.blocks.rows, self.mask, self.context)
+
+    def prime(self) -> None:
+        """Show the first gradient of blocks to a chain with a lagged stage: it is observed, nothing moves."""
+        assert self.context.priming
+        gradient = self.gradient
+        run_chain(self.blocks.stack_state.rule.update, self.state("update"), gradient, gradient, self.context)
+
+    def direction(self) -> Tensor:
+        """Run the program on the blocks as they are."""
+        own, rows = self.blocks.stack_state, self.blocks.rows
+        factors = own.lr_factors if own.lr_factors is None or rows is None else own.lr_factors[rows]
+        decay = None if self.decaying is None else self._add_decay
+        found = direction(own.rule, self.state, self.gradient, self.context, factors, decay)
+        require_finite(found, self.gradient, self.state("update").path, self.context)
+        return found
+
+    def _add_decay(self, found: Tensor) -> Tensor:
+        own, ids = self.blocks.stack_state, self.blocks.stack.param_ids
+        assert self.decaying is not None
+
+        def scaled(parameters: Tensor, found: Tensor) -> Tensor:
+            return self.rates.map_rows(own.path, ids, plus_decay, parameters, found)
+
+        return add_decay(found, self.decaying, self.state("update"), own.step_sizes, scaled)
+
+    def note_failures(self, tolerated: int) -> None:
+        """Ask, after a refresh, which roots or bases have failed more often in a row than tolerated."""
+        if any(self.context.due.values()) and has_values(self.gradient):  # every stage has been asked
+            self.blocks.stack_state.note_failures(tolerated)
+
+
+def sharing_sums(states: Sequence[StackState]) -> list[list[StackState]]:
+    """Stacks in lists, those together whose stages take sums over parameters that they share.
+
+    Numbers are added in the order of a list: of shapes, so that it depends on the parameter alone.
+    """
+    shared = connected([set(state.stack.param_ids.tolist()) if state.spans else set() for state in states])
+    return [sorted((states[index] for index in own), key=lambda state: state.stack.block) for own in shared]
+
+
+def active_blocks(
+    states: Sequence[StackState], active: NDArray[np.bool_], counts: NDArray[np.int64]
+) -> Iterator[tuple[list[ActiveBlocks], bool]]:
+    """(active blocks of stacks of one update, whether this gradient only primes their statistics).
+
+    active, counts: `[P]`, parameters that take part and gradients that each has had.
+    """
+    selections = [(active, False)]
+    if states[0].lagging and (first := active & (counts == 1)).any():
+        selections = [(first, True), (active & ~first, False)]
+    for chosen, priming in selections:
+        found = [blocks for state in states if (blocks := state.select(chosen)) is not None]
+        if found:
+            yield found, priming
+
+
+def run_together(steps: Sequence[StackStep], act: Callable[[StackStep], _T]) -> list[_T]:
+    """Run `act` on the steps of stacks, side by side if they take sums over parameters that they share."""
+    if not steps[0].blocks.stack_state.spans:
+        return [act(step) for step in steps]
+
+    def run(step: StackStep) -> Callable[[ParameterSum], _T]:
+        return lambda sums: act(replace(step, context=step.context.with_sums(sums)))
+
+    return run_stacks([run(step) for step in steps], [step.context.param_ids for step in steps])

@@ -1,0 +1,197 @@
+"""Exchange of blocks between ranks: gradients to the owners of blocks, updates to all that hold the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from eigengraft.chains import requested
+from eigengraft.distributed.comm_plan import BlockGroup, CommPlan
+from eigengraft.distributed.comm_step import CommStep
+from eigengraft.distributed.gradients import BackwardGather, UsedGradients
+from eigengraft.distributed.layouts import is_dtensor, local
+from eigengraft.distributed.param_gather import ParamGather
+from eigengraft.distributed.transfers import Arrived, Assembly, EntryReader, Source, copy_all, read, reading
+from eigengraft.distributed.work import Work
+from eigengraft.numerics import compute_dtype
+
+from ..build.block_groups import round_bytes, sends_parameters
+from ..build.placement import ParamSpec
+from ..build.rank_checks import RankChecks, step_numbers
+from ..build.stack import ActiveBlocks
+from ..recipe.recipe import Recipe
+from ..write.write import EntryUpdates, StepScale, after_write, decayed_gradient
+from .exchange import GatherSource, LocalExchange, Step, Write, decay_source
+from .gradients import GivenGradients, GradientSurvey
+
+
+class RankExchange:
+    """Blocks travel to the ranks that own them and updates back; all ranks call the same methods in the same order."""
+
+    def __init__(
+        self,
+        local: LocalExchange,
+        parameters: Sequence[Tensor],
+        specs: Sequence[ParamSpec],
+        recipe: Recipe,
+        rank_checks: RankChecks,
+        block_groups: Sequence[BlockGroup],
+    ) -> None:
+        self.local, self.rank_checks, rank_group = local, rank_checks, rank_checks.rank_group
+        self.paths = [spec.path for spec in specs]
+        layouts = [spec.placement.layout for spec in specs if spec.placement is not None]
+        names, size = [spec.name for spec in specs], round_bytes(specs, recipe, rank_group.size)
+        self.comm_plan = CommPlan(rank_group, layouts, block_groups, names, size)
+        overlaps = recipe.distribution.overlap_backward and not self.comm_plan.replicated
+        if overlaps and recipe.decays_in_gradient():
+            raise ValueError(
+                "distribution.overlap_backward: a weight decay outside of gradients is required, which are sent before "
+                "step() knows its rate, got one that is added to them"
+            )
+        self._backward_gather = BackwardGather(self.comm_plan, parameters) if overlaps else None
+        self._copied = not any(is_dtensor(parameter) for parameter in parameters)
+        self._gathering: dict[int, Work[Tensor]] = {}
+        self._gathered = {i: layouts[i] for i, spec in enumerate(specs) if spec.placement and spec.placement.parts}
+        self._param_gather = ParamGather(rank_group, self._gathered, names, recipe.distribution.message)
+        self._parameters, self._used_gradients = parameters, UsedGradients(parameters)
+        self._exchanged = [i for i, spec in enumerate(specs) if not spec.in_place]
+        used = [recipe.updates()[path] for path in dict.fromkeys(self.paths)]
+        self._needs_rms = any("parameter_rms" in requested(stage) for rule in used for _, stage in rule.stages())
+        self._needs_parameters = any(decay_source(recipe, path) == "parameters" for path in dict.fromkeys(self.paths))
+        self._moves_at_once = local.iterates.shard_sums is not None
+        self._sends_parameters = sends_parameters(specs, recipe)
+        if self._sends_parameters and local.iterates:
+            raise ValueError(
+                "distribution.gather: 'updates' are required by averaging and constraints, got 'parameters'"
+            )
+        self._moved = np.zeros(len(specs), dtype=np.bool_)
+        self._rms: Tensor | None = None
+        self._comm_step: CommStep | None = None
+        self._assembly, self._held = Assembly(), dict[int, tuple[Tensor, Tensor]]()
+
+    @property
+    def comm_step(self) -> CommStep:
+        """The messages of the step under way."""
+        assert self._comm_step is not None
+        return self._comm_step
+
+    def survey(self, given: GivenGradients) -> GradientSurvey:
+        numbers = step_numbers(given.rates.hypers, given.steps, self._used_gradients.times())
+        rank_checks, gather = self.rank_checks, self._backward_gather
+        if gather is None:
+            return rank_checks.survey(given.gradients, given.present, numbers, self._copied, {})
+        for work in self._gathering.values():  # of a step that used no gradient
+            work.wait()
+        begun = gather.report(self._parameters[0].device)
+        survey = rank_checks.survey(given.gradients, given.present, numbers, self._copied, begun)
+        self._gathering = gather.take(survey.sums)
+        return survey
+
+    def begin(self, step: Step, moved: NDArray[np.bool_], write: Write) -> None:
+        self.local.begin(step, moved, write)
+        self._moved = moved
+        self._used_gradients.use()
+        if self._needs_rms:
+            self._rms = self._root_mean_squares()
+        sources: dict[str, Source] = {"gradients": partial(self._reader, step)}
+        if self._needs_parameters:
+            sources["parameters"] = reading(self.local.iterates.decaying())
+        sources.update({name: reading(tensors) for name, tensors in step.entries.items()})
+        begun, self._gathering = {("gradients", index): work for index, work in self._gathering.items()}, {}
+        self._comm_step = CommStep(self.comm_plan, sources, self._receive, begun)
+
+    def _root_mean_squares(self) -> Tensor:
+        """Those of full parameters `[P]`, before any of them moves."""
+        if not self.comm_plan.replicated:
+            return self.rank_checks.parameter_rms(self.local.iterates.parameters)
+        found = torch.zeros(len(self.paths), dtype=torch.float64, device=self._parameters[0].device)
+        for position in self._exchanged:
+            found[position] = self.local.root_mean_square(position)
+        return found
+
+    def _reader(self, step: Step, position: int) -> EntryReader | None:
+        """What reads entries of a gradient, with the decay that belongs into it."""
+        gradient: Tensor | None = step.gradients[position]
+        path = self.paths[position]
+        if gradient is None or not step.rates.decays_gradients(path):
+            return read(gradient)
+        scale = step.rates.step_scale(path, position)
+        parameter, dtype = self.local.iterates.parameters[position], compute_dtype(gradient.dtype)
+        return lambda view: decayed_gradient(view(gradient).to(dtype), view(parameter).to(dtype), scale)
+
+    def gather(self, blocks: ActiveBlocks, source: GatherSource) -> Tensor:
+        group = blocks.stack_state.block_group
+        if group is None:
+            return self.local.gather(blocks, source)
+        self.comm_step.advance(self.comm_plan.starts[group])
+        if not self.comm_step.carries(source):
+            return self.local.gather(blocks, source)
+        stack = self.comm_step.gather(group, source)
+        return stack if blocks.rows is None else stack.index_select(0, blocks.rows)
+
+    def parameter_rms(self, blocks: ActiveBlocks) -> Tensor:
+        if self._rms is None:
+            return self.local.parameter_rms(blocks)
+        return self._rms[blocks.param_index].to(blocks.stack.dtype)
+
+    def deliver(self, blocks: ActiveBlocks, direction: Tensor) -> None:
+        group = blocks.stack_state.block_group
+        if group is None:
+            self.local.deliver(blocks, direction)
+            return
+        if self._sends_parameters:
+            direction = self._written(blocks, direction)
+        self.comm_step.deliver(group, blocks.rows, direction)
+
+    def _written(self, blocks: ActiveBlocks, direction: Tensor) -> Tensor:
+        """The blocks of parameters after the step."""
+        state, step = blocks.stack_state, self.local.step
+        before = blocks.stack.gather(self.local.iterates.parameters)
+        apart = state.adds_decay
+
+        def move(x: Tensor, update: Tensor, scale: StepScale) -> Tensor:
+            return after_write(x, update, scale.without_decay if apart else scale)
+
+        after = step.rates.map_rows(state.path, blocks.stack.param_ids, move, before, direction)
+        if step.mask is None:
+            return after
+        usable = step.mask[blocks.param_index]
+        return torch.where(usable.view(-1, *(1 for _ in blocks.stack.block)), after, before)
+
+    def _receive(self, arrived: Sequence[Arrived]) -> None:
+        """Writes what has come from owners into the parameters, without a copy where nothing needs a whole update."""
+        parameters, rows, apart = self.local.iterates.parameters, list[tuple[int, Tensor, Tensor]](), list[Arrived]()
+        for own in arrived:
+            parameter = parameters[own.position]
+            if self.local.iterates or (self.comm_plan.replicated and not parameter.is_contiguous()):
+                apart.append(own)
+                continue
+            rows += [(own.position, x, u.to(own.dtype)) for x, u in zip(own.views(parameter), own.values, strict=True)]
+        rows += [(i, parameters[i], whole) for i, whole in self._assembly.add(apart, parameters).items()]
+        if self._sends_parameters:
+            chosen = [(entries, value) for i, entries, value in rows if self._moved[i]]
+            copy_all([entries for entries, _ in chosen], [value for _, value in chosen])
+        elif self._moves_at_once:
+            self._held.update({i: (entries, value) for i, entries, value in rows})
+        else:
+            self.local.write(EntryUpdates.of_rows(rows))
+
+    def report_failed_roots(self, path: str, positions: Sequence[int]) -> None:
+        self.rank_checks.failed.update(positions)
+
+    def finish(self) -> None:
+        active, parameters = self.local.step.active, self.local.iterates.parameters
+        self.comm_step.close()
+        if self._moves_at_once:  # whatever ranks hold, they take the norms of the same parameters together
+            chosen = [i for i in self._exchanged if active[i]]
+            for i in (i for i in chosen if i not in self._held):
+                self._held[i] = parameters[i], torch.zeros_like(parameters[i])
+            self.local.write(EntryUpdates.of_rows((i, *self._held[i]) for i in chosen))
+        self.local.finish()
+        self._comm_step, self._rms, self._held = None, None, {}
+        self._param_gather.run({i: local(self._parameters[i]).detach() for i in self._gathered if active[i]})

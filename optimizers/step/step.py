@@ -1,0 +1,256 @@
+"""A parameter set: parameters that step together, whatever their param groups, and one step of them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from eigengraft.chains import asking
+from eigengraft.distributed.layouts import are_dtensors_known, local, local_gradients
+from eigengraft.distributed.rank_group import RankGroup
+from eigengraft.state_key import StateKey
+from eigengraft.step_context import StepContext
+
+from ..build.block_groups import build
+from ..build.phases import Phases
+from ..build.placement import ParamSpec
+from ..build.rank_checks import RankChecks
+from ..build.stack import ActiveBlocks, StackState
+from ..recipe.recipe import Recipe, Route
+from ..write import IterateStore, ParameterUpdate
+from ..write.averaging import Mode
+from ..write.write import EntryUpdates, Hyper, Rates, RouteRates, write
+from .exchange import BlockExchange, LocalExchange, Step, decay_source, find_signals
+from .execution import Execution, choose_execution
+from .gradients import FiniteCheck, GivenGradients
+from .program import StackStep, active_blocks, run_together, sharing_sums
+from .rank_exchange import RankExchange
+
+
+def as_pairs(tensor: Tensor) -> Tensor:
+    """A view of a complex tensor as pairs `[..., 2]` of real and imaginary parts; any other tensor as it is."""
+    return torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor
+
+
+class ParamSet:
+    """P parameters on one device that the same ranks share, by position 0 .. P - 1.
+
+    specs: name, update, placement and param group of each parameter.
+    local: what this rank holds of each parameter, or updates of it: the parameter itself in one process.
+    rank_group: ranks that share the parameters; None: this process alone.
+    step_counts: `[P]` on the host, gradients that each parameter has had; `state["step"]` is a view of its memory.
+    block_groups: blocks that are exchanged between ranks; none without a rank group.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        specs: Sequence[ParamSpec],
+        recipe: Recipe,
+        phases: Phases,
+        rank_group: RankGroup | None = None,
+    ) -> None:
+        self.parameters, self.specs = list(parameters), list(specs)
+        self.recipe, self.rank_group, self.updates = recipe, rank_group, recipe.updates()
+        routes = ((path, rule) for path, rule in self.updates.items() if isinstance(rule, Route))
+        self._routes = {path: RouteRates(route.lr_ratio, route.weight_decay) for path, route in routes}
+        self._decay_sources = {path: decay_source(recipe, path) for path in self.updates}
+        self._complex = any(parameter.is_complex() for parameter in parameters)
+        self.names, self.local = [spec.name for spec in specs], self._local(parameters)
+        self.step_counts: NDArray[np.int64] = np.zeros(len(parameters), dtype=np.int64)
+        self._begun = self.step_counts > 0
+        self._nonempty = np.array([math.prod(spec.shape) > 0 for spec in specs], dtype=np.bool_)
+        self._groups = np.array([spec.group for spec in specs], dtype=np.int64)
+        self._update_ids = np.unique([spec.path for spec in specs], return_inverse=True)[1]
+        self._priming = np.array([self.updates[spec.path].lagging() for spec in specs], dtype=np.int64)
+        self.stack_states, self.block_groups = build(specs, recipe, phases, rank_group)
+        for number, own in enumerate(self.stack_states):
+            own.number = number
+        stored = [{specs[position].dtype for position, _ in own.stack.grids} for own in self.stack_states]
+        self._together = sharing_sums(self.stack_states)
+        shared = {own.number for together in self._together if len(together) > 1 for own in together}
+        own_dtypes = zip(self.stack_states, stored, strict=True)
+        self.executions = [choose_execution(own, recipe, held, own.number in shared) for own, held in own_dtypes]
+        constraints, paths = {at: rule.constraints for at, rule in self.updates.items()}, [spec.path for spec in specs]
+        squaring = {path for path, update in self.updates.items() if update.squares()}
+        self._linear = np.array([spec.path not in squaring for spec in specs], dtype=np.bool_)
+        rank_checks = (
+            None if rank_group is None else RankChecks(rank_group, specs, recipe.failure, self._linear.tolist())
+        )
+        constrains_shards = any(spec.divided and self.updates[spec.path].constraints for spec in specs)
+        shard_sums = rank_checks.sums if rank_checks is not None and constrains_shards else None
+        paired = {path for path, update in self.updates.items() if "partner_before" in asking(update.stages())}
+        self.iterates = IterateStore(recipe.averaging, constraints, self.local, paths, shard_sums, paired)
+        self._keeps_iterates = bool(self.iterates)
+        exchange = LocalExchange(specs, self.iterates, recipe.failure.roots)
+        self.exchange: BlockExchange = exchange
+        if rank_checks is not None:
+            self.exchange = RankExchange(exchange, self.parameters, specs, recipe, rank_checks, self.block_groups)
+        self.finite_check = FiniteCheck(recipe.failure, self.names, self.exchange.survey)
+
+    @property
+    def skipped(self) -> Counter[str]:
+        """How often the gradient of each parameter was not usable."""
+        return self.finite_check.skipped
+
+    @property
+    def update_counts(self) -> NDArray[np.int64]:
+        """`[P]`, updates that each parameter has had: gradients without one that only primed statistics."""
+        return self.step_counts - self._priming
+
+    @property
+    def real_parameters(self) -> Sequence[Tensor]:
+        """The parameters, complex ones as views of their real pairs."""
+        return [*map(as_pairs, self.parameters)] if self._complex else self.parameters
+
+    def resolve_deferred(self) -> None:
+        """Takes back the count of parameters whose last gradient turned out, on the device, to be unusable."""
+        bad = self.finite_check.resolve_deferred()
+        for position in bad:
+            if self.step_counts[position]:  # a host may have set it to 0
+                self.step_counts[position] -= 1
+                self._begun[position] = self.step_counts[position] > 0
+        for own in self.stack_states:
+            self._report_failed_roots(own, wait=True)
+        self.finite_check.raise_nonfinite(bad, "one step ago; these parameters were left as they were")
+
+    def note_counts(self) -> None:
+        """Remembers which parameters have been stepped, after counts were set by something else than a step."""
+        self._begun = self.step_counts > 0
+
+    def counts_set_back(self) -> NDArray[np.bool_]:
+        """`[P]`, whether a host has set the number of steps of a parameter that was stepped to 0, or any below 0."""
+        back: NDArray[np.bool_] = self.step_counts < self._begun
+        return back
+
+    def swap_iterate(self, mode: Mode) -> None:
+        """Makes the parameters hold the iterate to train or the one to evaluate."""
+        self.local[:] = self._local(self.parameters)  # a host may have put other tensors into them
+        self.iterates.swap(mode, self.update_counts)
+
+    def views(self, mode: Mode | None = None) -> list[dict[str, Tensor]]:
+        """The state of each parameter: `step`, "<block>/<stage path>/<slot>", views of the stacks, and iterates.
+
+        mode: iterate whose keys and shapes are asked for; default: the present one.
+        """
+        states: list[dict[str, Tensor]] = [{"step": step} for step in torch.from_numpy(self.step_counts).unbind()]
+        for stack_state in self.stack_states:
+            for row, position, key in stack_state.rows():
+                states[position].update((StateKey.join(key, k), x[row]) for k, x in stack_state.tensors.items())
+        for position, state in enumerate(states):
+            state.update(self.iterates.view(position, mode))
+        return states
+
+    def _local(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """What this rank holds or updates of one tensor of each parameter, as views."""
+        held = [local(tensor) for tensor in tensors] if are_dtensors_known() else list(tensors)
+        held = [*map(as_pairs, held)] if self._complex else held
+        return held if self.rank_group is None else [self.part(*one) for one in enumerate(held)]
+
+    def part(self, position: int, tensor: Tensor) -> Tensor:
+        """What this rank updates of a parameter that other ranks hold too; any other tensor as it is."""
+        placement = self.specs[position].placement
+        if placement is None or placement.parts is None or self.rank_group is None or tensor.is_sparse:
+            return tensor
+        rank = self.rank_group.rank
+        return tensor.detach()[placement.parts.boxes[rank].within(placement.layout.boxes[rank])]
+
+    def prepare(self, hypers: Sequence[Hyper]) -> Step | None:
+        """Checks the gradients and changes nothing; None if there is nothing to do. Raises as the finite check does."""
+        self.local[:] = self._local(self.parameters)
+        found = local_gradients(self.names, self.parameters, self.rank_group)
+        if self._complex:
+            found = [None if gradient is None else as_pairs(gradient) for gradient in found]
+        present = self._nonempty & np.array([gradient is not None for gradient in found], dtype=np.bool_)
+        own = {group: hypers[group] for group in np.unique(self._groups).tolist()}
+        rates = Rates(self.recipe.weight_decay, self._routes, own, self._groups, self.iterates.shard_sums is None)
+        given = GivenGradients(found, present, self._linear, rates, int(self.step_counts.max()))
+        active, mask, survey = self.finite_check.check(given)
+        if not active.any() and mask is None:
+            return None
+        if self.rank_group is not None:
+            found = [None if gradient is None else self.part(i, gradient) for i, gradient in enumerate(found)]
+        return Step(found, active, mask, rates, survey)
+
+    def step(self, step: Step) -> None:
+        """One update of every parameter that has a usable gradient."""
+        self.step_counts[step.active] += 1
+        self._begun |= step.active
+        moved = step.active & (self.update_counts > 0)
+        if self._keeps_iterates:
+            self.iterates.signals = step.outputs
+            self.iterates.adopt_writes(np.flatnonzero(moved & (self.update_counts > 1)).tolist())
+            self.iterates.begin(np.flatnonzero(moved & (self.update_counts == 1)).tolist())
+        self.exchange.begin(step, moved, partial(self._write, step=step, moved=moved))
+        for states in self._together:
+            for together, priming in active_blocks(states, step.active, self.step_counts):
+                how = self.execution(together[0].stack_state)
+                if len(together) > 1 or not how.in_place(together[0], step, self.step_counts, self.local):
+                    self._advance(together, step, priming)
+        self.exchange.finish()
+
+    def _advance(self, together: Sequence[ActiveBlocks], step: Step, priming: bool) -> None:
+        """Computes the directions of blocks that share sums over parameters, and delivers them."""
+        steps = [self._stack_step(blocks, step) for blocks in together]
+        if priming:
+            run_together(steps, StackStep.prime)
+        else:
+            found = run_together(steps, self._direction)
+            for blocks, direction in zip(together, found, strict=True):
+                self.exchange.deliver(blocks, direction)
+        for one in steps:
+            one.note_failures(self.recipe.failure.roots)
+            self._report_failed_roots(one.blocks.stack_state, wait=False)
+
+    def execution(self, own: StackState) -> Execution:
+        """Return how the steps of a stack of this set run."""
+        return self.executions[own.number]
+
+    def _report_failed_roots(self, own: StackState, wait: bool) -> None:
+        if (bad := own.failing(wait)).size:
+            self.exchange.report_failed_roots(own.path, bad.tolist())
+
+    def _stack_step(self, blocks: ActiveBlocks, step: Step) -> StackStep:
+        gradient = self.exchange.gather(blocks, "gradients")
+        context = blocks.stack_state.context(blocks, self.step_counts, find_signals(blocks, step, self.exchange))
+        mask = None if step.mask is None else step.mask[blocks.param_index]
+        return StackStep(blocks, gradient, mask, context, step.rates, self._decaying(blocks, context, step.rates))
+
+    def _direction(self, step: StackStep) -> Tensor:
+        return self.execution(step.blocks.stack_state).direction(step)
+
+    def _decaying(self, blocks: ActiveBlocks, context: StepContext, rates: Rates) -> Tensor | None:
+        """The tensors whose decay is added to directions; None: the write decays, or nothing does."""
+        path = blocks.stack_state.path
+        source = self._decay_sources[path]
+        if source is None or not (self.updates[path].after_decay or rates.decays(path)):
+            return None
+        known = context.signals.get(source)
+        return known if isinstance(known, Tensor) else self.exchange.gather(blocks, source)
+
+    def _write(self, updates: EntryUpdates, step: Step, moved: NDArray[np.bool_]) -> None:
+        """Moves parameters by their updates, but those that were only primed."""
+        updates = updates.chosen(moved[updates.positions])
+        kinds = (self._update_ids[updates.positions] << 32) + step.rates.alike[updates.positions]
+        for kind in (found := dict.fromkeys(kinds.tolist())):
+            self._move(updates if len(found) == 1 else updates.chosen(kinds == kind), step)
+
+    def _move(self, updates: EntryUpdates, step: Step) -> None:
+        """Moves parameters of one path and with the same rates, by their updates."""
+        positions, entries, values = updates.positions.tolist(), updates.entries, updates.values
+        path, group = self.specs[positions[0]].path, int(step.rates.alike[positions[0]])
+        masks = None if step.mask is None else [step.mask[position] for position in positions]
+        scale = step.rates.step_scale(path, positions[0])
+        scale = scale if self._decay_sources[path] is None else scale.without_decay
+        if self._keeps_iterates:
+            update = ParameterUpdate(values, scale, masks)
+            self.iterates.step(positions, self.update_counts[positions], update, step.rates.hypers[group])
+        else:
+            write(entries, values, scale, masks)

@@ -1,0 +1,373 @@
+"""Traced programs: the program of a stack as one graph of tensors, compiled by Inductor.
+
+A program is traced once by `make_fx`, through a context that gives every number of a step as an input, and compiled for
+one kind of stack. Equal programs are compiled once in a process. Two forms exist:
+
+- `EntryProgram`: entry-wise chains with their write, for any number of entries, run where parameters lie;
+- `BlockProgram`: any chain, for stacks of one shape, from a stack of gradients to a stack of directions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from eigengraft.blocking.parameter_sums import sums_over
+from eigengraft.component import Component
+from eigengraft.errors import ContractError, warn_user
+from eigengraft.numerics import upload
+from eigengraft.slots import EncodedSlot, State, Storage
+from eigengraft.state_key import StateKey
+from eigengraft.step_context import TYPICAL_STEP, Question, StepContext
+
+from ..recipe.recipe import Update
+from ..write.write import StepScale, WeightDecay
+from .program import add_decay, direction, move, plus_decay
+
+NumberOfStep = Callable[[Tensor], Tensor]
+"""A number that a stage needs, as a function of the step of a block, float64."""
+Ask = Callable[[NumberOfStep], Tensor]
+Compiled = Callable[[list[Tensor]], Any]
+"""A compiled program, which changes some of its tensors in place; it empties the list that it is given."""
+_SPAN = 64
+"""Steps whose numbers are computed at once: one at a time they take a tenth of a step of small models (measured)."""
+
+
+class WriteNumbers(NamedTuple):
+    """The numbers of a write: lr, 1 - lr alpha, alpha, rate of a decay in the gradient, factor of the direction."""
+
+    lr: float
+    shrink: float
+    alpha: float
+    rate: float
+    factor: float
+
+
+class ProgramSource(Protocol):
+    """What a program is traced from."""
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def symbolic(self) -> bool:
+        """Whether the only long axis of the tensors may have another length in each call."""
+
+    def same(self) -> tuple[Any, ...]:
+        """What sources of the same compiled program have in common."""
+
+    def samples(self) -> list[Tensor]:
+        """Tensors like the inputs that a step has, without the numbers that stages ask for."""
+
+    def run(self, tensors: Sequence[Tensor], ask: Ask, questions: list[Question]) -> tuple[Tensor, ...]:
+        """One step; tensors: as of `samples`; ask: gives the numbers that stages ask for.
+
+        questions: is given those that stages ask of the steps of blocks.
+        """
+
+
+@dataclass(frozen=True)
+class EntryProgram:
+    """Entries of parameters and of their state, moved in place by an entry-wise chain and its write.
+
+    update, path: the update, and where it stands in the recipe.
+    decay: weight decay of the parameters.
+    axes: number of axes of a block of which the stages keep state.
+    keys: state keys of the slots.
+    dtype: to compute in. stored: dtype of parameters and gradients.
+    """
+
+    update: Update
+    path: str
+    decay: WeightDecay
+    axes: int
+    keys: tuple[str, ...]
+    dtype: torch.dtype
+    stored: torch.dtype
+    device: torch.device
+    symbolic = True
+
+    def same(self) -> tuple[Any, ...]:
+        decay = self.decay.model_dump_json()
+        return (_chains(self.update), self.path, decay, self.axes, self.keys, self.dtype, self.stored, self.device)
+
+    @property
+    def block(self) -> tuple[int, ...]:
+        """A shape of some entries, with as many axes as blocks have."""
+        return (64, *[1] * (self.axes - 1))
+
+    def samples(self) -> list[Tensor]:
+        """A parameter, its gradient and slots, `[1, 64, 1, ...]`, and the numbers of a write, all 0."""
+        shape = (1, *self.block)
+        dtypes = (self.stored, self.stored, *[self.dtype] * len(self.keys))
+        numbers = numbers_of(WriteNumbers(*[0.0] * len(WriteNumbers._fields)), self.dtype, self.device)
+        return [*(torch.zeros(shape, dtype=own, device=self.device) for own in dtypes), *numbers]
+
+    def run(self, tensors: Sequence[Tensor], ask: Ask, questions: list[Question]) -> tuple[Tensor, ...]:
+        parameter, gradient, *rest = tensors
+        held = dict(zip(self.keys, rest, strict=False))
+        lr, shrink, alpha, rate, factor = rest[len(held) :][: len(WriteNumbers._fields)]
+        scale = StepScale(lr, alpha, self.decay, rate, shrink)
+        state = State(held, self.block, self.path)
+        move(self.update, state.scope, (parameter, gradient), tracing_context(ask, questions), scale, factor)
+        return ()
+
+
+@dataclass(frozen=True)
+class BlockProgram:
+    """The directions of a stack of N blocks, from their gradients `[N, *block]`; the state changes in place.
+
+    update, path: the update, and where it stands in the recipe.
+    block, blocks: shape of a block, and N.
+    slots: shape and dtype of the tensors that state is stored in, by name.
+    encoded: slots that a quantizer stores.
+    widths: whether directions have factors `[N]`.
+    decay: weight decay that is added to directions; None: the write decays.
+    sizes: slots by which that decay is multiplied.
+    signals: shape and dtype of the signals that stages ask for, by name.
+    parameters: number of parameters that the blocks are of, if stages take sums over each; None: they take none.
+    """
+
+    update: Update
+    path: str
+    block: tuple[int, ...]
+    blocks: int
+    dtype: torch.dtype
+    device: torch.device
+    slots: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    encoded: Mapping[str, EncodedSlot]
+    widths: bool
+    decay: WeightDecay | None
+    sizes: tuple[StateKey, ...]
+    signals: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    parameters: int | None = None
+    symbolic = False
+
+    def same(self) -> tuple[Any, ...]:
+        decay = None if self.decay is None else self.decay.model_dump_json()
+        coded = tuple((key, _json(how.codec), how.slot, how.dtype) for key, how in self.encoded.items())
+        tensors = tuple(self.slots.items()), tuple(self.signals.items())
+        kind = (self.block, self.blocks, self.dtype, self.device, self.widths, self.sizes, self.parameters)
+        return (_chains(self.update), self.path, decay, coded, *tensors, *kind)
+
+    def samples(self) -> list[Tensor]:
+        shapes = [((self.blocks, *self.block), self.dtype), *self.slots.values(), *self.signals.values()]
+        shapes += [((self.blocks,), torch.int64)] * 2  # seeds and steps
+        shapes += [((self.blocks,), torch.int64)] * (self.parameters is not None)
+        shapes += [((self.blocks,), self.dtype)] * self.widths
+        if self.decay is not None:
+            shapes += [((self.blocks, *self.block), self.dtype), ((), self.dtype)]
+        return [torch.zeros(shape, dtype=dtype, device=self.device) for shape, dtype in shapes]
+
+    def run(self, tensors: Sequence[Tensor], ask: Ask, questions: list[Question]) -> tuple[Tensor, ...]:
+        given = iter(tensors)
+        gradient, held = next(given), {name: next(given) for name in self.slots}
+        signals = {name: next(given) for name in self.signals}
+        seeds, steps = next(given), next(given)
+        index = None if self.parameters is None else next(given)
+        factors = next(given) if self.widths else None
+        context = tracing_context(ask, questions, signals, steps)
+        if index is not None and self.parameters is not None:
+            context = context.with_sums(partial(sums_over, index, self.parameters))
+        state = State(held, self.block, self.path, storage=Storage(self.encoded, lambda: (seeds, steps)))
+        decay = None
+        if self.decay is not None:
+            decaying, scale = next(given), StepScale(1.0, next(given), self.decay)
+
+            def decay(found: Tensor) -> Tensor:
+                one_rate = lambda parameters, found: plus_decay(parameters, found, scale)  # noqa: E731
+                return add_decay(found, decaying, state.scope("update"), self.sizes, one_rate)
+
+        return (direction(self.update, state.scope, gradient, context, factors, decay),)
+
+
+def _chains(update: Update) -> tuple[str, ...]:
+    return tuple(stage.model_dump_json() for stage in (*update.update, *update.after_decay))
+
+
+def _json(codec: object) -> str:
+    assert isinstance(codec, Component)
+    return codec.model_dump_json()
+
+
+def numbers_of(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Return 0-d tensors of some numbers, which are brought to a device at once."""
+    return list(upload(torch.tensor(values, dtype=dtype, device="cpu"), device).unbind())
+
+
+def tracing_context(
+    ask: Ask, questions: list[Question], signals: Mapping[str, Tensor] | None = None, steps: Tensor | None = None
+) -> StepContext:
+    """Return a context of a step without a refresh that has no numbers of its own.
+
+    A stage that reads one raises AttributeError, so that no number of a step is frozen into a program.
+    """
+    context = StepContext(
+        np.ones(1, dtype=np.int64), np.zeros(1), np.zeros(1, dtype=np.int64), signals=signals or {}, numbers=ask
+    )
+    for name in ("steps", "phases", "param_ids", "seeds"):
+        del context.__dict__[name]
+    context.__dict__["questions"] = questions
+    context.__dict__["due"] = _NothingDue()
+    if steps is not None:
+        context.__dict__["step"] = steps
+    return context
+
+
+class _NothingDue(dict[int, tuple[()]]):
+    """The refreshes of a step without any: none, whichever stage asks."""
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+    def __missing__(self, key: int) -> tuple[()]:
+        return ()
+
+
+@dataclass
+class Program:
+    """A traced program, and the numbers that it asks for in each step.
+
+    asked: numbers that the stages ask for, in their order.
+    questions: questions of stages, whose answers late in the run the program was traced with.
+    """
+
+    source: ProgramSource
+    asked: list[NumberOfStep] = field(default_factory=list, init=False)
+    questions: list[Question] = field(default_factory=list, init=False)
+    _table: tuple[int, list[tuple[Tensor, ...]]] | None = field(default=None, init=False)
+    _writes: dict[WriteNumbers, list[Tensor]] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake:  # decisions on values are those of the trace
+            samples = [fake.from_tensor(sample) for sample in self.source.samples()]
+            self.source.run(samples, self._learn, self.questions)
+        if any(
+            isinstance(number(torch.ones((), dtype=torch.float64, device="cpu")), FakeTensor) for number in self.asked
+        ):
+            raise ContractError("a function of the step alone is required for `context.per_block`, got one of a signal")
+
+    def suits(self, steps: NDArray[np.int64]) -> bool:
+        """Return whether the program is of these steps, which are all the same."""
+        return all(question(steps)[0] == question(TYPICAL_STEP)[0] for question in self.questions)
+
+    def _learn(self, number: NumberOfStep) -> Tensor:
+        self.asked.append(number)
+        return number(torch.ones((), dtype=torch.float64, device="cpu"))
+
+    @cached_property
+    def graph(self) -> torch.fx.GraphModule:
+        """The traced program, of tensors as of `ProgramSource.samples` and the numbers that the stages ask for."""
+        samples = self.samples()
+        first = len(samples) - len(self.asked)
+
+        def step(*tensors: Tensor) -> tuple[Tensor, ...]:
+            numbers: Iterator[Tensor] = iter(tensors[first:])
+            return self.source.run(tensors[:first], lambda number: next(numbers), [])
+
+        return trace(step, samples, self.source.symbolic)
+
+    @cached_property
+    def compiled(self) -> Compiled:
+        """The compiled program, of the same tensors."""
+        try:
+            compiled = generate(self.graph, self.source.symbolic)
+            compiled(self.samples())
+        except Exception as error:
+            path = f"{self.source.path}.compile".lstrip(".")
+            needs = "on a CPU it needs a C++ compiler"
+            raise RuntimeError(f"{path}: Inductor could not compile the steps, {error}; {needs}") from error
+        return compiled
+
+    def samples(self) -> list[Tensor]:
+        """Tensors like all inputs of the program."""
+        ones = numbers_of([1.0] * len(self.asked), self.source.dtype, self.source.device)
+        return [*self.source.samples(), *ones]
+
+    def numbers(self, step: int) -> tuple[Tensor, ...]:
+        """Return what stages ask for at a step. Numbers of 64 steps are computed at once, the same from any of them."""
+        start = step - step % _SPAN
+        if self._table is None or self._table[0] != start:
+            steps = torch.arange(start, start + _SPAN, dtype=torch.float64, device="cpu")
+            columns = [number(steps).expand(_SPAN).to(self.source.dtype) for number in self.asked]
+            table = torch.stack(columns, 1) if columns else torch.zeros(_SPAN, 0, dtype=self.source.dtype, device="cpu")
+            rows = upload(table, self.source.device).unbind()
+            self._table = start, [row.unbind() if columns else () for row in rows]
+        return self._table[1][step - start]
+
+    def write_numbers(self, write: WriteNumbers) -> list[Tensor]:
+        """Return the numbers of a write as tensors; those of the last writes are kept."""
+        if write not in self._writes:
+            self._writes = {} if len(self._writes) == _SPAN else self._writes
+            self._writes[write] = numbers_of(write, self.source.dtype, self.source.device)
+        return self._writes[write]
+
+
+_PROGRAMS: dict[tuple[Any, ...], Program] = {}
+
+
+def program_of(source: ProgramSource) -> Program:
+    """Return the compiled program of a source; equal ones are compiled once in a process.
+
+    Raises ValueError for what cannot be traced, RuntimeError where no compiler is found.
+    """
+    same = (type(source), source.same())
+    if same not in _PROGRAMS:
+        try:
+            program = Program(source)
+            assert program.graph is not None
+        except Exception as error:
+            path = f"{source.path}.compile".lstrip(".")
+            raise ValueError(f"{path}: the steps of this update cannot be traced: {error}") from error
+        assert program.compiled is not None
+        _PROGRAMS[same] = program
+    return _PROGRAMS[same]
+
+
+def generate(graph: torch.fx.GraphModule, symbolic: bool) -> Compiled:
+    """Compile a traced program; symbolic: whether the length of its long axis may be another in each call.
+
+    A call takes 4 us, where the guards of torch.compile take ten times as long (measured). Where this version of
+    torch has other inner functions, it is torch.compile's code, with a warning.
+    """
+    try:
+        return _without_guards(graph)
+    except (ImportError, AttributeError, TypeError, AssertionError) as error:
+        warn_user(f"compile: torch {torch.__version__} is called with its guards, which take longer ({error!r})")
+        guarded = torch.compile(lambda *tensors: graph(*tensors), dynamic=symbolic, fullgraph=True)
+        return lambda tensors: guarded(*tensors)
+
+
+def trace(step: Callable[..., Sequence[Tensor]], samples: Sequence[Tensor], symbolic: bool) -> torch.fx.GraphModule:
+    """Return the operations of a step, whose writes come last."""
+    from torch._inductor.decomposition import select_decomp_table  # loads the compiler
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    functional = torch.func.functionalize(step, remove="mutations_and_views")
+    mode: Literal["fake", "symbolic"] = "symbolic" if symbolic else "fake"
+    return make_fx(functional, decomposition_table=select_decomp_table(), tracing_mode=mode)(*samples)
+
+
+def _without_guards(traced: torch.fx.GraphModule) -> Compiled:
+    from torch._guards import TracingContext, tracing
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    given = [node.meta["val"] for node in traced.graph.nodes if node.op == "placeholder"]
+    with tracing(TracingContext(given[0].fake_mode)):
+        graph: Any = compile_fx_inner(traced, given)
+    found: Compiled = graph.current_callable
+    return found

@@ -1,0 +1,83 @@
+"""Entry-wise updates in chunks: the numbers of the same steps on stacks, bit for bit."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from eigengraft import Optimizer
+from eigengraft.optimizers.step import execution, program
+from eigengraft.optimizers.step.execution import Execution
+
+from ...trajectories import normal
+
+RECIPES: dict[str, Any] = {
+    "adamw": "adamw",
+    "sgd": "sgd",
+    "l2": {"base": "sgd", "weight_decay": {"kind": "l2", "rate": 0.1}},
+    "cautious": {"base": "lion", "weight_decay": {"kind": "cautious", "rate": 0.1}},
+    "scaled by width": {"base": "adamw", "lr_scale": {}},
+}
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 320 entries are taken in three chunks."""
+    monkeypatch.setattr(execution, "_LEAST", 1)
+    monkeypatch.setattr(execution, "CHUNK_ENTRIES", 128)
+
+
+@pytest.fixture
+def moved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Entries of every chunk that was moved."""
+    found, write = list[int](), program.write
+    monkeypatch.setattr(program, "write", lambda p, u, scale: (found.append(p[0].numel()), write(p, u, scale)))
+    return found
+
+
+def parameters(dtype: torch.dtype) -> list[nn.Parameter]:
+    return [nn.Parameter(normal(10, 32, seed=i).to(dtype)) for i in range(2)]
+
+
+def run(recipe: Any, dtype: torch.dtype, in_chunks: bool, given: Callable[[int, int], bool]) -> list[Tensor]:
+    """Parameters after four steps; given: whether a parameter has a gradient in a step."""
+    held = parameters(dtype)
+    optimizer = Optimizer([(f"p{i}", p) for i, p in enumerate(held)], recipe, lr=0.01, weight_decay=0.1)
+    for param_set in optimizer.param_sets if not in_chunks else ():
+        param_set.executions = [Execution()] * len(param_set.executions)
+    for step in range(4):
+        for i, parameter in enumerate(held):
+            parameter.grad = normal(10, 32, seed=10 * step + i).to(dtype) if given(i, step) else None
+        optimizer.step()
+    return [parameter.detach() for parameter in held]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", RECIPES)
+def test_chunks_give_the_bits_of_stacks(name: str, dtype: torch.dtype, moved: list[int]) -> None:
+    stacked = run(RECIPES[name], dtype, False, lambda i, step: True)
+    assert not moved
+    found = run(RECIPES[name], dtype, True, lambda i, step: True)
+    assert moved == [128, 128, 64] * 8  # 4 steps of 2 parameters
+    assert all(torch.equal(a, b) for a, b in zip(found, stacked, strict=True))
+
+
+def test_blocks_that_differ_in_their_steps_are_a_stack(moved: list[int]) -> None:
+    """Their corrections are rounded to the dtype of the stack, as those of any blocks that do not agree."""
+
+    def given(i: int, step: int) -> bool:
+        return i == 0 or step != 1
+
+    assert all(map(torch.equal, run("adamw", torch.float32, True, given), run("adamw", torch.float32, False, given)))
+    assert moved == [128, 128, 64] * 3  # both in the first step, one alone in the second
+
+
+def test_a_transposed_parameter_is_a_stack(moved: list[int]) -> None:
+    held = nn.Parameter(normal(32, 10, seed=0).mT)
+    optimizer = Optimizer([held], "adamw", lr=0.01)
+    held.grad = torch.ones_like(held)
+    optimizer.step()
+    assert not moved
+    assert held.is_contiguous() is False

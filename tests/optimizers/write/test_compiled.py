@@ -1,0 +1,182 @@
+"""Entry-wise updates as compiled kernels: what is traced, against the same updates as they are, and what is refused.
+
+Kernels run here as they were traced, without a compiler, but for one test that is skipped unless `EIGENGRAFT_COMPILE`
+is set: compiling takes half a minute.
+"""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from eigengraft import Optimizer, compose
+from eigengraft.optimizers.step import execution, traced
+
+from ...trajectories import normal
+
+RECIPES: dict[str, Any] = {
+    "adamw": "adamw",
+    "l2": {"base": "sgd", "weight_decay": {"kind": "l2"}},
+    "cautious": {"base": "lion", "weight_decay": {"kind": "cautious"}},
+    "decay after": {"base": "adamw", "weight_decay": {"kind": "decoupled", "placed": "after"}, "lr_scale": {}},
+}
+pytestmark = pytest.mark.slow
+
+SHAPES = ((10, 32), (10, 32), (7,), (4, 3, 5), ())
+
+
+@pytest.fixture
+def as_traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Kernels that run as they were traced; the number of entries of each call."""
+    calls = list[int]()
+
+    def generate(graph: Any, symbolic: bool) -> Any:
+        def run(tensors: list[Tensor]) -> Any:
+            calls.append(tensors[0].numel())
+            return graph(*tensors)
+
+        return run
+
+    monkeypatch.setattr(traced, "generate", generate)
+    monkeypatch.setattr(traced, "_PROGRAMS", {})
+    monkeypatch.setattr(execution, "_SMALL", 20)
+    return calls
+
+
+def trained(
+    recipe: Any, dtype: torch.dtype = torch.float64, groups: int = 1
+) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+    """Parameters and their state after three steps; the second has no gradient in one of them."""
+    held = [nn.Parameter(normal(*shape, seed=i).to(dtype)) for i, shape in enumerate(SHAPES)]
+    named = [(f"p{i}", p) for i, p in enumerate(held)]
+    rates = [{"lr": 0.01 * (1 + at), "weight_decay": 0.1 * (1 + at)} for at in range(groups)]
+    optimizer = Optimizer([{"params": named[at::groups], **own} for at, own in enumerate(rates)], recipe)
+    for step in range(3):
+        for i, parameter in enumerate(held):
+            parameter.grad = normal(*parameter.shape, seed=10 * step + i).to(dtype) if (i, step) != (1, 1) else None
+        optimizer.param_groups[0]["lr"] *= 0.5
+        optimizer.step()
+    return [parameter.detach() for parameter in held], [optimizer.state[parameter] for parameter in held]
+
+
+def compiled_recipe(name: str) -> dict[str, Any]:
+    declared = RECIPES[name]
+    return {"base": declared, "compile": True} if isinstance(declared, str) else {**declared, "compile": True}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_traced_kernels_are_the_chain_and_its_write(name: str, as_traced: list[int]) -> None:
+    wanted, wanted_state = trained(RECIPES[name])
+    assert not as_traced
+    found, state = trained(compiled_recipe(name))
+    assert set(as_traced) >= {320, 7, 60}
+    # the same operations in another order: some roundings of float64 apart
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(state, wanted_state, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", ["adamw", "l2"])
+def test_parameters_of_a_stack_have_the_rates_of_their_groups(name: str, as_traced: list[int]) -> None:
+    found, wanted = (trained(recipe, groups=2)[0] for recipe in (compiled_recipe(name), RECIPES[name]))
+    assert as_traced
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)  # as above
+
+
+def test_parameters_in_bfloat16_are_rounded_once(as_traced: list[int]) -> None:
+    found, wanted = (trained(recipe, torch.bfloat16)[0] for recipe in (compiled_recipe("adamw"), "adamw"))
+    assert as_traced
+    # float32 sums that differ in last bits may round to neighbours in bfloat16, whose spacing is 2^-8
+    torch.testing.assert_close(found, wanted, rtol=2**-7, atol=0)
+
+
+def test_equal_updates_are_traced_once(as_traced: list[int]) -> None:
+    for _ in range(2):
+        Optimizer([nn.Parameter(normal(3, 4, seed=0))], {"base": "adamw", "compile": True})
+    assert len(traced._PROGRAMS) == 1
+
+
+def test_small_equal_parameters_take_one_call(as_traced: list[int]) -> None:
+    held = [nn.Parameter(normal(3, seed=i)) for i in range(5)]
+    optimizer = Optimizer(held, {"base": "adamw", "compile": True})
+    as_traced.clear()
+    for parameter in held:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert as_traced == [15]
+
+
+def test_numbers_of_a_step_do_not_depend_on_the_steps_before() -> None:
+    """A run that goes on from a checkpoint has the bits of one that was never stopped."""
+    source = _adamw(torch.float64)
+    write = traced.WriteNumbers(0.01, 0.999, 0.1, 0.0, 1.0)
+    going = traced.Program(source)
+    for step in (1, 2, 63, 64, 65, 1000):
+        found = torch.stack(execution._numbers(going, step, write))
+        assert torch.equal(found, torch.stack(execution._numbers(traced.Program(source), step, write)))
+        # 1 - b^t loses up to four digits of float64 where b = 0.999 and t = 1
+        wanted = torch.tensor([*write, 1 - 0.9**step, (1 - 0.999**step) ** 0.5], dtype=torch.float64)
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
+
+
+def test_other_inner_functions_of_torch_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traced, "_without_guards", lambda graph: graph.no_such_function)
+    monkeypatch.setattr(torch, "compile", lambda step, **options: step)
+    tensor = torch.ones(1, 8)
+    with pytest.warns(UserWarning, match="is called with its guards, which take longer .*no_such_function"):
+        double = traced.generate(traced.trace(lambda x: (x.mul_(2),), [tensor], True), True)
+    double([tensor])
+    assert torch.equal(tensor, torch.full((1, 8), 2.0))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "got"),
+    [
+        ({"base": "ademamix"}, "update.sum.paths.slow.weight is scheduled"),
+        ({"base": "newton_muon"}, "update.inputs asks for the signal 'activation_gram'"),
+    ],
+)
+def test_parts_that_a_program_would_freeze_are_refused(recipe: dict[str, Any], got: str) -> None:
+    with pytest.raises(ValueError, match=f"^compile: {got}"):
+        Optimizer([("w", nn.Parameter(normal(64, 64, seed=0)))], {**recipe, "compile": True})
+
+
+def test_the_adam_route_of_a_recipe_is_compiled(as_traced: list[int]) -> None:
+    model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 8))
+    optimizer = compose("soap", model, overrides={"routes.adam.compile": True})
+    assert {own.path for each in optimizer.param_sets for own in each.stack_states if each.execution(own).compiled} == {
+        "routes.adam"
+    }
+    assert "  compiled: steps of 2 parameters;" in repr(optimizer)
+
+
+def test_without_a_compiler_construction_says_so(as_traced: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*given: Any) -> None:
+        raise OSError("no g++")
+
+    monkeypatch.setattr(traced, "generate", broken)
+    with pytest.raises(RuntimeError, match=r"^compile: .* no g\+\+; .* C\+\+ compiler"):
+        Optimizer([nn.Parameter(normal(3, 4, seed=0))], {"base": "adamw", "compile": True})
+
+
+@pytest.mark.skipif("EIGENGRAFT_COMPILE" not in os.environ, reason="compiles for half a minute: set EIGENGRAFT_COMPILE")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_entries_do_not_depend_on_their_place(dtype: torch.dtype) -> None:
+    """Slices of any length from anywhere have the bits that they have inside of the tensor."""
+    program = traced.program_of(_adamw(dtype))
+    tensors = [normal(1, 4096, 1, seed=i).to(dtype).square() for i in range(4)]
+    numbers = execution._numbers(program, 3, traced.WriteNumbers(0.01, 0.999, 0.1, 0.0, 1.0))
+    whole = [tensor.clone() for tensor in tensors]
+    program.compiled([*whole, *numbers])
+    for start in range(20):
+        for length in (2, 3, 15, 16, 17, 31, 100, 1023):
+            part = [tensor[:, start : start + length].clone() for tensor in tensors]
+            program.compiled([*part, *numbers])
+            assert all(torch.equal(a, b[:, start : start + length]) for a, b in zip(part, whole, strict=True))
+
+
+def _adamw(dtype: torch.dtype) -> traced.EntryProgram:
+    optimizer = Optimizer([nn.Parameter(torch.zeros(2, 2))], "adamw")
+    recipe, keys = optimizer.recipe, ("update.momentum/m", "update.rms/v")
+    return traced.EntryProgram(recipe, "", recipe.weight_decay, 2, keys, dtype, dtype, torch.device("cpu"))

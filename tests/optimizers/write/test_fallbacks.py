@@ -1,0 +1,66 @@
+"""What is told of updates that are not compiled or not in chunks, and of products in bfloat16 on other machines."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from eigengraft import Optimizer, load_recipe
+from eigengraft.optimizers.inspect import speed
+from eigengraft.optimizers.step import traced
+
+
+def told(recipe: Any, *held: torch.Tensor) -> list[tuple[str, ...]]:
+    optimizer = Optimizer([(f"p{i}", nn.Parameter(tensor)) for i, tensor in enumerate(held)], recipe)
+    return [row.fallbacks for row in optimizer.routing_table()]
+
+
+def test_parameters_that_are_not_compiled_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traced, "generate", lambda graph, symbolic: lambda tensors: None)
+    monkeypatch.setattr(traced, "_PROGRAMS", {})
+    assert told({"base": "adamw", "compile": True}, torch.zeros(4, 3), torch.zeros(()), torch.zeros(4, 3).mT) == [
+        (),
+        ("not compiled: a single number would need a kernel of its own",),
+        ("not compiled: it is not contiguous",),
+    ]
+    assert told({"base": "adamw", "compile": True, "blocking": {"size": 2}}, torch.zeros(4, 4)) == [()]
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({}, ()),
+        ({"averaging": "ema"}, ("not in chunks: an averaging or a constraint is in the recipe",)),
+        ({"constraints": "rounding"}, ("not in chunks: it has constraints",)),
+        ({"storage": {"second_moment": "int8"}}, ("not in chunks: its state is coded",)),
+        ({"blocking": {"size": 256}}, ("not in chunks: its blocks are parts of it",)),
+    ],
+    ids=str,
+)
+def test_large_parameters_that_are_not_in_chunks_say_why(changes: Any, why: tuple[str, ...]) -> None:
+    assert told({"base": "adamw", **changes}, torch.zeros(512, 512), torch.zeros(8, 8)) == [why, ()]
+
+
+def test_odd_sizes_are_in_chunks_alone() -> None:
+    reason = "not in chunks: its size is no multiple of 64, and others share its stack"
+    assert told("adamw", torch.zeros(183, 183)) == [()]
+    assert told("adamw", torch.zeros(183, 183), torch.zeros(183, 183)) == [(reason,), (reason,)]
+
+
+def test_parameters_that_no_update_takes_in_chunks_say_nothing() -> None:
+    assert told("soap", torch.zeros(320, 320)) == [()]
+
+
+def test_products_in_bfloat16_are_told_where_the_machine_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = load_recipe({"base": "soap", "set": {"update.eigenbasis.precision": "bfloat16"}})
+    devices = [torch.device("cpu"), torch.device("cpu"), torch.device("meta")]
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    (line,) = speed.slow_products(recipe, devices)
+    assert line.startswith("update.eigenbasis.precision: bfloat16 saves no time on this machine, whose cpu has no ")
+    assert list(speed.slow_products(load_recipe("soap"), devices)) == []
+    (line,) = Optimizer([("w", nn.Parameter(torch.zeros(4, 4)))], "muon").slow_products()
+    assert line.startswith("update.spectral.solver.precision: ")
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    assert list(speed.slow_products(recipe, devices)) == []
