@@ -44,10 +44,11 @@ class Inner:
 class Stage(Schedulable, ABC, family="stage"):
     """One link of an update chain: it maps a direction, and keeps the state that it declares.
 
-    A stage is a class with a field `kind: Literal["mine"] = "mine"` and hyper-parameters as frozen pydantic fields;
-    defining it registers it. It overrides some of eight hooks, of which `apply` alone is required. `block` is the shape
-    of one block. All tensors have the stack axis first: `[N, *block]` are N blocks of one shape. Names below are in
-    `eigengraft`; `Stages`, `Cadence`, `Every`, `run_chain` and `map_wires` are in `eigengraft.preconditioners`.
+    A stage is a subclass of `Stage` with a field `kind: Literal["mine"] = "mine"` and hyper-parameters as frozen
+    pydantic fields. Defining it registers it, and it cannot be subclassed itself. It overrides some of eight hooks,
+    of which `apply` alone is required. `block` is the shape of one block. All tensors have the stack axis first:
+    `[N, *block]` are N blocks of one shape. Names below are in `eigengraft`; `Stages`, `Cadence`, `Every`,
+    `run_chain` and `map_wires` are in `eigengraft.preconditioners`.
 
     slots(block) -> {name: Slot}                at construction  the state of a block
     inner(block) -> {name: Inner}               at construction  Inner(chain, block that it sees): the chains inside
@@ -58,42 +59,55 @@ class Stage(Schedulable, ABC, family="stage"):
     apply(state, gradient, direction, context)  every step       return the new direction [N, *block]; update moments
     measures(state, context) -> {name: [N]}     in inspect()     numbers on the present state; nothing is written
 
-    A step runs observe, refresh, apply. With `Traits(lagged=True)` it runs apply, observe, refresh, and the first
-    gradient of a parameter only primes: lagged stages observe and refresh, nothing else is written and nothing moves.
+    A step runs observe, refresh, apply. `direction` is what the stage before returned: transform that. The
+    parameter moves by -lr times the last direction. With `Traits(lagged=True)` a step runs apply, observe, refresh,
+    and the first gradient of a parameter only primes: lagged stages observe and refresh, nothing else is written
+    and nothing moves. `Every(steps=10)` is due at a block's first step and every 10 steps from then on, at a phase
+    of its own.
 
-    State. `Slot(shape, fill, role, frame)` declares a tensor `[N, *shape]`; fill is a number or "identity", role one of
-    "statistic", "root", "basis", "first_moment", "second_moment", "iterate", "count", and frame "vector" or "square" if
-    it turns with the basis of an eigenbasis around the stage. `v = state["v"]` loads it. It may be changed in place,
-    and must be assigned back after the last change: `state["v"] = v`. `state.block` is the block.
+    State. `Slot(shape, fill, role, frame)` declares a tensor `[N, *shape]`. fill is a number, or "identity" for a
+    matrix. role says what the slot is for, so that storage can be chosen by it: "statistic", "root", "basis",
+    "first_moment", "second_moment" (the default), "iterate" or "count". frame says how a slot of the block's shape
+    follows the basis of an eigenbasis around the stage: "vector" turns as a gradient does (momentum), "square" as
+    squares do (rms), and "none" (the default) stays. `v = state["v"]` loads it. It may be changed in place, and
+    must be assigned back after the last change: `state["v"] = v`. Every declared slot is used. `state.block` is the
+    block.
 
     Context. `context.step` `[N]` is the number of each block's update: 1 at the first, 0 while priming.
-    `context.holds(lambda steps: steps > 9)` asks about it on the host: True for all blocks, False for none, else `[N]`.
-    `context.correction(b, like)` is 1 - b^step to divide by, `context.per_block(f, like)` is f(step), `context.first`
-    is set in a block's first refresh. `numerics.per_block(x, like)` shapes x `[N]` to multiply blocks.
+    `context.holds(lambda steps: steps > 9)` asks about it on the host: True for all blocks, False for none, else a
+    NumPy array `[N]`. `context.correction(b, like)` is 1 - b^step, shaped to divide `like`; `context.per_block(f,
+    like)` is f(step), shaped to multiply it; `context.first` is set in a block's first refresh. For other numbers x
+    `[N]` of blocks, `numerics.per_block(x, like)` shapes x to multiply `like`.
 
-    Chains inside. `run_chain(self.chain, state.scope("inner", block), gradient, direction, context)` returns the
-    direction of a chain. Its field is `chain: Stages = Field(alias="inner")`: no field may have the name of a hook. `g,
-    d = map_wires(f, gradient, direction)` gives it other tensors, and keeps one wire one.
+    One wire. Gradient and direction are one tensor until a stage with slots, its own or those of a chain inside,
+    has run: until then the result of a stage is the gradient of all stages after it too. `[clip_norm, momentum,
+    rms]` clips the gradient. After `momentum` the direction is on a wire of its own, and the gradient stays as it
+    is.
 
-    Signals. `Traits(signals=(Request("lr"), Request("loss", "if_given")))` asks for what else the stage needs:
-    "always", in steps with a "refresh", in the "first" step, or "if_given". `context.signal("lr")` is a number, `[N]`
-    or `[N, *block]`, `context.tensor("parameter", like)` a tensor like another one, and `"loss" in context.signals`
-    says whether it was given. Others are "gradient_norm", "parameter_rms", "step_fraction", "hessian_diagonal" and
-    those that `register_signal` adds.
+    Chains inside. Declare a field `chain: Stages = Field(alias="inner")`, because no field may have the name of a
+    hook, and `inner(block)` as `{"inner": Inner(self.chain, small)}`, where `small` is the block that the chain
+    sees. Then `run_chain(self.chain, state.scope("inner", small), gradient, direction, context)` runs all hooks of
+    its stages on tensors `[N, *small]`, and returns its direction. `g, d = map_wires(f, gradient, direction)`
+    applies f to both, once if they are one wire, and keeps them one. Where a kind repeats in a chain, its stages
+    need a `name`.
 
-    Sums. With `Traits(sums=True)` `context.parameter_sum(x)` gives for each block the sum of x `[N]` over all blocks of
-    its parameter, in `apply` alone and equally often in every step.
+    Signals. `Traits(signals=(Request("lr"), Request("loss", "if_given")))` asks for what else the stage needs, and
+    when: "always" (the default), in steps with a "refresh", in the "first" step, or "if_given".
+    `context.signal("lr")` is a number, as are "loss", "step_fraction" and "gradient_norm"; "parameter_rms" is
+    `[N]`; "parameter" and "hessian_diagonal" are `[N, *block]`. `context.tensor(name, like)` is the signal as a
+    tensor like another one, and `"loss" in context.signals` says whether it was given. `register_signal` adds
+    others.
 
-    One wire. Gradient and direction are one tensor until the first stage that keeps state: the result of a stage
-    without slots, its own or inside, is the gradient of all stages after it too. `[clip_norm, momentum, rms]` clips the
-    gradient. After `momentum` the direction is on a wire of its own, and the gradient stays as it is.
+    Sums. With `Traits(sums=True)` `context.parameter_sum(x)` gives for each block the sum of x `[N]` over all
+    blocks of its parameter, in `apply` alone and equally often in every step.
 
-    Forbidden: to write to `gradient` or `direction`; to let a block depend on another (no sum over axis 0); to remember
-    anything outside of slots; to read a parameter, a rank or a global setting except by a signal; to read a tensor's
-    value on the host (`float(x)`, `if x.any()`) or upload one in a step, for which a device would wait; to raise for a
-    gradient with nan, whose result is dropped. A zero gradient gives a zero direction, and a finite one of any size a
-    finite direction: squares of 1e30 overflow, `numerics.block_norm(x)` `[N]` does not, and `numerics.safe_ratio(a, b)`
-    is 0 where b is. `eigengraft.testing.check_stage(Mine())` tries all of this.
+    Forbidden: to write to `gradient` or `direction`; to let a block depend on another (no sum over axis 0); to
+    remember anything outside of slots; to read a parameter, a rank or a global setting except by a signal; to read
+    a tensor's value on the host (`float(x)`, `if x.any()`) or upload one, for which a device would wait, outside of
+    refresh; to raise for a gradient with nan, whose result is dropped. From fresh state a zero gradient gives a
+    zero direction. A finite gradient of any size gives a finite direction: squares of 1e30 overflow,
+    `numerics.block_norm(x)` `[N]` does not, and `numerics.safe_ratio(a, b)`, for b >= 0, is a / b, or 0 where b is
+    too small to divide by. `eigengraft.testing.check_stage(Mine())` tries all of this.
     """
 
     name: str | None = Field(
