@@ -62,8 +62,8 @@ class Stage(Schedulable, ABC, family="stage"):
     A step runs observe, refresh, apply. `direction` is what the stage before returned: transform that. The
     parameter moves by -lr times the last direction. With `Traits(lagged=True)` a step runs apply, observe, refresh,
     and the first gradient of a parameter only primes: lagged stages observe and refresh, nothing else is written
-    and nothing moves. `Every(steps=10)` is due at a block's first step and every 10 steps from then on, at a phase
-    of its own.
+    and nothing moves. `Every(steps=10)` is due at a block's first step, and then at every tenth
+    step; which of the ten it is differs between blocks.
 
     State. `Slot(shape, fill, role, frame)` declares a tensor `[N, *shape]`. fill is a number, or "identity" for a
     matrix. role says what the slot is for, so that storage can be chosen by it: "statistic", "root", "basis",
@@ -350,6 +350,9 @@ def chain_slots(stages: tuple[Stage, ...], block: tuple[int, ...], path: str = "
         except ValueError as error:
             raise ValueError(located(here, str(error))) from None
         for name, slot in slots.items():
+            if slot.fill == "identity" and len(slot.shape) != 2:
+                fault = f"slot '{name}' of shape {slot.shape} is no matrix, which fill 'identity' needs"
+                raise ValueError(located(here, f"{fault}; give it a number"))
             yield here, name, slot
         for part, inner in stage.inner(block).items():
             for where, name, slot in chain_slots(inner.chain, inner.block, f"{here}.{part}"):

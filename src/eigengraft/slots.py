@@ -61,12 +61,6 @@ class Slot:
     total: bool = False
     step_size: bool = False
 
-    def __post_init__(self) -> None:
-        if self.fill == "identity" and len(self.shape) != 2:
-            raise ValueError(
-                f"a slot of shape {self.shape} is no matrix, which fill 'identity' needs; give it a number"
-            )
-
     def allocate(self, blocks: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The slot of a fresh stack, `[blocks, *shape]`, in its own dtype or else `dtype`."""
         dtype = self.dtype or dtype
