@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from eigengraft.numerics import has_values
+from eigengraft.numerics import HostCopy as HostCopy
 
 Received = TypeVar("Received")
 PADDING = 1.1
@@ -41,22 +41,6 @@ class Work(Generic[Received]):
             self.finish(handle)
         self.handles, self.inputs = (), ()
         return self.result
-
-
-class HostCopy:
-    """A copy of a tensor on the host, or on its way there, so that the host does not wait for a CUDA device."""
-
-    def __init__(self, x: Tensor) -> None:
-        self._copy, self._event = x.to("cpu", non_blocking=x.device.type == "cuda"), None
-        if x.device.type == "cuda" and has_values(x):
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
-
-    def wait(self) -> Tensor:
-        """The copy, after it has arrived."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._copy
 
 
 def pads(lengths: Sequence[int]) -> bool:

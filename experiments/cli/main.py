@@ -146,8 +146,8 @@ def show_command(
     print_table(storage_table(optimizer))
     for line in optimizer.reached():
         typer.echo(f"# expected: {line}")
-    for slow in optimizer.slow_products():
-        typer.echo(f"# {slow}")
+    for remark in (*optimizer.slow_products(), *optimizer.solver_choices("cuda")):
+        typer.echo(f"# {remark}")
 
 
 @app.command("schema")

@@ -24,6 +24,7 @@ from .inspect import Watched, inspect, watch_next_step
 from .left_out import left_out
 from .reached import Reached, reached
 from .sizes import SlotSize, slot_bytes, slot_sizes
+from .solvers import solver_choices
 from .speed import fallbacks, slow_products
 from .table import Inspection, Measurement
 
@@ -101,6 +102,7 @@ def describe(param_sets: ParamSets, groups: Sequence[Mapping[str, Any]], iterate
         lines.append(
             f"  compiled: steps of {kernels} parameters; not those of single numbers, nor of blocks cut from one"
         )
+    lines += (f"  {line}" for line in solver_choices(own for each in param_sets for own in each.stack_states))
     for path, value in param_sets.schedules.values(steps_taken(param_sets)).items():
         lines.append(f"  {path}: {value:g}, scheduled")
     return "\n".join([*lines, f"  state: {state_bytes} bytes)"])
@@ -160,6 +162,13 @@ class Reporting:
         """What the recipe asks to be multiplied in bfloat16 on devices without instructions for it, a line for each."""
         devices = (stack_state.stack.device for stack_state in self.stack_states())
         return list(slow_products(self.recipe, devices))
+
+    def solver_choices(self, device: str | None = None) -> list[str]:
+        """A line for each solver that is chosen by device and each order of its matrices, with the times that decided.
+
+        device: type of the accelerator to choose for; default: that of the parameters, where a CPU has no choice.
+        """
+        return list(solver_choices(self.stack_states(), device))
 
     def slot_sizes(self) -> list[SlotSize]:
         """Bytes that each slot was declared to take, and bytes that it takes in its storage."""

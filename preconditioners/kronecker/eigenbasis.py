@@ -47,7 +47,7 @@ class Eigenbasis(Factored):
 
     kind: Literal["eigenbasis"] = "eigenbasis"
     chain: Stages = Field(alias="inner", min_length=1, description="the chain that runs in the basis")
-    solver: BasisSolver = Field(default=PowerQR(), description="how the basis is computed")
+    solver: BasisSolver = Field(default=PowerQR(by_device=True), description="how the basis is computed")
     matrix: ClassVar[Literal["root", "basis"]] = "basis"
     timing: Literal["current", "lagged"] = Field(
         default="current", description="learn the current gradient before or after it is used"

@@ -10,6 +10,9 @@ from .bases.eigh_basis import EighBasis as EighBasis
 from .bases.power_qr import PowerQR as PowerQR
 from .bases.qr_iteration import QRIteration as QRIteration
 from .bases.subspace import Subspace as Subspace
+from .by_device import ByDevice as ByDevice
+from .by_device import Timing as Timing
+from .by_device import timings as timings
 from .inverse.bounds import EigenvalueBound as EigenvalueBound
 from .inverse.bounds import FrobeniusBound as FrobeniusBound
 from .inverse.bounds import GuaranteedBound as GuaranteedBound

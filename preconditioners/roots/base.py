@@ -5,12 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from fractions import Fraction
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from eigengraft.numerics import apply_aligned, finite_blocks, may_branch_on_values, symmetrized, to_power
+from eigengraft.numerics import apply_aligned, finite_blocks, may_branch_on_values, on_host, symmetrized, to_power
 from eigengraft.ramps import Schedulable
 
 
@@ -60,6 +60,16 @@ class RootSolver(Schedulable, ABC, family="root_solver"):
         """Why this solver cannot take that exponent, or None."""
         return None
 
+    @classmethod
+    def equal_to(cls, other: RootSolver, dtype: torch.dtype) -> Self | None:
+        """Return the solver of this class that computes what another one does, in exact arithmetic, for matrices of a
+        dtype. None: there is none, or it would not be accurate. `by_device` chooses between such solvers."""
+        return None
+
+    def runs_on(self, device: str) -> str:
+        """Return the type of the device that does the work for matrices on a device of a type."""
+        return device
+
     def regularized(self, values: Tensor) -> Tensor:
         """Eigenvalues `[N, d]` in any order as this solver would raise them to -e: with its ridge; 0: left out."""
         return values
@@ -86,6 +96,16 @@ class BasisSolver(Schedulable, ABC, family="basis_solver"):
     unit_free: ClassVar[bool] = True
     """Whether positive multiples of A have the same basis, so that a solver may be shown any of them."""
 
+    @classmethod
+    def equal_to(cls, other: BasisSolver, dtype: torch.dtype) -> Self | None:
+        """Return the solver of this class that computes what another one does, in exact arithmetic, for matrices of a
+        dtype. None: there is none, or it would not be accurate. `by_device` chooses between such solvers."""
+        return None
+
+    def runs_on(self, device: str) -> str:
+        """Return the type of the device that does the work for matrices on a device of a type."""
+        return device
+
     def columns(self, d: int) -> int:
         """How many eigenvectors of a `[d, d]` matrix are kept: d, or fewer where the basis spans a subspace."""
         return d
@@ -107,13 +127,18 @@ class BasisSolver(Schedulable, ABC, family="basis_solver"):
         return self.basis(a, q, first), None
 
 
-def eigh(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def eigh(a: Tensor, host: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Eigenvalues `[N, d]` ascending, eigenvectors `[N, d, d]`, ok `[N]`; float32 failures are tried again in float64.
 
     A failure is an error of LAPACK's, or a result with nan: on a CPU, divide and conquer in float32 returns one without
     an error for some finite singular matrices. Where nothing helps the decomposition is that of the identity and ok is
     False; results with nan on other devices, where a look at them would be waited for, are not tried again.
+
+    host: copy matrices of a device to the host and decompose them there. The host waits once, for the copies.
     """
+    if host and not a.is_cpu:
+        values, vectors, ok = on_host(eigh, a)
+        return values, vectors, ok
     ok = finite_blocks(a)
     if a.shape[-1] == 0 or a.shape[0] == 0:
         return a.new_zeros(a.shape[:-1]), a.clone(), ok
@@ -132,9 +157,9 @@ def eigh(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return values, vectors, ok
 
 
-def leading_eigenvectors(a: Tensor, columns: int | None = None) -> Basis:
-    """The eigenvectors by descending eigenvalue, from scratch: all of them, or the first so many."""
-    _, vectors, ok = eigh(a)
+def leading_eigenvectors(a: Tensor, columns: int | None = None, host: bool = False) -> Basis:
+    """The eigenvectors by descending eigenvalue, from scratch: all of them, or the first so many; host: see `eigh`."""
+    _, vectors, ok = eigh(a, host)
     return Basis(vectors.flip(-1)[..., :columns], None, ok)
 
 

@@ -16,9 +16,11 @@ from .models import Run, gradients, largest_difference
 DIAGONAL = "diag(Q^T A Q) comes from the triangle of a QR on a CPU, from products on a device"
 REGISTERS = "a CPU computes the last entries of a function once more, in full registers"
 PLACE = "a CPU decomposes matrix by matrix, at aligned addresses, so that a null space has other rounding"
+CHOLESKY = "a device orthonormalises bases by Cholesky QR, a CPU by Householder's"
 MIXING = "averages are mixed with numbers of the host on a CPU, with a tensor on a device"
 ROUNDING: dict[str, tuple[float, str]] = {
     "adam_atan2": (1e-6, REGISTERS),
+    "caspr": (1e-6, CHOLESKY),
     "dalle_mini_quantized": (2e-5, PLACE),
     "dalle_mini_quantized_but_diagonal": (2e-5, PLACE),
     "eshampoo": (1e-6, PLACE),
@@ -27,12 +29,17 @@ ROUNDING: dict[str, tuple[float, str]] = {
     "reference/eigenvalue_corrected_shampoo": (5e-2, PLACE),
     "reference/soap": (1e-6, PLACE),
     "schedule_free_adamw": (1e-6, MIXING),
+    "shampoo_kl": (1e-6, CHOLESKY),
+    "sinksoap": (1e-6, CHOLESKY),
     "soap": (1e-5, DIAGONAL),
+    "soap_4bit": (1e-6, CHOLESKY),
     "soap_factorized": (1e-5, DIAGONAL),
     "soap_h": (1e-5, DIAGONAL),
     "soap_int8": (1e-5, DIAGONAL),
     "soap_kl": (1e-5, DIAGONAL),
     "soap_kl_h": (1e-5, DIAGONAL),
+    "soap_muon": (1e-6, CHOLESKY),
+    "track3": (1e-6, CHOLESKY),
 }
 STEPS, HALF = 4, 2
 

@@ -13,12 +13,14 @@ BASIS_SOLVERS = (
         ),
     ),
     Row({"kind": "eigh", "order": "ascending"}, "ascending"),
+    Row({"kind": "eigh", "on_host": True}, "on the host"),
     Row({"kind": "eigh", "tolerance": 1e-10}, "when needed"),
     Row(
         {"kind": "power_qr"},
         faults=(unknown("power_qr"), Fault({"kind": "power_qr", "steps": 0}, "steps: .*equal to 1")),
     ),
     Row({"kind": "power_qr", "steps": 3, "bootstrap": False}, "no bootstrap"),
+    Row({"kind": "power_qr", "by_device": True}, "by device"),
     Row(
         {"kind": "adaptive_qr", "tolerance": 1e-10},
         faults=(

@@ -26,6 +26,8 @@ ROOT_SOLVERS = (
     ),
     Row({"kind": "eigh", "eps": 1e-6, "relative": True, "deficiency": "add"}, "relative", degree=-1, rotates=True),
     Row({"kind": "eigh", "eps": 1e-6, "relative": True, "deficiency": "floor"}, "floor", degree=-1, rotates=True),
+    Row({"kind": "eigh", "eps": 1e-6, "relative": True, "by_device": True}, "by device", degree=-1, rotates=True),
+    Row({"kind": "eigh", "on_host": True}, "on the host", rotates=True),
     Row({"kind": "eigh", "eps": 0.0, "deficiency": "pseudo_inverse"}, "pseudo-inverse", degree=-1, rotates=True),
     Row(
         {"kind": "eigh", "eps": 0.0, "deficiency": "pseudo_inverse", "rtol": None},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from pydantic import Field
@@ -12,7 +12,7 @@ from torch import Tensor
 from eigengraft.numerics import apply_aligned, finite_blocks, known_to_hold, may_branch_on_values, where_blocks
 
 from ..base import Basis, BasisSolver, leading_eigenvectors
-from .power_qr import householder, identity_order, ordered_step, same_signs, unit_sized
+from .power_qr import PowerQR, householder, identity_order, ordered_step, same_signs, unit_sized
 
 
 class CholeskyQR(BasisSolver):
@@ -35,6 +35,10 @@ class CholeskyQR(BasisSolver):
     bootstrap: bool = Field(
         default=True, description="take the first basis from an eigendecomposition instead of the identity"
     )
+
+    @classmethod
+    def equal_to(cls, other: BasisSolver, dtype: torch.dtype) -> Self | None:
+        return cls(steps=other.steps, bootstrap=other.bootstrap) if isinstance(other, PowerQR) else None
 
     def basis(self, a: Tensor, q: Tensor, first: bool) -> Basis:
         if first and self.bootstrap:

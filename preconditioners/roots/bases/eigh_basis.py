@@ -30,6 +30,13 @@ class EighBasis(BasisSolver):
         default=0.0, ge=0, lt=1, description="off-diagonal part of Q^T A Q that is good enough; 0: always decompose"
     )
 
+    on_host: bool = Field(
+        default=False, description="copy matrices of an accelerator to the host and decompose them there"
+    )
+
+    def runs_on(self, device: str) -> str:
+        return "cpu" if self.on_host else device
+
     def basis(self, a: Tensor, q: Tensor, first: bool) -> Basis:
         if first or self.tolerance == 0:
             return Basis(*self._decomposed(a))
@@ -44,5 +51,5 @@ class EighBasis(BasisSolver):
         return Basis(q, None, ok)
 
     def _decomposed(self, a: Tensor) -> tuple[Tensor, None, Tensor]:
-        _, vectors, ok = eigh(a)
+        _, vectors, ok = eigh(a, self.on_host)
         return vectors.flip(-1) if self.order == "descending" else vectors, None, ok

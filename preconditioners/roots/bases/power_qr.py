@@ -28,16 +28,20 @@ from eigengraft.numerics import (
 
 from ...algebra.reordering import reordered
 from ..base import Basis, BasisSolver, Diagonal, leading_eigenvectors
+from ..by_device import ByDevice, chosen, decomposed_on_host
 
 Orthonormal = Callable[[Tensor, Tensor], Tensor]
 """(A Q, Q) -> the orthonormal factor of A Q, with the signs of Q."""
 
 
-class PowerQR(BasisSolver):
+class PowerQR(BasisSolver, ByDevice):
     """Q <- qr(A Q[:, o]).Q,  o = columns by descending diag(Q^T A Q);  the first basis is eigh(A).
 
     Sorting is what makes repeated single steps converge to the eigenvectors (Rutishauser's orthogonal iteration needs
     the dominant columns first); in ascending order the iteration does not settle.
+
+    With `by_device` the solver is exchanged on an accelerator alone: for `cholesky_qr`, and the first basis is
+    decomposed on the host, where these are faster.
     """
 
     kind: Literal["power_qr"] = "power_qr"
@@ -46,11 +50,20 @@ class PowerQR(BasisSolver):
         default=True, description="take the first basis from an eigendecomposition instead of the identity"
     )
 
+    def choice(self, device: str, order: int, dtype: torch.dtype) -> str:
+        host = self.bootstrap and decomposed_on_host(device, order, dtype)
+        return super().choice(device, order, dtype) + "; the first basis by eigh on the host" * host
+
     def basis(self, a: Tensor, q: Tensor, first: bool) -> Basis:
-        return leading_eigenvectors(a) if first and self.bootstrap else self._iterated(a, q)[0]
+        if first and self.bootstrap:
+            return leading_eigenvectors(
+                a, host=self.by_device and decomposed_on_host(a.device.type, a.shape[-1], a.dtype)
+            )
+        solver = chosen(self, a)
+        return self._iterated(a, q)[0] if solver is self else solver.basis(a, q, first)
 
     def basis_and_diagonal(self, a: Tensor, q: Tensor, first: bool) -> tuple[Basis, Diagonal | None]:
-        if self.steps > 1 or (first and self.bootstrap):
+        if self.steps > 1 or (first and self.bootstrap) or chosen(self, a) is not self:
             return self.basis(a, q, first), None
         basis, factors = self._iterated(a, q)
         return basis, None if basis.order is None else partial(factors.diagonal, basis.order)

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import Literal
+from typing import Literal, Self
 
+import torch
 from torch import Tensor
 
 from eigengraft.numerics import identity_like
 
+from ..base import RootSolver
+from .bounds import PowerIteration
 from .coupled import Coupled, rational
+from .eigh import Eigh
 from .iterative import Solved
+
+_LEAST_RIDGE = 8
+"""Ridge over the largest eigenvalue, in units of machine epsilon, from which on the iteration replaces `eigh`. At 8 the
+roots of singular matrices of order 32 and 256 in float32 are 0.7 % off those in float64, and 6 % by `eigh`."""
 
 
 class CoupledNewton(Coupled):
@@ -25,6 +33,14 @@ class CoupledNewton(Coupled):
     """
 
     kind: Literal["coupled_newton"] = "coupled_newton"
+
+    @classmethod
+    def equal_to(cls, other: RootSolver, dtype: torch.dtype) -> Self | None:
+        if not isinstance(other, Eigh) or not other.relative or other.deficiency not in ("add", "clip_shift"):
+            return None
+        if other.precision != "input" or not _LEAST_RIDGE * torch.finfo(dtype).eps <= other.eps <= 1:
+            return None
+        return cls(eps=other.eps, relative_to=PowerIteration(steps=100))
 
     def check(self, exponent: Fraction) -> str | None:
         return rational(self.kind, exponent)

@@ -13,9 +13,10 @@ from eigengraft.numerics import finite_blocks, identity_like, tiny, to_power
 
 from ...algebra.symmetric import symmetric_product
 from ..base import Root, RootSolver, eigh
+from ..by_device import ByDevice, chosen
 
 
-class Eigh(RootSolver):
+class Eigh(RootSolver, ByDevice):
     """Q f(lambda)^(-e) Q^T with A = Q diag(lambda) Q^T `[N, d, d]`; f treats rank deficiency.
 
     add: max(lambda, 0) + r.
@@ -29,6 +30,9 @@ class Eigh(RootSolver):
     r = eps, or eps * lambda_max if `relative`; in units of A. Takes every e > 0, exact up to rounding: an error of
     about d u lambda_max in each eigenvalue, u the rounding unit, so that r below that is noise. Fails where A or the
     root is not finite; a decomposition that does not converge in float32 is tried again in float64.
+
+    With `by_device` the solver is exchanged on an accelerator alone, for decompositions on the host, or for
+    `coupled_newton` with the same ridge if that is relative, added to all eigenvalues, and above rounding.
     """
 
     kind: Literal["eigh"] = "eigh"
@@ -45,6 +49,10 @@ class Eigh(RootSolver):
     atol: float = Field(default=0.0, ge=0, description="pseudo_inverse: cutoff in units of the matrix")
     precision: Literal["input", "float64"] = Field(default="input", description="dtype of the decomposition")
 
+    on_host: bool = Field(
+        default=False, description="copy matrices of an accelerator to the host and decompose them there"
+    )
+
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.deficiency == "perturb_before" and self.relative:
@@ -57,9 +65,21 @@ class Eigh(RootSolver):
             )
         return self
 
+    @classmethod
+    def equal_to(cls, other: RootSolver, dtype: torch.dtype) -> Self | None:
+        return other.replace(on_host=True, by_device=False) if isinstance(other, cls) and not other.on_host else None
+
+    def runs_on(self, device: str) -> str:
+        return "cpu" if self.on_host else device
+
     def root(self, a: Tensor, exponent: Fraction) -> Root:
+        solver = chosen(self, a)
+        if solver is not self and solver.check(exponent) is None:
+            return solver.root(a, exponent)
         a, dtype = a.double() if self.precision == "float64" else a, a.dtype
-        values, q, ok = eigh(a + self.eps * identity_like(a) if self.deficiency == "perturb_before" else a)
+        values, q, ok = eigh(
+            a + self.eps * identity_like(a) if self.deficiency == "perturb_before" else a, self.on_host
+        )
         values = self._treat(values)
         power = to_power(values, -float(exponent))
         if self.deficiency == "pseudo_inverse":

@@ -34,6 +34,8 @@ from .multi_tensor import squares_are_finite as squares_are_finite
 from .multi_tensor import subtract_scaled_ as subtract_scaled_
 from .rectification import rectified as rectified
 from .rectification import safe_factor as safe_factor
+from .uploads import HostCopy as HostCopy
 from .uploads import kept_on_device as kept_on_device
 from .uploads import number_like as number_like
+from .uploads import on_host as on_host
 from .uploads import upload as upload

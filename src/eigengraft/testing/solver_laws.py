@@ -16,6 +16,8 @@ from .samples import definite, rotation
 
 ROUNDING = 1e-10
 """Relative, float64: some thousand roundings."""
+EQUAL = 1e-5
+"""Relative, float64: iterations stop at 1e-6, and their ridge is in units of an estimate of the largest eigenvalue."""
 EXPONENTS = (Fraction(1, 4), Fraction(1, 2), Fraction(1))
 Solver = RootSolver | BasisSolver | PolarSolver
 
@@ -120,6 +122,27 @@ def bad_matrices_are_marked_and_leave_the_others_alone(case: SolverCase) -> None
     require_close(ours[[0, 2]], theirs[[0, 2]], ROUNDING, "results beside a bad matrix as without it,")
 
 
+def _equals(case: SolverCase) -> list[RootSolver | BasisSolver]:
+    """Solvers of other classes, or with other settings, that call themselves equal to the one that is checked."""
+    if isinstance(case.solver, PolarSolver):
+        return []
+    members = [member for member in case.solver.members.values() if issubclass(member, (RootSolver, BasisSolver))]
+    found = (member.equal_to(case.solver, torch.float64) for member in members)  # type: ignore[arg-type]
+    return [solver for solver in found if solver is not None]
+
+
+def equal_solvers_compute_the_same(case: SolverCase) -> None:
+    """A solver that calls itself equal to this one has its results, but for rounding and for where it stops."""
+    a = definite()
+    for solver in _equals(case):
+        name = getattr(solver, "kind", type(solver).__name__)
+        require_close(solve(solver, a), solve(case.solver, a), EQUAL, f"{name}, which calls itself equal, gives that")
+
+
+def _has_equals(case: SolverCase) -> str | None:
+    return None if _equals(case) else "no solver calls itself equal to it"
+
+
 def _matrices(case: SolverCase) -> str | None:
     return "polar factors have no `ok`" if isinstance(case.solver, PolarSolver) else None
 
@@ -130,6 +153,7 @@ SOLVER_LAWS: tuple[Law[SolverCase], ...] = (
     Law(dtype_and_device_are_kept_and_nothing_is_written_to),
     Law(strided_and_expanded_stacks_are_taken),
     Law(bad_matrices_are_marked_and_leave_the_others_alone, _matrices),
+    Law(equal_solvers_compute_the_same, _has_equals),
 )
 
 

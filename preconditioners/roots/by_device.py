@@ -1,0 +1,142 @@
+"""The choice between solvers with the same result in exact arithmetic, for an accelerator, by a table of times.
+
+CUDA decomposes matrices above order 32 one after another (`eigh`, QR), but multiplies and factorizes (Cholesky) whole
+stacks at once. A solver with `by_device: true` therefore hands its matrices on an accelerator to the fastest of the
+solvers that call themselves `equal_to` it. On a CPU it solves them itself, so that the bits of a recipe depend on no
+table. The choice is made on the host and reads no values.
+
+`timings.json` holds the times, in the format of the reports of a device, with the source of each number. The choice
+follows from the device type, the order of the matrices and their dtype. It does not follow from the number of matrices
+in a stack, which differs between ranks and between the parts of a spread refresh: the same block would have other bits
+on one rank than on two. Times of a row are divided by its batch; of rows of one order that with the largest batch
+counts.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from eigengraft.ramps import Schedulable
+
+from .base import BasisSolver, RootSolver
+
+_Solver = TypeVar("_Solver", RootSolver, BasisSolver)
+
+
+class ByDevice(Schedulable):
+    """A solver that may leave its matrices to an equal one where they are on an accelerator."""
+
+    by_device: bool = Field(
+        default=False,
+        description="on an accelerator, take the solver that `timings.json` says is fastest there, of those with the "
+        "same result in exact arithmetic",
+    )
+
+    def choice(self, device: str, order: int, dtype: torch.dtype) -> str:
+        """Return in one line what solves matrices `[N, order, order]` on an accelerator, instead of what, and why."""
+        return choose_solver(self, device, order, dtype).why
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A measured time of an operation on a stack of symmetric matrices.
+
+    device: type of the device, as torch names it.
+    card: model of the device.
+    date: when it was measured or published, as year-month-day.
+    operation: kind of a solver; one call of it.
+    order, batch: size and number of the matrices.
+    dtype: name of their dtype.
+    milliseconds: time of one call for the whole batch.
+    source: "measured", "read, not measured" or "estimated", a colon, and where the number is from.
+    """
+
+    device: str
+    card: str
+    date: str
+    operation: str
+    order: int
+    batch: int
+    dtype: str
+    milliseconds: float
+    source: str = "measured: make gpu"
+
+
+@cache
+def timings() -> tuple[Timing, ...]:
+    """Return all rows of `timings.json`."""
+    rows = json.loads(Path(__file__).with_name("timings.json").read_text(encoding="utf-8"))
+    return tuple(Timing(**row) for row in rows)
+
+
+class Estimate(NamedTuple):
+    """milliseconds: of one matrix. timing: the row that it follows from."""
+
+    milliseconds: float
+    timing: Timing
+
+
+def estimate(device: str, operation: str, order: int, dtype: torch.dtype) -> Estimate | None:
+    """Return the time of one matrix of a large stack, from the row of the least order that is not below `order`.
+
+    Above the largest order times grow with the third power. Where there are measured rows, others do not count. An
+    accelerator without rows is taken for one of CUDA. None: the table has no row of the operation.
+    """
+    if device not in {row.device for row in timings()}:
+        device = "cuda"
+    rows = [row for row in timings() if (row.device, row.operation) == (device, operation)]
+    if not rows:
+        return None
+    rows = [row for row in rows if row.source.startswith("measured")] or rows
+    reference = min((row.order for row in rows if row.order >= order), default=max(row.order for row in rows))
+    name = str(dtype).removeprefix("torch.")
+    row = min((row for row in rows if row.order == reference), key=lambda row: (row.dtype != name, -row.batch))
+    return Estimate(row.milliseconds / row.batch * max(1.0, order / row.order) ** 3, row)
+
+
+class Choice(NamedTuple):
+    """solver: a RootSolver or BasisSolver. why: its name, the names of the others, and their times."""
+
+    solver: RootSolver | BasisSolver
+    why: str
+
+
+@lru_cache(maxsize=1024)
+def choose_solver(solver: RootSolver | BasisSolver, device: str, order: int, dtype: torch.dtype) -> Choice:
+    """Choose between a solver and those equal to it, for matrices `[N, order, order]` on an accelerator."""
+    equal = (member.equal_to(solver, dtype) for member in solver.members.values())  # type: ignore[attr-defined]
+    found = []
+    for one in (solver, *(other for other in equal if other is not None)):
+        kind, place = str(getattr(one, "kind")), one.runs_on(device)  # noqa: B009  every member has a kind
+        known = estimate(place, kind, order, dtype)
+        if known is not None:
+            where = "" if place == device else " on the host"
+            nearest = f" as of order {known.timing.order}" * (known.timing.order != order)
+            origin = known.timing.source.split(":")[0]
+            text = f"{kind}{where} ({known.milliseconds:.2g} ms a matrix{nearest}, {origin})"
+            found.append((known.milliseconds, one, text))
+    if not found:
+        return Choice(solver, "the solver itself, no times are known")
+    found.sort(key=lambda each: each[0])
+    return Choice(found[0][1], ", not ".join(text for _, _, text in found))
+
+
+def chosen(solver: _Solver, a: Tensor) -> _Solver:
+    """Return the solver that solves matrices a `[N, d, d]` for one that may choose by device: itself on a CPU."""
+    if a.is_cpu or not (isinstance(solver, ByDevice) and solver.by_device):
+        return solver
+    return choose_solver(solver, a.device.type, a.shape[-1], a.dtype).solver  # type: ignore[return-value]
+
+
+def decomposed_on_host(device: str, order: int, dtype: torch.dtype) -> bool:
+    """Return whether eigendecompositions of matrices on a device are faster on the host, by the table."""
+    here, there = (estimate(where, "eigh", order, dtype) for where in (device, "cpu"))
+    return here is not None and there is not None and there.milliseconds < here.milliseconds
