@@ -133,10 +133,12 @@ def chosen(solver: _Solver, a: Tensor) -> _Solver:
     """Return the solver that solves matrices a `[N, d, d]` for one that may choose by device: itself on a CPU."""
     if a.is_cpu or not (isinstance(solver, ByDevice) and solver.by_device):
         return solver
-    return choose_solver(solver, a.device.type, a.shape[-1], a.dtype).solver  # type: ignore[return-value]
+    return choose_solver(solver, a.device.type, a.shape[-1], a.dtype).solver
 
 
 def decomposed_on_host(device: str, order: int, dtype: torch.dtype) -> bool:
     """Return whether eigendecompositions of matrices on a device are faster on the host, by the table."""
+    if device == "cpu":
+        return False
     here, there = (estimate(where, "eigh", order, dtype) for where in (device, "cpu"))
     return here is not None and there is not None and there.milliseconds < here.milliseconds

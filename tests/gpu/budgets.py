@@ -9,7 +9,7 @@ entries into one axis have half the width.
 waits, uploads, kernels: of a steady step with 4 layers. layers: kernels that 8 more layers add. traffic: bytes given to
 and made by kernels, peak: most bytes held beyond state and gradients, both with 12 layers, in units of the parameters'
 bytes. refresh: most waits of a step from the first on, with the first refreshes and with checks of new stages, those of
-decompositions left out.
+decompositions on the device left out.
 
 Aims: no wait and no upload but of a step's numbers; 12 layers cost the kernels of 4; adamw 40 kernels and 16 times
 traffic, muon 200 kernels, soap 260, shampoo 350. torch's AdamW takes 7 kernels and 4 times (fused) or 21 and 14 times.

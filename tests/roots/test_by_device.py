@@ -82,8 +82,12 @@ def test_measured_times_count_before_others(rows: list[Timing]) -> None:
 @pytest.mark.parametrize(
     ("solver", "order", "expected"),
     [
-        (PowerQR(by_device=True), 1024, CholeskyQR()),
-        (PowerQR(by_device=True, steps=2, bootstrap=False), 256, CholeskyQR(steps=2, bootstrap=False)),
+        (PowerQR(by_device=True), 1024, CholeskyQR(rounds=4, wide=True)),
+        (
+            PowerQR(by_device=True, steps=2, bootstrap=False),
+            256,
+            CholeskyQR(steps=2, rounds=4, wide=True, bootstrap=False),
+        ),
         (Eigh(**RIDGE, by_device=True), 32, Eigh(**RIDGE, by_device=True)),
         (Eigh(by_device=True), 1024, Eigh(on_host=True)),
         (Eigh(**RIDGE, deficiency="floor", by_device=True), 64, Eigh(**RIDGE, deficiency="floor", on_host=True)),
@@ -129,7 +133,9 @@ def test_an_outsider_may_offer_an_equal_solver(rows: list[Timing]) -> None:
     try:
         rows += [row("cuda", "power_qr", 64, 2.0), row("cuda", "cholesky_qr", 64, 1.0), row("cuda", "fast_qr", 64, 0.5)]
         assert by_device.choose_solver(PowerQR(by_device=True), "cuda", 64, F32).solver == Fast()
-        assert by_device.choose_solver(PowerQR(steps=2, by_device=True), "cuda", 64, F32).solver == CholeskyQR(steps=2)
+        assert by_device.choose_solver(PowerQR(steps=2, by_device=True), "cuda", 64, F32).solver == CholeskyQR.equal_to(
+            PowerQR(steps=2), F32
+        )
     finally:
         del BasisSolver.members["fast_qr"]
 
@@ -149,6 +155,36 @@ def test_a_first_basis_is_decomposed_on_the_host_and_steps_wait_for_nothing() ->
         assert (counts.waits, counts.downloads, counts.uploads) == (0, 0, 0)
         assert torch.equal(ours.q.cpu(), first.q) and ours.ok.cpu().all() and step.ok.cpu().all()
         assert torch.allclose(step.q.cpu(), second.q, atol=1e-4) and diagonal is None
+
+
+@pytest.mark.parametrize("rank", [1, 4, 64])
+@pytest.mark.parametrize("spike", [0.0, 1e2, 1e8])
+def test_a_basis_follows_new_directions_on_a_device_as_on_a_cpu(rank: int, spike: float) -> None:
+    """Gradients of low rank, and one that outweighs all others, make columns of A Q nearly parallel."""
+    solver, generator, d = PowerQR(by_device=True), torch.Generator().manual_seed(0), 64
+    a, fall = torch.zeros(2, d, d), 1 / (1 + torch.arange(float(d)))[:, None]
+    ours = theirs = torch.eye(d).repeat(2, 1, 1)
+    with accelerator("cuda") as run:
+        for refresh in range(10):
+            for step in range(10 if refresh else 2):
+                g = (
+                    torch.randn(2, d, rank, generator=generator)
+                    * fall
+                    * (1 + spike * (refresh == 5 and step == 9)) ** 0.5
+                )
+                a = 0.95 * a + 0.05 * g @ g.mT
+            theirs = solver.basis(a, theirs, refresh == 0).q
+            found = solver.basis(a.to(run.device), ours.to(run.device), refresh == 0)
+            assert found.ok.cpu().all()
+            ours = found.q.cpu()
+            assert float((ours.mT @ ours - torch.eye(d)).abs().max()) <= 1e-5
+            assert off_diagonal(a, ours) <= 1.2 * off_diagonal(a, theirs) + 1e-3
+
+
+def off_diagonal(a: Tensor, q: Tensor) -> float:
+    """||B - diag B||_F / ||B||_F of B = Q^T A Q, over the stack."""
+    b = q.mT @ a @ q
+    return float((b - torch.diag_embed(b.diagonal(dim1=-2, dim2=-1))).norm() / b.norm())
 
 
 @pytest.mark.parametrize("solver", [Eigh(on_host=True), EighBasis(on_host=True)], ids=["root", "basis"])

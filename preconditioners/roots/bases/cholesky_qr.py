@@ -9,7 +9,14 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.numerics import apply_aligned, finite_blocks, known_to_hold, may_branch_on_values, where_blocks
+from eigengraft.numerics import (
+    apply_aligned,
+    finite_blocks,
+    identity_like,
+    known_to_hold,
+    may_branch_on_values,
+    where_blocks,
+)
 
 from ..base import Basis, BasisSolver, leading_eigenvectors
 from .power_qr import PowerQR, householder, identity_order, ordered_step, same_signs, unit_sized
@@ -18,17 +25,23 @@ from .power_qr import PowerQR, householder, identity_order, ordered_step, same_s
 class CholeskyQR(BasisSolver):
     """Q <- orth(A Q[:, o]),  o = columns by descending diag(Q^T A Q);  orth(X): X <- X R^-1 with R^T R = X^T X + s I
 
-    in `rounds` rounds, s = 4 d u in the first and 0 after it, u the unit of rounding (CholeskyQR2, Yamamoto et al.
-    2015; the shift, Fukaya et al. 2020). Columns of X are scaled to length 1 before, which changes no Q and makes X
-    well-conditioned, whatever the spectrum, once Q is near the eigenvectors. Columns of X that are only rounding,
-    those of the null space, stay what they are in Q.
+    in `rounds` rounds, u the unit of rounding; s = 0 in the last two rounds, or the last one of two, and 4 d u before
+    (CholeskyQR2, Yamamoto et al. 2015; the shift, Fukaya et al. 2020). Columns of X are scaled to length 1 before,
+    which changes no Q and makes X well-conditioned, whatever the spectrum, once Q is near the eigenvectors. Columns of
+    X that are only rounding, those of the null space, stay what they are in Q.
+
+    Two rounds are enough for X of condition up to u^(-1/2). A direction that is new to A, or much larger than the rest,
+    makes columns of A Q nearly parallel. With `rounds: 4, wide: true` these are orthonormalised too, as well as by
+    Householder QR (mixed precision, Yamazaki, Tomov & Dongarra 2015): this is the solver `by_device` exchanges
+    `power_qr` for. With two rounds in float32 nearly all refreshes of such matrices fail on a device.
     A matrix whose result is not orthonormal is orthonormalised by Householder QR on a CPU. On a device, where the host
     would have to wait for which ones these are, it keeps its basis and counts as failed.
     """
 
     kind: Literal["cholesky_qr"] = "cholesky_qr"
     steps: int = Field(default=1, ge=1, le=100, description="power steps in one refresh")
-    rounds: int = Field(default=2, ge=2, le=4, description="Cholesky factorisations in one step")
+    rounds: int = Field(default=2, ge=2, le=8, description="Cholesky factorisations in one step")
+    wide: bool = Field(default=False, description="take the rounds with s > 0 in float64")
     max_error: float = Field(
         default=32.0, ge=1, description="largest |Q^T Q - I| that is accepted, in units of rounding, the spacing at 1"
     )
@@ -38,7 +51,9 @@ class CholeskyQR(BasisSolver):
 
     @classmethod
     def equal_to(cls, other: BasisSolver, dtype: torch.dtype) -> Self | None:
-        return cls(steps=other.steps, bootstrap=other.bootstrap) if isinstance(other, PowerQR) else None
+        if not isinstance(other, PowerQR):
+            return None
+        return cls(steps=other.steps, rounds=4, wide=True, bootstrap=other.bootstrap)
 
     def basis(self, a: Tensor, q: Tensor, first: bool) -> Basis:
         if first and self.bootstrap:
@@ -69,15 +84,20 @@ class CholeskyQR(BasisSolver):
 
     def cholesky(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Orthonormal columns that span those of x, which have length 1; and `[N]`, whether they are orthonormal."""
-        eye = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
-        rounding = torch.finfo(x.dtype).eps
-        shift = 4 * x.shape[-1] * rounding
         for number in range(self.rounds):
-            gram = torch.bmm(x.mT, x)
-            lower, _ = apply_aligned(torch.linalg.cholesky_ex, gram if number else gram + shift * eye)
-            x = apply_aligned(_divided, x, lower)
-        error = (torch.bmm(x.mT, x) - eye).abs().amax((-2, -1))
-        return x, error <= self.max_error * rounding  # False where a factorisation failed and left NaN
+            shifted = number < max(1, self.rounds - 2)
+            x = _round(x.double(), True).to(x.dtype) if shifted and self.wide else _round(x, shifted)
+        error = (torch.bmm(x.mT, x) - identity_like(x)).abs().amax((-2, -1))
+        return x, error <= self.max_error * torch.finfo(x.dtype).eps  # False where a factorisation failed and left NaN
+
+
+def _round(x: Tensor, shifted: bool) -> Tensor:
+    """X R^-1 with R^T R = X^T X + s I, s = 4 d u if shifted, else 0."""
+    gram = torch.bmm(x.mT, x)
+    shift = 4 * x.shape[-1] * torch.finfo(x.dtype).eps if shifted else 0
+    lower, _ = apply_aligned(torch.linalg.cholesky_ex, gram + shift * identity_like(gram) if shifted else gram)
+    quotient: Tensor = apply_aligned(_divided, x, lower)
+    return quotient
 
 
 def _divided(x: Tensor, lower: Tensor) -> Tensor:
