@@ -35,7 +35,6 @@ from xml.etree import ElementTree
 import torch
 from torch.nn import Parameter
 
-from eigengraft.component import checked
 from eigengraft.experiments.benches.steps.step.bench import first_line
 from eigengraft.experiments.benches.steps.step.cases import StepCase
 from eigengraft.experiments.benches.steps.step.measure import (
@@ -51,7 +50,7 @@ from eigengraft.experiments.tasks.model_shapes import GPT2, MODELS
 from eigengraft.experiments.training.environment import processor_name
 from eigengraft.optimizers import Optimizer
 from eigengraft.optimizers.plan.plan import plan
-from eigengraft.preconditioners import BasisSolver, RootSolver
+from eigengraft.preconditioners import BasisSolver, CholeskyQR, CoupledNewton, Eigh, NewtonDB, PowerQR, RootSolver
 from eigengraft.testing import DeviceCounts, accelerator
 
 HERE = Path(__file__).resolve().parent
@@ -70,9 +69,14 @@ CASES = (
     StepCase(peer=f"{HERE}/peers.py:TorchMuon", name="torch Muon and AdamW, fused"),
     StepCase(peer="heavyball:Muon", switches=COMPILED, name="HeavyBall Muon, compiled"),
     StepCase(recipe="soap"),
-    StepCase(recipe="soap", overrides=("update.eigenbasis.solver.kind=cholesky_qr",), name="soap, solver: cholesky_qr"),
+    StepCase(recipe="soap", overrides=("update.eigenbasis.solver.by_device=false",), name="soap, by_device: false"),
     StepCase(peer="heavyball:SOAP", options=SECOND_ORDER, switches=COMPILED, name="HeavyBall SOAP, compiled"),
     StepCase(recipe="shampoo"),
+    StepCase(
+        recipe="shampoo",
+        overrides=("update.graft.direction.shampoo.solver.by_device=false",),
+        name="shampoo, by_device: false",
+    ),
     StepCase(peer=f"{HERE}/peers.py:Shampoo", name="Distributed Shampoo"),
 )
 TESTS = ("tests/gpu", "tests/experiments/test_train.py")
@@ -96,8 +100,10 @@ class Sizes(NamedTuple):
     tests: tuple[str, ...]
 
 
-MATRICES = tuple((order, batch) for order in (256, 512, 1024, 2048, 4096) for batch in (1, 8) if order * batch < 32768)
-REAL = Sizes(MODELS["gpt2"], 12, 30, MATRICES, MATRICES[:6], (*TESTS, "-m", "gpu"))
+SMALL = ((32, 64), (64, 64))
+"""Orders on both sides of the one from which on CUDA decomposes one matrix after the other."""
+LARGE = tuple((order, batch) for order in (256, 512, 1024, 2048, 4096) for batch in (1, 8) if order * batch < 32768)
+REAL = Sizes(MODELS["gpt2"], 12, 30, (*SMALL, *LARGE), (*SMALL, *LARGE[:6]), (*TESTS, "-m", "gpu"))
 TINY = Sizes(
     GPT2(1, 32, 64, 16), 3, 3, ((8, 2),), ((8, 2),), ("tests/gpu/test_laws_on_device.py", "-m", "not slow and not gpu")
 )
@@ -184,8 +190,11 @@ def waits_of(contender: Contender, gradients: Any) -> Counter[str]:
 
 def decompositions(device: str, card: str, matrices: tuple[tuple[int, int], ...]) -> Iterator[Row]:
     """Measure solvers of roots and bases, and operations that they are made of, on stacks of symmetric matrices."""
-    roots = [(kind, checked(RootSolver, {"kind": kind})) for kind in ("coupled_newton", "newton_db")]
-    bases = [(kind, checked(BasisSolver, {"kind": kind})) for kind in ("power_qr", "cholesky_qr")]
+    power, newton = PowerQR(), CoupledNewton.equal_to(Eigh(eps=1e-6, relative=True), torch.float32)
+    cholesky = CholeskyQR.equal_to(power, torch.float32)
+    assert newton is not None and cholesky is not None
+    roots: dict[str, RootSolver] = {"coupled_newton": newton, "newton_db": NewtonDB()}
+    bases: dict[str, BasisSolver] = {"power_qr": power, "cholesky_qr": cholesky}
     same = {"part": "decomposition", "device": device, "card": card, "date": today()}
     source = f"measured: make gpu, torch {torch.__version__}"
     for order, batch in ((32, 1), *matrices):
@@ -196,8 +205,8 @@ def decompositions(device: str, card: str, matrices: tuple[tuple[int, int], ...]
             "eigh": partial(torch.linalg.eigh, a),
             "qr": partial(torch.linalg.qr, x),
             "householder": lambda x=x: torch.linalg.householder_product(*torch.geqrf(x)),
-            **{kind: partial(solver.basis, a, q, False) for kind, solver in bases},
-            **{kind: partial(solver.root, a, Fraction(1, 4)) for kind, solver in roots},
+            **{kind: partial(solver.basis, a, q, False) for kind, solver in bases.items()},
+            **{kind: partial(solver.root, a, Fraction(1, 4)) for kind, solver in roots.items()},
         }
         if device != "cpu":
             work["eigh_on_host"] = lambda a=a: [found.to(a.device) for found in torch.linalg.eigh(a.cpu())]
