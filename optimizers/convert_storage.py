@@ -10,13 +10,13 @@ from eigengraft.distributed.distribution import Distribution
 from eigengraft.slots import State, Storage
 from eigengraft.state_key import StateKey
 
-from .build.stack import StackState
 from .isolation import isolation
 from .optimizer import Optimizer
 from .recipe.loading import load_recipe
 from .recipe.overrides import differences
 from .recipe.recipe import Recipe
 from .recipe.routing import DescribedParameters
+from .stacks.stack import StackState
 from .state.shown_state import is_host_key
 
 

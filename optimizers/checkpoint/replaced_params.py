@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from eigengraft.numerics import fake_mode
 
-from ..build.placement import ParamSpec
 from ..isolation import kept_from_compiler
 from ..param_groups import WHOLE_SHARDS, check_values, flat_piece
+from ..stacks.placement import ParamSpec
 from ..state.composed import ComposedOptimizer
 from ..state.param_sets import ParamSets, inherit_counts
 

@@ -11,8 +11,8 @@ from torch.utils.hooks import RemovableHandle
 
 from eigengraft.numerics import fake_mode
 
-from ..build.stack import StackState
 from ..isolation import kept_from_compiler
+from ..stacks.stack import StackState
 from ..state.param_sets import ParamSets
 from ..step.step import ParamSet
 from .state_rows import measured

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from eigengraft.errors import name_some
 
-from ..build.placement import lr_factors
-from ..build.stack import StackState
 from ..isolation import isolated
 from ..recipe.recipe import Recipe
 from ..signals.signals import steps_taken
+from ..stacks.placement import lr_factors
+from ..stacks.stack import StackState
 from ..state.param_sets import ParamSets
 from ..state.shown_state import own_state
 from ..write.averaging import Mode

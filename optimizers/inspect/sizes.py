@@ -9,7 +9,7 @@ from typing import Any
 
 from eigengraft.state_key import StateKey
 
-from ..build.stack import StackState
+from ..stacks.stack import StackState
 from ..state.shown_state import own_state
 
 

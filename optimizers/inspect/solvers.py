@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from eigengraft.preconditioners.roots import ByDevice
 
-from ..build.stack import StackState
+from ..stacks.stack import StackState
 
 
 def solver_choices(stack_states: Iterable[StackState], device: str | None = None) -> Iterator[str]:

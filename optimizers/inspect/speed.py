@@ -13,8 +13,8 @@ from eigengraft.component import Component
 from eigengraft.errors import stage_name
 from eigengraft.numerics import has_fast_bfloat16
 
-from ..build.stack import StackState
 from ..recipe.recipe import Recipe
+from ..stacks.stack import StackState
 from ..step.step import ParamSet
 
 

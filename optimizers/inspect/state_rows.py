@@ -18,7 +18,7 @@ from eigengraft.preconditioners.base import walk_blocks
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
-from ..build.stack import ActiveBlocks
+from ..stacks.stack import ActiveBlocks
 
 Found = dict[tuple[str, str], Tensor]
 """Values `[n]` by (slot, measure)."""

@@ -21,14 +21,14 @@ from eigengraft.distributed.layouts import Layout
 from eigengraft.numerics import compute_dtype
 from eigengraft.slots import Slot
 
-from ..build.block_groups import divide
-from ..build.owners import Advice, advise, assign_owners, block_cost, common_interval
-from ..build.phases import refresh_phases
-from ..build.placement import ParamPlacement, ParamSpec, place
 from ..inspect.reached import require_expected
 from ..recipe.loading import RecipeSource, load_recipe
 from ..recipe.recipe import Recipe
 from ..recipe.routing import ParamInfo, describe_named
+from ..stacks.block_groups import divide
+from ..stacks.owners import Advice, advise, assign_owners, block_cost, common_interval
+from ..stacks.phases import refresh_phases
+from ..stacks.placement import ParamPlacement, ParamSpec, place
 from .step_traffic import step_traffic
 from .traffic import Traffic
 

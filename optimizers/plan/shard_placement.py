@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from eigengraft.distributed.layouts import Layout
 from eigengraft.distributed.regions import holding
 
-from ..build.placement import place
 from ..recipe.loading import RecipeSource, load_recipe
 from ..recipe.routing import describe_model
+from ..stacks.placement import place
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Shard

@@ -13,10 +13,10 @@ from eigengraft.distributed.layouts import Layout
 from eigengraft.distributed.param_gather import Rows, pack_rows
 from eigengraft.distributed.rank_group import DIGEST
 
-from ..build.block_groups import round_bytes
-from ..build.placement import ParamSpec
-from ..build.rank_checks import numbers_sent
 from ..recipe.recipe import Recipe
+from ..stacks.block_groups import round_bytes
+from ..stacks.placement import ParamSpec
+from ..stacks.rank_checks import numbers_sent
 from ..step.exchange import decay_source
 from .traffic import Traffic, all_reduced, repeated, together, wire
 

@@ -19,9 +19,9 @@ from eigengraft.ramps import at as recipe_at
 from eigengraft.ramps import present, schedules
 from eigengraft.state_key import StateKey
 
-from ..build.placement import ParamSpec
 from ..recipe.recipe import Recipe, Route, slot_keys
 from ..recipe.routing import ParamInfo
+from ..stacks.placement import ParamSpec
 from ..step.exchange import Step
 from ..step.step import ParamSet
 from ..write import Constraint

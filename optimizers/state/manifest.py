@@ -16,8 +16,8 @@ from eigengraft.distributed.resharding import Entry
 from eigengraft.numerics import compute_dtype
 from eigengraft.state_key import AVERAGING, StateKey
 
-from ..build.stack import StackState
 from ..recipe.recipe import slot_keys
+from ..stacks.stack import StackState
 from ..step.step import ParamSet
 from ..write.averaging import Mode
 

@@ -14,13 +14,13 @@ from torch import Tensor
 from eigengraft.chains import asking
 from eigengraft.distributed.rank_group import RankGroup
 
-from ..build.assignment import Assignments
-from ..build.placement import ParamSpec
 from ..param_groups import check_values, first_peak, group_infos, require_facts
 from ..recipe.recipe import Recipe
 from ..recipe.routing import ParamInfo
 from ..signals import Signals
 from ..signals.signals import Schedules
+from ..stacks.assignment import Assignments
+from ..stacks.placement import ParamSpec
 from ..step.step import ParamSet
 from ..write.averaging import Mode
 from .shown_state import ShownState, fill, host_changes, own_state, refuse, show

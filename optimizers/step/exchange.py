@@ -21,10 +21,10 @@ from eigengraft.blocking.side_blocks import side_blocks
 from eigengraft.chains import asking
 from eigengraft.numerics import compute_dtype
 
-from ..build.placement import ParamSpec
-from ..build.rank_checks import failed_roots
-from ..build.stack import ActiveBlocks
 from ..recipe.recipe import Recipe
+from ..stacks.placement import ParamSpec
+from ..stacks.rank_checks import failed_roots
+from ..stacks.stack import ActiveBlocks
 from ..write import IterateStore
 from ..write.write import EntryUpdates, Rates, decayed_gradient
 from .gradients import GivenGradients, GradientSurvey, LocalSurvey

@@ -20,8 +20,8 @@ from eigengraft.numerics import active_fake_mode
 from eigengraft.ramps import schedules
 from eigengraft.slots import State
 
-from ..build.stack import ActiveBlocks, StackState
 from ..recipe.recipe import Recipe, Route
+from ..stacks.stack import ActiveBlocks, StackState
 from ..write.write import StepScale, WeightDecay
 from .exchange import Step
 from .program import StackStep, move

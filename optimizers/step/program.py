@@ -21,9 +21,9 @@ from eigengraft.slots import State
 from eigengraft.state_key import StateKey
 from eigengraft.step_context import StepContext
 
-from ..build.block_groups import connected
-from ..build.stack import ActiveBlocks, StackState
 from ..recipe.recipe import Update
+from ..stacks.block_groups import connected
+from ..stacks.stack import ActiveBlocks, StackState
 from ..write.write import Rates, StepScale, decayed_gradient, with_decay, write
 
 _T = TypeVar("_T")

@@ -20,11 +20,11 @@ from eigengraft.distributed.transfers import Arrived, Assembly, EntryReader, Sou
 from eigengraft.distributed.work import Work
 from eigengraft.numerics import compute_dtype
 
-from ..build.block_groups import round_bytes, sends_parameters
-from ..build.placement import ParamSpec
-from ..build.rank_checks import RankChecks, step_numbers
-from ..build.stack import ActiveBlocks
 from ..recipe.recipe import Recipe
+from ..stacks.block_groups import round_bytes, sends_parameters
+from ..stacks.placement import ParamSpec
+from ..stacks.rank_checks import RankChecks, step_numbers
+from ..stacks.stack import ActiveBlocks
 from ..write.write import EntryUpdates, StepScale, after_write, decayed_gradient
 from .exchange import GatherSource, LocalExchange, Step, Write, decay_source
 from .gradients import GivenGradients, GradientSurvey

@@ -18,12 +18,12 @@ from eigengraft.distributed.rank_group import RankGroup
 from eigengraft.state_key import StateKey
 from eigengraft.step_context import StepContext
 
-from ..build.block_groups import build
-from ..build.phases import Phases
-from ..build.placement import ParamSpec
-from ..build.rank_checks import RankChecks
-from ..build.stack import ActiveBlocks, StackState
 from ..recipe.recipe import Recipe, Route
+from ..stacks.block_groups import build
+from ..stacks.phases import Phases
+from ..stacks.placement import ParamSpec
+from ..stacks.rank_checks import RankChecks
+from ..stacks.stack import ActiveBlocks, StackState
 from ..write import IterateStore, ParameterUpdate
 from ..write.averaging import Mode
 from ..write.write import EntryUpdates, Hyper, Rates, RouteRates, write

@@ -11,13 +11,13 @@ from eigengraft.distributed.balance import Loads
 from eigengraft.distributed.comm_plan import pack
 from eigengraft.distributed.layouts import Layout
 from eigengraft.numerics import compute_dtype
-from eigengraft.optimizers.build.block_groups import build, divide, round_bytes
-from eigengraft.optimizers.build.owners import assign_owners, common_interval
-from eigengraft.optimizers.build.phases import refresh_phases
-from eigengraft.optimizers.build.placement import ParamSpec, place
 from eigengraft.optimizers.recipe.loading import load_recipe
 from eigengraft.optimizers.recipe.recipe import Recipe
 from eigengraft.optimizers.recipe.routing import describe_named
+from eigengraft.optimizers.stacks.block_groups import build, divide, round_bytes
+from eigengraft.optimizers.stacks.owners import assign_owners, common_interval
+from eigengraft.optimizers.stacks.phases import refresh_phases
+from eigengraft.optimizers.stacks.placement import ParamSpec, place
 
 SHAPES = {"a.weight": (17, 12), "b.weight": (24, 8), "c.weight": (12, 17), "norm.weight": (12,), "none.weight": (0, 4)}
 RECIPES: dict[str, Any] = {

@@ -12,7 +12,7 @@ from eigengraft.distributed import checks
 from eigengraft.distributed.checks import CheckedSums, Field, SameNumbers, checksum
 from eigengraft.distributed.gradients import UsedGradients
 from eigengraft.distributed.rank_group import DistributedError, RankGroup
-from eigengraft.optimizers.build.rank_checks import NUMBERS, step_numbers
+from eigengraft.optimizers.stacks.rank_checks import NUMBERS, step_numbers
 from eigengraft.optimizers.write.write import Hyper
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.float8_e4m3fn)

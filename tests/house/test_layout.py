@@ -9,7 +9,7 @@ from .test_house import imports, library, sources
 
 OPTIMIZER_ROOMS = (
     *("isolation", "write", "lr_scale", "recipe", "param_groups"),
-    *("build", "step", "signals", "state", "checkpoint"),
+    *("stacks", "step", "signals", "state", "checkpoint"),
 )
 """Rooms of `optimizers`, each of which imports only from those before it; plan may import from all."""
 
@@ -95,7 +95,7 @@ def test_rooms_of_optimizers_import_only_from_earlier_ones() -> None:
 def test_an_import_from_a_later_room_is_found(target: str) -> None:
     prefix = "eigengraft.optimizers"
     texts = {
-        f"{prefix}.build.a": f"from {prefix}.{target} import X",
+        f"{prefix}.stacks.a": f"from {prefix}.{target} import X",
         f"{prefix}.{target}": "",
         f"{prefix}.write.b": "",
     }

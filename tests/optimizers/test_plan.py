@@ -38,13 +38,13 @@ from eigengraft.distributed.work import Work, pads
 from eigengraft.errors import RecipeError
 from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.tasks.model_shapes import MODELS, parameters_of, read_shapes
-from eigengraft.optimizers.build.owners import block_cost
 from eigengraft.optimizers.plan.measure import measured_work
 from eigengraft.optimizers.plan.plan import Plan, known, plan
 from eigengraft.optimizers.plan.shard_placement import whole_block_shards
 from eigengraft.optimizers.plan.traffic import all_reduced
 from eigengraft.optimizers.recipe.loading import load_recipe
 from eigengraft.optimizers.recipe.routing import DescribedParameters, ParamInfo, describe_model
+from eigengraft.optimizers.stacks.owners import block_cost
 
 pytestmark = pytest.mark.slow
 

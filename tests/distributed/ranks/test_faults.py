@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from eigengraft.optimizers.build.rank_checks import AVERAGE_FIRST, STEP_ALIKE
 from eigengraft.optimizers.checkpoint.consolidation import GATHER_FIRST
+from eigengraft.optimizers.stacks.rank_checks import AVERAGE_FIRST, STEP_ALIKE
 
 from .launch import Outcome, Run, launch_once
 

@@ -9,8 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from eigengraft.optimizers import Recipe, load_recipe
-from eigengraft.optimizers.build.owners import at_once_fields, common_interval
 from eigengraft.optimizers.plan.plan import plan
+from eigengraft.optimizers.stacks.owners import at_once_fields, common_interval
 
 from ...common.bench import Bench
 from ...common.declarations import listed, require_distinct

@@ -33,9 +33,9 @@ from eigengraft.distributed.rank_group import DistributedError, RankGroup
 from eigengraft.errors import name_some
 from eigengraft.numerics import compute_dtype, fake_mode, norms_by_dtype
 
-from .placement import ParamSpec
 from ..write.failure import Failure
 from ..write.write import Hyper
+from .placement import ParamSpec
 
 SUBJECT = "param groups"
 BROADCAST = ", or wrap the model in DistributedDataParallel, which broadcasts"
