@@ -34,8 +34,10 @@ class ComparisonRow:
 
     @property
     def comparable(self) -> bool:
-        """Whether all runs, and those of the baseline, are of one task and its data."""
-        return len({run.data for run in (*self.runs, *(self.baseline.runs if self.baseline else ())) if run.config}) < 2
+        """Whether all runs, and those of the baseline, are of one task and one provenance, as far as both have it."""
+        runs = [run for run in (*self.runs, *(self.baseline.runs if self.baseline else ())) if run.config]
+        entries = {entry for run in runs for entry in run.provenance.items()}
+        return len({run.data[0] for run in runs}) < 2 and len(entries) == len({name for name, _ in entries})
 
     @cached_property
     def finals(self) -> dict[int, float]:
@@ -158,9 +160,10 @@ def compare(records: Records) -> list[ComparisonPanel]:
     for run in records.runs:
         others = tuple(named(axis, label) for axis, label in run.labels.items() if axis != records.compare)
         groups.setdefault(others, []).append(run)
-    labels = list(dict.fromkeys(run.labels[records.compare] for run in records.runs))
     # The baseline has the first colour wherever it stands.
-    styles = {label: i for i, label in enumerate(dict.fromkeys([records.baseline, *labels]))}
+    first = [_row_label(run, records) for run in records.runs if run.labels[records.compare] == records.baseline]
+    labels = dict.fromkeys([*first, *(_row_label(run, records) for run in records.runs)])
+    styles = {label: i for i, label in enumerate(labels)}
     return [_panel(others, runs, styles, records) for others, runs in groups.items()]
 
 
@@ -169,10 +172,11 @@ def _panel(
 ) -> ComparisonPanel:
     by_label: dict[str, list[Run]] = {}
     for run in runs:
-        by_label.setdefault(run.labels[records.compare], []).append(run)
-    base = records.baseline if records.baseline in by_label or records.compare != "run" else next(iter(by_label))
+        by_label.setdefault(_row_label(run, records), []).append(run)
+    labelled = (_row_label(run, records) for run in runs if run.labels[records.compare] == records.baseline)
+    base = next(labelled, next(iter(by_label)) if records.compare == "run" else None)
     metric, axis, baseline = records.metric, records.compare, None
-    if base in by_label:
+    if base is not None:
         baseline = ComparisonRow(base, styles[base], tuple(by_label[base]), metric, None, axis)
     found = {
         label: ComparisonRow(label, styles[label], tuple(some), metric, baseline, axis)
@@ -180,6 +184,12 @@ def _panel(
     }
     rows = tuple(baseline if baseline and label == baseline.label else row for label, row in found.items())
     return ComparisonPanel(", ".join(others) or records.name, others, rows, records.metric, baseline)
+
+
+def _row_label(run: Run, records: Records) -> str:
+    """The label of a run on the compared axis, with its variant where runs of one cell differ."""
+    label = run.labels[records.compare]
+    return f"{label} [{run.variant}]" if run.variant else label
 
 
 def named(axis: str, label: str) -> str:

@@ -68,7 +68,7 @@ def format_difference(row: ComparisonRow, panel: ComparisonPanel) -> tuple[str, 
     """
     difference = row.difference
     if difference is None:
-        return _NONE, "" if row.comparable else "another task"
+        return _NONE, "" if row.comparable else "other task, code or data"
     mean = signed(difference.mean)
     if difference.t is None or difference.half is None:
         return mean, ""

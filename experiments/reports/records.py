@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..files import read_object
+from ..provenance import variants
 from .run import METRICS, Metric, Run
 from .seed_statistics import Target
 
 MANIFEST = "study"
+_SHARED = ("name", "seed", "imports", "parallel", "diagnostics", "checkpoint_every", "log_every")
+"""Fields of an experiment in which runs of one cell may differ: they do not change the numbers that are averaged."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,20 @@ class Records:
     target: Target | None = None
     equal: str = "steps"
 
+    @property
+    def notices(self) -> list[str]:
+        """A sentence for each cell whose runs differ in configuration, code or data, and are not averaged."""
+        found: dict[str, dict[str, int]] = {}
+        for run in self.runs:
+            if run.variant:
+                counts = found.setdefault(", ".join(run.labels.values()), {})
+                counts[run.variant] = counts.get(run.variant, 0) + 1
+        return [
+            f"The runs of {cell} were made differently and are kept apart: "
+            + "; ".join(f"{variant} ({count} run{'s' if count > 1 else ''})" for variant, count in counts.items())
+            for cell, counts in found.items()
+        ]
+
     def rate_edge(self, labels: Mapping[str, str]) -> str:
         """Where the learning rate of a cell was tuned: "least" or "largest" if it is at an end of what was tried."""
         cell = ",".join(f"{axis}={label}" for axis, label in labels.items())
@@ -92,7 +109,7 @@ def read_records(directory: Path) -> Records:
     manifest = read_object(directory / f"{MANIFEST}.json")
     if not manifest:
         return _stray(directory)
-    runs = tuple(Run(run["labels"], run["seed"], directory / run["directory"]) for run in manifest["runs"])
+    runs = _kept_apart(Run(run["labels"], run["seed"], directory / run["directory"]) for run in manifest["runs"])
     metric = METRICS[manifest["metric"]]
     tuned = read_tuned(directory)
     if not tuned and all(run.status(metric) == "missing" for run in runs):
@@ -127,7 +144,25 @@ def _stray(directory: Path) -> Records:
         for run in runs:
             kind, content = run.data
             run.labels["task"] = kind if kinds.count(kind) == 1 else f"{kind} {content[:6]}"
-    return Records(directory.name, "", METRICS["val_loss"], "run", runs[0].labels["run"], tuple(runs))
+    return Records(directory.name, "", METRICS["val_loss"], "run", runs[0].labels["run"], _kept_apart(runs))
+
+
+def _kept_apart(runs: Iterable[Run]) -> tuple[Run, ...]:
+    """The runs, with a variant for those with equal labels that differ in configuration or provenance."""
+    cells: dict[tuple[tuple[str, str], ...], list[Run]] = {}
+    all_runs = list(runs)
+    for run in all_runs:
+        if run.environment:
+            cells.setdefault(tuple(run.labels.items()), []).append(run)
+    found = dict[Path, str]()
+    for cell in cells.values():
+        made = [{**_without(run.config, _SHARED), **run.provenance} for run in cell]
+        found |= {run.directory: name for run, name in zip(cell, variants(made), strict=True)}
+    return tuple(replace(run, variant=found.get(run.directory, "")) for run in all_runs)
+
+
+def _without(config: Mapping[str, Any], fields: Iterable[str]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in fields}
 
 
 def _stray_run(path: Path, directory: Path) -> Run:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +10,7 @@ from statistics import median
 from typing import Any, Literal
 
 from ..files import read_object, read_rows
+from ..provenance import provenance_of
 
 Status = Literal["complete", "diverged", "failed", "unfinished", "missing"]
 
@@ -40,11 +40,16 @@ METRICS = {
 
 @dataclass(frozen=True)
 class Run:
-    """One run directory: `labels` say where on the axes of its study it lies."""
+    """One run directory.
+
+    labels: label by axis of its study.
+    variant: how it differs from other runs with these labels in its configuration or provenance; empty: it does not.
+    """
 
     labels: dict[str, str]
     seed: int
     directory: Path
+    variant: str = ""
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -53,6 +58,11 @@ class Run:
     @cached_property
     def environment(self) -> dict[str, Any]:
         return read_object(self.directory / "env.json")
+
+    @cached_property
+    def provenance(self) -> dict[str, str]:
+        """Versions, code and data that made the numbers; empty before the run has begun."""
+        return provenance_of(self.environment)
 
     @cached_property
     def result(self) -> dict[str, Any]:
@@ -86,10 +96,8 @@ class Run:
 
     @property
     def data(self) -> tuple[str, str]:
-        """The kind of the task and the sha256 of its data; metrics of runs in which they differ have no difference."""
-        fingerprint = self.environment.get("data")
-        kind = self.config.get("task", {}).get("kind", "")
-        return str(kind), str(fingerprint.get("sha256", "")) if isinstance(fingerprint, Mapping) else ""
+        """The kind of the task and the sha256 of its data."""
+        return str(self.config.get("task", {}).get("kind", "")), self.provenance.get("data", "")
 
     @cached_property
     def median_step(self) -> float | None:

@@ -105,16 +105,15 @@ def _escaped(text: str) -> str:
 
 def write_runs_csv(records: Records, path: Path) -> None:
     """Write labels, seed, status and the numbers of result.json to six digits; numbers that a run lacks are empty."""
-    axes = _axes(records)
+    axes, apart = _axes(records), ["variant"] * any(run.variant for run in records.runs)
     with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as stream:
         writer = csv.writer(stream, lineterminator="\n")
-        writer.writerow([*axes, "seed", "status", *_COLUMNS])
+        writer.writerow([*axes, "seed", *apart, "status", *_COLUMNS])
         for run in records.runs:
             numbers = [run.result.get(column) for column in _COLUMNS]
             texts = ["" if number is None else f"{number:.6g}" for number in numbers]
-            writer.writerow(
-                [*(run.labels.get(axis, "") for axis in axes), run.seed, run.status(records.metric), *texts]
-            )
+            labels = [run.labels.get(axis, "") for axis in axes]
+            writer.writerow([*labels, run.seed, *[run.variant for _ in apart], run.status(records.metric), *texts])
 
 
 def write_parquet(records: Records, folder: Path) -> list[Path]:

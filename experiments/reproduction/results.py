@@ -57,8 +57,13 @@ class StudyResults:
 
 
 def collect_results(directory: Path) -> dict[str, Any]:
-    """What is kept of the finished runs under `directory`. Raises ValueError where a run is not finished."""
+    """What is kept of the finished runs under `directory`.
+
+    Raises ValueError where a run is not finished, or runs of one cell had other code or data.
+    """
     records = read_records(directory)
+    if records.notices:
+        raise ValueError(f"results: {records.notices[0]}; remove those of one kind from {directory} and run it again")
     rows = [_row(run, records.rate_edge(run.labels)) for run in records.runs]
     last = max((run.directory / "result.json").stat().st_mtime for run in records.runs)
     seen = [run.environment for run in records.runs]

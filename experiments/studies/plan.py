@@ -8,11 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eigengraft.component import checked
 from eigengraft.errors import RecipeError
 
 from ..files import make_directory, short_name
+from ..provenance import REMEDY, provenance_changes
 from ..reports.records import MANIFEST
 from ..reports.run import METRICS
+from ..tasks import Fingerprint, Task
+from ..training.environment import describe_provenance
 from ..training.experiment import Experiment
 from ..training.loading import load_experiment
 from ..training.rundir import RunDirectory
@@ -112,6 +116,32 @@ def refuse_changed(planned: list[PlannedRun], directory: Path) -> None:
     if faults:
         more = f"\n... and {len(faults) - 4} more runs" if len(faults) > 4 else ""
         raise RecipeError("the study has changed since these runs were made:\n" + "\n".join(faults[:4]) + more)
+
+
+def refuse_other_provenance(planned: Iterable[PlannedRun], directory: Path) -> None:
+    """Raise RecipeError when runs of these cells in `directory`, those of searches too, had other code or data.
+
+    Runs that are done and runs that follow are averaged: all runs of a study have the same provenance.
+    """
+    imports = {Path(run.directory).parent: run.experiment.imports for run in planned}
+    data: dict[str, Fingerprint] = {}
+    faults: dict[str, int] = {}
+    for cell, sources in imports.items():
+        for path in [path for kind in ("", "timing", "tuning") for path in (directory / kind / cell).rglob("env.json")]:
+            run = RunDirectory(path.parent)
+            task = (run.read("config") or {}).get("task")
+            key = json.dumps(task)
+            if key not in data:
+                data[key] = checked(Task, task, "task").load().fingerprint
+            for fault in provenance_changes(run.read("env") or {}, describe_provenance(data[key], sources)):
+                faults[fault] = faults.get(fault, 0) + 1
+    if faults:
+        lines = [f"{fault} ({count} run{'s' if count > 1 else ''})" for fault, count in faults.items()]
+        raise RecipeError(
+            f"{directory}: runs of this study had other code or data; what is there -> what there is now:\n"
+            + "\n".join(lines[:8])
+            + f"\n{REMEDY}"
+        )
 
 
 def write_manifest(study: Study, planned: list[PlannedRun], tuned: Mapping[str, Tuned], directory: Path) -> None:

@@ -17,7 +17,15 @@ from ..files import short_name, write_text
 from ..reports.run import fault_file
 from ..training.outcome import Result
 from ..training.rundir import RunDirectory
-from .plan import PlannedRun, expected_seconds, plan_runs, refuse_changed, unfinished, write_manifest
+from .plan import (
+    PlannedRun,
+    expected_seconds,
+    plan_runs,
+    refuse_changed,
+    refuse_other_provenance,
+    unfinished,
+    write_manifest,
+)
 from .pool import run_pool
 from .study import Study
 from .tuning.equal_seconds import plan_timing
@@ -86,6 +94,7 @@ def prepare_study(
     own = plan_runs(timed, tuned)
     planned = timing or tuning or own
     refuse_changed(planned, directory)
+    refuse_other_provenance(own, directory)
     left = unfinished(planned, directory)
     seconds = expected_seconds(planned)
     if not timing:  # rounds of timed runs stay in their order

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +18,37 @@ import torch
 
 import eigengraft
 from eigengraft.errors import RecipeError
-from eigengraft.optimizers.recipe.overrides import differences
 
+from ..provenance import REMEDY, provenance_changes
 from ..tasks import Fingerprint
+from .imports import imported_sources
 from .rundir import RunDirectory
 
+_COMPUTING = (
+    *("blocking", "numerics", "preconditioners", "quantization", "distributed", "optimizers"),
+    *("experiments.tasks", "experiments.training"),
+)
+"""Packages of the library whose code enters the numbers of a run."""
 
-def describe_environment(data: Fingerprint, device: torch.device, ranks: int = 1) -> dict[str, Any]:
-    """Versions, machine, processes, command line, git commit of the working directory and fingerprint of the data."""
+
+def describe_provenance(data: Fingerprint, imports: Iterable[str] = ()) -> dict[str, Any]:
+    """The part of an environment that is compared: versions, the library's and imported code, and the data."""
     return {
-        "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": numpy.__version__,
         "eigengraft": eigengraft.__version__,
+        "sources": library_digest(),
+        "imports": imported_sources(imports),
+        "data": asdict(data),
+    }
+
+
+def describe_environment(
+    data: Fingerprint, device: torch.device, ranks: int = 1, imports: Iterable[str] = ()
+) -> dict[str, Any]:
+    """The provenance, machine, processes, command line and git commit of the working directory."""
+    return {
+        "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": processor_name(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
@@ -36,18 +57,44 @@ def describe_environment(data: Fingerprint, device: torch.device, ranks: int = 1
         "git": _git("rev-parse", "HEAD"),
         "git_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
         "command": sys.argv,
-        "data": asdict(data),
+        **describe_provenance(data, imports),
     }
 
 
-def require_data(run: RunDirectory, found: Mapping[str, Any]) -> None:
-    """Record an environment in a new run; an older one must have seen the same data. Raises RecipeError."""
-    known = run.read("env")
-    if known is None:
+@cache
+def library_digest() -> str:
+    """The sha256 of the library's own code that enters the numbers of a run, in the order of its paths.
+
+    Checkouts of one version differ in it where the code differs.
+    """
+    digest, home = hashlib.sha256(), Path(eigengraft.__path__[0])
+    files = [(file.name, file) for file in sorted(home.glob("*.py"))]
+    for package in _COMPUTING:
+        spec = find_spec(f"eigengraft.{package}")
+        folder = Path((spec.submodule_search_locations or [""])[0]) if spec is not None else home
+        files += [(f"{package} {file.relative_to(folder).as_posix()}", file) for file in sorted(folder.rglob("*.py"))]
+    for name, file in files:
+        digest.update(f"{name}\0".encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def record_environment(run: RunDirectory, found: Mapping[str, Any]) -> None:
+    """Write the environment of a new run. Raise RecipeError where a run was begun with other code or data."""
+    require_provenance(run, found)
+    if run.read("env") is None:
         run.write("env", found)
-    elif known["data"]["sha256"] != found["data"]["sha256"]:
-        faults = "\n".join(differences({"data": known["data"]}, {"data": found["data"]}))
-        raise RecipeError(f"{run.path}: the data of the run's start is required:\n{faults}")
+
+
+def require_provenance(run: RunDirectory, found: Mapping[str, Any]) -> None:
+    """Raise RecipeError where the run was begun with other code or data than those of the environment `found`."""
+    known = run.read("env")
+    faults = [] if known is None else provenance_changes(known, found)
+    if faults:
+        raise RecipeError(
+            f"{run.path}: the code and the data of the run's start are required; what is there -> what there is now:\n"
+            + "\n".join(faults)
+            + f"\n{REMEDY}"
+        )
 
 
 def processor_name() -> str:

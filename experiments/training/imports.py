@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import site
 import sys
+import sysconfig
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from eigengraft.errors import RecipeError
@@ -23,11 +26,63 @@ def import_component(source: str) -> ModuleType:
     Raises RecipeError naming the file and line when it cannot be imported.
     """
     try:
-        return _from_file(Path(source)) if names_a_file(source) else importlib.import_module(source)
+        module = _from_file(Path(source)) if names_a_file(source) else importlib.import_module(source)
     except RecipeError:
         raise
     except Exception as error:
         raise RecipeError(f"imports: '{source}' cannot be imported: {_where(error)}") from error
+    _digests(module.__name__)  # of the text that was executed, not of a later one
+    return module
+
+
+def imported_sources(sources: Iterable[str]) -> dict[str, str]:
+    """The sha256 of every imported file, and of the modules that they use, by file or module name.
+
+    Modules that are found are those of the same package, and those that are neither installed nor the library's: a
+    model in a file beside the task is one. A module that is imported inside a function is not found.
+    """
+    found: dict[str, set[str]] = {}
+    for source in sources:
+        module = import_component(source)
+        for name, digest in _digests(module.__name__).items():
+            named = Path(source).name if name == module.__name__ and names_a_file(source) else name
+            found.setdefault(named, set()).add(digest)
+    return {name: " ".join(sorted(digests)) for name, digests in sorted(found.items())}
+
+
+@cache
+def _digests(root: str) -> dict[str, str]:
+    """The sha256 of an imported module and of those that it uses, by name."""
+    found: dict[str, str] = {}
+    left = [root]
+    while left:
+        name = left.pop()
+        module = sys.modules.get(name)
+        file = getattr(module, "__file__", None)
+        if module is None or file is None or name in found or not _followed(name, Path(file), root):
+            continue
+        found[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+        left += _used(module)
+    return found
+
+
+def _used(module: ModuleType) -> Iterator[str]:
+    """Names of modules that the globals of a module are, or come from."""
+    for value in vars(module).values():
+        if isinstance(value, ModuleType):
+            yield value.__name__
+        else:
+            home = (value if isinstance(value, (type, FunctionType)) else type(value)).__module__
+            yield from [home] if isinstance(home, str) else []
+
+
+def _followed(name: str, file: Path, root: str) -> bool:
+    """Whether a module's code counts as that of the imported module `root`."""
+    package = name.partition(".")[0]
+    if package == "eigengraft" or package == root.partition(".")[0]:
+        return package != "eigengraft" or name == root
+    installed = [*site.getsitepackages(), site.getusersitepackages(), sysconfig.get_paths()["stdlib"]]
+    return not any(file.resolve().is_relative_to(Path(one).resolve()) for one in installed)
 
 
 def names_a_file(source: str) -> bool:

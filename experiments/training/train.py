@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from . import sharded_checkpoint
+from .environment import describe_provenance, require_provenance
 from .experiment import Experiment
 from .outcome import Result, Tick
 from .parallel.process_group import process_group, report_lost_rank
@@ -28,7 +29,8 @@ def train(
 
     With `parallel`, every process that torchrun started calls this; rank 0 owns the directory and reports progress.
     A non-finite loss ends the run with `diverged=True`. Raises RecipeError when the directory holds another experiment,
-    DistributedError when another rank is lost. With `checked` a stage that breaks its contract raises ContractError.
+    or one that other code or data made, and DistributedError when another rank is lost. With `checked` a stage that
+    breaks its contract raises ContractError.
     """
     run = RunDirectory(directory)
     with (
@@ -40,7 +42,11 @@ def train(
         def claim() -> dict[str, Any] | None:
             run.claim(experiment.model_dump(mode="json"))
             stack.enter_context(run.locked())
-            return run.read("result")
+            result = run.read("result")
+            if result is not None:
+                data = experiment.task.load().fingerprint
+                require_provenance(run, describe_provenance(data, experiment.imports))
+            return result
 
         done = ranks.on_first(claim)
         if done is not None:

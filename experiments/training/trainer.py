@@ -14,10 +14,11 @@ from torch import Tensor, nn
 import eigengraft
 from eigengraft.errors import RecipeError
 
+from ..provenance import provenance_of
 from ..tasks import Batch, Metrics
 from . import sharded_checkpoint
 from .callbacks import Callbacks
-from .environment import describe_environment, require_data
+from .environment import describe_environment, record_environment
 from .experiment import Experiment
 from .outcome import Diagnostics, MetricsWindow, Result, Tick, numbers_of_rows
 from .parallel.modes import reshard_model
@@ -173,12 +174,16 @@ class Trainer:
         self.directory.save({**notes, **state})
 
     def _continue(self) -> None:
-        """Restore the last checkpoint if there is one; the data must be the same from the first step to the last."""
-        data = self.dataset.fingerprint
-        if len(set(self.ranks.all_gather((self.experiment.model_dump_json(exclude={"imports"}), data.sha256)))) > 1:
-            raise RecipeError("ranks: the same experiment and the same data are required on each, got different ones")
-        found = describe_environment(data, self.device, self.ranks.size)
-        self.ranks.on_first(lambda: require_data(self.directory, found))
+        """Restore the last checkpoint if there is one; code and data must be those of the run's first step."""
+        data, imports = self.dataset.fingerprint, self.experiment.imports
+        found = describe_environment(data, self.device, self.ranks.size, imports)
+        declared = self.experiment.model_dump_json(exclude={"imports"})
+        if len(set(self.ranks.all_gather((declared, *sorted(provenance_of(found).items()))))) > 1:
+            raise RecipeError(
+                "ranks: the same experiment, code and data are required on each, got different ones; compare the "
+                "versions of torch, numpy and eigengraft, the files in `imports` and those of the task on each machine"
+            )
+        self.ranks.on_first(lambda: record_environment(self.directory, found))
         shared = (self.directory, self.ranks, self.model, self.optimizer)
         notes = sharded_checkpoint.load_sharded(*shared) if self.ranks.distributed else self._load_single()
         if notes is not None:

@@ -247,6 +247,31 @@ train(load_experiment(sys.argv[1]), sys.argv[2], lambda tick: time.sleep(0.02))
 """
 
 
+NET = """
+from torch import nn
+class Net(nn.Linear):
+    pass
+"""
+MINE = """
+from typing import Literal
+from net import Net
+from torch import nn
+from eigengraft.experiments.tasks import Digits, Task
+class Mine(Task):
+    kind: Literal["mine"] = "mine"
+    def load(self): return Digits(batch_size=8).load()
+    def build(self): return nn.Sequential(nn.Flatten(), Net(64, 10))
+"""
+IMPORTED = """
+import os, sys
+sys.path.insert(0, os.getcwd())
+from eigengraft.experiments import load_experiment, train
+source, directory, steps, stop = sys.argv[1:]
+experiment = load_experiment(source, [steps, "eval_every=4", "log_every=1", "checkpoint_every=2"])
+train(experiment, directory, lambda tick: os._exit(9) if str(tick.step) == stop else None)
+"""
+
+
 def kill_after(step: int, experiment: Path, directory: Path) -> None:
     """Train in another process and kill it once metrics of `step` are there."""
     child = processes.start("-c", CHILD, experiment, directory, folder=experiment.parent)
@@ -339,8 +364,37 @@ class TestRefusals:
             train(experiment, tmp_path / "run", stop_at(9))
         text.write_bytes(b"no things " * 1000)
         sha256 = hashlib.sha256(b"no things " * 1000).hexdigest()
-        with pytest.raises(RecipeError, match=f"the data of the run's start is required:\ndata.sha256: .* -> {sha256}"):
+        with pytest.raises(RecipeError, match=f"data of the run's start are required.*\ndata: .* -> {sha256}"):
             train(experiment, tmp_path / "run")
+
+    @pytest.mark.parametrize("ended", [False, True])
+    def test_other_code_than_the_run_began_with(self, tmp_path: Path, ended: bool) -> None:
+        """The task of an imported file has its model from a file beside it, which is edited."""
+        (tmp_path / "net.py").write_text(NET)
+        (tmp_path / "mine.py").write_text(MINE)
+        steps, stop = ("steps=8", "") if ended else ("steps=100000", "8")
+        (tmp_path / "mine.yaml").write_text("{imports: [mine.py], task: mine, recipe: adamw}")
+        child = ("-c", IMPORTED, "mine.yaml", "run", steps, stop)
+        assert processes.run(*child, folder=tmp_path).returncode == (0 if ended else 9)
+        recorded = read(tmp_path / "run", "env")["imports"]
+        assert recorded == {
+            name: hashlib.sha256((tmp_path / file).read_bytes()).hexdigest()
+            for name, file in (("mine.py", "mine.py"), ("net", "net.py"))
+        }
+        before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+        (tmp_path / "net.py").write_text(NET + "\n# a remark changes the file\n")
+        done = processes.run(*child, folder=tmp_path)
+        assert done.returncode == 1
+        assert f"imports net: {recorded['net']} -> " in done.stderr
+        assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+    @pytest.mark.parametrize("entry", ["eigengraft", "sources", "torch", "numpy"])
+    def test_another_version_than_the_run_began_with(self, tmp_path: Path, entry: str) -> None:
+        experiment = load_experiment(DIGITS, ["steps=4"])
+        train(experiment, tmp_path)
+        (tmp_path / "env.json").write_text(json.dumps({**read(tmp_path, "env"), entry: "0.0.9"}))
+        with pytest.raises(RecipeError, match=f"(?s)code and the data.*\n{entry}: 0.0.9 -> "):
+            train(experiment, tmp_path)
 
     def test_a_directory_in_which_another_process_trains(self, tmp_path: Path) -> None:
         experiment = load_experiment(DIGITS)

@@ -105,7 +105,7 @@ def test_runs_of_several_tasks_are_never_subtracted(tmp_path, study):
         assert [[row.label for row in panel.rows] for panel in panels] == [["method=adamw"], ["method=soap"]]
         assert [panel.title for panel in panels] == ["bytes", "digits"]
     text = " ".join(Page(write_report(tmp_path).read_text(encoding="utf-8")).text.split())
-    assert "\u22122.000" not in text and ("another task" in text) == study
+    assert "\u22122.000" not in text and ("other task, code or data" in text) == study
 
 
 def test_labels_that_are_numbers_have_the_name_of_their_axis():

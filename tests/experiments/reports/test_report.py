@@ -192,6 +192,8 @@ def test_steps_to_a_target_of_the_study_are_compared(tmp_path):
     runs[-1][2]["values"] = []
     target = {"value": 2.0, "sigma": 0.1 * math.sqrt(3), "z": 1 - 1e-9}
     write_study(tmp_path, runs, study={"target": target})
+    begun = tmp_path / "method=muon" / "seed-2" / "config.json"
+    begun.write_text(begun.read_text().replace('"steps": 0', '"steps": 40'))
     records = read_records(tmp_path)
     (panel,) = compare(records)
     assert {row.label: row.first(records.target) for row in panel.rows} == {"adamw": 40, "soap": 20, "muon": None}
@@ -328,6 +330,60 @@ def test_runs_without_a_study(tmp_path):
     assert [(row.label, row.final.n, row.final.mean) for row in panel.rows] == [("a", 2, 2.1), ("b", 1, 1.0)]
     assert write_report(tmp_path).exists()
     assert [row.label for row in compare(read_records(tmp_path / "b"))[0].rows] == ["b"]
+
+
+def record(run, **entries):
+    """Change entries of what a run says of its environment."""
+    path = run / "env.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
+
+
+@pytest.mark.parametrize(
+    ("entries", "names"),
+    [
+        ({"torch": "2.9.1"}, ["soap [torch absent]", "soap [torch 2.9.1]"]),
+        ({"sources": "5f" * 32}, ["soap [sources absent]", "soap [sources 5f5f5f5f5f5f]"]),
+        ({"imports": {"net.py": "ab"}}, ["soap [imports net.py absent]", "soap [imports net.py ab]"]),
+        ({"data": {"sha256": "cd"}}, ["soap [data abc]", "soap [data cd]"]),
+    ],
+)
+def test_runs_of_other_code_or_data_are_kept_apart_by_name(study, entries, names):
+    record(study / "method=soap" / "seed-1", **entries)
+    records = read_records(study)
+    (panel,) = compare(records)
+    assert [row.label for row in panel.rows] == ["adamw", *names]
+    assert [row.final.mean for row in panel.rows[1:]] == [0.8, 1.0]
+    assert panel.rows[0].difference is None and panel.rows[1].difference.n == 1
+    assert (panel.rows[2].difference is None) == ("data" in entries)  # the others say nothing of adamw's runs
+    (notice,) = records.notices
+    assert "The runs of soap were made differently" in notice
+    assert notice in Page(write_report(study).read_text(encoding="utf-8")).text
+    assert (study / "runs.csv").read_text(encoding="utf-8").startswith("method,seed,variant,status,")
+
+
+def test_a_baseline_of_two_kinds_is_one_of_them_and_no_version_is_subtracted_from_another(study):
+    for method in ("adamw", "soap"):
+        for seed in (0, 1):
+            record(study / f"method={method}" / f"seed-{seed}", torch=f"2.{seed}")
+    (panel,) = compare(read_records(study))
+    assert panel.baseline.label == "adamw [torch 2.0]"
+    assert {row.label: row.difference is None for row in panel.rows} == {
+        "adamw [torch 2.0]": True,
+        "adamw [torch 2.1]": True,
+        "soap [torch 2.0]": False,
+        "soap [torch 2.1]": True,
+    }
+
+
+def test_seeds_of_an_edited_recipe_file_are_kept_apart(tmp_path):
+    for seed, eps in ((0, 1e-8), (1, 1e-8), (2, 1e-3)):
+        recipe = {**ADAM, "update": [ADAM["update"][0], {"kind": "rms", "eps": eps}]}
+        write_run(tmp_path / "mine" / f"seed-{seed}", recipe, [2.0], seed=seed)
+    (panel,) = compare(read_records(tmp_path))
+    assert [(row.label, len(row.runs)) for row in panel.rows] == [
+        ("mine [rms.eps 1e-08]", 2),
+        ("mine [rms.eps 0.001]", 1),
+    ]
 
 
 def test_nothing_to_report(tmp_path):

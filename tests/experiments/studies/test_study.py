@@ -187,6 +187,44 @@ def test_run_keep_and_refuse(tmp_path, monkeypatch):
     refuse_changed(plan_runs(study()), tmp_path)
 
 
+OWN = """
+from typing import Literal
+from eigengraft.experiments.tasks import ByteLM, Task
+
+class Own(Task):
+    kind: Literal["own"] = "own"
+    path: str
+    def text(self): return ByteLM(path=self.path, width=8, heads=2, layers=1, context=8, batch_size=4)
+    def load(self): return self.text().load()
+    def build(self): return self.text().build()
+"""
+
+
+@pytest.mark.parametrize(
+    ("edited", "named"),
+    [("own.py", "imports own.py: "), ("text", "data: "), ("recipe.yaml", "recipe.update.rms.beta: 0.9 -> 0.5")],
+)
+def test_more_seeds_of_other_code_or_data_are_refused(tmp_path, edited, named):
+    """A file is edited between the first seeds of a study and the next ones."""
+    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "text").write_bytes(b"one thing " * 1000)
+    (tmp_path / "recipe.yaml").write_text("update: [{kind: momentum}, {kind: rms, beta: 0.9}]\n")
+    (tmp_path / "study.yaml").write_text(
+        "base:\n  imports: [own.py]\n  task: {kind: own, path: text}\n"
+        "  recipe: recipe.yaml\n  steps: 3\n"
+        "axes: {method: {mine: {}, adam: {recipe: adamw}}}\ntune: {seeds: [7], trials: 3}\n"
+    )
+    command = ("-m", "eigengraft", "ablate", "study.yaml", "--out", "out", "--workers", "1")
+    assert run(*command, folder=tmp_path).returncode == 0
+    before = complete(tmp_path / "out")
+    path = tmp_path / edited
+    path.write_text(path.read_text().replace("0.9", "0.5").replace("one", "two") + "\n")
+    again = run(*command, "seeds=[0, 1]", folder=tmp_path)
+    assert again.returncode == 2 and named in " ".join(again.stderr.replace("\u2502", "").split())
+    assert complete(tmp_path / "out") == before
+    assert len(before) == 2 + 6  # and what the searches tried
+
+
 BROKEN = """
 from typing import Literal
 from eigengraft.experiments.tasks.base import Examples

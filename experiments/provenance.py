@@ -1,0 +1,57 @@
+"""The provenance of a run: the code and the data that made its numbers, beside its configuration.
+
+Runs of one cell of a study are averaged. Their mean has a meaning only if all of them have the same provenance. A run
+or a study whose provenance has changed is therefore refused, and reports keep runs of different provenance apart. The
+processor, the commit of the working directory and the command line are recorded too, but are not compared: machines
+that share a study differ in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from eigengraft.optimizers.recipe.overrides import differences, flatten
+
+_VERSIONS = ("eigengraft", "sources", "torch", "numpy")
+REMEDY = "Choose another directory, or remove this one."
+
+
+def provenance_of(environment: Mapping[str, Any]) -> dict[str, str]:
+    """The compared entries of a recorded environment: versions, sha256 of the data and of every imported file.
+
+    An entry that an older version did not record is left out, and so differs from one that is recorded.
+    """
+    found = {key: str(environment[key]) for key in _VERSIONS if key in environment}
+    data, imports = environment.get("data"), environment.get("imports")
+    if isinstance(data, Mapping):
+        found["data"] = str(data.get("sha256"))
+    if isinstance(imports, Mapping):
+        found |= {f"imports {name}": str(sha256) for name, sha256 in imports.items()}
+    return found
+
+
+def provenance_changes(known: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """Lines "entry: recorded -> present" in which two environments differ."""
+    return differences(provenance_of(known), provenance_of(found))
+
+
+def variants(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A name for each of several declarations by the values in which they differ; empty names if all are equal.
+
+    Equal declarations have equal names, and declarations that differ have different ones.
+    """
+    flat = [{path: str(value) for path, value in flatten(one)} for one in found]
+    paths = sorted({path for one in flat for path in one})
+    differing = [path for path in paths if len({one.get(path) for one in flat}) > 1]
+    short = [", ".join(f"{_last(path)} {one.get(path, 'absent')[:12]}" for path in differing[:2]) for one in flat]
+    whole = [tuple(one.get(path) for path in differing) for one in flat]
+    if len(set(short)) == len(set(whole)):
+        return short
+    places = {values: place for place, values in enumerate(dict.fromkeys(whole), start=1)}
+    return [f"{name}, {places[values]}" for name, values in zip(short, whole, strict=True)]
+
+
+def _last(path: str) -> str:
+    """The last two attributes of a dotted path; the name of an imported file has dots of its own."""
+    return path if path.startswith("imports ") else ".".join(path.split(".")[-2:])
