@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -94,8 +94,15 @@ class Records:
 
     def rate_edge(self, labels: Mapping[str, str]) -> str:
         """Where the learning rate of a cell was tuned: "least" or "largest" if it is at an end of what was tried."""
+        return next((one.edges.get("lr", "") for one in self._searches(labels)), "")
+
+    def tuned_values(self, labels: Mapping[str, str]) -> Mapping[str, Any]:
+        """Values that a search found for a cell, by dotted path; empty where nothing was tuned."""
+        return next((one.values for one in self._searches(labels)), {})
+
+    def _searches(self, labels: Mapping[str, str]) -> Iterator[TunedCell]:
         cell = ",".join(f"{axis}={label}" for axis, label in labels.items())
-        return next((one.edges.get("lr", "") for one in self.tuned if one.cell == cell), "")
+        return (one for one in self.tuned if one.cell == cell)
 
 
 def read_tuned(directory: Path) -> tuple[TunedCell, ...]:

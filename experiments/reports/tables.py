@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from ..files import replacing, write_text
 from .comparison import ComparisonPanel, ComparisonRow, compare
 from .formatting import format_difference, format_length, format_number, format_rate, format_summary
 from .records import Records, learning_rate
+from .run import Run
 from .sweep import at_their_best, swept
 
 _COLUMNS = ("val_loss", "val_accuracy", "steps", "seconds", "step_ms", "optimizer_ms", "state_bytes_per_parameter")
@@ -104,16 +105,13 @@ def _escaped(text: str) -> str:
 
 
 def write_runs_csv(records: Records, path: Path) -> None:
-    """Write labels, seed, status and the numbers of result.json to six digits; numbers that a run lacks are empty."""
-    axes, apart = _axes(records), ["variant"] * any(run.variant for run in records.runs)
+    """Write a row for each run (see `run_row`), numbers to six digits; numbers that a run lacks are empty."""
+    rows = [run_row(run, records) for run in records.runs]
+    columns = _columns(rows)
     with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as stream:
         writer = csv.writer(stream, lineterminator="\n")
-        writer.writerow([*axes, "seed", *apart, "status", *_COLUMNS])
-        for run in records.runs:
-            numbers = [run.result.get(column) for column in _COLUMNS]
-            texts = ["" if number is None else f"{number:.6g}" for number in numbers]
-            labels = [run.labels.get(axis, "") for axis in axes]
-            writer.writerow([*labels, run.seed, *[run.variant for _ in apart], run.status(records.metric), *texts])
+        writer.writerow(columns)
+        writer.writerows([_cell(row.get(column)) for column in columns] for row in rows)
 
 
 def write_parquet(records: Records, folder: Path) -> list[Path]:
@@ -127,20 +125,41 @@ def write_parquet(records: Records, folder: Path) -> list[Path]:
         from pyarrow.parquet import write_table
     except ImportError:
         raise RecipeError("--parquet: pyarrow is required (pip install eigengraft[parquet]), got none") from None
-    axes, runs, metrics, written = _axes(records), [], [], []
+    runs, metrics, written = [], [], []
     for run in records.runs:
-        own: dict[str, Any] = {axis: run.labels.get(axis) for axis in axes}
-        own |= {"seed": run.seed, "status": run.status(records.metric)}
-        runs.append({**own, **{column: run.result.get(column) for column in _COLUMNS}})
-        metrics += [{**own, **row} for row in run.rows]
+        runs.append(run_row(run, records))
+        metrics += [{**_identity(run, records), **row} for row in run.rows]
     for name, rows in (("runs", runs), ("metrics", metrics)):
-        columns = dict.fromkeys(column for row in rows for column in row)
         written.append(folder / f"{name}.parquet")
-        table = Table.from_pydict({column: [row.get(column) for row in rows] for column in columns})
+        table = Table.from_pydict({column: [row.get(column) for row in rows] for column in _columns(rows)})
         with replacing(written[-1]) as temporary:
             write_table(table, temporary)
     return written
 
 
-def _axes(records: Records) -> list[str]:
-    return list(dict.fromkeys(axis for run in records.runs for axis in run.labels))
+def run_row(run: Run, records: Records) -> dict[str, Any]:
+    """Everything that tables say of a run, by column.
+
+    Labels are in columns `axis.NAME` and values that a search found in `tuned.PATH`: an axis may have the name of a
+    measured number, as `lr` or `steps`, and neither replaces the other. `peak_lr` is the learning rate in force.
+    """
+    values = records.tuned_values(run.labels)
+    tuned = {f"tuned.{path}": values.get(path) for one in records.tuned for path in one.values}
+    numbers = {column: run.result.get(column) for column in _COLUMNS}
+    return {**_identity(run, records), "peak_lr": learning_rate(run.config), **tuned, **numbers}
+
+
+def _identity(run: Run, records: Records) -> dict[str, Any]:
+    """Labels by axis, seed and status of a run, and its variant where runs of one cell differ."""
+    axes = dict.fromkeys(axis for one in records.runs for axis in one.labels)
+    apart = {"variant": run.variant} if any(one.variant for one in records.runs) else {}
+    labels = {f"axis.{axis}": run.labels.get(axis) for axis in axes}
+    return {**labels, "seed": run.seed, **apart, "status": run.status(records.metric)}
+
+
+def _columns(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(column for row in rows for column in row))
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)

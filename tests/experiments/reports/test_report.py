@@ -1,5 +1,6 @@
 """Reports about synthetic run directories: numbers, what is partial, what is foreign, what is dangerous."""
 
+import csv
 import json
 import math
 import re
@@ -207,10 +208,43 @@ def test_parquet_has_every_number_of_every_run(study):
     parquet = pytest.importorskip("pyarrow.parquet", reason="the extra `parquet` is not installed")
     records = read_records(study)
     runs, metrics = (parquet.read_table(path).to_pylist() for path in write_parquet(records, study))
-    assert [(row["method"], row["seed"]) for row in runs] == [(run.labels["method"], run.seed) for run in records.runs]
+    assert [(row["axis.method"], row["seed"]) for row in runs] == [
+        (run.labels["method"], run.seed) for run in records.runs
+    ]
     assert [row["val_loss"] for row in runs] == [run.result.get("val_loss") for run in records.runs]
     assert [row["val_loss"] for row in metrics] == [row["val_loss"] for run in records.runs for row in run.rows]
     assert {row["status"] for row in runs} == {run.status(records.metric) for run in records.runs}
+
+
+def test_labels_and_tuned_values_never_replace_measured_numbers(tmp_path):
+    """An axis has the name of each column of metrics.jsonl and result.json; the rate was tuned."""
+    parquet = pytest.importorskip("pyarrow.parquet", reason="the extra `parquet` is not installed")
+    write_run(tmp_path / "run", ADAM, [3.0, 2.0], seed=4)
+    names = ["lr", "steps", "val_loss", "seed", "status", "step", "peak_lr", "variant"]
+    labels = {name: f"label of {name}" for name in names}
+    cell = ",".join(f"{axis}={label}" for axis, label in labels.items())
+    best = {"values": {"lr": 0.25}, "mean": 2.0, "stopped": None}
+    manifest = {"name": "n", "description": "", "metric": "val_loss", "compare": "lr", "baseline": "label of lr"}
+    manifest["tuned"] = {cell: {"values": {"lr": 0.25}, "edges": {}, "tried": [best], "rule": ""}}
+    manifest["runs"] = [{"directory": "run", "labels": labels, "seed": 4}]
+    (tmp_path / "study.json").write_text(json.dumps(manifest))
+    write_report(tmp_path)
+    ((runs,), metrics) = (
+        parquet.read_table(path).to_pylist() for path in write_parquet(read_records(tmp_path), tmp_path)
+    )
+    for row in (runs, *metrics):
+        assert {axis: row[f"axis.{axis}"] for axis in labels} == labels
+        assert (row["seed"], row["status"]) == (4, "complete")
+    assert (runs["peak_lr"], runs["tuned.lr"], runs["steps"], runs["val_loss"]) == (0.01, 0.25, 20, 2.0)
+    assert [(row["lr"], row["step"], row["val_loss"]) for row in metrics] == [(0.01, 10, 3.0), (0.01, 20, 2.0)]
+    with (tmp_path / "runs.csv").open(encoding="utf-8", newline="") as stream:
+        (printed,) = csv.DictReader(stream)
+    assert {name: printed[name] for name in ("axis.lr", "peak_lr", "tuned.lr", "steps")} == {
+        "axis.lr": "label of lr",
+        "peak_lr": "0.01",
+        "tuned.lr": "0.25",
+        "steps": "20",
+    }
 
 
 def test_parquet_names_what_is_missing(study, monkeypatch):
@@ -358,7 +392,7 @@ def test_runs_of_other_code_or_data_are_kept_apart_by_name(study, entries, names
     (notice,) = records.notices
     assert "The runs of soap were made differently" in notice
     assert notice in Page(write_report(study).read_text(encoding="utf-8")).text
-    assert (study / "runs.csv").read_text(encoding="utf-8").startswith("method,seed,variant,status,")
+    assert (study / "runs.csv").read_text(encoding="utf-8").startswith("axis.method,seed,variant,status,")
 
 
 def test_a_baseline_of_two_kinds_is_one_of_them_and_no_version_is_subtracted_from_another(study):
@@ -452,12 +486,12 @@ def test_the_learning_rate_is_the_one_in_force():
 def test_runs_as_a_table(study):
     write_report(study)
     lines = (study / "runs.csv").read_text(encoding="utf-8").splitlines()
-    assert lines[0].startswith("method,seed,status,val_loss,val_accuracy,steps,seconds,")
+    assert lines[0].startswith("axis.method,seed,status,peak_lr,val_loss,val_accuracy,steps,seconds,")
     assert lines[1:] == [
-        "adamw,0,complete,2,,30,0.3,10,2,8",
-        "adamw,1,complete,2.5,,30,0.3,10,2,8",
-        "soap,0,complete,0.8,,30,0.3,10,2,8",
-        "soap,1,complete,1,,30,0.3,10,2,8",
+        "adamw,0,complete,0.01,2,,30,0.3,10,2,8",
+        "adamw,1,complete,0.01,2.5,,30,0.3,10,2,8",
+        "soap,0,complete,0.01,0.8,,30,0.3,10,2,8",
+        "soap,1,complete,0.01,1,,30,0.3,10,2,8",
     ]
 
 

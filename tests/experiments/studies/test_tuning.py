@@ -31,7 +31,8 @@ def table():
 def rows():
     for name in TUNING:
         with (RESULTS / f"{name}.csv").open(encoding="utf-8", newline="") as stream:
-            yield from csv.DictReader(stream)
+            for row in csv.DictReader(stream):
+                yield {column.removeprefix("axis."): value for column, value in row.items()}
 
 
 def test_the_table_is_the_tuning_study_of_the_demo():
