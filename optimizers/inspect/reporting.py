@@ -86,6 +86,7 @@ def describe(param_sets: ParamSets, groups: Sequence[Mapping[str, Any]], iterate
     where = ", ".join(f"{count} parameter{'s' * (count != 1)} by {path}" for path, count in routes.items())
     lines = [f"Optimizer(recipe={recipe.name or 'unnamed'}: {where}"]
     heads = [f"{info.name} ({info.why})" for infos in param_sets.infos for info in infos if info.role == "head"]
+    heads = heads or [f"none found, perhaps {info.name}" for own in param_sets.infos for info in own if info.unclear]
     if heads and any("head" in route.match.role for route in recipe.routes):
         lines.append(f"  output heads: {name_some(heads, 3)}")
     if recipe.averaging is not None:

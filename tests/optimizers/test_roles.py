@@ -834,8 +834,25 @@ def test_a_last_layer_that_may_be_a_head_is_warned_of_once_by_name() -> None:
     for given in (make, lambda: grouped(make(), None)):
         (message,) = warned(lambda given=given: compose("muon", given()))  # type: ignore[misc]
         assert message.startswith("c.weight: ") and r"^c\.weight$" in message
-    row = compose("muon", make()).routing_table()[-1]
+    optimizer = compose("muon", make())
+    row = optimizer.routing_table()[-1]
     assert row.route == "" and "perhaps an output head" in row.reason
+    assert "output heads: none found, perhaps c.weight" in repr(optimizer)
+
+
+NAMES = ["out", "proj", "decoder", "to_logits", "final", "readout", "predictor", "unembed", "cls", "fc_out"]
+
+
+@pytest.mark.parametrize("name", [*NAMES, "output_layer", "anything"])
+@pytest.mark.parametrize("classes", [50, 10, 1])
+def test_the_layer_behind_all_blocks_is_the_head_under_any_name(name: str, classes: int) -> None:
+    """50 are the rows of the embedding. The last layer of a Sequential is a head too."""
+    for inside in (L(D, classes), (nn.LayerNorm(D), L(D, classes))):
+        model = tree({"embedding": nn.Embedding(50, D), "layers": [block(), block()], name: inside})
+        optimizer = compose("muon", model)
+        (head,) = set(heads_of(optimizer)) - {"embedding.weight"}
+        assert head.startswith(name) and not warned(lambda model=model: compose("muon", model))  # type: ignore[misc]
+        assert f"output heads: {head} (" in repr(optimizer)
 
 
 def last_frozen() -> nn.Module:

@@ -229,7 +229,7 @@ def test_labels_and_tuned_values_never_replace_measured_numbers(tmp_path):
     manifest["runs"] = [{"directory": "run", "labels": labels, "seed": 4}]
     (tmp_path / "study.json").write_text(json.dumps(manifest))
     write_report(tmp_path)
-    ((runs,), metrics) = (
+    (runs,), metrics = (
         parquet.read_table(path).to_pylist() for path in write_parquet(read_records(tmp_path), tmp_path)
     )
     for row in (runs, *metrics):
