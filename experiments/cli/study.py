@@ -71,18 +71,25 @@ def report_command(
     parquet: Annotated[
         bool, typer.Option("--parquet", help="also write runs.parquet and metrics.parquet, all numbers of all runs")
     ] = False,
+    baseline: Annotated[
+        str | None, typer.Option(metavar="LABEL", help="label to compare with; default the study's, none for several")
+    ] = None,
 ) -> None:
     """Write DIRECTORY/report.html: one self-contained page with curves, tables and differences of recipes.
 
-    Beside it: runs.csv, tables.md and tables.tex.
+    Beside it: runs.csv, tables.md and tables.tex. A directory of several studies has a panel for each task, its data
+    and the length of runs.
     """
     from ..reports.records import read_records
     from ..reports.report import write_figures, write_report
     from ..reports.tables import write_parquet
 
-    tables = write_parquet(read_records(directory), directory) if parquet else []
-    typer.echo(write_report(directory))
-    for path in [*tables, *(write_figures(directory, figures) if figures else [])]:
+    records = read_records(directory, baseline)
+    for notice in records.notices:
+        typer.echo(f"{notice}.", err=True)
+    tables = write_parquet(records, directory) if parquet else []
+    typer.echo(write_report(directory, baseline))
+    for path in [*tables, *(write_figures(directory, figures, baseline) if figures else [])]:
         typer.echo(path)
 
 

@@ -174,7 +174,7 @@ def _panel(
     for run in runs:
         by_label.setdefault(_row_label(run, records), []).append(run)
     labelled = (_row_label(run, records) for run in runs if run.labels[records.compare] == records.baseline)
-    base = next(labelled, next(iter(by_label)) if records.compare == "run" else None)
+    base = next(labelled, None)
     metric, axis, baseline = records.metric, records.compare, None
     if base is not None:
         baseline = ComparisonRow(base, styles[base], tuple(by_label[base]), metric, None, axis)

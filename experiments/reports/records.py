@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ class TunedCell:
 class Records:
     """All runs of a directory. Runs are compared along the axis `compare` with the runs labelled `baseline`.
 
-    Where no run of a panel has that label, as among runs of no study, they are compared with the first.
+    A panel without runs of that label has no differences. An empty `baseline` is no label: nothing is subtracted.
 
     equal: what the cells of the study have alike, "steps" as written, or the training "seconds" of the baseline.
     """
@@ -111,11 +111,24 @@ def read_tuned(directory: Path) -> tuple[TunedCell, ...]:
     return tuple(_tuned(cell, one) for cell, one in manifest.get("tuned", {}).items())
 
 
-def read_records(directory: Path) -> Records:
-    """The runs under `directory`: those of its study, or without a study every run directory found."""
+def read_records(directory: Path, baseline: str | None = None) -> Records:
+    """The runs under `directory`: those of its study; without a study those of all studies and single runs below it.
+
+    baseline: the label to compare with; None: that of the study, and none without a study.
+    """
     manifest = read_object(directory / f"{MANIFEST}.json")
-    if not manifest:
-        return _stray(directory)
+    records = _of_study(manifest, directory) if manifest else _joint(directory)
+    if baseline is None:
+        return records
+    labels = list(dict.fromkeys(run.labels[records.compare] for run in records.runs))
+    if baseline not in labels:
+        raise ValueError(
+            f"--baseline: a label of {records.compare} ({', '.join(labels)}) is required, got '{baseline}'"
+        )
+    return replace(records, baseline=baseline)
+
+
+def _of_study(manifest: Mapping[str, Any], directory: Path) -> Records:
     runs = _kept_apart(Run(run["labels"], run["seed"], directory / run["directory"]) for run in manifest["runs"])
     metric = METRICS[manifest["metric"]]
     tuned = read_tuned(directory)
@@ -140,18 +153,48 @@ def _order(value: object) -> tuple[bool, float, str]:
     return (not number, float(value) if isinstance(value, (int, float)) else 0.0, str(value))
 
 
-def _stray(directory: Path) -> Records:
-    found = [path.parent for path in sorted(directory.rglob("config.json")) if read_object(path)]
+def _joint(directory: Path) -> Records:
+    """The runs of all studies below a directory, without those of their searches, and runs of no study.
+
+    There is a panel for each task, its data and length of runs. There is no baseline: none of the runs was chosen.
+    """
+    manifests = {path.parent: read_object(path) for path in sorted(directory.rglob(f"{MANIFEST}.json"))}
+    studies = {home: manifest for home, manifest in manifests.items() if "runs" in manifest}
+    places = [home / run["directory"] for home, manifest in studies.items() for run in manifest["runs"]]
+    places += [
+        path.parent
+        for path in directory.rglob("config.json")
+        if studies.keys().isdisjoint(path.parents) and read_object(path)
+    ]
+    found = [place for place in sorted(places) if (place / "config.json").is_file()]
     if not found:
         raise ValueError(f"report: a directory with a study or with runs is required, got {directory}")
-    runs = [_stray_run(path, directory) for path in found]
-    tasks = {run.data for run in runs}
-    if len(tasks) > 1:  # a panel for each
-        kinds = [kind for kind, _ in tasks]
-        for run in runs:
-            kind, content = run.data
-            run.labels["task"] = kind if kinds.count(kind) == 1 else f"{kind} {content[:6]}"
-    return Records(directory.name, "", METRICS["val_loss"], "run", runs[0].labels["run"], _kept_apart(runs))
+    runs = [_single_run(path, directory) for path in found]
+    for run, title in zip(runs, _conditions(runs), strict=True):
+        if title:
+            run.labels["task"] = title
+    metrics = {manifest["metric"] for manifest in studies.values()}
+    metric = METRICS[metrics.pop() if len(metrics) == 1 else "val_loss"]
+    return Records(directory.name, "", metric, "run", "", _kept_apart(runs))
+
+
+def _conditions(runs: Sequence[Run]) -> list[str]:
+    """A title for each run that says its task, data and length; empty if these are the same for all runs."""
+    found = [{"steps": run.config.get("steps"), "task": run.config.get("task"), "data": run.data[1]} for run in runs]
+    if all(one == found[0] for one in found):
+        return ["" for _ in found]
+    titles = ["" for _ in found]
+    for kind in {run.data[0] for run in runs}:
+        places = [place for place, run in enumerate(runs) if run.data[0] == kind]
+        for place, name in zip(places, variants([found[place] for place in places]), strict=True):
+            titles[place] = ", ".join(filter(None, (kind, name)))
+    return titles
+
+
+def _single_run(path: Path, directory: Path) -> Run:
+    seed = read_object(path / "config.json").get("seed", 0)
+    name = path.relative_to(directory).as_posix() if path != directory else path.name
+    return Run({"run": re.sub(r"/?seed-\d+$", "", name) or directory.name}, seed, path)
 
 
 def _kept_apart(runs: Iterable[Run]) -> tuple[Run, ...]:
@@ -170,12 +213,6 @@ def _kept_apart(runs: Iterable[Run]) -> tuple[Run, ...]:
 
 def _without(config: Mapping[str, Any], fields: Iterable[str]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in fields}
-
-
-def _stray_run(path: Path, directory: Path) -> Run:
-    seed = read_object(path / "config.json").get("seed", 0)
-    name = path.relative_to(directory).as_posix() if path != directory else path.name
-    return Run({"run": re.sub(r"/?seed-\d+$", "", name) or directory.name}, seed, path)
 
 
 def learning_rate(config: Mapping[str, Any]) -> float | None:

@@ -35,12 +35,14 @@ from .tables import write_runs_csv, write_tables
 _AXES = (("steps", "training steps"), ("seconds", "training seconds"))
 
 
-def write_report(directory: Path) -> Path:
+def write_report(directory: Path, baseline: str | None = None) -> Path:
     """Write report.html, runs.csv, tables.md and tables.tex into `directory`; return the path of the page.
 
     Unfinished runs are included.
+
+    baseline: the label to compare with; None: that of the study.
     """
-    records = read_records(directory)
+    records = read_records(directory, baseline)
     page = render(records)
     path = directory / "report.html"
     write_text(path, page)
@@ -49,10 +51,10 @@ def write_report(directory: Path) -> Path:
     return path
 
 
-def write_figures(directory: Path, folder: Path) -> list[Path]:
+def write_figures(directory: Path, folder: Path, baseline: str | None = None) -> list[Path]:
     """Write every figure of the report of `directory` into `folder`, as SVG and as PNG."""
     make_directory(folder)
-    records = read_records(directory)
+    records = read_records(directory, baseline)
     along, metric = swept(records), records.metric.title
     named = {
         _file(records, title, f"final {metric} against {along.compare}"): figure

@@ -366,6 +366,43 @@ def test_runs_without_a_study(tmp_path):
     assert [row.label for row in compare(read_records(tmp_path / "b"))[0].rows] == ["b"]
 
 
+def test_two_directories_compare_what_can_be_compared(tmp_path):
+    """Cells of studies and no trials of searches; no baseline but a named one; nothing of another length or width."""
+    for name, losses in (("a", (2.0, 1.0)), ("b", (3.0, 4.0))):
+        runs = [
+            (method, seed, {"recipe": ADAM, "values": [5.0, loss + seed]})
+            for method, loss in zip(("adamw", "soap"), losses, strict=True)
+            for seed in (0, 1)
+        ]
+        write_study(tmp_path / name, runs)
+        for place in ("tuning/method=adamw/lr=1", "timing/method=adamw"):
+            write_run(tmp_path / name / place / "seed-7", ADAM, [9.0, 9.0])
+    write_run(tmp_path / "longer" / "seed-0", ADAM, [5.0, 1.0, 0.5])
+    write_run(tmp_path / "wide" / "seed-0", ADAM, [5.0, 0.1])
+    config = tmp_path / "wide" / "seed-0" / "config.json"
+    config.write_text(config.read_text().replace('"kind": "bytes"', '"kind": "bytes", "width": 64'))
+    panels = compare(read_records(tmp_path))
+    assert [(panel.title, [row.label for row in panel.rows]) for panel in panels] == [
+        ("bytes, steps 20, task.width absent", ["a/method=adamw", "a/method=soap", "b/method=adamw", "b/method=soap"]),
+        ("bytes, steps 30, task.width absent", ["longer"]),
+        ("bytes, steps 20, task.width 64", ["wide"]),
+    ]
+    assert [(panel.baseline, [row.difference for row in panel.rows]) for panel in panels] == [
+        (None, [None] * len(panel.rows)) for panel in panels
+    ]
+    assert "--baseline LABEL" in write_report(tmp_path).read_text(encoding="utf-8")
+    first, *others = compare(read_records(tmp_path, "a/method=soap"))
+    assert {row.label: row.difference and row.difference.mean for row in first.rows} == {
+        "a/method=adamw": 1.0,
+        "a/method=soap": None,
+        "b/method=adamw": 2.0,
+        "b/method=soap": 3.0,
+    }
+    assert all(row.difference is None for panel in others for row in panel.rows)
+    with pytest.raises(ValueError, match=r"--baseline: a label of run .* is required, got 'soap'"):
+        read_records(tmp_path, "soap")
+
+
 def record(run, **entries):
     """Change entries of what a run says of its environment."""
     path = run / "env.json"
