@@ -113,7 +113,7 @@ def _known(slot: Slot, marginals: Mapping[int, Tensor], block: tuple[int, ...]) 
 def require_marginals(statistic: Statistic, inner: tuple[Stage, ...], keeps_all_columns: bool) -> None:
     """Raises ValueError where a statistic does not know sums of the second moments of a chain in its basis."""
     if needed := _needed(statistic, inner, keeps_all_columns):
-        raise ValueError(f"transport: 'marginals' needs {needed}; 'exact' needs nothing of a chain")
+        raise ValueError(f"transport: 'marginals' needs {needed}; `transport: exact` takes any chain")
 
 
 def _needed(statistic: Statistic, inner: tuple[Stage, ...], keeps_all_columns: bool) -> str | None:
@@ -127,8 +127,9 @@ def _needed(statistic: Statistic, inner: tuple[Stage, ...], keeps_all_columns: b
         return "all columns of a basis, got a solver that keeps fewer"
     slots = [slot for *_, slot in chain_slots(inner, (2, 2)) if slot.decay is not None]
     if (found := {slot.decay for slot in slots if slot.decay is not None}) != {decay}:
-        got = ", ".join(f"{beta:g}" for beta in sorted(found)) or "none"
-        return f"second moments inside with the decay of the statistic, {decay:g}, got {got}"
+        got = ", ".join(f"{beta:g}" for beta in sorted(found))
+        told = "none (a slot that is a running mean of squared gradients says so by `Slot(decay=beta)`)"
+        return f"second moments inside with the decay of the statistic, {decay:g}, got {got or told}"
     if statistic.needs_power is not None and any(slot.frame != "square" for slot in slots):
         return "second moments of every entry with a statistic that is whitened, got factored ones"
     return None

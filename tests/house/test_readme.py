@@ -35,12 +35,16 @@ def test_the_python_example_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["chain", "basis"])
+@pytest.mark.parametrize("place", ["chain", "basis", "soap"])
 def test_the_new_stage_trains_from_one_file_and_yaml(tmp_path: Path, place: str) -> None:
     (tmp_path / "belief.py").write_text(files(README)["belief.py"])
     chain = "[{kind: momentum, beta: 0.9, bias_correction: false}, {kind: belief, beta: 0.99}]"
     update = chain if place == "chain" else f"[{{kind: eigenbasis, inner: {chain}}}]"
-    experiment = f"imports: [belief.py]\ntask: {{kind: digits, model: mlp}}\nlr: 0.002\nrecipe: {{update: {update}}}\n"
+    recipe = f"{{update: {update}}}"
+    if place == "soap":  # as the page says under the stage
+        (changes,) = re.findall(r'`(\{"update\.eigenbasis\.inner": \[.*?"exact"\})`', text(README))
+        recipe = f"{{base: soap, set: {json.dumps(ast.literal_eval(changes))}}}"
+    experiment = f"imports: [belief.py]\ntask: {{kind: digits, model: mlp}}\nlr: 0.002\nrecipe: {recipe}\n"
     (tmp_path / "experiment.yaml").write_text(experiment)
     quick = ["steps=30", "eval_every=15", "--out", "run"]
     done = run("-m", "eigengraft", "train", "experiment.yaml", *quick, folder=tmp_path)
