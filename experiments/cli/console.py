@@ -37,12 +37,13 @@ def print_error(title: str, message: str) -> None:
 
 
 def describe_result(result: Result) -> str:
-    """Describe the result of a run in two lines."""
+    """Describe the result of a run in two lines, or in three if it got worse."""
     if result.diverged or result.val_loss is None:
-        head = f"diverged at step {result.steps}: the loss or all gradients are not finite; a smaller lr may help"
+        head = f"diverged at step {result.steps}: {result.diagnosis or 'the loss or all gradients are not finite'}"
     else:
         accuracy = f", validation accuracy {result.val_accuracy:.4f}" if result.val_accuracy is not None else ""
         head = f"validation loss {result.val_loss:.4f}{accuracy} after {result.steps} steps"
+        head += f"\nworse than at the start: {result.diagnosis}" if result.diagnosis else ""
     return (
         f"{head}\n{result.seconds:.1f} s, {result.step_ms:.2f} ms per step, {result.optimizer_ms:.2f} in the optimizer"
         f", {result.state_bytes_per_parameter:.1f} state bytes per parameter, {result.parameters:,} parameters"

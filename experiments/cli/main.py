@@ -110,7 +110,7 @@ def train_command(
         raise KeyboardInterrupt(directory) from None
     if is_first_process():
         typer.echo(f"{describe_result(result)}\n{directory}")
-    if result.diverged:
+    if result.diverged or result.diagnosis:
         raise typer.Exit(1)
 
 

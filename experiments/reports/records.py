@@ -51,7 +51,11 @@ class TunedCell:
 
     @property
     def notices(self) -> list[str]:
-        """A sentence for each field whose best value is at an end of what was tried."""
+        """A sentence for each field whose best value is at an end of what was tried, or one if no value was good."""
+        if self.best.mean is None:
+            return [
+                "every value that was tried diverged or failed, so that none is the best; what went wrong is in tuning"
+            ]
         ends = ((field, self.values[field], end) for field, end in self.edges.items())
         return [
             f"the best {field}, {value}, is at the {end} end of what was tried; a better one may lie beyond it"

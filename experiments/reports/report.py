@@ -155,7 +155,7 @@ def _count_status(records: Records) -> dict[Status, int]:
 
 
 def _failed(run: Run, records: Records) -> bool:
-    return run.status(records.metric) not in ("complete", "missing")
+    return run.status(records.metric) not in ("complete", "missing") or bool(run.result.get("diagnosis"))
 
 
 def _environments(runs: Sequence[Run]) -> dict[str, list[str]]:

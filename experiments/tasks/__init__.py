@@ -8,6 +8,7 @@ from .base import Examples as Examples
 from .base import Fingerprint as Fingerprint
 from .base import Metrics as Metrics
 from .base import Task as Task
+from .base import data_fault as data_fault
 from .byte_lm import ByteLM as ByteLM
 from .digits import Digits as Digits
 from .equations.task import DifferentialEquation as DifferentialEquation

@@ -36,6 +36,16 @@ class Batch(NamedTuple):
         return Batch(self.inputs.to(device), self.targets.to(device))
 
 
+def data_fault(batch: Batch) -> str:
+    """A text that says which rows of a batch have numbers that are not finite; empty if all are finite."""
+    for name, values in zip(batch._fields, batch, strict=True):
+        if values.is_floating_point() and not bool((finite := torch.isfinite(values)).all()):
+            rows = (~finite).reshape(len(values), -1).any(1).nonzero().flatten().tolist()
+            listed = ", ".join(map(str, rows[:5])) + (", ..." if len(rows) > 5 else "")
+            return f"{int((~finite).sum())} numbers in its {name} that are not finite (rows {listed} of {len(values)})"
+    return ""
+
+
 @dataclass(frozen=True)
 class Fingerprint:
     """The identity of the data of a run: its source, its size in bytes and the sha256 of its content."""

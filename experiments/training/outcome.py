@@ -34,6 +34,8 @@ class Result:
     been unusable for so many steps that it is lost.
 
     train_loss: mean over the steps of the last row of metrics; None: it was not finite.
+    diagnosis: which value of a diverged run was not finite first, and its usual cause; or how far the training loss
+        rose in a run that got worse. Empty: nothing was found.
 
     On several ranks, times are those of rank 0 and state_bytes those of the rank that holds most.
     """
@@ -49,6 +51,7 @@ class Result:
     step_ms: float
     optimizer_ms: float
     train_loss: float | None = None
+    diagnosis: str = ""
 
 
 @dataclass

@@ -18,6 +18,7 @@ from ..provenance import provenance_of
 from ..tasks import Batch, Metrics
 from . import sharded_checkpoint
 from .callbacks import Callbacks
+from .divergence import Divergence, worse_than_at_first
 from .environment import describe_environment, record_environment
 from .experiment import Experiment
 from .outcome import Diagnostics, MetricsWindow, Result, Tick, numbers_of_rows
@@ -47,6 +48,7 @@ class Trainer:
         self.diagnostics = Diagnostics(self.optimizer, *shown)
         self.callbacks = Callbacks(experiment.callbacks, self.model, self.optimizer, directory, self.ranks)
         self.step, self.seconds, self.window, self.middle = 0, 0.0, MetricsWindow(), 0.0
+        self.first_loss: float | None = None
 
     def run(self, progress: Callable[[Tick], None] | None) -> Result:
         """Train from the last checkpoint, or from the start, to the end."""
@@ -65,12 +67,17 @@ class Trainer:
             if metrics is not None or not finite or self._due(self.experiment.log_every):
                 self._write_row(lr, metrics)
             if not finite:
-                return self._finish(None)
+                return self._finish(None, self._diagnosis(losses))
             if not self.window.losses and self.callbacks.stop(tick):  # a row was written
                 break
             if self._due(self.experiment.checkpoint_every):
                 self._save()
         return self._finish(metrics or self._evaluate())
+
+    def _diagnosis(self, losses: list[float]) -> str:
+        """Why the step that was just made has ended the run."""
+        batch, val_loss = self.dataset.batch(self.experiment.seed, self.step - 1), (*losses, None)[1]
+        return Divergence(self.model, self.dataset, batch, self.step, losses[0], val_loss, self.ranks).diagnosis()
 
     def _lost(self) -> bool:
         """Whether no gradient has been usable for many steps."""
@@ -89,6 +96,7 @@ class Trainer:
         self.diagnostics.after(self.step)
         self.seconds += end - start
         self.window.losses.append(self.ranks.mean(loss.item()))
+        self.first_loss = self.window.losses[-1] if self.step == 1 else self.first_loss
         self.window.step_ms.append(1e3 * (end - start))
         self.window.optimizer_ms.append(1e3 * (end - self.middle))
 
@@ -132,20 +140,22 @@ class Trainer:
             self.directory.append(self.window.row(self.step, lr, self.seconds, metrics))
         self.window = MetricsWindow()
 
-    def _finish(self, metrics: Metrics | None) -> Result:
-        """The result, also written to the directory; no metrics: the run has diverged.
+    def _finish(self, metrics: Metrics | None, diagnosis: str = "") -> Result:
+        """The result, also written to the directory; no metrics: the run has diverged, as the diagnosis says.
 
         The model is left with the iterate that the recipe evaluates; checkpoints hold the training iterate.
         """
         parameters = sum(p.numel() for p in self.model.parameters())
         held = max(self.ranks.all_gather(self.optimizer.state_bytes()))
-        result = self.ranks.on_first(lambda: self._result(metrics, parameters, held))
+        result = self.ranks.on_first(lambda: self._result(metrics, parameters, held, diagnosis))
         self.optimizer.eval()
         self.callbacks.finished(result)
         return result
 
-    def _result(self, metrics: Metrics | None, parameters: int, state_bytes: int) -> Result:
+    def _result(self, metrics: Metrics | None, parameters: int, state_bytes: int, diagnosis: str) -> Result:
+        numbers = numbers_of_rows(self.directory.rows())
         result = Result(
+            diagnosis=diagnosis or worse_than_at_first(self.first_loss, numbers["train_loss"]),
             diverged=metrics is None,
             val_loss=metrics.val_loss if metrics is not None else None,
             val_accuracy=metrics.val_accuracy if metrics is not None else None,
@@ -154,14 +164,14 @@ class Trainer:
             parameters=parameters,
             state_bytes=state_bytes,
             state_bytes_per_parameter=state_bytes / parameters,
-            **numbers_of_rows(self.directory.rows()),
+            **numbers,
         )
         self.directory.write("result", asdict(result))
         return result
 
     def _save(self) -> None:
         notes = {"step": self.step, "seconds": self.seconds, "window": asdict(self.window)}
-        notes["scheduler"] = self.scheduler.state_dict()
+        notes |= {"scheduler": self.scheduler.state_dict(), "first_loss": self.first_loss}
         if self.ranks.distributed:
             sharded_checkpoint.save_sharded(self.directory, self.ranks, self.model, self.optimizer, notes)
             return
@@ -189,6 +199,7 @@ class Trainer:
         if notes is not None:
             self.scheduler.load_state_dict(notes["scheduler"])
             self.step, self.seconds, self.window = notes["step"], notes["seconds"], MetricsWindow(**notes["window"])
+            self.first_loss = notes.get("first_loss")  # unknown to checkpoints of older versions
 
     def _load_single(self) -> dict[str, Any] | None:
         state = self.directory.load()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from eigengraft.experiments.tasks import Batch, Task
 
 _CPU = torch.device("cpu")
+_BATCHES = 50
+"""Training batches whose numbers are checked: enough to see most rows of a small data set."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,19 @@ def batches_are_a_pure_function_of_seed_and_step(case: TaskCase) -> None:
     one = first.batch(3, 7).inputs
     require(not torch.equal(one, first.batch(4, 7).inputs), "another batch for another seed is required, got the same")
     require(not torch.equal(one, first.batch(3, 8).inputs), "another batch for another step is required, got the same")
+
+
+def the_data_are_finite(case: TaskCase) -> None:
+    """Numbers of training batches, all examples held in memory, and all validation batches are finite."""
+    from eigengraft.experiments.tasks import Examples, data_fault
+
+    data = case.task.load()
+    held = [("the training data", data.train)] if isinstance(data, Examples) else []
+    batches = ((f"the batch of seed 0 and step {step}", data.batch(0, step)) for step in range(_BATCHES))
+    validation = ((f"validation batch {place}", batch) for place, batch in enumerate(data.evaluation()))
+    for name, batch in chain(held, batches, validation):
+        fault = data_fault(batch)
+        require(not fault, f"finite numbers are required in {name}, got {fault}")
 
 
 def the_data_have_a_fingerprint(case: TaskCase) -> None:
@@ -142,6 +158,7 @@ def _equal(one: Batch, two: Batch) -> bool:
 TASK_LAWS: tuple[Law[TaskCase], ...] = (
     Law(the_declaration_survives),
     Law(batches_are_a_pure_function_of_seed_and_step),
+    Law(the_data_are_finite),
     Law(the_data_have_a_fingerprint),
     Law(initial_weights_depend_on_the_seed_alone),
     Law(batches_leave_the_global_generator_alone),

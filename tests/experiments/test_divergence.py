@@ -1,0 +1,132 @@
+"""Runs that go wrong: which value was not finite first, in words, and runs that only got worse."""
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from eigengraft.experiments import Experiment, train
+from eigengraft.experiments.cli.console import describe_result
+from eigengraft.experiments.reports.report import write_report
+from eigengraft.experiments.tasks import Batch, Dataset, Examples, Fingerprint, Task
+from eigengraft.experiments.tasks.base import generator
+from eigengraft.testing import check_task
+from eigengraft.testing.laws import LawError
+
+pytestmark = pytest.mark.slow
+
+Fault = Literal["none", "inputs", "targets", "validation", "initial weight", "gradient", "range"]
+
+
+class Root(nn.Linear):
+    """A model with the root of 0 in its output, which no parameter changes: every derivative is 0 times infinity."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        zero = sum((parameter * 0).sum() for parameter in self.parameters())
+        assert isinstance(zero, Tensor)
+        return super().forward(x) + zero.sqrt()
+
+
+class Faulty(Task):
+    """Linear regression on 40 rows, 8 of which validate, with a fault."""
+
+    kind: Literal["faulty"] = "faulty"
+    fault: Fault = "none"
+
+    def load(self) -> Dataset:
+        x = torch.from_numpy(generator(0).standard_normal((40, 3))).float()
+        y = x.sum(1, keepdim=True)
+        if self.fault == "inputs":
+            x[7, 1] = torch.nan
+        if self.fault == "targets":
+            y[11] = torch.inf
+        if self.fault == "validation":
+            x[35, 2] = torch.nan
+        if self.fault == "range":
+            x[32:] = 1e30
+        mark = Fingerprint("rows", 40, hashlib.sha256(self.fault.encode()).hexdigest())
+        return Examples(Batch(x[:32], y[:32]), Batch(x[32:], y[32:]), 8, mark)
+
+    def build(self) -> nn.Module:
+        if self.fault in ("gradient", "range"):
+            return Root(3, 1) if self.fault == "gradient" else nn.Linear(3, 1)
+        model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+        if self.fault == "initial weight":
+            with torch.no_grad():
+                model[2].weight[0, 3] = torch.nan
+        return model
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return functional.mse_loss(outputs, targets)
+
+
+def experiment(fault: Fault = "none", **fields: object) -> Experiment:
+    fields = {"recipe": "sgd", "lr": 0.01, "steps": 60, "eval_every": 20, **fields}
+    return Experiment(task=Faulty(fault=fault), **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("inputs", r"the batch of step [1-4] has 1 numbers in its inputs .*rows \d of 8.* no learning rate helps"),
+        ("targets", r"the batch of step [1-4] has 1 numbers in its targets"),
+        ("validation", r"validation batch 0 has 1 numbers in its inputs .*rows 3 of 8\)"),
+        ("initial weight", r"the weight 2\.weight that is not finite before the first update"),
+        ("gradient", r"no gradient could be used for many steps; the first that is not finite is that of weight;"),
+        ("range", r"the validation loss is inf .* outputs overflow on validation data, which are finite"),
+    ],
+)
+def test_what_went_wrong_first_is_said_and_the_learning_rate_is_not_blamed(
+    tmp_path: Path, fault: Fault, said: str
+) -> None:
+    result = train(experiment(fault, steps=400), tmp_path / "run")
+    assert result.diverged
+    assert re.search(said, result.diagnosis), result.diagnosis
+    assert "smaller lr" not in describe_result(result)
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["diagnosis"] == result.diagnosis
+    assert result.diagnosis.split(";")[0] in write_report(tmp_path).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("lr", [1e4, 1e30])
+def test_a_learning_rate_that_is_too_high_is_named(tmp_path: Path, lr: float) -> None:
+    result = train(experiment(recipe={"base": "sgd", "routes": []}, lr=lr), tmp_path)
+    assert result.diverged and "a smaller lr may help" in result.diagnosis
+
+
+def test_a_run_that_got_worse_says_so_also_after_a_stop(tmp_path: Path) -> None:
+    """Signs of gradients with lr 30: every weight moves by 30 at each step, and the loss stays finite."""
+    worse = experiment(recipe="signum", lr=30.0, checkpoint_every=10)
+    result = train(worse, tmp_path / "whole")
+    assert not result.diverged and result.train_loss is not None and result.train_loss > 100
+    assert "the training loss rose from" in result.diagnosis
+    assert "worse than at the start: the training loss rose" in describe_result(result)
+
+    class Stop(Exception):
+        pass
+
+    def stop(tick: object) -> None:
+        if getattr(tick, "step") == 25:  # noqa: B009  a tick of another type would be a fault of the test
+            raise Stop
+
+    with pytest.raises(Stop):
+        train(worse, tmp_path / "parts", stop)
+    assert train(worse, tmp_path / "parts").diagnosis == result.diagnosis
+
+
+def test_a_healthy_run_says_nothing(tmp_path: Path) -> None:
+    result = train(experiment(), tmp_path)
+    assert (result.diverged, result.diagnosis) == (False, "")
+    assert len(describe_result(result).splitlines()) == 2
+
+
+@pytest.mark.parametrize("fault", ["inputs", "targets", "validation"])
+def test_check_task_finds_numbers_that_are_not_finite(fault: Fault) -> None:
+    with pytest.raises(LawError, match=r"finite numbers are required in .*, got 1 numbers in its"):
+        check_task(Faulty(fault=fault))
+    check_task(Faulty())
