@@ -1,10 +1,14 @@
-"""Refreshes of `every`: which steps, and how phases spread them."""
+"""Refreshes of `every`: which steps, and how phases spread them; and the laws of cadences."""
+
+from collections.abc import Iterator
+from typing import Literal
 
 import numpy as np
 import pytest
 
 from eigengraft import StepContext
-from eigengraft.preconditioners import Every
+from eigengraft.preconditioners import Cadence, Every, Probability
+from eigengraft.testing import LawError, check_cadence
 
 
 def due(cadence: Every, phases: list[float], steps: int) -> list[list[int]]:
@@ -53,3 +57,101 @@ def test_all_at_once_are_not_spread() -> None:
 def test_blocks_of_equal_parts_are_due_at_different_steps(steps: int) -> None:
     """n times k / n may round to less than k, and yet every step has one block."""
     assert sorted(Every(steps=steps).steps_due(np.arange(steps) / steps)) == list(range(steps))
+
+
+@pytest.mark.parametrize(
+    "cadence",
+    [
+        Every(),
+        Every(steps=1),
+        Every(steps=7, offset=2, start=5),
+        Every(steps=4, stagger="none"),
+        Probability(probability=0.3),
+        Probability(probability=0.5, shared=True, start=3),
+        Probability(probability=1.0),
+    ],
+    ids=repr,
+)
+def test_the_shipped_cadences_keep_the_laws(cadence: Cadence) -> None:
+    assert "6 laws hold" in str(check_cadence(cadence))
+
+
+class NeverFirst(Cadence):
+    """Due at every step; no refresh is said to be the first."""
+
+    kind: Literal["cadence_neverfirst"] = "cadence_neverfirst"
+
+    def due(self, context: StepContext, earliest: int) -> Iterator[tuple[int, int, bool]]:
+        yield 0, len(context.steps), False
+
+
+class Beyond(Cadence):
+    """Due at every step; one block more than there are."""
+
+    kind: Literal["cadence_beyond"] = "cadence_beyond"
+
+    def due(self, context: StepContext, earliest: int) -> Iterator[tuple[int, int, bool]]:
+        yield 0, len(context.steps) + 1, bool(context.steps[0] == earliest)
+
+
+class Overlapping(Cadence):
+    """Due at every step; the first two blocks twice."""
+
+    kind: Literal["cadence_overlapping"] = "cadence_overlapping"
+
+    def due(self, context: StepContext, earliest: int) -> Iterator[tuple[int, int, bool]]:
+        first = bool(context.steps[0] == earliest)
+        yield from ((0, 2, first), (1, len(context.steps), first))
+
+
+class Rare(Cadence):
+    """Due at the first step and never again."""
+
+    kind: Literal["cadence_rare"] = "cadence_rare"
+
+    def due(self, context: StepContext, earliest: int) -> Iterator[tuple[int, int, bool]]:
+        if context.steps[0] == earliest:
+            yield 0, len(context.steps), True
+
+
+class Impossible(Cadence):
+    """Due at every step, and says that no step is possible."""
+
+    kind: Literal["cadence_impossible"] = "cadence_impossible"
+
+    def due(self, context: StepContext, earliest: int) -> Iterator[tuple[int, int, bool]]:
+        yield 0, len(context.steps), bool(context.steps[0] == earliest)
+
+    def possible(self, step: int, earliest: int) -> bool:
+        return False
+
+
+class Joint(Cadence):
+    """All blocks are due where the first block is at its first step, or an even one."""
+
+    kind: Literal["cadence_joint"] = "cadence_joint"
+
+    @property
+    def interval(self) -> float:
+        return 2.0
+
+    def due(self, context: StepContext, earliest: int) -> Iterator[tuple[int, int, bool]]:
+        if context.steps[0] == earliest or context.steps[0] % 2 == 0:
+            yield 0, len(context.steps), bool(context.steps[0] == earliest)
+
+
+@pytest.mark.parametrize(
+    ("cadence", "message"),
+    [
+        (NeverFirst(), "first=True is required of block 0 at step 0, got False"),
+        (Beyond(), r"0 <= start < stop <= 7, .* at step 0, got \[\(0, 8\)\]"),
+        (Overlapping(), r"without a common block, are required at step 0, got \[\(0, 2\), \(1, 7\)\]"),
+        (Rare(), r"about 1 steps between refreshes, the interval, are required, got"),
+        (Impossible(), r"possible\(0, 0\) is False, got blocks"),
+        (Joint(), r"are required to be due at steps"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_cadence_that_breaks_a_law_is_named(cadence: Cadence, message: str) -> None:
+    with pytest.raises(LawError, match=message):
+        check_cadence(cadence)

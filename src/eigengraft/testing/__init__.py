@@ -10,6 +10,7 @@ otherwise.
 from .accelerator import DeviceCounts as DeviceCounts
 from .accelerator import LineCounts as LineCounts
 from .accelerator import accelerator as accelerator
+from .check import check_cadence as check_cadence
 from .check import check_quantizer as check_quantizer
 from .check import check_solver as check_solver
 from .check import check_stage as check_stage

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from eigengraft.preconditioners import BasisSolver, PolarSolver, RootSolver, Stage
+from eigengraft.preconditioners import BasisSolver, Cadence, PolarSolver, RootSolver, Stage
 from eigengraft.quantization import Quantizer
 
+from .cadence_laws import CADENCE_LAWS, SPANS, CadenceCase
 from .laws import Report, check
 from .polar_laws import POLAR_LAWS
 from .quantizer_laws import QUANTIZER_LAWS, QuantizerCase
@@ -69,6 +70,15 @@ def check_quantizer(quantizer: Quantizer, size: int = 9) -> Report:
     """
     _require_instance(quantizer, Quantizer, "check_quantizer")
     return check(QuantizerCase(quantizer, size), [], QUANTIZER_LAWS)
+
+
+def check_cadence(cadence: Cadence, steps: int = 0) -> Report:
+    """Tries a cadence on the laws of cadences; raises one `LawError` that names what is broken.
+
+    steps: updates of the blocks that are tried; 0: twelve intervals of the cadence.
+    """
+    _require_instance(cadence, Cadence, "check_cadence")
+    return check(CadenceCase(cadence, steps), [SPANS], CADENCE_LAWS)
 
 
 def check_task(task: Task) -> Report:
