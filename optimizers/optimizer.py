@@ -251,6 +251,13 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         """
         return self.param_sets.signals.provide(name, value, chain.from_iterable(self.param_sets.parameters))
 
+    def unprovided_signals(self) -> list[tuple[str, str, bool]]:
+        """(signal, path of what asks for it, whether steps are refused without it) of signals that have no source.
+
+        A number that `provide` was given for the next step counts as one, and so does the loss, which closures return.
+        """
+        return self.param_sets.signals.unprovided(self.param_sets)
+
     def _settle(self, thorough: bool = True) -> None:
         """Adopt parameters and state that a host replaced, cast or moved. Take back steps with unusable gradients."""
         moved = adopt_parameters(self)

@@ -17,7 +17,7 @@ from eigengraft.errors import RecipeError
 from ..provenance import provenance_of
 from ..tasks import Batch, Metrics
 from . import sharded_checkpoint
-from .callbacks import Callbacks
+from .callbacks import Callbacks, no_batch
 from .divergence import Divergence, worse_than_at_first
 from .environment import describe_environment, record_environment
 from .experiment import Experiment
@@ -46,7 +46,9 @@ class Trainer:
         self.scheduler = experiment.schedule.scheduler(self.optimizer, experiment.steps)
         shown = (directory, experiment.diagnostics_every, experiment.steps, self.ranks.first)
         self.diagnostics = Diagnostics(self.optimizer, *shown)
-        self.callbacks = Callbacks(experiment.callbacks, self.model, self.optimizer, directory, self.ranks)
+        self.batch: Batch | None = None
+        callbacks = experiment.callbacks
+        self.callbacks = Callbacks(callbacks, self.model, self.optimizer, directory, self.ranks, self._current_batch)
         self.step, self.seconds, self.window, self.middle = 0, 0.0, MetricsWindow(), 0.0
         self.first_loss: float | None = None
 
@@ -54,6 +56,7 @@ class Trainer:
         """Train from the last checkpoint, or from the start, to the end."""
         self._continue()
         self.diagnostics.rewind(self.step)
+        self.callbacks.start()
         metrics: Metrics | None = None
         while self.step < self.experiment.steps:
             lr = float(self.optimizer.param_groups[0]["lr"])
@@ -86,7 +89,7 @@ class Trainer:
     def _train_step(self) -> None:
         start = self._now()
         rows, weight = self.ranks.shard_batch(self.dataset.batch(self.experiment.seed, self.step))
-        batch = rows.to(self.device)
+        self.batch = batch = rows.to(self.device)
         self.ranks.seed_step(self.experiment.seed, self.step)
         self.diagnostics.before(self.step + 1)
         loss = self.optimizer.step(lambda: self._backward(batch, weight))
@@ -99,6 +102,9 @@ class Trainer:
         self.first_loss = self.window.losses[-1] if self.step == 1 else self.first_loss
         self.window.step_ms.append(1e3 * (end - start))
         self.window.optimizer_ms.append(1e3 * (end - self.middle))
+
+    def _current_batch(self) -> Batch:
+        return no_batch() if self.batch is None else self.batch
 
     def _backward(self, batch: Batch, weight: float) -> Tensor:
         """The loss of a batch, whose gradients are those of the parameters afterwards, clipped."""

@@ -138,6 +138,11 @@ class Provided:
         self.sources: dict[str, list[SignalSource]] = {}
         self._kept: dict[str, dict[int | None, tuple[Tensor | float, int]]] = {}
 
+    @property
+    def names(self) -> set[str]:
+        """Names of the signals that have a value."""
+        return {name for name, values in self._kept.items() if values}
+
     def add(self, signal: Signal, value: Given, parameters: Iterable[Tensor]) -> None:
         """Joins a value of the required form with those before it, as the signal declares; ValueError if it does not
         fit."""
@@ -165,7 +170,7 @@ class Provided:
 
     def clear(self) -> list[str]:
         """Forgets the values, and returns their names; the sources stay."""
-        names = [name for name, values in self._kept.items() if values]
+        names = list(self.names)
         self._kept.clear()
         return names
 
@@ -324,6 +329,16 @@ class Signals:
         if asked:
             self.provided.add(signal, value, parameters)
         return asked
+
+    def unprovided(self, param_sets: Iterable[ParamSet]) -> list[tuple[str, str, bool]]:
+        """(signal, path of what asks for it, whether it must be there) of signals without a source or a value."""
+        self.first_step.follow(param_sets)
+        known = OWN | {"loss"} | self.provided.sources.keys() | self.provided.names
+        rules = self.recipe.updates().items()
+        asked = [request for path, rule in rules for _, own in listeners(rule, path) for request in own.requests]
+        needed = {request.name for request in asked if not request.optional} | self.first_step.open.keys()
+        left = {name: path for name, path in self.listeners.asking.items() if name not in known}
+        return [(name, path, name in needed) for name, path in left.items()]
 
     def asked_by(self, param_sets: Iterable[ParamSet]) -> bool:
         """Whether steps of parameter sets take anything but signals that are found for each stack."""

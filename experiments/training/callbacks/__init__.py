@@ -5,6 +5,7 @@ from .base import Limits as Limits
 from .base import Patience as Patience
 from .base import RunView as RunView
 from .base import StopAfter as StopAfter
+from .base import no_batch as no_batch
 from .calls import Callbacks as Callbacks
 from .trackers import JSONL as JSONL
 from .trackers import TensorBoard as TensorBoard

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +15,13 @@ from torch import nn
 import eigengraft
 from eigengraft.component import Component
 
+from ...tasks import Batch
 from ..outcome import Result, Tick
+
+
+def no_batch() -> Batch:
+    """Raise ValueError: no step has begun."""
+    raise ValueError("batch: a step that has begun is required")
 
 
 @dataclass(frozen=True)
@@ -25,19 +31,29 @@ class RunView:
     model, optimizer: in training; the model holds the iterate that is trained.
     directory: of the run; files of one's own may be written there.
     rows: the rows of metrics.jsonl so far, the one of this step included if there is one.
+    batch: returns this rank's rows of the batch of the step that is being made, or of the last step.
     """
 
     model: nn.Module
     optimizer: eigengraft.Optimizer
     directory: Path
     rows: Sequence[Mapping[str, Any]]
+    batch: Callable[[], Batch] = no_batch
 
 
 class Callback(Component, ABC, family="callback"):
     """Code that is called after steps that have a row of metrics, and at the end of a run; on rank 0 alone.
 
-    A callback keeps nothing itself: what it needs is in the rows, so that a run that is continued goes on the same.
+    `started` alone is called on every rank. A callback keeps nothing itself: what it needs is in the rows, so that a
+    run that is continued goes on the same.
     """
+
+    def started(self, run: RunView) -> None:
+        """Before the first step of this process, on every rank, also where a run goes on.
+
+        A signal of one's own is provided here: `run.optimizer.provide("sharpness", function)` calls the function before
+        each step, when gradients are there and `run.batch()` is the batch that they are of.
+        """
 
     def stepped(self, run: RunView, tick: Tick) -> bool:
         """After a step: whether the run ends here, as if it had no more steps."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import nn
 
 import eigengraft
+from eigengraft.errors import RecipeError, warn_user
 
+from ...tasks import Batch
 from ..outcome import Result, Tick
 from ..parallel.ranks import Ranks
 from ..rundir import RunDirectory
@@ -27,7 +30,20 @@ class Callbacks:
     optimizer: eigengraft.Optimizer
     directory: RunDirectory
     ranks: Ranks
+    batch: Callable[[], Batch]
     logs: dict[int, tuple[Log, int]] = field(default_factory=dict)
+
+    def start(self) -> None:
+        """Call `started` of every callback, and check that every signal that the recipe asks for can be provided."""
+        view = self._view()
+        for one in self.callbacks:
+            one.started(view)
+        for signal, where, required in self.optimizer.unprovided_signals():
+            wanted = f"{where}: the signal '{signal}' is provided by nothing in this run"
+            remedy = f"a callback provides it: `def started(self, run): run.optimizer.provide('{signal}', function)`"
+            if required:
+                raise RecipeError(f"{wanted}; {remedy}")
+            warn_user(f"{wanted}, and the recipe runs without it; {remedy}")
 
     def stop(self, tick: Tick) -> bool:
         """Whether a callback ends the run after a step whose row of metrics is written; all of them are called."""
@@ -63,4 +79,4 @@ class Callbacks:
                 self.logs[place] = log, step
 
     def _view(self) -> RunView:
-        return RunView(self.model, self.optimizer, self.directory.path, self.directory.rows())
+        return RunView(self.model, self.optimizer, self.directory.path, self.directory.rows(), self.batch)

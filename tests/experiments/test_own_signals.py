@@ -1,0 +1,105 @@
+"""Signals of one's own in training runs: provided by a callback, or said to be missing before the first step."""
+
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from eigengraft import RecipeError, Signal, Stage, State, StepContext, register_signal
+from eigengraft.experiments import load_experiment, train
+from eigengraft.experiments.training.callbacks import Callback, RunView
+
+pytestmark = pytest.mark.slow
+register_signal(Signal("brightness", "step", "the mean of the batch's inputs"))
+
+
+class Needs(Stage):
+    """d * brightness"""
+
+    kind: Literal["needs_brightness"] = "needs_brightness"
+    requires: ClassVar[frozenset[str]] = frozenset({"brightness"})
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        return direction * context.signal("brightness").to(direction.dtype)
+
+
+class Takes(Stage):
+    """d * brightness, where it is provided"""
+
+    kind: Literal["takes_brightness"] = "takes_brightness"
+    accepts: ClassVar[frozenset[str]] = frozenset({"brightness"})
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        return direction * context.signal("brightness").to(direction) if "brightness" in context.signals else direction
+
+
+class Brightness(Callback):
+    """Provides the mean of the batch's inputs, and writes down what it was."""
+
+    kind: Literal["brightness"] = "brightness"
+
+    def started(self, run: RunView) -> None:
+        path = run.directory / "brightness.txt"
+        with pytest.raises(ValueError, match="batch: a step that has begun is required"):
+            run.batch()
+
+        def mean() -> float:
+            value = float(run.batch().inputs.mean())
+            with path.open("a") as stream:
+                stream.write(f"{value!r}\n")
+            return value
+
+        assert run.optimizer.provide("brightness", mean)
+
+
+def experiment(stage: str, *overrides: str) -> dict[str, object]:
+    return {
+        "task": {"kind": "digits", "width": 4, "layers": 1, "batch_size": 8},
+        "recipe": {"update": [stage], "lr": 0.5},
+        "steps": 4,
+        "overrides": list(overrides),
+    }
+
+
+@pytest.mark.parametrize("stage", ["needs_brightness", "takes_brightness"])
+def test_a_callback_provides_a_signal_of_the_batch_of_every_step(tmp_path: Path, stage: str) -> None:
+    loaded = load_experiment({**experiment(stage), "callbacks": ["brightness"]})
+    train(loaded, tmp_path)
+    written = [float(line) for line in (tmp_path / "brightness.txt").read_text().splitlines()]
+    data = loaded.task.load()
+    assert written == pytest.approx([float(data.batch(0, step).inputs.mean()) for step in range(4)])
+    model, plain = loaded.task.new_model(0), tmp_path / "checkpoint.pt"
+    for step, factor in enumerate(written):
+        model.zero_grad()
+        inputs, targets = data.batch(0, step)
+        loaded.task.loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter -= 0.5 * factor * parameter.grad
+    trained = torch.load(plain, weights_only=True)["model"]
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(trained[name], value, rtol=1e-5, atol=1e-7)
+
+
+def test_a_signal_that_nothing_provides_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"update\.needs_brightness: the signal 'brightness' .*started\(self, run\)"):
+        train(load_experiment(experiment("needs_brightness")), tmp_path)
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_signal_that_a_stage_may_lack_is_said_to_be_missing(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"update\.takes_brightness: the signal 'brightness' .* runs without it"):
+        train(load_experiment(experiment("takes_brightness")), tmp_path)
+
+
+def test_what_the_library_collects_needs_no_callback(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    train(load_experiment({**experiment("sign"), "recipe": "newton_muon"}), tmp_path)
+    assert not [one for one in recwarn if "the signal" in str(one.message)]
+
+
+def test_a_hessian_that_nobody_estimates_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="the signal 'hessian_diagonal' is provided by nothing in this run"):
+        train(load_experiment({**experiment("sign"), "recipe": "sophia"}), tmp_path)
