@@ -141,7 +141,8 @@ def show_command(
         experiment = load_experiment(data, on_run, imports or ())
         typer.echo(to_yaml(experiment.recipe.declaration()))
     model = experiment.task.new_model(experiment.seed)
-    optimizer = eigengraft.compose(experiment.run_recipe, model, experiment.lr, experiment.weight_decay)
+    recipe, rates = experiment.run_recipe, (experiment.lr, experiment.weight_decay)
+    optimizer = eigengraft.compose(recipe, model, *rates, steps=experiment.steps, silence=experiment.silence)
     print_table(routing_table_of(optimizer))
     print_table(storage_table(optimizer))
     for line in optimizer.reached():

@@ -14,7 +14,7 @@ from .run import METRICS, Metric, Run
 from .seed_statistics import Target
 
 MANIFEST = "study"
-_SHARED = ("name", "seed", "imports", "parallel", "diagnostics", "checkpoint_every", "log_every")
+_SHARED = ("name", "seed", "imports", "parallel", "diagnostics", "checkpoint_every", "log_every", "silence")
 """Fields of an experiment in which runs of one cell may differ: they do not change the numbers that are averaged."""
 
 

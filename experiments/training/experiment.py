@@ -83,6 +83,9 @@ class Experiment(Component):
     checkpoint_every: int = Field(default=100, ge=1, description="steps between checkpoints")
     threads: int = Field(default=1, ge=1, description="CPU threads of torch; another number may change the last bits")
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")
+    silence: tuple[str, ...] = Field(
+        default=(), strict=False, description="ids of warnings about the recipe that are not given, as storage-unused"
+    )
     parallel: Parallelism = Field(
         default=SingleProcess(), description="how processes share the work; losses stay the same"
     )

@@ -46,9 +46,9 @@ class RunDirectory:
             make_directory(self.path)
             self.write("config", config)
             return
-        # `imports` may differ, so that a moved checkout continues its runs, `parallel` and `diagnostics`, because the
-        # trajectory is the same.
-        ignored = dict.fromkeys(("imports", "parallel", "diagnostics"))
+        # `imports` may differ, so that a moved checkout continues its runs, and the others because the trajectory is
+        # the same.
+        ignored = dict.fromkeys(("imports", "parallel", "diagnostics", "silence"))
         faults = differences({**known, **ignored}, {**config, **ignored})
         if faults:
             raise RecipeError(

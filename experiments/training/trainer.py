@@ -40,9 +40,9 @@ class Trainer:
         self.dataset, self.gradients = experiment.task.load(), experiment.gradient_pass
         self.model = experiment.task.new_model(experiment.seed).to(self.device)
         self.module = experiment.parallel.wrap(self.model, self.ranks)  # before the optimizer, which reads placements
-        self.optimizer = eigengraft.compose(
-            experiment.run_recipe, self.model, experiment.lr, experiment.weight_decay, checked=checked
-        )
+        options: dict[str, Any] = {"checked": checked, "steps": experiment.steps, "silence": experiment.silence}
+        rates = (experiment.lr, experiment.weight_decay)
+        self.optimizer = eigengraft.compose(experiment.run_recipe, self.model, *rates, **options)
         self.scheduler = experiment.schedule.scheduler(self.optimizer, experiment.steps)
         shown = (directory, experiment.diagnostics_every, experiment.steps, self.ranks.first)
         self.diagnostics = Diagnostics(self.optimizer, *shown)

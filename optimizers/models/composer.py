@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
-from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
-
-from eigengraft.errors import warn_user
 
 from ..checkpoint.replaced_params import ModelLink
 from ..optimizer import Optimizer
@@ -21,6 +17,7 @@ from ..recipe.routing import DescribedParameters, ParamInfo, describe_model
 from ..state.shown_state import own_state
 from .evaluation import watch_evaluation
 from .layer_grams import INPUT_GRAM, OUTPUT_GRAM, watch_inputs, watch_output_gradients
+from .lint import warn_of_faults
 from .logits import watch_logits
 
 _WATCHES: Mapping[str, Callable[[Optimizer, nn.Module], object]] = {
@@ -29,11 +26,9 @@ _WATCHES: Mapping[str, Callable[[Optimizer, nn.Module], object]] = {
     "max_logit": watch_logits,
 }
 """Signals that come from hooks in a model, and what registers the hooks."""
-_MOST = 256
-"""Bytes of state for each entry above which a parameter is said to be costly; Adam holds 8, SOAP on squares 24."""
 
 
-def compose(
+def compose(  # noqa: PLR0913  its arguments after the model are options
     recipe: RecipeSource,
     model: nn.Module | Iterable[Any] | DescribedParameters,
     lr: float | Tensor | None = None,
@@ -41,6 +36,8 @@ def compose(
     *,
     overrides: Overrides = (),
     checked: bool = False,
+    steps: int | None = None,
+    silence: Iterable[str] = (),
 ) -> Optimizer:
     """The optimizer of a recipe for a model, or for named parameters or groups.
 
@@ -48,11 +45,12 @@ def compose(
         which routes see names and shapes only; or what `grouped` or `submodel` return. Frozen parameters take no state
         until they are thawed. From a model come also the signals `activation_gram`, `output_gradient_gram` and
         `max_logit`, where the recipe asks for them, and a warning if it is evaluated at another iterate than the one
-        that the recipe averages. A warning names the last layer where the recipe sends heads elsewhere, no head is
-        found and the last layer may be one.
+        that the recipe averages.
     lr, weight_decay: default the recipe's.
     overrides: changes of the recipe, as a mapping {dotted path: value} or as strings "path=value".
     checked: check at every step that each stage keeps its contract, and raise a `ContractError` that names it; slower.
+    steps: length of the run, by which schedules are checked; None: it is not known.
+    silence: ids of warnings that are not given. A warning ends with its id, as `[storage-unused]`.
     """
     described = grouped(model, None) if isinstance(model, nn.Module) else model
     optimizer = Optimizer(described, recipe, lr, weight_decay, overrides=overrides, checked=checked)
@@ -63,8 +61,7 @@ def compose(
                 watch(optimizer, described.model)
         if optimizer.recipe.averaging is not None:
             watch_evaluation(optimizer, described.model)
-        _warn_of_unclear_head(optimizer)
-    _warn_of_costs(optimizer)
+    warn_of_faults(optimizer, steps, silence)
     return optimizer
 
 
@@ -103,42 +100,6 @@ def _require_trainable(named: Iterable[tuple[str, Tensor]]) -> None:
             )
     if not any(parameter.requires_grad for _, parameter in named):
         raise ValueError("compose: a model with trainable parameters is required, got none")
-
-
-def _warn_of_costs(optimizer: Optimizer) -> None:
-    """Say once which parameters hold state out of proportion, as factors of long axes of thin matrices are."""
-    sets, costly = optimizer.param_sets, list[tuple[float, str, tuple[int, ...]]]()
-    labels = chain.from_iterable(sets.labels(index) for index in range(len(sets.parameters)))
-    for name, parameter in zip(labels, chain(*sets.parameters), strict=True):
-        size = sum(stored.nbytes for stored in own_state(optimizer.state.get(parameter)).values())
-        if size > max(2**20, _MOST * parameter.numel()):
-            costly.append((size / parameter.numel(), name, tuple(parameter.shape)))
-    if costly:
-        each, name, shape = max(costly)
-        more = f", and {len(costly) - 1} others like it" if len(costly) > 1 else ""
-        warn_user(
-            f"{name}: {each:.0f} bytes of state for each entry of {list(shape)}{more}; `axes: {{max_skew: 4}}` of a "
-            "statistic leaves axes so long without a factor, and a route sends parameters to another update"
-        )
-
-
-def _warn_of_unclear_head(optimizer: Optimizer) -> None:
-    """Warn if the recipe sends heads elsewhere, and the last layer goes to its own update though it may be a head.
-
-    Nothing is said of models whose head is found, frozen or tied, of adapters, and of stacks of equal blocks.
-    """
-    recipe, sets = optimizer.recipe, optimizer.param_sets
-    rows = [row for own, infos in zip(sets.parameters, sets.infos, strict=True) for row in zip(own, infos, strict=True)]
-    if not any("head" in route.match.role for route in recipe.routes) or any(info.facts.factor for _, info in rows):
-        return
-    for parameter, info in rows:
-        if info.unclear and parameter.requires_grad and not recipe.route(info)[0]:
-            warn_user(
-                f"{info.name}: the last layer goes to the recipe's own update with the hidden layers, because no "
-                "output head is found and other layers may consume its outputs; if it is the head, return its module "
-                "from a method `get_output_embeddings()` of the model, or put a route with "
-                f"`match: {{name: '^{re.escape(info.name or '')}$'}}` before 'default'"
-            )
 
 
 def submodel(model: nn.Module, full: nn.Module) -> DescribedParameters:

@@ -18,7 +18,7 @@ _PHASES = (0.0, 0.95, 0.3, 0.31, 0.5, 0.0, 0.77)
 _REFRESHES = 12
 """Intervals that are tried. A random cadence has 1 to 36 refreshes of a block in so many, but for one run in 10^5."""
 
-Span = tuple[int, int, bool]
+_DueSpan = tuple[int, int, bool]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class CadenceCase:
         start = getattr(self.cadence, "start", None) or 1
         return self.steps or start + max(24, round(_REFRESHES * self.cadence.interval))
 
-    def spans(self, steps: Iterable[int], earliest: int, rows: slice = slice(None)) -> list[Span]:
+    def spans(self, steps: Iterable[int], earliest: int, rows: slice = slice(None)) -> list[_DueSpan]:
         """The spans of blocks at these steps, one for each block, or of some rows of them."""
         seeds = np.arange(1, 1 + len(_PHASES), dtype=np.int64) * 7919
         own = (np.array(list(steps), dtype=np.int64), np.array(_PHASES), np.arange(len(_PHASES)))
@@ -123,7 +123,7 @@ def a_block_is_due_by_its_own_step_and_phase_alone(case: CadenceCase) -> None:
         require(part == wanted, f"rows 2 to 5 alone: {wanted} are required to be due at steps {steps}, got {part}")
 
 
-def _rows(spans: Iterable[Span]) -> dict[int, bool]:
+def _rows(spans: Iterable[_DueSpan]) -> dict[int, bool]:
     return {row: first for start, stop, first in spans for row in range(start, stop)}
 
 

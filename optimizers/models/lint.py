@@ -1,0 +1,190 @@
+"""Warnings of combinations that are allowed and rarely meant, each with the remedy and an id that silences it.
+
+`compose` runs every registered check once. A check of one's own is a function with `@recipe_check("some-id")`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+
+from eigengraft.errors import name_some, warn_user
+from eigengraft.quantization import Quantizer
+from eigengraft.quantization.base import choose
+from eigengraft.ramps import schedules
+from eigengraft.slots import Slot
+from eigengraft.state_key import StateKey
+
+from ..engine.shown_state import own_state
+from ..optimizer import Optimizer
+from ..recipe.recipe import slot_keys
+
+_MOST = 256
+"""Bytes of state for each entry above which a parameter is called costly; Adam holds 8, SOAP on squares 24."""
+_SMALL = 1e-4
+"""A second moment in units of the largest of its block: that of a gradient a hundred times smaller, which is common."""
+
+
+@dataclass(frozen=True)
+class Composition:
+    """What checks see.
+
+    optimizer: with its recipe and described parameters.
+    steps: length of the run; None: unknown.
+    """
+
+    optimizer: Optimizer
+    steps: int | None
+
+    def slots(self) -> dict[StateKey, dict[Slot, None]]:
+        """The slots of all blocks of the model, on all ranks, by a key that names no block."""
+        recipe, found = self.optimizer.recipe, dict[StateKey, dict[Slot, None]]()
+        rows = self.optimizer.routing_table()
+        for path, block in dict.fromkeys((row.route, block) for row in rows for block in row.blocks):
+            for key, slot in slot_keys(recipe.updates()[path], path, block).items():
+                found.setdefault(key, {})[slot] = None
+        return found
+
+
+RecipeCheck = Callable[[Composition], Iterable[str]]
+"""Yields a sentence for each fault: what has no effect or goes wrong, and the remedy."""
+_CHECKS: dict[str, RecipeCheck] = {}
+
+
+def recipe_check(name: str) -> Callable[[RecipeCheck], RecipeCheck]:
+    """Register a check under an id of lower-case words with hyphens; the same id again replaces the check."""
+
+    def register(check: RecipeCheck) -> RecipeCheck:
+        _CHECKS[name] = check
+        return check
+
+    return register
+
+
+def known_checks() -> tuple[str, ...]:
+    """The ids of all checks."""
+    return tuple(sorted(_CHECKS))
+
+
+def warn_of_faults(optimizer: Optimizer, steps: int | None = None, silence: Iterable[str] = ()) -> None:
+    """Warn of every fault that the checks find. Raises ValueError for an id in `silence` that no check has."""
+    silent = [silence] if isinstance(silence, str) else list(silence)
+    if unknown := sorted(set(silent) - _CHECKS.keys()):
+        raise ValueError(f"silence: ids of checks ({', '.join(known_checks())}) are required, got '{unknown[0]}'")
+    composed = Composition(optimizer, steps)
+    for name, check in _CHECKS.items():
+        for message in check(composed) if name not in silent else ():
+            warn_user(f"{message} [{name}]")
+
+
+@recipe_check("head-unclear")
+def _unclear_head(composed: Composition) -> Iterator[str]:
+    """The recipe sends heads elsewhere, and the last layer goes to its own update though it may be a head.
+
+    Nothing is said of models whose head is found, frozen or tied, of adapters, and of stacks of equal blocks.
+    """
+    recipe, sets = composed.optimizer.recipe, composed.optimizer.param_sets
+    rows = [row for own, infos in zip(sets.parameters, sets.infos, strict=True) for row in zip(own, infos, strict=True)]
+    if not any("head" in route.match.role for route in recipe.routes) or any(info.facts.factor for _, info in rows):
+        return
+    for parameter, info in rows:
+        if info.unclear and parameter.requires_grad and not recipe.route(info)[0]:
+            yield (
+                f"{info.name}: the last layer goes to the recipe's own update with the hidden layers, because no "
+                "output head is found and other layers may consume its outputs; if it is the head, return its module "
+                "from a method `get_output_embeddings()` of the model, or put a route with "
+                f"`match: {{name: '^{re.escape(info.name or '')}$'}}` before 'default'"
+            )
+
+
+@recipe_check("state-large")
+def _large_state(composed: Composition) -> Iterator[str]:
+    """Parameters hold state out of proportion, as factors of long axes of thin matrices are."""
+    optimizer = composed.optimizer
+    sets, costly = optimizer.param_sets, list[tuple[float, str, tuple[int, ...]]]()
+    labels = chain.from_iterable(sets.labels(index) for index in range(len(sets.parameters)))
+    for name, parameter in zip(labels, chain(*sets.parameters), strict=True):
+        size = sum(stored.nbytes for stored in own_state(optimizer.state.get(parameter)).values())
+        if size > max(2**20, _MOST * parameter.numel()):
+            costly.append((size / parameter.numel(), name, tuple(parameter.shape)))
+    if costly:
+        each, name, shape = max(costly)
+        more = f", and {len(costly) - 1} others like it" if len(costly) > 1 else ""
+        yield (
+            f"{name}: {each:.0f} bytes of state for each entry of {list(shape)}{more}; `axes: {{max_skew: 4}}` of a "
+            "statistic leaves axes so long without a factor, and a route sends parameters to another update"
+        )
+
+
+@recipe_check("storage-unused")
+def _unused_storage(composed: Composition) -> Iterator[str]:
+    """Entries of the storage store no slot of this model, as all are too small or of another shape.
+
+    Nothing is said of an entry for a route that no parameter takes.
+    """
+    storage, unused = composed.optimizer.recipe.storage, dict[str, str]()
+    slots = composed.slots() if storage else {}
+    for text, quantizer in storage.items():
+        named = [(key, slot) for key, own in slots.items() for slot in own if _takes(storage, text, key, slot)]
+        if named and not any(choose(storage, key, slot) is quantizer for key, slot in named):
+            key, slot = max(named, key=lambda pair: math.prod(pair[1].shape))
+            unused[text] = f"{key}, the largest slot of {text}, cannot be stored so: {quantizer.unsupported(slot)}"
+    if unused:
+        yield (
+            f"storage: nothing of this model is stored by {', '.join(unused)}; {next(iter(unused.values()))}. Lower "
+            "`min_elements`, choose another format, or remove the entry"
+        )
+
+
+@recipe_check("storage-rounds-to-zero")
+def _rounded_second_moments(composed: Composition) -> Iterator[str]:
+    """Second moments are stored in a format that rounds small ones to 0, by whose root updates are then divided."""
+    storage = composed.optimizer.recipe.storage
+    found: dict[Quantizer, list[str]] = {}
+    for key, own in (composed.slots() if storage else {}).items():
+        for slot in own:
+            quantizer = choose(storage, key, slot) if slot.role == "second_moment" else None
+            if quantizer is not None and str(key) not in found.get(quantizer, []):
+                found.setdefault(quantizer, []).append(str(key))
+    for quantizer, names in found.items():
+        if _rounds_to_zero(quantizer):
+            kind = getattr(quantizer, "kind", type(quantizer).__name__)
+            yield (
+                f"storage of {name_some(names, 3)}: {kind} rounds second moments {_SMALL:g} times the largest of their "
+                "block to 0, and updates are divided by their roots; choose `{kind: codebook8, codebook: "
+                "dynamic_unsigned}` or `{kind: uint8, compand: sqrt}`"
+            )
+
+
+@recipe_check("ramp-beyond-run")
+def _long_ramps(composed: Composition) -> Iterator[str]:
+    """A number changes over more steps than the run has, and never reaches its last value."""
+    recipe, steps = composed.optimizer.recipe, composed.steps or composed.optimizer.recipe.total_steps
+    for path, ramps in schedules(recipe) if steps is not None else ():
+        length = sum(ramp.length(steps) for ramp in ramps)
+        if steps is not None and length > steps:
+            yield (
+                f"{path}: its schedule takes {length:g} steps and the run has {steps}, so that {ramps[-1].end:g} is "
+                "never reached; give its length as a `fraction` of the run"
+            )
+
+
+def _takes(storage: dict[str, Quantizer], text: str, key: StateKey, slot: Slot) -> bool:
+    """Whether the entry `text` of a storage is the one that decides on a slot."""
+    named = next((where for where in (key.name, key.stage) if where in storage), None)
+    return text == named if named is not None else text == slot.role and not slot.sensitive
+
+
+def _rounds_to_zero(quantizer: Quantizer) -> bool:
+    """Whether a small second moment beside a large one comes back as 0."""
+    slot = Slot((64, 64))
+    x = torch.full((1, *slot.shape), _SMALL)
+    x[..., 0] = 1.0
+    if quantizer.unsupported(slot) is not None:
+        return False
+    return bool((quantizer.decode(quantizer.encode(x), slot, x.dtype) == 0).any())
