@@ -91,6 +91,11 @@ def format_number(value: float | None, digits: int = 1) -> str:
     return _NONE if value is None else f"{value:.{digits}f}"
 
 
+def format_metric(value: float | None) -> str:
+    """The number to five significant digits; "diverged" for None."""
+    return "diverged" if value is None else f"{value:.5g}"
+
+
 def format_ratio(value: float | None, base: float | None) -> str:
     """`value / base` as a factor; empty where one is missing."""
     return "" if not value or not base else f"{value / base:.2f}\u00d7"

@@ -105,8 +105,12 @@ class Records:
         return next((one.values for one in self._searches(labels)), {})
 
     def _searches(self, labels: Mapping[str, str]) -> Iterator[TunedCell]:
-        cell = ",".join(f"{axis}={label}" for axis, label in labels.items())
-        return (one for one in self.tuned if one.cell == cell)
+        return (one for one in self.tuned if one.cell == cell_name(labels))
+
+
+def cell_name(labels: Mapping[str, str]) -> str:
+    """The name of the cell with these labels, as manifests have it."""
+    return ",".join(f"{axis}={label}" for axis, label in labels.items())
 
 
 def read_tuned(directory: Path) -> tuple[TunedCell, ...]:

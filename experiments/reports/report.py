@@ -19,6 +19,7 @@ from .drawings.panels import beside_curves
 from .formatting import (
     format_difference,
     format_length,
+    format_metric,
     format_number,
     format_ratio,
     format_reached,
@@ -29,7 +30,7 @@ from .recipe_diff import diff_recipes
 from .records import Records, learning_rate, read_records
 from .run import Run, Status
 from .seed_statistics import BOOTSTRAP_PAIRS, Paired
-from .sweep import at_their_best, sweeps, swept
+from .sweep import at_their_best, sweeps, swept, tuning_curves
 from .tables import write_runs_csv, write_tables
 
 _AXES = (("steps", "training steps"), ("seconds", "training seconds"))
@@ -60,6 +61,7 @@ def write_figures(directory: Path, folder: Path, baseline: str | None = None) ->
         _file(records, title, f"final {metric} against {along.compare}"): figure
         for title, figure in _sweeps(along).items()
     }
+    named |= {_file(records, *parts): figure for parts, figure in _tuning(records).items()}
     for panel in [*at_their_best(along), *compare(records)]:
         for axis, (short, _) in enumerate(_AXES if panel.begun else ()):
             named[_file(records, panel.title, f"{metric} against {short}")] = _figure(panel, axis)
@@ -85,6 +87,7 @@ def render(records: Records) -> str:
         "summary": format_summary,
         "difference": format_difference,
         "number": format_number,
+        "metric": format_metric,
         "length_of_run": format_length,
         "ratio": format_ratio,
     }
@@ -99,6 +102,10 @@ def render(records: Records) -> str:
         sweeps=[
             (f"{head}: {title}", Markup(figures.inline_svg(figure, f"sweep-{index}")))
             for index, (title, figure) in enumerate(_sweeps(along).items())
+        ],
+        tuning=[
+            (f"{what.capitalize()}: {title}", Markup(figures.inline_svg(figure, f"tuning-{index}")))
+            for index, ((title, what), figure) in enumerate(_tuning(records).items())
         ],
         swept=along.compare,
         reached=format_reached,
@@ -143,6 +150,17 @@ def _sweeps(records: Records) -> dict[str, Figure]:
     return {
         title: figures.draw_curves(curves, axis_name(records.compare), y_label, log_x=True)
         for title, curves in sweeps(records).items()
+    }
+
+
+def _tuning(records: Records) -> dict[tuple[str, str], Figure]:
+    """A figure of what searches tried, by (title of the panel, what is drawn)."""
+    metric = f"mean {records.metric.title}"
+    return {
+        (title, f"tuning, {metric} against {axis_name(path)}"): figures.draw_curves(
+            curves, axis_name(path), metric, log_x=True
+        )
+        for (path, title), curves in tuning_curves(records).items()
     }
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from .comparison import ComparisonPanel, ComparisonRow, compare, named
 from .figures import Curve, LostRun
-from .records import Records
+from .records import Records, TunedCell, cell_name
 
 RATE = "lr"
 """The axis whose best label each method may have for itself, whatever the study compares."""
@@ -82,6 +82,46 @@ def _at_their_best(records: Records, outer: tuple[str, ...], group: Sequence[Com
         rows.append(ComparisonRow(label, style, best.runs, records.metric, rows[0] if rows else None))
     title = ", ".join([*outer, f"each at its own best {records.compare}"])
     return ComparisonPanel(title, outer, tuple(rows), records.metric, rows[0])
+
+
+def tuning_curves(records: Records) -> dict[tuple[str, str], list[Curve]]:
+    """Curves of what searches tried, by (dotted path, title of the panel): the mean metric against values of a field.
+
+    Of several values of other fields the best counts. Diverged values are crosses. Values whose runs were stopped early
+    are left out, and so are fields without three positive numbers.
+    """
+    cells = {cell_name(run.labels): run.labels for run in records.runs}
+    styles: dict[str, int] = {}
+    found: dict[tuple[str, str], list[Curve]] = {}
+    for one in records.tuned:
+        labels = cells.get(one.cell, {})
+        label = named(records.compare, labels.get(records.compare, one.cell))
+        title = ", ".join(named(axis, text) for axis, text in labels.items() if axis != records.compare)
+        for path in one.values:
+            curve = _tuning_curve(one, path, records.metric.sign, label, styles.setdefault(label, len(styles)))
+            if curve is not None:
+                found.setdefault((path, title or records.name), []).append(curve)
+    return found
+
+
+def _tuning_curve(one: TunedCell, path: str, sign: int, label: str, style: int) -> Curve | None:
+    """The curve of one field in one cell; None where it is no curve."""
+    best: dict[float, float] = {}
+    diverged: dict[float, None] = {}
+    for trial in one.tried:
+        value = trial.values[path]
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+            return None
+        if trial.mean is None:
+            diverged[float(value)] = None
+        elif trial.stopped is None:
+            best[float(value)] = min(best.get(float(value), math.inf), sign * trial.mean)
+    lost = tuple(LostRun((), (), value) for value in diverged if value not in best)
+    x = sorted(best)
+    if len(x) + len(lost) < 3:
+        return None
+    mean = [sign * best[value] for value in x]
+    return Curve(label, style, x, mean, mean, mean, lost, f"{label}: diverged" if lost else "")
 
 
 def _number(text: str) -> float:

@@ -13,7 +13,7 @@ from eigengraft.errors import RecipeError
 
 from ..files import make_directory, short_name
 from ..provenance import REMEDY, provenance_changes
-from ..reports.records import MANIFEST
+from ..reports.records import MANIFEST, cell_name
 from ..reports.run import METRICS
 from ..tasks import Fingerprint, Task
 from ..training.environment import describe_provenance
@@ -50,7 +50,7 @@ class Cell:
     @property
     def name(self) -> str:
         """Label of every axis."""
-        return ",".join(f"{axis}={label}" for axis, label in self.labels.items())
+        return cell_name(self.labels)
 
     @property
     def directory(self) -> str:

@@ -45,8 +45,8 @@ class CadenceCase:
     def spans(self, steps: Iterable[int], earliest: int, rows: slice = slice(None)) -> list[_DueSpan]:
         """The spans of blocks at these steps, one for each block, or of some rows of them."""
         seeds = np.arange(1, 1 + len(_PHASES), dtype=np.int64) * 7919
-        own = (np.array(list(steps), dtype=np.int64), np.array(_PHASES), np.arange(len(_PHASES)))
-        context = StepContext(*(values[rows] for values in own), seeds=seeds[rows])
+        updates, blocks = np.array(list(steps), dtype=np.int64), np.arange(len(_PHASES))
+        context = StepContext(updates[rows], np.array(_PHASES)[rows], blocks[rows], seeds=seeds[rows])
         return list(self.cadence.due(context, earliest))
 
     def history(self, earliest: int) -> Iterator[tuple[int, dict[int, bool]]]:

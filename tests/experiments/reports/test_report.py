@@ -16,7 +16,7 @@ from eigengraft.experiments.reports.drawings.internals import internals
 from eigengraft.experiments.reports.recipe_diff import diff_recipes
 from eigengraft.experiments.reports.records import read_records
 from eigengraft.experiments.reports.report import write_figures, write_report
-from eigengraft.experiments.reports.sweep import sweeps
+from eigengraft.experiments.reports.sweep import sweeps, tuning_curves
 from eigengraft.experiments.reports.tables import write_parquet
 
 pytestmark = pytest.mark.slow
@@ -539,3 +539,45 @@ def test_figures_as_files(study, tmp_path):
     ]
     svg = (tmp_path / "figures" / "trial-validation-loss-against-steps.svg").read_text(encoding="utf-8")
     assert "var(--" not in svg and "soap" in svg
+
+
+def test_the_curve_of_a_search_is_drawn_and_its_means_are_not_rounded_to_a_decimal(tmp_path):
+    """Two methods on two tasks; one value diverged, one was stopped early."""
+    tuned, listed = {}, []
+    for task in ("digits", "bytes"):
+        for method, best in (("adamw", 0.01), ("soap", 0.02)):
+            labels = {"task": task, "method": method}
+            tried = [
+                {"values": {"lr": best * 2**k}, "mean": None if k == 2 else 1.2341 + 0.0123 * k * k, "stopped": None}
+                for k in range(-2, 3)
+            ]
+            tried.append({"values": {"lr": best * 8}, "mean": 0.5, "stopped": 10})
+            found = {"values": {"lr": best}, "edges": {}, "tried": tried, "rule": "Descent."}
+            tuned[f"task={task},method={method}"] = found
+            listed.append({"directory": f"{task}-{method}", "labels": labels, "seed": 0})
+            write_run(tmp_path / f"{task}-{method}", ADAM, [2.0, 1.0])
+    manifest = {"name": "n", "description": "", "metric": "val_loss", "compare": "method", "baseline": "adamw"}
+    (tmp_path / "study.json").write_text(json.dumps({**manifest, "tuned": tuned, "runs": listed}))
+    curves = tuning_curves(read_records(tmp_path))
+    assert list(curves) == [("lr", "digits"), ("lr", "bytes")]
+    adamw, soap = curves["lr", "digits"]
+    assert (adamw.label, soap.label, adamw.style, soap.style) == ("adamw", "soap", 0, 1)
+    assert adamw.x == [0.0025, 0.005, 0.01, 0.02]
+    assert adamw.mean == pytest.approx([1.2833, 1.2464, 1.2341, 1.2464])
+    assert [one.end for one in adamw.lost] == [0.04]
+    text = write_report(tmp_path).read_text(encoding="utf-8")
+    assert "0.0025: 1.2833; 0.005: 1.2464; " in text and "0.04: diverged" in text
+    assert "Tuning, mean validation loss against learning rate: digits." in text
+    names = {path.name for path in write_figures(tmp_path, tmp_path / "figures")}
+    assert "n-digits-tuning-mean-validation-loss-against-learning-rate.svg" in names
+
+
+def test_a_search_of_names_has_no_curve(tmp_path):
+    write_run(tmp_path / "run", ADAM, [2.0])
+    tried = [{"values": {"kind": kind}, "mean": 1.0, "stopped": None} for kind in "abc"]
+    manifest = {"name": "n", "description": "", "metric": "val_loss", "compare": "m", "baseline": "x"}
+    manifest["tuned"] = {"m=x": {"values": {"kind": "a"}, "edges": {}, "tried": tried, "rule": ""}}
+    manifest["runs"] = [{"directory": "run", "labels": {"m": "x"}, "seed": 0}]
+    (tmp_path / "study.json").write_text(json.dumps(manifest))
+    assert tuning_curves(read_records(tmp_path)) == {}
+    assert write_report(tmp_path).exists()
