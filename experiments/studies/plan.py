@@ -132,7 +132,7 @@ def refuse_other_provenance(planned: Iterable[PlannedRun], directory: Path) -> N
             task = (run.read("config") or {}).get("task")
             key = json.dumps(task)
             if key not in data:
-                data[key] = checked(Task, task, "task").load().fingerprint
+                data[key] = checked(Task, task, "task").load().fingerprint  # type: ignore[type-abstract]
             for fault in provenance_changes(run.read("env") or {}, describe_provenance(data[key], sources)):
                 faults[fault] = faults.get(fault, 0) + 1
     if faults:

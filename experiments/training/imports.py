@@ -72,7 +72,7 @@ def _used(module: ModuleType) -> Iterator[str]:
         if isinstance(value, ModuleType):
             yield value.__name__
         else:
-            home = (value if isinstance(value, (type, FunctionType)) else type(value)).__module__
+            home: Any = (value if isinstance(value, (type, FunctionType)) else type(value)).__module__
             yield from [home] if isinstance(home, str) else []
 
 
