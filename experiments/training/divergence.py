@@ -92,7 +92,7 @@ def worse_than_at_first(first: float | None, last: float | None) -> str:
     """A sentence if the training loss ended far above its first value, else an empty text."""
     if first is None or last is None or not 0 < WORSE * first < last:
         return ""
-    return f"the training loss rose from {first:.4g} at the first step to {last:.4g}; a smaller lr may help"
+    return f"the training loss rose from {first:.4g} at the first step to {last:.4g} at the end; a smaller lr may help"
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from statistics import median
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ class Trainer:
         self.callbacks = Callbacks(callbacks, self.model, self.optimizer, directory, self.ranks, self._current_batch)
         self.step, self.seconds, self.window, self.middle = 0, 0.0, MetricsWindow(), 0.0
         self.first_loss: float | None = None
+        self.last_loss: float | None = None  # the median of the last row's steps, which a single spike does not move
 
     def run(self, progress: Callable[[Tick], None] | None) -> Result:
         """Train from the last checkpoint, or from the start, to the end."""
@@ -142,6 +144,7 @@ class Trainer:
         return Tick(self.step, self.experiment.steps, window.losses[-1], val_loss, window.step_ms[-1], self.seconds)
 
     def _write_row(self, lr: float, metrics: Metrics | None) -> None:
+        self.last_loss = median(self.window.losses)
         if self.ranks.first:
             self.directory.append(self.window.row(self.step, lr, self.seconds, metrics))
         self.window = MetricsWindow()
@@ -161,7 +164,7 @@ class Trainer:
     def _result(self, metrics: Metrics | None, parameters: int, state_bytes: int, diagnosis: str) -> Result:
         numbers = numbers_of_rows(self.directory.rows())
         result = Result(
-            diagnosis=diagnosis or worse_than_at_first(self.first_loss, numbers["train_loss"]),
+            diagnosis=diagnosis or worse_than_at_first(self.first_loss, self.last_loss),
             diverged=metrics is None,
             val_loss=metrics.val_loss if metrics is not None else None,
             val_accuracy=metrics.val_accuracy if metrics is not None else None,
@@ -177,7 +180,8 @@ class Trainer:
 
     def _save(self) -> None:
         notes = {"step": self.step, "seconds": self.seconds, "window": asdict(self.window)}
-        notes |= {"scheduler": self.scheduler.state_dict(), "first_loss": self.first_loss}
+        notes |= {"first_loss": self.first_loss, "last_loss": self.last_loss}
+        notes["scheduler"] = self.scheduler.state_dict()
         if self.ranks.distributed:
             sharded_checkpoint.save_sharded(self.directory, self.ranks, self.model, self.optimizer, notes)
             return
@@ -205,7 +209,8 @@ class Trainer:
         if notes is not None:
             self.scheduler.load_state_dict(notes["scheduler"])
             self.step, self.seconds, self.window = notes["step"], notes["seconds"], MetricsWindow(**notes["window"])
-            self.first_loss = notes.get("first_loss")  # unknown to checkpoints of older versions
+            # unknown to checkpoints of older versions
+            self.first_loss, self.last_loss = notes.get("first_loss"), notes.get("last_loss")
 
     def _load_single(self) -> dict[str, Any] | None:
         state = self.directory.load()

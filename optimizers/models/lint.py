@@ -183,7 +183,7 @@ def _takes(storage: dict[str, Quantizer], text: str, key: StateKey, slot: Slot) 
 def _rounds_to_zero(quantizer: Quantizer) -> bool:
     """Whether a small second moment beside a large one comes back as 0."""
     slot = Slot((64, 64))
-    x = torch.full((1, *slot.shape), _SMALL)
+    x = torch.full((1, *slot.shape), _SMALL, dtype=torch.float32, device="cpu")
     x[..., 0] = 1.0
     if quantizer.unsupported(slot) is not None:
         return False

@@ -16,6 +16,10 @@ from eigengraft.experiments.cli.console import describe_result
 from eigengraft.experiments.reports.report import write_report
 from eigengraft.experiments.tasks import Batch, Dataset, Examples, Fingerprint, Task
 from eigengraft.experiments.tasks.base import generator
+from eigengraft.experiments.training.divergence import worse_than_at_first
+from eigengraft.experiments.training.parallel.ranks import Ranks
+from eigengraft.experiments.training.rundir import RunDirectory
+from eigengraft.experiments.training.trainer import Trainer
 from eigengraft.testing import check_task
 from eigengraft.testing.laws import LawError
 
@@ -117,6 +121,18 @@ def test_a_run_that_got_worse_says_so_also_after_a_stop(tmp_path: Path) -> None:
     with pytest.raises(Stop):
         train(worse, tmp_path / "parts", stop)
     assert train(worse, tmp_path / "parts").diagnosis == result.diagnosis
+
+
+def test_a_spike_that_a_run_recovered_from_is_no_fault() -> None:
+    assert worse_than_at_first(2.3, 2.4) == worse_than_at_first(None, 9.0) == worse_than_at_first(-1.0, 9.0) == ""
+    assert "rose from 2.3 at the first step to 4" in worse_than_at_first(2.3, 4.0)
+    directory = RunDirectory("unused")
+    trainer = Trainer(experiment(), directory)
+    trainer.window.losses[:] = [2.0, 1e9, 2.1]
+    trainer.window.step_ms[:] = trainer.window.optimizer_ms[:] = [1.0]
+    trainer.ranks = Ranks(rank=1)  # writes nothing
+    trainer._write_row(0.1, None)
+    assert trainer.last_loss == 2.1
 
 
 def test_a_healthy_run_says_nothing(tmp_path: Path) -> None:

@@ -1,13 +1,13 @@
 """Signals of one's own in training runs: provided by a callback, or said to be missing before the first step."""
 
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor
 
-from eigengraft import RecipeError, Signal, Stage, State, StepContext, register_signal
+from eigengraft import RecipeError, Request, Signal, Stage, State, StepContext, Traits, register_signal
 from eigengraft.experiments import load_experiment, train
 from eigengraft.experiments.training.callbacks import Callback, RunView
 
@@ -19,7 +19,9 @@ class Needs(Stage):
     """d * brightness"""
 
     kind: Literal["needs_brightness"] = "needs_brightness"
-    requires: ClassVar[frozenset[str]] = frozenset({"brightness"})
+
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        return Traits(signals=(Request("brightness"),))
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         return direction * context.signal("brightness").to(direction.dtype)
@@ -29,7 +31,9 @@ class Takes(Stage):
     """d * brightness, where it is provided"""
 
     kind: Literal["takes_brightness"] = "takes_brightness"
-    accepts: ClassVar[frozenset[str]] = frozenset({"brightness"})
+
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        return Traits(signals=(Request("brightness", when="if_given"),))
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         return direction * context.signal("brightness").to(direction) if "brightness" in context.signals else direction
