@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from eigengraft.optimizers.recipe.overrides import differences, flatten
-
 _VERSIONS = ("eigengraft", "sources", "torch", "numpy")
 REMEDY = "Choose another directory, or remove this one."
 
@@ -33,6 +31,8 @@ def provenance_of(environment: Mapping[str, Any]) -> dict[str, str]:
 
 def provenance_changes(known: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
     """Lines "entry: recorded -> present" in which two environments differ."""
+    from eigengraft.optimizers.recipe.overrides import differences  # imports torch, which reports do without
+
     return differences(provenance_of(known), provenance_of(found))
 
 
@@ -41,6 +41,10 @@ def variants(found: Sequence[Mapping[str, Any]]) -> list[str]:
 
     Equal declarations have equal names, and declarations that differ have different ones.
     """
+    if all(one == found[0] for one in found):
+        return ["" for _ in found]
+    from eigengraft.optimizers.recipe.overrides import flatten  # imports torch, which most reports do without
+
     flat = [{path: str(value) for path, value in flatten(one)} for one in found]
     paths = sorted({path for one in flat for path in one})
     differing = [path for path in paths if len({one.get(path) for one in flat}) > 1]

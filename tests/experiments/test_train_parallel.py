@@ -296,7 +296,7 @@ def test_a_diverging_run_ends_on_every_rank(home: Path, launched: Launched) -> N
     ("launch", "case", "words"),
     [
         ("two", "other", "holds a run of another experiment; what is there -> what was asked for:\nseed: 0 -> 1"),
-        ("two", "disagreed", "ranks: the same experiment and the same data are required on each"),
+        ("two", "disagreed", "ranks: the same experiment, code and data are required on each"),
         ("four", "odd", "parallel.replicas: a divisor of the 4 ranks is required, got 3"),
         ("four", "few", "task.batch_size: a row for each of 4 ranks is required, got 3"),
     ],
