@@ -14,7 +14,6 @@ from ..recipe.loading import RecipeSource
 from ..recipe.overrides import Overrides
 from ..recipe.param_names import canonical_names
 from ..recipe.routing import DescribedParameters, ParamInfo, describe_model
-from ..state.shown_state import own_state
 from .evaluation import watch_evaluation
 from .layer_grams import INPUT_GRAM, OUTPUT_GRAM, watch_inputs, watch_output_gradients
 from .lint import warn_of_faults

@@ -20,9 +20,9 @@ from eigengraft.ramps import schedules
 from eigengraft.slots import Slot
 from eigengraft.state_key import StateKey
 
-from ..engine.shown_state import own_state
 from ..optimizer import Optimizer
 from ..recipe.recipe import slot_keys
+from ..state.shown_state import own_state
 
 _MOST = 256
 """Bytes of state for each entry above which a parameter is called costly; Adam holds 8, SOAP on squares 24."""
