@@ -72,6 +72,8 @@ class Execution:
         if not all(held[at].is_contiguous() and step.gradients[at].is_contiguous() for at in positions):
             return False
         if self.entries:
+            if not all(program.suits(counts[blocks.stack.param_ids]) for program in self.entries.values()):
+                return False
             _run_entries(blocks, step, counts, held, self.entries)
             return True
         return _run_chunks(blocks, step, counts, held)

@@ -262,8 +262,8 @@ class Program:
             raise ContractError("a function of the step alone is required for `context.per_block`, got one of a signal")
 
     def suits(self, steps: NDArray[np.int64]) -> bool:
-        """Return whether the program is of these steps, which are all the same."""
-        return all(question(steps)[0] == question(TYPICAL_STEP)[0] for question in self.questions)
+        """Return whether the program is of all these steps: they answer every question as it was traced with."""
+        return all((question(steps) == question(TYPICAL_STEP)).all() for question in self.questions)
 
     def _learn(self, number: NumberOfStep) -> Tensor:
         self.asked.append(number)

@@ -23,8 +23,9 @@ _OF_A_STEP = frozenset({"steps", "phases", "param_ids", "seeds"})
 
 Question = Callable[[NDArray[np.int64]], NDArray[np.bool_]]
 """Steps `[N]` -> whether something holds at each, `[N]`."""
-TYPICAL_STEP = np.array([1_000_003], dtype=np.int64)
-"""The step that answers questions while a program is traced: late, and no multiple of an interval above 1."""
+TYPICAL_STEP = np.array([1_000_667], dtype=np.int64)
+"""The step that answers questions while a program is traced: late, and a step in which what has an interval is not due.
+It is a prime, one more than twice a prime, so that neither it nor the step before is a multiple of 3 to 500,000."""
 
 
 @dataclass(frozen=True)

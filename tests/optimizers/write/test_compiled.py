@@ -5,13 +5,14 @@ is set: compiling takes half a minute.
 """
 
 import os
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from eigengraft import Optimizer, compose
+from eigengraft import Optimizer, Stage, State, StepContext, Traits, compose
+from eigengraft.numerics import per_block
 from eigengraft.optimizers.step import execution, traced
 
 from ...trajectories import normal
@@ -24,7 +25,9 @@ RECIPES: dict[str, Any] = {
 }
 pytestmark = pytest.mark.slow
 
-SHAPES = ((10, 32), (10, 32), (7,), (4, 3, 5), ())
+SHAPES = ((10, 32), (10, 32), (7,), (7,), (7,), (4, 3, 5), ())
+MISSING = {(0, 1), (2, 1)}
+"""(Parameter, step) without a gradient: one of the large ones that are equal, and one of the small ones."""
 
 
 @pytest.fixture
@@ -48,14 +51,15 @@ def as_traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def trained(
     recipe: Any, dtype: torch.dtype = torch.float64, groups: int = 1
 ) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
-    """Parameters and their state after three steps; the second has no gradient in one of them."""
+    """Parameters and their state after three steps; two have no gradient in one of them."""
     held = [nn.Parameter(normal(*shape, seed=i).to(dtype)) for i, shape in enumerate(SHAPES)]
-    named = [(f"p{i}", p) for i, p in enumerate(held)]
+    named = [(f"p{i}" if i else "wte.weight", p) for i, p in enumerate(held)]  # an embedding has another lr_scale
     rates = [{"lr": 0.01 * (1 + at), "weight_decay": 0.1 * (1 + at)} for at in range(groups)]
     optimizer = Optimizer([{"params": named[at::groups], **own} for at, own in enumerate(rates)], recipe)
     for step in range(3):
         for i, parameter in enumerate(held):
-            parameter.grad = normal(*parameter.shape, seed=10 * step + i).to(dtype) if (i, step) != (1, 1) else None
+            gradient = normal(*parameter.shape, seed=10 * step + i).to(dtype)
+            parameter.grad = None if (i, step) in MISSING else gradient
         optimizer.param_groups[0]["lr"] *= 0.5
         optimizer.step()
     return [parameter.detach() for parameter in held], [optimizer.state[parameter] for parameter in held]
@@ -71,7 +75,7 @@ def test_traced_kernels_are_the_chain_and_its_write(name: str, as_traced: list[i
     wanted, wanted_state = trained(RECIPES[name])
     assert not as_traced
     found, state = trained(compiled_recipe(name))
-    assert set(as_traced) >= {320, 7, 60}
+    assert set(as_traced) >= {320, 21, 7, 60}
     # the same operations in another order: some roundings of float64 apart
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(state, wanted_state, rtol=1e-12, atol=1e-14)
@@ -82,6 +86,37 @@ def test_parameters_of_a_stack_have_the_rates_of_their_groups(name: str, as_trac
     found, wanted = (trained(recipe, groups=2)[0] for recipe in (compiled_recipe(name), RECIPES[name]))
     assert as_traced
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)  # as above
+
+
+class Early(Stage):
+    """Add 1 to the direction in the first two updates of a block."""
+
+    kind: Literal["test_early"] = "test_early"
+
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        return Traits(entrywise=True)
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        early = context.holds(lambda steps: steps <= 2)
+        if isinstance(early, bool):
+            return direction + 1 if early else direction * 1
+        return direction + per_block(torch.from_numpy(early).to(direction), direction)
+
+
+Stage.members.pop("test_early")  # the laws are about every member of the family
+
+
+def test_updates_that_a_program_is_not_of_run_as_they_are(as_traced: list[int]) -> None:
+    """A stage that asks of the step has one program, of late updates; the second of three blocks falls one behind."""
+    held = [nn.Parameter(torch.zeros(10, dtype=torch.float64)) for _ in range(3)]
+    optimizer = Optimizer(held, {"update": [Early()], "compile": True}, lr=1.0)
+    as_traced.clear()
+    for step in range(4):
+        for at, parameter in enumerate(held):
+            parameter.grad = torch.ones_like(parameter) if (at, step) != (1, 1) else None
+        optimizer.step()
+    assert [float(parameter[0].detach()) for parameter in held] == [-6.0, -5.0, -6.0]
+    assert as_traced == [10] * 3  # in the fourth step alone, block by block: they are at different updates
 
 
 def test_parameters_in_bfloat16_are_rounded_once(as_traced: list[int]) -> None:
@@ -95,6 +130,16 @@ def test_equal_updates_are_traced_once(as_traced: list[int]) -> None:
     for _ in range(2):
         Optimizer([nn.Parameter(normal(3, 4, seed=0))], {"base": "adamw", "compile": True})
     assert len(traced._PROGRAMS) == 1
+
+
+def test_updates_that_differ_in_one_thing_are_traced_apart(as_traced: list[int]) -> None:
+    decays = ["decoupled", {"kind": "decoupled", "placed": "after"}, "cautious", "l2"]
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2**-7)):
+        for decay in decays:
+            recipe = {"base": "adamw", "weight_decay": decay}
+            found, wanted = trained({**recipe, "compile": True}, dtype)[0], trained(recipe, dtype)[0]
+            # roundings of sums in another order; in bfloat16 to a neighbour, 2^-7 apart
+            torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance / 100)
 
 
 def test_small_equal_parameters_take_one_call(as_traced: list[int]) -> None:
