@@ -15,7 +15,7 @@ from eigengraft.optimizers.recipe.loading import load_recipe
 from eigengraft.optimizers.recipe.recipe import Recipe
 from eigengraft.optimizers.recipe.routing import describe_named
 from eigengraft.optimizers.stacks.block_groups import build, divide, round_bytes
-from eigengraft.optimizers.stacks.owners import assign_owners, common_interval
+from eigengraft.optimizers.stacks.owners import assign_owners, block_cost, common_interval
 from eigengraft.optimizers.stacks.phases import refresh_phases
 from eigengraft.optimizers.stacks.placement import ParamSpec, place
 
@@ -97,6 +97,25 @@ def test_blocks_of_a_parameter_that_sums_are_over_are_computed_together(ranks: i
     assert len({group.shape for group in groups if 0 in {block.position for block in group.blocks}}) == 4
     assert {len(found) for found in (*rounds.values(), *owners.values())} == {1}
     assert len(set().union(*rounds.values())) > 1 and len(set().union(*owners.values())) > 1
+
+
+@pytest.mark.parametrize("measured", [False, True])
+@pytest.mark.parametrize("name", RECIPES)
+def test_one_rank_does_the_work_of_all_blocks(name: str, measured: bool) -> None:
+    """Whether operations are counted or times of shapes are measured, and whether or not blocks have one owner."""
+    recipe, blocks = load_recipe(RECIPES[name]), list[tuple[str, tuple[int, ...]]]()
+    for spec in specs_of(recipe, None):
+        for grid in recipe.updates()[spec.path].blocking.grids(spec.shape):
+            blocks += [(spec.path, grid.shape)] * len(grid.keys)
+    if measured:
+        times = {"x".join(map(str, shape)): 0.5 + index for index, (_, shape) in enumerate(blocks)}
+        recipe = load_recipe(recipe, {"distribution.work": times})
+        works = [times["x".join(map(str, shape))] for _, shape in blocks]
+    else:
+        works = [block_cost(recipe.updates()[path], path, shape, torch.float32, {}).work for path, shape in blocks]
+    specs, loads = specs_of(recipe, 1), Loads(1, common_interval(recipe))
+    balance = assign_owners(specs, recipe, refresh_phases(recipe, (spec.key for spec in specs)), loads)
+    assert balance.critical_path == pytest.approx(sum(works) * loads.interval, rel=1e-12)
 
 
 def test_seeds_depend_on_names_and_keys_alone() -> None:

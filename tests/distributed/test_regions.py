@@ -203,6 +203,22 @@ def test_meshes_of_four_axes() -> None:
         check_layout((7, 12), (2, 2, 2, 2), placements)
 
 
+def test_ranks_in_another_order_hold_and_update_what_they_did() -> None:
+    layout = Layout.from_placements((8, 6), (2, 2), (Replicate(), Shard(0)))
+    order = (2, 0, 3, 1)
+    found = layout.reordered(order)
+    assert layout.parts is not None and found.parts is not None
+    for own, other in ((found, layout), (found.parts, layout.parts)):
+        assert list(own.boxes) == [other.boxes[rank] for rank in order]
+        assert list(own.replicas) == [other.replicas[rank] for rank in order]
+
+
+def test_copies_divide_an_axis_down_to_one_entry_each() -> None:
+    parts = Layout.from_placements((8, 2), (2, 2), (Replicate(), Shard(0))).parts
+    assert parts is not None and {box.shape for box in parts.boxes} == {(4, 1)}
+    assert Layout.from_placements((8, 1), (2, 2), (Replicate(), Shard(0))).parts is None
+
+
 def test_placements_that_nobody_owns_are_refused() -> None:
     with pytest.raises(ValueError, match=r"placement: Shard or Replicate on each mesh axis is required, got"):
         Layout.from_placements((4,), (2,), (Partial(),))

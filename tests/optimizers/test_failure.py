@@ -72,6 +72,21 @@ def test_a_bad_gradient_is_as_if_there_were_none(recipe: str, detect: str) -> No
     assert optimizer.skipped == {"p0": 2, "p2": 1}
 
 
+def test_other_parameters_may_be_without_a_gradient_in_each_step() -> None:
+    """The mask on the device is of all parameters, those with a gradient are found in it anew in each step."""
+    held = [torch.nn.Parameter(torch.zeros(3, dtype=torch.float64)) for _ in range(3)]
+    named = [(f"p{i}", parameter) for i, parameter in enumerate(held)]
+    plain = {"kind": "clip_norm", "max_norm": 1e9}  # the gradient, which is no longer than that
+    optimizer = Optimizer(named, {"update": [plain], "failure": {"detect": "device"}}, lr=1.0)
+    for absent, bad in ((0, 1), (1, 0), (2, 1)):
+        for i, parameter in enumerate(held):
+            parameter.grad = None if i == absent else torch.full((3,), torch.nan if i == bad else 1.0).double()
+        optimizer.step()
+    optimizer.state_dict()  # settles what a device still has to say
+    assert [parameter.tolist() for parameter in held] == [[-1.0] * 3, [0.0] * 3, [-2.0] * 3]
+    assert optimizer.skipped == {"p0": 1, "p1": 2}
+
+
 @pytest.mark.parametrize("recipe", COVER)
 def test_host_and_device_detection_agree(recipe: str) -> None:
     (one, host), (two, device) = run(recipe, "host", missing=False), run(recipe, "device", missing=False)

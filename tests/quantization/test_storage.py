@@ -252,3 +252,20 @@ def test_fresh_slots_are_encoded_once_for_all_equal_blocks(monkeypatch: pytest.M
                 fresh = how.slot.allocate(len(state.stack.param_ids), how.dtype, state.stack.device)
                 codes = how.codec.encode(fresh)
                 assert all(torch.equal(state.tensors[f"{key}/{part}"], code) for part, code in codes.items())
+
+
+def test_equal_slots_may_be_stored_in_different_ways() -> None:
+    """Fresh codes are those of the quantizer of each slot, though everything else of the two is the same."""
+    update = [{"kind": "momentum", "name": "a"}, {"kind": "momentum", "name": "b"}]
+    formats = {"a": {"kind": "int8", "min_elements": 1}, "b": {"kind": "int4", "min_elements": 1}}
+
+    def codes(**storage: Any) -> dict[str, Tensor]:
+        declared = {f"update.{name}/m": how for name, how in storage.items()}
+        optimizer = Optimizer([torch.nn.Parameter(normal(16, 8, seed=0))], {"update": update, "storage": declared})
+        (own,) = optimizer.stack_states()
+        return own.tensors
+
+    both, alone = codes(**formats), codes(a=formats["b"], b=formats["b"])
+    mine = {name: tensor for name, tensor in both.items() if name.startswith("update.b/")}
+    assert len(mine) > 1
+    assert all(tensor.dtype is alone[name].dtype and torch.equal(tensor, alone[name]) for name, tensor in mine.items())
