@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,8 +13,11 @@ from torch import Tensor, nn
 from eigengraft.distributed import checks
 from eigengraft.distributed.checks import CheckedSums, Field, SameNumbers, checksum
 from eigengraft.distributed.gradients import UsedGradients
+from eigengraft.distributed.layouts import Layout
 from eigengraft.distributed.rank_group import DistributedError, RankGroup
-from eigengraft.optimizers.stacks.rank_checks import NUMBERS, step_numbers
+from eigengraft.optimizers.recipe.loading import load_recipe
+from eigengraft.optimizers.stacks.placement import ParamSpec, place
+from eigengraft.optimizers.stacks.rank_checks import NUMBERS, RankChecks, RankSurvey, step_numbers
 from eigengraft.optimizers.write.write import Hyper
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.float8_e4m3fn)
@@ -189,6 +194,49 @@ def test_a_call_is_one_reduction_and_raises_at_once_or_in_the_next(late: bool, m
     ranks.others = [packed({"failed": [0.0], **same.fields()})]
     for _ in range(3):
         assert call()
+
+
+class Alike(Ranks):
+    """Two ranks that give the same."""
+
+    def all_reduce(self, values: Tensor, what: str) -> Tensor:
+        return values * 2
+
+
+def two_ranks(layout: Layout) -> RankChecks:
+    """The checks of two ranks that share a parameter of shape (2, 2) in that layout."""
+    recipe, ranks = load_recipe("shampoo"), Alike([torch.zeros(0)])
+    spec = ParamSpec("w", "", (2, 2), torch.float32, CPU, place(recipe, "", layout))
+    group = SimpleNamespace(all_ranks=ranks, rank=0, size=2)
+    return RankChecks(cast(RankGroup, group), [spec], recipe.failure)
+
+
+def survey(own: RankChecks, gradient: Tensor) -> RankSurvey:
+    return own.survey([gradient], np.array([True]), step_numbers({}, 1, 0), False, {})
+
+
+def test_failed_roots_are_an_error_once() -> None:
+    """A run that catches it goes on: the roots may be found again after it."""
+    own = two_ranks(Layout.replicate((2, 2), 2))
+    survey(own, torch.ones(2, 2))
+    own.failed.add(0)
+    with pytest.raises(ArithmeticError, match=r"failed roots .* got more for w"):
+        survey(own, torch.ones(2, 2))
+    survey(own, torch.ones(2, 2))
+
+
+def test_squares_are_of_the_gradient_however_many_ranks_hold_it() -> None:
+    half = torch.tensor([[3.0, 4.0]])
+    assert survey(two_ranks(Layout.replicate((2, 2), 2)), half.expand(2, 2)).squares.tolist() == pytest.approx([50.0])
+    assert survey(two_ranks(Layout.by_rows((2, 2), 2)), half).squares.tolist() == pytest.approx([50.0])
+
+
+@pytest.mark.parametrize(("fraction", "usable"), [(0.4, True), (0.6, False)])
+def test_a_divided_gradient_is_too_large_where_the_undivided_one_is(fraction: float, usable: bool) -> None:
+    """The squares of each half, two entries, are this fraction of the largest number of float32."""
+    entry = (torch.finfo(torch.float32).max * fraction / 2) ** 0.5
+    found = survey(two_ranks(Layout.by_rows((2, 2), 2)), torch.full((1, 2), entry))
+    assert found.usable([0], True).tolist() == [usable]
 
 
 def test_values_that_ranks_do_not_share_are_found_by_name_and_rank() -> None:

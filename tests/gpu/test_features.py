@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import eigengraft
 from eigengraft.component import checked
+from eigengraft.numerics import number_like
 from eigengraft.preconditioners import BasisSolver, PolarSolver, RootSolver
 from eigengraft.quantization import Quantizer
 from eigengraft.slots import Slot
@@ -185,6 +186,14 @@ def test_parameters_without_a_gradient_cost_no_wait(recipe: str, device: torch.d
     steady(run, given[4], without=(4, 6))  # where the rows of active blocks are copied to the device
     counts = steady(run, given[5], without=(4, 6))
     assert counts.waits <= 1 and not counts.uploads, counts.by_line("waits", "uploads")
+
+
+def test_numbers_of_the_host_are_filled_in_without_a_wait(device: torch.device) -> None:
+    like = torch.zeros(2, dtype=torch.float64, device=device)
+    with accelerator("cuda") as counts:
+        found = [number_like(value, like) for value in (0.5, torch.tensor(0.5))]
+    assert counts.waits == counts.uploads == 0
+    assert all(own.device == like.device and own.dtype is like.dtype and own.item() == 0.5 for own in found)
 
 
 def test_a_moved_model_takes_its_state_along(device: torch.device) -> None:
