@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from eigengraft.numerics import bfloat16
+from eigengraft import numerics
 from eigengraft.preconditioners import Eigenbasis, Momentum, Shampoo
 from eigengraft.preconditioners.algebra.products import kronecker, mode_product, mode_products, rotate, short_runs
 from eigengraft.preconditioners.algebra.symmetric import add_symmetric, symmetric_product
@@ -193,7 +193,7 @@ def test_what_was_there_is_not_read_without_a_weight() -> None:
 def test_operations_are_those_of_the_lower_panels(
     side: int, dtype: str, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bfloat16, "_cpu_has_bfloat16", lambda: True)
+    monkeypatch.setattr(numerics, "_cpu_has_bfloat16", lambda: True)
     x = wide(side).to(getattr(torch, dtype))
     with Products() as counted:
         symmetric_product(x, x)
@@ -210,7 +210,7 @@ def test_products_in_bfloat16_are_rounded_once() -> None:
 @pytest.mark.parametrize("has", [True, False], ids=["instructions", "none"])
 def test_products_in_bfloat16_are_the_same_where_a_machine_has_none(has: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Factors and results are rounded, sums are in float32; without instructions no product is one of bfloat16."""
-    monkeypatch.setattr(bfloat16, "_cpu_has_bfloat16", lambda: has)
+    monkeypatch.setattr(numerics, "_cpu_has_bfloat16", lambda: has)
     x, q = wide(24, rest=16), wide(24, rest=24)
     y, rounded = x.bfloat16(), x.bfloat16().double()
     with Products() as counted:

@@ -1,0 +1,485 @@
+"""Guards of numbers: overflow, underflow, division by zero, bits that depend on a place. Also fake tensors, numbers of
+the host on a device, and operations on many tensors in few kernels."""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, wraps
+from operator import attrgetter
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+
+
+def fake_mode(x: object) -> FakeTensorMode | None:
+    """The mode of a fake tensor, or of a DTensor of fake tensors; None: x is anything else."""
+    if type(x) is nn.Parameter:
+        return None
+    own = getattr(x, "_local_tensor", x)
+    return own.fake_mode if isinstance(own, FakeTensor) else None
+
+
+def has_values(x: Tensor) -> bool:
+    """Whether a tensor has numbers, as all have but fake tensors and those of a program that is being traced."""
+    return not isinstance(x, FakeTensor) and active_fake_mode() is None
+
+
+def active_fake_mode() -> FakeTensorMode | None:
+    """The mode in which every new tensor is fake; None: new tensors have numbers."""
+    found: FakeTensorMode | None = torch._C._get_dispatch_mode(_FAKE)
+    return found
+
+
+def cached_tensors(maxsize: int) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+    """`functools.lru_cache` for functions that make tensors. A fake mode and a traced graph get new ones, not kept."""
+
+    def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
+        kept = lru_cache(maxsize)(function)
+
+        @wraps(function)
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+            if torch.compiler.is_compiling() or active_fake_mode() is not None:
+                return function(*args, **kwargs)
+            return kept(*args, **kwargs)  # type: ignore[arg-type]
+
+        return call
+
+    return decorate
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that parameters of `dtype` are updated in: float64 stays, everything else is float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def may_branch_on_values(x: Tensor) -> bool:
+    """Whether asking for values of x costs nothing and is allowed.
+
+    A device is waited for, a traced graph breaks, and a fake tensor has no values.
+    """
+    return x.is_cpu and may_wait_for_values(x)
+
+
+def may_wait_for_values(x: Tensor) -> bool:
+    """Return whether values of x may be read where a wait for the device is worth it, as between costly iterations."""
+    return has_values(x) and not torch.compiler.is_compiling()
+
+
+def per_block(values: Tensor, like: Tensor) -> Tensor:
+    """`values` `[N]` (or 0-d) shaped to broadcast against `like` `[N, *block]`."""
+    return values if values.ndim == 0 else values.reshape(-1, *[1] * (like.ndim - 1))
+
+
+def finite_blocks(x: Tensor) -> Tensor:
+    """`[N]`, whether all entries of a block are finite.
+
+    On a CPU the sum says so at once: a finite one has no term with inf or nan. Others are looked at entry by entry.
+    """
+    if may_branch_on_values(x) and math.isfinite(float(x.sum())):
+        return torch.ones(x.shape[0], dtype=torch.bool, device=x.device)
+    return x.isfinite().flatten(1).all(1)
+
+
+def known_to_hold(ok: Tensor) -> bool:
+    """Whether all of ok `[N]` are True; False where asking would wait for a device."""
+    return may_branch_on_values(ok) and bool(ok.all())
+
+
+def where_blocks(ok: Tensor, x: Tensor, other: Tensor | float) -> Tensor:
+    """x where ok `[N]`, `other` elsewhere; on a CPU x itself where all blocks are ok."""
+    if known_to_hold(ok):
+        return x
+    return torch.where(per_block(ok, x), x, other)
+
+
+def tiny(dtype: torch.dtype) -> float:
+    """The floor below which a scale counts as 0: its reciprocal is finite in `dtype`, with room to spare."""
+    return torch.finfo(dtype).tiny * 16
+
+
+def block_norm(x: Tensor) -> Tensor:
+    """Frobenius norm of each block, `[N, *block] -> [N]`, without overflow or underflow of the squares."""
+    # contiguous: entries with a stride are added up in another order, and ranks have the same block with others
+    flat = x.reshape(x.shape[0], math.prod(x.shape[1:])).contiguous()
+    if flat.shape[1] == 0:
+        return flat.new_zeros(flat.shape[0])
+    norm: Tensor = torch.linalg.vector_norm(flat, dim=1)
+    unsafe = ~((norm > torch.finfo(x.dtype).tiny ** 0.5) & norm.isfinite())
+    if may_branch_on_values(x) and not bool(unsafe.any()):
+        return norm
+    peak = torch.linalg.vector_norm(flat, ord=float("inf"), dim=1)
+    scaled = torch.linalg.vector_norm(flat / peak.clamp_min(tiny(x.dtype))[:, None], dim=1) * peak
+    return torch.where(unsafe, scaled, norm)
+
+
+def signs(x: Tensor) -> Tensor:
+    """-1 where x < 0 and 1 elsewhere, in the dtype of x."""
+    return torch.where(x < 0, -1.0, x.new_ones(()))
+
+
+def safe_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """numerator / denominator for values >= 0, and 0 where the denominator is too small to divide by."""
+    floor = tiny(denominator.dtype)
+    return torch.where(denominator > floor, numerator / denominator.clamp_min(floor), torch.zeros_like(denominator))
+
+
+def to_power(x: Tensor, exponent: float) -> Tensor:
+    """x^e entry by entry, for spectra and other small tensors: rounded once, from float64.
+
+    torch's pow rounds the last entries of a tensor differently on a CPU, those that fill no vector register, so that a
+    block's result would depend on the blocks beside it: in float32, which is rounded here, and in float64, where ones
+    are added that fill the last register.
+    """
+    if exponent == 1:
+        return x
+    wide = x.double()
+    if x.dtype != torch.float64 or x.device.type != "cpu":
+        return wide.pow(exponent).to(x.dtype)
+    filled = torch.nn.functional.pad(wide.flatten(), (0, -wide.numel() % _REGISTER), value=1.0)
+    return filled.pow(exponent)[: wide.numel()].view(x.shape)
+
+
+_REGISTER = 16
+"""float64 numbers that a CPU's kernel takes at a time, at most: two registers of AVX-512."""
+
+
+def transposed(a: Tensor) -> Tensor:
+    """A^T of each matrix of a stack `[N, m, n]`, as a dense tensor."""
+    out = a.new_empty(a.shape[0], a.shape[2], a.shape[1])
+    return copy_blocks(out, a.mT)
+
+
+def copy_blocks(target: Tensor, source: Tensor) -> Tensor:
+    """target.copy_(source) of stacks `[N, *block]`.
+
+    On a CPU large transposed matrices are copied one by one: torch copies a matrix in tiles, a batch of them along long
+    strides.
+    """
+    turned = source.ndim == 3 and min(source.shape[1:]) >= _TILED and source.mT.is_contiguous()
+    if not (turned and target.is_contiguous() and may_branch_on_values(source)):
+        return target.copy_(source)
+    for own, given in zip(target.unbind(0), source.unbind(0), strict=True):
+        own.copy_(given)
+    return target
+
+
+_TILED = 256
+"""Sides from which on copies one by one are faster (measured; below they take longer)."""
+
+
+def symmetrized(a: Tensor) -> Tensor:
+    """(A + A^T) / 2 for a stack `[N, d, d]`."""
+    half = a * 0.5  # before the sum, which could overflow
+    return transposed(half).add_(half)
+
+
+def identity_like(a: Tensor) -> Tensor:
+    """The identity, expanded to the stack `[N, d, d]` (a view: do not write into it)."""
+    return torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand_as(a)
+
+
+def products(a: Tensor, b: Tensor) -> Tensor:
+    """A B of each pair of a stack, `[N, m, k]` and `[N, k, n]`, where m or n may be 1.
+
+    On a CPU a stack of one pair with one row or column takes another kernel, which rounds otherwise: it is computed
+    twice, so that no result depends on the number of pairs. Iterations for inverse roots amplify such a difference by
+    the condition number of the matrix.
+    """
+    if len(a) == 1 and 1 in (a.shape[1], b.shape[2]) and a.device.type == "cpu":
+        return torch.bmm(a.expand(2, -1, -1), b.expand(2, -1, -1))[:1]
+    return torch.bmm(a, b)
+
+
+def in_registers(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """function(*tensors), entry by entry, of tensors of one shape.
+
+    On a CPU torch rounds the last entries, which fill no vector registers, otherwise: they are computed once more in
+    full registers, so that no entry depends on its place in a tensor.
+    """
+    found = function(*tensors)
+    if not (may_branch_on_values(found) and found.is_contiguous()):
+        return found
+    if rest := found.numel() % _REGISTERS:
+        missing = (0, _REGISTERS - rest)
+        ends = [torch.nn.functional.pad(x.reshape(-1)[-rest:], missing, value=1.0) for x in tensors]
+        found.view(-1)[-rest:] = function(*ends)[:rest]
+    return found
+
+
+_REGISTERS = 32
+"""Numbers that a CPU's kernel takes at a time, at most: two registers of AVX-512 in float32."""
+_LINE = 64
+"""Bytes of a cache line: for a matrix that starts inside one LAPACK takes other instructions and rounds differently."""
+
+
+def apply_aligned(function: Callable[..., Any], *stacks: Tensor) -> Any:
+    """function(*stacks), for decompositions whose last bits depend on where in memory a matrix of a stack begins.
+
+    Each of `stacks` is `[N, *matrix]`, and so are the results. On a CPU, where matrices do not fill whole cache lines,
+    the function is called on a copy of each matrix by itself, so that no result depends on its place in the stack.
+    LAPACK takes one matrix at a time anyway. Results have the strides that they would have otherwise.
+
+    Products are not called through here, and some depend on the place in the last bits too (measured, MKL on AVX-512):
+    with a few columns on an odd number of rows; in float64 where a matrix has an odd number of entries; in float32 with
+    sides from 8 to 11. `products` is for those with one column.
+    """
+    sizes = {math.prod(stack.shape[1:]) * stack.element_size() % _LINE for stack in stacks}
+    if stacks[0].device.type != "cpu" or sizes == {0} or len(stacks[0]) == 0:
+        return function(*stacks)
+    found = [function(*(stack[row : row + 1].clone() for stack in stacks)) for row in range(len(stacks[0]))]
+    if len(found) == 1 or isinstance(found[0], Tensor):
+        return _joined(found)
+    return tuple(_joined(parts) for parts in zip(*found, strict=True))
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """Stacks of one matrix each as one stack; the columns of its matrices stay contiguous if they were."""
+    if len(parts) == 1:
+        return parts[0]
+    if parts[0].ndim == 3 and not parts[0].is_contiguous():
+        return torch.cat([part.mT for part in parts]).mT
+    return torch.cat(tuple(parts))
+
+
+def has_fast_bfloat16(device: torch.device) -> bool | None:
+    """Whether a device multiplies matrices in bfloat16 by instructions of its own; None: nobody says."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    return _cpu_has_bfloat16() if device.type == "cpu" else None
+
+
+def _cpu_has_bfloat16() -> bool:
+    if platform.machine().lower() in ("aarch64", "arm64"):
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return bool(torch.cpu._is_avx512_bf16_supported())
+
+
+def multiplied_in_float32(x: Tensor) -> bool:
+    """Whether products of x, in bfloat16, are to be taken in float32 and rounded: on a CPU without instructions for
+    bfloat16 torch multiplies 50 times as long, for the same sums in float32 in another order."""
+    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and not _cpu_has_bfloat16()
+
+
+def upload(values: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor of the host to a device without waiting for the device. On the CPU it stays what it is."""
+    if device.type == "cuda" and values.is_cpu and has_values(values):
+        return values.pin_memory().to(device, non_blocking=True)
+    return values.to(device)
+
+
+def kept_on_device(values: NDArray[np.int64], device: torch.device) -> Tensor:
+    """Return int64 numbers as a tensor on a device that is made once for equal numbers: do not write to it."""
+    if device.type == "cpu":
+        return torch.from_numpy(values)
+    return _kept(values.tobytes(), device)
+
+
+@cached_tensors(maxsize=4096)
+def _kept(values: bytes, device: torch.device) -> Tensor:
+    return upload(torch.from_numpy(np.frombuffer(values, dtype=np.int64).copy()), device)
+
+
+def number_like(value: Tensor | float, like: Tensor) -> Tensor:
+    """Return a number or a tensor as a tensor of the dtype and on the device of `like`.
+
+    A number of the host, which a 0-d tensor on the CPU is too, is filled in there by a kernel instead of copied.
+    """
+    copied = isinstance(value, Tensor) and (value.ndim or not value.is_cpu or like.is_cpu or not has_values(value))
+    if isinstance(value, Tensor) and copied:
+        return value.to(device=like.device, dtype=like.dtype)
+    return torch.full((), float(value), dtype=like.dtype, device=like.device)
+
+
+class HostCopy:
+    """A copy of a tensor on the host, or on its way there, so that the host does not wait for a CUDA device."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._copy, self._event = x.to("cpu", non_blocking=x.device.type == "cuda"), None
+        if x.device.type == "cuda" and has_values(x):
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def wait(self) -> Tensor:
+        """The copy, after it has arrived."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._copy
+
+
+def on_host(function: Callable[..., tuple[Tensor, ...]], x: Tensor) -> tuple[Tensor, ...]:
+    """Return `function` of a copy of x on the host, its results copied to the device of x.
+
+    The host waits once, for the copy; results are copied without waiting. On the CPU x is given as it is.
+    """
+    if x.is_cpu or not has_values(x):
+        return function(x)
+    return tuple(upload(found, x.device) for found in function(HostCopy(x).wait()))
+
+
+_SMALL = 4096
+"""Entries of a tensor that is copied in less time than a kernel of its own takes."""
+
+
+def scale_tensors_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
+    """Multiply all tensors by one number, in place, as `_foreach_mul_` does.
+
+    On a CPU that makes a tensor of a Python number for each of its tensors, which takes twice as long as the product of
+    a small one. Here it is made once where that rounds it alike.
+    """
+    first = tensors[0]
+    narrow = first.is_cpu and first.dtype in (torch.float32, torch.float64)
+    if isinstance(factor, float) and narrow and len({x.dtype for x in tensors}) == 1:
+        factor = torch.scalar_tensor(factor, dtype=first.dtype, device=first.device)
+    torch._foreach_mul_(list(tensors), factor)
+
+
+def subtract_scaled_(tensors: Sequence[Tensor], others: Sequence[Tensor], factor: float | Tensor) -> None:
+    """Subtract other tensors of the same dtype, times one number, in place:  x <- x - factor y."""
+    if isinstance(factor, Tensor):
+        torch._foreach_sub_(list(tensors), torch._foreach_mul(list(others), factor))
+    else:
+        torch._foreach_add_(list(tensors), list(others), alpha=-factor)
+
+
+def copies(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Return copies of tensors in one dtype, made in few kernels."""
+    made = [torch.empty_like(x, dtype=dtype) for x in tensors]
+    torch._foreach_copy_(made, list(tensors))
+    return made
+
+
+def norms_by_dtype(
+    tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype] | None = None, order: float = 2
+) -> Iterator[tuple[list[int], Tensor]]:
+    """(places, norms `[n]`) of the tensors that are computed in one dtype, for each; a few kernels.
+
+    dtypes: of each norm; None: the dtype that the tensor is computed in. order: 2 for Frobenius norms, inf for peaks.
+    """
+    dtypes = [compute_dtype(x.dtype) for x in tensors] if dtypes is None else dtypes
+    for dtype in dict.fromkeys(dtypes):
+        places = [place for place, own in enumerate(dtypes) if own == dtype]
+        yield places, torch.stack(torch._foreach_norm([tensors[place] for place in places], order, dtype=dtype))
+
+
+def squares_are_finite(tensors: Sequence[Tensor], most: Callable[[int, torch.dtype, torch.device], int]) -> bool:
+    """Whether the sum of squares of each tensor is known to be finite in the dtype that it is computed in.
+
+    False where asking would wait for a device, and where small tensors, which are looked at together, overflow
+    together. Fake tensors on a CPU, which have no numbers, count as finite. most: (entries, dtype, device) of a tensor
+    -> how many such tensors may be copied at once.
+    """
+    if tensors and tensors[0].is_cpu and not has_values(tensors[0]):
+        return True
+    if torch.compiler.is_compiling() or not all(map(attrgetter("is_cpu"), tensors)):
+        return False
+    equal: dict[tuple[torch.dtype, torch.Size], list[Tensor]] = {}
+    for x in tensors:
+        equal.setdefault((x.dtype, x.shape), []).append(x)
+    for norms in (_joint_norms(own, most) for own in equal.values()):
+        bound = torch.finfo(norms.dtype).max ** 0.5 / 2  # half of what would do: whatever the rounding
+        if not all(norm < bound for norm in norms.tolist()):
+            return False
+    return True
+
+
+def _joint_norms(equal: list[Tensor], most: Callable[[int, torch.dtype, torch.device], int]) -> Tensor:
+    """Norms of tensors of one shape and dtype, of small ones together."""
+    x = equal[0]
+    dtype, at_once = compute_dtype(x.dtype), most(x.numel(), x.dtype, x.device) if x.numel() <= _SMALL else 1
+    if at_once == 1 or len(equal) == 1:
+        return torch.stack(torch._foreach_norm(equal, 2, dtype=dtype))
+    together = (torch.stack(equal[start : start + at_once]) for start in range(0, len(equal), at_once))
+    return torch.stack([torch.linalg.vector_norm(own, dtype=dtype) for own in together])
+
+
+def differs_from_rounded(values: Sequence[Tensor], rounded: Sequence[Tensor]) -> list[int]:
+    """Indices of the values that do not round to their partner; all of them where asking would wait for a device.
+
+    values, rounded: n tensors of the same shapes, the second in fewer bits. Small tensors of one shape are compared
+    together, and all of them are returned if one differs.
+    """
+    if not all(map(may_branch_on_values, rounded)):
+        return list(range(len(rounded)))
+    equal: dict[tuple[torch.dtype, torch.Size], list[int]] = {}
+    for index, x in enumerate(rounded):
+        equal.setdefault((x.dtype, x.shape), []).append(index)
+    found = []
+    for (dtype, shape), own in equal.items():
+        for some in [own] if shape.numel() <= _SMALL and len(own) > 1 else [[index] for index in own]:
+            wide, held = ((_stacked(tensors, some)) for tensors in (values, rounded))
+            if not _same_bits(wide.to(dtype), held):
+                found += some
+    return found
+
+
+def _stacked(tensors: Sequence[Tensor], places: Sequence[int]) -> Tensor:
+    return tensors[places[0]] if len(places) == 1 else torch.stack([tensors[place] for place in places])
+
+
+def _same_bits(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors in 16 bits are equal. Large ones are read as 64-bit numbers, in a sixth of the time."""
+    if x.numel() > _SMALL and x.is_contiguous() and y.is_contiguous() and x.numel() % 4 == y.storage_offset() % 4 == 0:
+        x, y = x.view(-1).view(torch.int64), y.view(-1).view(torch.int64)
+    return torch.equal(x, y)
+
+
+_SAFE = 2.9
+"""Bounds of |V|_2^2 below this are below 3 in any rounding."""
+
+
+def rectified(v: Tensor, steps: int, safe: bool = False) -> Tensor:
+    """V <- 3/2 V - 1/2 V V^T V, `steps` times: towards the orthonormal V (V^T V)^(-1/2) (Bjorck & Bowie 1971, order 2).
+
+    v `[N, d, r]`, r <= d. Singular values in (0, sqrt 3) converge to 1; after one step none is above 1. Unless V is
+    known to be safe, it is scaled down first where they might reach sqrt 3: |V|_2^2 <= 1 + |E^4|_F^(1/4).
+    """
+    if steps == 0:
+        return v
+    v, gram = (v, torch.bmm(v.mT, v)) if safe else _made_safe(v)[:2]
+    for step in range(steps):
+        if step:
+            gram = torch.bmm(v.mT, v)
+        v = torch.baddbmm(v, v, gram, beta=1.5, alpha=-0.5)
+    return v
+
+
+def safe_factor(v: Tensor) -> Tensor:
+    """c `[N]`, at most 1, so that singular values of c V are below sqrt 3; 1 where the bound says that they are."""
+    return _made_safe(v)[2]
+
+
+def _made_safe(v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(c V, c^2 V^T V, c).
+
+    The bounds 1 + |E|_F, 1 + |E^2|_F^(1/2) and 1 + |E^4|_F^(1/4) of |V|_2^2 grow with r^(1/2), r^(1/4) and r^(1/8) for
+    errors of one size: with columns of 3 bits the second one reaches 3 at r = 1024, where |V|_2^2 is 1.7. A CPU stops
+    at the first that is small enough.
+    """
+    peak = v.abs().amax((-2, -1)).clamp_min(1.0)  # no entry of an orthonormal matrix is larger
+    v = v / per_block(peak, v)
+    gram = torch.bmm(v.mT, v)
+    off = gram.clone()
+    off.diagonal(dim1=-2, dim2=-1).sub_(1.0)
+    size = torch.linalg.matrix_norm(off)
+    bound, branches = 1 + size, may_branch_on_values(v)
+    if branches and bool((bound < _SAFE).all()):
+        return v, gram, 1 / peak
+    power = off / per_block(size.clamp_min(tiny(v.dtype)), off)  # powers of E itself would overflow
+    for order in (2, 4):
+        power = torch.bmm(power, power)
+        bound = 1 + size * torch.linalg.matrix_norm(power) ** (1 / order)
+        if branches and bool((bound < _SAFE).all()):
+            return v, gram, 1 / peak
+    # From the bound on down to 2, not to 1: the bound is loose, and values near 1 should stay near 1.
+    scale = torch.where(bound < _SAFE, torch.ones_like(bound), 2 / bound)
+    return v * per_block(scale.sqrt(), v), gram * per_block(scale, gram), scale.sqrt() / peak
