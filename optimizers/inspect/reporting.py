@@ -101,7 +101,7 @@ def describe(param_sets: ParamSets, groups: Sequence[Mapping[str, Any]], iterate
         compiled = [own for each in param_sets for own in each.stack_states if each.execution(own).compiled]
         kernels = sum(len(own.stack.grids) for own in compiled)
         lines.append(
-            f"  compiled: steps of {kernels} parameters; not those of single numbers, nor of blocks cut from one"
+            f"  compiled: steps of {kernels} parameters; `fallbacks` in routing_table() says why others are not"
         )
     lines += (f"  {line}" for line in solver_choices(own for each in param_sets for own in each.stack_states))
     for path, value in param_sets.schedules.values(steps_taken(param_sets)).items():
