@@ -25,10 +25,10 @@ from .imports import imported_sources
 from .rundir import RunDirectory
 
 _COMPUTING = (
-    *("blocking", "numerics", "preconditioners", "quantization", "distributed", "optimizers"),
+    *("blocking", "preconditioners", "quantization", "distributed", "optimizers"),
     *("experiments.tasks", "experiments.training"),
 )
-"""Packages of the library whose code enters the numbers of a run."""
+"""Packages of the library whose code enters the numbers of a run, beside the modules at its root."""
 
 
 def describe_provenance(data: Fingerprint, imports: Iterable[str] = ()) -> dict[str, Any]:
@@ -71,7 +71,8 @@ def library_digest() -> str:
     files = [(file.name, file) for file in sorted(home.glob("*.py"))]
     for package in _COMPUTING:
         spec = find_spec(f"eigengraft.{package}")
-        folder = Path((spec.submodule_search_locations or [""])[0]) if spec is not None else home
+        assert spec is not None and spec.submodule_search_locations, f"eigengraft.{package} is no package"
+        folder = Path(spec.submodule_search_locations[0])
         files += [(f"{package} {file.relative_to(folder).as_posix()}", file) for file in sorted(folder.rglob("*.py"))]
     for name, file in files:
         digest.update(f"{name}\0".encode() + file.read_bytes())

@@ -14,6 +14,7 @@ from itertools import chain
 import torch
 
 from eigengraft.errors import name_some, warn_user
+from eigengraft.numerics import active_fake_mode
 from eigengraft.quantization import Quantizer
 from eigengraft.quantization.base import choose
 from eigengraft.ramps import schedules
@@ -144,7 +145,7 @@ def _unused_storage(composed: Composition) -> Iterator[str]:
 @recipe_check("storage-rounds-to-zero")
 def _rounded_second_moments(composed: Composition) -> Iterator[str]:
     """Second moments are stored in a format that rounds small ones to 0, by whose root updates are then divided."""
-    storage = composed.optimizer.recipe.storage
+    storage = {} if active_fake_mode() is not None else composed.optimizer.recipe.storage  # fake codes have no values
     found: dict[Quantizer, list[str]] = {}
     for key, own in (composed.slots() if storage else {}).items():
         for slot in own:

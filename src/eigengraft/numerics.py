@@ -31,7 +31,9 @@ def fake_mode(x: object) -> FakeTensorMode | None:
 
 def has_values(x: Tensor) -> bool:
     """Whether a tensor has numbers, as all have but fake tensors and those of a program that is being traced."""
-    return not isinstance(x, FakeTensor) and active_fake_mode() is None
+    if isinstance(x, FakeTensor):
+        return False
+    return torch.compiler.is_compiling() or active_fake_mode() is None
 
 
 def active_fake_mode() -> FakeTensorMode | None:
