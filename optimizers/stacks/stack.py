@@ -144,17 +144,6 @@ class StackState:
         return self.checks is not None or self.step_watch is not None
 
     @cached_property
-    def parameter_places(self) -> Tensor:
-        """`[N]` on the device of the stack, the place of each block's matrix among those of the stack."""
-        index = np.unique(self.stack.matrix_ids, return_inverse=True)[1].astype(np.int64)
-        return kept_on_device(index, self.stack.device)
-
-    @cached_property
-    def seeds_there(self) -> Tensor:
-        """`seeds` on the device of the stack."""
-        return kept_on_device(self.seeds, self.stack.device)
-
-    @cached_property
     def failure_counts(self) -> tuple[str, ...]:
         """The slots in which stages count failures of their roots and bases."""
         return tuple(str(key) for key, slot in self.slots() if slot.role == "failures")
@@ -241,9 +230,7 @@ class StackState:
         self, chain: Literal["update", "after_decay"], rows: Tensor | None, mask: Tensor | None, context: StepContext
     ) -> State:
         """The state that a chain reads and writes in one call, for the selected rows (None: all)."""
-        counters = None
-        if self.encoded:
-            counters = lambda: (self.seeds_there if rows is None else self.seeds_there[rows], context.step)  # noqa: E731
+        counters = (lambda: (context.seed, context.step)) if self.encoded else None
         path = f"{self.path}.{chain}" if self.path else chain
         storage = Storage(self.encoded, counters, self.step_watch or self.checks)
         return State(self.tensors, self.stack.block, path, rows, mask, storage)

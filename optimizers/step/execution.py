@@ -15,8 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from eigengraft.blocking.parameter_sums import parameter_index
 from eigengraft.chains import asking, known_signals
-from eigengraft.numerics import active_fake_mode
+from eigengraft.numerics import active_fake_mode, number_like
 from eigengraft.ramps import schedules
 from eigengraft.slots import State
 
@@ -95,6 +96,9 @@ def choose_execution(own: StackState, recipe: Recipe, stored: Iterable[torch.dty
 
     Raises ValueError for a compiled program that cannot be traced, RuntimeError where no compiler is found.
     """
+    worth = own.stack.device.type == "cpu" and math.prod(own.stack.block) >= _LEAST and own.rule.entrywise()
+    if not own.rule.compile and not worth:
+        return Execution()
     apart = next(not_in_place(own, recipe), None)
     if own.rule.compile:
         if active_fake_mode() is not None:
@@ -111,8 +115,6 @@ def choose_execution(own: StackState, recipe: Recipe, stored: Iterable[torch.dty
         if apart is None:
             return Execution(entries={dtype: _entry_program(own, decay, dtype) for dtype in stored})
         return Execution(blocks=_block_program(own, decay))
-    if own.stack.device.type != "cpu" or math.prod(own.stack.block) < _LEAST or not own.rule.entrywise():
-        return Execution()
     if apart is None and math.prod(own.stack.block) % _VECTOR and len(own.stack.grids) > 1:
         apart = f"its size is no multiple of {_VECTOR}, and others share its stack"
     return Execution(reason=apart) if apart else Execution(chunks=True)
@@ -184,7 +186,7 @@ def _block_program(own: StackState, decay: WeightDecay) -> Program:
             decay if own.adds_decay else None,
             own.step_sizes,
             signals,
-            len({*own.stack.matrix_ids.tolist()}) if own.spans else None,
+            parameter_index(stack.matrix_ids, stack.device)[0] if own.spans else None,
         )
     )
 
@@ -204,10 +206,10 @@ def _block_inputs(program: Program, step: StackStep) -> list[Tensor] | None:
     if context.signals.keys() != source.signals.keys():
         return None
     like = step.gradient
-    inputs = [like, *own.tensors.values(), *(_as_tensor(context.signals[name], like) for name in source.signals)]
-    inputs += [own.seeds_there, torch.full_like(own.seeds_there, context.uniform)]
+    inputs = [like, *own.tensors.values(), *(_contiguous(context.signals[name], like) for name in source.signals)]
+    inputs += [context.seed, context.step]
     if source.parameters is not None:
-        inputs.append(own.parameter_places)
+        inputs.append(parameter_index(context.param_ids, like.device)[1])
     if own.lr_factors is not None:
         inputs.append(own.lr_factors)
     if source.decay is not None:
@@ -215,15 +217,13 @@ def _block_inputs(program: Program, step: StackStep) -> list[Tensor] | None:
         if len(alphas) > 1:
             return None
         decaying = torch.zeros_like(like) if step.decaying is None else step.decaying
-        inputs += [decaying.contiguous(), _as_tensor(alphas[0], like)]
+        inputs += [decaying.contiguous(), _contiguous(alphas[0], like)]
     return [*inputs, *program.numbers(context.uniform)]
 
 
-def _as_tensor(value: Tensor | float, like: Tensor) -> Tensor:
-    """Return a number or tensor in the dtype of `like`; a number is filled in, which needs no upload."""
-    if isinstance(value, Tensor):
-        return value.to(device=like.device, dtype=like.dtype).contiguous()
-    return torch.full((), value, dtype=like.dtype, device=like.device)
+def _contiguous(value: Tensor | float, like: Tensor) -> Tensor:
+    """Return a number or tensor as a contiguous tensor like another one, as programs were traced with."""
+    return number_like(value, like).contiguous()
 
 
 def _run_chunks(blocks: ActiveBlocks, step: Step, counts: NDArray[np.int64], held: Sequence[Tensor]) -> bool:

@@ -71,7 +71,7 @@ def _sums(values: Sequence[Tensor], param_ids: Sequence[NDArray[np.int64]]) -> S
     """The sums over the blocks of the same parameter; every block gets its parameter's sum."""
     added = values[0] if len(values) == 1 else torch.cat(list(values))
     ids = param_ids[0] if len(param_ids) == 1 else np.concatenate(param_ids)
-    parameters, index = _index(ids.tobytes(), added.device)
+    parameters, index = parameter_index(ids, added.device)
     return torch.split(sums_over(index, parameters, added), [len(own) for own in values])
 
 
@@ -83,8 +83,15 @@ def sums_over(index: Tensor, parameters: int, values: Tensor) -> Tensor:
     return values.new_zeros(parameters).index_add_(0, index, values)[index]
 
 
+def parameter_index(param_ids: NDArray[np.int64], device: torch.device) -> tuple[int, Tensor]:
+    """Return the number of parameters, and the place of each block's parameter among them, `[N]` on a device.
+
+    param_ids: `[N]`, which parameter a block belongs to. The tensor is made once for equal numbers.
+    """
+    return _index(param_ids.tobytes(), device)
+
+
 @cached_tensors(maxsize=256)
 def _index(param_ids: bytes, device: torch.device) -> tuple[int, Tensor]:
-    """(number of parameters, `[N]` the place of each block's parameter among them)."""
     found, index = np.unique(np.frombuffer(param_ids, dtype=np.int64), return_inverse=True)
     return len(found), kept_on_device(index.astype(np.int64), device)
