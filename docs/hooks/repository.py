@@ -7,14 +7,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FIGURES = ("experiments/studies/results", "experiments/benches/spike/results")
-PLACES = {"docs/": "", "CHANGELOG.md": "changelog.md", "papers/README.md": "papers/index.md"}
+PLACES = {"docs/": "", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "papers/README.md": "papers/index.md"}
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 
 
 def front_pages() -> dict[str, str]:
-    """README.md as the home page and CHANGELOG.md, with links as they are in the site."""
+    """Return README.md as the home page, CHANGELOG.md and CONTRIBUTING.md, with links as they are in the site."""
     home = "---\nhide: [navigation]\n---\n\n" + _moved(ROOT / "README.md")
-    return {"index.md": home, "changelog.md": _moved(ROOT / "CHANGELOG.md")}
+    return {
+        "index.md": home,
+        "changelog.md": _moved(ROOT / "CHANGELOG.md"),
+        "contributing.md": _moved(ROOT / "CONTRIBUTING.md"),
+    }
 
 
 def paper_pages() -> dict[str, str]:

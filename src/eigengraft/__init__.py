@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .slots import Slot, State
     from .step_context import StepContext
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Component",
     "ContractError",
