@@ -28,7 +28,7 @@ def plan_command(  # noqa: PLR0913  its arguments are the command's options
     overrides: Annotated[
         list[str] | None, override_argument("dotted.path=value on the recipe: blocking.size=512")
     ] = None,
-    recipe: Annotated[str, typer.Option(help="a shipped recipe's name or a recipe file")] = "soap",
+    recipe: Annotated[str, typer.Option(help="a shipped recipe's name or a recipe file")] = "soap_fitted",
     world: Annotated[int | None, typer.Option(min=1, help="number of ranks; default that of the mesh, or 8")] = None,
     mesh: Annotated[str | None, typer.Option(help="ranks along each axis of the device mesh, such as 2x4")] = None,
     parallel: Annotated[DataParallel | None, typer.Option(help="default fsdp2, or hsdp on a mesh of two axes")] = None,

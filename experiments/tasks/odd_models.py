@@ -55,9 +55,9 @@ COST_COLUMNS: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "muon": ("muon", {}),
     "psgd_kron": ("psgd_kron", {}),
     "shampoo": ("shampoo", {}),
-    "soap": ("soap", {}),
+    "soap_fitted": ("soap_fitted", {}),
     "soap_int8": ("soap_int8", {}),
-    "soap, no bound": ("soap", {"update.eigenbasis.statistic.axes": {}}),
+    "soap_fitted, no bound": ("soap_fitted", {"update.eigenbasis.statistic.axes": {}}),
 }
 """Recipes and overrides by what the table calls them."""
 

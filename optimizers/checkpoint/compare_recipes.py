@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,8 @@ _SILENT = ("schema", "name", "about", "distribution", "expect", "compile")
 """Fields by which no number differs."""
 _OF_GROUPS = ("lr", "weight_decay.rate")
 """Fields that param groups were made with. The saved groups are loaded, as with torch's optimizers."""
+_RENAMED = {"soap": "soap_fitted"}
+"""Shipped names under which another recipe was shipped before, with the present name of that recipe."""
 
 
 @dataclass(frozen=True)
@@ -31,16 +33,20 @@ class RecipeChange:
     meaning: differences by which numbers in slots mean something else.
     settings: all others, which apply from the load on.
     of_groups: defaults of param groups, whose saved values stay.
+    renamed: the present name of the saved recipe, if its old name is that of this optimizer's recipe now.
     """
 
     meaning: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
     of_groups: tuple[str, ...] = ()
+    renamed: str | None = None
 
     def refusal(self, faults: list[str]) -> str:
         """The error for state that does not fit; faults: lines that name the state."""
         lines = [*self.meaning, *(self.settings if faults else ())]
         remedy = "compose with the recipe of the checkpoint, `state_dict['param_groups'][0]['recipe']`, to load it"
+        if self.renamed is not None:
+            remedy = f"it is shipped as '{self.renamed}' now, and its earlier name is another recipe's; {remedy}"
         if all(line.startswith("storage.") for line in lines):
             remedy = "eigengraft.convert_storage(state_dict, optimizer) makes a state dict that fits"
         return "\n".join(
@@ -77,11 +83,8 @@ def compare_recipes(own: str, got: Any, infos: Sequence[ParamInfo]) -> RecipeCha
     if not isinstance(other, dict) or other.get("schema") != SCHEMA_VERSION:
         got_version = other.get("schema") if isinstance(other, dict) else None
         raise ValueError(f"state_dict: a recipe of schema {SCHEMA_VERSION} is required, got {got_version}")
-    for data in (mine, other):
-        for field in _SILENT:
-            data.pop(field, None)
-        for route in data.get("routes", ()):
-            route.pop("compile", None)
+    same_name = mine.get("name") == other.get("name")
+    mine, other = _of_numbers(mine), _of_numbers(other)
     changed = differences(other, mine)
     if not changed:
         return RecipeChange()
@@ -89,6 +92,8 @@ def compare_recipes(own: str, got: Any, infos: Sequence[ParamInfo]) -> RecipeCha
         recipes = load_recipe(got), load_recipe(own)
     except RecipeError as error:
         raise ValueError(f"state_dict was saved by another recipe, which does not load here:\n{error}") from error
+    if same_name and (renamed := _renamed(mine, other)) is not None:
+        return RecipeChange(meaning=tuple(changed), renamed=renamed)
     before, after = map(_meanings, recipes)
     paths = _views(*recipes, infos)
     paths += [key for update in before.keys() & after.keys() for key in _differing(before[update], after[update])]
@@ -98,6 +103,28 @@ def compare_recipes(own: str, got: Any, infos: Sequence[ParamInfo]) -> RecipeCha
         refused = any(path == key or path.startswith(f"{key}.") for key in paths)
         found["meaning" if refused else "of_groups" if path in _OF_GROUPS else "settings"].append(line)
     return RecipeChange(**{kind: tuple(lines) for kind, lines in found.items()})
+
+
+def _of_numbers(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recipe's plain data without the fields by which no number differs."""
+    found = {key: value for key, value in recipe.items() if key not in _SILENT}
+    if "routes" in found:
+        found["routes"] = [{key: one for key, one in own.items() if key != "compile"} for own in found["routes"]]
+    return found
+
+
+def _renamed(own: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
+    """Return the present name of the shipped recipe that a saved one was made of, if `own` was made of its successor.
+
+    Overrides are not known apart from the recipe: each of the two counts as made of the shipped recipe from which it
+    differs in fewer fields.
+    """
+    for name, now in _RENAMED.items():
+        successor, former = (_of_numbers(json.loads(load_recipe(one).to_json())) for one in (name, now))
+        excess = [len(differences(one, successor)) - len(differences(one, former)) for one in (own, saved)]
+        if excess[0] < 0 < excess[1]:
+            return now
+    return None
 
 
 def _differing(before: dict[str, Any], after: dict[str, Any]) -> list[str]:

@@ -79,7 +79,7 @@ def test_table_figure_and_advice() -> None:
         ({"ranks": [2, 4]}, "ranks: 1 is required first"),
         ({"threads": 2}, "threads: ranks with one thread"),
         ({"recipes": ["adamw"]}, "a recipe whose refreshes may be spread is required, got 'adamw'"),
-        ({"recipes": ["soap", "soap"]}, "got 'soap' more than once"),
+        ({"recipes": ["soap_fitted", "soap_fitted"]}, "got 'soap_fitted' more than once"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(fields: dict[str, Any], message: str) -> None:

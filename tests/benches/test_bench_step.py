@@ -25,16 +25,16 @@ def work(recipe: str, *overrides: str, shape: tuple[int, ...] = (M, N)) -> StepW
 
 def test_products_of_soap_are_five_for_each_entry_and_axis() -> None:
     """Statistics m n (m + n) as symmetric products, there and back 2 m n (m + n) each: 5 m n (m + n)."""
-    found = work("soap", "update.eigenbasis.refresh.steps=10")
+    found = work("soap_fitted", "update.eigenbasis.refresh.steps=10")
     assert found.flops == 5 * M * N * (M + N)
     # A Q and QR, R, m and v
     turned = sum((2 + 8 / 3) * d**3 + 2 * d**3 + 2 * 2 * d * M * N for d in (M, N))
     assert found.refresh == pytest.approx(turned / 10, rel=1e-12)
-    permuted = work("soap", "update.eigenbasis.refresh.steps=1", "update.eigenbasis.transport=permute")
+    permuted = work("soap_fitted", "update.eigenbasis.refresh.steps=1", "update.eigenbasis.transport=permute")
     assert permuted.refresh == pytest.approx(turned - 2 * (M + N) * M * N, rel=1e-12)
     # by another solver the sums of marginals take A Q with the new Q
     other = [
-        work("soap", "update.eigenbasis.solver.kind=cholesky_qr", f"update.eigenbasis.transport={t}").refresh
+        work("soap_fitted", "update.eigenbasis.solver.kind=cholesky_qr", f"update.eigenbasis.transport={t}").refresh
         for t in ("marginals", "exact")
     ]
     assert other[0] - other[1] == pytest.approx(2 * (M**3 + N**3) / 10, rel=1e-12)
@@ -77,7 +77,10 @@ def test_the_loop_makes_the_steps_of_the_recipe() -> None:
     changes = ["routes=[]", "blocking={}", f"{BASIS}.transport=permute", f"{BASIS}.refresh.steps=5"]
     changes += [f"{BASIS}.refresh.stagger=none", f'{BASIS}.statistic.axes={{"max_size": 20, "vectors": false}}']
     ours, loop = ([torch.nn.Parameter(x) for x in initial_values(shapes, 0)] for _ in range(2))
-    optimizers = [Optimizer(ours, "soap", lr=0.01, overrides=changes), SoapLoop(loop, lr=0.01, interval=5, max_size=20)]
+    optimizers = [
+        Optimizer(ours, "soap_fitted", lr=0.01, overrides=changes),
+        SoapLoop(loop, lr=0.01, interval=5, max_size=20),
+    ]
     for turn in range(25):
         for parameters, optimizer in zip((ours, loop), optimizers, strict=True):
             for parameter, gradient in zip(parameters, turns_of_gradients(shapes, 0)[turn % TURNS], strict=True):

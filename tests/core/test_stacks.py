@@ -44,7 +44,7 @@ def test_the_bound_is_in_bytes_and_a_block_may_exceed_it() -> None:
 def test_the_bound_counts_factors_that_are_larger_than_the_block() -> None:
     """A block 512 x 128 has a factor of 1 MiB, two in a stack; for Adam 8 blocks are that large."""
     held = [nn.Parameter(torch.zeros(512, 128)) for _ in range(20)]
-    for recipe, expected in (("soap", 10), ("adamw", 3)):
+    for recipe, expected in (("soap_fitted", 10), ("adamw", 3)):
         assert units(Optimizer(held, {**load_recipe(recipe).declaration(), "routes": []})) == expected
 
 
@@ -123,7 +123,7 @@ def test_what_a_stage_spans_stays_in_one_stack(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["adamw", "shampoo", "soap", "muon", "adamw_8bit", "soap_int8", "soap_4bit"])
+@pytest.mark.parametrize("recipe", ["adamw", "shampoo", "soap_fitted", "muon", "adamw_8bit", "soap_int8", "soap_4bit"])
 def test_a_step_makes_nothing_larger_than_a_stack(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the number of blocks; steps up to the third fill caches, the tenth or eleventh refreshes all blocks, and
     those between are like the fourth."""
@@ -179,7 +179,7 @@ def test_a_block_is_aligned_wherever_its_tensor_starts(offset: int) -> None:
     assert (found.data_ptr() == source.data_ptr()) == (offset % 4 == 0)
 
 
-@pytest.mark.parametrize("recipe", ["shampoo", "soap"])
+@pytest.mark.parametrize("recipe", ["shampoo", "soap_fitted"])
 def test_gradients_that_are_views_of_a_bucket_make_the_same_steps(recipe: str) -> None:
     """As DistributedDataParallel with `gradient_as_bucket_view=True` leaves them, at any offset."""
 

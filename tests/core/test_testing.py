@@ -270,7 +270,7 @@ def test_what_comes_in_not_finite_is_nobodys_fault() -> None:
     assert torch.equal(parameters[0], before[0]) and not torch.equal(parameters[1], before[1])
 
 
-@pytest.mark.parametrize("recipe", ["soap", "shampoo_4bit", "shampoo_kl", "muon", "psgd_kron", "cosmos", "sirf"])
+@pytest.mark.parametrize("recipe", ["soap_fitted", "shampoo_4bit", "shampoo_kl", "muon", "psgd_kron", "cosmos", "sirf"])
 def test_checked_runs_are_the_same_runs(recipe: str) -> None:
     """Bit for bit, also from a copy, which stays checked."""
     ends = []

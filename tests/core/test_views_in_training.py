@@ -20,7 +20,7 @@ AT_ONCE = "update.eigenbasis.refresh.stagger=none"
 """Refreshes are spread by names, and separate parameters have others."""
 RECIPES = {
     "muon": ["update.scale.rule=aspect"],
-    "soap": [AT_ONCE, "update.eigenbasis.refresh.steps=3", "blocking.size=20"],
+    "soap_fitted": [AT_ONCE, "update.eigenbasis.refresh.steps=3", "blocking.size=20"],
     "normuon": [],
 }
 VIEWS = {
@@ -70,10 +70,12 @@ class Experts(nn.Module):
         self.weight = nn.Parameter(gradients(shape, 1)[0])
 
 
-@pytest.mark.parametrize("recipe", ["muon", "soap", "shampoo"])
+@pytest.mark.parametrize("recipe", ["muon", "soap_fitted", "shampoo"])
 def test_permuting_experts_commutes_with_training(recipe: str) -> None:
     order = torch.tensor([3, 0, 4, 1, 2])
-    overrides = {"soap": [AT_ONCE], "shampoo": ["update.graft.direction.shampoo.refresh.stagger=none"]}.get(recipe, [])
+    overrides = {"soap_fitted": [AT_ONCE], "shampoo": ["update.graft.direction.shampoo.refresh.stagger=none"]}.get(
+        recipe, []
+    )
     first, second = Experts(), Experts()
     second.weight.data = first.weight.data[order].clone()
     for module, chosen in ((first, torch.arange(5)), (second, order)):
@@ -100,7 +102,7 @@ def test_square_experts_take_24_bytes_an_entry_with_soap() -> None:
     """Two moments, two statistics and two bases of each expert's size; as one matrix of all they would be 73."""
     module = Experts((8, 64, 64))
     module.weight = nn.Parameter(module.weight.detach().float())
-    state = compose("soap", module).state[module.weight]
+    state = compose("soap_fitted", module).state[module.weight]
     held = sum(x.numel() * x.element_size() for key, x in state.items() if x.ndim >= 2 and "failures" not in key)
     assert held == 24 * module.weight.numel()
 
@@ -381,7 +383,7 @@ def test_what_nobody_decided_is_refused_by_name(shape: tuple[int, ...], override
     if not override:
         for decided in (["view=whole"], ["view.kind=matrices", f"view.batch={len(shape) - 2}"]):
             Optimizer([("w", nn.Parameter(torch.ones(shape)))], "muon", overrides=decided)
-        Optimizer([("w", nn.Parameter(torch.ones(shape)))], "soap")  # needs no matrices
+        Optimizer([("w", nn.Parameter(torch.ones(shape)))], "soap_fitted")  # needs no matrices
 
 
 def test_a_view_of_an_update_of_single_entries_is_refused() -> None:
@@ -394,7 +396,7 @@ def test_a_view_of_an_update_of_single_entries_is_refused() -> None:
 def test_a_checkpoint_of_heads_goes_on_bit_for_bit_and_no_other_view_takes_it() -> None:
     model = KINDS["Falcon"][0]
     module, other = copy.deepcopy(model), copy.deepcopy(model)
-    optimizer = compose("soap", module, overrides=["view=modules", "update.eigenbasis.refresh.steps=2"])
+    optimizer = compose("soap_fitted", module, overrides=["view=modules", "update.eigenbasis.refresh.steps=2"])
     steps = gradients((64, 32))
 
     def drive(chosen: Optimizer, net: Any, some: Sequence[Tensor]) -> None:
@@ -405,10 +407,10 @@ def test_a_checkpoint_of_heads_goes_on_bit_for_bit_and_no_other_view_takes_it() 
     drive(optimizer, module, steps[:3])
     saved, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(module.state_dict())
     drive(optimizer, module, steps[3:])
-    resumed = compose("soap", other, overrides=["view=modules", "update.eigenbasis.refresh.steps=2"])
+    resumed = compose("soap_fitted", other, overrides=["view=modules", "update.eigenbasis.refresh.steps=2"])
     other.load_state_dict(weights)
     resumed.load_state_dict(saved)
     drive(resumed, other, steps[3:])
     assert torch.equal(other.query_key_value.weight, module.query_key_value.weight)  # type: ignore[union-attr,arg-type]
     with pytest.raises(ValueError, match="view"):
-        compose("soap", other, overrides=["update.eigenbasis.refresh.steps=2"]).load_state_dict(saved)
+        compose("soap_fitted", other, overrides=["update.eigenbasis.refresh.steps=2"]).load_state_dict(saved)

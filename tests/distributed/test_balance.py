@@ -155,7 +155,7 @@ def test_what_stays_at_home_counts_where_it_is() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-@pytest.mark.parametrize("name", ["soap", "shampoo", "muon", "psgd_kron", "shampoo_4bit"])
+@pytest.mark.parametrize("name", ["soap_fitted", "shampoo", "muon", "psgd_kron", "shampoo_4bit"])
 def test_a_transformer_is_divided_evenly(name: str, ranks: int) -> None:
     """Blocks of at most 256 of 12 layers of width 768: each costs a small part of a rank's share, and so both measures
     are even to 10%."""
@@ -261,7 +261,7 @@ def test_a_rank_owns_what_it_holds() -> None:
 @pytest.mark.parametrize(("ranks", "parallel", "copies"), [((4,), "fsdp2", 1), ((2, 4), "hsdp", 2)])
 def test_blocks_that_lie_within_shards_do_not_travel(ranks: tuple[int, ...], parallel: str, copies: int) -> None:
     """64 rows on 4 ranks are two rows of blocks on each: no gradient is sent, and updates only to other copies."""
-    recipe = load_recipe("soap", ["blocking.size=8", "blocking.merge=8", "update.eigenbasis.refresh.steps=1"])
+    recipe = load_recipe("soap_fitted", ["blocking.size=8", "blocking.merge=8", "update.eigenbasis.refresh.steps=1"])
     paper = plan(recipe, [("a.weight", (64, 32)), ("b.weight", (64, 16))], ranks, parallel)  # type: ignore[arg-type]
     assert not paper.traffic["gradients"].sent.any()
     assert paper.traffic["updates"].sent.sum() == (copies - 1) * 4 * 64 * 48
@@ -285,7 +285,7 @@ def test_work_is_even_over_trained_parameters_alone() -> None:
         named = [(f"{name}.weight", nn.Parameter(torch.ones(side, side))) for name, side in shapes.items()]
         for _, parameter in named[:3]:
             parameter.requires_grad_(False)
-        optimizer = Optimizer(named, "soap")
+        optimizer = Optimizer(named, "soap_fitted")
         trained = owners_of(optimizer)
         assert set(trained) == {name for name, _ in named[3:]}
         assert Counter(rank for ranks in trained.values() for rank in ranks) == dict.fromkeys(range(4), 2)

@@ -21,7 +21,7 @@ from eigengraft.optimizers.stacks.placement import ParamSpec, place
 
 SHAPES = {"a.weight": (17, 12), "b.weight": (24, 8), "c.weight": (12, 17), "norm.weight": (12,), "none.weight": (0, 4)}
 RECIPES: dict[str, Any] = {
-    "soap": {"base": "soap", "blocking": {"size": 5}, "distribution": {"bucket": 800}},
+    "soap_fitted": {"base": "soap_fitted", "blocking": {"size": 5}, "distribution": {"bucket": 800}},
     "shampoo": {"base": "shampoo", "blocking": {"size": 8, "merge": 8}},
     "grafted": {
         "base": "shampoo",
@@ -119,7 +119,7 @@ def test_one_rank_does_the_work_of_all_blocks(name: str, measured: bool) -> None
 
 
 def test_seeds_depend_on_names_and_keys_alone() -> None:
-    recipe = load_recipe(RECIPES["soap"])
+    recipe = load_recipe(RECIPES["soap_fitted"])
     specs = specs_of(recipe, None)
     seeds = []
     for own in (specs, specs[::-1]):

@@ -30,7 +30,7 @@ ROUTE = {
     "optional": True,
 }
 RECIPE: Any = {
-    "base": "soap",
+    "base": "soap_fitted",
     "set": {"update.eigenbasis.refresh.at_once": 1},
     "blocking": {"size": 5},
     "routes": [ROUTE, "default"],
@@ -89,7 +89,7 @@ def test_steps_of_an_interval_cost_nearly_the_same() -> None:
     """Four layers of a GPT: each of the eight costliest blocks has a step for itself, which lasts as long as others."""
     layer = [(768, 256), (256, 256), (1024, 256), (256, 1024)]
     given = [ParamKey(f"layers.{i}.{k}", "", shape) for i in range(4) for k, shape in enumerate(layer)]
-    recipe = load_recipe({"base": "soap", "set": {"update.eigenbasis.refresh.at_once": 1}})
+    recipe = load_recipe({"base": "soap_fitted", "set": {"update.eigenbasis.refresh.at_once": 1}})
     stage, steps = recipe.update[0], np.zeros(10)
     for param, phases in refresh_phases(recipe, given).items():
         steps[int(phases[0] * 10)] += stage.cached_traits(param.shape).refresh_cost
@@ -270,7 +270,7 @@ def test_the_fields_that_decide_on_waves_are_named() -> None:
     assert at_once_fields(recipe, ["", "routes.mixed", "routes.adam"]) == fields
     for field in fields:
         assert load_recipe(recipe, {field: 3}) != recipe
-    at_once = load_recipe("soap", ["update.eigenbasis.refresh.stagger=none"])
+    at_once = load_recipe("soap_fitted", ["update.eigenbasis.refresh.stagger=none"])
     assert at_once_fields(at_once, [""]) == []
 
 

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "experiments" / "examples").glob("*.yaml"))
 EXPERIMENT = """
 task: {kind: digits, width: 8, batch_size: 16}
-recipe: soap
+recipe: soap_fitted
 lr: 0.01
 steps: 6
 checkpoint_every: 2
@@ -197,16 +197,16 @@ class TestImports:
 
 class TestShow:
     def test_a_recipe_is_printed_whole_and_the_output_is_a_recipe_file(self) -> None:
-        output = succeeds("show", "soap", "update.eigenbasis.refresh.steps=7")
-        expected = eigengraft.load_recipe("soap", ["update.eigenbasis.refresh.steps=7"])
+        output = succeeds("show", "soap_fitted", "update.eigenbasis.refresh.steps=7")
+        expected = eigengraft.load_recipe("soap_fitted", ["update.eigenbasis.refresh.steps=7"])
         assert eigengraft.load_recipe(yaml(output)) == expected  # type: ignore[arg-type]
         assert eigengraft.load_recipe(write("mine.yaml", output)) == expected
 
     def test_every_parameter_has_its_row(self) -> None:
-        output = succeeds("show", "soap", "task.width=8", "task.model=cnn", "--task", "digits")
+        output = succeeds("show", "soap_fitted", "task.width=8", "task.model=cnn", "--task", "digits")
         table = [line for line in output.splitlines() if line.startswith("#")]
         model = load_experiment("exp.yaml", ["task.width=8", "task.model=cnn"]).task.new_model(0)
-        optimizer = eigengraft.compose("soap", model)
+        optimizer = eigengraft.compose("soap_fitted", model)
         for row in optimizer.routing_table():
             (line,) = (line for line in table if f" {row.name} " in line)
             assert (row.route or "recipe") in line and row.reason in line and f"{row.state_bytes:,}" in line
@@ -297,7 +297,10 @@ WRONG = {
     "a file as directory": (["train", "exp.yaml", "--out", "exp.yaml"], ["exp.yaml: an empty or new directory"]),
     "broken checkpoint": (["train", "exp.yaml", "--out", "damaged"], ["checkpoint.pt", "remove damaged"]),
     "show an unknown recipe": (["show", "saop"], ["'saop'", "did you mean 'soap'"]),
-    "show on an unknown task": (["show", "soap", "--task", "word_lm"], ["unknown task kind 'word_lm'", "byte_lm"]),
+    "show on an unknown task": (
+        ["show", "soap_fitted", "--task", "word_lm"],
+        ["unknown task kind 'word_lm'", "byte_lm"],
+    ),
     "unknown schema": (["schema", "recipes"], ["recipes", "recipe", "experiment", "study"]),
     "unknown command": (["trian", "exp.yaml"], ["trian", "train"]),
     "unknown option": (["train", "exp.yaml", "--lr", "3"], ["--lr"]),
@@ -319,7 +322,7 @@ def prepare_study(run: Path) -> None:
         "broken.yaml": "task: digits\nrecipe: soap\nschedule: {kind: cosine\nsteps: 3\n",
         "empty.yaml": "",
         "list.yaml": "- task\n",
-        "part.yaml": "recipe: soap\n",
+        "part.yaml": "recipe: soap_fitted\n",
         "key.yaml": EXPERIMENT + "stepz: 3\n",
         "own.yaml": "task: digits\nrecipe: {update: [{kind: rms, beta: 3}]}\n",
         "lost.yaml": "task: digits\nrecipe: lost/mine.yaml\n",

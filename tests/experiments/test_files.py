@@ -158,7 +158,7 @@ def test_a_study_with_long_labels_plans_runs_that_can_be_made(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
 def test_a_recipe_is_shown_so_that_it_reads_back_equal_where_output_is_not_utf8(encoding, tmp_path):
-    (tmp_path / "r.yaml").write_text("base: soap\nabout: Größe μ → 0, 名前\n", encoding="utf-8")
+    (tmp_path / "r.yaml").write_text("base: soap_fitted\nabout: Größe μ → 0, 名前\n", encoding="utf-8")
     done = command(encoding, tmp_path, "show", "r.yaml")
     assert done.returncode == 0, done.stderr
     shown = load_recipe(YAML(typ="safe").load(done.stdout.decode(encoding)))

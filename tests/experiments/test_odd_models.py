@@ -30,7 +30,7 @@ def test_the_bytes_of_a_thin_matrix_are_those_of_its_factors(overrides: dict[str
     both = 8 + 2 * 4 * (8**2 + 1024**2) / (8 * 1024)
     short = 8 + 2 * 4 * 8**2 / (8 * 1024)
     assert expected == int(both if overrides else short)
-    recipe = eigengraft.load_recipe("soap", overrides)
+    recipe = eigengraft.load_recipe("soap_fitted", overrides)
     planned = plan(recipe, [("lora_A.weight", (8, 4096))], (1,), "ddp")
     assert planned.state[0] / (8 * 4096) == pytest.approx(both if overrides else short, abs=0.01)  # counts of steps
 
@@ -39,11 +39,11 @@ def test_costly_state_is_said_once_with_the_remedy() -> None:
     model = nn.Module()
     model.base, model.lora_A = nn.Linear(8, 8).requires_grad_(False), nn.Linear(1024, 8, bias=False)
     with pytest.warns(UserWarning, match=r"^lora_A\.weight: 1032 bytes of state .* \[8, 1024\]; .*max_skew"):
-        eigengraft.compose("soap", model, overrides=ALL_AXES)
+        eigengraft.compose("soap_fitted", model, overrides=ALL_AXES)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        optimizer = eigengraft.compose("soap", model)
-        eigengraft.compose("soap", nn.Linear(64, 64))
+        optimizer = eigengraft.compose("soap_fitted", model)
+        eigengraft.compose("soap_fitted", nn.Linear(64, 64))
     (row,) = (row for row in optimizer.routing_table() if row.name == "lora_A.weight")
     assert row.left_out == ("8x1024: axis 1 without a factor: 1024 > max_skew 4 x 8",)
 
@@ -113,7 +113,7 @@ class Adapted(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("recipe", ["adamw", "muon", "shampoo", "soap", "psgd_kron"])
+@pytest.mark.parametrize("recipe", ["adamw", "muon", "shampoo", "soap_fitted", "psgd_kron"])
 def test_all_of_them_train_in_one_model(recipe: str) -> None:
     model, symbols = Adapted(), torch.arange(24).reshape(2, 12)
     idle, frozen = model.experts[2].clone(), model.base.weight.clone()

@@ -20,7 +20,7 @@ from eigengraft.experiments.track.scores import profile, profile_score, ratios, 
 from eigengraft.experiments.track.track import TrackTask, entry_study, load_track
 
 LAPTOP = Path(__file__).parents[2] / "papers" / "laptop_track"
-FIRST = ("adafactor", "adamw", "lion", "muon", "shampoo", "soap")
+FIRST = ("adafactor", "adamw", "lion", "muon", "shampoo", "soap_fitted")
 TASK = TrackTask(experiment={"steps": 40}, target=1.0, sigma=0.3)
 
 
@@ -105,7 +105,7 @@ def test_sigmas_are_medians_of_the_spread_of_the_first_six_entries() -> None:
     for name, task in track.tasks.items():
         assert task.sigma == float(f"{np.median(list(first[name].values())):.1g}")
         for entry in (
-            one for one in read_entries(track, LAPTOP / "results") if one.name in FIRST and one.name != "soap"
+            one for one in read_entries(track, LAPTOP / "results") if one.name in FIRST and one.name != "soap_fitted"
         ):
             losses = np.array([run.losses for run in entry.runs[name]])
             below = np.flatnonzero(losses.mean(axis=0) <= task.target)

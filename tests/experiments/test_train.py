@@ -25,7 +25,7 @@ TRAJECTORY = ("step", "loss", "val_loss", "val_accuracy", "lr")
 CONTRACT = {*TRAJECTORY, "seconds", "step_ms", "optimizer_ms"}
 DIGITS = {
     "task": {"kind": "digits", "width": 16, "batch_size": 32},
-    "recipe": "soap",
+    "recipe": "soap_fitted",
     "schedule": {"kind": "cosine", "warmup_steps": 3},
     "steps": 14,
     "log_every": 2,

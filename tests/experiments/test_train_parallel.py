@@ -147,7 +147,7 @@ def declared(home: Path, **changes: Any) -> dict[str, Any]:
         "name": "exact",
         "imports": [str(home / "exact.py")],
         "task": {"kind": "exact", "text": str(home / "text.txt"), "batch_size": 7},
-        "recipe": "soap",
+        "recipe": "soap_fitted",
         "lr": 0.01,
         "schedule": {"kind": "cosine", "warmup_steps": 3},
         "steps": 14,

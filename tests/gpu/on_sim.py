@@ -64,7 +64,7 @@ def require_same(recipe: Any, place: torch.device, step: Step = ordinary, tolera
 def training(place: torch.device) -> None:
     for recipe in ("adamw", "muon", "shampoo"):
         require_same(recipe, place)
-    require_same("soap", place, tolerance=1e-5)  # diag(Q^T A Q) comes from R on a CPU, from products on a device
+    require_same("soap_fitted", place, tolerance=1e-5)  # diag(Q^T A Q) comes from R on a CPU, from products on a device
 
 
 @function
@@ -130,7 +130,7 @@ def signals_of_curvature(place: torch.device) -> None:
 @function
 def copies(place: torch.device) -> None:
     model = network().to(place)
-    optimizer = eigengraft.compose("soap", model, lr=1e-2)
+    optimizer = eigengraft.compose("soap_fitted", model, lr=1e-2)
     x, y = torch.randn(4, 6).to(place), torch.tensor([0, 1, 2, 3]).to(place)
     ordinary(model, optimizer, x, y)
     again, other = copy.deepcopy((model, optimizer))

@@ -68,8 +68,12 @@ CASES = (
     StepCase(recipe="muon"),
     StepCase(peer=f"{HERE}/peers.py:TorchMuon", name="torch Muon and AdamW, fused"),
     StepCase(peer="heavyball:Muon", switches=COMPILED, name="HeavyBall Muon, compiled"),
-    StepCase(recipe="soap"),
-    StepCase(recipe="soap", overrides=("update.eigenbasis.solver.by_device=false",), name="soap, by_device: false"),
+    StepCase(recipe="soap_fitted"),
+    StepCase(
+        recipe="soap_fitted",
+        overrides=("update.eigenbasis.solver.by_device=false",),
+        name="soap_fitted, by_device: false",
+    ),
     StepCase(peer="heavyball:SOAP", options=SECOND_ORDER, switches=COMPILED, name="HeavyBall SOAP, compiled"),
     StepCase(recipe="shampoo"),
     StepCase(

@@ -100,7 +100,7 @@ def _options() -> Iterator[Any]:
     for family, field in (("averaging", "averaging"), ("weight_decay", "weight_decay")):
         for row in TABLE[family]:
             yield pytest.param("adamw", {field: dict(row.make)}, id=f"{field} {row}")
-    for name in ("adamw", "muon", "soap", "shampoo"):
+    for name in ("adamw", "muon", "soap_fitted", "shampoo"):
         yield pytest.param(name, {"failure": {"detect": "device"}}, id=f"masks {name}")
     for row in TABLE["constraint"]:
         if row.kind != "qk_clip":  # which needs a model with attention
@@ -114,20 +114,20 @@ def test_an_option_makes_the_same_steps(recipe: str, overrides: dict[str, Any], 
     one.step(*given)
     two.step(*given[:4])
     counts = steady(two, given[4])
-    assert largest_difference(one, two) <= (1e-5 if recipe == "soap" else ROUNDING)
+    assert largest_difference(one, two) <= (1e-5 if recipe == "soap_fitted" else ROUNDING)
     assert counts.waits <= 1 and not counts.uploads, counts.by_line("waits", "uploads")
 
 
 @pytest.mark.parametrize("transport", ["marginals", "exact", "permute", "none"])
 def test_a_transport_makes_the_same_steps(transport: str, device: torch.device) -> None:
     given, changes = gradients(5), (f"update.eigenbasis.transport={transport}",)
-    one, two = Run("soap", changes=changes), Run("soap", device, changes=changes)
+    one, two = Run("soap_fitted", changes=changes), Run("soap_fitted", device, changes=changes)
     one.step(*given)
     two.step(*given)
     assert largest_difference(one, two) <= (1e-5 if transport == "marginals" else ROUNDING)
 
 
-@pytest.mark.parametrize("recipe", ["adamw", "adafactor", "muon", "soap", "shampoo", "schedule_free_adamw"])
+@pytest.mark.parametrize("recipe", ["adamw", "adafactor", "muon", "soap_fitted", "shampoo", "schedule_free_adamw"])
 def test_addresses_of_state_never_move(recipe: str, device: torch.device) -> None:
     """Nor do those of parameters: a captured graph holds on to them."""
     run, given = Run(recipe, device), gradients(5)
@@ -147,7 +147,10 @@ def test_what_users_do_around_steps(detect: str, device: torch.device) -> None:
     """A closure, a scheduled rate, a gradient of inf, a missing one, checked mode, `inspect` and `zero_grad`."""
     given, runs = (
         gradients(6),
-        [Run("soap", place, checked=True, failure={"detect": detect}) for place in (torch.device("cpu"), device)],
+        [
+            Run("soap_fitted", place, checked=True, failure={"detect": detect})
+            for place in (torch.device("cpu"), device)
+        ],
     )
     given[2][0][0, 0] = torch.inf
     reports = []

@@ -48,7 +48,9 @@ def test_everything_runs_on_the_simulated_accelerator(tmp_path: Path) -> None:
     (laws,) = (row for row in rows if row["part"] == "laws")
     assert laws["tests"] > 0 and laws["failed"] == []
     steps = {row["candidate"]: row for row in rows if row["part"] == "step" and "problem" not in row}
-    assert {"adamw", "muon", "soap", "soap, by_device: false", "shampoo", "torch AdamW, fused"} <= set(steps)
+    assert {"adamw", "muon", "soap_fitted", "soap_fitted, by_device: false", "shampoo", "torch AdamW, fused"} <= set(
+        steps
+    )
     assert sum(steps["adamw"]["waits"].values()) == table()["adamw"].waits
     assert steps["adamw, detect: device"]["waits"] == {}
     for row in steps.values():

@@ -32,14 +32,14 @@ def huggingface_ddp(folder: str) -> None:
     from .models import same, values
     from .test_huggingface import trainer
 
-    whole = trainer(Path(folder), "soap")
+    whole = trainer(Path(folder), "soap_fitted")
     whole.train()
-    again = trainer(Path(folder), "soap")
+    again = trainer(Path(folder), "soap_fitted")
     again.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-3"))
     assert same(values(whole.model), values(again.model))
 
 
-def _accelerated(folder: str, sharded: bool, recipe: str = "soap") -> None:
+def _accelerated(folder: str, sharded: bool, recipe: str = "soap_fitted") -> None:
     import torch
     from accelerate import Accelerator, PartialState
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin

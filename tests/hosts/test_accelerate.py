@@ -13,7 +13,7 @@ from .models import Net, loss_of, same, values  # noqa: E402
 from .processes import torchrun  # noqa: E402
 
 
-@pytest.mark.parametrize("recipe", ["soap", "shampoo_int8", "schedule_free_adamw"])
+@pytest.mark.parametrize("recipe", ["soap_fitted", "shampoo_int8", "schedule_free_adamw"])
 def test_accumulation_clipping_and_checkpoints(recipe: str, tmp_path: Path) -> None:
     def start() -> tuple[Any, Any, Any]:
         accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)

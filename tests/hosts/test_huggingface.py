@@ -46,7 +46,7 @@ def trainer(folder: Path, recipe: str, net: Any = None, **changes: Any) -> Any:
     return transformers.Trainer(net or model(), args, train_dataset=DATA, eval_dataset=DATA[:8], **options)
 
 
-@pytest.mark.parametrize("recipe", ["soap", "muon", "soap_4bit", "schedule_free_adamw"])
+@pytest.mark.parametrize("recipe", ["soap_fitted", "muon", "soap_4bit", "schedule_free_adamw"])
 def test_a_run_resumes_bit_for_bit(recipe: str, tmp_path: Path) -> None:
     whole = trainer(tmp_path, recipe)
     before = values(whole.model)
@@ -59,11 +59,11 @@ def test_a_run_resumes_bit_for_bit(recipe: str, tmp_path: Path) -> None:
 
 
 def test_names_and_groups_are_those_of_the_trainer(tmp_path: Path) -> None:
-    here = trainer(tmp_path, "soap", lr_scheduler_type="constant")
+    here = trainer(tmp_path, "soap_fitted", lr_scheduler_type="constant")
     optimizer = here.create_optimizer()
     optimizer = getattr(optimizer, "optimizer", optimizer)
     routes = {row.name: row.route for row in optimizer.routing_table()}
-    assert routes == {row.name: row.route for row in compose("soap", here.model).routing_table()}
+    assert routes == {row.name: row.route for row in compose("soap_fitted", here.model).routing_table()}
     assert routes["transformer.wte.weight"] == "routes.adam" and routes["transformer.h.0.attn.c_attn.weight"] == ""
     assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(1e-2, 0.1), (1e-2, 0.0)]
     assert not any("bias" in name or "ln" in name for name in optimizer.param_groups[0]["param_names"])
@@ -71,7 +71,7 @@ def test_names_and_groups_are_those_of_the_trainer(tmp_path: Path) -> None:
 
 def test_a_factory_alone_takes_its_own_rate(tmp_path: Path) -> None:
     args = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
-    chosen = optimizer_factory("soap", lr=0.25, overrides={"update.eigenbasis.refresh.steps": 2})
+    chosen = optimizer_factory("soap_fitted", lr=0.25, overrides={"update.eigenbasis.refresh.steps": 2})
     optimizer = transformers.Trainer(model(), args, optimizer_cls_and_kwargs=chosen).create_optimizer()
     assert optimizer.param_groups[0]["lr"] == 0.25 and "'refresh': {'kind': 'every', 'steps': 2" in str(
         optimizer.recipe.model_dump()

@@ -50,7 +50,7 @@ def trainer(folder: Path, *callbacks: Any, **changes: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("recipe", ["soap", "muon_8bit", "schedule_free_adamw"])
+@pytest.mark.parametrize("recipe", ["soap_fitted", "muon_8bit", "schedule_free_adamw"])
 def test_a_run_resumes_bit_for_bit(recipe: str, tmp_path: Path) -> None:
     saving = lightning.pytorch.callbacks.ModelCheckpoint(tmp_path, every_n_epochs=1, save_top_k=-1)
     whole = Module(recipe)
@@ -86,7 +86,7 @@ def test_without_the_callback_one_warning_is_given(tmp_path: Path) -> None:
 
 
 def test_the_learning_rate_finder_leaves_the_run_as_it_was(tmp_path: Path) -> None:
-    module, plain = Module("soap"), Module("soap")
+    module, plain = Module("soap_fitted"), Module("soap_fitted")
     own = trainer(tmp_path, accumulate_grad_batches=1, enable_checkpointing=False)
     found = lightning.pytorch.tuner.Tuner(own).lr_find(module, data(), num_training=12, update_attr=False)
     assert len(found.results["lr"]) > 2 and same(values(module), values(plain))

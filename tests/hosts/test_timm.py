@@ -38,7 +38,7 @@ def train(net: Any, optimizer: Any, scheduler: Any, steps: range) -> None:
         scheduler.step(step + 1)
 
 
-@pytest.mark.parametrize("recipe", ["soap", "muon"])
+@pytest.mark.parametrize("recipe", ["soap_fitted", "muon"])
 def test_a_run_with_layer_decay_resumes_bit_for_bit(recipe: str, tmp_path: Path) -> None:
     whole, again = start(recipe, layer_decay=0.5), start(recipe, layer_decay=0.5)
     assert len(whole[1].param_groups) > 6 and whole[1].param_groups[0]["lr_scale"] < 0.2
@@ -55,10 +55,10 @@ def test_a_run_with_layer_decay_resumes_bit_for_bit(recipe: str, tmp_path: Path)
 
 
 def test_routes_know_the_model() -> None:
-    net, optimizer, _ = start("soap")
+    net, optimizer, _ = start("soap_fitted")
     routes = {row.name: row.route for row in optimizer.routing_table()}
-    assert routes == {row.name: row.route for row in compose("soap", net).routing_table()}
-    assert routes["head.weight"] == "routes.adam" and "eigengraft.soap" in timm.optim.list_optimizers()
+    assert routes == {row.name: row.route for row in compose("soap_fitted", net).routing_table()}
+    assert routes["head.weight"] == "routes.adam" and "eigengraft.soap_fitted" in timm.optim.list_optimizers()
 
 
 def test_a_recipe_without_a_name_needs_one() -> None:

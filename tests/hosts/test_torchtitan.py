@@ -31,7 +31,7 @@ def train(net: Net, container: Any, steps: range) -> None:
         container.step()
 
 
-@pytest.mark.parametrize("recipe", ["soap", "muon"])
+@pytest.mark.parametrize("recipe", ["soap_fitted", "muon"])
 def test_a_run_resumes_bit_for_bit_from_flat_keys(recipe: str) -> None:
     whole, again = start(recipe), start(recipe)
     before = values(whole[0])
@@ -49,7 +49,7 @@ def test_a_run_resumes_bit_for_bit_from_flat_keys(recipe: str) -> None:
 
 
 def test_routes_tell_names_apart() -> None:
-    _, container = start("soap")
+    _, container = start("soap_fitted")
     own = next(optimizer for optimizer in container if type(optimizer).__name__ == "Optimizer")
     assert {row.name: row.route for row in own.routing_table()} == {
         "table.weight": "routes.adam",

@@ -174,7 +174,7 @@ def test_a_page_of_a_family_shows_formula_range_default_and_meaning(generated: d
 
 def test_every_recipe_has_a_page_with_its_yaml(generated: dict[str, dict[str, str]]) -> None:
     assert set(generated["recipes"]) == set(eigengraft.shipped_recipes())
-    assert "solver: {kind: power_qr, by_device: true}" in generated["recipes"]["soap"]
+    assert "solver: {kind: power_qr, by_device: true}" in generated["recipes"]["soap_fitted"]
 
 
 class Resources(HTMLParser):

@@ -229,7 +229,7 @@ assert not any(type(getattr(eigengraft, name)) is type(sys) for name in public)
 print(*sorted(public))
 assert not any(name.startswith("eigengraft.experiments") for name in sys.modules)
 layer = torch.nn.Linear(3, 2)
-optimizer = eigengraft.Optimizer(layer.named_parameters(), recipe="soap", lr=1e-2)
+optimizer = eigengraft.Optimizer(layer.named_parameters(), recipe="soap_fitted", lr=1e-2)
 for _ in range(3):
     optimizer.zero_grad()
     layer(torch.eye(3)).square().sum().backward()

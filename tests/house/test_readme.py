@@ -35,15 +35,15 @@ def test_the_python_example_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["chain", "basis", "soap"])
+@pytest.mark.parametrize("place", ["chain", "basis", "soap_fitted"])
 def test_the_new_stage_trains_from_one_file_and_yaml(tmp_path: Path, place: str) -> None:
     (tmp_path / "belief.py").write_text(files(README)["belief.py"])
     chain = "[{kind: momentum, beta: 0.9, bias_correction: false}, {kind: belief, beta: 0.99}]"
     update = chain if place == "chain" else f"[{{kind: eigenbasis, inner: {chain}}}]"
     recipe = f"{{update: {update}}}"
-    if place == "soap":  # as the page says under the stage
+    if place == "soap_fitted":  # as the page says under the stage
         (changes,) = re.findall(r'`(\{"update\.eigenbasis\.inner": \[.*?"exact"\})`', text(README))
-        recipe = f"{{base: soap, set: {json.dumps(ast.literal_eval(changes))}}}"
+        recipe = f"{{base: soap_fitted, set: {json.dumps(ast.literal_eval(changes))}}}"
     experiment = f"imports: [belief.py]\ntask: {{kind: digits, model: mlp}}\nlr: 0.002\nrecipe: {recipe}\n"
     (tmp_path / "experiment.yaml").write_text(experiment)
     quick = ["steps=30", "eval_every=15", "--out", "run"]
@@ -67,7 +67,7 @@ def test_one_line_makes_the_recipes_that_the_front_page_says() -> None:
     rows = re.findall(r"^\| `(\{.*?\})` \| .*?`(\w+)` \|$", text(README), flags=re.MULTILINE)
     assert len(rows) == 2
     for overrides, name in rows:
-        changed = eigengraft.load_recipe("soap", ast.literal_eval(overrides))
+        changed = eigengraft.load_recipe("soap_fitted", ast.literal_eval(overrides))
         assert changed.update == eigengraft.load_recipe(name).update
 
 

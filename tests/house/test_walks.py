@@ -40,8 +40,8 @@ def files_of(title: str) -> list[str]:
 
 
 LISTED = {
-    "adamw step": files_of("## A gradient")[: -len(files_of("The recipe `soap`"))],
-    "soap step": files_of("The recipe `soap`"),
+    "adamw step": files_of("## A gradient")[: -len(files_of("The recipe `soap_fitted`"))],
+    "soap step": files_of("The recipe `soap_fitted`"),
     "yaml to optimizer": files_of("## A recipe"),
 }
 
@@ -100,14 +100,14 @@ def steps(recipe: Any) -> Counter[str]:
 
 def composition() -> Counter[str]:
     """A recipe of YAML becomes an optimizer."""
-    source, model = ROOT / "optimizers" / "recipe" / "shipped" / "soap.yaml", two_layers()
+    source, model = ROOT / "optimizers" / "recipe" / "shipped" / "soap_fitted.yaml", two_layers()
     eigengraft.compose(source, two_layers())
     return trace(lambda: eigengraft.compose(source, model))
 
 
 WALKS: dict[str, Callable[[], Counter[str]]] = {
     "adamw step": lambda: steps("adamw"),
-    "soap step": lambda: steps(load_recipe("soap", {"update.eigenbasis.refresh.steps": 1})),
+    "soap step": lambda: steps(load_recipe("soap_fitted", {"update.eigenbasis.refresh.steps": 1})),
     "yaml to optimizer": composition,
 }
 
@@ -143,6 +143,6 @@ def test_a_step_is_followed_through_few_files() -> None:
     """Eleven for AdamW and eight more for SOAP, as the page says; a file counts once. The first calls the second."""
     assert "param_set.prepare(hypers)" in (ROOT / "optimizers" / "optimizer.py").read_text(encoding="utf-8")
     walk = text("docs/architecture.md").partition("## A gradient")[2].partition("\n## ")[0]
-    adamw, soap = walk.split("The recipe `soap`")
+    adamw, soap = walk.split("The recipe `soap_fitted`")
     found = [{path for path, _ in WALK.findall(part)} for part in (adamw, soap)]
     assert [len(found[0]), len(found[1] - found[0])] == [11, 8]

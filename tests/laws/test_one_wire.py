@@ -170,7 +170,7 @@ def test_stages_that_hold_chains_hand_on_whether_there_are_two_wires(around: Any
     torch.testing.assert_close(doubled, factor * plain, rtol=1e-5, atol=1e-12)
 
 
-@pytest.mark.parametrize("lagged", [SOAP, {"kind": "lagged_rms"}], ids=["soap", "lagged_rms"])
+@pytest.mark.parametrize("lagged", [SOAP, {"kind": "lagged_rms"}], ids=["soap_fitted", "lagged_rms"])
 def test_priming_goes_through_stages_that_hold_a_lagged_one(lagged: Any) -> None:
     """What a lagged stage learns of its first gradient is what it would have been given."""
     transformed = [{"kind": "transform", "before": CLIP, "inner": [lagged]}]

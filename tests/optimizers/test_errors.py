@@ -136,7 +136,7 @@ RECIPES: dict[str, tuple[Any, str]] = {
         r"\(shipped and near it: soap, .*shipped_recipes\(\) has all\)$",
     ),
     "another type": (3, r"^recipe: a name, path, mapping, list of stages or Recipe is required, got int$"),
-    "bytes": (b"soap", r"^recipe: a name, .* is required, got bytes$"),
+    "bytes": (b"soap_fitted", r"^recipe: a name, .* is required, got bytes$"),
     "none": (None, r"^recipe: a name, .* is required, got NoneType$"),
     "broken JSON": ('{"update": ', r"^recipe: .*JSON.*line 1"),
     "another schema": ({"schema": 99, "update": "rms"}, r"^schema: .*1.*, got 99$"),
@@ -220,18 +220,18 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: Optimizer([{"params": [weight()], "weight_deca": 0.9}]),
         r"got 'weight_deca', did you mean 'weight_decay'\?",
     ),
-    "recipe": (lambda: Optimizer([{"params": [weight()], "recipe": "soap"}]), r"param group: .*got 'recipe'"),
+    "recipe": (lambda: Optimizer([{"params": [weight()], "recipe": "soap_fitted"}]), r"param group: .*got 'recipe'"),
     "nothing": (lambda: Optimizer([]), r"empty parameter list"),
     "twice": (lambda: Optimizer([{"params": [p := weight()]}, {"params": [p]}]), r"more than one parameter group"),
     "no tensor": (lambda: Optimizer([3]), r"."),
     "a tensor": (lambda: Optimizer(weight()), r"."),
     "complex": (
-        lambda: Optimizer([("w", weight(dtype=torch.complex64))], "soap", overrides={"routes": []}),
+        lambda: Optimizer([("w", weight(dtype=torch.complex64))], "soap_fitted", overrides={"routes": []}),
         r"^w: .*complex.*update\.eigenbasis.*view_as_real",
     ),
     "a module": (lambda: Optimizer(nn.Linear(2, 2)), r"compose|parameters\(\)"),  # type: ignore[arg-type]
     "frozen": (
-        lambda: eigengraft.compose("soap", nn.Linear(2, 2).requires_grad_(False)),
+        lambda: eigengraft.compose("soap_fitted", nn.Linear(2, 2).requires_grad_(False)),
         r"^compose: .*trainable .*got none",
     ),
     "no match": (

@@ -112,7 +112,7 @@ def test_every_solver_survives_a_bad_gradient_on_a_device() -> None:
 @pytest.mark.parametrize("split", [False, True], ids=["one group", "two groups"])
 def test_raise_names_the_parameter_and_changes_nothing(split: bool, bad: float) -> None:
     params = named()
-    recipe = load_recipe("soap", ["failure.nonfinite=raise"])
+    recipe = load_recipe("soap_fitted", ["failure.nonfinite=raise"])
     optimizer = Optimizer([{"params": params[:1]}, {"params": params[1:]}] if split else params, recipe)
     for step in range(3):
         assign(params, list(gradients(step, params)))
@@ -128,8 +128,8 @@ def test_raise_names_the_parameter_and_changes_nothing(split: bool, bad: float) 
 
 def test_raise_on_a_device_comes_a_step_later_and_leaves_the_state_right() -> None:
     params, twins = named(), named()
-    late = Optimizer(params, load_recipe("soap", ["failure.nonfinite=raise", "failure.detect=device"]))
-    skip = Optimizer(twins, load_recipe("soap", ["failure.detect=device"]))
+    late = Optimizer(params, load_recipe("soap_fitted", ["failure.nonfinite=raise", "failure.detect=device"]))
+    skip = Optimizer(twins, load_recipe("soap_fitted", ["failure.detect=device"]))
     for pairs, optimizer in ((params, late), (twins, skip)):
         assign(pairs, [spoil(g, BAD[0]) if i == 1 else g for i, g in enumerate(gradients(0, pairs))])
         optimizer.step()

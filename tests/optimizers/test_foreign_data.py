@@ -49,7 +49,7 @@ def node(value: Any) -> Any:
 
 def test_a_recipe_may_be_any_mapping() -> None:
     assert load_recipe(node(DECLARED)) == load_recipe(DECLARED)
-    based = {"base": "soap", "set": {"update.eigenbasis.refresh.steps": 7}, "lr": 0.25}
+    based = {"base": "soap_fitted", "set": {"update.eigenbasis.refresh.steps": 7}, "lr": 0.25}
     assert load_recipe(node(based)) == load_recipe(based)
     assert load_recipe({"base": node(DECLARED), "lr": 0.25}) == load_recipe({"base": DECLARED, "lr": 0.25})
 
@@ -207,7 +207,7 @@ def test_complex_parameters_are_updated_as_torch_does(recipe: str, dtype: torch.
         torch.testing.assert_close(p, q, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("recipe", ["soap", "muon", "prodigy", "shampoo"])
+@pytest.mark.parametrize("recipe", ["soap_fitted", "muon", "prodigy", "shampoo"])
 def test_stages_that_mix_entries_refuse_complex_parameters_by_name(recipe: str) -> None:
     with pytest.raises(ValueError, match=r"^w: .*complex.* update\.\w+"):
         Optimizer([("w", complex_weights(torch.complex64)[0])], recipe, overrides={"routes": []})
@@ -216,7 +216,7 @@ def test_stages_that_mix_entries_refuse_complex_parameters_by_name(recipe: str) 
 def test_a_complex_matrix_that_is_thawed_is_refused_where_its_stage_cannot_take_it() -> None:
     model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3, dtype=torch.complex64), "head": nn.Linear(3, 2)})
     model["b"].requires_grad_(False)
-    optimizer = eigengraft.compose("soap", model)
+    optimizer = eigengraft.compose("soap_fitted", model)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     before = [p.detach().clone() for p in model.parameters()]

@@ -17,7 +17,7 @@ REFRESH = "update.eigenbasis.refresh.steps"
 
 
 def test_a_base_alone_is_the_base() -> None:
-    assert load_recipe({"base": "soap"}) == load_recipe("soap")
+    assert load_recipe({"base": "soap_fitted"}) == load_recipe("soap_fitted")
 
 
 def test_fields_beside_the_base_replace_its_fields() -> None:
@@ -28,25 +28,25 @@ def test_fields_beside_the_base_replace_its_fields() -> None:
 def test_values_inside_the_base_are_addressed_as_on_the_command_line() -> None:
     changes = {REFRESH: 3, "update.eigenbasis.solver.kind": "eigh", "blocking.size": None, "routes.adam.lr_ratio": 0.5}
     overrides = [f"{REFRESH}=3", "update.eigenbasis.solver.kind=eigh", "blocking.size=null", "routes.adam.lr_ratio=0.5"]
-    assert load_recipe({"base": "soap", "set": changes}) == load_recipe("soap", overrides)
+    assert load_recipe({"base": "soap_fitted", "set": changes}) == load_recipe("soap_fitted", overrides)
 
 
 def test_components_may_stand_in_a_mapping_with_a_base() -> None:
     chain = (Momentum(beta=0.8), RMS())
     assert load_recipe({"base": "adamw", "update": chain}) == load_recipe("adamw").replace(update=chain)
     statistic = Gram.model_validate({"normalize": "dimension", "axes": {"max_skew": 4}})
-    found = load_recipe({"base": load_recipe("soap"), "set": {"update.eigenbasis.statistic": statistic}})
-    assert found == load_recipe("soap", ["update.eigenbasis.statistic.normalize=dimension"])
+    found = load_recipe({"base": load_recipe("soap_fitted"), "set": {"update.eigenbasis.statistic": statistic}})
+    assert found == load_recipe("soap_fitted", ["update.eigenbasis.statistic.normalize=dimension"])
     assert load_recipe({"base": [RMS()], "lr": 2}) == load_recipe([RMS()]).replace(lr=2.0)
 
 
 def test_files_are_based_on_files_beside_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "recipes"
     folder.mkdir()
-    (folder / "first.yaml").write_text(f"{{base: soap, lr: 1, set: {{{REFRESH}: 2}}}}")
+    (folder / "first.yaml").write_text(f"{{base: soap_fitted, lr: 1, set: {{{REFRESH}: 2}}}}")
     (folder / "second.yaml").write_text("{base: first.yaml, lr: 2}")
     monkeypatch.chdir(tmp_path)
-    expected = load_recipe("soap", [f"{REFRESH}=2", "lr=2", "name=second"])
+    expected = load_recipe("soap_fitted", [f"{REFRESH}=2", "lr=2", "name=second"])
     assert load_recipe("recipes/second.yaml") == load_recipe(folder / "second.yaml") == expected
     (tmp_path / "experiment.yaml").write_text("{task: digits, steps: 1, recipe: {base: recipes/first.yaml, lr: 3}}")
     monkeypatch.chdir(folder)
@@ -55,8 +55,8 @@ def test_files_are_based_on_files_beside_them(tmp_path: Path, monkeypatch: pytes
 
 def test_a_checkpoint_holds_the_resolved_recipe() -> None:
     parameter = torch.nn.Parameter(torch.zeros(3, 2))
-    derived = eigengraft.Optimizer([("w", parameter)], {"base": "soap", "set": {REFRESH: 3}})
-    plain = eigengraft.Optimizer([("w", parameter)], load_recipe("soap", [f"{REFRESH}=3"]))
+    derived = eigengraft.Optimizer([("w", parameter)], {"base": "soap_fitted", "set": {REFRESH: 3}})
+    plain = eigengraft.Optimizer([("w", parameter)], load_recipe("soap_fitted", [f"{REFRESH}=3"]))
     assert "base" not in load_recipe(derived.recipe.to_json()).declaration()
     plain.load_state_dict(derived.state_dict())
 
@@ -95,19 +95,25 @@ def test_a_shipped_recipe_differs_from_its_base_where_it_says(name: str) -> None
         ({"base": 3}, r"^base: recipe: a name, path, mapping, list of stages or Recipe is required, got int$"),
         ({"base": {"lr": 1}}, r"^base: update: required, got nothing"),
         ({"base": "none.yaml"}, r"^base: none.yaml: an existing YAML file is required, got nothing there$"),
-        ({"base": "soap", "lrr": 1}, r"lrr: unknown field \(did you mean 'lr'\?\), got 1"),
-        ({"base": "soap", "set": {"lr": "fast"}}, r"lr: .*number, got 'fast'"),
-        ({"base": "soap", "set": ["lr=1"]}, r"^set: a mapping of dotted paths to values is required, got \['lr=1'\]$"),
+        ({"base": "soap_fitted", "lrr": 1}, r"lrr: unknown field \(did you mean 'lr'\?\), got 1"),
+        ({"base": "soap_fitted", "set": {"lr": "fast"}}, r"lr: .*number, got 'fast'"),
+        (
+            {"base": "soap_fitted", "set": ["lr=1"]},
+            r"^set: a mapping of dotted paths to values is required, got \['lr=1'\]$",
+        ),
         ({"update": "rms", "set": {"lr": 1}}, r"^set: a `base` whose values it changes is required, got none$"),
         (
-            {"base": "soap", "set": {"update.eigenbase.refresh.steps": 1}},
+            {"base": "soap_fitted", "set": {"update.eigenbase.refresh.steps": 1}},
             r"^set: update.eigenbase.refresh.steps: there is no 'eigenbase' in 'update', did you mean 'eigenbasis'",
         ),
         (
-            {"base": "soap", "blocking": {"size": 8}, "set": {"blocking.size": 4}},
+            {"base": "soap_fitted", "blocking": {"size": 8}, "set": {"blocking.size": 4}},
             r"^set: paths into fields of the base are required, got blocking.size, which is replaced beside it$",
         ),
-        ({"base": {"base": "soap", "set": {"lr.x": 1}}}, r"^base: set: lr.x: 'lr' is the value 0.003 and has no"),
+        (
+            {"base": {"base": "soap_fitted", "set": {"lr.x": 1}}},
+            r"^base: set: lr.x: 'lr' is the value 0.003 and has no",
+        ),
         ({"base": {"schema": 7, "update": "rms"}}, r"^base: schema: version 1 is required, got 7$"),
     ],
 )

@@ -311,7 +311,7 @@ def test_state_is_inspected_without_a_watched_step_and_before_the_first_one() ->
     optimizer = trained([{"kind": "shampoo"}], steps=2, watch=False)[0]
     told = {row.measure for row in optimizer.inspect()}
     assert told == {"condition", "root_condition", "residual", "failures", "staleness", "skipped"}
-    fresh = Optimizer([("w", nn.Parameter(normal(3, 2, seed=0)))], "soap")
+    fresh = Optimizer([("w", nn.Parameter(normal(3, 2, seed=0)))], "soap_fitted")
     assert [row.measure for row in fresh.inspect()] == ["skipped"]
 
 

@@ -69,11 +69,13 @@ def kernels(recipe: str, layout: str, blocks: int) -> dict[str, Counter[str]]:
     return {"steady": counted[8], "refresh": max(counted[10], counted[11], key=Counter.total)}
 
 
-REFRESHING = {"soap", "shampoo", "reference/soap", "caspr", "shampoo_kl"}
+REFRESHING = {"soap_fitted", "shampoo", "reference/soap", "caspr", "shampoo_kl"}
 """Some recipes whose refresh steps run more kernels than the others."""
 
 
-LAYOUTS = [(recipe, "parameters") for recipe in COVER] + [(recipe, "one parameter") for recipe in ("adamw", "soap")]
+LAYOUTS = [(recipe, "parameters") for recipe in COVER] + [
+    (recipe, "one parameter") for recipe in ("adamw", "soap_fitted")
+]
 
 
 @pytest.mark.parametrize(("recipe", "layout"), LAYOUTS)

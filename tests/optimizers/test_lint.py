@@ -31,19 +31,21 @@ def int8(least: int = 4096) -> dict[str, Any]:
 
 def test_a_storage_that_stores_nothing_is_named_with_the_largest_slot() -> None:
     storage = {"storage": {"statistic": int8(), "first_moment": int8(1)}}
-    (message,) = warned("soap", model(32), overrides=storage)
+    (message,) = warned("soap_fitted", model(32), overrides=storage)
     assert message.startswith("storage: nothing of this model is stored by statistic; update.eigenbasis/factor.")
     assert "at least 4096 elements" in message and "(32, 32)" in message and message.endswith("[storage-unused]")
-    assert warned("soap", model(64), overrides=storage) == []
-    assert warned("soap", model(32), overrides={"storage": {"statistic": int8(1)}}) == []
+    assert warned("soap_fitted", model(64), overrides=storage) == []
+    assert warned("soap_fitted", model(32), overrides={"storage": {"statistic": int8(1)}}) == []
 
 
 def test_entries_by_stage_and_by_slot_are_judged_by_the_slots_that_they_decide_on() -> None:
     """The entry of the slot decides on it, so that the role has no slot left and is not asked for."""
     named = {"update.eigenbasis.inner.momentum/m": int8(1)}
-    assert warned("soap", model(32), overrides={"storage": {**named, "first_moment": int8(1)}, "routes": []}) == []
+    assert (
+        warned("soap_fitted", model(32), overrides={"storage": {**named, "first_moment": int8(1)}, "routes": []}) == []
+    )
     stage = {"storage": {"update.eigenbasis.inner.momentum": int8()}}
-    (message,) = warned("soap", model(32), overrides=stage)
+    (message,) = warned("soap_fitted", model(32), overrides=stage)
     assert "stored by update.eigenbasis.inner.momentum;" in message
 
 

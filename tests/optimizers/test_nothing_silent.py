@@ -37,7 +37,7 @@ def backward(model: nn.Module) -> None:
 def test_a_frozen_parameter_is_trained_once_it_is_thawed() -> None:
     model, whole = Net(), Net()
     model.hidden.requires_grad_(False)
-    optimizer, other = compose("soap", model, lr=0.1), compose("soap", whole, lr=0.1)
+    optimizer, other = compose("soap_fitted", model, lr=0.1), compose("soap_fitted", whole, lr=0.1)
     assert not any(model.hidden.weight is p for p in optimizer.state)
     model.hidden.requires_grad_(True)
     for net, steps in ((model, optimizer), (whole, other)):
@@ -59,7 +59,7 @@ def test_a_parameter_given_twice_is_refused(names: tuple[str, str] | None) -> No
 
 
 def test_a_step_of_a_model_on_the_meta_device_is_refused_by_name() -> None:
-    optimizer = compose("soap", Net().to("meta"))
+    optimizer = compose("soap_fitted", Net().to("meta"))
     for act in (optimizer.step, lambda: optimizer.load_state_dict(optimizer.state_dict())):
         with pytest.raises(ValueError, match=r"^\S+: a parameter with values is required, .* meta .*to_empty"):
             act()
@@ -73,7 +73,7 @@ class TestFlatPieces:
     def test_of_fsdp1_are_refused_by_name(self) -> None:
         flat = nn.Parameter(torch.ones(24))
         flat._fsdp_flattened = True  # type: ignore[attr-defined]
-        for recipe in ("soap", "sgd", {"base": "sgd", "distribution": {"mode": "local"}}):
+        for recipe in ("soap_fitted", "sgd", {"base": "sgd", "distribution": {"mode": "local"}}):
             with pytest.raises(ValueError, match=r"^_flat_param: .* got a flat one of .* \(FSDP1\)" + self.REMEDY):
                 Optimizer([("_flat_param", flat)], recipe)
 
@@ -85,14 +85,14 @@ class TestFlatPieces:
         with pytest.raises(
             ValueError, match=r"^hidden\.weight: .* of shape \(5, 4\) in .* \(ZeRO stage 3\)" + self.REMEDY
         ):
-            compose("soap", model)
+            compose("soap_fitted", model)
 
     @pytest.mark.parametrize("stage", [1, 3, "marked later"])
     @pytest.mark.parametrize("frozen", [(), ("hidden.bias", "last.weight", "last.bias")], ids=["all", "one"])
     def test_in_place_of_parameters_are_refused_by_name(self, stage: int | str, frozen: tuple[str, ...]) -> None:
         model = Net()
         given = [(name, parameter) for name, parameter in model.named_parameters() if name not in frozen]
-        optimizer = Optimizer(given, "soap", overrides={"routes": []})
+        optimizer = Optimizer(given, "soap_fitted", overrides={"routes": []})
         (group,) = optimizer.param_groups
         group["params"] = [torch.ones(12, requires_grad=True)]
         if stage == 3:
@@ -260,9 +260,9 @@ class TestGroupsOfAModel:
             {"params": [model.table.weight, model.hidden.weight], "weight_decay": 0.1},
             {"params": [("any name", model.hidden.bias)], "lr": 0.5},
         ]
-        optimizer = compose("soap", grouped(model, groups))
+        optimizer = compose("soap_fitted", grouped(model, groups))
         routes = {row.name: row.route for row in optimizer.routing_table()}
-        assert routes == {row.name: row.route for row in compose("soap", model).routing_table()}
+        assert routes == {row.name: row.route for row in compose("soap_fitted", model).routing_table()}
         assert optimizer.param_groups[0]["weight_decay"] == 0.1 and optimizer.param_groups[1]["lr"] == 0.5
         assert optimizer.param_groups[0]["param_names"] == ["table.weight", "hidden.weight"]
 

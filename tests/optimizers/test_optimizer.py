@@ -23,7 +23,7 @@ from ..recipes import BROAD, COVER, EVERY_BROAD, TOGETHER, with_options
 from ..trajectories import named
 
 SHAPES = ((), (0,), (0, 3), (1,), (5,), (4, 3), (3, 4), (1, 6), (2, 3, 17), (3, 2, 1, 2), (2, 1, 2, 2, 2))
-FAST_SOAP = load_recipe("soap", ["update.eigenbasis.refresh.steps=3"])
+FAST_SOAP = load_recipe("soap_fitted", ["update.eigenbasis.refresh.steps=3"])
 AT_ONCE = load_recipe(FAST_SOAP, ["update.eigenbasis.refresh.stagger=none"])
 """Refreshes are spread over all parameters of an optimizer; without that, parameters know nothing of each other."""
 
@@ -88,7 +88,7 @@ def test_schedulers_drive_it_like_a_torch_optimizer(schedule: str, tensor: bool)
     close(ours, theirs, 1e-10)
 
 
-@pytest.mark.parametrize("recipe", ["soap", "muon", "adafactor", "shampoo"])
+@pytest.mark.parametrize("recipe", ["soap_fitted", "muon", "adafactor", "shampoo"])
 def test_float_and_tensor_lr_give_the_same_trajectory(recipe: str) -> None:
     runs = []
     for lr in (0.0078125, torch.tensor(0.0078125), torch.tensor([0.0078125])):
@@ -129,7 +129,7 @@ def test_a_closure_is_called_once_with_gradients_enabled() -> None:
     assert optimizer.step() is None
 
 
-@pytest.mark.parametrize("recipe", ["adamw", "soap", "reference/soap"])
+@pytest.mark.parametrize("recipe", ["adamw", "soap_fitted", "reference/soap"])
 def test_a_gradient_scaler_skips_an_infinite_step(recipe: str) -> None:
     def net() -> tuple[nn.Linear, Optimizer]:
         torch.manual_seed(3)
@@ -207,7 +207,7 @@ def test_a_group_may_come_later(late: int) -> None:
         {"lr": torch.ones(2)},
         {"weight_decay": torch.ones(2)},
         {"betas": (0.9, 0.99)},
-        {"recipe": "soap"},
+        {"recipe": "soap_fitted"},
     ],
     ids=lambda wrong: "-".join(f"{k}={v}" for k, v in wrong.items()),
 )
@@ -297,12 +297,12 @@ def test_each_step_is_computed_in_float32_or_float64_and_rounded_once(recipe: st
             torch.testing.assert_close(p.to(wide), twin.to(dtype).to(wide), rtol=unit, atol=unit * 1e-2)
 
 
-@pytest.mark.parametrize("recipe", ["adamw", "soap", "muon"])
+@pytest.mark.parametrize("recipe", ["adamw", "soap_fitted", "muon"])
 def test_dtypes_mix_in_one_group(recipe: str) -> None:
     dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
     ours = [parameters([(4, 3)], dtype)[0] for dtype in dtypes]
     alone = [p.detach().clone().requires_grad_() for p in ours]
-    stagger = load_recipe(recipe, ["update.eigenbasis.refresh.stagger=none"] if recipe == "soap" else [])
+    stagger = load_recipe(recipe, ["update.eigenbasis.refresh.stagger=none"] if recipe == "soap_fitted" else [])
     rows = gradients(ours, 5)
     drive(Optimizer(named(ours), stagger), ours, rows)
     for index, p in enumerate(alone):
@@ -334,7 +334,7 @@ def test_memory_layout_does_not_matter(recipe: str) -> None:
     assert not any(p.is_contiguous() for p in odd)
     bases = [(p._base if p._base is not None else p).untyped_storage().nbytes() for p in odd]
     rows = gradients(plain, 4)
-    small = load_recipe(load_recipe(recipe), ["blocking.size=2"]) if recipe == "soap" else recipe
+    small = load_recipe(load_recipe(recipe), ["blocking.size=2"]) if recipe == "soap_fitted" else recipe
     one, two = Optimizer(named(plain), small), Optimizer(named(odd), small)
     drive(one, plain, rows)
     drive(two, odd, rows[:2])
@@ -368,7 +368,7 @@ def test_every_shape_moves_and_stays_finite(recipe: str, dtype: torch.dtype) -> 
     assert optimizer.routing_table()[1].blocks == () and optimizer.state_bytes() > 0
 
 
-OTHER_DECAYS = [("soap", decay) for decay in sorted(WeightDecay.members) if decay != "decoupled"]
+OTHER_DECAYS = [("soap_fitted", decay) for decay in sorted(WeightDecay.members) if decay != "decoupled"]
 
 
 @pytest.mark.parametrize(("recipe", "decay"), [*((name, "decoupled") for name in BROAD), *OTHER_DECAYS])
@@ -403,7 +403,7 @@ def test_a_parameter_without_gradient_is_not_part_of_the_step(recipe: str) -> No
     assert [int(one.state[p]["step"]) for p in ours] == [9, 5, 9, 5]
 
 
-@pytest.mark.parametrize("recipe", ["adamw", "soap", "reference/soap"])
+@pytest.mark.parametrize("recipe", ["adamw", "soap_fitted", "reference/soap"])
 def test_a_parameter_may_be_frozen_and_thawed(recipe: str) -> None:
     params, alone = parameters([(4, 3), (3, 2)]), parameters([(4, 3), (3, 2)])
     rows = gradients(params, 9)
@@ -500,7 +500,7 @@ def test_tied_weights_are_one_parameter() -> None:
             self.lm_head.weight = self.wte.weight
 
     net = Tied()
-    optimizer = eigengraft.compose("soap", net)
+    optimizer = eigengraft.compose("soap_fitted", net)
     assert [(row.name, row.route) for row in optimizer.routing_table()] == [("wte.weight", "routes.adam")]
     before = net.wte.weight.detach().clone()
     net.lm_head(net.wte(torch.tensor([1, 2]))).square().sum().backward()
@@ -562,6 +562,6 @@ def test_names_reach_the_groups_and_unnamed_parameters_stay_apart() -> None:
 
 
 def test_it_prints_what_a_person_wants_to_know() -> None:
-    text = repr(Optimizer(named(parameters([(2, 2)])), "soap"))
-    assert re.search(r"lr\W+0\.003", text) and re.search(r"weight_decay\W+0\.01", text) and "soap" in text
+    text = repr(Optimizer(named(parameters([(2, 2)])), "soap_fitted"))
+    assert re.search(r"lr\W+0\.003", text) and re.search(r"weight_decay\W+0\.01", text) and "soap_fitted" in text
     assert max(map(len, text.splitlines())) <= 120

@@ -60,7 +60,7 @@ SOAP = {
 }
 GRAFT = {"kind": "graft", "direction": {"kind": "shampoo"}, "magnitude": {"kind": "rms"}, "per": "parameter"}
 RECIPES: dict[str, Any] = {
-    "soap": SOAP,
+    "soap_fitted": SOAP,
     "in many messages, rounded": {**SOAP, "distribution": {"dtype": "bf16", "bucket": 2048}},
     "written by owners": {**SOAP, "distribution": {"gather": "parameters"}},
     "begun in backward": {**SOAP, "distribution": {"overlap_backward": True, "bucket": 2048}},
@@ -292,7 +292,7 @@ def test_bytes_of_one_block() -> None:
 
 
 def test_entrywise_updates_stay_where_the_parts_lie() -> None:
-    paper = plan("soap", [("embedding.weight", (37, 10))], (4,), "fsdp2")
+    paper = plan("soap_fitted", [("embedding.weight", (37, 10))], (4,), "fsdp2")
     assert paper.placements["embedding.weight"].owners is None and not paper.blocks.any()
     assert not paper.traffic["gradients"].sent.any() and not paper.traffic["updates"].sent.any()
     assert paper.state.tolist() == [2 * 4 * 100 + 8] * 3 + [2 * 4 * 70 + 8]  # two moments; 10, 10, 10 and 7 rows
@@ -364,7 +364,7 @@ def test_memory_is_even_where_work_is() -> None:
     assert max(loads.work) <= 108 and max(loads.state) <= 108
 
 
-@pytest.mark.parametrize("recipe", ["soap", "shampoo", "muon"])
+@pytest.mark.parametrize("recipe", ["soap_fitted", "shampoo", "muon"])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_a_large_embedding_leaves_the_work_even(recipe: str, ranks: int) -> None:
     """GPT-2's table has nearly half of Muon's bytes and none of its work."""
@@ -386,7 +386,7 @@ def test_llama_70b_on_1024_ranks() -> None:
     assert sum(map(math.prod, shapes.values())) == 70_553_706_496  # as published
     assert sum(math.prod(shape) for _, shape in MODELS["llama-8b"].shapes()) == 8_030_261_248
     assert sum(math.prod(shape) for _, shape in MODELS["gpt2"].shapes()) == 124_439_808
-    paper = plan("soap", shapes.items(), (1024,), "fsdp2", torch.bfloat16)
+    paper = plan("soap_fitted", shapes.items(), (1024,), "fsdp2", torch.bfloat16)
     tiles = sum(math.prod(-(-n // 1024) for n in shape) for name, shape in shapes.items() if "_proj" in name)
     assert paper.blocks.sum() == tiles and paper.blocks.max() == -(-tiles // 1024)
     assert paper.least_imbalance <= paper.imbalance < 1.1 and paper.state_imbalance < 1.1
@@ -411,13 +411,13 @@ def test_more_ranks_change_no_sum() -> None:
 @pytest.mark.parametrize(
     ("recipe", "shapes", "mesh", "parallel", "message"),
     [
-        ("soap", [], (2,), "ddp", "at least one parameter"),
-        ("soap", [("a", (2, -1))], (2,), "ddp", "a: a shape without negative"),
-        ("soap", [("a", (2,)), ("b", (2,)), ("b", (3,))], (2,), "ddp", "got 'b' twice"),
-        ("soap", [("a", ())], (2,), "fsdp2", "a: an axis to cut is required"),
-        ("soap", [("a", (2, 2))], (2, 2), "fsdp2", "mesh: 1 axes are required"),
-        ("soap", [("a", (2, 2))], (4,), "hsdp", "mesh: 2 axes are required"),
-        ("soap", [("a", (2, 2))], (0,), "ddp", "each of at least one rank"),
+        ("soap_fitted", [], (2,), "ddp", "at least one parameter"),
+        ("soap_fitted", [("a", (2, -1))], (2,), "ddp", "a: a shape without negative"),
+        ("soap_fitted", [("a", (2,)), ("b", (2,)), ("b", (3,))], (2,), "ddp", "got 'b' twice"),
+        ("soap_fitted", [("a", ())], (2,), "fsdp2", "a: an axis to cut is required"),
+        ("soap_fitted", [("a", (2, 2))], (2, 2), "fsdp2", "mesh: 1 axes are required"),
+        ("soap_fitted", [("a", (2, 2))], (4,), "hsdp", "mesh: 2 axes are required"),
+        ("soap_fitted", [("a", (2, 2))], (0,), "ddp", "each of at least one rank"),
         ({**SOAP, "distribution": {"mode": "local"}}, [("a", (2, 2))], (2,), "ddp", "distribution.mode: 'local'"),
         ({**SOAP, "distribution": {"mode": "sharded"}}, [("a", (2, 2))], (2,), "ddp", "'sharded' does not"),
         ({**SOAP, "distribution": {"mode": "replicated"}}, [("a", (2, 2))], (2,), "fsdp2", "'replicated' does not"),
@@ -493,10 +493,10 @@ def test_the_command_refuses(call: Any, arguments: list[str], message: str) -> N
 def test_measured_work_is_of_every_block_shape_and_decides_on_owners() -> None:
     shapes = [("a.weight", (24, 16)), ("b.weight", (16, 16)), ("c.bias", (16,)), ("huge.weight", (1 << 13, 1 << 12))]
     unmerged = ["blocking.keep_axes=1", "blocking.merge=null"]
-    recipe = load_recipe("soap", ["blocking.size=16", *unmerged])
+    recipe = load_recipe("soap_fitted", ["blocking.size=16", *unmerged])
     work = measured_work(recipe, known(shapes[:3]))
     assert set(work) == {"16x16", "8x16", "16"} and min(work.values()) > 0
-    whole = load_recipe("soap", ["blocking.size=null", *unmerged])
+    whole = load_recipe("soap_fitted", ["blocking.size=null", *unmerged])
     assert measured_work(whole, known(shapes[3:])) == {}
 
     def loads(times: Mapping[str, float]) -> list[float]:
@@ -508,7 +508,7 @@ def test_measured_work_is_of_every_block_shape_and_decides_on_owners() -> None:
     assert loads({"16x16": 3.0, "8x16": 1.0}) == pytest.approx([3.0, 4.0], rel=1e-15)
 
 
-@pytest.mark.parametrize(("model", "recipe"), [("gpt2", "muon"), ("gpt2", "soap"), ("llama-8b", "muon")])
+@pytest.mark.parametrize(("model", "recipe"), [("gpt2", "muon"), ("gpt2", "soap_fitted"), ("llama-8b", "muon")])
 @pytest.mark.parametrize("ranks", [2, 3, 16, 32])
 def test_replicas_are_sent_little_more_than_their_updates(model: str, recipe: str, ranks: int) -> None:
     """Each rank sends its share of all updates, 1 / R, to the R - 1 others: at most 1.3 times that, where matrices that

@@ -40,7 +40,7 @@ routes:
 # the grammar block of the design, with its dots filled in
 GRAMMAR = {
     "adam": "[{kind: momentum, beta: 0.9}, {kind: rms, beta: 0.999}]",
-    "soap": "[{kind: eigenbasis, statistic: {kind: gram, beta: 0.95}, solver: {kind: power_qr}, "
+    "soap_fitted": "[{kind: eigenbasis, statistic: {kind: gram, beta: 0.95}, solver: {kind: power_qr}, "
     "inner: [{kind: momentum, beta: 0.95}, {kind: rms, beta: 0.95}], refresh: {kind: every, steps: 10}}]",
     "factorized": "[{kind: eigenbasis, inner: [{kind: momentum}, {kind: adafactor}]}]",
     "shampoo": "[{kind: momentum}, {kind: graft, direction: {kind: shampoo, solver: {kind: coupled_newton}}, "
@@ -108,7 +108,7 @@ def test_every_stage_and_every_combination_with_stages_inside_is_in_the_cover() 
 
 
 def test_what_is_shipped() -> None:
-    assert {"sgd", "adam", "adamw", "adafactor", "shampoo", "soap", "soap_factorized", "muon"} <= set(SHIPPED)
+    assert {"sgd", "adam", "adamw", "adafactor", "shampoo", "soap_fitted", "soap_factorized", "muon"} <= set(SHIPPED)
     assert sum(name.startswith("reference/") for name in SHIPPED) >= 3
 
 
@@ -210,15 +210,15 @@ def test_a_stage_from_a_user_file_works_from_yaml(outsider: str, tmp_path: Path)
     ],
 )
 def test_overrides_address_stages_by_name(override: str, change: list[str] | None) -> None:
-    before, after = load_recipe("soap"), load_recipe("soap", [override])
+    before, after = load_recipe("soap_fitted"), load_recipe("soap_fitted", [override])
     found = differences(before.model_dump(), after.model_dump())
     assert found == change if change is not None else any("inner.second" in line for line in found)
-    assert before == load_recipe("soap")
+    assert before == load_recipe("soap_fitted")
 
 
 def test_overrides_apply_in_order() -> None:
     changes = ["update.eigenbasis.solver.kind=eigh", "update.eigenbasis.solver.order=ascending", "lr=1", "lr=2"]
-    recipe = load_recipe("soap", changes)
+    recipe = load_recipe("soap_fitted", changes)
     solver = recipe.update[0].solver.model_dump()  # type: ignore[attr-defined]
     assert recipe.lr == 2 and (solver["kind"], solver["order"]) == ("eigh", "ascending")
 
@@ -231,20 +231,20 @@ def test_a_mapping_of_overrides_says_what_strings_say() -> None:
         "storage": {},
         "lr": 1e-4,
     }
-    assert load_recipe("soap", mapping) == load_recipe("soap", strings) != load_recipe("soap")
-    assert load_recipe("soap", "lr=1e-4") == load_recipe("soap", {"lr": 1e-4})
+    assert load_recipe("soap_fitted", mapping) == load_recipe("soap_fitted", strings) != load_recipe("soap_fitted")
+    assert load_recipe("soap_fitted", "lr=1e-4") == load_recipe("soap_fitted", {"lr": 1e-4})
     later = {"update.eigenbasis.inner": [RMS()], "update.eigenbasis.inner.rms.beta": 0.95}
-    inner = load_recipe("soap", later).update[0].chain  # type: ignore[attr-defined]
+    inner = load_recipe("soap_fitted", later).update[0].chain  # type: ignore[attr-defined]
     assert inner == (RMS(beta=0.95),)
 
 
 def test_optimizer_and_compose_take_overrides() -> None:
-    wanted = load_recipe("soap", ["update.eigenbasis.refresh.steps=1"])
+    wanted = load_recipe("soap_fitted", ["update.eigenbasis.refresh.steps=1"])
     for overrides in (["update.eigenbasis.refresh.steps=1"], {"update.eigenbasis.refresh.steps": 1}):
         net = model()
-        assert eigengraft.compose("soap", net, overrides=overrides).recipe == wanted
-        assert eigengraft.compose("soap", net.named_parameters(), overrides=overrides).recipe == wanted
-        assert eigengraft.Optimizer(net.named_parameters(), "soap", overrides=overrides).recipe == wanted
+        assert eigengraft.compose("soap_fitted", net, overrides=overrides).recipe == wanted
+        assert eigengraft.compose("soap_fitted", net.named_parameters(), overrides=overrides).recipe == wanted
+        assert eigengraft.Optimizer(net.named_parameters(), "soap_fitted", overrides=overrides).recipe == wanted
 
 
 def test_switching_a_kind_drops_the_fields_of_the_old_one_but_not_the_name() -> None:
@@ -256,7 +256,7 @@ def test_switching_a_kind_drops_the_fields_of_the_old_one_but_not_the_name() -> 
         "bare": {"kind": "sign", "y": 1},
     }
     assert data["update"] == [{"kind": "rms", "name": "second", "beta": 0.5}]
-    assert load_recipe("soap", ["update.eigenbasis.kind=shampoo"]).update[0].label == "shampoo"
+    assert load_recipe("soap_fitted", ["update.eigenbasis.kind=shampoo"]).update[0].label == "shampoo"
 
 
 def test_a_single_stage_is_addressed_as_if_in_a_list() -> None:
@@ -291,9 +291,9 @@ def test_a_single_stage_is_addressed_as_if_in_a_list() -> None:
 )
 def test_wrong_overrides(override: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
-        load_recipe("soap", [override])
+        load_recipe("soap_fitted", [override])
     with pytest.raises(RecipeError, match=message):
-        eigengraft.compose("soap", model(), overrides=[override])
+        eigengraft.compose("soap_fitted", model(), overrides=[override])
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ def test_wrong_overrides(override: str, message: str) -> None:
 def test_a_wrong_mapping_of_overrides(overrides: Any, message: str) -> None:
     for make in (load_recipe, lambda recipe, changes: eigengraft.compose(recipe, model(), overrides=changes)):
         with pytest.raises(RecipeError, match=message):
-            make("soap", overrides)
+            make("soap_fitted", overrides)
 
 
 def test_an_ambiguous_path_is_an_error() -> None:
@@ -355,7 +355,7 @@ RIGHT = [
     *(f"update: {chain}" for chain in GRAMMAR.values()),
     "update: {kind: shampoo, exponent: 1/4}",
     "update: {kind: shampoo, exponent: 0.25}",
-    "{base: soap, lr: 1, set: {update.eigenbasis.refresh.steps: 1}}",
+    "{base: soap_fitted, lr: 1, set: {update.eigenbasis.refresh.steps: 1}}",
     "{base: {update: rms}, routes: []}",
     "{update: rms, routes: default}",
     "{update: rms, routes: []}",
@@ -379,8 +379,8 @@ WRONG = [
     "{update: rms, routes: [{update: rms}]}",
     "{update: rms, routes: defalt}",
     "{update: rms, learning_rate: 1}",
-    "{base: soap, learning_rate: 1}",
-    "{base: soap, set: [lr]}",
+    "{base: soap_fitted, learning_rate: 1}",
+    "{base: soap_fitted, set: [lr]}",
     "{base: 3, lr: 1}",
     "lr: 1",
 ]

@@ -76,7 +76,7 @@ MATRICES = {
 }
 
 
-@pytest.mark.parametrize("recipe", ["soap", "shampoo", "muon", "soap_factorized"])
+@pytest.mark.parametrize("recipe", ["soap_fitted", "shampoo", "muon", "soap_factorized"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_only_hidden_matrices_of_a_transformer_are_preconditioned(tied: bool, recipe: str) -> None:
     net = GPT(tied)
@@ -89,12 +89,15 @@ def test_only_hidden_matrices_of_a_transformer_are_preconditioned(tied: bool, re
     "name", ["pos_emb", "pos_embed", "pos_embedding", "position_embeddings", "positional_embedding"]
 )
 def test_a_positional_parameter_is_an_embedding(name: str) -> None:
-    for optimizer in (compose("soap", GPT(position=name)), Optimizer(GPT(position=name).named_parameters(), "soap")):
+    for optimizer in (
+        compose("soap_fitted", GPT(position=name)),
+        Optimizer(GPT(position=name).named_parameters(), "soap_fitted"),
+    ):
         assert routes(optimizer)[name] == ("routes.adam", "embedding")
 
 
 def test_reasons_say_how_it_was_seen() -> None:
-    found = {name: reason for name, (_, reason) in routes(compose("soap", GPT(tied=False))).items()}
+    found = {name: reason for name, (_, reason) in routes(compose("soap_fitted", GPT(tied=False))).items()}
     assert found["wte.weight"] == "embedding"
     assert "Linear onto" in found["out.weight"] and "vocabulary" in found["out.weight"]
     assert found["ln_f.weight"] == found["blocks.0.ln_1.bias"] == "normalisation"
@@ -104,11 +107,11 @@ def test_reasons_say_how_it_was_seen() -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_hidden_layer_as_wide_as_the_vocabulary_is_no_head(tied: bool) -> None:
-    assert taken(compose("soap", GPT(tied, vocabulary=24))) == MATRICES
+    assert taken(compose("soap_fitted", GPT(tied, vocabulary=24))) == MATRICES
 
 
 def test_a_convolutional_network() -> None:
-    optimizer = compose("soap", CNN())
+    optimizer = compose("soap_fitted", CNN())
     assert taken(optimizer) == {"features.0.weight", "features.3.weight", "hidden.weight"}
     assert routes(optimizer)["classifier.weight"] == ("routes.adam", "output head by name")
     assert routes(optimizer)["features.2.weight"] == ("routes.adam", "1-d")
@@ -121,7 +124,7 @@ def test_names_alone_find_most_roles() -> None:
             self.embed_tokens, self.lm_head = nn.Embedding(9, 4), nn.Linear(4, 9)
             self.input_layernorm, self.q_norm, self.up_proj = nn.LayerNorm(4), nn.LayerNorm(4), nn.Linear(4, 8)
 
-    optimizer = Optimizer(Named().named_parameters(), "soap")
+    optimizer = Optimizer(Named().named_parameters(), "soap_fitted")
     assert taken(optimizer) == {"up_proj.weight"}
     assert routes(optimizer)["lm_head.weight"][1] == "output head by name"
 
@@ -151,18 +154,18 @@ def test_output_heads_by_name(names: list[str], head: str, known: str) -> None:
                 holder.add_module(attribute, nn.Module())
             holder = holder.get_submodule(attribute)
         holder.add_module(own, nn.Linear(3, 2, bias=False))
-    optimizer = compose("soap", model if known == "model" else model.named_parameters())
+    optimizer = compose("soap_fitted", model if known == "model" else model.named_parameters())
     assert [row.name for row in optimizer.routing_table() if row.route == "routes.adam"] == [f"{head}.weight"]
 
 
 @pytest.mark.parametrize("name", ["normal_projection", "lnet", "bnb_linear", "overhead", "headed", "reembedder"])
 def test_names_that_only_look_special(name: str) -> None:
-    optimizer = Optimizer([(f"{name}.weight", nn.Parameter(torch.ones(3, 2)))], "soap")
+    optimizer = Optimizer([(f"{name}.weight", nn.Parameter(torch.ones(3, 2)))], "soap_fitted")
     assert routes(optimizer)[f"{name}.weight"][0] == ""
 
 
 def test_without_names_shapes_decide_where_they_can() -> None:
-    optimizer = Optimizer([nn.Parameter(torch.ones(s)) for s in ((3,), ())], "soap")
+    optimizer = Optimizer([nn.Parameter(torch.ones(s)) for s in ((3,), ())], "soap_fitted")
     assert [row.route for row in optimizer.routing_table()] == ["routes.adam"] * 2
     by_shape = {"update": "rms", "routes": [rule("matrices", ndim=2)]}
     optimizer = Optimizer([nn.Parameter(torch.ones(s)) for s in ((3, 2), (3,))], by_shape)
@@ -174,14 +177,14 @@ def test_a_matrix_without_a_name_is_refused_where_routes_ask_what_it_is(given: s
     message = r"^params: names are required, because routes\.adam .* shape \(3, 2\) without a name; .*compose.*`routes`"
     matrix, vector = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(3))
     if given == "later group":
-        optimizer = Optimizer([vector], "soap")
+        optimizer = Optimizer([vector], "soap_fitted")
         with pytest.raises(ValueError, match=message):
             optimizer.add_param_group({"params": [matrix]})
         assert len(optimizer.param_groups) == 1
         return
     with pytest.raises(ValueError, match=message):
-        Optimizer([matrix, vector] if given == "parameters" else [{"params": [vector, matrix]}], "soap")
-    optimizer = Optimizer([matrix, vector], "soap", overrides={"routes": []})
+        Optimizer([matrix, vector] if given == "parameters" else [{"params": [vector, matrix]}], "soap_fitted")
+    optimizer = Optimizer([matrix, vector], "soap_fitted", overrides={"routes": []})
     assert [row.route for row in optimizer.routing_table()] == ["", ""]
 
 
@@ -223,7 +226,7 @@ def test_names_that_would_be_equal_stay_as_they_are() -> None:
     assert canonical_names(canonical_names(names)) == canonical_names(names)
     tensors = [nn.Parameter(torch.ones(2, 2)) for _ in names]
     groups = [{"params": [pair]} for pair in zip(names, tensors, strict=True)]
-    optimizer = Optimizer(groups, "soap")
+    optimizer = Optimizer(groups, "soap_fitted")
     assert list(routes(optimizer)) == ["module.a", "a", "b", "c.d"]
     optimizer.add_param_group({"params": [("module.b", nn.Parameter(torch.ones(2))), ("module.e", nn.Parameter())]})
     assert list(routes(optimizer))[4:] == ["module.b", "e"]
@@ -270,7 +273,7 @@ WRAPPED: dict[str, Callable[[Output], nn.Module]] = {
 
 
 @pytest.mark.parametrize("wrapped", WRAPPED)
-@pytest.mark.parametrize("recipe", ["psgd_kron", "soap"])
+@pytest.mark.parametrize("recipe", ["psgd_kron", "soap_fitted"])
 def test_wrappers_change_neither_routes_nor_random_numbers(recipe: str, wrapped: str) -> None:
     def run(wrap: Callable[[Output], nn.Module]) -> tuple[Optimizer, list[Tensor]]:
         torch.manual_seed(0)
@@ -293,7 +296,7 @@ def test_wrappers_change_neither_routes_nor_random_numbers(recipe: str, wrapped:
 
 def test_errors_and_counts_use_the_names_without_wrappers() -> None:
     model = Held("module", Output())
-    optimizer = compose("soap", model)
+    optimizer = compose("soap_fitted", model)
     next(model.parameters()).grad = torch.full((4, 4), float("nan"))
     optimizer.step()
     assert dict(optimizer.skipped) == {"body.0.weight": 1}
@@ -387,16 +390,16 @@ def test_a_rule_for_frozen_parameters_matches() -> None:
 def test_compose_gives_no_state_to_what_is_frozen() -> None:
     net = CNN()
     net.features.requires_grad_(False)
-    rows = {row.name: row for row in compose("soap", net).routing_table()}
+    rows = {row.name: row for row in compose("soap_fitted", net).routing_table()}
     assert all((row.state_bytes == 0) == name.startswith("features") for name, row in rows.items())
     assert "frozen, no state" in rows["features.0.weight"].reason
     with pytest.raises(ValueError, match="trainable parameters is required, got none"):
-        compose("soap", net.requires_grad_(False))
+        compose("soap_fitted", net.requires_grad_(False))
 
 
 def test_the_walk_through_a_model_trains_it() -> None:
     net = GPT()
-    optimizer = eigengraft.compose("soap", net, lr=0.01)
+    optimizer = eigengraft.compose("soap_fitted", net, lr=0.01)
     tokens = torch.randint(0, 11, (4, 5), generator=torch.Generator().manual_seed(0))
     losses = []
     for _ in range(8):

@@ -118,11 +118,13 @@ def test_everything_is_the_same_in_any_surroundings(recipe: str) -> None:
 def test_a_storage_is_converted_alike_in_any_surroundings(name: str) -> None:
     torch.manual_seed(0)
     model = nn.Linear(80, 64)
-    start = compose("soap", model)
+    start = compose("soap_fitted", model)
     for p in model.parameters():
         p.grad = torch.randn_like(p)
     start.step()
-    target = compose("soap", model, overrides={"storage": {"basis": {"kind": "orthogonal", "inner": {"kind": "int4"}}}})
+    target = compose(
+        "soap_fitted", model, overrides={"storage": {"basis": {"kind": "orthogonal", "inner": {"kind": "int4"}}}}
+    )
     usual = convert_storage(start.state_dict(), target)["state"]
     with SURROUNDINGS[name]():
         found = convert_storage(start.state_dict(), target)["state"]
@@ -263,8 +265,8 @@ class TestFakeTensors:
         assert not any(type(x).__name__ == "FakeTensor" for x in trajectory(recipe, nullcontext))
 
     def test_real_parameters_are_stepped_outside_of_the_mode(self) -> None:
-        usual = trajectory("soap", nullcontext)
-        found = trajectory("soap", FakeTensorMode)
+        usual = trajectory("soap_fitted", nullcontext)
+        found = trajectory("soap_fitted", FakeTensorMode)
         assert all(torch.equal(a, b) for a, b in zip(found, usual, strict=True))
 
     @pytest.mark.slow  # it imports what torch has for processes
@@ -331,13 +333,13 @@ def frames(make: Callable[[nn.Module], Any], compiled: bool) -> int:
 class TestCompiler:
     """Steps are kept from torch.compile, which traces every function of the package otherwise, for minutes."""
 
-    @pytest.mark.parametrize("recipe", ["adamw", "soap", {"base": "adamw", "averaging": {"kind": "ema"}}])
+    @pytest.mark.parametrize("recipe", ["adamw", "soap_fitted", {"base": "adamw", "averaging": {"kind": "ema"}}])
     def test_a_compiled_step_is_not_traced(self, recipe: Any) -> None:
         make = partial(compose, recipe)
         assert min(frames(make, compiled=False) for _ in range(2)) <= 12  # the first in a process traces some of torch
 
     def test_a_compiled_training_function_traces_the_model_alone(self) -> None:
-        assert frames(partial(compose, "soap"), compiled=True) <= 40
+        assert frames(partial(compose, "soap_fitted"), compiled=True) <= 40
 
     def test_a_full_graph_with_a_step_is_refused_by_the_compiler(self) -> None:
         torch._dynamo.reset()

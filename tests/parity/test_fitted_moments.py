@@ -99,10 +99,10 @@ class Definition:
 
 BASIS = "update.eigenbasis"
 CASES = [
-    ("soap", (6, 6), (0, 1)),
-    ("soap", (5, 8), (0, 1)),
-    ("soap", (5, 8), (1,)),
-    ("soap", (3, 4, 2), (0, 1, 2)),
+    ("soap_fitted", (6, 6), (0, 1)),
+    ("soap_fitted", (5, 8), (0, 1)),
+    ("soap_fitted", (5, 8), (1,)),
+    ("soap_fitted", (3, 4, 2), (0, 1, 2)),
     ("soap_kl", (5, 8), (0, 1)),
     ("soap_kl", (3, 4, 2), (0, 1, 2)),
 ]

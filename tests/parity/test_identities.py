@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
-from eigengraft import State, StepContext
+from eigengraft import Optimizer, State, StepContext
 from eigengraft.preconditioners import (
     BasisSolver,
     Eigenbasis,
@@ -150,7 +150,7 @@ EQUIVARIANT = {
     "shampoo": plain({"kind": "momentum"}, SHAMPOO),
     "shampoo, newton": plain({"kind": "momentum"}, NEWTON),
     "shampoo, grafted from sgd": plain({"kind": "graft", "direction": SHAMPOO, "magnitude": "identity"}),
-    "soap": plain(SOAP),
+    "soap_fitted": plain(SOAP),
     "soap, marginals": plain({**SOAP, "transport": "marginals", "statistic": {"kind": "gram", "beta": 0.9}}),
     "soap, momentum outside": plain({"kind": "momentum"}, {**SOAP, "inner": {"kind": "rms", "eps": 1e-3}}),
     "soap, factored": plain({**SOAP, "inner": {"kind": "adafactor", "beta": 0.9, "eps": 1e-2}}),
@@ -210,7 +210,9 @@ def overshoot(source: object, *overrides: str) -> float:
     return sorted(ratios)[2]
 
 
-@pytest.mark.parametrize("source", ["soap", "soap_factorized", OUTSIDE], ids=["soap", "factorized", "momentum outside"])
+@pytest.mark.parametrize(
+    "source", ["soap_fitted", "soap_factorized", OUTSIDE], ids=["soap_fitted", "factorized", "momentum outside"]
+)
 @pytest.mark.parametrize("more", [(), ("update.eigenbasis.solver.kind=eigh",), ("update.eigenbasis.timing=lagged",)])
 def test_with_exact_transport_a_spike_is_forgotten(source: object, more: tuple[str, ...]) -> None:
     """The second moments follow the basis, and the spike stays where its squares are: 1.1 to 1.2 measured."""
@@ -220,12 +222,12 @@ def test_with_exact_transport_a_spike_is_forgotten(source: object, more: tuple[s
 @pytest.mark.parametrize("more", ["solver.kind=eigh", "timing=lagged", "statistic_frame=basis", "refresh.steps=7"])
 def test_with_fitted_marginals_a_spike_is_forgotten(more: str) -> None:
     """Second moments are concentrated, but not below what the momentum needs: 1.08 to 1.10 measured, as exact."""
-    assert overshoot("soap", f"update.eigenbasis.{more}") <= 1.5
+    assert overshoot("soap_fitted", f"update.eigenbasis.{more}") <= 1.5
 
 
 @pytest.mark.parametrize(
     ("source", "overrides", "measured"),
-    [("soap", (f"{AFTER}=permute",), 13), ("reference/soap", (), 10), (OUTSIDE, (f"{AFTER}=none",), 24)],
+    [("soap_fitted", (f"{AFTER}=permute",), 13), ("reference/soap", (), 10), (OUTSIDE, (f"{AFTER}=none",), 24)],
     ids=["permute", "published", "none"],
 )
 def test_without_it_the_refreshes_after_a_spike_overshoot(source: object, overrides: Any, measured: float) -> None:
@@ -234,6 +236,22 @@ def test_without_it_the_refreshes_after_a_spike_overshoot(source: object, overri
     it the momentum is left in the wrong slots as well, where it is as huge. A factor of two for other random numbers.
     """
     assert measured / 2 <= overshoot(source, *overrides) <= measured * 2
+
+
+def test_soap_is_the_published_method_where_every_parameter_takes_it() -> None:
+    """Three hidden matrices within one block each, two refreshes after the first: the same bits."""
+    gradients = random_gradients([(6, 9), (9, 6), (9, 9)], 22, dtype=torch.float32)
+    ends = []
+    for name in ("soap", "reference/soap"):
+        weights = {f"layer{i}.weight": nn.Parameter(g.clone()) for i, g in enumerate(gradients[0])}
+        optimizer = Optimizer(list(weights.items()), name, lr=0.01)
+        assert {row.route for row in optimizer.routing_table()} == {""}
+        for step in gradients:
+            for parameter, gradient in zip(weights.values(), step, strict=True):
+                parameter.grad = gradient.clone()
+            optimizer.step()
+        ends.append([*weights.values()])
+    assert all(torch.equal(one, two) for one, two in zip(*ends, strict=True))
 
 
 LOW_RANK = [[normal(32, 4, seed=t) @ normal(4, 48, seed=t + 500)] for t in range(25)]
@@ -247,7 +265,7 @@ GRADIENTS = {
 
 
 @pytest.mark.parametrize("gradients", GRADIENTS)
-@pytest.mark.parametrize("source", ["soap", "soap_factorized", "shampoo", "muon", "reference/soap"])
+@pytest.mark.parametrize("source", ["soap_fitted", "soap_factorized", "shampoo", "muon", "reference/soap"])
 def test_updates_have_the_size_of_lr_after_every_refresh(source: str, gradients: str) -> None:
     """Adam's update RMS is at most about lr, whatever the gradients: so is that of what runs in its place. Two allows
     for a bound that holds up to the unequal decay of momentum and second moment."""
@@ -292,10 +310,10 @@ def test_a_basis_that_stays_moves_no_state() -> None:
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
-        ("soap", []),
-        ("soap", ["update.eigenbasis.timing=lagged", "update.eigenbasis.transport=permute"]),
-        ("soap", ["update.eigenbasis.solver=eigh", "update.eigenbasis.refresh.steps=3"]),
-        ("soap", ["update.eigenbasis.solver=adaptive_qr", "update.eigenbasis.refresh.stagger=none"]),
+        ("soap_fitted", []),
+        ("soap_fitted", ["update.eigenbasis.timing=lagged", "update.eigenbasis.transport=permute"]),
+        ("soap_fitted", ["update.eigenbasis.solver=eigh", "update.eigenbasis.refresh.steps=3"]),
+        ("soap_fitted", ["update.eigenbasis.solver=adaptive_qr", "update.eigenbasis.refresh.stagger=none"]),
         ("soap_muon", []),
         ("soap_kl", []),
         ("soap_kl", ["update.eigenbasis.statistic.order=gauss_seidel", "update.eigenbasis.refresh.start=20"]),

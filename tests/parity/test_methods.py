@@ -387,7 +387,7 @@ def cadence(path: str, *more: str) -> tuple[str, ...]:
 
 
 METHODS: dict[str, tuple[Callable[[Sequence[Tensor]], list[Tensor]], tuple[str, ...]]] = {
-    "soap": (soap, cadence(BASIS, CARRIED)),
+    "soap_fitted": (soap, cadence(BASIS, CARRIED)),
     "soap_factorized": (soap_factorized, cadence(BASIS, CARRIED)),
     "adafactor_in_basis": (adafactor_in_basis, cadence(BASIS)),
     "eshampoo": (eshampoo, cadence(BASIS)),
@@ -616,7 +616,7 @@ def test_instantaneous_kl_shampoo_is_the_polar_factor(shape: tuple[int, int]) ->
 
 UNIT_FREE = (
     *("shampoo", "shampoo_int8", "one_sided_shampoo", "caspr", "eshampoo", "reference/distributed_shampoo"),
-    *("soap", "soap_kl", "shampoo_kl", "okls", "splus", "swan", "muon", "scion"),
+    *("soap_fitted", "soap_kl", "shampoo_kl", "okls", "splus", "swan", "muon", "scion"),
 )
 
 

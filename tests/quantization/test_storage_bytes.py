@@ -66,7 +66,7 @@ SHAMPOO = {  # (of each axis: statistic and root or basis; of each entry: both m
     "shampoo_int8": (lambda d: beside(d, triangle16(d)) + beside(d, eight(d, d)), plain),
     "soap_int8": (lambda d: beside(d, triangle16(d)) + eight(d, d), eight),
     "soap_4bit": (lambda d: beside(d, triangle16(d)) + four(d, d), eight),
-    "soap": (lambda d: 8 * d * d, plain),
+    "soap_fitted": (lambda d: 8 * d * d, plain),
 }
 ADAM: dict[str, Bytes] = {"adamw": plain, "adamw_8bit": eight, "adamw_4bit": lambda rows, n: four(rows, n, 128)}
 

@@ -220,7 +220,7 @@ def test_a_root_on_a_device_is_an_iteration_with_the_same_ridge() -> None:
 
 def test_an_optimizer_says_what_is_chosen() -> None:
     values = [("w", torch.randn(ORDER, 20))]
-    on_cpu = eigengraft.Optimizer([(name, nn.Parameter(x)) for name, x in values], "soap")
+    on_cpu = eigengraft.Optimizer([(name, nn.Parameter(x)) for name, x in values], "soap_fitted")
     lines = on_cpu.solver_choices("cuda")
     assert [line.split(":")[0] for line in lines] == [
         f"update.eigenbasis.solver, order {order} on cuda" for order in (20, ORDER)
@@ -228,7 +228,7 @@ def test_an_optimizer_says_what_is_chosen() -> None:
     assert on_cpu.solver_choices() == [] and "cholesky_qr" not in repr(on_cpu)
     with accelerator("cuda") as run:
         named = [(name, nn.Parameter(x.to(run.device))) for name, x in values]
-        shown = repr(eigengraft.Optimizer(named, "soap"))
+        shown = repr(eigengraft.Optimizer(named, "soap_fitted"))
         assert all(line in shown for line in lines)
 
 

@@ -17,7 +17,7 @@ RECIPES = (
     "muon",
     "shampoo",
     "shampoo_4bit",
-    "soap",
+    "soap_fitted",
     "soap_int8",
     "psgd_kron",
     "schedule_free_adamw",

@@ -38,11 +38,11 @@ SMALL: Mapping[str, Any] = {**TASK, "layers": 1, "width": 32, "heads": 2, "conte
 
 
 def recipe_for(line: str) -> eigengraft.Recipe:
-    """The recipe of a line: `published`, or the shipped `soap` with the transport that the line begins with."""
+    """The recipe of a line: `published`, or `soap_fitted` with the transport that the line begins with."""
     if line == "published":
         return load_recipe("reference/soap")
     transport, _, more = line.partition(", ")
-    recipe = load_recipe("soap", [f"update.eigenbasis.transport={transport}"])
+    recipe = load_recipe("soap_fitted", [f"update.eigenbasis.transport={transport}"])
     if not more:
         return recipe
     declared = recipe.declaration()

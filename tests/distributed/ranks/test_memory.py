@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 BLOCKS = ["blocking.size=16", "blocking.merge=16"]
 CASES: dict[str, dict[str, Any]] = {
     "adamw": {"recipe": "adamw", "overrides": []},
-    "soap": {"recipe": "soap", "overrides": BLOCKS},
+    "soap": {"recipe": "soap_fitted", "overrides": BLOCKS},
     "shampoo": {"recipe": "shampoo", "overrides": BLOCKS},
     "psgd": {"recipe": "psgd_kron", "overrides": BLOCKS},
     "quantized": {
@@ -22,7 +22,7 @@ CASES: dict[str, dict[str, Any]] = {
     "averaged": {"recipe": "schedule_free_adamw", "overrides": []},
 }
 WATCHED = {
-    "soap": {"recipe": "soap", "overrides": [*BLOCKS, "update.eigenbasis.refresh.steps=2"]},
+    "soap": {"recipe": "soap_fitted", "overrides": [*BLOCKS, "update.eigenbasis.refresh.steps=2"]},
     "shampoo": {"recipe": "shampoo", "overrides": [*BLOCKS, "update.graft.direction.shampoo.refresh.steps=2"]},
     "psgd": {"recipe": "psgd_kron", "overrides": BLOCKS},
     "adamw": CASES["adamw"],
@@ -36,7 +36,7 @@ PAIRS = [
     if (place[:-1], case) != ("plain", "averaged")
 ]
 PAIRS.append(pytest.param("hsdp4", "adamw", id="hsdp4-adamw"))
-HELD = {name: {"recipe": name} for name in ("muon", "soap", "shampoo", "adamw", "psgd_kron")}
+HELD = {name: {"recipe": name} for name in ("muon", "soap_fitted", "shampoo", "adamw", "psgd_kron")}
 PARAMETER = 4 * 128 * 96
 """Bytes of the watched parameter."""
 

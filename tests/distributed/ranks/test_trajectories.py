@@ -30,17 +30,17 @@ RAMP = {"from": 0.7, "to": 0.99, "steps": 7}
 SCHEDULED = [{"kind": "momentum", "beta": RAMP}, {"kind": "rms", "beta": RAMP}]
 CASES: dict[str, dict[str, Any]] = {
     "adamw": {"recipe": "adamw"},
-    "soap": {"recipe": "soap", "overrides": SOAP},
+    "soap": {"recipe": "soap_fitted", "overrides": SOAP},
     "muon": {"recipe": "muon"},
     "psgd": {"recipe": "psgd_kron"},
     "quantized": {"recipe": "soap_int8", "overrides": [*SOAP, *CODED]},
     "turning": {"recipe": "soap_4bit", "overrides": [*SOAP, *CODED]},
-    "l2": {"recipe": "soap", "overrides": [*SOAP, "weight_decay.kind=l2", "weight_decay.rate=0.1"]},
+    "l2": {"recipe": "soap_fitted", "overrides": [*SOAP, "weight_decay.kind=l2", "weight_decay.rate=0.1"]},
     "after_decay": {"recipe": "splus"},
     "averaged": {"recipe": "schedule_free_adamw"},
     "queue": {"recipe": {"base": "adamw", "averaging": {"kind": "lawa", "window": 7}}},
-    "bfloat16": {"recipe": "soap", "overrides": SOAP, "dtype": "bfloat16"},
-    "few": {"recipe": "soap", "overrides": SOAP[2:], "only": "out.weight"},
+    "bfloat16": {"recipe": "soap_fitted", "overrides": SOAP, "dtype": "bfloat16"},
+    "few": {"recipe": "soap_fitted", "overrides": SOAP[2:], "only": "out.weight"},
     "shampoo": {"recipe": "shampoo", "overrides": [*SMALL, *SHAMPOO]},
     "per_parameter": {
         "recipe": "shampoo",
@@ -52,10 +52,14 @@ CASES: dict[str, dict[str, Any]] = {
     "record": {"recipe": {"base": "muon", "view": "whole", "constraints": RECORD}},
     "scheduled": {"recipe": {"update": SCHEDULED}, "overrides": SMALL},
     "scaled": {"recipe": {"base": "adamw", "lr_scale": {"base_width": 6}}},
-    "scaled blocks": {"recipe": {"base": "soap", "lr_scale": "spectral"}, "overrides": SOAP},
+    "scaled blocks": {"recipe": {"base": "soap_fitted", "lr_scale": "spectral"}, "overrides": SOAP},
     "signals": {"recipe": {"update": ["listening_for_test", {"kind": "momentum"}]}, "overrides": SMALL},
 }
-CASES["remainders"] = {"recipe": {"base": "soap", "constraints": "rounding"}, "overrides": SOAP, "dtype": "bfloat16"}
+CASES["remainders"] = {
+    "recipe": {"base": "soap_fitted", "constraints": "rounding"},
+    "overrides": SOAP,
+    "dtype": "bfloat16",
+}
 BY_CHANCE = {"kind": "rounding", "rule": "stochastic"}
 CASES["chances"] = {"recipe": {"base": "adamw", "constraints": BY_CHANCE}, "dtype": "bfloat16"}
 CASES["pairs"] = {"recipe": "lora_rite"}
@@ -65,12 +69,12 @@ INPUTS = ["update.inputs.statistic.interval=2", "update.inputs.refresh.steps=2",
 INPUTS += ["update.spectral.solver.precision=input"]
 LAYERS = ["update.sirf.refresh.steps=2", "update.sirf.lr_preconditioner=0.2", "blocking.size=5", "lr=0.02"]
 EARLY = ["distribution.overlap_backward=true"]
-CASES["early"] = {"recipe": "soap", "overrides": [*SOAP, *EARLY], "early": True}
+CASES["early"] = {"recipe": "soap_fitted", "overrides": [*SOAP, *EARLY], "early": True}
 WRITTEN = ["distribution.gather=parameters"]
-CASES["written"] = {"recipe": "soap", "overrides": [*SOAP, *WRITTEN], "dtype": "bfloat16"}
+CASES["written"] = {"recipe": "soap_fitted", "overrides": [*SOAP, *WRITTEN], "dtype": "bfloat16"}
 CASES["written after decay"] = {"recipe": "splus", "overrides": [*WRITTEN, "averaging=null"]}
 CASES["written learned rate"] = {"recipe": "prodigy", "overrides": [*LEARNED, *WRITTEN]}
-CASES["written with gaps"] = {"recipe": "soap", "overrides": [*SOAP, *WRITTEN], "gaps": True}
+CASES["written with gaps"] = {"recipe": "soap_fitted", "overrides": [*SOAP, *WRITTEN], "gaps": True}
 CASES["groups"] = {**CASES["l2"], "groups": True}
 CASES["groups written"] = {**CASES["written"], "dtype": "float32", "groups": True}
 CASES["groups after decay"] = {"recipe": "splus", "groups": True}
@@ -389,7 +393,7 @@ def test_a_copy_goes_on_as_the_original(outcomes: dict[str, list[Outcome]], plac
         assert all(torch.equal(p, q) for p, q in zip(original, twin, strict=True))
 
 
-@pytest.mark.parametrize("recipe", ["adamw", "soap"])
+@pytest.mark.parametrize("recipe", ["adamw", "soap_fitted"])
 @pytest.mark.parametrize("place", ["replicated", "sequence_parallel"])
 def test_partial_gradients_are_summed(outcomes: dict[str, list[Outcome]], place: str, recipe: str) -> None:
     """float64, sums of gradients in another order: a few units of 1e-16, ten times more after SOAP's rotations."""

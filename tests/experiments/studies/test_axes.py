@@ -11,7 +11,7 @@ from eigengraft.experiments.studies.preview import preview_study
 from eigengraft.experiments.studies.study import load_study
 
 TINY = {"task": {"kind": "digits", "layers": 1, "width": 4}, "recipe": "adamw", "steps": 2}
-METHODS = {"adam": {}, "soap": {"recipe": "soap"}}
+METHODS = {"adam": {}, "soap": {"recipe": "soap_fitted"}}
 
 
 def study(**fields):
@@ -71,7 +71,9 @@ def test_a_preview_counts_what_constraints_keep_of_parameters_in_their_dtype(tmp
 
 def test_the_command_lists_cells_and_differences_and_writes_nothing(tmp_path):
     path = tmp_path / "tiny.yaml"
-    path.write_text("{base: {task: digits, recipe: adamw, steps: 60}, axes: {lr: [1], m: {a: {}, s: {recipe: soap}}}}")
+    path.write_text(
+        "{base: {task: digits, recipe: adamw, steps: 60}, axes: {lr: [1], m: {a: {}, s: {recipe: soap_fitted}}}}"
+    )
     done = CliRunner().invoke(app, ["ablate", str(path), "--dry-run", "--out", str(tmp_path / "runs")])
     assert done.exit_code == 0, done.output
     assert "seconds a run" in done.output

@@ -23,7 +23,7 @@ TASK = {"kind": "digits", "layers": 1, "width": 4, "batch_size": 8}
 BASE = {"task": TASK, "recipe": "adamw", "steps": 400, "log_every": 7, "checkpoint_every": 50}
 AXES = {
     "task": {"small": {}, "large": {"task.width": 8, "steps": 600}},
-    "method": {"adam": {}, "soap": {"recipe": "soap"}},
+    "method": {"adam": {}, "soap": {"recipe": "soap_fitted"}},
 }
 MILLISECONDS = {"small,adam": 3.0, "small,soap": 4.0, "large,adam": 2.0, "large,soap": 1.5}
 

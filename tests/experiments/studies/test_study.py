@@ -27,7 +27,7 @@ TINY = {
 }
 AXES = {
     "task": {"small": {"task.width": 4}, "large": {"task.width": 8, "steps": 9}},
-    "method": {"adam": {}, "soap": {"recipe": "soap", "update.eigenbasis.refresh.steps": 2}},
+    "method": {"adam": {}, "soap": {"recipe": "soap_fitted", "update.eigenbasis.refresh.steps": 2}},
 }
 
 
@@ -53,7 +53,7 @@ def test_expansion():
     ]
     last = runs[-1].experiment
     assert (last.seed, last.steps, last.task.width, last.lr, last.weight_decay) == (5, 9, 8, 0.5, 0.25)
-    assert (last.recipe.name, last.recipe.model_dump()["update"][0]["refresh"]["steps"]) == ("soap", 2)
+    assert (last.recipe.name, last.recipe.model_dump()["update"][0]["refresh"]["steps"]) == ("soap_fitted", 2)
     assert (runs[0].experiment.steps, runs[0].experiment.task.width, runs[0].experiment.lr) == (6, 4, None)
 
 
@@ -302,7 +302,7 @@ def started(tmp_path, monkeypatch):
     checkpoint that waits in step 31 until there is a file `open`."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gated.py").write_text(GATED)
-    gated = {"recipe": "soap", "steps": 40, "checkpoint_every": 20, "task": {"kind": "gated_digits"}}
+    gated = {"recipe": "soap_fitted", "steps": 40, "checkpoint_every": 20, "task": {"kind": "gated_digits"}}
     base = {**TINY, "imports": [str(tmp_path / "gated.py")]}
     study = {"base": base, "axes": {"method": {"ended": {"steps": 41}, "gated": gated}}}
     (tmp_path / "trial.yaml").write_text(json.dumps(study))

@@ -17,7 +17,7 @@ from ...json_schemas import CHECKED, NOTES, keywords, violations
 
 schema_of = functools.cache(json_schema)
 SCHEMA = schema_of(Study)
-BASE = "base: {task: digits, recipe: soap}, axes: {method: {a: {}}}"
+BASE = "base: {task: digits, recipe: soap_fitted}, axes: {method: {a: {}}}"
 RIGHT = [
     "seeds: [0, 1]",
     "tune: {seeds: [3]}",

@@ -14,12 +14,12 @@ from eigengraft import Optimizer
 from ...recipes import COVER
 
 CODED = {
-    "base": "soap",
+    "base": "soap_fitted",
     "storage": {role: {"kind": "int8", "min_elements": 1} for role in ("first_moment", "second_moment", "statistic")},
 }
-QUICK = ("adamw", "soap", "shampoo", "prodigy")
+QUICK = ("adamw", "soap_fitted", "shampoo", "prodigy")
 SOME_QUICK = [pytest.param(recipe, marks=() if recipe in QUICK else pytest.mark.slow) for recipe in COVER]
-MASTER = {"base": "soap", "constraints": {"kind": "rounding", "rule": "split"}}
+MASTER = {"base": "soap_fitted", "constraints": {"kind": "rounding", "rule": "split"}}
 
 
 class LM(nn.Module):
@@ -71,7 +71,7 @@ def test_a_model_may_be_converted_by_swapping(swap: None, recipe: str) -> None:
     assert equal(before, list(model.parameters())) and {*optimizer.state} == {*model.parameters()}
 
 
-@pytest.mark.parametrize("recipe", ["adamw", "soap", "schedule_free_adamw"])
+@pytest.mark.parametrize("recipe", ["adamw", "soap_fitted", "schedule_free_adamw"])
 def test_conversions_there_and_back_change_no_step(swap: None, recipe: str) -> None:
     (expected, reference), (model, optimizer) = ((m := LM(), eigengraft.compose(recipe, m)) for _ in range(2))
     run(model, optimizer, range(3))
@@ -106,7 +106,7 @@ def test_state_follows_parameters_to_another_device(recipe: Any, dtype: torch.dt
     assert {*optimizer.state} == {p for p in model.parameters() if p.requires_grad}
 
 
-@pytest.mark.parametrize("recipe", ["adamw", "soap", "gpa_adamw"])
+@pytest.mark.parametrize("recipe", ["adamw", "soap_fitted", "gpa_adamw"])
 def test_a_cast_before_the_first_step_is_a_cast_before_compose(recipe: str) -> None:
     early, late = LM().to(torch.bfloat16), LM()
     first, second = eigengraft.compose(recipe, early), eigengraft.compose(recipe, late)

@@ -84,7 +84,9 @@ def test_resume_with_a_schedule_groups_and_missing_gradients() -> None:
     def build() -> tuple[list[Tensor], Optimizer, torch.optim.lr_scheduler.LRScheduler]:
         params = parameters(torch.float32)
         groups = [{"params": named(params[:3]), "lr": 0.05}, {"params": named(params[3:], 3), "weight_decay": 0.0}]
-        optimizer = Optimizer(groups, load_recipe("soap", ["weight_decay.kind=corrected", "weight_decay.rate=0.1"]))
+        optimizer = Optimizer(
+            groups, load_recipe("soap_fitted", ["weight_decay.kind=corrected", "weight_decay.rate=0.1"])
+        )
         return params, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
 
     def go(params: list[Tensor], optimizer: Optimizer, schedule: Any, steps: range) -> None:
@@ -110,7 +112,7 @@ def test_resume_after_a_thaw(frozen_again: bool) -> None:
     def build(frozen: bool) -> tuple[list[Tensor], Optimizer]:
         params = parameters(torch.float32)
         params[1].requires_grad_(not frozen)
-        optimizer = Optimizer(named(params), "soap")
+        optimizer = Optimizer(named(params), "soap_fitted")
         params[1].requires_grad_(True)
         return params, optimizer
 
@@ -149,7 +151,7 @@ def test_load_hooks_of_the_user_come_before_the_check_and_after_the_load() -> No
 
 def test_a_loaded_state_is_a_copy() -> None:
     params, other = parameters(torch.float32), parameters(torch.float32)
-    one, two = Optimizer(named(params), "soap"), Optimizer(named(other), "soap")
+    one, two = Optimizer(named(params), "soap_fitted"), Optimizer(named(other), "soap_fitted")
     drive(one, params, range(3))
     two.load_state_dict(one.state_dict())
     before = snapshot(two)
@@ -167,14 +169,14 @@ def test_state_is_plain_tensors_under_flat_keys() -> None:
             assert {type(value) for value in state.values()} == {Tensor}
             assert all(KEY.fullmatch(key) for key in state if key != "step"), sorted(state)
             assert state["step"].dtype == torch.int64 and state["step"].shape == ()
-    keys = Optimizer(named([net[1].weight]), load_recipe("soap", ["blocking.size=32"])).state_dict()["state"][0]
+    keys = Optimizer(named([net[1].weight]), load_recipe("soap_fitted", ["blocking.size=32"])).state_dict()["state"][0]
     assert {int(key.partition("/")[0]) for key in keys if key != "step"} == {0, 1, 2}
     assert {key.partition("/")[2] for key in keys} >= {"update.eigenbasis/basis.0", "update.eigenbasis.inner.rms/v"}
 
 
 def test_state_of_bfloat16_parameters_stays_float32_through_loading() -> None:
     params = parameters(torch.bfloat16, [(3, 2)])
-    optimizer = Optimizer(named(params), "soap")
+    optimizer = Optimizer(named(params), "soap_fitted")
     optimizer.load_state_dict(through_a_file(optimizer.state_dict()))
     floats = [t.dtype for t in optimizer.state[params[0]].values() if t.is_floating_point()]
     assert floats and set(floats) == {torch.float32}
@@ -331,14 +333,14 @@ MEAN = ['averaging={"kind": "ema"}']
     ("saved", "here", "message"),
     [
         (["adamw"], ["blocking.size=2"], "blocking.size: absent -> 2"),
-        (["soap"], ["routes=[]"], "routes.adam"),
-        (["soap"], ["update.eigenbasis.inner.rms.name=second"], "update.eigenbasis.inner"),
-        (["soap"], ['update=["sign"]'], "update"),
+        (["soap_fitted"], ["routes=[]"], "routes.adam"),
+        (["soap_fitted"], ["update.eigenbasis.inner.rms.name=second"], "update.eigenbasis.inner"),
+        (["soap_fitted"], ['update=["sign"]'], "update"),
         (["adamw"], [f"{ADAM}.beta=1.0"], f"{ADAM}.beta: 0.999 -> 1.0"),  # a sum
         (["adamw"], [f"{ADAM}.source=direction"], f"{ADAM}.source: gradient -> direction"),
         (["sgd"], ["update.heavy_ball.dampening=0.5"], "update.heavy_ball.dampening: 0.0 -> 0.5"),
         (["adamw"], ['update.momentum.beta={"from": 0.5, "to": 0.9, "steps": 9}'], "update.momentum.beta.from"),
-        (["soap"], [f"{SOAP}.statistic_frame=basis"], f"{SOAP}.statistic_frame: fixed -> basis"),
+        (["soap_fitted"], [f"{SOAP}.statistic_frame=basis"], f"{SOAP}.statistic_frame: fixed -> basis"),
         (["reference/soap"], [f"{SOAP}.statistic.normalize=dimension"], "statistic.normalize: none -> dimension"),
         (["reference/soap"], [f"{SOAP}.statistic.kind=bregman"], "statistic.kind: gram -> bregman"),
         (["psgd_kron"], ["update.psgd.form=quad"], "update.psgd.form: triangular -> quad"),
@@ -358,6 +360,20 @@ def test_a_recipe_whose_state_means_something_else_is_refused(saved: list[str], 
     assert ("convert_storage" in str(error.value)) == message.startswith("storage")
 
 
+@pytest.mark.parametrize("changes", [[], ["lr=0.01", f"{SOAP}.refresh.steps=1"]], ids=["as shipped", "changed"])
+def test_a_checkpoint_of_a_recipe_with_another_name_now_is_refused_with_that_name(changes: list[str]) -> None:
+    """`soap` was the recipe that is `soap_fitted` now: it must not go on as the published one without a word."""
+    source = weight_and_bias(load_recipe("soap_fitted", ["name=soap", *changes]))
+    target = weight_and_bias(load_recipe("soap", changes))
+    with pytest.raises(ValueError, match=r"'soap_fitted'(.|\n)*statistic\.bias_correction: True -> False"):
+        target.load_state_dict(source.state_dict())
+    weight_and_bias(load_recipe("soap_fitted", changes)).load_state_dict(source.state_dict())
+    with pytest.warns(
+        UserWarning, match=f"{SOAP}.statistic.bias_correction: True -> False"
+    ):  # by its own name it is a choice
+        target.load_state_dict(weight_and_bias(load_recipe("soap_fitted", changes)).state_dict())
+
+
 @pytest.mark.parametrize(
     ("saved", "here", "message"),
     [
@@ -368,12 +384,12 @@ def test_a_recipe_whose_state_means_something_else_is_refused(saved: list[str], 
         (["adamw"], ["failure.nonfinite=raise"], "failure.nonfinite: skip -> raise"),
         (["adamw"], ["blocking.size=512"], "blocking.size: absent -> 512"),  # blocks are the same
         (["adamw"], ["storage.first_moment=int8"], "storage.first_moment.kind: absent -> int8"),  # too small for it
-        (["soap"], [f"{SOAP}.refresh.steps=3"], f"{SOAP}.refresh.steps: 10 -> 3"),
-        (["soap"], [f"{SOAP}.refresh.stagger=none"], f"{SOAP}.refresh.stagger: cost -> none"),
-        (["soap"], [f"{SOAP}.solver=eigh"], f"{SOAP}.solver.kind: power_qr -> eigh"),
-        (["soap"], ["view=whole"], "view.kind: batches -> whole"),  # of matrices the same
-        (["soap"], ["routes.adam.lr_ratio=0.5"], "routes.adam.lr_ratio: 1.0 -> 0.5"),
-        (["soap"], ["total_steps=50"], "total_steps: absent -> 50"),
+        (["soap_fitted"], [f"{SOAP}.refresh.steps=3"], f"{SOAP}.refresh.steps: 10 -> 3"),
+        (["soap_fitted"], [f"{SOAP}.refresh.stagger=none"], f"{SOAP}.refresh.stagger: cost -> none"),
+        (["soap_fitted"], [f"{SOAP}.solver=eigh"], f"{SOAP}.solver.kind: power_qr -> eigh"),
+        (["soap_fitted"], ["view=whole"], "view.kind: batches -> whole"),  # of matrices the same
+        (["soap_fitted"], ["routes.adam.lr_ratio=0.5"], "routes.adam.lr_ratio: 1.0 -> 0.5"),
+        (["soap_fitted"], ["total_steps=50"], "total_steps: absent -> 50"),
         (["adamw", *MEAN], ["averaging.weight=0.5"], "averaging.weight: 1.0 -> 0.5"),
     ],
 )
@@ -527,7 +543,7 @@ def continues_alike(*runs: tuple[Net, Optimizer]) -> bool:
 
 # both at once is beyond torch 2.13, for its own AdamW too: KeyError 'param_groups.0.params.0'
 @pytest.mark.parametrize(("flat", "full"), [(False, False), (True, False), (False, True)])
-@pytest.mark.parametrize("recipe", ["soap", "shampoo", "reference/soap", "adafactor"])
+@pytest.mark.parametrize("recipe", ["soap_fitted", "shampoo", "reference/soap", "adafactor"])
 def test_the_state_dict_api_round_trips(recipe: str, flat: bool, full: bool) -> None:
     options = StateDictOptions(flatten_optimizer_state_dict=flat, full_state_dict=full)
     run, resumed = make(recipe), make(recipe)
@@ -539,7 +555,7 @@ def test_the_state_dict_api_round_trips(recipe: str, flat: bool, full: bool) -> 
 
 
 @pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize("recipe", ["soap", "reference/soap"])
+@pytest.mark.parametrize("recipe", ["soap_fitted", "reference/soap"])
 def test_a_distributed_checkpoint_on_disk_round_trips(recipe: str, flat: bool, tmp_path: Path) -> None:
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     run, resumed = make(recipe), make(recipe)

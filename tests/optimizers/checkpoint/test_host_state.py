@@ -20,7 +20,17 @@ from ...trajectories import named
 from .test_checkpoint import drive, same, snapshot
 
 SHAPES = ((6, 4), (6, 4), (5,))
-QUICK = ("adafactor", "ademamix", "adamw", "muon", "prodigy", "psgd_kron", "schedule_free_adamw", "shampoo", "soap")
+QUICK = (
+    "adafactor",
+    "ademamix",
+    "adamw",
+    "muon",
+    "prodigy",
+    "psgd_kron",
+    "schedule_free_adamw",
+    "shampoo",
+    "soap_fitted",
+)
 EACH = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in BROAD]
 Way = Callable[[Optimizer], object]
 
@@ -155,7 +165,7 @@ def test_zeros_in_all_state_but_the_steps_give_finite_steps(recipe: str) -> None
 
 def test_zeros_in_bases_and_roots_are_identities_again() -> None:
     for recipe, key in (
-        ("soap", "0/update.eigenbasis/basis.0"),
+        ("soap_fitted", "0/update.eigenbasis/basis.0"),
         ("shampoo", "0/update.graft.direction.shampoo/root.0"),
     ):
         for in_place in (False, True):
@@ -282,7 +292,7 @@ def test_state_in_evaluation_is_taken_too() -> None:
 
 def test_state_that_comes_back_later_is_what_it_was() -> None:
     """Taken out, stepped without, put back: neither other parameters nor it have noticed."""
-    (params, optimizer), (others, plain) = trained("soap"), trained("soap")
+    (params, optimizer), (others, plain) = trained("soap_fitted"), trained("soap_fitted")
     kept = optimizer.state.pop(params[1])
     for own, ps in ((optimizer, params), (plain, others)):
         own.zero_grad()
@@ -326,7 +336,7 @@ def test_a_reset_after_a_step_that_is_found_to_be_none_counts_no_step(way: str) 
 
 def test_zeros_in_place_count_where_another_parameter_is_taken_out_at_once() -> None:
     """State is built again then, from what the others show."""
-    params, optimizer = trained(load_recipe("soap", ["routes=[]", "failure.detect=device"]))
+    params, optimizer = trained(load_recipe("soap_fitted", ["routes=[]", "failure.detect=device"]))
     params[0].grad = torch.full((6, 4), torch.nan)  # found one step later
     optimizer.step()
     for value in optimizer.state[params[1]].values():
@@ -334,7 +344,7 @@ def test_zeros_in_place_count_where_another_parameter_is_taken_out_at_once() -> 
     del optimizer.state[params[2]]
     state = optimizer.state_dict()["state"]
     assert [int(state[i]["step"]) for i in sorted(state)] == [7, 0] and optimizer.skipped["p0"] == 1
-    fresh = Optimizer(named(parameters()), load_recipe("soap", ["routes=[]"])).state_dict()["state"]
+    fresh = Optimizer(named(parameters()), load_recipe("soap_fitted", ["routes=[]"])).state_dict()["state"]
     assert same(state[1], fresh[1])
 
 
@@ -420,7 +430,7 @@ def test_the_state_of_one_parameter_is_saved_and_copied_alone() -> None:
 
 
 def test_reading_state_copies_none_of_it() -> None:
-    params, optimizer = trained("soap")
+    params, optimizer = trained("soap_fitted")
     own, saved = optimizer.state[params[0]], optimizer.state_dict()["state"][0]
     assert all(saved[key] is own[key] for key in own)
     address = {key: value.data_ptr() for key, value in own.items()}
@@ -436,7 +446,7 @@ def build(frozen: int | None) -> tuple[list[nn.Parameter], Optimizer]:
     params = parameters()
     if frozen is not None:
         params[frozen].requires_grad_(False)
-    return params, Optimizer(named(params), "soap")
+    return params, Optimizer(named(params), "soap_fitted")
 
 
 def test_a_parameter_that_was_frozen_when_state_was_saved_begins_afresh_with_a_word() -> None:
@@ -449,7 +459,7 @@ def test_a_parameter_that_was_frozen_when_state_was_saved_begins_afresh_with_a_w
         resumed.load_state_dict(optimizer.state_dict())
     state = resumed.state_dict()["state"]
     assert [int(state[i]["step"]) for i in range(3)] == [4, 0, 4] and "slow" not in state[1]
-    fresh = Optimizer(named(parameters()), "soap").state_dict()["state"]
+    fresh = Optimizer(named(parameters()), "soap_fitted").state_dict()["state"]
     assert same(state[1], fresh[1])
     params[1].requires_grad_(True)
     for p, q in zip(others, params, strict=True):

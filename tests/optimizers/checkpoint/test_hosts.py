@@ -13,7 +13,7 @@ from eigengraft import Optimizer
 from eigengraft.optimizers import ConsolidateOnSave
 
 
-def start(recipe: str = "soap", frozen: bool = False) -> tuple[nn.Module, Optimizer]:
+def start(recipe: str = "soap_fitted", frozen: bool = False) -> tuple[nn.Module, Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
     model[1].bias.requires_grad_(not frozen)
@@ -65,7 +65,7 @@ def loaded_at_once(optimizer: Optimizer) -> None:
     [Optimizer.state_dict, loaded_at_once, copy.deepcopy, Optimizer.eval, None],
     ids=["saved", "loaded", "copied", "evaluated", "neither"],
 )
-@pytest.mark.parametrize("recipe", ["soap", "schedule_free_adamw"])
+@pytest.mark.parametrize("recipe", ["soap_fitted", "schedule_free_adamw"])
 def test_replaced_parameters_are_taken_over_before_the_first_step(recipe: str, first: Any) -> None:
     (expected, reference), (model, optimizer) = start(recipe), start(recipe)
     loaded_at_once(optimizer)  # accelerate does

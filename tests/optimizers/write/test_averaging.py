@@ -336,7 +336,7 @@ def test_a_gradient_that_only_primes_is_no_iterate() -> None:
 
 
 @pytest.mark.parametrize("kind", ["ema", "lawa"])
-@pytest.mark.parametrize("name", ["adamw", "soap", "reference/soap"])
+@pytest.mark.parametrize("name", ["adamw", "soap_fitted", "reference/soap"])
 def test_means_never_feed_back(kind: str, name: str) -> None:
     declared = load_recipe(name).model_dump(mode="json")
     averaged = [trained for trained, _ in follow({**declared, "averaging": kind}, decay=RATE)]

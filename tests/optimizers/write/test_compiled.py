@@ -189,7 +189,7 @@ def test_parts_that_a_program_would_freeze_are_refused(recipe: dict[str, Any], g
 
 def test_the_adam_route_of_a_recipe_is_compiled(as_traced: list[int]) -> None:
     model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 8))
-    optimizer = compose("soap", model, overrides={"routes.adam.compile": True})
+    optimizer = compose("soap_fitted", model, overrides={"routes.adam.compile": True})
     assert {own.path for each in optimizer.param_sets for own in each.stack_states if each.execution(own).compiled} == {
         "routes.adam"
     }

@@ -69,7 +69,7 @@ def test_weight_decay_only_lengthens_the_step() -> None:
     ("name", "dtype"),
     [
         *((name, torch.float32) for name in BROAD),
-        *((name, dtype) for name in ("adamw", "soap", "muon") for dtype in (torch.float64, torch.bfloat16)),
+        *((name, dtype) for name in ("adamw", "soap_fitted", "muon") for dtype in (torch.float64, torch.bfloat16)),
     ],
     ids=str,
 )

@@ -49,17 +49,17 @@ def test_odd_sizes_are_in_chunks_alone() -> None:
 
 
 def test_parameters_that_no_update_takes_in_chunks_say_nothing() -> None:
-    assert told("soap", torch.zeros(320, 320)) == [()]
+    assert told("soap_fitted", torch.zeros(320, 320)) == [()]
 
 
 def test_products_in_bfloat16_are_told_where_the_machine_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = load_recipe({"base": "soap", "set": {"update.eigenbasis.precision": "bfloat16"}})
+    recipe = load_recipe({"base": "soap_fitted", "set": {"update.eigenbasis.precision": "bfloat16"}})
     devices = [torch.device("cpu"), torch.device("cpu"), torch.device("meta")]
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     (line,) = speed.slow_products(recipe, devices)
     assert line.startswith("update.eigenbasis.precision: bfloat16 saves no time on this machine, whose cpu has no ")
-    assert list(speed.slow_products(load_recipe("soap"), devices)) == []
+    assert list(speed.slow_products(load_recipe("soap_fitted"), devices)) == []
     (line,) = Optimizer([("w", nn.Parameter(torch.zeros(4, 4)))], "muon").slow_products()
     assert line.startswith("update.spectral.solver.precision: ")
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)

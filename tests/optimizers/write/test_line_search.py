@@ -63,7 +63,7 @@ def test_the_first_step_that_is_short_enough_is_taken() -> None:
     assert last < 1 and optimizer.param_groups[0]["step_scale"] == last
 
 
-@pytest.mark.parametrize("recipe", ["adamw", "soap", "muon"])
+@pytest.mark.parametrize("recipe", ["adamw", "soap_fitted", "muon"])
 def test_a_step_that_the_condition_allows_is_that_of_the_recipe(recipe: str) -> None:
     """Bit for bit, with one more call of the closure."""
     nets = [nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)) for _ in range(2)]

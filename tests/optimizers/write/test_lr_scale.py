@@ -30,7 +30,7 @@ HIDDEN = {  # m, n = 4, 6
     "laprop": 1 / 6,
     "adopt": 1 / 6,
     "adam_atan2": 1 / 6 / (1.27 * math.pi / 4),
-    "soap": math.sqrt(4 / 6) / (math.sqrt(4) + math.sqrt(6)),
+    "soap_fitted": math.sqrt(4 / 6) / (math.sqrt(4) + math.sqrt(6)),
     "muon": math.sqrt(4 / 6) / (0.2 * math.sqrt(6)),
     "polar_express": math.sqrt(4 / 6) / (0.2 * math.sqrt(6)),
 }
@@ -60,7 +60,7 @@ def test_a_factor_is_a_learning_rate_of_the_parameter(recipe: str, base_width: i
     if recipe == "adam_atan2":
         factors = {name: f / (1.27 * math.pi / 4) for name, f in ENTRIES.items()}
     if base_width is not None:
-        at_base = {"soap": 1 / (2 * math.sqrt(8)), "muon": 5 / math.sqrt(8), "polar_express": 5 / math.sqrt(8)}
+        at_base = {"soap_fitted": 1 / (2 * math.sqrt(8)), "muon": 5 / math.sqrt(8), "polar_express": 5 / math.sqrt(8)}
         entries = factors["norm.weight"] / 8
         relative = {"hidden.weight": at_base.get(recipe, entries), "head.weight": entries}
         factors = {name: f / relative[name] if name in relative else 1.0 for name, f in factors.items()}
@@ -94,13 +94,13 @@ def test_a_repeated_gradient_of_rank_one_changes_outputs_by_the_learning_rate(re
 
 def test_directions_in_a_basis_are_as_large_as_random_signs() -> None:
     """Independent gradients: SOAP's directions have the norm sqrt(m) + sqrt(n) within a third; sqrt(m n) is 36."""
-    stages = load_recipe("soap").update
+    stages = load_recipe("soap_fitted").update
     bound = chain_bounds(stages, (48, 27))[0]
     assert bound == pytest.approx(math.sqrt(48) + math.sqrt(27), rel=1e-12)
     weight = nn.Parameter(torch.zeros(48, 27))
     optimizer = Optimizer(
         [("hidden.weight", weight)],
-        "soap",
+        "soap_fitted",
         lr=1.0,
         weight_decay=0,
         overrides=["update.eigenbasis.inner.momentum.beta=0"],
@@ -150,7 +150,7 @@ def test_directions_of_shipped_recipes_are_not_larger_than_they_say(name: str) -
         assert (largest > 1.2 * bound) == (LARGER.get(name) == what), what
 
 
-@pytest.mark.parametrize("recipe", ["adamw", "soap", "muon"])
+@pytest.mark.parametrize("recipe", ["adamw", "soap_fitted", "muon"])
 def test_at_its_base_width_a_square_matrix_moves_as_without(recipe: str) -> None:
     found = []
     for more in ({}, {"lr_scale": {"base_width": 6}}):

@@ -26,7 +26,7 @@ DIFFERENCES: dict[str, Difference] = {
     "parameters without names are taken as they are": Difference(
         r"params: names are required, because routes\.adam .* set `routes`",
         "without a name a matrix may be an embedding or a head, which these recipes would send to the wrong update",
-        frozenset({"muon", "shampoo", "soap", "soap_4bit", "psgd_kron"}),
+        frozenset({"muon", "shampoo", "soap_fitted", "soap_4bit", "psgd_kron"}),
     ),
     "complex parameters are trained": Difference(
         r"hidden\.bias: the parameter is complex, and update\.adafactor ",

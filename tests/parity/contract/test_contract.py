@@ -14,7 +14,7 @@ from ...recipes import without_routes
 from .differences import DIFFERENCES
 from .promises import PROMISES, Subject
 
-QUICK = ("adamw", "soap")
+QUICK = ("adamw", "soap_fitted")
 OTHERS = ("sgd", "lion", "adafactor", "muon", "shampoo", "soap_4bit", "psgd_kron", "schedule_free_adamw")
 DECLARED = {name: load_recipe(name).model_dump(mode="json", exclude_unset=True) for name in (*QUICK, *OTHERS)}
 

@@ -195,20 +195,20 @@ INSIDE = "update.eigenbasis"
 @pytest.mark.parametrize(
     ("source", "changes", "message"),
     [
-        ("soap", {f"{INSIDE}.statistic.beta": 0.9}, r"second moments .* of the statistic, 0\.9, got 0\.95"),
+        ("soap_fitted", {f"{INSIDE}.statistic.beta": 0.9}, r"second moments .* of the statistic, 0\.9, got 0\.95"),
         (
-            "soap",
+            "soap_fitted",
             {f"{INSIDE}.inner": ["momentum", "sign"]},
             r"second moments .* of the statistic, 0\.95, got none .*Slot\(decay=beta\).*exact",
         ),
-        ("soap", {f"{INSIDE}.statistic.interval": 2}, r"the squares of every gradient: .*'interval': 2"),
+        ("soap_fitted", {f"{INSIDE}.statistic.interval": 2}, r"the squares of every gradient: .*'interval': 2"),
         ("soap_kl", {f"{INSIDE}.statistic.interval": 2}, r"the squares of every gradient: .*'kind': 'bregman'"),
         (
             "soap_kl",
             {f"{INSIDE}.inner": ["momentum", {"kind": "adafactor", "beta": 0.95}]},
             "second moments of every entry with a statistic that is whitened, got factored ones",
         ),
-        ("soap", {f"{INSIDE}.solver": {"kind": "subspace", "rank": 4}}, "all columns of a basis"),
+        ("soap_fitted", {f"{INSIDE}.solver": {"kind": "subspace", "rank": 4}}, "all columns of a basis"),
     ],
 )
 def test_what_does_not_know_sums_is_refused(source: str, changes: dict[str, Any], message: str) -> None:

@@ -113,7 +113,7 @@ def _heavyball(name: str, maths: str) -> StepCase:
 
 
 STEP_CASES = (
-    _recipe("soap", _EIGENBASIS, "soap"),
+    _recipe("soap_fitted", _EIGENBASIS, "soap"),
     StepCase(
         peer="pytorch_optimizer:SOAP",
         options={"lr": 1e-3, "precondition_frequency": INTERVAL, "max_precondition_dim": 1024},
@@ -121,7 +121,7 @@ STEP_CASES = (
         name="pytorch-optimizer SOAP",
     ),
     _heavyball("SOAP", "soap"),
-    _recipe("soap", _EIGENBASIS, "soap, permuted", f"{_EIGENBASIS}.transport=permute"),
+    _recipe("soap_fitted", _EIGENBASIS, "soap, permuted", f"{_EIGENBASIS}.transport=permute"),
     StepCase(
         peer="eigengraft.experiments.benches.steps.step.loop:SoapLoop",
         options={"lr": 1e-3, "interval": INTERVAL},

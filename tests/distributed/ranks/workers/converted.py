@@ -19,7 +19,7 @@ def run(place: str) -> dict[str, dict[str, Tensor]]:
     """Parameters after four steps, by "<recipe> <what happens to the model>"."""
     return {
         f"{recipe} {change}": steps(place, recipe, change)
-        for recipe in ("adamw", "soap")
+        for recipe in ("adamw", "soap_fitted")
         for change in ("nothing", "early", "late", "integers")
     }
 

@@ -23,7 +23,7 @@ def run(place: str) -> dict[str, Any]:
 def go_on(place: str, kind: str) -> tuple[list[Tensor], list[Tensor], int]:
     """(parameters of the original, of the copy, gradients that the copy has seen)."""
     module = lay_out(model(), place)
-    recipe = load_recipe("soap", ["blocking.size=8", "blocking.merge=8", "update.eigenbasis.refresh.steps=2"])
+    recipe = load_recipe("soap_fitted", ["blocking.size=8", "blocking.merge=8", "update.eigenbasis.refresh.steps=2"])
     optimizer = eigengraft.compose(recipe, module)
     step(optimizer, module, 0)
     twin: Optimizer = copy.deepcopy(optimizer) if kind == "deepcopy" else pickle.loads(pickle.dumps(optimizer))

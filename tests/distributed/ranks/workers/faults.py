@@ -42,11 +42,11 @@ def run(job: dict[str, Any]) -> Result | None:
 
 
 def start(
-    place: str, overrides: Sequence[str] = (), steps: int = 2, recipe: str = "soap"
+    place: str, overrides: Sequence[str] = (), steps: int = 2, recipe: str = "soap_fitted"
 ) -> tuple[nn.Module, Optimizer]:
     """A model and its optimizer after two good steps."""
     module = lay_out(model(), place)
-    overrides = [*RECIPE, *overrides] if recipe == "soap" else overrides
+    overrides = [*RECIPE, *overrides] if recipe == "soap_fitted" else overrides
     optimizer = eigengraft.compose(load_recipe(recipe, list(overrides)), module)
     for step in range(steps):
         advance(module, optimizer, step)
@@ -115,7 +115,7 @@ def _fail(*_: Any, **__: Any) -> Any:
     raise torch.OutOfMemoryError("no memory left")
 
 
-def nan(place: str, policy: str, recipe: str = "soap") -> Result:
+def nan(place: str, policy: str, recipe: str = "soap_fitted") -> Result:
     """One rank's copy or part of one gradient has a number that is not finite, in a row that it does not update."""
     module, optimizer = start(place, [f"failure.nonfinite={policy}"], recipe=recipe)
     give(module, 2, gaps=False)
@@ -191,7 +191,7 @@ def one_sided_sum(place: str) -> Result:
     """One rank has no gradient where the others have a partial sum."""
     mesh = init_device_mesh("cpu", (2,))
     module = distribute_module(model(), mesh)
-    optimizer = eigengraft.compose("soap", module, overrides=RECIPE)
+    optimizer = eigengraft.compose("soap_fitted", module, overrides=RECIPE)
     for parameter in filter(lambda parameter: parameter.requires_grad, module.parameters()):
         parameter.grad = DTensor.from_local(torch.ones(parameter.shape), mesh, [Partial()])
     if bad():
@@ -238,7 +238,7 @@ def groups_apart(place: str) -> Result:
         with torch.no_grad():
             other.up.weight.add_(dist.get_rank() // 2)  # type: ignore[union-attr,operator,arg-type]
         try:
-            eigengraft.compose(load_recipe("soap", overrides), other)
+            eigengraft.compose(load_recipe("soap_fitted", overrides), other)
         except ValueError as error:
             found[name] = str(error)
     return found
@@ -283,28 +283,28 @@ def other_recipe(place: str) -> None:
 def other_shapes(place: str) -> None:
     """One rank has another model."""
     module = lay_out(model(10, 14 if bad() else 13), place)
-    eigengraft.compose("soap", module)
+    eigengraft.compose("soap_fitted", module)
 
 
 def other_order(place: str) -> None:
     """One rank names its parameters in another order."""
     module = lay_out(model(), place)
     found = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
-    Optimizer(found[::-1] if bad() else found, "soap")
+    Optimizer(found[::-1] if bad() else found, "soap_fitted")
 
 
 def fewer(place: str) -> None:
     """One rank has left a parameter out."""
     module = lay_out(model(), place)
     found = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
-    Optimizer(found[1:] if bad() else found, "soap")
+    Optimizer(found[1:] if bad() else found, "soap_fitted")
 
 
 def other_frozen(place: str) -> None:
     """One rank has frozen a parameter that the others train."""
     module = lay_out(model(), place)
     module.up.requires_grad_(not bad())  # type: ignore[union-attr]
-    optimizer = Optimizer(module.named_parameters(), "soap")
+    optimizer = Optimizer(module.named_parameters(), "soap_fitted")
     advance(module, optimizer, 0)
 
 
@@ -313,43 +313,43 @@ def other_values(place: str) -> None:
     module = lay_out(model(), place)
     for weight in (module.emb.weight, module.up.weight):  # type: ignore[union-attr]
         (weight.to_local() if place == "hsdp" else weight).data += bad()  # type: ignore[union-attr,operator]
-    eigengraft.compose("soap", module)
+    eigengraft.compose("soap_fitted", module)
 
 
 def experts(place: str) -> None:
     """Every rank has experts of its own, of equal names and shapes."""
     torch.manual_seed(dist.get_rank())
-    eigengraft.compose("soap", nn.ModuleDict({"experts": nn.Linear(6, 4)}))
+    eigengraft.compose("soap_fitted", nn.ModuleDict({"experts": nn.Linear(6, 4)}))
 
 
 def stages(place: str) -> None:
     """Every rank has layers of its own, of other names and shapes."""
-    eigengraft.compose("soap", nn.ModuleDict({f"layer{dist.get_rank()}": nn.Linear(6, 4 + dist.get_rank())}))
+    eigengraft.compose("soap_fitted", nn.ModuleDict({f"layer{dist.get_rank()}": nn.Linear(6, 4 + dist.get_rank())}))
 
 
 def flat(place: str) -> None:
     """Parameters are flat ones of FSDP1."""
-    eigengraft.compose("soap", FullyShardedDataParallel(nn.Linear(6, 4), device_id=torch.device("cpu")))
+    eigengraft.compose("soap_fitted", FullyShardedDataParallel(nn.Linear(6, 4), device_id=torch.device("cpu")))
 
 
 def flat_original(place: str) -> None:
     """Parameters are views of flat ones of FSDP1, by their own names."""
     inner = nn.Linear(6, 4)
     module = FullyShardedDataParallel(inner, use_orig_params=True, device_id=torch.device("cpu"))
-    eigengraft.compose("soap", module)
+    eigengraft.compose("soap_fitted", module)
 
 
 def another_group(place: str) -> None:
     """One rank has a param group more, the last one."""
     module = lay_out(model(), place)
     groups: list[dict[str, Any]] = [{"params": [("scale", module.scale)]}, {"params": [("up", module.up.weight)]}]  # type: ignore[union-attr]
-    Optimizer(groups if bad() else groups[:1], "soap")
+    Optimizer(groups if bad() else groups[:1], "soap_fitted")
 
 
 def thawed(place: str) -> None:
     """One rank has a gradient of a parameter that is frozen."""
     module = lay_out(model(), place)
-    optimizer = Optimizer(module.named_parameters(), "soap", overrides=RECIPE)
+    optimizer = Optimizer(module.named_parameters(), "soap_fitted", overrides=RECIPE)
     advance(module, optimizer, 0)
     give(module, 1, gaps=False)
     if bad():
@@ -379,13 +379,13 @@ def added(place: str) -> None:
 def other_lr(place: str) -> None:
     """One rank has another learning rate, which is not part of a recipe."""
     module = lay_out(model(), place)
-    eigengraft.compose("soap", module, lr=0.1 if bad() else 0.2)
+    eigengraft.compose("soap_fitted", module, lr=0.1 if bad() else 0.2)
 
 
 def alone(place: str) -> None:
     """One rank does not take part, and ends."""
     module = lay_out(model(), place)
-    optimizer = eigengraft.compose(load_recipe("soap", ["distribution.mode=local"] if bad() else []), module)
+    optimizer = eigengraft.compose(load_recipe("soap_fitted", ["distribution.mode=local"] if bad() else []), module)
     advance(module, optimizer, 0)
 
 

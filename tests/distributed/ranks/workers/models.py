@@ -70,7 +70,7 @@ def lay_out(module: nn.Module, place: str) -> nn.Module:
     if place in ("fsdp", "hsdp"):
         fully_shard(module, mesh=mesh)
     elif place == "whole":
-        recipe = load_recipe("soap", ["blocking.size=8", "blocking.merge=8"])
+        recipe = load_recipe("soap_fitted", ["blocking.size=8", "blocking.merge=8"])
         fully_shard(module, mesh=mesh, shard_placement_fn=whole_block_shards(recipe, module, dist.get_world_size()))
     elif place == "mixed":
         turns = [(Shard(0), Shard(1)), (Shard(1), Replicate()), (Replicate(), Shard(0)), (Shard(0), Shard(0))]

@@ -21,7 +21,7 @@ from .models import whole
 STEPS = 5
 # fitted second moments enlarge rounding in directions that have had few gradients
 EXACT = {"update.eigenbasis.refresh.steps": 2, "update.eigenbasis.transport": "exact", "blocking.size": 6}
-OVERRIDES: dict[str, dict[str, Any]] = {"adamw": {}, "soap": EXACT}
+OVERRIDES: dict[str, dict[str, Any]] = {"adamw": {}, "soap_fitted": EXACT}
 PLACES = ("replicated", "sequence_parallel")
 
 
@@ -99,7 +99,7 @@ def give(mesh: DeviceMesh) -> dict[str, tuple[bool, bool]]:
 def stepped(mesh: DeviceMesh, placement: Placement, gradient: DTensor) -> Tensor:
     """A whole parameter after one step."""
     parameter = nn.Parameter(distribute_tensor(torch.ones(7, 6), mesh, [placement]))
-    optimizer = Optimizer([("w", parameter)], "soap")
+    optimizer = Optimizer([("w", parameter)], "soap_fitted")
     parameter.grad = gradient
     optimizer.step()
     assert parameter.grad is gradient

@@ -28,8 +28,8 @@ def run(job: dict[str, Any]) -> list[float]:
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     inner = lay_out(model(), "plain" if place == "ddp" else place)
     module = DistributedDataParallel(inner) if place == "ddp" else inner
-    declared = job.get("recipe", "soap")
-    overrides = [*(OVERRIDES if declared == "soap" else []), *job["overrides"]]
+    declared = job.get("recipe", "soap_fitted")
+    overrides = [*(OVERRIDES if declared == "soap_fitted" else []), *job["overrides"]]
     recipe = load_recipe(declared, overrides).replace(sam=job.get("sam"))
     optimizer = eigengraft.compose(recipe, module)
     losses = []
