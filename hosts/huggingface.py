@@ -13,7 +13,7 @@ from eigengraft.optimizers import ConsolidateOnSave, grouped
 
 
 def trainer_options(recipe: Any, args: Any, *, overrides: Any = ()) -> dict[str, Any]:
-    """What a Trainer takes for a recipe: `Trainer(model, args, **trainer_options("soap_fitted", args), train_dataset=...)`.
+    """What a Trainer takes for a recipe: `Trainer(model, args, **trainer_options("soap", args), train_dataset=...)`.
 
     args: the `TrainingArguments`, of which `learning_rate` and `weight_decay` are used; `optim` and `adam_*` are not.
     overrides: changes of the recipe, as `compose` takes them.

@@ -18,7 +18,7 @@ from eigengraft.optimizers import grouped
 def register(recipe: Any, model: nn.Module, name: str | None = None, *, overrides: Any = ()) -> str:
     """Makes a recipe an optimizer of timm for a model, and returns its name there.
 
-    `timm.optim.create_optimizer_v2(model, register("soap_fitted", model), lr=3e-3, layer_decay=0.75)`. timm's groups by layer
+    `timm.optim.create_optimizer_v2(model, register("soap", model), lr=3e-3, layer_decay=0.75)`. timm's groups by layer
     and by decay stay; their `lr_scale` is what timm's schedulers read.
 
     name: what timm is to call it; default "eigengraft." and the recipe's name with "-" for "_", which timm cuts off.

@@ -19,7 +19,7 @@ _CHOICES = ("fused", "foreach")
 class RecipesContainer(OptimizersContainer):
     """torchtitan's container, in which `optimizer_name` of a group may be a shipped recipe.
 
-    `RecipesContainer.Config(param_groups=[ParamGroupConfig(pattern=".*", optimizer_name="soap_fitted", optimizer_kwargs={"lr":
+    `RecipesContainer.Config(param_groups=[ParamGroupConfig(pattern=".*", optimizer_name="soap", optimizer_kwargs={"lr":
     3e-3})])`. Changes of a recipe go under its name into `optimizer_factory_kwargs_by_name`, as `overrides`. Groups of
     one recipe are one optimizer for each part of the model, whose routes see that part.
     """

@@ -12,7 +12,7 @@ bytes. refresh: most waits of a step from the first on, with the first refreshes
 decompositions on the device left out.
 
 Aims: no wait and no upload but of a step's numbers; 12 layers cost the kernels of 4; adamw 40 kernels and 16 times
-traffic, muon 200 kernels, soap_fitted 260, shampoo 350. torch's AdamW takes 7 kernels and 4 times (fused) or 21 and 14 times.
+traffic, muon 200 kernels, soap 260, shampoo 350. torch's AdamW takes 7 kernels and 4 times (fused) or 21 and 14 times.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def test_the_rule_of_the_study_is_relative_to_its_smallest_width() -> None:
     changes = study.axes["rule"]
     assert changes["plain"] == {}
     scaled = load_experiment(
-        {**study.base, "recipe": "soap_fitted"}, [f"lr_scale={json.dumps(changes['scaled']['lr_scale'])}"]
+        {**study.base, "recipe": "soap"}, [f"lr_scale={json.dumps(changes['scaled']['lr_scale'])}"]
     )
     assert scaled.recipe.lr_scale is not None and scaled.recipe.lr_scale.base_width == 32
 
@@ -51,7 +51,7 @@ def test_the_tables_are_those_of_the_runs(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["widths", "text"])
-@pytest.mark.parametrize("method", ["adam", "muon", "soap_fitted"])
+@pytest.mark.parametrize("method", ["adam", "muon", "soap"])
 def test_the_best_learning_rate_of_one_width_is_that_of_all_within_a_step(method: str, name: str) -> None:
     """With the rule; without it that of the largest width is lower by a step at least."""
     assert max(map(abs, WIDTHS.drift(read(name), method, "scaled"))) <= 1
@@ -71,12 +71,12 @@ def test_the_best_is_the_least_mean_and_a_run_that_diverged_is_worst(tmp_path: P
     assert WIDTHS.losses(made, "muon", "plain")[16] == {0.125: 2.0, 0.5: math.inf}
     assert WIDTHS.drift(made, "muon", "plain") == [0, -2]
     assert "| Muon | plain | 2^-1 | 2^-3 | 2.000, inf |" in WIDTHS.summary(made)
-    assert "| 16 | **2.000** | diverged |" in WIDTHS.every_loss(made, "soap_fitted", "scaled")
+    assert "| 16 | **2.000** | diverged |" in WIDTHS.every_loss(made, "soap", "scaled")
     WIDTHS.draw(made, tmp_path / "widths.svg")
     assert (tmp_path / "widths.svg").read_text().count("width 16") == 1
 
 
-@pytest.mark.parametrize("method", ["adam", "muon", "soap_fitted"])
+@pytest.mark.parametrize("method", ["adam", "muon", "soap"])
 def test_learning_rates_alone_do_it_on_text(method: str) -> None:
     """Within a step of the grid, and at width 128 better than without the rule and than with the initial weights."""
     alone, text = read("rates"), read("text")

@@ -33,7 +33,7 @@ class _Stack:
 
 
 class SoapLoop(torch.optim.Optimizer):
-    """The steps of the recipe `soap_fitted` on a CPU, its second moments permuted and all refreshes at once, as one function.
+    """The steps of `soap_fitted` on a CPU, its second moments permuted and all refreshes at once, as one function.
 
     A_i <- b A_i + (1 - b) G_i G_i^T;  Adam in the basis Q_1 x ... x Q_k, which follows the A_i by a power step and a
     QR at every multiple of `interval`, and is an eigendecomposition at step 2. Vectors and axes longer than `max_size`
