@@ -24,6 +24,7 @@ SMALL = ["statistic.inner", "root.inner.inner", "first_moment", "second_moment"]
 VIEWS = ["view=modules"]
 """Sections, heads and groups that no shard of a rank coincides with."""
 RECIPES = {
+    "soap": ["update.eigenbasis.refresh.steps=2"],
     "soap_fitted": spread("eigenbasis"),
     "shampoo": spread(SHAMPOO),
     "soap_kl": [*VIEWS, *spread("eigenbasis")],
