@@ -102,7 +102,7 @@ def compare_recipes(own: str, got: Any, infos: Sequence[ParamInfo]) -> RecipeCha
         path = line.partition(": ")[0]
         refused = any(path == key or path.startswith(f"{key}.") for key in paths)
         found["meaning" if refused else "of_groups" if path in _OF_GROUPS else "settings"].append(line)
-    return RecipeChange(*(tuple(found[kind]) for kind in ("meaning", "settings", "of_groups")))
+    return RecipeChange(tuple(found["meaning"]), tuple(found["settings"]), tuple(found["of_groups"]))
 
 
 def _of_numbers(recipe: Mapping[str, Any]) -> dict[str, Any]:
