@@ -1,4 +1,7 @@
-"""The contract of a stage: eight hooks over explicit state, and what runs them."""
+"""What the engine must know of a stage beside what its hooks do.
+
+The contract of a stage: eight hooks over explicit state, and what runs them.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, TypeVar, final
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, final
 
 from pydantic import Field
 from torch import Tensor
@@ -20,9 +23,47 @@ from eigengraft.step_context import StepContext
 
 from .cadence import Cadence
 from .checked_mode import CheckedHooks, Hooks
-from .traits import Traits
+
+
+@dataclass(frozen=True)
+class Traits:
+    """The facts about a stage on a block of one shape; every default is safe. The engine asks once and keeps them.
+
+    Of the first six the engine also asks with the empty block `()`: they may not depend on the shape.
+
+    signals: what the stage asks for beside the gradient.
+    lagged: whether the present gradient is used before it is learned. A step then applies, observes, refreshes, and the
+        first gradient of a parameter only primes the chain: statistics are made of it and nothing moves.
+    entrywise: whether each entry of direction and state depends on that entry of the gradients alone, so that any part
+        of a block may be updated wherever it is.
+    matrices: whether blocks are read as matrices, first axis x the rest.
+    sums: whether `apply` takes `context.parameter_sum`: all blocks of a parameter then have one owner, and step
+        together.
+    learns: whether `observe` and `refresh` see the gradient or the direction that comes in.
+    refresh_cost: cost of one refresh of the block, in any unit common to all stages; refreshes are spread by it.
+    work: floating-point operations of one step without refreshes; None: they are counted from the slots.
+    left_out: what the stage leaves alone of the block, and why, as `show` prints it.
+    spectral_norm: the largest spectral norm that a direction of the stage may have; None: it has no bound of its own.
+    spectral_gain: the largest factor from the spectral norm of the direction that comes in to that which goes out;
+        None: no such factor is known.
+    """
+
+    signals: tuple[Request, ...] = ()
+    lagged: bool = False
+    entrywise: bool = False
+    matrices: bool = False
+    sums: bool = False
+    learns: Literal["gradient", "direction"] = "gradient"
+    refresh_cost: float = 0.0
+    work: float | None = None
+    left_out: tuple[str, ...] = ()
+    spectral_norm: float | None = None
+    spectral_gain: float | None = None
+
 
 _T = TypeVar("_T")
+
+
 HOOKS = ("slots", "inner", "cadence", "observe", "refresh", "apply", "traits", "measures")
 """All that a stage may override."""
 

@@ -7,19 +7,19 @@ from collections.abc import Iterator
 from typing import ClassVar, Literal, Self, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from eigengraft.component import Component
-from eigengraft.noise import uniform
 from eigengraft.step_context import StepContext
 
 _Numbers = TypeVar("_Numbers", float, NDArray[np.float64])
+
+
 _FEW = 16
 """Blocks that are asked one by one in less time than all together."""
-DRAWS = 1 << 32
-"""First of the streams of random numbers that decide on refreshes, far from those that stages use."""
+
+
 ROUNDED = 1e-9
 """Part of a step that a phase may be short of it: n times k / n may be less than k."""
 
@@ -142,36 +142,6 @@ class Every(Cadence):
         if uniform is not None and not again.any():
             return
         yield from spans(np.where(steps == start, 2, (again & (steps > start)).astype(np.int64)))
-
-
-class Probability(Cadence):
-    """Due at t = start and then at every later step with a fixed probability, as the codes of PSGD update its factors.
-
-    u(s, t) < probability  with u in [0, 1) a hash of the block's seed s on the context and its step t: the same draws
-    on every rank, in every layout of the stacks and after a restart. With `shared` all blocks of the same step are due
-    together, as in those codes; without it a stack falls into many short spans.
-    """
-
-    kind: Literal["probability"] = "probability"
-    probability: float = Field(default=0.1, gt=0, le=1, description="of a refresh, in each update of the block")
-    start: int | None = Field(
-        default=None, ge=1, description="update of the first refresh; default: as soon as the stage can"
-    )
-    shared: bool = Field(default=False, description="one draw a step for all blocks, instead of one for each block")
-    seed: int = Field(default=0, ge=0, lt=2**31, description="chooses among sequences of draws")
-
-    @property
-    def interval(self) -> float:
-        return 1 / self.probability
-
-    def due(self, context: StepContext, earliest: int) -> Iterator[tuple[int, int, bool]]:
-        start = self.start if self.start is not None else earliest
-        steps = context.steps
-        seeds = np.zeros_like(steps) if self.shared or not len(context.seeds) else context.seeds
-        stream = DRAWS + self.seed
-        drawn = uniform(torch.from_numpy(seeds), torch.from_numpy(steps), (), torch.float64, stream).numpy()
-        again = (steps > start) & (drawn < self.probability)
-        yield from spans(np.where(steps == start, 2, again.astype(np.int64)))
 
 
 def spans(codes: NDArray[np.int64]) -> Iterator[tuple[int, int, bool]]:

@@ -1,6 +1,12 @@
 """Products along the axes of stacked blocks.
 
 Legend: N blocks; a axis of the block, of length d; p product of the axes before a; q product of the axes after.
+
+Products of which symmetry is known: on a CPU half of their entries are computed, the others mirrored.
+
+Legend: N blocks; T `[N, d, d]`; Y, Z `[N, d, rest]` with Y Z^T = Z Y^T.
+
+Blocks with the entries of an axis in another order.
 """
 
 from __future__ import annotations
@@ -11,18 +17,26 @@ from functools import lru_cache
 from typing import Literal
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
-from eigengraft.numerics import multiplied_in_float32, products
+from eigengraft.numerics import may_branch_on_values, multiplied_in_float32, products
 
 ProductDtype = Literal["input", "bfloat16"]
 """dtype of products: that of what is multiplied, or bfloat16 with sums in float32, of which each result is rounded."""
 
 
+def matrix_shape(block: Sequence[int]) -> tuple[int, int]:
+    """Return (m, n) of a block as a matrix: first axis x the product of all others. A vector is one column."""
+    return (block[0] if block else 1), math.prod(block[1:])
+
+
+def as_matrices(x: Tensor) -> Tensor:
+    """Return the blocks `[N, *block]` as matrices `[N, m, n]`, as `matrix_shape` says."""
+    return x.reshape(len(x), *matrix_shape(x.shape[1:]))
+
+
 def unfold(x: Tensor, axis: int) -> Tensor:
     """The blocks as matrices `[N, d, p q]` with `axis` first; a view where the layout allows it."""
-    # written without einops, which takes three times as long, because statistics unfold every gradient
     if x.ndim == 3:
         return x.mT if axis else x
     return x.movedim(axis + 1, 1).reshape(x.shape[0], x.shape[axis + 1], -1)
@@ -30,8 +44,8 @@ def unfold(x: Tensor, axis: int) -> Tensor:
 
 def fold(y: Tensor, axis: int, shape: torch.Size) -> Tensor:
     """The blocks `[N, *block]` of that shape whose unfolding along `axis` is y `[N, d, p q]`."""
-    folded: Tensor = rearrange(y, "n d (p q) -> n p d q", p=math.prod(shape[1 : axis + 1]))
-    return folded.reshape(shape)
+    p, d, q = math.prod(shape[1 : axis + 1]), shape[axis + 1], math.prod(shape[axis + 2 :])
+    return y.reshape(len(y), d, p, q).transpose(1, 2).reshape(shape)
 
 
 def mode_product(x: Tensor, matrix: Tensor, axis: int) -> Tensor:
@@ -62,6 +76,8 @@ def mode_product(x: Tensor, matrix: Tensor, axis: int) -> Tensor:
 
 _FEW, _LONG = 16, 4
 """Columns that fill no vector register, and how much longer than them an axis is of which p copies cost too much."""
+
+
 _SHORT = 64
 """Products along two axes take two passes over a block, which last as long as the arithmetic of one with so many
 columns (measured on a CPU: 3 x 3 and 7 x 7 gain, 8 x 8 does not)."""
@@ -154,3 +170,67 @@ def kronecker(factors: Sequence[Tensor]) -> Tensor:
         outer = product[:, :, None, :, None] * factor[:, None, :, None, :]
         product = outer.reshape(len(outer), product.shape[1] * factor.shape[1], -1)
     return product
+
+
+def symmetric_product(y: Tensor, z: Tensor) -> Tensor:
+    """Y Z^T `[N, d, d]`."""
+    if multiplied_in_float32(y):
+        return symmetric_product(y.float(), z.float()).to(y.dtype)
+    if not _halved(y):
+        return torch.bmm(y, z.mT)
+    return add_symmetric(y.new_empty(*y.shape[:2], y.shape[1]), y, z, beta=0)
+
+
+def add_symmetric(total: Tensor, y: Tensor, z: Tensor, beta: float = 1, alpha: float = 1) -> Tensor:
+    """In place: T <- beta T + alpha Y Z^T, for a symmetric T; what T holds is not read if beta is 0.
+
+    Panels of c = 128 columns, each from the diagonal down, take (1 + c / d) / 2 of the operations. Every matrix is
+    multiplied by itself, so that no result depends on the others of a stack.
+    """
+    if multiplied_in_float32(total):
+        return total.copy_(add_symmetric(total.float(), y.float(), z.float(), beta, alpha))
+    if y.shape[2] == 1:  # such a sum takes another kernel on a CPU in a stack of one; the product alone does not
+        outer = torch.bmm(y, z.mT)
+        return torch.mul(outer, alpha, out=total) if beta == 0 else total.mul_(beta).add_(outer, alpha=alpha)
+    if not _halved(y):
+        return total.baddbmm_(y, z.mT, beta=beta, alpha=alpha)
+    for target, left, right in zip(total.unbind(0), y.unbind(0), z.unbind(0), strict=True):
+        for start in range(0, len(target), _PANEL):
+            panel = slice(start, start + _PANEL)
+            target[start:, panel].addmm_(left[start:], right[panel].mT, beta=beta, alpha=alpha)
+            if start:
+                target[:start, panel] = _spread(target[panel, :start]).mT
+    return total
+
+
+def _spread(rows: Tensor) -> Tensor:
+    """A copy of rows `[c, k]` that lie in different sets of a cache, so that columns of it are read faster."""
+    copied = rows.new_empty(rows.shape[0], rows.shape[1] + 16)[:, : rows.shape[1]]
+    return copied.copy_(rows)
+
+
+def _halved(y: Tensor) -> bool:
+    """Whether panels are faster: not in bfloat16 below 768 rows, where torch multiplies a whole stack at once."""
+    return may_branch_on_values(y) and y.shape[1] >= (6 if y.dtype.itemsize < 4 else 2) * _PANEL
+
+
+_PANEL = 128
+"""Columns of a panel: with 64 and 256 some sides of 256 to 1024 took longer, and none much less time (measured)."""
+
+
+def reordered(x: Tensor, axis: int, order: Tensor) -> Tensor:
+    """x `[N, *block]`, its entries along an axis of the block in the order `[N, d]`, d or fewer places.
+
+    On a CPU large blocks are taken one by one: `gather` takes up to eight times as long.
+    """
+    if x.device.type == "cpu" and x.shape[1:].numel() >= _ONE_BY_ONE:
+        out = x.new_empty(*x.shape[: axis + 1], order.shape[1], *x.shape[axis + 2 :])
+        for target, source, places in zip(out.unbind(0), x.unbind(0), order.unbind(0), strict=True):
+            torch.index_select(source, axis, places, out=target)
+        return out
+    index = order.reshape(-1, *(order.shape[1] if place == axis else 1 for place in range(x.ndim - 1)))
+    return x.gather(axis + 1, index.expand(*x.shape[: axis + 1], -1, *x.shape[axis + 2 :]))
+
+
+_ONE_BY_ONE = 1 << 12
+"""Entries from which on a block is worth a kernel of its own (measured)."""

@@ -13,10 +13,9 @@ from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
 from ..algebra.products import mode_product, unfold
-from ..base import Inner, Stage, Stages, chain_slots, run_chain, walk
+from ..base import Inner, Stage, Stages, Traits, chain_slots, run_chain, walk
 from ..cadence import Cadence, Every
-from ..roots.bases.power_qr import householder
-from ..traits import Traits
+from ..roots.power_qr import householder
 
 
 class AdaptiveRotation(Stage):

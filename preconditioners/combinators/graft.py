@@ -13,8 +13,7 @@ from eigengraft.numerics import block_norm, per_block, safe_ratio
 from eigengraft.slots import State
 from eigengraft.step_context import StepContext
 
-from ..base import Inner, Stage, Stages, run_chain
-from ..traits import Traits
+from ..base import Inner, Stage, Stages, Traits, run_chain
 
 
 class Graft(Stage):

@@ -14,10 +14,9 @@ from eigengraft.numerics import apply_aligned, signs, tiny
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
-from ..algebra.basis_change import slot_axis
-from ..algebra.products import mode_product
-from ..base import Inner, Stage, Stages, chain_slots, map_wires, run_chain, walk
-from ..traits import Traits, matrix_shape
+from ..algebra.products import matrix_shape, mode_product
+from ..base import Inner, Stage, Stages, Traits, chain_slots, map_wires, run_chain, walk
+from ..kronecker.basis_change import slot_axis
 
 
 class PartnerBasis(Stage):

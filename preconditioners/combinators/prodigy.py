@@ -14,8 +14,7 @@ from eigengraft.numerics import number_like, per_block, tiny
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
-from ..base import Inner, Stage, Stages, map_wires, run_chain
-from ..traits import Traits
+from ..base import Inner, Stage, Stages, Traits, map_wires, run_chain
 
 
 class Prodigy(Stage):

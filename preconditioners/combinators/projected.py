@@ -15,11 +15,10 @@ from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
 from ..algebra.products import mode_product, unfold
-from ..base import Inner, Stage, Stages, map_wires, run_chain, walk
+from ..base import Inner, Stage, Stages, Traits, map_wires, run_chain, walk
 from ..cadence import Cadence, Every
-from ..roots.base import leading_eigenvectors
-from ..roots.bases.power_qr import same_signs, unit_sized
-from ..traits import Traits
+from ..roots.decompositions import leading_eigenvectors, unit_sized
+from ..roots.power_qr import same_signs
 
 DRAW = 1 << 34
 """The stream of random projections."""

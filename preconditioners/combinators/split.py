@@ -14,12 +14,12 @@ from eigengraft.numerics import per_block, tiny
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
-from ..algebra.basis_change import Turn, require_frameless, transport
 from ..algebra.products import mode_product, unfold
 from ..base import Inner, Stage, Stages, map_wires, run_chain
 from ..cadence import Cadence, Every
-from ..roots.base import eigh
-from ..roots.bases.power_qr import householder
+from ..kronecker.basis_change import Turn, require_frameless, transport
+from ..roots.decompositions import eigh
+from ..roots.power_qr import householder
 
 
 class Split(Stage):

@@ -14,8 +14,7 @@ from eigengraft.slots import State
 from eigengraft.step_context import StepContext
 
 from ..algebra.products import unfold
-from ..base import Inner, Stage, Stages, run_chain
-from ..traits import Traits
+from ..base import Inner, Stage, Stages, Traits, run_chain
 
 
 class Trust(Stage):

@@ -13,8 +13,7 @@ from eigengraft.chains import Request
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
-from ..base import Stage
-from ..traits import Traits
+from ..base import Stage, Traits
 
 
 class Adafactor(Stage):

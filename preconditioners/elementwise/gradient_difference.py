@@ -12,8 +12,7 @@ from torch import Tensor
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
-from ..base import Stage
-from ..traits import Traits
+from ..base import Stage, Traits
 
 
 class GradientDifference(Stage):

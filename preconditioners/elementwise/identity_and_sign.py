@@ -10,8 +10,7 @@ from torch import Tensor
 from eigengraft.slots import State
 from eigengraft.step_context import StepContext
 
-from ..base import Stage
-from ..traits import Traits
+from ..base import Stage, Traits
 
 
 class Identity(Stage):

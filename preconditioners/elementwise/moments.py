@@ -1,26 +1,32 @@
-"""Adam's two moments: a running mean of directions, and division by the root of a running mean of squares."""
+"""Adam's two moments: a running mean of directions, and division by the root of a running mean of squares.
+
+Momentum as a decaying sum of directions (Polyak 1964).
+
+Other divisions by a second moment: one that this gradient has not entered yet, and one that needs no eps.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from eigengraft.numerics import per_block
+from eigengraft.numerics import in_registers, number_like, per_block
 from eigengraft.slots import Frame, Slot, State
 from eigengraft.step_context import StepContext
 
 from ..algebra.exponents import Exponents, exponent_of
-from ..base import Stage
-from ..traits import Traits
+from ..base import Stage, Traits
 
 PRODUCT = Slot((), fill=1.0, role="count", dtype=torch.float64)
 """The product b_1 ... b_t of a decay that is scheduled, in place of b^t."""
+
+
 _ROOT, _MEAN_OVER = Fraction(1, 2), {"row": -1, "column": -2}
 """The default power, and the axis over which squares are averaged."""
 
@@ -93,6 +99,55 @@ def _multiplied(state: State, beta: float) -> Tensor:
     return product
 
 
+class HeavyBall(Stage):
+    """A decaying sum of directions, the momentum of torch.optim.SGD.
+
+    m <- b m + w d;  m               w = 1 - dampening
+    nesterov:  b m + w d             (Sutskever et al. 2013)
+
+    torch.optim.SGD gives two directions the weight 1 where they enter dampened here: the first one (`undamped_start`)
+    and the one that the look-ahead adds (`undamped_nesterov`). The running mean is the stage `momentum`.
+    """
+
+    kind: Literal["heavy_ball"] = "heavy_ball"
+    beta: float = Field(default=0.9, ge=0, lt=1, description="decay of the sum, per step")
+    dampening: float = Field(default=0.0, ge=0, lt=1, description="a direction enters with weight 1 - dampening")
+    nesterov: bool = Field(default=False, description="look ahead: add the new direction once more")
+    undamped_start: bool = Field(default=False, description="the first direction enters with weight 1")
+    undamped_nesterov: bool = Field(default=False, description="the look-ahead adds the direction with weight 1")
+
+    @model_validator(mode="after")
+    def _weights_matter(self) -> Self:
+        if self.undamped_nesterov and not self.nesterov:
+            raise ValueError("undamped_nesterov: `nesterov: true` is required, got nesterov false")
+        if self.dampening == 0 and (self.undamped_start or self.undamped_nesterov):
+            which = "undamped_start" if self.undamped_start else "undamped_nesterov"
+            raise ValueError(f"{which}: a dampening above 0 is required, got dampening {self.dampening}")
+        return self
+
+    def state_meaning(self) -> Mapping[str, Any]:
+        return {"dampening": self.dampening}
+
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        return Traits(entrywise=True, spectral_gain=(1 - self.dampening) / (1 - self.beta))
+
+    def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
+        return {"m": Slot(block, fill=0.0, role="first_moment", frame="vector")}
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        m = state["m"].mul_(self.beta)
+        if self.undamped_start:
+            m.add_(direction * context.per_block(self._weight, m))
+        else:
+            m.add_(direction, alpha=1 - self.dampening)
+        state["m"] = m
+        weight = 1.0 if self.undamped_nesterov else 1 - self.dampening
+        return torch.add(m * self.beta, direction, alpha=weight) if self.nesterov else m
+
+    def _weight(self, step: Tensor) -> Tensor:
+        return torch.where(step == 1, 1.0, torch.full_like(step, 1 - self.dampening))
+
+
 class RMS(Stage):
     """Divide by a power of accumulated squares.  v <- b v + w x^2;  d / ((v / c)^e + eps),  e = 1/2
 
@@ -163,7 +218,7 @@ class RMS(Stage):
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         v = self._accumulate(state, gradient if self.source == "gradient" else direction)
-        exponent = exponent_of(self.exponent, len(state.block), 0, _ROOT)
+        exponent = _ROOT if self.exponent is None else exponent_of(self.exponent, len(state.block), 0, _ROOT)
         denominator = v.sqrt() if exponent == _ROOT else v.pow(float(exponent))
         per = self._per(state.block)
         if per != "entry":
@@ -196,3 +251,65 @@ class RMS(Stage):
             v.mul_(self.beta).add_(mean, alpha=weight)
         state["v"] = v
         return v
+
+
+class LaggedRMS(Stage):
+    """clip(d / max(sqrt(v), eps), t^p);  then  v <- b v + (1 - b) g^2,  from  v = g^2  of a first gradient that moves
+    nothing.
+
+    ADOPT (Taniguchi et al. 2024, arXiv:2411.02853, Algorithm 2) is this stage before a momentum: the gradient is
+    independent of what divides it, so that Adam converges with any b. t is the number of the update, from 1.
+    """
+
+    kind: Literal["lagged_rms"] = "lagged_rms"
+    beta: float = Field(default=0.9999, ge=0, lt=1, description="decay of the second moment, per step")
+    eps: float = Field(default=1e-6, gt=0, description="floor of the root, in units of the gradient")
+    clip_power: float | None = Field(
+        default=0.25, ge=0, description="entries are held to [-t^p, t^p] with this p; null: they are not clipped"
+    )
+
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        return Traits(lagged=True, entrywise=True, spectral_norm=math.sqrt(math.prod(block)))
+
+    def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
+        return {"v": Slot(block, role="second_moment", frame="square")}
+
+    def observe(self, state: State, gradient: Tensor, context: StepContext) -> None:
+        v = state["v"]
+        weight = context.per_block(lambda step: 1 - self.beta * step.clamp_max(1), v)  # 1 while priming, at step 0
+        state["v"] = v.add_((gradient.square() - v) * weight)
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        out = direction / state["v"].sqrt().clamp_min_(self.eps)
+        if self.clip_power is None:
+            return out
+        power = self.clip_power
+        bound = number_like(context.per_block(lambda step: step**power, out), out)
+        return torch.minimum(torch.maximum(out, -bound, out=out), bound, out=out)
+
+
+class Atan2(Stage):
+    """scale * atan2(d, width * sqrt(v / (1 - b^t)))  with  v <- b v + (1 - b) g^2
+
+    Adam without an eps (Everett et al. 2024, arXiv:2407.05872, section 4.3, "Adam-atan2"): blind to the scale of the
+    gradient however small, and no entry is larger than scale * pi / 2. For small ratios it is d / sqrt(v).
+    """
+
+    kind: Literal["atan2"] = "atan2"
+    beta: float = Field(default=0.999, ge=0, lt=1, description="decay of the second moment, per step")
+    scale: float = Field(default=1.27, gt=0, description="multiplies the angle; 4 / pi gives a ratio of 1 the size 1")
+    width: float = Field(default=1.0, gt=0, description="multiplies the root: larger is closer to a plain division")
+    constants: ClassVar[frozenset[str]] = frozenset({"beta"})
+
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        most = self.scale * math.atan2(1, self.width) * math.sqrt(math.prod(block))
+        return Traits(entrywise=True, spectral_norm=most)
+
+    def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
+        return {"v": Slot(block, role="second_moment", frame="square")}
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        v = state["v"].mul_(self.beta).addcmul_(gradient, gradient, value=1 - self.beta)
+        state["v"] = v
+        root = (v / context.correction(self.beta, v)).sqrt_().mul_(self.width)
+        return in_registers(torch.atan2, direction, root).mul_(self.scale)

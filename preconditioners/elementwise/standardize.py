@@ -12,8 +12,7 @@ from eigengraft.numerics import tiny
 from eigengraft.slots import State
 from eigengraft.step_context import StepContext
 
-from ..base import Stage
-from ..traits import Traits
+from ..base import Stage, Traits
 
 
 class Standardize(Stage):
@@ -34,20 +33,6 @@ class Standardize(Stage):
         spread = rows.square().mean(-1, keepdim=True).sqrt()
         floor = 8 * torch.finfo(direction.dtype).eps  # what rounding leaves of a constant row
         return (rows / spread.clamp_min(floor)) * (spread > floor)
-
-
-class Center(Stage):
-    """d - mean(d), the mean over all axes but the first; blocks with one axis stay (Yong et al. 2020, arXiv:2004.01461)
-
-    Gradient centralization is this stage at the beginning of a chain. The first axis is that of a weight's outputs.
-    """
-
-    kind: Literal["center"] = "center"
-
-    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
-        if direction.ndim < 3:
-            return direction
-        return direction - direction.mean(tuple(range(2, direction.ndim)), keepdim=True)
 
 
 class Sinkhorn(Stage):

@@ -17,7 +17,7 @@ from eigengraft.step_context import StepContext
 from ..algebra.exponents import Exponents, default_exponent, exponent_of
 from ..algebra.products import mode_products, rotate
 from ..cadence import Cadence, Every
-from ..roots.base import eigh
+from ..roots.decompositions import eigh
 from ..statistics import Power
 from .base import Factored
 

@@ -19,10 +19,9 @@ from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
 from ..algebra.products import ProductDtype
-from ..base import Stage
+from ..base import Stage, Traits
 from ..cadence import Cadence, Every
 from ..statistics import Gram, Power, Statistic
-from ..traits import Traits
 
 
 class Factored(Stage):

@@ -16,15 +16,23 @@ from eigengraft.numerics import identity_like, may_branch_on_values, per_block, 
 from eigengraft.slots import State
 from eigengraft.step_context import StepContext
 
-from ..algebra.basis_change import Transport, Turn, order_or_identity, require_frameless, transport
-from ..algebra.products import rotate
+from ..algebra.products import matrix_shape, rotate
 from ..algebra.spectra import off_diagonal_share, turning_angle
-from ..base import Inner, Stages, chain_bounds, run_chain
+from ..base import Inner, Stages, Traits, chain_bounds, run_chain
 from ..roots import BasisSolver, PowerQR
 from ..statistics import Power, has_data, mean_eigenvalue
-from ..traits import Traits, matrix_shape
 from .base import Factored, joined
-from .marginals import fit_second_moments, marginals, require_marginals, weights
+from .basis_change import (
+    Transport,
+    Turn,
+    fit_second_moments,
+    marginals,
+    order_or_identity,
+    require_frameless,
+    require_marginals,
+    transport,
+    weights,
+)
 
 
 class Eigenbasis(Factored):

@@ -15,10 +15,9 @@ from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
 from ..algebra.exponents import Exponents, default_exponent, exponent_of
-from ..algebra.factors import gram
 from ..algebra.products import mode_products, rotate
 from ..cadence import Cadence, Every
-from ..learned.base import LearnedFactors, is_informative
+from ..learned.base import LearnedFactors, gram, is_informative
 from ..roots import BasisSolver, PowerQR
 
 

@@ -16,9 +16,8 @@ from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
 from ..algebra.exponents import Rational, default_exponent
-from ..algebra.factors import factor_transposed, gram
 from ..algebra.products import mode_products
-from .base import LearnedFactors, is_informative, peak_of
+from .base import LearnedFactors, factor_transposed, gram, is_informative, peak_of
 
 
 class Jorge(LearnedFactors):

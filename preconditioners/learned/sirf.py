@@ -16,10 +16,9 @@ from eigengraft.numerics import block_norm, identity_like, per_block
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
-from ..algebra.factors import factor_transposed, gram, scaled
 from ..algebra.products import mode_products
-from ..traits import Traits
-from .base import LearnedFactors, factor_slot, is_informative, peak_of
+from ..base import Traits
+from .base import LearnedFactors, factor_slot, factor_transposed, gram, is_informative, peak_of, scaled
 
 _MOMENTS = {1: "activation_gram", 0: "output_gradient_gram"}
 """The signal with the moments of a layer, by the axis of its matrix."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 
-from ..roots.inverse.cans import OKLS_SCHEDULE
+from ..roots.cans import OKLS_SCHEDULE
 
 Triple = tuple[float, float, float]
 CoefficientName = Literal["jordan", "you", "polar_express", "polar_express_5", "cans", "deepseek", "quintic", "cubic"]

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Literal
 
 import torch
-from einops import rearrange
 from pydantic import Field
 from torch import Tensor
 
@@ -16,17 +15,12 @@ from eigengraft.numerics import apply_aligned, safe_ratio, tiny
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
-from ..base import Stage
-from ..traits import Traits
-from .solvers import NewtonSchulz, PolarSolver
+from ..algebra.products import as_matrices
+from ..base import Stage, Traits
+from .spectral import NewtonSchulz, PolarSolver
 
 START = 1 << 35
 """The stream of random starts of subspaces."""
-
-
-def _matrices(x: Tensor) -> Tensor:
-    """Blocks `[N, *block]` as matrices, first axis x the rest; a vector is one column."""
-    return rearrange(x, "n rows ... -> n rows (...)") if x.ndim > 1 else x.reshape(-1, 1, 1)
 
 
 class Dion(Stage):
@@ -52,7 +46,7 @@ class Dion(Stage):
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         m = state["m"] + direction
-        x, q = _matrices(m), self._started(state["q"], context)
+        x, q = as_matrices(m), self._started(state["q"], context)
         peak = x.abs().amax((-2, -1), keepdim=True).clamp_min(tiny(x.dtype))
         unit = x / peak  # squares neither over- nor underflow
         p = apply_aligned(_orthonormal, torch.bmm(unit, q))
@@ -100,7 +94,7 @@ class Dion2(Stage):
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         m = state["m"].add_(direction)
-        x = _matrices(m)
+        x = as_matrices(m)
         rows = self.side == "left" or (self.side == "smaller" and x.shape[1] <= x.shape[2])
         x = x if rows else x.mT
         chosen = x.abs().sum(-1).topk(math.ceil(self.fraction * x.shape[1]), dim=-1).indices.sort(dim=-1).values

@@ -1,19 +1,141 @@
-"""Spectral descent: the polar factor of the direction (Muon, Jordan et al. 2024; Bernstein & Newhouse 2024)."""
+"""Spectral descent: the polar factor of the direction (Muon, Jordan et al. 2024; Bernstein & Newhouse 2024).
+
+Polar factors U V^T of stacks of matrices G = U S V^T.
+
+Orthogonalization by one triangular solve (MUD, Southworth & Thomas 2026, arXiv:2603.17970).
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from abc import ABC, abstractmethod
+from typing import Literal, Self, final
 
-from pydantic import Field
+import torch
+from pydantic import Field, model_validator
 from torch import Tensor
 
-from eigengraft.numerics import per_block
+from eigengraft.numerics import apply_aligned, block_norm, multiplied_in_float32, per_block, safe_ratio, tiny
+from eigengraft.ramps import Schedulable
 from eigengraft.slots import State
 from eigengraft.step_context import StepContext
 
-from ..base import Stage
-from ..traits import Traits, matrix_shape
-from .solvers import NewtonSchulz, PolarSolver
+from ..algebra.products import add_symmetric, as_matrices, matrix_shape, symmetric_product
+from ..base import Stage, Traits
+from .coefficients import Coefficients, require_used, triples
+
+
+class PolarSolver(Schedulable, ABC, family="polar_solver"):
+    """The nearest semi-orthogonal matrix, exactly or nearly."""
+
+    @abstractmethod
+    def polar(self, x: Tensor) -> Tensor:
+        """x `[N, m, n]` -> `[N, m, n]`; a zero matrix stays zero."""
+
+    @final
+    def of_blocks(self, x: Tensor) -> Tensor:
+        """Polar factors of blocks `[N, *block]` as matrices, first axis x the rest; a vector is one column."""
+        return self.polar(as_matrices(x)).reshape(x.shape)
+
+
+class NewtonSchulz(PolarSolver):
+    """X <- a X + b (X X^T) X + c (X X^T)^2 X  from X = G / max(||G||_F, eps), the product taken on the shorter side.
+
+    The default coefficients have the steepest slope at zero: five steps bring singular values from [0.01, 1] into
+    [0.68, 1.14], not to 1 (Jordan et al. 2024). Step k uses the k-th triple, the last one repeats.
+
+    `scaling: almost_orthogonal` divides row i of the shorter side by (sum_j |X X^T|_ij)^(1/2) before the first step
+    (Boissin et al. 2025, arXiv:2512.04632, Turbo-Muon): no singular value is above 1, and all are closer to it, which
+    saves a step. What comes out is the polar factor of the matrix with scaled rows, not of G.
+    """
+
+    kind: Literal["newton_schulz"] = "newton_schulz"
+    steps: int = Field(default=5, ge=1, le=50, description="number of polynomial steps")
+    coefficients: Coefficients = Field(
+        default=((3.4445, -4.7750, 2.0315),), description="triples (a, b, c), one triple, or the name of published ones"
+    )
+    scaling: Literal["frobenius", "almost_orthogonal"] = Field(
+        default="frobenius", description="what brings singular values below 1 before the first step"
+    )
+    eps: float = Field(default=1e-8, gt=0, description="the least norm divided by, in units of the direction")
+    precision: Literal["input", "bfloat16"] = Field(default="input", description="dtype of the products")
+
+    @model_validator(mode="after")
+    def _triples_are_used(self) -> Self:
+        require_used(self.coefficients, self.steps)
+        return self
+
+    def polar(self, x: Tensor) -> Tensor:
+        y = x / per_block(block_norm(x).clamp_min(self.eps), x)
+        if self.precision == "bfloat16":
+            y = y.bfloat16()
+        tall = y.shape[1] > y.shape[2]
+        y = y.mT if tall else y
+        if self.scaling == "almost_orthogonal":
+            sums = symmetric_product(y, y).abs().sum(-1, keepdim=True).sqrt()
+            y = y * safe_ratio(torch.ones_like(sums), sums)
+        for a, b, c in triples(self.coefficients, self.steps):
+            gram = symmetric_product(y, y)
+            y = _add_product(y, add_symmetric(gram.clone(), gram, gram, b, c), y, a)
+        return (y.mT if tall else y).to(x.dtype)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, beta: float) -> Tensor:
+    """beta T + A B, rounded once."""
+    if multiplied_in_float32(total):
+        return torch.baddbmm(total.float(), a.float(), b.float(), beta=beta).to(total.dtype)
+    return torch.baddbmm(total, a, b, beta=beta)
+
+
+class SVD(PolarSolver):
+    """U V^T by a singular value decomposition; directions whose singular value is rounding are left out.
+
+    A singular value counts as rounding at or below `cutoff` * max(m, n) * machine epsilon * the largest.
+    """
+
+    kind: Literal["svd"] = "svd"
+    cutoff: float = Field(
+        default=1.0, ge=0, description="in units of max(m, n) * machine epsilon * the largest singular value"
+    )
+
+    def polar(self, x: Tensor) -> Tensor:
+        x = torch.where(x.isfinite(), x, 0.0)  # LAPACK refuses inf and nan; what is masked out must not stop the rest
+        peak = torch.linalg.vector_norm(x, ord=float("inf"), dim=(1, 2), keepdim=True)
+        peak = torch.where(peak > 0, peak, 1.0)
+        u, s, vh = apply_aligned(_svd, x / peak)
+        floor = s[:, :1] * (self.cutoff * max(x.shape[1:]) * torch.finfo(x.dtype).eps)
+        return torch.bmm(u * (s > floor).to(x.dtype).unsqueeze(1), vh)
+
+
+def _svd(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    u, s, vh = torch.linalg.svd(x, full_matrices=False)
+    return u, s, vh
+
+
+class Triangular(PolarSolver):
+    """Q <- rows(tril(Q Q^T)^-1 Q)  from  Q = rows(X),  `passes` times;  rows(A): rows of A divided by their norms
+
+    The paper's MUD, on the shorter side of X. One forward substitution takes the place of Newton-Schulz: row i loses
+    what it has in common with the rows before it, to first order. Rows become unit vectors, nearly orthogonal, but not
+    the nearest ones: the order of rows matters, and a rotation of X does not rotate the result. Zero rows stay zero.
+    """
+
+    kind: Literal["triangular"] = "triangular"
+    passes: int = Field(default=1, ge=1, le=20, description="how often rows are decorrelated")
+
+    def polar(self, x: Tensor) -> Tensor:
+        tall = x.shape[1] > x.shape[2]
+        q = _unit_rows(x.mT if tall else x)
+        for _ in range(self.passes):
+            # the diagonal of Q Q^T is 1, and taken to be where a row is zero
+            q = _unit_rows(torch.linalg.solve_triangular(q @ q.mT, q, upper=False, unitriangular=True))
+        return q.mT if tall else q
+
+
+def _unit_rows(x: Tensor) -> Tensor:
+    """The rows of each matrix over their norms; rows of zeros stay."""
+    x = x / x.abs().amax(-1, keepdim=True).clamp_min(tiny(x.dtype))  # squares neither over- nor underflow
+    norms = x.square().sum(-1, keepdim=True).sqrt()
+    return x * safe_ratio(torch.ones_like(norms), norms)
 
 
 class Spectral(Stage):

@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from eigengraft.numerics import apply_aligned, finite_blocks, may_branch_on_values, on_host, symmetrized, to_power
+from eigengraft.numerics import to_power
 from eigengraft.ramps import Schedulable
 
 
@@ -125,54 +125,3 @@ class BasisSolver(Schedulable, ABC, family="basis_solver"):
         None where a solver has nothing that would give it, as by default.
         """
         return self.basis(a, q, first), None
-
-
-def eigh(a: Tensor, host: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Eigenvalues `[N, d]` ascending, eigenvectors `[N, d, d]`, ok `[N]`; float32 failures are tried again in float64.
-
-    A failure is an error of LAPACK's, or a result with nan: on a CPU, divide and conquer in float32 returns one without
-    an error for some finite singular matrices. Where nothing helps the decomposition is that of the identity and ok is
-    False; results with nan on other devices, where a look at them would be waited for, are not tried again.
-
-    host: copy matrices of a device to the host and decompose them there. The host waits once, for the copies.
-    """
-    if host and not a.is_cpu:
-        values, vectors, ok = on_host(eigh, a)
-        return values, vectors, ok
-    ok = finite_blocks(a)
-    if a.shape[-1] == 0 or a.shape[0] == 0:
-        return a.new_zeros(a.shape[:-1]), a.clone(), ok
-    eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
-    a = torch.where(ok[:, None, None], symmetrized(a), eye)
-    try:
-        values, vectors = apply_aligned(torch.linalg.eigh, a)
-    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-        return _one_by_one(a.double(), a.dtype, ok)
-    fine = finite_blocks(vectors) & finite_blocks(values)
-    if not may_branch_on_values(a):
-        values, vectors = torch.where(fine[:, None], values, 1.0), torch.where(fine[:, None, None], vectors, eye)
-        return values, vectors, ok & fine
-    if not fine.all():
-        values[~fine], vectors[~fine], ok[~fine] = _one_by_one(a[~fine].double(), a.dtype, ok[~fine])
-    return values, vectors, ok
-
-
-def leading_eigenvectors(a: Tensor, columns: int | None = None, host: bool = False) -> Basis:
-    """The eigenvectors by descending eigenvalue, from scratch: all of them, or the first so many; host: see `eigh`."""
-    _, vectors, ok = eigh(a, host)
-    return Basis(vectors.flip(-1)[..., :columns], None, ok)
-
-
-def _one_by_one(a: Tensor, dtype: torch.dtype, ok: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    values, vectors, fine = [], [], []
-    for matrix in a:
-        try:
-            value, vector = torch.linalg.eigh(matrix)
-            fine.append(bool(value.isfinite().all() and vector.isfinite().all()))
-        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-            fine.append(False)
-        if not fine[-1]:
-            value, vector = torch.ones_like(matrix[0]), torch.eye(len(matrix), dtype=a.dtype, device=a.device)
-        values.append(value.to(dtype))
-        vectors.append(vector.to(dtype))
-    return torch.stack(values), torch.stack(vectors), ok & torch.tensor(fine, dtype=torch.bool, device=ok.device)

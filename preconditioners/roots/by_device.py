@@ -131,7 +131,7 @@ def choose_solver(solver: RootSolver | BasisSolver, device: str, order: int, dty
 
 def chosen(solver: _Solver, a: Tensor) -> _Solver:
     """Return the solver that solves matrices a `[N, d, d]` for one that may choose by device: itself on a CPU."""
-    if a.is_cpu or not (isinstance(solver, ByDevice) and solver.by_device):
+    if not (isinstance(solver, ByDevice) and solver.by_device):
         return solver
     return choose_solver(solver, a.device.type, a.shape[-1], a.dtype).solver
 

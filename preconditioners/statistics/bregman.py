@@ -17,8 +17,7 @@ from eigengraft.step_context import StepContext
 
 from ..algebra.exponents import Rational0
 from ..algebra.products import mode_product, unfold
-from .base import Statistic
-from .terms import Contribution, Powers
+from .statistic import Contribution, Powers, Statistic
 
 
 class Bregman(Statistic):

@@ -19,8 +19,8 @@ from eigengraft.numerics import (
     transposed,
     where_blocks,
 )
-from eigengraft.preconditioners.algebra.symmetric import add_symmetric
-from eigengraft.preconditioners.roots.inverse.bounds import GuaranteedBound
+from eigengraft.preconditioners.algebra.products import add_symmetric
+from eigengraft.preconditioners.roots.bounds import GuaranteedBound
 
 from ..trajectories import rotation
 

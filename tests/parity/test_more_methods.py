@@ -13,7 +13,7 @@ from torch import Tensor
 
 from eigengraft import Optimizer, compose, load_recipe, noise
 from eigengraft.preconditioners.polar.coefficients import CoefficientName, triples
-from eigengraft.preconditioners.polar.solvers import NewtonSchulz
+from eigengraft.preconditioners.polar.spectral import NewtonSchulz
 
 from ..trajectories import distance, follow, normal, random_gradients, recipe
 from .test_methods import (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from eigengraft import Optimizer, load_recipe, noise
-from eigengraft.preconditioners.algebra.factors import gram, spectral_norm
+from eigengraft.preconditioners.learned.base import gram, spectral_norm
 from eigengraft.preconditioners.learned.psgd import PROBE
 from eigengraft.testing.stage_bench import StageBench
 

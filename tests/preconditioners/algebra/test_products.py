@@ -13,9 +13,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eigengraft import numerics
 from eigengraft.preconditioners import Eigenbasis, Momentum, Shampoo
-from eigengraft.preconditioners.algebra.products import kronecker, mode_product, mode_products, rotate, short_runs
-from eigengraft.preconditioners.algebra.symmetric import add_symmetric, symmetric_product
-from eigengraft.preconditioners.polar.solvers import NewtonSchulz
+from eigengraft.preconditioners.algebra.products import (
+    add_symmetric,
+    kronecker,
+    mode_product,
+    mode_products,
+    rotate,
+    short_runs,
+    symmetric_product,
+)
+from eigengraft.preconditioners.polar.spectral import NewtonSchulz
 from eigengraft.preconditioners.statistics import Gram, InputGram, Power
 from eigengraft.slots import State
 from eigengraft.step_context import StepContext

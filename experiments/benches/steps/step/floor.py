@@ -19,8 +19,8 @@ from eigengraft.preconditioners.base import walk_blocks
 from eigengraft.preconditioners.kronecker.base import Factored
 from eigengraft.preconditioners.kronecker.eigenbasis import Eigenbasis
 from eigengraft.preconditioners.polar.spectral import Spectral
-from eigengraft.preconditioners.roots.bases.eigh_basis import EighBasis
-from eigengraft.preconditioners.roots.bases.power_qr import PowerQR
+from eigengraft.preconditioners.roots.decompositions import EighBasis
+from eigengraft.preconditioners.roots.power_qr import PowerQR
 from eigengraft.slots import Slot
 
 EIGH, QR = 9.0, 2 + 8 / 3

@@ -12,9 +12,7 @@ from torch import Tensor
 
 from eigengraft.blocking.stacks import max_blocks, split_ranges
 from eigengraft.preconditioners import PowerQR
-from eigengraft.preconditioners.algebra.products import rotate, unfold
-from eigengraft.preconditioners.algebra.reordering import reordered
-from eigengraft.preconditioners.algebra.symmetric import add_symmetric
+from eigengraft.preconditioners.algebra.products import add_symmetric, reordered, rotate, unfold
 
 BETA, EPS, DECAY = 0.95, 1e-8, 0.01
 

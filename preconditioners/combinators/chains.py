@@ -1,0 +1,110 @@
+"""Stages made of stages.
+
+A chain that sees another gradient: clipped, centred, corrected, noisy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from eigengraft.ramps import Schedulable
+from eigengraft.slots import State
+from eigengraft.step_context import StepContext
+
+from ..base import Inner, Stage, Stages, Traits, chain_bounds, run_chain, walk
+
+
+class Chain(Stage):
+    """The stages one after another, as one stage with a name of its own."""
+
+    kind: Literal["chain"] = "chain"
+    stages: Stages = Field(description="the stages in order")
+
+    def inner(self, block: tuple[int, ...]) -> Mapping[str, Inner]:
+        return {"stages": Inner(self.stages, block)}
+
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        norm, gain = chain_bounds(self.stages, block)
+        return Traits(spectral_norm=norm, spectral_gain=gain)
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        return run_chain(self.stages, state.scope("stages"), gradient, direction, context)
+
+
+class Path(Schedulable):
+    """One summand of a `sum`."""
+
+    name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", description="what the path is called")
+    weight: float = Field(default=1.0, description="what its direction is multiplied by")
+    stages: Stages = Field(description="its chain")
+
+
+class Sum(Stage):
+    """sum_i weight_i path_i(d): several chains, each with a state of its own, on the same gradient and direction.
+
+    CASPR (Duvvuri et al. 2024) is the sum of (L^(-1/2) G, 2 L^(-1/4) G R^(-1/4), G R^(-1/2)) / 4. Inside an eigenbasis
+    the paths share one basis, and diagonal factors there are its eigenvalues.
+    """
+
+    kind: Literal["sum"] = "sum"
+    paths: tuple[Path, ...] = Field(min_length=1, strict=False, description="the summands")
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Self:
+        names = [path.name for path in self.paths]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"paths: distinct names are required, got '{twice[0]}' twice")
+        return self
+
+    def inner(self, block: tuple[int, ...]) -> Mapping[str, Inner]:
+        return {path.name: Inner(path.stages, block) for path in self.paths}
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        total: Tensor | None = None
+        for path in self.paths:
+            mapped = run_chain(path.stages, state.scope(path.name), gradient, direction, context)
+            total = mapped * path.weight if total is None else total.add(mapped, alpha=path.weight)
+        assert total is not None
+        return total
+
+
+class Transform(Stage):
+    """inner(T(g), d)  with T = before;  d is T(g) itself where no stage has made another direction of g yet.
+
+    Every stage of `inner` takes T(g) for the gradient: statistics and second moments are made of it. T may keep state,
+    as in MARS. Where it keeps none and comes first, its stages do the same before those of `inner` in one chain:
+    `[clip_norm, momentum, rms]` is Adam with clipped gradients.
+    """
+
+    kind: Literal["transform"] = "transform"
+    before: Stages = Field(min_length=1, description="the chain T that maps the gradient")
+    chain: Stages = Field(alias="inner", min_length=1, description="the chain that sees T(g) as its gradient")
+
+    @model_validator(mode="after")
+    def _before_maps_every_gradient(self) -> Self:
+        for path, stage in walk(self.before, "before"):
+            if stage.cached_traits().lagged:
+                raise ValueError(f"{path}: a stage that maps every gradient is required, got one that is lagged")
+        return self
+
+    def inner(self, block: tuple[int, ...]) -> Mapping[str, Inner]:
+        return {"before": Inner(self.before, block), "inner": Inner(self.chain, block)}
+
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        norm, gain = chain_bounds(self.chain, block)
+        entrywise = all(stage.cached_traits().entrywise for stage in (*self.before, *self.chain))
+        return Traits(entrywise=entrywise, spectral_norm=norm, spectral_gain=gain)
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        early = any(stage.cached_traits().lagged for _, stage in walk(self.chain))
+        # a first gradient that only primes `inner` is mapped as any other: T has had one gradient more
+        before = replace(context, steps=context.steps + 1) if early else context
+        seen = run_chain(self.before, state.scope("before"), gradient, gradient, before)
+        start = seen if direction is gradient else direction
+        return run_chain(self.chain, state.scope("inner"), seen, start, context)

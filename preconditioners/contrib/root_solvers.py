@@ -1,0 +1,182 @@
+"""Solvers of inverse roots, and bounds of eigenvalues, that no shipped recipe names."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from functools import lru_cache
+from typing import Annotated, Any, Literal, Self
+
+import numpy as np
+import torch
+from pydantic import BeforeValidator, Field, model_validator
+from torch import Tensor
+
+from eigengraft.numerics import identity_like
+
+from ..roots.bounds import EigenvalueBound, GuaranteedBound
+from ..roots.coupled_newton import Best, Coupled, Iterates, rational
+from ..roots.iterative import Iterative, Solved, largest_entry, product
+
+
+class InfinityBound(EigenvalueBound):
+    """max_i sum_j |a_ij|, the largest row sum, at most sqrt(d) times the largest eigenvalue."""
+
+    kind: Literal["infinity"] = "infinity"
+
+    def of_scaled(self, a: Tensor) -> Tensor:
+        return a.abs().sum(-1).amax(-1)
+
+
+class TraceBound(EigenvalueBound):
+    """tr A, the sum of the eigenvalues: a bound for positive semi-definite A only, at most rank times the largest."""
+
+    kind: Literal["trace"] = "trace"
+
+    def of_scaled(self, a: Tensor) -> Tensor:
+        return a.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(0)
+
+
+def _pair(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+class Chebyshev(Iterative):
+    """sum over k <= degree of c_k T_k(S),  S = (2 C - (low + high) I) / (high - low)
+
+    c_k are the coefficients of x^(-1/p) on [low, high]; C^(-q/p) is the q-th power (DASH, arXiv:2602.02016). Summed by
+    Clenshaw's recurrence, one product of `[N, d, d]` for each degree. The interval, in units of the size t, must hold
+    the eigenvalues of C, [r / t, 1] with r the ridge and t the size with it. Takes e = q/p with p <= 64 and q <= 8.
+
+    The error falls as exp(-2 degree sqrt(low / high)), so that a ridge of 1e-3 takes about a hundred terms. A fit on a
+    wider interval has a bias: [1e-10, 1] with 20 terms, as in DASH, is off by more than a tenth already at condition 9.
+    The residual is max |X^p C - I|.
+    """
+
+    kind: Literal["chebyshev"] = "chebyshev"
+    eps: float = Field(default=1e-3, ge=0, le=1, description="ridge, in units of the matrix, or of its size")
+    degree: int = Field(default=100, ge=1, le=1000, description="degree of the polynomial")
+    interval: Annotated[tuple[float, float] | None, BeforeValidator(_pair)] = Field(
+        default=None, description="[low, high], in units of the size; default: from the relative ridge to 1"
+    )
+    scaling: EigenvalueBound = Field(
+        default=GuaranteedBound(), description="size that a matrix is divided by before it is solved"
+    )
+
+    @model_validator(mode="after")
+    def _knows_its_interval(self) -> Self:
+        if self.interval is not None and not 0 < self.interval[0] < self.interval[1]:
+            raise ValueError(f"chebyshev: an interval [low, high] with 0 < low < high is required, got {self.interval}")
+        if self.interval is None and not (self.relative and self.relative_to is None and self.eps > 0):
+            raise ValueError(
+                "chebyshev: the default interval needs a ridge relative to `scaling` (relative: true, "
+                "relative_to: null, eps > 0), otherwise give `interval`"
+            )
+        return self
+
+    def check(self, exponent: Fraction) -> str | None:
+        return rational(self.kind, exponent)
+
+    def solve(self, c: Tensor, exponent: Fraction, ridge: float) -> Solved:
+        below, above = self.interval or (ridge / (1 + ridge * self._size_of_identity(c.shape[-1])), 1.0)
+        p = exponent.denominator
+        first, *coefficients = _coefficients(self.degree, below, above, 1 / p)
+        eye = identity_like(c)
+        s = (2 * c - (below + above) * eye) / (above - below)
+        b, before = coefficients[-1] * eye, torch.zeros_like(c)
+        for coefficient in reversed(coefficients[:-1]):
+            b, before = coefficient * eye + 2 * product(s, b, self.precision) - before, b
+        x = first * eye + product(s, b, self.precision) - before
+        residual = largest_entry(torch.bmm(torch.linalg.matrix_power(x, p), c) - eye)
+        steps = torch.full_like(residual, self.degree, dtype=torch.int32)
+        return Solved(x, residual, steps, exponent.numerator)
+
+    def _size_of_identity(self, d: int) -> float:
+        """What a ridge of 1 adds to the size, at most, in units of the ridge: asked of no device."""
+        return float(self.scaling.upper(torch.eye(d, dtype=torch.float64, device="cpu")[None]))
+
+
+@lru_cache(maxsize=256)
+def _coefficients(degree: int, low: float, high: float, exponent: float) -> tuple[float, ...]:
+    """c_0 .. c_degree of the Chebyshev series of x^-exponent on [low, high], by the cosine sum over many nodes."""
+    nodes = max(10_000, 8 * degree)
+    angles = (np.arange(nodes) + 0.5) * np.pi / nodes
+    values = ((high + low) / 2 + (high - low) / 2 * np.cos(angles)) ** -exponent
+    sums = [2 / nodes * float(np.dot(values, np.cos(k * angles))) for k in range(degree + 1)]
+    return (sums[0] / 2, *sums[1:])
+
+
+class HigherOrder(Coupled):
+    """X <- X T,  M <- T^p M,  T = sum over i < order of b_i (I - M)^i,  from  X = I,  M = C
+
+    b_i = prod over j <= i of (1 + (j - 1) p) / (j p): the series of M^(-1/p) around I (Lakic 1998). Order 2 is Newton's
+    iteration, which the first step always is. X `[N, d, d]` tends to C^(-1/p), of which the q-th power is taken. C is A
+    with its ridge, divided by its trace; the ridge is max(eps * largest row sum, floor). Takes e = q/p with p <= 64 and
+    q <= 8. The residual is at least that of the matrix itself, max |X^p C - I|: in float32 about p times the condition
+    times 1e-7, hence the larger default ridge.
+    """
+
+    kind: Literal["higher_order"] = "higher_order"
+    eps: float = Field(default=1e-5, ge=0, le=1, description="ridge, in units of the matrix, or of its size")
+    order: int = Field(default=3, ge=2, le=10, description="terms of the series; what is left shrinks with this power")
+    scaling: EigenvalueBound = Field(
+        default=TraceBound(), description="size that a matrix is divided by before it is solved"
+    )
+    relative_to: EigenvalueBound | None = Field(
+        default=InfinityBound(), description="size that a relative eps refers to; null: `scaling`"
+    )
+    max_iterations: int = Field(default=100, ge=1, le=200, description="bound on the steps")
+    tolerance: float = Field(default=1e-8, gt=0, description="a matrix is done when ||M - I|| is below this")
+    growth: float = Field(
+        default=1.2, ge=1, description="a matrix within 1/2 of I stops when its error is this many times its least"
+    )
+
+    def check(self, exponent: Fraction) -> str | None:
+        return rational(self.kind, exponent)
+
+    def solve(self, c: Tensor, exponent: Fraction, ridge: float) -> Solved:
+        p, eye = exponent.denominator, identity_like(c)
+
+        def step(state: Iterates, iteration: int) -> Iterates:
+            return self.newton(state, p, self.order if iteration else 2)
+
+        (x, _), error, steps = self.run((eye, c), step)
+        residual = largest_entry(torch.bmm(torch.linalg.matrix_power(x, p), c) - eye)
+        residual = torch.maximum(residual, error)
+        return Solved(x, residual, steps, exponent.numerator)
+
+
+class NewtonDB(Coupled):
+    """Y <- Y E,  Z <- E Z,  E = (3 I - Z Y) / 2,  from  Y = C,  Z = I:  Y tends to C^(1/2), Z to C^(-1/2)
+
+    Denman and Beavers' iteration, Newton-Schulz form (Higham 2008, equation 6.35). Y, Z `[N, d, d]`; C is A with its
+    ridge, divided by its size: the eigenvalues of Z Y start in (0, 1], and each step raises the smallest by 9/4. Takes
+    e = 1/2 and 1/4, the latter in two calls, the second on the Y of the first (DASH, arXiv:2602.02016). The residual is
+    ||Z Y - I||. In float32 Y and Z lose their coupling where the condition of C approaches 1e7; the residual then stays
+    large.
+    """
+
+    kind: Literal["newton_db"] = "newton_db"
+    scaling: EigenvalueBound = Field(
+        default=GuaranteedBound(), description="size that a matrix is divided by before it is solved"
+    )
+
+    def check(self, exponent: Fraction) -> str | None:
+        if exponent not in (Fraction(1, 2), Fraction(1, 4)):
+            return f"newton_db takes exponents 1/2 and 1/4, got {exponent}"
+        return None
+
+    def solve(self, c: Tensor, exponent: Fraction, ridge: float) -> Solved:
+        (y, z, _), error, steps = self._square_roots(c)
+        if exponent == Fraction(1, 4):
+            (_, z, _), second, more = self._square_roots(y)
+            error, steps = torch.maximum(error, second), steps + more
+        return Solved(z, error, steps)
+
+    def _square_roots(self, c: Tensor) -> Best:
+        return self.run((c, identity_like(c), c), self._step)
+
+    def _step(self, state: Iterates, iteration: int) -> Iterates:
+        y, z, zy = state
+        rest = (identity_like(zy) - zy) / 2  # E - I, which vanishes, and with it the rounding of its products
+        y, z = y + self.times(y, rest), z + self.times(rest, z)
+        return y, z, self.times(z, y)

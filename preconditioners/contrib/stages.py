@@ -1,0 +1,52 @@
+"""Stages that no shipped recipe names."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+from torch import Tensor
+
+from eigengraft.numerics import per_block
+from eigengraft.slots import State
+from eigengraft.step_context import StepContext
+
+from ..base import Stage, Traits
+
+
+class Cautious(Stage):
+    """d M / max(mean M, floor)  with M = [d g > 0]  (algorithm 1; the mean is the fraction of entries that are kept).
+
+    The last stage of a chain, as a rule: it masks what the stages before made of the gradient. Inside an eigenbasis g
+    is the gradient in that basis. The paper writes a mean of (n + 1) / n of it; its code divides by the mean, with a
+    floor, and so does this.
+    """
+
+    kind: Literal["cautious"] = "cautious"
+    floor: float = Field(default=1e-3, gt=0, le=1, description="least fraction to divide by")
+    per: Literal["block", "parameter"] = Field(default="block", description="what the fraction is taken over")
+
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        return Traits(sums=self.per == "parameter")
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        agrees = (direction.sign() * gradient.sign() > 0).to(direction.dtype)  # of signs: d g itself may underflow
+        flat = agrees.flatten(1)
+        kept = flat.mean(1)
+        if self.per == "parameter":
+            kept = context.parameter_sum(flat.sum(1)) / context.parameter_sum(flat.new_full(kept.shape, flat.shape[1]))
+        return direction * agrees / per_block(kept.clamp_min(self.floor), direction)
+
+
+class Center(Stage):
+    """d - mean(d), the mean over all axes but the first; blocks with one axis stay (Yong et al. 2020, arXiv:2004.01461)
+
+    Gradient centralization is this stage at the beginning of a chain. The first axis is that of a weight's outputs.
+    """
+
+    kind: Literal["center"] = "center"
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        if direction.ndim < 3:
+            return direction
+        return direction - direction.mean(tuple(range(2, direction.ndim)), keepdim=True)

@@ -1,0 +1,320 @@
+"""How the state of a chain follows when its basis changes along one axis.
+
+Legend: N blocks; d length of the axis; r columns of a basis, d or fewer.
+
+Second moments after a change of basis, fitted to the sums over axes that the statistics of the basis know.
+
+Legend: v second moments `[N, *block]` in the new basis; d_i `[N, d_i]` sums of v over all axes but i, as the statistic
+of axis i has them, diag(Q_i^T A_i Q_i); w_j `[N, d_j]` weights of axis j in the sums of other axes, for statistics that
+are whitened on it; m first moments in the new basis.
+
+One step of iterative proportional fitting: nonnegative numbers scaled, axis by axis, to sums that are known.
+
+Legend: v the numbers `[N, *block]`; s_i `[N, d_i]` sums of v over all axes but i; d_i `[N, d_i]` what these sums should
+be; w_j `[N, d_j]` weights of axis j in the sums of other axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from eigengraft.chains import SIDES, known_signals, requested
+from eigengraft.numerics import identity_like, known_to_hold, may_branch_on_values, per_block, tiny, to_power
+from eigengraft.slots import Slot, State
+from eigengraft.state_key import StateKey
+
+from ..algebra.products import mode_product, reordered, rotate
+from ..base import Stage, chain_slots, walk
+from ..statistics import Statistic, mean_eigenvalue
+
+Transport = Literal["exact", "marginals", "permute", "none"]
+
+
+class Turn:
+    """A change of basis by R = Q_old^T Q_new `[N, r, r]`, a product that is made when something first needs it.
+
+    old, new: Q_old and Q_new `[N, d, r]`; without `old`, new is R itself. order: `[N, r]`, the old column of each new
+    one; None: columns have no old counterpart.
+    """
+
+    def __init__(self, new: Tensor, old: Tensor | None = None, order: Tensor | None = None) -> None:
+        self.new, self.old, self.order = new, old, order
+
+    @cached_property
+    def rotation(self) -> Tensor:
+        return self.new if self.old is None else torch.bmm(self.old.mT, self.new)
+
+    @cached_property
+    def stays(self) -> bool:
+        """Whether R is known to be the identity of every block; False where asking would wait for a device."""
+        before = identity_like(self.new) if self.old is None else self.old
+        return may_branch_on_values(self.new) and torch.equal(self.new, before)
+
+    def chunk(self, parts: int) -> list[Turn]:
+        """The turns of that many equal numbers of blocks, one after the other."""
+        if parts == 1:
+            return [self]
+        order: Sequence[Tensor | None] = [None] * parts if self.order is None else self.order.chunk(parts)
+        old: Sequence[Tensor | None] = [None] * parts if self.old is None else self.old.chunk(parts)
+        found = [Turn(*own) for own in zip(self.new.chunk(parts), old, order, strict=True)]
+        if "rotation" in vars(self):  # is known
+            for turn, rotation in zip(found, self.rotation.chunk(parts), strict=True):
+                turn.rotation = rotation
+        return found
+
+    def by_parts(self, x: Tensor, axis: int) -> Tensor | None:
+        """R^T x along an axis as Q_new^T (Q_old x); None where R and a product with it take fewer operations."""
+        d, r = self.new.shape[1:]
+        rest = x[0].numel() // r
+        if self.old is None or 2 * d * rest >= r * (d + rest):
+            return None
+        return mode_product(mode_product(x, self.old, axis), self.new.mT, axis)
+
+
+def transport(stages: tuple[Stage, ...], state: State, turns: Mapping[int, Turn], how: Transport = "exact") -> None:
+    """Change the basis of all slots of a chain, along each axis of the block that `turns` has, by R, its rotation.
+
+    state: of the chain, with the block as it sees it. exact: vectors are rotated, squares are transported by the
+    Hadamard square, (R*R)^T v; marginals: the same, as a start; permute: vectors are rotated, squares are reordered by
+    the turn's order; none: everything stays.
+    """
+    turns = {axis: turn for axis, turn in turns.items() if how != "none" and not turn.stays}
+    slots = list(chain_slots(stages, state.block)) if turns else []
+    squared = how != "permute" and any(slot.frame in ("square", "row", "column") for _, _, slot in slots)
+    for path, name, slot in slots:
+        places = {axis: slot_axis(slot, axis, len(state.block)) for axis in turns}
+        own = {place: turns[axis] for axis, place in places.items() if place is not None}
+        if not own:
+            continue
+        scope = state.scope(path)
+        if slot.frame == "vector":
+            scope[name] = _rotated(scope[name], own, whole=squared)
+        elif how != "permute":
+            scope[name] = rotate(scope[name], {place: turn.rotation.square().mT for place, turn in own.items()})
+        else:
+            scope[name] = _reordered(scope[name], own)
+
+
+def _rotated(x: Tensor, turns: Mapping[int, Turn], whole: bool) -> Tensor:
+    """R^T x along the axes of all turns; whole: by R itself, which something else needs too."""
+    rotations = dict[int, Tensor]()
+    for axis, turn in turns.items():
+        if whole or (rotated := turn.by_parts(x, axis)) is None:
+            rotations[axis] = turn.rotation.mT
+        else:
+            x = rotated
+    return rotate(x, rotations)
+
+
+def _reordered(x: Tensor, turns: Mapping[int, Turn]) -> Tensor:
+    for axis, turn in turns.items():
+        x = x if turn.order is None else reordered(x, axis, turn.order)
+    return x
+
+
+def require_frameless(stages: tuple[Stage, ...], path: str) -> None:
+    """Raises ValueError for state that cannot follow a change of basis."""
+    for here, name, slot in chain_slots(stages, (2, 2), path):
+        if slot.frame == "none" and slot.role in ("statistic", "root", "basis"):
+            raise ValueError(
+                f"{here}: '{name}' does not follow a change of basis; a stage with factors of its own cannot live in "
+                "another's basis, move it outside"
+            )
+    for here, stage in walk(stages, path):
+        for signal in sorted(requested(stage)):
+            if signal in known_signals() and known_signals()[signal].extent in ("entry", "partner", *SIDES):
+                raise ValueError(f"{here}: '{signal}' does not follow a change of basis, move the stage outside")
+
+
+def order_or_identity(order: Tensor | None, ok: Tensor) -> Tensor | None:
+    """The order of the columns `[N, r]` where the solver succeeded, the identity elsewhere; None stays None."""
+    if order is None or known_to_hold(ok):
+        return order
+    return torch.where(ok[:, None], order, torch.arange(order.shape[-1], dtype=order.dtype, device=order.device))
+
+
+def slot_axis(slot: Slot, axis: int, order: int) -> int | None:
+    """The place of the block's axis among the axes of a slot; None: the slot does not have it."""
+    spans = {"row": range(order - 1), "column": [*range(order - 2), order - 1], "none": ()}
+    axes = list(spans.get(slot.frame, slot.axes if slot.axes is not None else range(order)))
+    return axes.index(axis) if axis in axes else None
+
+
+def marginals(a: Tensor, basis: Tensor | None, found: Tensor | None = None) -> Tensor:
+    """d_i `[N, d]` from the factor A_i `[N, d, d]`, in any unit; 0 where rounding hides it.
+
+    basis: Q_i `[N, d, d]`; None: the factor lives in it. found: d_i where it is known already, NaN for other blocks.
+    """
+    if basis is None:
+        d = a.diagonal(dim1=-2, dim2=-1)
+    elif found is None or bool(found.isnan().any()):
+        d = (basis * torch.bmm(a, basis)).sum(-2)
+        d = d if found is None else torch.where(found.isnan(), d, found)
+    else:
+        d = found
+    return torch.where(d > torch.finfo(d.dtype).eps * d.shape[-1] * d.amax(-1, keepdim=True), d, 0.0)
+
+
+def weights(d: Tensor, exponent: Fraction, floor: float) -> Tensor:
+    """w_i `[N, d]`: eigenvalues d_i in units of their mean, from `floor` up, to the power that a statistic reads."""
+    values = (d / mean_eigenvalue(d)[:, None]).clamp_min(max(floor, tiny(d.dtype)))
+    return to_power(values, float(exponent))
+
+
+def fit_second_moments(
+    stages: tuple[Stage, ...], state: State, marginals: Mapping[int, Tensor], weights: Mapping[int, Tensor]
+) -> None:
+    """Fits the second moments of a chain, after its basis changed, to marginals, by axis of the block; limits updates.
+
+    A second moment is a running mean of squared gradients, whose slots have a `decay` b. A factored one, v = r c^T /
+    mean(r), of which both factors are known goes half of the way on a logarithmic scale, r and c to the roots of what
+    they are times what they should be: what moves to one entry is in its row and in its column, and would count twice.
+
+    Then v of a block is multiplied by the least c >= 1 with which mean(m^2 / (c v)) is at most the larger of two,
+    whichever first moment m is: mean m^2 / mean v, which a v without differences gives in any basis; and 1 - b, which
+    is m^2 / v after one gradient that outweighs all others if both moments have the decay b.
+    """
+    first, second = _moments(stages, state)
+    for scope, slots in second:
+        known = {name: _known(slot, marginals, state.block) for name, slot in slots.items()}
+        power = 1 / max(1, sum(map(bool, known.values())))
+        new = {name: fit_(scope[name], own, weights, power) for name, own in known.items()}
+        (decay,) = {slot.decay or 0.0 for slot in slots.values()}
+        growth = _growth([m[name] for m, name in first], _spread([(x, slots[name]) for name, x in new.items()]), decay)
+        for name, x in new.items():
+            scope[name] = x.mul_(per_block(growth, x))
+
+
+def _moments(
+    stages: tuple[Stage, ...], state: State
+) -> tuple[list[tuple[State, str]], list[tuple[State, dict[str, Slot]]]]:
+    """First moments of a chain that live in the basis, and second moments, factors of one together."""
+    first: list[tuple[State, str]] = []
+    second: dict[str, tuple[State, dict[str, Slot]]] = {}
+    for path, name, slot in chain_slots(stages, state.block):
+        if slot.decay is not None:
+            group = path if slot.frame in ("row", "column") else StateKey.join(path, name)
+            second.setdefault(group, (state.scope(path), {}))[1][name] = slot
+        elif slot.role == "first_moment" and slot.frame == "vector" and slot.axes is None:
+            first.append((state.scope(path), name))
+    return first, list(second.values())
+
+
+def _growth(first: list[Tensor], v: Tensor, decay: float) -> Tensor:
+    """c `[N]`, at least 1: how many times larger v must be for updates m / sqrt(v) to be within their limits.
+
+    Entries of v that are rounding, as of directions without gradients, are not counted.
+    """
+    mean = v.flatten(1).mean(-1)
+    # the rounding of rotations, with a margin of 16
+    rounding = mean * (v[0].numel() * (16 * torch.finfo(v.dtype).eps) ** 2)
+    hidden = None
+    if not may_branch_on_values(v) or not bool((v.flatten(1).amin(-1) > rounding).all()):
+        hidden = ~(v > per_block(rounding, v))
+    growth = torch.ones_like(mean)
+    for m in first:
+        squares = m.square()
+        even = squares.flatten(1).mean(-1) / mean.clamp_min(tiny(v.dtype))
+        sizes = squares.div_(v) if hidden is None else squares.div_(v).masked_fill_(hidden, 0.0)
+        most = even.clamp_min(max(1 - decay, tiny(v.dtype)))
+        growth = torch.maximum(growth, sizes.flatten(1).mean(-1) / most)
+    return growth
+
+
+def _known(slot: Slot, marginals: Mapping[int, Tensor], block: tuple[int, ...]) -> dict[int, Tensor]:
+    """Marginals by axis of a slot, of axes of the block."""
+    places = {axis: slot_axis(slot, axis, len(block)) for axis in marginals}
+    return {place: marginals[axis] for axis, place in places.items() if place is not None}
+
+
+def require_marginals(statistic: Statistic, inner: tuple[Stage, ...], keeps_all_columns: bool) -> None:
+    """Raises ValueError where a statistic does not know sums of the second moments of a chain in its basis."""
+    if needed := _needed(statistic, inner, keeps_all_columns):
+        raise ValueError(f"transport: 'marginals' needs {needed}; `transport: exact` takes any chain")
+
+
+def _needed(statistic: Statistic, inner: tuple[Stage, ...], keeps_all_columns: bool) -> str | None:
+    """What is missing for fitted second moments, and what there is in its place."""
+    decay = statistic.decay_of_squares
+    if decay is None:
+        fields = {name: getattr(statistic, name) for name in ("kind", "interval", "initial", "source")}
+        wanted = "a gram or bregman, interval 1, initial 0, source gradient"
+        return f"the squares of every gradient: {wanted}; got {fields}"
+    if not keeps_all_columns:
+        return "all columns of a basis, got a solver that keeps fewer"
+    slots = [slot for *_, slot in chain_slots(inner, (2, 2)) if slot.decay is not None]
+    if (found := {slot.decay for slot in slots if slot.decay is not None}) != {decay}:
+        got = ", ".join(f"{beta:g}" for beta in sorted(found))
+        told = "none (a slot that is a running mean of squared gradients says so by `Slot(decay=beta)`)"
+        return f"second moments inside with the decay of the statistic, {decay:g}, got {got or told}"
+    if statistic.needs_power is not None and any(slot.frame != "square" for slot in slots):
+        return "second moments of every entry with a statistic that is whitened, got factored ones"
+    return None
+
+
+def _spread(parts: list[tuple[Tensor, Slot]]) -> Tensor:
+    """v `[N, *block]`, or of length 1 along an axis that it does not have: whole, of rows, of columns, or rank one."""
+    along = {"row": -1, "column": -2}
+    first, *others = (x.unsqueeze(along[slot.frame]) if slot.frame in along else x for x, slot in parts)
+    for other in others:
+        first = first / first.mean((-2, -1), keepdim=True).clamp_min(tiny(first.dtype)) * other
+    return first
+
+
+def fit_(
+    v: Tensor, marginals: Mapping[int, Tensor], weights: Mapping[int, Tensor] | None = None, power: float = 1.0
+) -> Tensor:
+    """In place: v <- v * prod_i (d_i / s_i)^power, scaled to the sum that v had.
+
+    marginals: d_i by axis of v, in any unit; 0: not known.
+    weights: w_j by axis of v, with which s_i sums v prod_(j != i) w_j.
+
+    One step of iterative proportional fitting (Deming & Stephan 1940) that takes all axes alike. It is exact where v is
+    a product of one factor for each axis, and whatever v is for a single axis.
+    """
+    total, sums = v.flatten(1).sum(-1), _sums(v, weights or {})
+    factors = {axis: _factor(d, sums[axis], power) for axis, d in marginals.items()}
+    if 0 in factors:
+        v.mul_(factors[0].reshape(*v.shape[:2], *[1] * (v.ndim - 2)))
+    if (rest := _outer(_after_first(factors), v.shape[2:])) is not None:
+        v.mul_(rest[:, None])
+    return v.mul_(per_block(total / v.flatten(1).sum(-1).clamp_min(tiny(v.dtype)), v))
+
+
+def _factor(d: Tensor, s: Tensor, power: float) -> Tensor:
+    """(d_i / s_i)^power `[N, d_i]`, in the unit of s_i; 1 where one of both is not known."""
+    known = (d > 0) & (s > 0)
+    unit = (s * known).sum(-1) / (d * known).sum(-1).clamp_min(tiny(d.dtype))
+    factor = torch.where(known, d * unit[:, None] / s.clamp_min(tiny(s.dtype)), 1.0)
+    return factor if power == 1 else factor.pow(power)
+
+
+def _sums(v: Tensor, weights: Mapping[int, Tensor]) -> list[Tensor]:
+    """s_i `[N, d_i]` of every axis: the first axis against all others, then those, which are few, in the same way."""
+    if v.ndim <= 2:
+        return [v]
+    rows, others = v.flatten(2), _after_first(weights)
+    weight = _outer(others, v.shape[2:])
+    own = rows.sum(2) if weight is None else (rows * weight.flatten(1)[:, None]).sum(2)
+    rest = rows.sum(1) if 0 not in weights else (rows * weights[0][..., None]).sum(1)
+    return [own, *_sums(rest.reshape(-1, *v.shape[2:]), others)]
+
+
+def _after_first(by_axis: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """What axes but the first have, by axis counted from the second one."""
+    return {axis - 1: x for axis, x in by_axis.items() if axis}
+
+
+def _outer(factors: Mapping[int, Tensor], shape: Sequence[int]) -> Tensor | None:
+    """The product of factors `[N, d_i]` by axis, `[N, *shape]`; None: there are none."""
+    product = None
+    for axis, factor in factors.items():
+        placed = factor.reshape(-1, *(n if place == axis else 1 for place, n in enumerate(shape)))
+        product = placed if product is None else product * placed
+    return None if product is None else product.expand(-1, *shape).contiguous()

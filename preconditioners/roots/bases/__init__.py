@@ -1,1 +1,0 @@
-"""Solvers of eigenvector bases of stacks of symmetric matrices."""

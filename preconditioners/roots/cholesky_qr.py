@@ -1,0 +1,113 @@
+"""Eigenbases by orthogonal iteration with Cholesky QR: matrix products and triangular solves instead of Householder."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Literal, Self
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from eigengraft.numerics import (
+    apply_aligned,
+    finite_blocks,
+    identity_like,
+    known_to_hold,
+    may_branch_on_values,
+    where_blocks,
+)
+
+from .base import Basis, BasisSolver
+from .decompositions import leading_eigenvectors, unit_sized
+from .power_qr import PowerQR, householder, identity_order, ordered_step, same_signs
+
+
+class CholeskyQR(BasisSolver):
+    """Q <- orth(A Q[:, o]),  o = columns by descending diag(Q^T A Q);  orth(X): X <- X R^-1 with R^T R = X^T X + s I
+
+    in `rounds` rounds, u the unit of rounding; s = 0 in the last two rounds, or the last one of two, and 4 d u before
+    (CholeskyQR2, Yamamoto et al. 2015; the shift, Fukaya et al. 2020). Columns of X are scaled to length 1 before,
+    which changes no Q and makes X well-conditioned, whatever the spectrum, once Q is near the eigenvectors. Columns of
+    X that are only rounding, those of the null space, stay what they are in Q.
+
+    Two rounds are enough for X of condition up to u^(-1/2). A direction that is new to A, or much larger than the rest,
+    makes columns of A Q nearly parallel. With `rounds: 4, wide: true` these are orthonormalised too, as well as by
+    Householder QR (mixed precision, Yamazaki, Tomov & Dongarra 2015): this is the solver `by_device` exchanges
+    `power_qr` for. With two rounds in float32 nearly all refreshes of such matrices fail on a device.
+    A matrix whose result is not orthonormal is orthonormalised by Householder QR on a CPU. On a device, where the host
+    would have to wait for which ones these are, it keeps its basis and counts as failed.
+    """
+
+    kind: Literal["cholesky_qr"] = "cholesky_qr"
+    steps: int = Field(default=1, ge=1, le=100, description="power steps in one refresh")
+    rounds: int = Field(default=2, ge=2, le=8, description="Cholesky factorisations in one step")
+    wide: bool = Field(default=False, description="take the rounds with s > 0 in float64")
+    max_error: float = Field(
+        default=32.0, ge=1, description="largest |Q^T Q - I| that is accepted, in units of rounding, the spacing at 1"
+    )
+    bootstrap: bool = Field(
+        default=True, description="take the first basis from an eigendecomposition instead of the identity"
+    )
+
+    @classmethod
+    def equal_to(cls, other: BasisSolver, dtype: torch.dtype) -> Self | None:
+        if not isinstance(other, PowerQR):
+            return None
+        return cls(steps=other.steps, rounds=4, wide=True, bootstrap=other.bootstrap)
+
+    def basis(self, a: Tensor, q: Tensor, first: bool) -> Basis:
+        if first and self.bootstrap:
+            return leading_eigenvectors(a)
+        a, ok = unit_sized(a)
+        order = identity_order(q)
+        checks: list[Tensor] = []
+        for _ in range(self.steps):
+            q, order = ordered_step(torch.bmm(a, q), q, order, partial(self.orthonormal, checks=checks))
+        return Basis(q, order, torch.stack([ok, finite_blocks(q), *checks]).all(0))
+
+    def orthonormal(self, aq: Tensor, q: Tensor, checks: list[Tensor]) -> Tensor:
+        """Return the orthonormal factor of aq, with the signs of q.
+
+        checks: on a device, `[N]` is added to it, False where the factor was not found and q is returned.
+        """
+        x = _unit_columns(aq, q)
+        new, good = self.cholesky(x)
+        new = same_signs(new, q)
+        if known_to_hold(good):
+            return new
+        if not may_branch_on_values(good):
+            checks.append(good)
+            return where_blocks(good, new, q)
+        rows = (~good).nonzero().squeeze(1)
+        new[rows] = householder(x[rows], q[rows])
+        return new
+
+    def cholesky(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Orthonormal columns that span those of x, which have length 1; and `[N]`, whether they are orthonormal."""
+        for number in range(self.rounds):
+            shifted = number < max(1, self.rounds - 2)
+            x = _round(x.double(), True).to(x.dtype) if shifted and self.wide else _round(x, shifted)
+        error = (torch.bmm(x.mT, x) - identity_like(x)).abs().amax((-2, -1))
+        return x, error <= self.max_error * torch.finfo(x.dtype).eps  # False where a factorisation failed and left NaN
+
+
+def _round(x: Tensor, shifted: bool) -> Tensor:
+    """X R^-1 with R^T R = X^T X + s I, s = 4 d u if shifted, else 0."""
+    gram = torch.bmm(x.mT, x)
+    shift = 4 * x.shape[-1] * torch.finfo(x.dtype).eps if shifted else 0
+    lower, _ = apply_aligned(torch.linalg.cholesky_ex, gram + shift * identity_like(gram) if shifted else gram)
+    quotient: Tensor = apply_aligned(_divided, x, lower)
+    return quotient
+
+
+def _divided(x: Tensor, lower: Tensor) -> Tensor:
+    quotient: Tensor = torch.linalg.solve_triangular(lower.mT, x, upper=True, left=False)
+    return quotient
+
+
+def _unit_columns(aq: Tensor, q: Tensor) -> Tensor:
+    """The columns of aq at length 1; where a column is rounding only, that of q."""
+    size = torch.linalg.vector_norm(aq, dim=-2, keepdim=True)  # [N, 1, d]
+    live = size > torch.finfo(aq.dtype).eps * aq.shape[-2] * size.amax(-1, keepdim=True)
+    return torch.where(live, aq / size.where(live, 1.0), q)

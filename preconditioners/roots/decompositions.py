@@ -1,0 +1,274 @@
+"""The two families of this room, and the one place where an eigendecomposition can fail.
+
+Eigenbases by orthogonal iteration, warm-started: a power step and a QR (Vyas et al. 2024, Algorithm 4).
+
+The functions below the solver are shared by all warm-started bases.
+Legend: N matrices A `[N, d, d]`; Q `[N, d, r]`, r <= d orthonormal columns; o `[N, r]`, where columns came from.
+
+Inverse roots by eigendecomposition: exact up to rounding, the solver of choice on a CPU.
+
+The inverse by a Cholesky factorization: the root of exponent 1 at a fraction of an eigendecomposition's cost.
+
+Eigenbases by eigendecomposition: exact up to rounding.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from eigengraft.numerics import (
+    apply_aligned,
+    block_norm,
+    finite_blocks,
+    identity_like,
+    may_branch_on_values,
+    on_host,
+    symmetrized,
+    tiny,
+    to_power,
+    where_blocks,
+)
+
+from ..algebra.products import symmetric_product
+from .base import Basis, BasisSolver, Root, RootSolver
+from .by_device import ByDevice, chosen
+
+
+def eigh(a: Tensor, host: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Eigenvalues `[N, d]` ascending, eigenvectors `[N, d, d]`, ok `[N]`; float32 failures are tried again in float64.
+
+    A failure is an error of LAPACK's, or a result with nan: on a CPU, divide and conquer in float32 returns one without
+    an error for some finite singular matrices. Where nothing helps the decomposition is that of the identity and ok is
+    False; results with nan on other devices, where a look at them would be waited for, are not tried again.
+
+    host: copy matrices of a device to the host and decompose them there. The host waits once, for the copies.
+    """
+    if host and not a.is_cpu:
+        values, vectors, ok = on_host(eigh, a)
+        return values, vectors, ok
+    ok = finite_blocks(a)
+    if a.shape[-1] == 0 or a.shape[0] == 0:
+        return a.new_zeros(a.shape[:-1]), a.clone(), ok
+    eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
+    a = torch.where(ok[:, None, None], symmetrized(a), eye)
+    try:
+        values, vectors = apply_aligned(torch.linalg.eigh, a)
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        return _one_by_one(a.double(), a.dtype, ok)
+    fine = finite_blocks(vectors) & finite_blocks(values)
+    if not may_branch_on_values(a):
+        values, vectors = torch.where(fine[:, None], values, 1.0), torch.where(fine[:, None, None], vectors, eye)
+        return values, vectors, ok & fine
+    if not fine.all():
+        values[~fine], vectors[~fine], ok[~fine] = _one_by_one(a[~fine].double(), a.dtype, ok[~fine])
+    return values, vectors, ok
+
+
+def leading_eigenvectors(a: Tensor, columns: int | None = None, host: bool = False) -> Basis:
+    """The eigenvectors by descending eigenvalue, from scratch: all of them, or the first so many; host: see `eigh`."""
+    _, vectors, ok = eigh(a, host)
+    return Basis(vectors.flip(-1)[..., :columns], None, ok)
+
+
+def _one_by_one(a: Tensor, dtype: torch.dtype, ok: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    values, vectors, fine = [], [], []
+    for matrix in a:
+        try:
+            value, vector = torch.linalg.eigh(matrix)
+            fine.append(bool(value.isfinite().all() and vector.isfinite().all()))
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+            fine.append(False)
+        if not fine[-1]:
+            value, vector = torch.ones_like(matrix[0]), torch.eye(len(matrix), dtype=a.dtype, device=a.device)
+        values.append(value.to(dtype))
+        vectors.append(vector.to(dtype))
+    return torch.stack(values), torch.stack(vectors), ok & torch.tensor(fine, dtype=torch.bool, device=ok.device)
+
+
+def unit_sized(a: Tensor) -> tuple[Tensor, Tensor]:
+    """A / max |A|, which no product can overflow and whose eigenvectors are those of A; 0 where A is not finite.
+
+    With it `[N]`, where A is finite.
+    """
+    ok = finite_blocks(a)
+    a = where_blocks(ok, a, 0.0)
+    return a / a.abs().amax((-2, -1), keepdim=True).clamp_min(tiny(a.dtype)), ok
+
+
+def off_diagonal(b: Tensor, tolerance: float) -> Tensor:
+    """`[N]`, whether ||B - diag B||_F > tolerance ||B||_F (Eschenhagen et al. 2025)."""
+    rest = b - torch.diag_embed(b.diagonal(dim1=-2, dim2=-1))
+    return block_norm(rest) > tolerance * block_norm(b)
+
+
+class Eigh(RootSolver, ByDevice):
+    """Q f(lambda)^(-e) Q^T with A = Q diag(lambda) Q^T `[N, d, d]`; f treats rank deficiency.
+
+    add: max(lambda, 0) + r.
+    floor: max(lambda, r).
+    clip_shift: lambda + r, shifted up so that the least is r (Shi et al. 2023, section 3.2.1; the ridge is added once).
+    perturb_before: the same with the ridge inside the decomposition: lambda of A + r I, all shifted up where the least
+    is below r so that it is r (the default of Distributed Shampoo); equal to clip_shift up to rounding, which here
+    never meets a singular matrix.
+    pseudo_inverse: eigenvalues up to max(r, atol, rtol * lambda_max) are dropped, 0 in the root.
+
+    r = eps, or eps * lambda_max if `relative`; in units of A. Takes every e > 0, exact up to rounding: an error of
+    about d u lambda_max in each eigenvalue, u the rounding unit, so that r below that is noise. Fails where A or the
+    root is not finite; a decomposition that does not converge in float32 is tried again in float64.
+
+    With `by_device` the solver is exchanged on an accelerator alone, for decompositions on the host, or for
+    `coupled_newton` with the same ridge if that is relative, added to all eigenvalues, and above rounding.
+    """
+
+    kind: Literal["eigh"] = "eigh"
+    eps: float = Field(default=1e-12, ge=0, description="ridge r, in units of the matrix, or of its largest eigenvalue")
+    relative: bool = Field(default=False, description="whether eps is relative to the largest eigenvalue")
+    deficiency: Literal["add", "clip_shift", "floor", "perturb_before", "pseudo_inverse"] = Field(
+        default="clip_shift", description="what happens to eigenvalues at and below zero"
+    )
+    rtol: float | None = Field(
+        default=0.0,
+        ge=0,
+        description="pseudo_inverse: cutoff relative to the largest eigenvalue; null: d * machine epsilon",
+    )
+    atol: float = Field(default=0.0, ge=0, description="pseudo_inverse: cutoff in units of the matrix")
+    precision: Literal["input", "float64"] = Field(default="input", description="dtype of the decomposition")
+
+    on_host: bool = Field(
+        default=False, description="copy matrices of an accelerator to the host and decompose them there"
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.deficiency == "perturb_before" and self.relative:
+            raise ValueError(
+                "eigh: perturb_before adds its ridge before eigenvalues are known: `relative: false` required"
+            )
+        if self.deficiency != "pseudo_inverse" and (self.rtol != 0 or self.atol != 0):
+            raise ValueError(
+                f"eigh: rtol and atol belong to deficiency pseudo_inverse, got deficiency {self.deficiency}"
+            )
+        return self
+
+    @classmethod
+    def equal_to(cls, other: RootSolver, dtype: torch.dtype) -> Self | None:
+        return other.replace(on_host=True, by_device=False) if isinstance(other, cls) and not other.on_host else None
+
+    def runs_on(self, device: str) -> str:
+        return "cpu" if self.on_host else device
+
+    def root(self, a: Tensor, exponent: Fraction) -> Root:
+        solver = self if a.is_cpu else chosen(self, a)
+        if solver is not self and solver.check(exponent) is None:
+            return solver.root(a, exponent)
+        a, dtype = a.double() if self.precision == "float64" else a, a.dtype
+        values, q, ok = eigh(
+            a + self.eps * identity_like(a) if self.deficiency == "perturb_before" else a, self.on_host
+        )
+        values = self._treat(values)
+        power = to_power(values, -float(exponent))
+        if self.deficiency == "pseudo_inverse":
+            power = torch.where(values > 0, power, 0.0)
+        root = symmetric_product(q * power.unsqueeze(1), q).to(dtype)
+        ok = ok & finite_blocks(root)
+        nothing = torch.zeros_like(ok)
+        return Root(root, ok, nothing.int(), nothing.to(dtype), ok & (power > 0).all(-1))
+
+    def regularized(self, values: Tensor) -> Tensor:
+        return self._treat(values + self.eps if self.deficiency == "perturb_before" else values)
+
+    def _treat(self, values: Tensor) -> Tensor:
+        if values.shape[1] == 0:
+            return values
+        floor = tiny(values.dtype)
+        least, peak = values.amin(1, keepdim=True), values.amax(1, keepdim=True).clamp_min(floor)  # [N, 1]
+        ridge = self.eps * peak if self.relative else torch.full_like(peak, self.eps)
+        if self.deficiency == "pseudo_inverse":
+            cutoff = ridge.clamp_min(max(floor, self.atol))
+            rtol = values.shape[1] * torch.finfo(values.dtype).eps if self.rtol is None else self.rtol
+            return torch.where(values > torch.maximum(cutoff, rtol * peak), values, 0.0)
+        if self.deficiency == "floor":
+            return torch.maximum(values, ridge).clamp_min(floor)
+        if self.deficiency == "add":
+            return (values.clamp_min(0) + ridge).clamp_min(floor)
+        if self.deficiency == "perturb_before":
+            return torch.where(least < ridge, values - least + ridge, values).clamp_min(floor)
+        return (values - least.clamp_max(0) + ridge).clamp_min(floor)
+
+
+class CholeskyInverse(RootSolver):
+    """(A + r I)^(-1)  with  r = eps + ratio tr(A) / d,  A `[N, d, d]`;  by the Cholesky factors of A + r I
+
+    The damping of Newton-Muon (Du & Su 2026, arXiv:2604.01472: ratio 0.2) and of K-FAC. Takes e = 1 alone. eps is in
+    units of A, ratio has none. Fails where A is not finite or A + r I has no factor.
+    """
+
+    kind: Literal["cholesky"] = "cholesky"
+    eps: float = Field(default=1e-8, ge=0, description="ridge, in units of the matrix")
+    ratio: float = Field(default=0.2, ge=0, description="ridge, in units of the mean eigenvalue")
+
+    def check(self, exponent: Fraction) -> str | None:
+        return None if exponent == 1 else f"cholesky takes exponents of 1 alone, got {exponent}"
+
+    def root(self, a: Tensor, exponent: Fraction) -> Root:
+        known = finite_blocks(a)
+        mean = a.diagonal(dim1=-2, dim2=-1).mean(-1)
+        ridge = (self.eps + self.ratio * mean).clamp_min(tiny(a.dtype))
+        damped = a + ridge[:, None, None] * identity_like(a)
+        factor, info = torch.linalg.cholesky_ex(torch.where(known[:, None, None], damped, identity_like(a)))
+        ok = known & (info == 0)
+        factor = torch.where(ok[:, None, None], factor, identity_like(a))
+        root = symmetrized(torch.cholesky_inverse(factor).contiguous())
+        ok = ok & finite_blocks(root)
+        nothing = torch.zeros_like(ok)
+        return Root(root, ok, nothing.int(), nothing.to(a.dtype), ok)
+
+    def regularized(self, values: Tensor) -> Tensor:
+        mean = values.mean(-1, keepdim=True) if values.shape[-1] else values
+        return (values + self.eps + self.ratio * mean).clamp_min(tiny(values.dtype))
+
+
+class EighBasis(BasisSolver):
+    """Eigenvectors by eigendecomposition, columns by descending (or ascending) eigenvalue.
+
+    With a tolerance a matrix keeps its basis bit for bit, order included, while ||B - diag B||_F <= tolerance ||B||_F
+    for B = Q^T A Q (Eschenhagen et al. 2025, arXiv:2506.03595). On a CPU it is then not decomposed; a device is not
+    asked, decomposes all matrices and masks the results.
+    """
+
+    kind: Literal["eigh"] = "eigh"
+    order: Literal["descending", "ascending"] = Field(
+        default="descending", description="order of the columns by eigenvalue"
+    )
+    tolerance: float = Field(
+        default=0.0, ge=0, lt=1, description="off-diagonal part of Q^T A Q that is good enough; 0: always decompose"
+    )
+
+    on_host: bool = Field(
+        default=False, description="copy matrices of an accelerator to the host and decompose them there"
+    )
+
+    def runs_on(self, device: str) -> str:
+        return "cpu" if self.on_host else device
+
+    def basis(self, a: Tensor, q: Tensor, first: bool) -> Basis:
+        if first or self.tolerance == 0:
+            return Basis(*self._decomposed(a))
+        scaled, ok = unit_sized(a)
+        due = off_diagonal(torch.bmm(q.mT, torch.bmm(scaled, q)), self.tolerance)
+        if not may_branch_on_values(a):
+            vectors, _, fine = self._decomposed(a)
+            return Basis(torch.where(due[:, None, None], vectors, q), None, torch.where(due, fine, ok))
+        q = q.clone()
+        if bool(due.any()):
+            q[due], _, ok[due] = self._decomposed(a[due])
+        return Basis(q, None, ok)
+
+    def _decomposed(self, a: Tensor) -> tuple[Tensor, None, Tensor]:
+        _, vectors, ok = eigh(a, self.on_host)
+        return vectors.flip(-1) if self.order == "descending" else vectors, None, ok

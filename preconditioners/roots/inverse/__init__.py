@@ -1,1 +1,0 @@
-"""Solvers of inverse roots A^(-1/p) of stacks of symmetric matrices."""

@@ -1,0 +1,163 @@
+"""What the iterative root solvers share: size and ridge, isolation of bad matrices, rejection, second attempts."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from fractions import Fraction
+from typing import Literal, NamedTuple, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from eigengraft.numerics import (
+    apply_aligned,
+    finite_blocks,
+    has_values,
+    identity_like,
+    may_wait_for_values,
+    per_block,
+    symmetrized,
+    tiny,
+)
+
+from .base import Root, RootSolver
+from .bounds import EigenvalueBound, FrobeniusBound
+
+Precision = Literal["input", "bfloat16", "float16"]
+
+
+class Solved(NamedTuple):
+    """root `[N, d, d]` of C with root^power = C^-e; residual and iterations `[N]`."""
+
+    root: Tensor
+    residual: Tensor
+    iterations: Tensor
+    power: int = 1
+
+
+class Iterative(RootSolver):
+    """t^(-e) C^(-e)  with  C = (A + r I) / t `[N, d, d]`,  t `[N]` the `scaling` of A + r I,  r `[N]` the ridge
+
+    The ridge is added here, and only here: r = max(eps * size, floor), or max(eps, floor) if not `relative`. Where t is
+    a bound the eigenvalues of C lie in [r / t, 1], whatever the size of A; t, r and `floor` are in units of A.
+
+    Fails where the root is not finite, where its residual, which has no unit, is not below `max_error`, and where it
+    has no Cholesky factor: the iterations have fixed points with eigenvalues of the wrong sign, which no residual of an
+    even power shows. A matrix that is not finite is solved as the identity and fails. What failed is solved again
+    `retries` times, with ten times the ridge each; products never mix matrices, so the others keep every bit.
+    """
+
+    eps: float = Field(default=1e-6, ge=0, le=1, description="ridge, in units of the matrix, or of its size")
+    relative: bool = Field(default=True, description="whether eps is relative to the size, see `relative_to`")
+    floor: float = Field(default=0.0, ge=0, description="the least ridge, in units of the matrix")
+    scaling: EigenvalueBound = Field(
+        default=FrobeniusBound(), description="size that a matrix is divided by before it is solved"
+    )
+    relative_to: EigenvalueBound | None = Field(
+        default=None, description="size that a relative eps refers to; default: `scaling`"
+    )
+    max_error: float = Field(default=0.1, gt=0, description="a root whose residual is not below this counts as failed")
+    retries: int = Field(default=0, ge=0, le=10, description="attempt i after a failure takes 10^i times the ridge")
+    retry_above: float | None = Field(
+        default=None, gt=0, description="residual from which it is worth another attempt; default: `max_error`"
+    )
+    precision: Precision = Field(default="input", description="dtype that factors of products are rounded to")
+
+    @model_validator(mode="after")
+    def _options_matter(self) -> Self:
+        if not self.relative and self.relative_to not in (None, type(self).model_fields["relative_to"].default):
+            raise ValueError("relative_to: `relative: true` is required, got relative false")
+        if self.retry_above is not None and not self.retries:
+            raise ValueError("retry_above: `retries` above 0 is required, got retries 0")
+        return self
+
+    @abstractmethod
+    def solve(self, c: Tensor, exponent: Fraction, ridge: float) -> Solved:
+        """C^-e; ridge: the one inside C in units of the size without it, 0 where the host does not know it."""
+
+    def root(self, a: Tensor, exponent: Fraction) -> Root:
+        finite = finite_blocks(a)
+        a = torch.where(per_block(finite, a), symmetrized(a), identity_like(a))
+        if a.numel() == 0:
+            return Root(a, finite, finite.int(), finite.to(a.dtype), finite)
+        found = self._attempt(a, exponent, 1.0)
+        for attempt in range(1, self.retries + 1):
+            failed = ~found.ok | (found.residual >= (self.retry_above or self.max_error))
+            if not has_values(a):
+                break
+            if may_wait_for_values(a):
+                rows = failed.nonzero().squeeze(1)
+                if len(rows) == 0:
+                    break
+                again = self._attempt(a[rows], exponent, 10.0**attempt)
+                again = Root(*(old.index_copy(0, rows, new) for old, new in zip(found, again, strict=True)))
+            else:  # a traced graph cannot ask which ones failed: all are solved, the failed ones are taken
+                again = self._attempt(a, exponent, 10.0**attempt)
+            better = failed & again.ok & (~found.ok | (again.residual < found.residual))
+            found = Root(*(torch.where(per_block(better, x), y, x) for x, y in zip(found, again, strict=True)))
+        return found._replace(ok=found.ok & finite)
+
+    def regularized(self, values: Tensor) -> Tensor:
+        values = values.clamp_min(0)
+        size = values.amax(1, keepdim=True) if values.shape[1] else values
+        ridge = (self.eps * size).clamp_min(self.floor) if self.relative else max(self.eps, self.floor)
+        return (values + ridge).clamp_min(tiny(values.dtype))
+
+    def _attempt(self, a: Tensor, exponent: Fraction, times: float) -> Root:
+        size, ridge = self._size_and_ridge(a, times)
+        c = a / per_block(size, a) + per_block(ridge, a) * identity_like(a)
+        peak = self.scaling.upper(c)
+        total = size * peak
+        known = self.eps * times if self.relative and self.relative_to is None else 0.0
+        root, residual, iterations, power = self.solve(c / per_block(peak, a), exponent, known)
+        eye, usable = identity_like(a), finite_blocks(root)
+        root = torch.where(per_block(usable, a), symmetrized(root), eye)
+        definite = apply_aligned(torch.linalg.cholesky_ex, root)[1] == 0
+        value = symmetrized(torch.linalg.matrix_power(root, power)) * per_block(total ** -float(exponent), a)
+        usable = usable & finite_blocks(value)
+        value = torch.where(per_block(usable, a), value, eye)
+        definite = definite & usable
+        return Root(value, definite & (residual < self.max_error), iterations, residual, definite)
+
+    def _size_and_ridge(self, a: Tensor, times: float) -> tuple[Tensor, Tensor]:
+        """Size `[N]`, at least the absolute ridge, and the ridge in units of it. What is zero has the ridge 1."""
+        none, least = tiny(a.dtype), (self.floor if self.relative else max(self.eps, self.floor)) * times
+        upper = self.scaling.upper(a)
+        size = upper.clamp_min(max(none, least))
+        ridge = least / size
+        if self.relative:
+            peak = upper if self.relative_to is None else self.relative_to.upper(a)
+            ridge = torch.maximum(ridge, self.eps * times * (peak / size))
+        return size, torch.where((upper < none) & (ridge < 1), 1.0, ridge)
+
+
+def product(a: Tensor, b: Tensor, precision: Precision) -> Tensor:
+    """a b for stacks of matrices with factors rounded to `precision`, sums and result in at least float32.
+
+    float16 has no range to speak of: factors are scaled by powers of two to at most 1 in size first, which is exact.
+    On a CPU the rounding is emulated: the same numbers, nothing saved.
+    """
+    if precision == "input":
+        return torch.bmm(a, b)
+    if precision == "float16":
+        (a, size_a), (b, size_b) = _at_most_one(a), _at_most_one(b)
+        return _rounded(a, b, torch.float16) * (size_a * size_b)
+    return _rounded(a, b, torch.bfloat16)
+
+
+def _rounded(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    low, lower = a.to(dtype), b.to(dtype)
+    if a.device.type == "cuda":
+        return torch.bmm(low, lower, out_dtype=torch.float32).to(a.dtype)
+    return torch.bmm(low.float(), lower.float()).to(a.dtype)
+
+
+def _at_most_one(a: Tensor) -> tuple[Tensor, Tensor]:
+    size = a.abs().amax((-2, -1), keepdim=True).clamp_min(tiny(a.dtype)).log2().ceil().exp2()
+    return a / size, size
+
+
+def largest_entry(a: Tensor) -> Tensor:
+    """max |a_ij|, `[N, d, d] -> [N]`."""
+    return a.abs().amax((-2, -1))

@@ -1,0 +1,237 @@
+"""Eigenbases by orthogonal iteration, warm-started: a power step and a QR (Vyas et al. 2024, Algorithm 4).
+
+The functions below the solver are shared by all warm-started bases.
+Legend: N matrices A `[N, d, d]`; Q `[N, d, r]`, r <= d orthonormal columns; o `[N, r]`, where columns came from.
+
+Eigenbases by as much orthogonal iteration as each matrix needs (Eschenhagen et al. 2025, arXiv:2506.03595).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Literal, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from eigengraft.numerics import (
+    apply_aligned,
+    finite_blocks,
+    may_branch_on_values,
+    per_block,
+    signs,
+    transposed,
+)
+
+from ..algebra.products import reordered
+from .base import Basis, BasisSolver, Diagonal
+from .by_device import ByDevice, chosen, decomposed_on_host
+from .decompositions import leading_eigenvectors, off_diagonal, unit_sized
+
+Orthonormal = Callable[[Tensor, Tensor], Tensor]
+"""(A Q, Q) -> the orthonormal factor of A Q, with the signs of Q."""
+
+
+class PowerQR(BasisSolver, ByDevice):
+    """Q <- qr(A Q[:, o]).Q,  o = columns by descending diag(Q^T A Q);  the first basis is eigh(A).
+
+    Sorting is what makes repeated single steps converge to the eigenvectors (Rutishauser's orthogonal iteration needs
+    the dominant columns first); in ascending order the iteration does not settle.
+
+    With `by_device` the solver is exchanged on an accelerator alone: for `cholesky_qr`, and the first basis is
+    decomposed on the host, where these are faster.
+    """
+
+    kind: Literal["power_qr"] = "power_qr"
+    steps: int = Field(default=1, ge=1, le=100, description="power steps in one refresh")
+    bootstrap: bool = Field(
+        default=True, description="take the first basis from an eigendecomposition instead of the identity"
+    )
+
+    def choice(self, device: str, order: int, dtype: torch.dtype) -> str:
+        host = self.bootstrap and decomposed_on_host(device, order, dtype)
+        return super().choice(device, order, dtype) + "; the first basis by eigh on the host" * host
+
+    def basis(self, a: Tensor, q: Tensor, first: bool) -> Basis:
+        if first and self.bootstrap:
+            return leading_eigenvectors(
+                a, host=self.by_device and decomposed_on_host(a.device.type, a.shape[-1], a.dtype)
+            )
+        solver = self if a.is_cpu else chosen(self, a)
+        return self._iterated(a, q)[0] if solver is self else solver.basis(a, q, first)
+
+    def basis_and_diagonal(self, a: Tensor, q: Tensor, first: bool) -> tuple[Basis, Diagonal | None]:
+        if self.steps > 1 or (first and self.bootstrap) or not (a.is_cpu or chosen(self, a) is self):
+            return self.basis(a, q, first), None
+        basis, factors = self._iterated(a, q)
+        return basis, None if basis.order is None else partial(factors.diagonal, basis.order)
+
+    def _iterated(self, a: Tensor, q: Tensor) -> tuple[Basis, QRFactors]:
+        order, factors = _sorted_step(a, q)
+        ok = factors.finite
+        for _ in range(self.steps - 1):
+            descending, factors = _sorted_step(a, factors.q)
+            order, ok = order.gather(-1, descending), ok & factors.finite
+        return Basis(factors.q, order, ok & finite_blocks(factors.q)), factors
+
+
+def _sorted_step(a: Tensor, q: Tensor) -> tuple[Tensor, QRFactors]:
+    """o and the factors of A Q[:, o]; of a block of zeros o is the order of q, and the basis q."""
+    aq = torch.bmm(q.mT, a).mT  # A Q by columns, as A is symmetric
+    descending = _rayleigh(aq, q).argsort(dim=-1, descending=True, stable=True)
+    return descending, QRFactors.of(_columns(aq, descending), q)
+
+
+def identity_order(q: Tensor) -> Tensor:
+    """The order `[N, r]` of columns that stay where they are."""
+    return torch.arange(q.shape[-1], dtype=torch.int64, device=q.device).expand(q.shape[0], -1)
+
+
+def ordered_step(aq: Tensor, q: Tensor, order: Tensor, orthonormal: Orthonormal) -> tuple[Tensor, Tensor]:
+    """One step of orthogonal iteration, columns first sorted by descending diag(Q^T A Q); aq is A Q."""
+    aq, q, order = in_order(aq, q, order)
+    return orthonormal(aq, q), order
+
+
+def in_order(aq: Tensor, q: Tensor, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """aq, q and order with columns sorted by descending diag(Q^T A Q); aq is A Q."""
+    descending = (q * aq).sum(-2).argsort(dim=-1, descending=True, stable=True)  # [N, r]
+    return _columns(aq, descending), _columns(q, descending), order.gather(-1, descending)
+
+
+def _rayleigh(aq: Tensor, q: Tensor) -> Tensor:
+    """diag(Q^T A Q) `[N, r]`; aq is A Q, the entries of each of its columns side by side in memory."""
+    by_columns = torch.mul(q, aq) if q.mT.is_contiguous() else transposed(q).mT.mul_(aq)
+    return by_columns.sum(-2)
+
+
+def _columns(x: Tensor, order: Tensor) -> Tensor:
+    """The columns of x `[N, d, r]` in that order `[N, r]`; their entries stay side by side in memory if they were."""
+    return reordered(x.mT, 0, order).mT if x.mT.is_contiguous() else reordered(x, 1, order)
+
+
+def householder(aq: Tensor, q: Tensor) -> Tensor:
+    """qr(aq).Q, with the signs of q; aq is scaled first, so that no size of A over- or underflows."""
+    return same_signs(QRFactors.of(aq, q).q, q)
+
+
+class QRFactors(NamedTuple):
+    """qr(X) of X `[N, d, r]`, whose R nobody may need.
+
+    q `[N, d, r]`, the entries of each column side by side in memory, as LAPACK returns them; packed `[N, d, r]`: R as
+    LAPACK leaves it, with other numbers below the diagonal; scale `[N, r]`: what its rows are multiplied by, 0 where X
+    is 0; finite `[N]`: whether X is.
+    """
+
+    q: Tensor
+    packed: Tensor
+    scale: Tensor
+    finite: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor, q: Tensor) -> QRFactors:
+        """The Q with which no entry of R's diagonal is negative, and q where x is 0 or not finite.
+
+        Where the squares of x are far from over- and underflow, as by its norm, x is taken as it is, else scaled.
+        """
+        x, unit, finite = _sized(x, q)
+        new, packed = apply_aligned(_factored, x)
+        turned = signs(packed.diagonal(dim1=-2, dim2=-1))  # [N, r]
+        scale = turned if unit is None else turned * unit[:, None]
+        return cls(new.mul_(turned.unsqueeze(-2)), packed, scale, finite)
+
+    def diagonal(self, order: Tensor, rotation: Tensor) -> Tensor:
+        """diag(Q^T A Q) `[N, d]` if X is A q[:, order]: that of R q[:, order]^T Q, as q q^T = I; rotation: q^T Q."""
+        sorted_rows = _columns(rotation.mT, order).mT
+        triangle = self.packed.mT.tril_()  # in place: its vectors are in Q by now
+        return sorted_rows.mul_(triangle).sum(-2) * self.scale
+
+
+def _sized(x: Tensor, q: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+    """x / unit, or q where x is 0 or not finite; unit `[N]`, 0 where x is, None: 1; and `[N]`, whether x is finite."""
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1))
+    far = torch.finfo(x.dtype).max ** 0.4
+    if may_branch_on_values(norm) and all(1 / far < one < far for one in norm.tolist()):
+        return x, None, torch.ones_like(norm, dtype=torch.bool)
+    easy = (norm > 1 / far) & (norm < far)
+    size = x.abs().amax((-2, -1))  # [N]; torch's maximum norm takes twenty times as long
+    finite = size.isfinite()
+    live = finite & (size > torch.finfo(x.dtype).tiny)
+    unit = torch.where(easy | ~live, 1.0, size)
+    return torch.where(per_block(live, x), x / per_block(unit, x), q), torch.where(live, unit, 0.0), finite
+
+
+def _factored(x: Tensor) -> tuple[Tensor, Tensor]:
+    d = x.shape[-2]
+    if x.device.type == "cpu" and d * x.element_size() % _SAME_SET == 0:
+        x = _below_by_zeros(x)
+    # Householder vectors to Q directly: torch.linalg.qr would also copy R
+    packed, tau = torch.geqrf(x)
+    return torch.linalg.householder_product(packed, tau)[..., :d, :], packed[..., :d, :]
+
+
+_SAME_SET = 4096
+"""Bytes between columns that compete for one set of a CPU's first cache: QR of order 1024 takes 1.3 times as long."""
+
+
+def _below_by_zeros(x: Tensor) -> Tensor:
+    """x `[N, d, r]` over 16 rows of zeros, which no QR changes: the columns are no longer `_SAME_SET` bytes apart."""
+    n, d, r = x.shape
+    longer = x.new_zeros(n, r, d + 16).mT
+    longer[:, :d].copy_(x)
+    return longer
+
+
+def same_signs(new: Tensor, q: Tensor) -> Tensor:
+    """The columns of `new`, none pointing away from the column of q in its place."""
+    return new * signs((new * q).sum(-2, keepdim=True))
+
+
+class AdaptiveQR(BasisSolver):
+    """Q <- qr(A Q[:, o]).Q  until ||B - diag B||_F <= tolerance ||B||_F;  B = Q^T A Q, o = columns by descending diag B
+
+    The error of Q diag(B) Q^T as an approximation of A, relative in the Frobenius norm, is that ratio. A matrix whose
+    basis is good enough keeps it bit for bit; on a CPU nothing more is done for it. A device is not asked how far its
+    matrices are: all of them take `max_steps`, and those that are done are masked.
+    """
+
+    kind: Literal["adaptive_qr"] = "adaptive_qr"
+    tolerance: float = Field(default=0.1, ge=0, lt=1, description="off-diagonal part of Q^T A Q that is good enough")
+    max_steps: int = Field(default=5, ge=1, le=1000, description="bound on power steps in one refresh")
+    bootstrap: bool = Field(
+        default=True, description="take the first basis from an eigendecomposition instead of the identity"
+    )
+
+    def basis(self, a: Tensor, q: Tensor, first: bool) -> Basis:
+        if first and self.bootstrap:
+            return leading_eigenvectors(a)
+        a, ok = unit_sized(a)
+        q, order = self.gathered(a, q) if may_branch_on_values(a) else self.masked(a, q)
+        return Basis(q, order, ok & finite_blocks(q))
+
+    def masked(self, a: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+        """The new basis and its order, every matrix carried along to the end."""
+        order = identity_order(q)
+        for _ in range(self.max_steps):
+            aq = torch.bmm(a, q)
+            due = off_diagonal(torch.bmm(q.mT, aq), self.tolerance)
+            stepped, places = ordered_step(aq, q, order, householder)
+            q = torch.where(due[:, None, None], stepped, q)
+            order = torch.where(due[:, None], places, order)
+        return q, order
+
+    def gathered(self, a: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+        """The new basis and its order, a matrix dropped as soon as it is done."""
+        q, order = q.clone(), identity_order(q).clone()
+        rows = torch.arange(len(q), dtype=torch.int64, device=q.device)
+        for _ in range(self.max_steps):
+            active = q[rows]
+            aq = torch.bmm(a[rows], active)
+            due = off_diagonal(torch.bmm(active.mT, aq), self.tolerance)
+            rows = rows[due]
+            if not len(rows):
+                break
+            q[rows], order[rows] = ordered_step(aq[due], active[due], order[rows], householder)
+        return q, order

@@ -1,0 +1,414 @@
+"""What one gradient adds to the factor of an axis, and powers of other factors that it may be made of.
+
+Which axes of a block have a factor, and whether that is a matrix or a diagonal.
+
+The family of statistics: what is observed, how contributions are accumulated, what a solver is shown.
+
+The statistic of Shampoo and SOAP: Gram matrices of unfolded gradients.
+
+The second moment of the inputs of a layer as the factor of the last axis.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
+
+import torch
+from pydantic import BeforeValidator, Field, model_validator
+from torch import Tensor
+
+from eigengraft.component import Component
+from eigengraft.numerics import per_block, symmetrized, tiny, to_power
+from eigengraft.ramps import Schedulable
+from eigengraft.slots import Slot, State
+from eigengraft.step_context import StepContext
+
+from ..algebra.products import ProductDtype, add_symmetric, symmetric_product, unfold
+from ..polar.spectral import NewtonSchulz, PolarSolver
+
+
+class Power(NamedTuple):
+    """(A_j / unit)^p as T^T U: left = T, right = U, `[N, d', d]`, or `[N, d]` for a diagonal factor; None: identity.
+
+    unit `[N]`: the mean eigenvalue, so that powers of factors of any size are near 1.
+    trace `[N]`: of (A_j / unit)^(p + 1). known `[N]`: False where nothing has been observed, or nothing made of it yet.
+    """
+
+    left: Tensor | None
+    right: Tensor | None
+    unit: Tensor
+    trace: Tensor
+    known: Tensor
+
+
+Powers = Callable[[int, Fraction], Power]
+"""(axis, p) -> A_axis^p as the stage that owns the statistic knows it now; for statistics with a `needs_power`."""
+
+
+class Contribution(NamedTuple):
+    """O_k = s Y Z^T, or s Y without a Z.
+
+    y, z: the unfoldings `[N, d, rest]` along the axis; without z y is O_k / s itself, `[N, d, d]`.
+    scale: s, a number or `[N]`.
+    """
+
+    y: Tensor
+    z: Tensor | None
+    scale: Tensor | float
+
+    def multiplied(self) -> Contribution:
+        """O_k / s as a matrix, its product Y Z^T taken in bfloat16."""
+        if self.z is None:
+            return self
+        product = symmetric_product(self.y.bfloat16(), self.z.bfloat16())
+        return Contribution(product.to(self.y.dtype), None, self.scale)
+
+
+def mean_eigenvalue(factor: Tensor) -> Tensor:
+    """`[N]`, the mean of the diagonal of `[N, d, d]`, or of the diagonal itself, where it is not 0; else 1."""
+    mean = (factor.diagonal(dim1=-2, dim2=-1) if factor.ndim == 3 else factor).mean(-1)
+    return torch.where(mean > tiny(factor.dtype), mean, 1.0)
+
+
+def has_data(factor: Tensor) -> Tensor:
+    """`[N]`, whether anything has been observed: a factor that is still zero says nothing."""
+    return factor.flatten(1).any(-1)
+
+
+def _axes_by_order(value: Any) -> Any:
+    if value in ("all", "left", "right", "smaller"):
+        return value
+    if not isinstance(value, Mapping):
+        raise ValueError("'all', 'left', 'right', 'smaller' or a list of axes for each order of block is required")
+    if not all(str(key).isdigit() for key in value):
+        raise ValueError("the keys are orders of blocks (1, 2, ...)")
+    return {int(key): tuple(axes) if isinstance(axes, (list, tuple)) else axes for key, axes in value.items()}
+
+
+AxesByOrder = dict[int, tuple[Annotated[int, Field(ge=0)], ...]]
+
+
+Side = Annotated[
+    Literal["all", "left", "right", "smaller"] | AxesByOrder,
+    BeforeValidator(_axes_by_order, json_schema_input_type=str | dict[str, tuple[int, ...]]),
+]
+
+
+class Axes(Component):
+    """Which axes of a block `[d_1, ..., d_k]` have a factor: a matrix d x d, its diagonal, or none.
+
+    An axis of length d of a block of n entries is too long for a matrix if d > max_size or d^2 > max_skew n.
+    """
+
+    side: Side = Field(
+        default="all",
+        description="which axes have a factor: all, the first (left), the last (right), or the shortest (smaller); or "
+        "a list of axes for each order of block, as {2: [0]}",
+    )
+    entries: Literal["full", "diagonal"] = Field(
+        default="full",
+        description="matrices, or their diagonals (of Gram matrices: row and column sums of squares)",
+    )
+    max_size: int | None = Field(default=None, ge=1, description="longest axis with a full factor; default: no bound")
+    max_skew: float | None = Field(
+        default=None,
+        gt=0,
+        description="axes longer than max_skew times the product of the others, d^2 > max_skew n, have no full factor; "
+        "default: no bound",
+    )
+    oversize: Literal["none", "diagonal"] = Field(
+        default="none", description="what axes that are too long for a full factor have: none, or its diagonal"
+    )
+    vectors: bool = Field(default=True, description="whether blocks with one axis have a factor")
+
+    @model_validator(mode="after")
+    def _options_matter(self) -> Self:
+        bounded = self.max_size is not None or self.max_skew is not None
+        if self.oversize == "diagonal" and not bounded:
+            raise ValueError("oversize: 'none' is required without max_size and max_skew, got 'diagonal'")
+        if self.oversize == "diagonal" and self.entries == "diagonal":
+            raise ValueError("oversize: 'none' is required with entries 'diagonal', got 'diagonal'")
+        if isinstance(self.side, dict):
+            for order, axes in self.side.items():
+                if any(axis >= order for axis in axes):
+                    raise ValueError(f"side: axes of blocks of order {order} below {order} are required, got {[*axes]}")
+            if 1 in self.side and not self.vectors:
+                raise ValueError("vectors: true is required where `side` has axes of order 1, got false")
+        return self
+
+    @property
+    def has_diagonals(self) -> bool:
+        """Whether some axis may have a diagonal for a factor."""
+        return "diagonal" in (self.entries, self.oversize)
+
+    def of(self, block: tuple[int, ...]) -> tuple[int, ...]:
+        """The axes of a block that have a factor."""
+        if block not in self._known:  # asked several times a step, for each stack
+            chosen = self._chosen(block)
+            self._known[block] = tuple(a for a in chosen if self.oversize == "diagonal" or self._fits(block, a))
+        return self._known[block]
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, ...], tuple[int, ...]]:
+        """What `of` has answered."""
+        return {}
+
+    def _chosen(self, block: tuple[int, ...]) -> Sequence[int]:
+        """The axes that have a factor unless they are too long for one."""
+        order = len(block)
+        if order < 2 and not self.vectors:
+            return ()
+        chosen: Sequence[int] = range(order)
+        if isinstance(self.side, dict):
+            chosen = [axis for axis in chosen if axis in self.side.get(order, chosen)]
+        elif self.side == "smaller":
+            chosen = sorted(chosen, key=lambda axis: block[axis])[:1]
+        elif self.side != "all":
+            chosen = chosen[:1] if self.side == "left" else chosen[-1:]
+        return chosen
+
+    def left_out(self, block: tuple[int, ...]) -> tuple[str, ...]:
+        """Why axes of a block that `side` chooses have no factor: they are too long for one."""
+        left = [axis for axis in self._chosen(block) if axis not in self.of(block)]
+        return tuple(f"axis {axis} without a factor: {self._too_long(block, axis)}" for axis in left)
+
+    def full(self, block: tuple[int, ...], axis: int) -> bool:
+        """Whether the factor of an axis is a matrix; otherwise it is a diagonal."""
+        return self.entries == "full" and self._fits(block, axis)
+
+    def _fits(self, block: tuple[int, ...], axis: int) -> bool:
+        return self._too_long(block, axis) is None
+
+    def _too_long(self, block: tuple[int, ...], axis: int) -> str | None:
+        """Which bound an axis exceeds, if any."""
+        d, n = block[axis], math.prod(block)
+        if self.max_size is not None and d > self.max_size:
+            return f"{d} > max_size {self.max_size}"
+        if self.max_skew is not None and d**2 > self.max_skew * n:
+            return f"{d} > max_skew {self.max_skew:g} x {n // d}"
+        return None
+
+
+class Statistic(Schedulable, ABC, family="statistic"):
+    """A_k <- b A_k + w O_k  for each axis k with a factor;  estimate A_k / c, then A_k max(tr(A_k), floor)^(-s)
+
+    O_k `[N, d, d]` is the contribution of one gradient (or its diagonal `[N, d]`, as `axes` says). Running
+    mean (b < 1): w = 1 - b, c = 1 - b^t. Sum (b = 1) and `damped: false`: w = 1, c = 1. t counts observations.
+    """
+
+    beta: float = Field(default=0.95, ge=0, le=1, description="decay of the factors, per observation; 1 = sum")
+    bias_correction: bool = Field(default=True, description="divide by 1 - beta^t; a sum has no bias")
+    damped: bool = Field(default=True, description="contributions have weight 1 - beta; false: weight 1, uncorrected")
+    initial: float = Field(default=0.0, ge=0, description="A_k starts as this times the identity")
+    constants: ClassVar[frozenset[str]] = frozenset({"beta"})
+    requires: ClassVar[frozenset[str]] = frozenset()
+    """Signals that must be there when the statistic observes."""
+    of_inputs: ClassVar[bool] = False
+    """Whether the statistic is of the inputs of layers, and blocks must be matrices of outputs and inputs."""
+    trace_scaling: float = Field(
+        default=0.0, ge=0, le=1, description="power s: the estimate is multiplied by trace^(-s); 0 = not at all"
+    )
+    trace_floor: float = Field(default=0.0, ge=0, description="least trace to divide by, in units of squared gradients")
+    interval: int = Field(default=1, ge=1, description="observe at updates 1, 1 + interval, 1 + 2 interval, ...")
+    source: Literal["gradient", "direction", "orthogonalized"] = Field(
+        default="gradient",
+        description="what is observed: the gradient, what the stages before made of it (after `momentum`, the "
+        "momentum), or the polar factor of that",
+    )
+    polar: PolarSolver = Field(default=NewtonSchulz(), description="how `source: orthogonalized` gets the polar factor")
+    precision: ProductDtype = Field(default="input", description="dtype of the product that a contribution is")
+    axes: Axes = Field(default=Axes(), description="which axes have a factor, and whether it is a matrix or a diagonal")
+
+    @model_validator(mode="after")
+    def _options_matter(self) -> Self:
+        if self.source != "orthogonalized" and self.polar != type(self).model_fields["polar"].default:
+            raise ValueError(f"polar: `source: orthogonalized` is required, got source '{self.source}'")
+        if self.trace_floor and not self.trace_scaling:
+            raise ValueError(f"trace_floor: `trace_scaling` is required, got floor {self.trace_floor} without it")
+        summed = "beta 1" if self.beta == 1 else "damped false" if not self.damped else None
+        if self.beta == 1 and not self.damped:
+            raise ValueError("damped: true is required with beta 1, whose contributions enter with weight 1, got false")
+        if summed and not self.bias_correction:
+            raise ValueError(f"bias_correction: true is required with {summed}, which has no bias, got false")
+        if self.precision != "input" and (self.of_inputs or self.axes.entries == "diagonal"):
+            raise ValueError(f"precision: a statistic made of products is required, got {self.precision}")
+        return self
+
+    def state_meaning(self) -> Mapping[str, Any]:
+        return {"beta": self.beta == 1, "damped": self.damped, "source": self.source}
+
+    @property
+    def needs_power(self) -> Fraction | None:
+        """The power of the other axes' factors that a contribution reads; None: it reads no other factor."""
+        return None
+
+    @property
+    def sequential(self) -> bool:
+        """Whether each axis is observed and refreshed before the next one is observed (Gauss-Seidel)."""
+        return False
+
+    @property
+    def every_gradient(self) -> bool:
+        """Whether the factors are made of gradients alone, and of all of them."""
+        return self.source == "gradient" and self.interval == 1 and not self.initial
+
+    @property
+    def decay_of_squares(self) -> float | None:
+        """The decay b, if Q^T A_k Q has on its diagonal running means or sums of squared gradients, else None.
+
+        The squares are summed over all other axes, with `needs_power` weighted by that power of their eigenvalues.
+        """
+        return None
+
+    @abstractmethod
+    def contribution(self, state: State, x: Tensor, axis: int, powers: Powers, context: StepContext) -> Contribution:
+        """What one step x `[N, *block]` contributes to the factor of one axis."""
+
+    def contributions(
+        self, state: State, x: Tensor, axes: tuple[int, ...], powers: Powers, context: StepContext
+    ) -> list[Contribution]:
+        """What one step contributes to the factors of some axes, in their order; for those that share work."""
+        return [self.contribution(state, x, axis, powers, context) for axis in axes]
+
+    def slots(self, block: tuple[int, ...], axes: tuple[int, ...]) -> Mapping[str, Slot]:
+        """The factors of those axes for one block."""
+        slots = {}
+        for axis in axes:
+            d = block[axis]
+            if self.axes.full(block, axis):
+                slot = Slot((d, d), "identity" if self.initial else 0.0, "statistic", axes=(axis,), scale=self.initial)
+            else:
+                slot = Slot((d,), fill=self.initial, role="statistic", frame="square", axes=(axis,))
+            slots[f"factor.{axis}"] = slot
+        return slots
+
+    def has(self, state: State, axis: int) -> bool:
+        """Whether an axis has a factor in that state."""
+        return f"factor.{axis}" in state
+
+    def rotate(self, state: State, axis: int, rotation: Tensor) -> None:
+        """A <- R^T A R: brings the factor of one axis, a matrix, to the basis that R `[N, d, d]` turns into."""
+        factor = state[f"factor.{axis}"]
+        state[f"factor.{axis}"] = symmetrized(torch.bmm(rotation.mT, torch.bmm(factor, rotation)))
+
+    def observed(self, x: Tensor) -> Tensor:
+        """The tensor that is observed: the gradient or direction x as `source` chooses it, or its polar factor."""
+        return self.polar.of_blocks(x) if self.source == "orthogonalized" else x
+
+    def observe(self, state: State, x: Tensor, context: StepContext, axes: tuple[int, ...], powers: Powers) -> None:
+        """Accumulate the contributions of x `[N, *block]` to some axes; all are computed before any factor changes."""
+        now = None
+        if self.interval > 1:
+            due = context.holds(lambda steps: (steps <= 1) | ((steps - 1) % self.interval == 0))
+            if due is False:
+                return
+            now = None if due is True else torch.from_numpy(due).to(device=x.device, dtype=x.dtype)
+        contributions = self.contributions(state, x, axes, powers, context)
+        for axis, contribution in zip(axes, contributions, strict=True):
+            factor = state[f"factor.{axis}"]
+            state[f"factor.{axis}"] = self._accumulate(factor, contribution, now)
+
+    @property
+    def _weight(self) -> float:
+        """w, the weight of the newest contribution."""
+        return 1 - self.beta if self.damped and self.beta < 1 else 1.0
+
+    def _accumulate(self, factor: Tensor, contribution: Contribution, now: Tensor | None) -> Tensor:
+        """In place: factor <- decay factor + weight scale y z^T. now `[N]`: 1 for blocks that observe, 0 for others."""
+        y, z, scale = contribution.multiplied() if self.precision != "input" and factor.ndim == 3 else contribution
+        decay, weight = self.beta, self._weight
+        if now is not None:
+            factor.mul_(per_block(1 - now * (1 - decay), factor))
+            decay, scale = 1.0, now * scale
+        if z is None:
+            made = (y if factor.ndim == 3 else y.diagonal(dim1=-2, dim2=-1)) * weight
+            return factor.mul_(decay).add_(made * (scale if isinstance(scale, float) else per_block(scale, made)))
+        if factor.ndim == 2:
+            sums = (y * z).sum(-1)
+            return factor.mul_(decay).add_(sums * (scale if isinstance(scale, float) else scale[:, None]), alpha=weight)
+        if isinstance(scale, float):
+            return add_symmetric(factor, y, z, decay, weight * scale)
+        return add_symmetric(factor, y * per_block(scale, y), z, decay, weight)
+
+    def estimate(self, state: State, axis: int, context: StepContext, behind: int = 0) -> Tensor:
+        """The factor `[N, d, d]` of one axis as a solver should see it, `[N, d]` if diagonal; fresh or a view.
+
+        behind: how many updates ago the factor was last accumulated.
+        """
+        factor = state[f"factor.{axis}"]
+        if self.beta < 1 and self.bias_correction and self.damped:
+            factor = factor / context.correction(self.beta, factor, lambda step: self._observations(step - behind))
+        if self.trace_scaling:
+            trace = (factor.diagonal(dim1=-2, dim2=-1) if factor.ndim == 3 else factor).sum(-1)
+            power = to_power(trace.clamp_min(max(self.trace_floor, tiny(trace.dtype))), -self.trace_scaling)
+            factor = factor * per_block(power, factor)
+        return factor
+
+    def _observations(self, step: Tensor) -> Tensor:
+        """The number of observations up to a step; at least 1, for a lagged stage observes at step 0 as well."""
+        return 1 + torch.div((step - 1).clamp_min(0), self.interval, rounding_mode="floor")
+
+
+class Gram(Statistic):
+    """O_k = mat_k(G) mat_k(G)^T, all other axes contracted (Algorithm 2 of the paper; Shi et al. 2023, section 3).
+
+    normalize: `dimension` divides by the product of the other axes' lengths, so that factors do not grow with width.
+    """
+
+    kind: Literal["gram"] = "gram"
+    normalize: Literal["none", "dimension"] = Field(default="none", description="what a contribution is divided by")
+
+    def state_meaning(self) -> Mapping[str, Any]:
+        return {**super().state_meaning(), "normalize": self.normalize}
+
+    @property
+    def decay_of_squares(self) -> float | None:
+        return self.beta if self.every_gradient else None
+
+    def contribution(self, state: State, x: Tensor, axis: int, powers: Powers, context: StepContext) -> Contribution:
+        y = unfold(x, axis)
+        return Contribution(y, y, self._unit(y))
+
+    def _unit(self, y: Tensor) -> float:
+        return 1.0 if self.normalize == "none" else 1.0 / max(1, y.shape[-1])
+
+
+class InputGram(Statistic):
+    """O_R = E[x x^T] over the inputs x of the layer `y = W x`, for the columns of a block; rows have no factor.
+
+    The signal `activation_gram`, mean over micro-batches and ranks: the right factor of K-FAC, and K of Newton-Muon (Du
+    & Su 2026, arXiv:2604.01472). With `interval: k` it is collected at updates 1, 1 + k, 1 + 2k, ... and costs nothing
+    in between. `initial` is in units of squared inputs.
+    """
+
+    kind: Literal["input_gram"] = "input_gram"
+    axes: Axes = Field(
+        default=Axes(side="right", vectors=False), description="the last axis of matrices: as a matrix or its diagonal"
+    )
+    requires: ClassVar[frozenset[str]] = frozenset({"activation_gram"})
+    of_inputs: ClassVar[bool] = True
+
+    @model_validator(mode="after")
+    def _has_inputs(self) -> Self:
+        if self.axes.side != "right" or self.axes.vectors:
+            got = f"side {self.axes.side!r} and vectors {self.axes.vectors}"
+            raise ValueError(f"axes: {{side: right, vectors: false}} is required, where inputs are, got {got}")
+        if self.source != "gradient":
+            raise ValueError(f"source: nothing else than inputs is observed, got '{self.source}'")
+        return self
+
+    def slots(self, block: tuple[int, ...], axes: tuple[int, ...]) -> Mapping[str, Slot]:
+        if len(block) > 2:
+            raise ValueError(
+                f"input_gram: blocks with two axes are required, outputs and inputs, got shape {block}; set "
+                "`blocking: {merge: ..., keep_axes: 2}`"
+            )
+        return super().slots(block, axes)
+
+    def contribution(self, state: State, x: Tensor, axis: int, powers: Powers, context: StepContext) -> Contribution:
+        return Contribution(context.tensor("activation_gram", x), None, 1.0)
