@@ -14,7 +14,6 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
-from einops import rearrange
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
@@ -136,8 +135,7 @@ class Task(Component, family="task"):
                 f"are required by cross-entropy, got {targets.dtype} {list(targets.shape)} for outputs "
                 f"{list(outputs.shape)}; another loss is a method `loss(self, outputs, targets)` of the task"
             )
-        logits = rearrange(outputs, "batch ... classes -> (batch ...) classes")
-        return functional.cross_entropy(logits, rearrange(targets, "batch ... -> (batch ...)"))
+        return functional.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
     def reported(self, mean: float) -> float:
         """The validation loss that is reported for a mean of `loss` over all validation targets. Here: that mean."""

@@ -10,7 +10,6 @@ from typing import ClassVar, Literal
 
 import numpy as np
 import torch
-from einops import rearrange
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -60,7 +59,7 @@ def read_digits() -> tuple[Tensor, Tensor, str]:
         raise ValueError("digits: scikit-learn is required; install eigengraft[experiments]")
     file = Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz"
     rows = np.loadtxt(file, delimiter=",").astype("uint8")
-    pixels, digits = rearrange(rows[:, :-1], "n (y x) -> n 1 y x", y=SIDE, x=SIDE), rows[:, -1].copy()
+    pixels, digits = rows[:, :-1].reshape(-1, 1, SIDE, SIDE), rows[:, -1].copy()
     sha256 = hashlib.sha256(pixels.tobytes() + digits.tobytes()).hexdigest()
     images = torch.from_numpy(pixels).float().div(16)
     return images, torch.from_numpy(digits).long(), sha256

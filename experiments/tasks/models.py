@@ -6,7 +6,6 @@ from itertools import pairwise
 from typing import cast
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -26,11 +25,11 @@ class Attention(nn.Module):
         """Attention of x to itself, or to a memory [B, S, width]."""
         seen = x if memory is None else memory
         query, key, value = (
-            rearrange(layer(given), "b t (heads d) -> b heads t d", heads=self.heads)
+            layer(given).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [B, heads, T, d]
             for layer, given in ((self.query, x), (self.key, seen), (self.value, seen))
         )
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
-        return cast(Tensor, self.mix(rearrange(mixed, "b heads t d -> b t (heads d)")))
+        return cast(Tensor, self.mix(mixed.transpose(1, 2).flatten(2)))
 
 
 class Block(nn.Module):

@@ -23,7 +23,7 @@ FLOORS = (
     {TESTING},
     {DOOR},
 )
-CORE_LIBRARIES = {"torch", "einops", "pydantic", "pydantic_core", "numpy", "greenlet", "typing_extensions"}
+CORE_LIBRARIES = {"torch", "pydantic", "pydantic_core", "numpy", "greenlet", "typing_extensions"}
 PUBLIC = {"Component", "Optimizer", "Recipe", "RecipeError", "compose", "load_recipe", "shipped_recipes"}
 # A machine's own paths and the hosts of package registries have no place in the project.
 FORBIDDEN = re.compile(r"(?<![\w.~$)}])/(home|root|work|opt|tmp|mnt|srv|Users)/|pypi[.]org|python[h]osted")
@@ -165,7 +165,7 @@ def test_the_checker_finds_what_the_plan_forbids(module: str, source: str, fault
 
 
 def test_only_experiments_and_hosts_need_more_than_the_runtime_dependencies() -> None:
-    assert PYPROJECT["project"]["dependencies"] == ["torch", "einops", "pydantic>=2.13", "numpy", "greenlet"]
+    assert PYPROJECT["project"]["dependencies"] == ["torch", "pydantic>=2.13", "numpy", "greenlet"]
     allowed = CORE_LIBRARIES | set(sys.stdlib_module_names) | {"eigengraft"}
     strangers = []
     for module, path in sources().items():

@@ -6,7 +6,6 @@ Legend: K gradients G `[K, m, n]`; vec stacks rows, so that (L x R) vec X = vec(
 from __future__ import annotations
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 _FLOOR = 1e-12
@@ -58,7 +57,7 @@ def cosine_product(c: Tensor, left: Tensor, right: Tensor) -> float:
 
 def best_cosine(c: Tensor, m: int, n: int) -> float:
     """The largest cosine of C with any L x R: the largest singular value of C rearranged, over ||C|| (Van Loan)."""
-    rearranged = rearrange(c, "(m1 n1) (m2 n2) -> (m1 m2) (n1 n2)", m1=m, n1=n, m2=m, n2=n)
+    rearranged = c.reshape(m, n, m, n).transpose(1, 2).reshape(m * m, n * n)
     return float(torch.linalg.matrix_norm(rearranged, ord=2) / c.norm())
 
 

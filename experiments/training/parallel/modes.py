@@ -9,7 +9,6 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from einops import rearrange
 from pydantic import Field
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -99,7 +98,7 @@ def _sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 def _grid(ranks: Ranks, groups: int, timeout: float) -> DeviceMesh:
     """A mesh of groups of n ranks: rank r is number r % n of group r // n. torch's own mesh ignores the time-out."""
-    grid = rearrange(torch.arange(ranks.size), "(group rank) -> group rank", group=groups)
+    grid = torch.arange(ranks.size).reshape(groups, -1)
     span = timedelta(seconds=timeout)
     both = [rows.tolist() for rows in (grid.T, grid)]
     axes = [dist.new_subgroups_by_enumeration(rows, timeout=span)[0] for rows in both]  # type: ignore[no-untyped-call]

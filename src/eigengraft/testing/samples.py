@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 TRAJECTORY_STEPS = 12
@@ -45,7 +44,7 @@ def difficult(block: tuple[int, ...]) -> Iterator[tuple[str, Tensor]]:
     yield "denormal", base * 1e-42
     yield "mixed", base * torch.tensor([1e12, 1e-30, 1.0]).reshape(1, 3, *[1] * len(block))
     yield "one entry", torch.zeros_like(base).index_fill_(-1, torch.tensor([0]), 1.0)
-    flat = rearrange(base, "t n ... -> t n (...)")
+    flat = base.reshape(*base.shape[:2], -1)
     yield "constant", (flat[..., :1] * flat[:1, :1]).reshape(base.shape)
     yield "suddenly zero", torch.cat([base[:5], torch.zeros_like(base[5:])])
     yield "suddenly huge", torch.cat([base[:5], base[5:] * 1e12])
