@@ -1,4 +1,4 @@
-"""Maps from gradient to direction, and what they are made of."""
+"""Stages that map a gradient to a direction, and the components that they are made of."""
 
 from .base import Inner as Inner
 from .base import Stage as Stage

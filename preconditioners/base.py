@@ -1,6 +1,5 @@
-"""What the engine must know of a stage beside what its hooks do.
-
-The contract of a stage: eight hooks over explicit state, and what runs them.
+"""The contract of a stage: eight hooks over explicit state, the traits that the engine reads, and the functions that
+run a chain.
 """
 
 from __future__ import annotations
@@ -27,25 +26,27 @@ from .checked_mode import CheckedHooks, Hooks
 
 @dataclass(frozen=True)
 class Traits:
-    """The facts about a stage on a block of one shape; every default is safe. The engine asks once and keeps them.
+    """Facts about a stage on blocks of one shape, which the engine needs and the hooks do not say.
 
-    Of the first six the engine also asks with the empty block `()`: they may not depend on the shape.
+    Every default is safe. The engine asks once for each shape and caches the answer. It also asks with the empty block
+    `()`: the first six fields may not depend on the shape.
 
-    signals: what the stage asks for beside the gradient.
-    lagged: whether the present gradient is used before it is learned. A step then applies, observes, refreshes, and the
-        first gradient of a parameter only primes the chain: statistics are made of it and nothing moves.
-    entrywise: whether each entry of direction and state depends on that entry of the gradients alone, so that any part
-        of a block may be updated wherever it is.
-    matrices: whether blocks are read as matrices, first axis x the rest.
-    sums: whether `apply` takes `context.parameter_sum`: all blocks of a parameter then have one owner, and step
+    signals: signals that the stage requests beside the gradient.
+    lagged: True if the stage uses a gradient before it learns from it. A step then runs apply, observe, refresh. The
+        first gradient of a parameter only primes the chain: statistics are accumulated from it, and the parameter
+        stays.
+    entrywise: True if each entry of direction and state depends on the same entry of the gradients alone. Parts of a
+        block may then be updated on different ranks.
+    matrices: True if the stage reads blocks as matrices, first axis x the rest.
+    sums: True if `apply` calls `context.parameter_sum`. All blocks of a parameter then have one owner and step
         together.
-    learns: whether `observe` and `refresh` see the gradient or the direction that comes in.
-    refresh_cost: cost of one refresh of the block, in any unit common to all stages; refreshes are spread by it.
-    work: floating-point operations of one step without refreshes; None: they are counted from the slots.
-    left_out: what the stage leaves alone of the block, and why, as `show` prints it.
-    spectral_norm: the largest spectral norm that a direction of the stage may have; None: it has no bound of its own.
-    spectral_gain: the largest factor from the spectral norm of the direction that comes in to that which goes out;
-        None: no such factor is known.
+    learns: tensor that `observe` and `refresh` receive: the gradient, or the incoming direction.
+    refresh_cost: cost of one refresh of the block, in any unit that all stages share. Refreshes are spread by it.
+    work: floating-point operations of one step without refreshes. None: they are counted from the slots.
+    left_out: parts of the block that the stage does not change, each with the reason, as `show` prints them.
+    spectral_norm: upper bound of the spectral norm of the stage's direction. None: no bound of its own is known.
+    spectral_gain: upper bound of the ratio of the spectral norms of the outgoing and the incoming direction. None: no
+        bound is known.
     """
 
     signals: tuple[Request, ...] = ()
@@ -65,16 +66,17 @@ _T = TypeVar("_T")
 
 
 HOOKS = ("slots", "inner", "cadence", "observe", "refresh", "apply", "traits", "measures")
-"""All that a stage may override."""
+"""Names of the hooks, which are the methods that a stage may override."""
 
 
 @dataclass(frozen=True)
 class Inner:
     """A chain inside a stage.
 
-    chain: its stages.
-    block: the shape of a block as they see it.
-    sensitive: whether its second moments set the size of every update, so that no storage takes them by their role.
+    chain: stages of the chain, in order.
+    block: shape of a block as these stages see it.
+    sensitive: True if the second moments of the chain set the size of every update. Storage that a recipe chooses by
+        role then leaves these slots alone.
     """
 
     chain: Stages
@@ -86,8 +88,8 @@ class Stage(Schedulable, ABC, family="stage"):
     """One link of an update chain: it maps a direction, and keeps the state that it declares.
 
     A stage is a subclass of `Stage` with a field `kind: Literal["mine"] = "mine"` and hyper-parameters as frozen
-    pydantic fields. Defining it registers it, and it cannot be subclassed itself. It overrides some of eight hooks,
-    of which `apply` alone is required. `block` is the shape of one block. All tensors have the stack axis first:
+    pydantic fields. Defining it registers it, and it cannot be subclassed itself. It overrides some of eight hooks;
+    only `apply` is required. `block` is the shape of one block. All tensors have the stack axis first:
     `[N, *block]` are N blocks of one shape. Names below are in `eigengraft`; `Stages`, `Cadence`, `Every`,
     `run_chain` and `map_wires` are in `eigengraft.preconditioners`.
 
@@ -100,61 +102,60 @@ class Stage(Schedulable, ABC, family="stage"):
     apply(state, gradient, direction, context)  every step       return the new direction [N, *block]; update moments
     measures(state, context) -> {name: [N]}     in inspect()     numbers on the present state; nothing is written
 
-    A step runs observe, refresh, apply. `direction` is what the stage before returned: transform that. The
-    parameter moves by -lr times the last direction. With `Traits(lagged=True)` a step runs apply, observe, refresh,
-    and the first gradient of a parameter only primes: lagged stages observe and refresh, nothing else is written
-    and nothing moves. `Every(steps=10)` is due at a block's first step, and then at every tenth
-    step; which of the ten it is differs between blocks.
+    A step runs observe, refresh, apply. `direction` is the result of the stage before: transform it. The optimizer
+    adds -lr times the last direction to the parameter. With `Traits(lagged=True)` a step runs apply, observe, refresh.
+    The first gradient of a parameter then only primes the chain: lagged stages observe and refresh, nothing else is
+    written, and the parameter stays. `Every(steps=10)` is due at a block's first step, and then at every tenth step;
+    blocks have different offsets.
 
     State. `Slot(shape, fill, role, frame)` declares a tensor `[N, *shape]`. fill is a number, or "identity" for a
-    matrix. role says what the slot is for, so that storage can be chosen by it: "statistic", "root", "basis",
-    "first_moment", "second_moment" (the default), "iterate" or "count". frame says how a slot of the block's shape
-    follows the basis of an eigenbasis around the stage: "vector" turns as a gradient does (momentum), "square" as
-    squares do (rms), and "none" (the default) stays. `v = state["v"]` loads it. It may be changed in place, and
-    must be assigned back after the last change: `state["v"] = v`. Every declared slot is used. `state.block` is the
-    block.
+    matrix. role is the slot's purpose, by which recipes choose storage: "statistic", "root", "basis", "first_moment",
+    "second_moment" (the default), "iterate" or "count". frame says how a slot of the block's shape changes when an
+    eigenbasis around the stage changes its basis: "vector" rotates as a gradient does (momentum), "square" changes as
+    squares do (rms), and "none" (the default) stays. `v = state["v"]` loads the slot. Change v in place if you like,
+    and assign it back after the last change: `state["v"] = v`. Every declared slot must be used. `state.block` is
+    the shape of the block.
 
     Context. `context.step` `[N]` is the number of each block's update: 1 at the first, 0 while priming.
-    `context.holds(lambda steps: steps > 9)` asks about it on the host: True for all blocks, False for none, else a
-    NumPy array `[N]`. `context.correction(b, like)` is 1 - b^step, shaped to divide `like`; `context.per_block(f,
-    like)` is f(step), shaped to multiply it; `context.first` is set in a block's first refresh. For other numbers x
-    `[N]` of blocks, `numerics.per_block(x, like)` shapes x to multiply `like`.
+    `context.holds(lambda steps: steps > 9)` tests it on the host: True if it holds for all blocks, False if for none,
+    else a NumPy array `[N]`. `context.correction(b, like)` is 1 - b^step, shaped to divide `like`.
+    `context.per_block(f, like)` is f(step), shaped to multiply it. `context.first` is set in a block's first refresh.
+    For other numbers x `[N]` of blocks, `numerics.per_block(x, like)` shapes x to multiply `like`.
 
-    One wire. Gradient and direction are one tensor until a stage with slots, its own or those of a chain inside,
-    has run: until then the result of a stage is the gradient of all stages after it too. `[clip_norm, momentum,
-    rms]` clips the gradient. After `momentum` the direction is on a wire of its own, and the gradient stays as it
-    is.
+    One wire. Gradient and direction are one tensor until a stage with slots has run; slots of chains inside count.
+    Until then the result of a stage is also the gradient of all following stages: `[clip_norm, momentum, rms]` clips
+    the gradient. After `momentum` the direction is a tensor of its own, and the gradient does not change any more.
 
     Chains inside. Declare a field `chain: Stages = Field(alias="inner")`, because no field may have the name of a
     hook, and `inner(block)` as `{"inner": Inner(self.chain, small)}`, where `small` is the block that the chain
     sees. Then `run_chain(self.chain, state.scope("inner", small), gradient, direction, context)` runs all hooks of
     its stages on tensors `[N, *small]`, and returns its direction. `g, d = map_wires(f, gradient, direction)`
-    applies f to both, once if they are one wire, and keeps them one. Where a kind repeats in a chain, its stages
+    applies f to both, only once if they are one wire, and keeps them one. If a kind repeats in a chain, its stages
     need a `name`.
 
-    Signals. `Traits(signals=(Request("lr"), Request("loss", "if_given")))` asks for what else the stage needs, and
-    when: "always" (the default), in steps with a "refresh", in the "first" step, or "if_given".
+    Signals. `Traits(signals=(Request("lr"), Request("loss", "if_given")))` requests further inputs and says when the
+    stage needs each: "always" (the default), in steps with a "refresh", in the "first" step, or "if_given".
     `context.signal("lr")` is a number, as are "loss", "step_fraction" and "gradient_norm"; "parameter_rms" is
     `[N]`; "parameter" and "hessian_diagonal" are `[N, *block]`. `context.tensor(name, like)` is the signal as a
-    tensor like another one, and `"loss" in context.signals` says whether it was given. `register_signal` adds
-    others.
+    tensor with the dtype and device of `like`, and `"loss" in context.signals` is True if it was given.
+    `register_signal` adds signals.
 
-    Sums. With `Traits(sums=True)` `context.parameter_sum(x)` gives for each block the sum of x `[N]` over all
-    blocks of its parameter, in `apply` alone and equally often in every step.
+    Sums. With `Traits(sums=True)` `context.parameter_sum(x)` returns for each block the sum of x `[N]` over all
+    blocks of its parameter. Call it only in `apply`, and equally often in every step.
 
     Forbidden: to write to `gradient` or `direction`; to let a block depend on another (no sum over axis 0); to
     remember anything outside of slots; to read a parameter, a rank or a global setting except by a signal; to read
-    a tensor's value on the host (`float(x)`, `if x.any()`) or upload one, for which a device would wait, outside of
-    refresh; to raise for a gradient with nan, whose result is dropped. From fresh state a zero gradient gives a
-    zero direction. A finite gradient of any size gives a finite direction: squares of 1e30 overflow,
-    `numerics.block_norm(x)` `[N]` does not, and `numerics.safe_ratio(a, b)`, for b >= 0, is a / b, or 0 where b is
-    too small to divide by. `eigengraft.testing.check_stage(Mine())` tries all of this.
+    a tensor's value on the host (`float(x)`, `if x.any()`) or to upload a value outside of refresh, because a device
+    would wait; to raise for a gradient with nan, whose result is dropped. From fresh state a zero gradient gives a
+    zero direction. A finite gradient of any size gives a finite direction. Squares of 1e30 overflow, but
+    `numerics.block_norm(x)` `[N]` does not; `numerics.safe_ratio(a, b)`, for b >= 0, is a / b, or 0 where b is too
+    small to divide by. `eigengraft.testing.check_stage(Mine())` tests all of this.
     """
 
     name: str | None = Field(
         default=None,
         pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
-        description="what the stage is called in paths; default: its kind. Needed where a kind repeats in a chain",
+        description="name of the stage in paths; default: its kind. Required if the kind repeats in a chain",
     )
     elsewhere: ClassVar[Mapping[str, str]] = {
         "storage": "it goes to the top level of the recipe: `storage: {<path of the stage>: int8}`",
@@ -167,61 +168,71 @@ class Stage(Schedulable, ABC, family="stage"):
         if hidden := sorted({*HOOKS} & cls.model_fields.keys()):
             name = hidden[0]
             raise TypeError(
-                f"{cls.__name__}: the field `{name}` hides the hook of that name; give the field another name and "
-                f"`Field(alias='{name}')`, by which recipes know it"
+                f"{cls.__name__}: the field `{name}` hides the hook `{name}`; give the field another name and "
+                f"`Field(alias='{name}')`, so that recipes still write `{name}`"
             )
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
-        """Declare the state that the stage keeps for one block of that shape, by name."""
+        """Return the state that the stage keeps for one block of this shape, by name."""
         return {}
 
     def inner(self, block: tuple[int, ...]) -> Mapping[str, Inner]:
-        """Declare the chains inside the stage, by the name of their scope in the state."""
+        """Return the chains inside the stage, by the name of their scope in the state."""
         return {}
 
     def cadence(self) -> Cadence | None:
-        """Say when `refresh` is due; None: never."""
+        """Return the cadence that says when `refresh` is due. None: `refresh` is never called."""
         return None
 
     def traits(self, block: tuple[int, ...]) -> Traits:
-        """Say what the engine must know; every default of `Traits` is safe."""
+        """Return the facts that the engine needs about the stage on blocks of this shape."""
         return Traits()
 
     def observe(self, state: State, gradient: Tensor, context: StepContext) -> None:
-        """Every step, cheap: update the statistics that `refresh` reads."""
+        """Update the statistics that `refresh` reads. Called every step, so it has to be cheap."""
 
     def refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:
-        """Rare, expensive: recompute roots, bases or learned factors, on any contiguous slice `[n, *block]`."""
+        """Recompute roots, bases or learned factors, on any contiguous slice `[n, *block]` of the stack. Called when
+        due, so it may be expensive.
+        """
 
     @abstractmethod
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
-        """Every step: map the direction `[N, *block]`, and update the moments that live in the current frame."""
+        """Return the new direction `[N, *block]`, and update the moments that live in the current frame. Called every
+        step.
+        """
 
     def measures(self, state: State, context: StepContext) -> Mapping[str, Tensor]:
-        """Numbers `[N]` on the present state for `Optimizer.inspect`, by "<measure>" or "<slot>/<measure>". Nothing is
-        written back, the context has no signals. Roles and cadence tell others; one of the same name replaces them."""
+        """Return numbers `[N]` about the present state for `Optimizer.inspect`, by "<measure>" or "<slot>/<measure>".
+
+        Nothing is written back, and the context has no signals. `inspect` adds measures that follow from roles and
+        cadence. A measure of the same name returned here replaces the added one.
+        """
         return {}
 
     @final
     @property
     def label(self) -> str:
-        """The stage's part of a path: `name`, else `kind`."""
+        """Name of the stage in paths: its `name`, or its kind if it has no name."""
         return self.name or str(getattr(self, "kind"))  # noqa: B009  every member has a kind, the family has none
 
     @final
     def cached_traits(self, block: tuple[int, ...] = ()) -> Traits:
-        """The traits for a block, asked once and kept; without a block those that depend on none."""
+        """Return the traits for a block, computed once and cached. The default `()` is for traits that do not depend on
+        the shape.
+        """
         if block not in self._traits:
             self._traits[block] = self.traits(block)
         return self._traits[block]
 
     @final
     def work(self, block: tuple[int, ...]) -> float:
-        """Floating-point operations of one step of one block, refreshes left out; blocks are divided over ranks by it.
+        """Return the floating-point operations of one step of one block, without refreshes. Blocks are divided over
+        ranks by this number.
 
-        Counted from the slots, unless the traits say it: a square matrix of order d on an axis of that length takes a
-        product with the block, 2 d numel, a basis two (there and back), anything else a few operations for each of its
-        numbers.
+        The traits may give the number. Otherwise it is counted from the slots. A square matrix of order d on an axis of
+        length d costs a product with the block, 2 d numel operations. A basis costs two products, there and back. Every
+        other slot costs four operations for each of its numbers.
         """
         if (known := self.cached_traits(block).work) is not None:
             return known
@@ -234,41 +245,43 @@ class Stage(Schedulable, ABC, family="stage"):
 
     @final
     def keeps_state(self, block: tuple[int, ...]) -> bool:
-        """Whether the stage, or one inside it, has a slot for such a block."""
+        """Return True if the stage, or a stage inside it, has a slot for blocks of this shape."""
         try:
             return self._keeps[block]
         except (KeyError, TypeError) as missing:
             found = any(True for _ in chain_slots((self,), block))
-            if isinstance(missing, KeyError):  # else the block is traced: its sizes are symbols, which have no hash
+            if isinstance(missing, KeyError):  # a traced block has symbols as sizes, which have no hash
                 self._keeps[block] = found
             return found
 
     @cached_property
     def _traits(self) -> dict[tuple[int, ...], Traits]:
-        """Answers of `traits`, by block."""
+        """Cache of `cached_traits`, by block."""
         return {}
 
     @cached_property
     def _keeps(self) -> dict[tuple[int, ...], bool]:
-        """Answers of `keeps_state`, by block."""
+        """Cache of `keeps_state`, by block."""
         return {}
 
     @final
     @property
     def requests(self) -> tuple[Request, ...]:
-        """The signals that the stage asks for."""
+        """Signals that the stage requests."""
         return self.cached_traits().signals
 
     @final
     def signals_at(self, step: int) -> frozenset[str]:
-        """The signals that must be there at a step of a block, by name."""
+        """Return the names of the signals that must be provided at this step of a block."""
         cadence, earliest = self.cadence(), 0 if self.cached_traits().lagged else 1
         refreshes = cadence is not None and cadence.possible(step, earliest)
         return frozenset(own.name for own in self.requests if own.needed_at(step, refreshes))
 
     @final
     def due(self, context: StepContext) -> Sequence[tuple[int, int, bool]]:
-        """(start, stop, first) spans of the stack whose refresh is due now."""
+        """Return the spans (start, stop, first) of the stack whose refresh is due in this step. first: True at the
+        first refresh of these blocks.
+        """
         if id(self) not in context.due:
             cadence, earliest = self.cadence(), 0 if self.cached_traits().lagged else 1
             context.due[id(self)] = () if cadence is None else tuple(cadence.due(context, earliest))
@@ -276,12 +289,14 @@ class Stage(Schedulable, ABC, family="stage"):
 
     @final
     def _hooks(self, state: State) -> Hooks:
-        """The hooks of the stage: its own, or in checked mode those that watch it."""
+        """Return the object that runs the hooks: the stage, or in checked mode a wrapper that checks each call."""
         return self if state.storage.watch is None else CheckedHooks(self, state.storage.watch)
 
     @final
     def run(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
-        """One step: observe, refresh the rows that are due, apply; a lagged stage applies first."""
+        """Run one step and return the new direction. The order is observe, refresh the due rows, apply; a lagged stage
+        applies first.
+        """
         lagged = self.cached_traits().lagged
         try:
             if not lagged:
@@ -291,15 +306,16 @@ class Stage(Schedulable, ABC, family="stage"):
                 self._observe_and_refresh(state, gradient, direction, context)
             return result
         except ContractError as error:
-            if state.path in str(error):  # it names the stage, or one inside it
+            if state.path in str(error):  # the message already names the stage, or a stage inside it
                 raise
             raise ContractError(f"{state.path}: {error}") from None
 
     @final
     def prime(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> None:
-        """Show a first gradient to what is lagged: statistics are made of it, nothing else is written or moves.
+        """Let lagged stages learn from a first gradient: they observe and refresh. Nothing else is written, and no
+        parameter changes.
 
-        Lagged stages inside get it from `apply`, of which the state and the result are dropped.
+        Lagged stages inside this stage receive the gradient through its `apply`. Its state and its result are dropped.
         """
         if self.cached_traits().lagged:
             self._observe_and_refresh(state, gradient, direction, context)
@@ -310,7 +326,7 @@ class Stage(Schedulable, ABC, family="stage"):
 
     @final
     def _observe_and_refresh(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> None:
-        """Observe, then refresh the rows that are due."""
+        """Call `observe`, then `refresh` for the rows that are due."""
         x = gradient if self.cached_traits().learns == "gradient" else direction
         self._hooks(state).observe(state, x, context)
         for start, stop, first in self.due(context):
@@ -319,16 +335,26 @@ class Stage(Schedulable, ABC, family="stage"):
 
 
 Stages = Annotated[tuple[Stage, ...], ChainOf("stage", "stages of a chain")]
-"""A chain: stages in order. In YAML a list, or a single stage."""
+"""A chain: stages in order. In YAML it is a list, or a single stage."""
 
 
 def run_chain(
     stages: tuple[Stage, ...], state: State, gradient: Tensor, direction: Tensor, context: StepContext
 ) -> Tensor:
-    """Run the stages in order, each on the direction that the one before returned, and return the last direction.
+    """Run the stages of a chain in order.
 
-    While the direction is the gradient, the result of a stage that keeps no state is both for the stages after it. In
-    a first gradient that only primes (`context.priming`) all other stages are primed and return nothing.
+    Each stage maps the direction that the stage before it returned. While the direction is still the gradient, the
+    result of a stage without state replaces both for the following stages.
+
+    Args:
+        stages: the chain.
+        state: state of the chain, with the block as its stages see it.
+        gradient: `[N, *block]`; the chain does not write to it.
+        direction: `[N, *block]`, the incoming direction. The same object as `gradient` means that both are one wire.
+        context: steps, corrections and signals. If `context.priming` is set, all stages with state are only primed.
+
+    Returns:
+        The last direction `[N, *block]`.
     """
     for stage in stages:
         own = state.scope(stage.label)
@@ -339,20 +365,33 @@ def run_chain(
             direction = stage.run(own, gradient, direction, context)
         if one_wire:
             gradient = direction
-        elif direction is gradient:  # two wires from here on, with the same numbers
+        elif direction is gradient:  # two wires from here on, with equal values
             direction = gradient.view_as(gradient)
     return direction
 
 
 def map_wires(f: Callable[[Tensor], _T], gradient: Tensor, direction: Tensor) -> tuple[_T, _T]:
-    """(f(gradient), f(direction)) for a chain inside: computed once, and one object, where the two are one wire."""
+    """Map the gradient and the direction for a chain inside a stage.
+
+    Args:
+        f: a function of a tensor.
+        gradient: its first argument.
+        direction: its second argument, not used if it is the same object as `gradient`.
+
+    Returns:
+        (f(gradient), f(direction)). If both are one wire, f is computed once, and both results are the same object.
+    """
     mapped = f(gradient)
     return mapped, mapped if direction is gradient else f(direction)
 
 
 def chain_bounds(stages: tuple[Stage, ...], block: tuple[int, ...]) -> tuple[float | None, float | None]:
-    """(bound of the spectral norm of a chain's direction, largest factor to it from that of the direction that comes
-    in), as in `Traits`."""
+    """Return (norm, gain) of a chain, the traits `spectral_norm` and `spectral_gain` of its stages combined.
+
+    norm: upper bound of the spectral norm of the last direction. None: no bound is known.
+    gain: upper bound of the ratio of the spectral norms of the last and the incoming direction. None: no bound is
+        known.
+    """
     norm: float | None = None
     gain: float | None = 1.0
     for stage in stages:
@@ -369,7 +408,7 @@ def chain_bounds(stages: tuple[Stage, ...], block: tuple[int, ...]) -> tuple[flo
 def walk_blocks(
     stages: tuple[Stage, ...], block: tuple[int, ...], path: str = ""
 ) -> Iterator[tuple[str, Stage, tuple[int, ...]]]:
-    """Every stage of a chain and of the chains inside it, with its dotted path and the block that it sees."""
+    """Yield (dotted path, stage, block that the stage sees) for every stage of a chain and of the chains inside it."""
     for stage in stages:
         here = f"{path}.{stage.label}" if path else stage.label
         yield here, stage, block
@@ -378,12 +417,32 @@ def walk_blocks(
 
 
 def walk(stages: tuple[Stage, ...], path: str = "") -> Iterator[tuple[str, Stage]]:
-    """Every stage of a chain and of the chains inside it, with its dotted path."""
+    """Iterate over every stage of a chain and of the chains inside it.
+
+    Args:
+        stages: the chain.
+        path: dotted path that precedes the path of each stage.
+
+    Returns:
+        An iterator of (dotted path, stage).
+    """
     yield from ((here, stage) for here, stage, _ in walk_blocks(stages, (), path))
 
 
 def chain_slots(stages: tuple[Stage, ...], block: tuple[int, ...], path: str = "") -> Iterator[tuple[str, str, Slot]]:
-    """(stage path, slot name, slot) of all state that a chain needs for one block."""
+    """Iterate over all state that a chain needs for one block.
+
+    Args:
+        stages: the chain.
+        block: shape of a block.
+        path: dotted path that precedes the path of each stage.
+
+    Returns:
+        An iterator of (stage path, slot name, slot).
+
+    Raises:
+        ValueError: a stage does not accept the block, or a slot cannot be filled. The message has the path.
+    """
     for stage in stages:
         here = f"{path}.{stage.label}" if path else stage.label
         try:
@@ -392,8 +451,8 @@ def chain_slots(stages: tuple[Stage, ...], block: tuple[int, ...], path: str = "
             raise ValueError(located(here, str(error))) from None
         for name, slot in slots.items():
             if slot.fill == "identity" and len(slot.shape) != 2:
-                fault = f"slot '{name}' of shape {slot.shape} is no matrix, which fill 'identity' needs"
-                raise ValueError(located(here, f"{fault}; give it a number"))
+                fault = f"slot '{name}' has fill 'identity', which needs a matrix, but its shape is {slot.shape}"
+                raise ValueError(located(here, f"{fault}; use a number as its fill"))
             yield here, name, slot
         for part, inner in stage.inner(block).items():
             for where, name, slot in chain_slots(inner.chain, inner.block, f"{here}.{part}"):

@@ -1,4 +1,4 @@
-"""When a refresh is due: decided on the host from steps alone, so that no device is asked."""
+"""Cadences: when a refresh is due. They decide on the host from steps alone, so that no device is waited for."""
 
 from __future__ import annotations
 
@@ -17,53 +17,60 @@ _Numbers = TypeVar("_Numbers", float, NDArray[np.float64])
 
 
 _FEW = 16
-"""Blocks that are asked one by one in less time than all together."""
+"""Number of blocks up to which `Every.due` tests phases one by one. For 16 blocks or fewer that is faster than an
+array.
+"""
 
 
 ROUNDED = 1e-9
-"""Part of a step that a phase may be short of it: n times k / n may be less than k."""
+"""Tolerance of a phase, in steps. It covers rounding: n times k / n may be a little less than k."""
 
 
 class Cadence(Component, ABC, family="cadence"):
-    """Says which blocks of a stack are due, as contiguous spans."""
+    """The rule that decides which blocks of a stack are due for a refresh."""
 
     number: ClassVar[tuple[str, str] | None] = ("every", "steps")
 
     @property
     def interval(self) -> float:
-        """Steps between two refreshes of a block, on average; blocks are divided over ranks by it."""
+        """Mean number of steps between two refreshes of a block. Blocks are divided over ranks by it."""
         return 1.0
 
     @property
     def period(self) -> int | None:
-        """Steps after which the same blocks are due again; None: no fixed number."""
+        """Number of steps after which the same blocks are due again. None: there is no fixed number."""
         return None
 
     def steps_due(self, phases: NDArray[np.float64]) -> NDArray[np.int64]:
-        """The step of a period, 0 .. period - 1, at which blocks of these phases are due."""
+        """Return the step of a period, 0 .. period - 1, at which blocks with these phases are due."""
         return np.zeros(len(phases), dtype=np.int64)
 
     def possible(self, step: int, earliest: int) -> bool:
-        """Whether a block may be due at its update of that number; default: always. earliest: as in `due`."""
+        """Return True if a block may be due at its update number `step`. The default is always True. earliest: as in
+        `due`.
+        """
         return True
 
     @property
     def spread(self) -> bool:
-        """Whether the blocks are due at different steps of a period, in waves that the field `at_once` declares."""
+        """True if blocks are due at different steps of a period, in waves whose least work is the field `at_once`."""
         return False
 
     def waves(self, refreshes: float) -> int | None:
-        """Return in how many equal parts of a period the blocks are due. None: in as many as it has steps.
+        """Return the number of equal parts of a period in which the blocks are due. None: as many as the period has
+        steps.
 
-        refreshes: work of all refreshes in a period, in units of the costliest one.
+        refreshes: work of all refreshes of a period, in units of the costliest refresh.
         """
         return None
 
     @abstractmethod
     def due(self, context: StepContext, earliest: int) -> Iterator[tuple[int, int, bool]]:
-        """(start, stop, first) spans of due blocks; `first` where it is their first refresh.
+        """Yield spans (start, stop, first) of the blocks that are due. first: True at the first refresh of these
+        blocks.
 
-        earliest: the step of the first refresh where the cadence itself does not say: 0, the priming, if lagged.
+        earliest: step of the first refresh if the cadence itself sets none: 1, or 0 (the priming gradient) for a lagged
+            stage.
         """
 
 
@@ -96,7 +103,8 @@ class Every(Cadence):
     def _spreads(self) -> Self:
         if self.stagger == "none" and self.at_once != type(self).model_fields["at_once"].default:
             raise ValueError(
-                f"at_once: `stagger: cost` is required, without which all blocks are due at once, got {self.at_once}"
+                f"at_once: {self.at_once} cannot be combined with `stagger: none`, by which all blocks are due at the "
+                "same step; remove one of the two"
             )
         return self
 
@@ -112,7 +120,7 @@ class Every(Cadence):
         return self._place(phases).astype(np.int64)
 
     def _place(self, phase: _Numbers) -> _Numbers:
-        """The step of a period, a whole number, at which a phase is due; of one, or of an array."""
+        """Return the step of a period at which a phase is due, a whole number. An array of phases gives an array."""
         spread = phase if self.stagger == "cost" else phase * 0
         return ((spread * self.steps + ROUNDED) // 1 + self.offset) % self.steps
 
@@ -134,7 +142,7 @@ class Every(Cadence):
         if uniform is not None and uniform <= start:
             yield from [(0, len(steps), True)] if uniform == start else []
             return
-        if uniform is not None and len(steps) <= _FEW:  # most steps of most stacks end here, without an array
+        if uniform is not None and len(steps) <= _FEW:  # the common case: nothing is due, and no array is made
             place = uniform % self.steps
             if not any(self._place(phase) == place for phase in context.phases.tolist()):
                 return
@@ -145,7 +153,7 @@ class Every(Cadence):
 
 
 def spans(codes: NDArray[np.int64]) -> Iterator[tuple[int, int, bool]]:
-    """Runs of equal nonzero codes as (start, stop, code == 2)."""
+    """Yield runs of equal nonzero codes as (start, stop, code == 2)."""
     edges = np.flatnonzero(np.diff(codes)) + 1
     for start, stop in zip([0, *edges], [*edges, len(codes)], strict=True):
         if codes[start]:

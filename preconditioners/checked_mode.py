@@ -1,8 +1,9 @@
-"""Checked mode: the contract of a stage, checked around each of its hooks while it runs.
+"""Checked mode: the contract of a stage is verified around each of its hooks while an optimizer runs.
 
-A wrong shape, an input that was written to, state that was changed and not written back and a number that stopped
-being finite are raised as a `ContractError` with the path of the stage, its hook and the step. Nothing is copied: torch
-counts the writes to a tensor (`Tensor._version`), and the counts before and after a hook are compared.
+A violation is raised as a `ContractError` with the path of the stage, its hook and the step. Violations are a wrong
+shape, dtype or device, an input that was written to, state that was changed and not written back, and a number that is
+not finite although all inputs were. Nothing is copied: torch counts the writes to a tensor (`Tensor._version`), and the
+counts before and after a hook are compared.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from eigengraft.step_context import StepContext
 
 
 class Hooks(Protocol):
-    """The hooks that change state or a direction."""
+    """The hooks of a stage that change state or a direction."""
 
     def observe(self, state: State, gradient: Tensor, context: StepContext) -> None: ...
 
@@ -38,8 +39,9 @@ class Call:
     """One running hook of one stage.
 
     what: "<path>: <hook>() at step <t>", for errors.
-    fine: `[N]`, the blocks whose inputs are finite and whose state is written; only these must stay finite.
-    loads: key -> tensors of that slot that the hook got, each with its count of writes at that time.
+    fine: bool `[N]`, True for blocks whose inputs are finite and whose state is written. The results of these blocks
+        must be finite.
+    loads: for each key of the state, the tensors that the hook loaded, each with its count of writes at that time.
     """
 
     what: str
@@ -48,10 +50,10 @@ class Call:
 
 
 class Checks(Watch):
-    """Follows the stages of one stack.
+    """The checks of the stages of one stack.
 
-    declared: the slots by "<stage path>/<slot>".
-    written: keys of the slots that were written back so far.
+    declared: the declared slots by "<stage path>/<slot>".
+    written: keys of the slots that have been written back so far.
     """
 
     def __init__(self, declared: Mapping[str, Slot]) -> None:
@@ -59,12 +61,14 @@ class Checks(Watch):
         self._calls: list[Call] = []
 
     def loaded(self, key: str, value: Tensor) -> None:
+        """Record that the running hook loaded a slot, and the present count of writes to the tensor."""
         if self._calls:
             self._calls[-1].loads.setdefault(key, []).append((value, value._version))
 
     def storing(self, key: str, value: object, rows: int, dtype: torch.dtype) -> None:
+        """Raise ContractError if a value does not have the shape and dtype that the slot declares, or is not finite."""
         path, name = StateKey.parse(key)[1:3]
-        required = f"{path}: slot '{name}' takes a {dtype} tensor of shape {_stack(self.declared[key].shape)}"
+        required = f"{path}: slot '{name}' needs a {dtype} tensor of shape {_stack(self.declared[key].shape)}"
         if not isinstance(value, Tensor):
             raise ContractError(f"{required}, got {type(value).__name__}")
         if tuple(value.shape) != (rows, *self.declared[key].shape):
@@ -75,15 +79,18 @@ class Checks(Watch):
             self._require_finite(f"wrote slot '{name}'", value)
 
     def stored(self, state: State, name: str, value: Tensor) -> None:
+        """Record that a slot was written back. A tensor that is still the state itself is followed further; any other
+        tensor has been copied.
+        """
         key = StateKey.join(state.path, name)
         self.written.add(key)
         loads = [load for call in self._calls for load in call.loads.pop(key, ())]
-        if any(tensor is value for tensor, _ in loads):  # still the state itself; any other tensor has been copied
+        if any(tensor is value for tensor, _ in loads):
             self.loaded(key, value)
 
     @contextmanager
     def call(self, what: str, inputs: Mapping[str, Tensor], state: State) -> Iterator[None]:
-        """One call of a hook; nothing that is given may be written to, what is loaded and changed is written back."""
+        """Check one call of a hook: its inputs must not be written to, and changed state must be written back."""
         versions = {name: tensor._version for name, tensor in inputs.items()}
         call = Call(what, _fine(inputs, state.mask))
         self._calls.append(call)
@@ -92,7 +99,7 @@ class Checks(Watch):
             _require_untouched(inputs, versions, call.what)
             _require_written_back(call)
         except ContractError as error:
-            if str(error).startswith(what.partition(":")[0]):  # it names the stage, or one inside it
+            if str(error).startswith(what.partition(":")[0]):  # it names the stage, or a stage inside it
                 raise
             raise ContractError(f"{what}: {error}") from None
         except Exception as error:
@@ -102,23 +109,26 @@ class Checks(Watch):
             self._calls.pop()
 
     def returned(self, value: object, direction: Tensor) -> None:
-        """What `apply` returned in place of a direction."""
+        """Raise ContractError if the result of `apply` is not a finite tensor with the shape, dtype and device of the
+        direction.
+        """
         what, shape = self._calls[-1].what, _stack(tuple(direction.shape[1:]))
         if not isinstance(value, Tensor):
             got = "nothing; is a `return` missing?" if value is None else type(value).__name__
-            raise ContractError(f"{what}: a direction of shape {shape} is required, got {got}")
+            raise ContractError(f"{what} must return a direction of shape {shape}, got {got}")
         if value.shape != direction.shape:
             raise ContractError(
-                f"{what}: a direction of shape {shape} with N = {len(direction)} is required, got {list(value.shape)}"
+                f"{what} must return a direction of shape {shape} with N = {len(direction)}, got {list(value.shape)}"
             )
         if value.dtype != direction.dtype or value.device != direction.device:
             raise ContractError(
-                f"{what}: a direction in {direction.dtype} on {direction.device} is required, "
-                f"got {value.dtype} on {value.device}"
+                f"{what} must return a direction in {direction.dtype} on {direction.device}, got {value.dtype} on "
+                f"{value.device}"
             )
         self._require_finite("returned a direction", value)
 
     def _require_finite(self, did: str, value: Tensor) -> None:
+        """Raise ContractError if a value is not finite in a block whose inputs are. did: the action for the message."""
         call = self._calls[-1]
         if not value.is_floating_point() or len(value) != len(call.fine) or not has_values(value):
             return
@@ -127,13 +137,13 @@ class Checks(Watch):
             block = int(bad.reshape(len(bad), -1).any(1).nonzero()[0])
             first = float(value[bad][0])
             raise ContractError(
-                f"{call.what} {did} that is not finite from inputs that are: "
+                f"{call.what} {did} that is not finite, although its inputs are: "
                 f"{first} in block {block} of {len(bad)} ({int(bad.sum())} of {bad.numel()} numbers)"
             )
 
 
 class CheckedHooks:
-    """The hooks of a stage, each one watched."""
+    """The hooks of a stage, each one followed by the checks of a stack."""
 
     def __init__(self, stage: Hooks, watch: Watch) -> None:
         self.stage, self.watch = stage, watch
@@ -155,33 +165,40 @@ class CheckedHooks:
 
 
 def _require_untouched(inputs: Mapping[str, Tensor], versions: Mapping[str, int], what: str) -> None:
+    """Raise ContractError if an input was written to since its count of writes was taken."""
     for name, tensor in inputs.items():
         if tensor._version != versions[name]:
             raise ContractError(
-                f"{what}: an untouched {name} is required (its memory may be the user's `p.grad`), got one that was "
-                f"written to in place: use `{name} * 2`, not `{name}.mul_(2)`, or clone it first"
+                f"{what} wrote to its input `{name}`, whose memory may be the user's `p.grad`; use `{name} * 2`, not "
+                f"`{name}.mul_(2)`, or clone it first"
             )
 
 
 def _require_written_back(call: Call) -> None:
+    """Raise ContractError if a loaded slot was changed in place and not written back."""
     for key, loads in call.loads.items():
         if any(tensor._version != version for tensor, version in loads):
             name = StateKey.parse(key).slot
             raise ContractError(
-                f"{call.what} changed slot '{name}' in place and did not write it back: `state[\"{name}\"] = ...` is "
-                "required after the last change (other storage, bf16 for example, would lose it)"
+                f"{call.what} changed slot '{name}' in place and did not write it back; other storage, bf16 for "
+                f'example, would lose the change; assign `state["{name}"] = ...` after the last change'
             )
 
 
 def _fine(inputs: Mapping[str, Tensor], mask: Tensor | None) -> Tensor:
+    """Return bool `[N]`, True for blocks whose inputs are all finite and that the mask selects. mask None: all blocks
+    are selected.
+    """
     parts = [x.reshape(len(x), math.prod(x.shape[1:])).isfinite().all(1) for x in inputs.values()]
     return torch.stack(parts if mask is None else [*parts, mask]).all(0)
 
 
 def _what(hook: str, state: State, context: StepContext) -> str:
+    """Return "<path>: <hook>() at step <t>", or a range of steps if the blocks are at different ones."""
     steps = sorted({int(step) for step in context.steps}) or [0]
     return f"{state.path}: {hook}() at step {steps[0]}" + (f" to {steps[-1]}" if steps[-1] > steps[0] else "")
 
 
 def _stack(shape: tuple[int, ...]) -> str:
+    """Return the shape of a stack of such slots as text, as "[N, 3, 4]"."""
     return f"[{', '.join(['N', *map(str, shape)])}]"

@@ -1,1 +1,1 @@
-"""Linear algebra along the axes of stacked blocks, shared by all stages; no stage is defined here."""
+"""Linear algebra on stacked blocks, shared by all stages. No stage is defined here."""

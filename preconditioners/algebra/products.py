@@ -1,12 +1,9 @@
-"""Products along the axes of stacked blocks.
+"""Products along the axes of stacked blocks, symmetric products, and columns in another order.
 
-Legend: N blocks; a axis of the block, of length d; p product of the axes before a; q product of the axes after.
+Of a symmetric product a CPU computes half of the entries and mirrors the others.
 
-Products of which symmetry is known: on a CPU half of their entries are computed, the others mirrored.
-
-Legend: N blocks; T `[N, d, d]`; Y, Z `[N, d, rest]` with Y Z^T = Z Y^T.
-
-Blocks with the entries of an axis in another order.
+Legend: N blocks; a axis of the block, of length d; p product of the axes before a; q product of the axes after; T `[N,
+    d, d]`; Y, Z `[N, d, rest]` with Y Z^T = Z Y^T.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from torch import Tensor
 from eigengraft.numerics import may_branch_on_values, multiplied_in_float32, products
 
 ProductDtype = Literal["input", "bfloat16"]
-"""dtype of products: that of what is multiplied, or bfloat16 with sums in float32, of which each result is rounded."""
+"""dtype of products: that of the operands, or bfloat16 with sums in float32 and each result rounded to bfloat16."""
 
 
 def matrix_shape(block: Sequence[int]) -> tuple[int, int]:
@@ -36,23 +33,25 @@ def as_matrices(x: Tensor) -> Tensor:
 
 
 def unfold(x: Tensor, axis: int) -> Tensor:
-    """The blocks as matrices `[N, d, p q]` with `axis` first; a view where the layout allows it."""
+    """Return the blocks as matrices `[N, d, p q]` with `axis` first. The result is a view if the layout allows it."""
     if x.ndim == 3:
         return x.mT if axis else x
     return x.movedim(axis + 1, 1).reshape(x.shape[0], x.shape[axis + 1], -1)
 
 
 def fold(y: Tensor, axis: int, shape: torch.Size) -> Tensor:
-    """The blocks `[N, *block]` of that shape whose unfolding along `axis` is y `[N, d, p q]`."""
+    """Return the blocks `[N, *block]` of a shape, given their unfolding y `[N, d, p q]` along `axis`. This inverts
+    `unfold`.
+    """
     p, d, q = math.prod(shape[1 : axis + 1]), shape[axis + 1], math.prod(shape[axis + 2 :])
     return y.reshape(len(y), d, p, q).transpose(1, 2).reshape(shape)
 
 
 def mode_product(x: Tensor, matrix: Tensor, axis: int) -> Tensor:
-    """x times_axis matrix: `[N, p, d, q]` with `matrix` `[N, d', d]` contracted over d.
+    """Return x times_axis matrix: x as `[N, p, d, q]` with `matrix` `[N, d', d]` contracted over d.
 
-    A diagonal matrix may be given by its diagonal `[N, d]`. An axis in the middle is brought to the front for one large
-    product where p products would have few columns each.
+    A diagonal matrix may be given as its diagonal `[N, d]`. An axis in the middle is brought to the front for one large
+    product if p products would have few columns each.
     """
     if multiplied_in_float32(x):
         return mode_product(x.float(), matrix.float(), axis).to(x.dtype)
@@ -74,20 +73,25 @@ def mode_product(x: Tensor, matrix: Tensor, axis: int) -> Tensor:
     return y.reshape(*shape[: axis + 1], matrix.shape[1], *shape[axis + 2 :])
 
 
-_FEW, _LONG = 16, 4
-"""Columns that fill no vector register, and how much longer than them an axis is of which p copies cost too much."""
+_FEW = 16
+"""Number of columns below which a product does not fill a vector register."""
+_LONG = 4
+"""Ratio d / q of an axis to the columns after it above which one transposed product is faster than p products."""
 
 
 _SHORT = 64
-"""Products along two axes take two passes over a block, which last as long as the arithmetic of one with so many
-columns (measured on a CPU: 3 x 3 and 7 x 7 gain, 8 x 8 does not)."""
+"""Largest length of adjacent axes that are rotated by the Kronecker product of their matrices. Two products make two
+passes over a block. On a CPU these take as long as one product with 64 columns: 3 x 3 and 7 x 7 gain, 8 x 8 does
+not.
+"""
 
 
 def rotate(x: Tensor, matrices: Mapping[int, Tensor], precision: ProductDtype = "input") -> Tensor:
-    """x `[N, *block]` times the matrix `[N, d', d]` of every axis given, whose entries are at most about 1.
+    """Return x `[N, *block]` times the matrix `[N, d', d]` of every axis given. Entries of the matrices are at most
+    about 1.
 
-    Of blocks of three axes and more, adjacent short axes are rotated by the Kronecker product of their matrices. Use
-    `mode_products` for roots, whose product may not be finite where that of each with x is.
+    In blocks of three axes or more, adjacent short axes are rotated by the Kronecker product of their matrices. Use
+    `mode_products` for roots: their Kronecker product may not be finite where the product of each root with x is.
     """
     if precision == "bfloat16":
         return rotate(x.bfloat16(), _in_bfloat16(matrices)).to(x.dtype)
@@ -95,7 +99,9 @@ def rotate(x: Tensor, matrices: Mapping[int, Tensor], precision: ProductDtype = 
 
 
 def mode_products(x: Tensor, matrices: Mapping[int, Tensor], precision: ProductDtype = "input") -> Tensor:
-    """x `[N, *block]` times the matrix `[N, d', d]`, or the diagonal `[N, d]`, of every axis given, one by one."""
+    """Return x `[N, *block]` times the matrix `[N, d', d]`, or the diagonal `[N, d]`, of every axis given, one after
+    another.
+    """
     if precision == "bfloat16":
         return mode_products(x.bfloat16(), _in_bfloat16(matrices)).to(x.dtype)
     short = _short_last(x, matrices)
@@ -107,7 +113,9 @@ def mode_products(x: Tensor, matrices: Mapping[int, Tensor], precision: ProductD
 
 
 def _short_last(x: Tensor, matrices: Mapping[int, Tensor]) -> int | None:
-    """How many last axes have few entries together, if `_cycled` is for these products; None: it is not."""
+    """Return the number of last axes that have few entries together, if `_cycled` is faster for these products. None:
+    it is not.
+    """
     block = x.shape[1:]
     if len(block) < 3 or len(matrices) < len(block) or any(matrix.ndim == 2 for matrix in matrices.values()):
         return None
@@ -118,10 +126,10 @@ def _short_last(x: Tensor, matrices: Mapping[int, Tensor]) -> int | None:
 
 
 def _cycled(x: Tensor, matrices: Mapping[int, Tensor], short: int) -> Tensor:
-    """The products along all axes, with one copy for the last `short` of them, and with none if there are none.
+    """Return the products along all axes with one copy for the last `short` axes, or without a copy if `short` is 0.
 
-    Each product takes the axis in front to the back, as X^T M^T; short axes are multiplied where they then stand, in
-    front of all others, and are taken to the back together.
+    Each product moves the first axis to the end, as X^T M^T. The short axes are multiplied in the place where they then
+    are, before all others, and are moved to the end together.
     """
     order = sorted(matrices)
     for axis in order[: len(order) - short]:
@@ -137,10 +145,12 @@ def _cycled(x: Tensor, matrices: Mapping[int, Tensor], short: int) -> Tensor:
 
 
 def _in_bfloat16(matrices: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """Return the matrices in bfloat16."""
     return {axis: matrix.bfloat16() for axis, matrix in matrices.items()}
 
 
 def _rotate_joined(x: Tensor, matrices: Mapping[int, Tensor]) -> Tensor:
+    """Return x rotated along all axes, adjacent short axes by one Kronecker product."""
     runs = short_runs(tuple(x.shape[1:]), frozenset(axis for axis, matrix in matrices.items() if matrix.ndim == 3))
     y = x.reshape(x.shape[0], *(math.prod(x.shape[run[0] + 1 : run[-1] + 2]) for run in runs))
     joined = {at: kronecker([matrices[axis] for axis in run]) for at, run in enumerate(runs) if run[0] in matrices}
@@ -151,7 +161,9 @@ def _rotate_joined(x: Tensor, matrices: Mapping[int, Tensor]) -> Tensor:
 
 @lru_cache(maxsize=256)
 def short_runs(block: tuple[int, ...], axes: frozenset[int]) -> list[list[int]]:
-    """The axes of a block in runs, in order; adjacent ones of `axes` are in one run while its length stays short."""
+    """Return the axes of a block in runs, in order. Adjacent axes that are in `axes` share a run while its length is
+    below `_SHORT`.
+    """
     runs: list[list[int]] = []
     for axis in reversed(range(len(block))):
         run = runs[-1] if runs else []
@@ -164,7 +176,9 @@ def short_runs(block: tuple[int, ...], axes: frozenset[int]) -> list[list[int]]:
 
 
 def kronecker(factors: Sequence[Tensor]) -> Tensor:
-    """The Kronecker product of stacks of matrices `[N, d', d]`; the only one as it is, also if it is a diagonal."""
+    """Return the Kronecker product of stacks of matrices `[N, d', d]`. A single factor is returned as it is, also if it
+    is a diagonal.
+    """
     product, *others = factors
     for factor in others:
         outer = product[:, :, None, :, None] * factor[:, None, :, None, :]
@@ -173,7 +187,7 @@ def kronecker(factors: Sequence[Tensor]) -> Tensor:
 
 
 def symmetric_product(y: Tensor, z: Tensor) -> Tensor:
-    """Y Z^T `[N, d, d]`."""
+    """Return Y Z^T `[N, d, d]`, which is symmetric."""
     if multiplied_in_float32(y):
         return symmetric_product(y.float(), z.float()).to(y.dtype)
     if not _halved(y):
@@ -182,14 +196,14 @@ def symmetric_product(y: Tensor, z: Tensor) -> Tensor:
 
 
 def add_symmetric(total: Tensor, y: Tensor, z: Tensor, beta: float = 1, alpha: float = 1) -> Tensor:
-    """In place: T <- beta T + alpha Y Z^T, for a symmetric T; what T holds is not read if beta is 0.
+    """Compute T <- beta T + alpha Y Z^T in place, for a symmetric T, and return T. If beta is 0, T is not read.
 
     Panels of c = 128 columns, each from the diagonal down, take (1 + c / d) / 2 of the operations. Every matrix is
-    multiplied by itself, so that no result depends on the others of a stack.
+    multiplied separately, so that no result depends on the other matrices of a stack.
     """
     if multiplied_in_float32(total):
         return total.copy_(add_symmetric(total.float(), y.float(), z.float(), beta, alpha))
-    if y.shape[2] == 1:  # such a sum takes another kernel on a CPU in a stack of one; the product alone does not
+    if y.shape[2] == 1:  # a CPU sums a stack of one with another kernel; the product alone has one kernel
         outer = torch.bmm(y, z.mT)
         return torch.mul(outer, alpha, out=total) if beta == 0 else total.mul_(beta).add_(outer, alpha=alpha)
     if not _halved(y):
@@ -204,24 +218,30 @@ def add_symmetric(total: Tensor, y: Tensor, z: Tensor, beta: float = 1, alpha: f
 
 
 def _spread(rows: Tensor) -> Tensor:
-    """A copy of rows `[c, k]` that lie in different sets of a cache, so that columns of it are read faster."""
+    """Return a copy of rows `[c, k]` that are stored in different sets of a CPU's cache, so that its columns are read
+    faster.
+    """
     copied = rows.new_empty(rows.shape[0], rows.shape[1] + 16)[:, : rows.shape[1]]
     return copied.copy_(rows)
 
 
 def _halved(y: Tensor) -> bool:
-    """Whether panels are faster: not in bfloat16 below 768 rows, where torch multiplies a whole stack at once."""
+    """Return True if panels are faster. In bfloat16 below 768 rows they are not, because torch multiplies a whole stack
+    at once.
+    """
     return may_branch_on_values(y) and y.shape[1] >= (6 if y.dtype.itemsize < 4 else 2) * _PANEL
 
 
 _PANEL = 128
-"""Columns of a panel: with 64 and 256 some sides of 256 to 1024 took longer, and none much less time (measured)."""
+"""Number of columns of a panel. With 64 or 256 some sizes from 256 to 1024 took longer, and none took
+much less time.
+"""
 
 
 def reordered(x: Tensor, axis: int, order: Tensor) -> Tensor:
-    """x `[N, *block]`, its entries along an axis of the block in the order `[N, d]`, d or fewer places.
+    """Return x `[N, *block]` with the entries along a block axis in the order `[N, d']`, d or fewer places.
 
-    On a CPU large blocks are taken one by one: `gather` takes up to eight times as long.
+    On a CPU large blocks are copied one by one, because `gather` takes up to eight times as long.
     """
     if x.device.type == "cpu" and x.shape[1:].numel() >= _ONE_BY_ONE:
         out = x.new_empty(*x.shape[: axis + 1], order.shape[1], *x.shape[axis + 2 :])
@@ -233,4 +253,6 @@ def reordered(x: Tensor, axis: int, order: Tensor) -> Tensor:
 
 
 _ONE_BY_ONE = 1 << 12
-"""Entries from which on a block is worth a kernel of its own (measured)."""
+"""Number of entries of a block from which on a CPU copies blocks one by one. A smaller block does not pay for a call of
+its own.
+"""

@@ -1,6 +1,7 @@
-"""Measures of factors, for inspection: condition numbers, and how far a basis is from eigenvectors. In float64.
+"""Measures of factors for inspection: condition numbers, and the distance of a basis from eigenvectors. In float64.
 
-Legend: A `[N, d, d]` statistics; Q `[N, d, r]` bases, r <= d; M = Q^T A Q `[N, r, r]`. What is not finite gives nan.
+Legend: A `[N, d, d]` statistics; Q `[N, d, r]` bases, r <= d; M = Q^T A Q `[N, r, r]`. The measure of a matrix that is
+    not finite is nan.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from eigengraft.numerics import per_block
 
 
 def condition(a: Tensor, symmetric: bool = True) -> Tensor:
-    """`[N]`: the largest over the least singular value, at most 1 / u, u the machine epsilon of the dtype of a.
+    """Return `[N]`, the ratio of the largest and the least singular value. It is at most 1 / u, u the machine epsilon
+    of a's dtype.
 
-    a: matrices, or diagonals `[N, d]`. symmetric: whether these are positive semi-definite, so that what is below zero
-    counts as rounding. What is zero has no condition number: nan.
+    a: matrices, or diagonals `[N, d]`.
+    symmetric: True if the matrices are positive semi-definite. Eigenvalues below zero then count as rounding.
+
+    A matrix of zeros has no condition number: the result is nan.
     """
     known, x = _finite(a)
     if x.ndim == 2:
@@ -28,14 +32,18 @@ def condition(a: Tensor, symmetric: bool = True) -> Tensor:
 
 
 def off_diagonal_share(m: Tensor) -> Tensor:
-    """`[N]`: ||M - diag M||_F / ||M||_F, from 0 for eigenvectors to 1; nan where M is zero."""
+    """Return `[N]`, ||M - diag M||_F / ||M||_F, which is 0 for eigenvectors and at most 1. It is nan
+    where M is zero.
+    """
     known, m = _finite(m)
     rest = m - torch.diag_embed(m.diagonal(dim1=-2, dim2=-1))
     return torch.where(known, torch.linalg.matrix_norm(rest) / torch.linalg.matrix_norm(m), torch.nan)
 
 
 def turning_angle(a: Tensor, q: Tensor) -> Tensor:
-    """`[N]`: the angle between columns q and A q in degrees, a mean weighted by q^T A q; 0 where q are eigenvectors."""
+    """Return `[N]`, the angle between columns q and A q in degrees, a mean with weights q^T A q. It is 0 for
+    eigenvectors.
+    """
     known, a = _finite(a)
     q = q.double()
     turned = torch.bmm(a, q)
@@ -47,7 +55,7 @@ def turning_angle(a: Tensor, q: Tensor) -> Tensor:
 
 
 def orthogonality(q: Tensor) -> Tensor:
-    """`[N]`: ||Q^T Q - I||_F / sqrt(r), how far the columns are from orthonormal ones."""
+    """Return `[N]`, ||Q^T Q - I||_F / sqrt(r), the distance of the columns from orthonormal columns."""
     known, q = _finite(q)
     gram = torch.bmm(q.mT, q)
     gram.diagonal(dim1=-2, dim2=-1).sub_(1.0)
@@ -55,9 +63,9 @@ def orthogonality(q: Tensor) -> Tensor:
 
 
 def root_residual(a: Tensor, root: Tensor, powers: tuple[int, int]) -> Tensor:
-    """`[N]`: ||A (X^m A^n - I)||_F / ||A||_F for X = A^(-n/m), a root `[N, d, d]` or its diagonal `[N, d]`.
+    """Return `[N]`, ||A (X^m A^n - I)||_F / ||A||_F for X = A^(-n/m), a root `[N, d, d]` or its diagonal `[N, d]`.
 
-    powers: (m, n). X^m A^n is I where A is not zero; a ridge of the size r takes away r / ||A|| of it, and no more.
+    powers: (m, n). X^m A^n is I where A is not zero. A ridge of size r changes the result by at most r / ||A||.
     """
     known, a = _finite(a)
     usable, x = _finite(root)
@@ -73,6 +81,6 @@ def root_residual(a: Tensor, root: Tensor, powers: tuple[int, int]) -> Tensor:
 
 
 def _finite(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Which rows are finite `[N]`, and x in float64 with ones in place of the others."""
+    """Return bool `[N]`, True where x is finite, and x in float64 with ones in place of other rows."""
     known = x.flatten(1).isfinite().all(-1)
     return known, torch.where(per_block(known, x), x, 1.0).double()

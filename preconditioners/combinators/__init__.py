@@ -1,1 +1,1 @@
-"""Stages that hold other stages: chain, sum, split, graft, transform, trust, coordinates of a partner."""
+"""Stages that hold other stages: chain, sum, transform, graft, and chains in other coordinates."""

@@ -1,4 +1,4 @@
-"""A basis that follows what a chain makes of the direction in it (ARO, arXiv:2602.09006)."""
+"""A basis that follows the result of a chain in that basis (ARO, arXiv:2602.09006)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class AdaptiveRotation(Stage):
     """Q f(Q^T d)  with  Q <- qr(d f(Q^T d)^T),  f = inner, one step of the power method towards max <d, Q f(Q^T d)>
 
     Adaptively rotated optimization: steepest descent under the norm of f in the coordinates in which that norm of d is
-    largest. f keeps no state: signs, `sinkhorn`, rows of unit size. Rotated is the shorter axis, or the first one as in
-    the authors' code: of a tall d, rows of Q^T d are rounding there, which signs make large. Blocks with one axis go to
+    largest. f keeps no state: signs, `sinkhorn`, rows of unit size. The shorter axis is rotated, or the first one as in
+    the authors' code. Rows of Q^T d of a tall d are rounding there, which signs make large. Blocks with one axis go to
     `inner` as they are.
     """
 
@@ -37,10 +37,10 @@ class AdaptiveRotation(Stage):
         stateful = next((path for block in ((3, 2), (3,)) for path, _, _ in chain_slots(self.chain, block)), None)
         lagged = next((path for path, stage in walk(self.chain) if stage.cached_traits().lagged), None)
         if stateful or lagged:
-            raise ValueError(f"inner: stages without state are required, got one that has some, {stateful or lagged}")
+            raise ValueError(f"inner: {stateful or lagged} keeps state, and this chain must keep none; move it outside")
         spanning = next((path for path, stage in walk(self.chain, "inner") if stage.cached_traits().sums), None)
         if spanning:
-            raise ValueError(f"{spanning}: a stage without sums over parameters is required, got one that takes some")
+            raise ValueError(f"{spanning}: it takes sums over parameters, which cannot be taken here; move it outside")
         return self
 
     def state_meaning(self) -> Mapping[str, Any]:
@@ -50,6 +50,7 @@ class AdaptiveRotation(Stage):
         return {"inner": Inner(self.chain, block)}
 
     def _axis(self, block: tuple[int, ...]) -> int:
+        """Return the axis that is rotated."""
         return 0 if self.side == "left" else min(range(len(block)), key=lambda axis: block[axis])
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
@@ -79,7 +80,7 @@ class AdaptiveRotation(Stage):
         return mode_product(self._mapped(state, direction, q, axis, context), q, axis)
 
     def _mapped(self, state: State, direction: Tensor, q: Tensor, axis: int, context: StepContext) -> Tensor:
-        """f(Q^T d)."""
+        """Return f(Q^T d)."""
         turned = mode_product(direction, q.mT, axis)
         return self._inner(state, turned, turned, context)
 

@@ -1,7 +1,4 @@
-"""Stages made of stages.
-
-A chain that sees another gradient: clipped, centred, corrected, noisy.
-"""
+"""Chains as stages: a chain with a name of its own, a sum of chains, and a chain that receives another gradient."""
 
 from __future__ import annotations
 
@@ -39,8 +36,8 @@ class Chain(Stage):
 class Path(Schedulable):
     """One summand of a `sum`."""
 
-    name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", description="what the path is called")
-    weight: float = Field(default=1.0, description="what its direction is multiplied by")
+    name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", description="name of the path")
+    weight: float = Field(default=1.0, description="factor of its direction")
     stages: Stages = Field(description="its chain")
 
 
@@ -59,7 +56,7 @@ class Sum(Stage):
         names = [path.name for path in self.paths]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise ValueError(f"paths: distinct names are required, got '{twice[0]}' twice")
+            raise ValueError(f"paths: names must be distinct, got '{twice[0]}' twice; rename one of the paths")
         return self
 
     def inner(self, block: tuple[int, ...]) -> Mapping[str, Inner]:
@@ -77,8 +74,8 @@ class Sum(Stage):
 class Transform(Stage):
     """inner(T(g), d)  with T = before;  d is T(g) itself where no stage has made another direction of g yet.
 
-    Every stage of `inner` takes T(g) for the gradient: statistics and second moments are made of it. T may keep state,
-    as in MARS. Where it keeps none and comes first, its stages do the same before those of `inner` in one chain:
+    Every stage of `inner` receives T(g) as its gradient: its statistics and second moments are made of it. T may keep
+    state, as in MARS. If T keeps none and comes first, its stages do the same before those of `inner` in one chain:
     `[clip_norm, momentum, rms]` is Adam with clipped gradients.
     """
 
@@ -90,7 +87,9 @@ class Transform(Stage):
     def _before_maps_every_gradient(self) -> Self:
         for path, stage in walk(self.before, "before"):
             if stage.cached_traits().lagged:
-                raise ValueError(f"{path}: a stage that maps every gradient is required, got one that is lagged")
+                raise ValueError(
+                    f"{path}: a lagged stage cannot be in `before`, which maps every gradient; move it to `inner`"
+                )
         return self
 
     def inner(self, block: tuple[int, ...]) -> Mapping[str, Inner]:
@@ -103,7 +102,7 @@ class Transform(Stage):
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         early = any(stage.cached_traits().lagged for _, stage in walk(self.chain))
-        # a first gradient that only primes `inner` is mapped as any other: T has had one gradient more
+        # T maps the priming gradient of `inner` as any other, and is therefore one step ahead
         before = replace(context, steps=context.steps + 1) if early else context
         seen = run_chain(self.before, state.scope("before"), gradient, gradient, before)
         start = seen if direction is gradient else direction

@@ -30,7 +30,7 @@ class Graft(Stage):
     start: int = Field(
         default=1, ge=1, description="first update that takes the direction; before it the magnitude's is used"
     )
-    per: Literal["block", "parameter"] = Field(default="block", description="what the norms are taken over")
+    per: Literal["block", "parameter"] = Field(default="block", description="over which entries norms are taken")
     after: Stages = Field(default=(), description="stages that follow, once for the grafted and once for the magnitude")
 
     def inner(self, block: tuple[int, ...]) -> Mapping[str, Inner]:

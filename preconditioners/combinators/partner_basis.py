@@ -38,12 +38,12 @@ class PartnerBasis(Stage):
     def _state_follows(self) -> Self:
         for path, stage in walk(self.chain, "inner"):
             if stage.cached_traits().lagged:
-                raise ValueError(f"{path}: a stage that needs no first gradient is required, got a lagged one")
+                raise ValueError(f"{path}: a lagged stage, which needs a first gradient, cannot be used here")
         for path, name, slot in chain_slots(self.chain, (3, 2), "inner"):
             if slot.frame == "none" and (slot.role == "basis" or (_is_matrix(slot) and slot.axes != (1,))):
                 raise ValueError(
-                    f"{path}: state that follows a change of the last axis is required, got '{name}'; a stage with "
-                    "factors takes `axes: {side: right}`"
+                    f"{path}: '{name}' does not follow a change of the last axis; give a stage with factors "
+                    "`axes: {side: right}`"
                 )
         return self
 
@@ -53,7 +53,7 @@ class PartnerBasis(Stage):
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
         if len(block) != 2:
             raise ValueError(
-                f"factors with two axes are required, as `view: pairs` shows them, got a block of shape {block}"
+                f"partner_basis needs factors with two axes, as `view: pairs` gives them, got a block of shape {block}"
             )
         return {}
 
@@ -74,7 +74,7 @@ class PartnerBasis(Stage):
         return torch.bmm(run_chain(self.chain, inner, seen, start, context), inverse.mT)
 
     def _transport(self, state: State, p: Tensor) -> None:
-        """Brings the state of the chain to new coordinates, x_new = P x_old along the last axis."""
+        """Transport the state of the chain to new coordinates, x_new = P x_old along the last axis."""
         for path, name, slot in chain_slots(self.chain, state.block):
             scope, place = state.scope(path), slot_axis(slot, 1, 2)
             if _is_matrix(slot):
@@ -84,16 +84,18 @@ class PartnerBasis(Stage):
 
 
 def _is_matrix(slot: Slot) -> bool:
+    """Return True if a slot is a matrix that P transforms from both sides."""
     return slot.role in ("statistic", "root") and slot.frame == "none"
 
 
 def _inverse(r: Tensor) -> Tensor:
+    """Return the pseudoinverse of R."""
     found: Tensor = torch.linalg.pinv(r, rtol=r.shape[-1] * torch.finfo(r.dtype).eps)
     return found
 
 
 def _frame(y: Tensor) -> tuple[Tensor, Tensor]:
-    """U `[N, m, r]` and R `[N, r, r]` of Y = U R, R with a diagonal >= 0; rows of zeros make m at least r."""
+    """Return U `[N, m, r]` and R `[N, r, r]` of Y = U R, R with a diagonal >= 0. Rows of zeros make m at least r."""
     short = y.shape[-1] - y.shape[-2]
     y = torch.nn.functional.pad(y, (0, 0, 0, short)) if short > 0 else y
     peak = y.abs().amax((-2, -1), keepdim=True).clamp_min(tiny(y.dtype))

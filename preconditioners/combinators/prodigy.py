@@ -59,7 +59,7 @@ class Prodigy(Stage):
         return out * scale
 
     def _estimate(self, state: State, context: StepContext) -> Tensor:
-        """D `[N]`, the same in all blocks that have seen the same steps."""
+        """Return D `[N]` and store it. It is the same in all blocks that are at the same step."""
         d = state["d"]
         gain, size = (number_like(context.total(state, name), d) for name in ("gain", "size"))
         found = torch.where(size > tiny(d.dtype), self.coefficient * gain / size.clamp_min(tiny(d.dtype)), 0.0)
@@ -70,10 +70,11 @@ class Prodigy(Stage):
         return d
 
     def _learn(self, state: State, gradient: Tensor, d: Tensor, context: StepContext) -> None:
+        """Update the sums r and s by this gradient."""
         now = context.tensor("parameter", gradient)
         fresh = per_block(context.step <= 1, gradient)
         origin = torch.where(fresh, now, state["origin"])
-        weight = context.tensor("lr", d) * d * (d / self.start)  # over start, or it underflows
+        weight = context.tensor("lr", d) * d * (d / self.start)  # divided by start, so that it does not underflow
         s = state["s"] * self.beta + gradient * per_block(weight, gradient)
         inner = (gradient * (origin - now)).flatten(1).sum(1)
         state["origin"], state["s"] = origin, s

@@ -1,4 +1,4 @@
-"""A chain on a few coordinates of the gradient, and what is done with the rest (GaLore, Fira, APOLLO)."""
+"""A chain on a few coordinates of the gradient, and the use of the rest (GaLore, Fira, APOLLO)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..roots.decompositions import leading_eigenvectors, unit_sized
 from ..roots.power_qr import same_signs
 
 DRAW = 1 << 34
-"""The stream of random projections."""
+"""Number of the stream of noise that projections are drawn from."""
 
 
 class Projected(Stage):
@@ -58,18 +58,22 @@ class Projected(Stage):
     def _options_matter(self) -> Self:
         scaled = self.result != "lift"
         if not scaled and self.growth is not None:
-            raise ValueError(f"growth: null is required with result 'lift', which scales nothing, got {self.growth}")
+            raise ValueError(f"growth: {self.growth} has no effect with result 'lift', which scales nothing")
         if not scaled and self.per != "column":
-            raise ValueError(f"per: 'column' is required with result 'lift', which scales nothing, got '{self.per}'")
+            raise ValueError(f"per: '{self.per}' has no effect with result 'lift', which scales nothing")
         if self.result == "lift_and_rest" and self.projection == "random":
-            raise ValueError("projection: 'leading' is required with result 'lift_and_rest', got 'random'")
+            raise ValueError(
+                "projection: 'random' cannot be combined with result 'lift_and_rest'; set projection: leading"
+            )
         return self
 
     @model_validator(mode="after")
     def _inner_waits_for_no_basis(self) -> Self:
         for path, stage in walk(self.chain, "inner"):
             if stage.cached_traits().lagged:
-                raise ValueError(f"{path}: a stage that needs no first gradient before P is required, got a lagged one")
+                raise ValueError(
+                    f"{path}: a lagged stage, which needs a gradient before P is known, cannot be used here"
+                )
         return self
 
     def state_meaning(self) -> Mapping[str, Any]:
@@ -81,11 +85,13 @@ class Projected(Stage):
         return {"inner": Inner(self.chain, seen)}
 
     def _axis(self, block: tuple[int, ...]) -> int:
+        """Return the axis that is projected."""
         if self.side == "smaller":
             return min(range(len(block)), key=lambda axis: (block[axis], -axis))
         return 0 if self.side == "left" else len(block) - 1
 
     def _columns(self, block: tuple[int, ...]) -> int:
+        """Return r."""
         return min(self.rank, block[self._axis(block)])
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
@@ -128,13 +134,14 @@ class Projected(Stage):
         return mode_product(n, p, axis) + self._limited(state, rest)
 
     def _scales(self, n: Tensor, r: Tensor, axis: int) -> Tensor:
-        """||N_j|| / ||R_j||, shaped to multiply blocks; 0 where R_j is."""
+        """Return ||N_j|| / ||R_j||, shaped to multiply blocks. It is 0 where R_j is 0."""
         if self.per == "block":
             return per_block(safe_ratio(block_norm(n), block_norm(r)), n)
         norms = (torch.linalg.vector_norm(x, dim=axis + 1, keepdim=True) for x in (n, r))
         return safe_ratio(*norms)
 
     def _limited(self, state: State, x: Tensor) -> Tensor:
+        """Return x, shortened to `growth` times the norm that it had in the last step."""
         if self.growth is None:
             return x
         before, norm = state["size"], block_norm(x)

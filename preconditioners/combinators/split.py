@@ -33,7 +33,7 @@ class Split(Stage):
 
     kind: Literal["split"] = "split"
     inside: Stages = Field(description="the chain on the coordinates in the subspace")
-    outside: Stages = Field(description="the chain on what is left")
+    outside: Stages = Field(description="the chain on the rest")
     rank: int = Field(default=64, ge=1, description="dimension r of the subspace, at most the length of the axis")
     max_skew: float | None = Field(
         default=None,
@@ -58,6 +58,7 @@ class Split(Stage):
         return {"inside": Inner(self.inside, self._inside_block(block)), "outside": Inner(self.outside, block)}
 
     def _axis(self, block: tuple[int, ...]) -> int:
+        """Return the axis that is split."""
         if self.side == "smaller":
             return min(range(len(block)), key=lambda axis: block[axis])
         return 0 if self.side == "left" else len(block) - 1
@@ -69,7 +70,7 @@ class Split(Stage):
         return (*block[:axis], self._columns(block, axis), *block[axis + 1 :])
 
     def _columns(self, block: tuple[int, ...], axis: int) -> int:
-        """r."""
+        """Return r."""
         r = min(self.rank, block[axis])
         return r if self.max_skew is None else max(1, min(r, int(self.max_skew * math.prod(block) / block[axis])))
 
@@ -91,7 +92,8 @@ class Split(Stage):
         size = torch.linalg.vector_norm(x, ord=float("inf"), dim=(1, 2), keepdim=True)
         old, core = state["basis"].clone(), state["core"]
         pull = core * self.beta / size.square().clamp_min(tiny(x.dtype))
-        unit = x / size.clamp_min(tiny(x.dtype))  # of size 1, so that squares of extreme gradients keep their digits
+        # scaled to size 1, so that squares of extreme gradients keep their digits
+        unit = x / size.clamp_min(tiny(x.dtype))
         step = old @ pull + unit @ (unit.mT @ old) * (1 - self.beta)
         new = householder(torch.where(step.isfinite().all(-1).all(-1)[:, None, None], step, old), old)
         if context.first:
@@ -115,10 +117,10 @@ class Split(Stage):
         return mode_product(mapped, state["basis"], self._axis(state.block)) + rest
 
     def _divided(self, state: State, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(coordinates in the subspace, what is left); all and nothing for blocks with one axis."""
+        """Return (coordinates in the subspace, the rest). For blocks with one axis: (x, zeros)."""
         if len(state.block) < 2:
             return x, torch.zeros_like(x)
         u, axis = state["basis"], self._axis(state.block)
         inside = mode_product(x, u.mT, axis)
-        whole = u.shape[-1] == u.shape[-2]  # then what is left is rounding, which `outside` might make large
+        whole = u.shape[-1] == u.shape[-2]  # then the rest is rounding, which `outside` could make large
         return inside, torch.zeros_like(x) if whole else x - mode_product(inside, u, axis)

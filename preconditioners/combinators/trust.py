@@ -1,4 +1,4 @@
-"""A chain whose direction is taken as far as the gradient agrees with it (track 3 of modded-nanogpt)."""
+"""A chain whose direction counts as far as the gradient agrees with it (track 3 of modded-nanogpt)."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Trust(Stage):
     """v(d) X / v(X)  with  X = d + t (P - d),  P = v(d) Y / v(Y),  Y = inner(g, d),  v(X) = ||X X^T||_F^(1/2)
 
     t = clip((cos(P, d) - agreement) / (1 - agreement)) clip(cos(P, g) / cos(d, g)), clip to [0, 1], then to
-    [floor, cap]: a preconditioned direction counts as far as it points with d, and with the gradient as d does, which
-    it does not where its basis is stale (records of 2026 in track 3 of modded-nanogpt, `trust_gate`). Norms and cosines
-    are those of blocks.
+    [floor, cap]. A preconditioned direction counts as far as it points along d, and as far as it agrees with the
+    gradient as well as d does. It agrees less where its basis is stale (records of 2026 in track 3 of modded-nanogpt,
+    `trust_gate`). Norms and cosines are those of blocks.
     """
 
     kind: Literal["trust"] = "trust"
@@ -35,7 +35,7 @@ class Trust(Stage):
     @model_validator(mode="after")
     def _floor_is_below_cap(self) -> Self:
         if not (self.scheduled("floor") or self.scheduled("cap")) and self.floor > self.cap:
-            raise ValueError(f"floor: at most cap, {self.cap}, is required, got {self.floor}")
+            raise ValueError(f"floor: it must be at most cap, {self.cap}, got {self.floor}")
         return self
 
     def inner(self, block: tuple[int, ...]) -> Mapping[str, Inner]:
@@ -56,13 +56,13 @@ class Trust(Stage):
 
 
 def _cosine(x: Tensor, y: Tensor) -> Tensor:
-    """The cosines `[N]` of blocks, 0 where one of them is."""
+    """Return the cosines `[N]` of blocks. The cosine of a zero block is 0."""
     x, y = (z * per_block(safe_ratio(torch.ones_like(block_norm(z)), block_norm(z)), z) for z in (x, y))
     return (x * y).flatten(1).sum(1)
 
 
 def _gram_norm(x: Tensor) -> Tensor:
-    """||X X^T||_F^(1/2) `[N]` of blocks as matrices, first axis x the rest."""
+    """Return ||X X^T||_F^(1/2) `[N]` of blocks as matrices, first axis x the rest."""
     peak = x.flatten(1).abs().amax(1)
     matrix = unfold(x * per_block(safe_ratio(torch.ones_like(peak), peak), x), 0)
     short = matrix.mT if matrix.shape[-2] > matrix.shape[-1] else matrix

@@ -1,4 +1,8 @@
-"""Solvers of eigenbases that no shipped recipe names."""
+"""Basis solvers that no shipped recipe names.
+
+`QRIteration` reproduces the QR algorithm of Distributed Shampoo, for comparison. `Subspace` keeps the leading
+eigenvectors only, by block power iteration (Golub & Van Loan 2013, section 8.2.4).
+"""
 
 from __future__ import annotations
 

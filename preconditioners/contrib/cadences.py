@@ -1,4 +1,4 @@
-"""Cadences that no shipped recipe names."""
+"""A cadence that no shipped recipe names: refreshes at random steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from eigengraft.step_context import StepContext
 from ..cadence import Cadence, spans
 
 DRAWS = 1 << 32
-"""First of the streams of random numbers that decide on refreshes, far from those that stages use."""
+"""First number of the streams of random numbers that decide on refreshes. It is far from the streams that stages use.
+"""
 
 
 class Probability(Cadence):

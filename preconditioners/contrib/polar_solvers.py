@@ -1,4 +1,6 @@
-"""Polar solvers that no shipped recipe names."""
+"""A polar solver that no shipped recipe names: Newton-Schulz on the smaller Gram matrix (Gram-NS of the Dao AI Lab,
+2026).
+"""
 
 from __future__ import annotations
 

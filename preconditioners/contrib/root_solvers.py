@@ -1,4 +1,8 @@
-"""Solvers of inverse roots, and bounds of eigenvalues, that no shipped recipe names."""
+"""Root solvers and eigenvalue bounds that no shipped recipe names.
+
+Chebyshev series (DASH, arXiv:2602.02016), coupled iterations of higher order (Lakic 1998; Distributed Shampoo), and
+Denman and Beavers' iteration (Higham 2008, 6.35).
+"""
 
 from __future__ import annotations
 
@@ -37,6 +41,7 @@ class TraceBound(EigenvalueBound):
 
 
 def _pair(value: Any) -> Any:
+    """Return a list, as YAML has it, as a tuple. Other values stay."""
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -65,7 +70,7 @@ class Chebyshev(Iterative):
     @model_validator(mode="after")
     def _knows_its_interval(self) -> Self:
         if self.interval is not None and not 0 < self.interval[0] < self.interval[1]:
-            raise ValueError(f"chebyshev: an interval [low, high] with 0 < low < high is required, got {self.interval}")
+            raise ValueError(f"chebyshev: interval must be [low, high] with 0 < low < high, got {list(self.interval)}")
         if self.interval is None and not (self.relative and self.relative_to is None and self.eps > 0):
             raise ValueError(
                 "chebyshev: the default interval needs a ridge relative to `scaling` (relative: true, "
@@ -91,13 +96,15 @@ class Chebyshev(Iterative):
         return Solved(x, residual, steps, exponent.numerator)
 
     def _size_of_identity(self, d: int) -> float:
-        """What a ridge of 1 adds to the size, at most, in units of the ridge: asked of no device."""
+        """Return the largest size that a ridge of 1 adds, in units of the ridge. No device is asked."""
         return float(self.scaling.upper(torch.eye(d, dtype=torch.float64, device="cpu")[None]))
 
 
 @lru_cache(maxsize=256)
 def _coefficients(degree: int, low: float, high: float, exponent: float) -> tuple[float, ...]:
-    """c_0 .. c_degree of the Chebyshev series of x^-exponent on [low, high], by the cosine sum over many nodes."""
+    """Return c_0 .. c_degree of the Chebyshev series of x^-exponent on [low, high], by the cosine sum
+    over many nodes.
+    """
     nodes = max(10_000, 8 * degree)
     angles = (np.arange(nodes) + 0.5) * np.pi / nodes
     values = ((high + low) / 2 + (high - low) / 2 * np.cos(angles)) ** -exponent
@@ -177,6 +184,6 @@ class NewtonDB(Coupled):
 
     def _step(self, state: Iterates, iteration: int) -> Iterates:
         y, z, zy = state
-        rest = (identity_like(zy) - zy) / 2  # E - I, which vanishes, and with it the rounding of its products
+        rest = (identity_like(zy) - zy) / 2  # E - I tends to 0, and with it the rounding of its products
         y, z = y + self.times(y, rest), z + self.times(rest, z)
         return y, z, self.times(z, y)

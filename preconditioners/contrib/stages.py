@@ -1,4 +1,4 @@
-"""Stages that no shipped recipe names."""
+"""Stages that no shipped recipe names: cautious updates and gradient centralization."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ class Cautious(Stage):
 
     kind: Literal["cautious"] = "cautious"
     floor: float = Field(default=1e-3, gt=0, le=1, description="least fraction to divide by")
-    per: Literal["block", "parameter"] = Field(default="block", description="what the fraction is taken over")
+    per: Literal["block", "parameter"] = Field(default="block", description="over which entries the fraction is taken")
 
     def traits(self, block: tuple[int, ...]) -> Traits:
         return Traits(sums=self.per == "parameter")
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
-        agrees = (direction.sign() * gradient.sign() > 0).to(direction.dtype)  # of signs: d g itself may underflow
+        # a product of signs, because d g may underflow
+        agrees = (direction.sign() * gradient.sign() > 0).to(direction.dtype)
         flat = agrees.flatten(1)
         kept = flat.mean(1)
         if self.per == "parameter":

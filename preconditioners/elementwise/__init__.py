@@ -1,1 +1,1 @@
-"""Stages that act entry by entry, by rows and columns or by the norm of a block, without matrix factors."""
+"""Stages that act on each entry, each row or one block: moments, signs, scales, clipping."""

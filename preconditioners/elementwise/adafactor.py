@@ -36,7 +36,9 @@ class Adafactor(Stage):
     @model_validator(mode="after")
     def _one_decay(self) -> Self:
         if self.beta is not None and self.decay_power != type(self).model_fields["decay_power"].default:
-            raise ValueError(f"decay_power: no constant `beta` is required, got beta {self.beta}")
+            raise ValueError(
+                f"decay_power: it cannot be combined with a constant beta, {self.beta}; remove one of the two"
+            )
         return self
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
@@ -54,12 +56,13 @@ class Adafactor(Stage):
         row = self._track(state, "row", square.mean(-1), context)  # [N, ..., m]
         column = self._track(state, "column", square.mean(-2), context)  # [N, ..., n]
         mean = row.mean(-1, keepdim=True).clamp_min_(self._floor(row))
-        # v below the rounding of the gradient's norm is noise: low-rank gradients leave nothing else in a basis' corner
+        # v below the rounding of the gradient's norm is noise: low-rank gradients have no part in some directions
         rounding = mean.unsqueeze(-1) * (4 * gradient[0].numel() * torch.finfo(row.dtype).eps ** 2)
         v = (row / mean).unsqueeze(-1) * column.unsqueeze(-2)
         return direction / self._floored(torch.maximum(v, rounding))
 
     def _track(self, state: State, name: str, square: Tensor, context: StepContext) -> Tensor:
+        """Update a running mean of squares and return it, corrected for bias."""
         v = state[name]
         if self.beta is not None:
             v.lerp_(square, 1 - self.beta)
@@ -70,9 +73,11 @@ class Adafactor(Stage):
         return v
 
     def _floor(self, like: Tensor) -> float:
+        """Return the least second moment."""
         return max(self.eps**2, torch.finfo(like.dtype).tiny)
 
     def _floored(self, v: Tensor) -> Tensor:
+        """Return the root of v, at least its floor."""
         return v.clamp_min(self._floor(v)).sqrt_()
 
 

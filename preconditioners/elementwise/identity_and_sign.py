@@ -1,4 +1,4 @@
-"""Directions as they come, their signs, and the signs of the gradient."""
+"""Directions as they come, their signs, and their sizes with the signs of the gradient."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Adam's two moments: a running mean of directions, and division by the root of a running mean of squares.
-
-Momentum as a decaying sum of directions (Polyak 1964).
-
-Other divisions by a second moment: one that this gradient has not entered yet, and one that needs no eps.
-"""
+"""First and second moments: means and sums of directions, and division by the root of accumulated squares."""
 
 from __future__ import annotations
 
@@ -24,7 +19,7 @@ from ..algebra.exponents import Exponents, exponent_of
 from ..base import Stage, Traits
 
 PRODUCT = Slot((), fill=1.0, role="count", dtype=torch.float64)
-"""The product b_1 ... b_t of a decay that is scheduled, in place of b^t."""
+"""Slot of the product b_1 ... b_t of a scheduled decay, in place of b^t."""
 
 
 _ROOT, _MEAN_OVER = Fraction(1, 2), {"row": -1, "column": -2}
@@ -55,7 +50,7 @@ class Momentum(Stage):
     @model_validator(mode="after")
     def _one_look_ahead(self) -> Self:
         if self.beta3 is not None and self.nesterov:
-            raise ValueError("nesterov: false is required with beta3, which takes its place, got true")
+            raise ValueError("nesterov: true cannot be combined with beta3, which replaces it")
         return self
 
     def traits(self, block: tuple[int, ...]) -> Traits:
@@ -80,6 +75,7 @@ class Momentum(Stage):
         return ahead / context.correction(self.beta, m, ahead=int(self.nesterov))
 
     def _filtered(self, state: State, m: Tensor, direction: Tensor, beta3: float, context: StepContext) -> Tensor:
+        """Return the direction with `beta3`, and update the mean."""
         out = torch.lerp(m, direction, 1 - beta3)
         m.lerp_(direction, 1 - self.beta)
         state["m"] = m
@@ -93,7 +89,7 @@ class Momentum(Stage):
 
 
 def _multiplied(state: State, beta: float) -> Tensor:
-    """The product `[N]` of the decays so far, the present one included."""
+    """Return the product `[N]` of the decays so far, the present one included, and store it."""
     product = state["product"] * beta
     state["product"] = product
     return product
@@ -119,10 +115,10 @@ class HeavyBall(Stage):
     @model_validator(mode="after")
     def _weights_matter(self) -> Self:
         if self.undamped_nesterov and not self.nesterov:
-            raise ValueError("undamped_nesterov: `nesterov: true` is required, got nesterov false")
+            raise ValueError("undamped_nesterov: it has no effect with nesterov false")
         if self.dampening == 0 and (self.undamped_start or self.undamped_nesterov):
             which = "undamped_start" if self.undamped_start else "undamped_nesterov"
-            raise ValueError(f"{which}: a dampening above 0 is required, got dampening {self.dampening}")
+            raise ValueError(f"{which}: it has no effect with dampening 0")
         return self
 
     def state_meaning(self) -> Mapping[str, Any]:
@@ -145,6 +141,7 @@ class HeavyBall(Stage):
         return torch.add(m * self.beta, direction, alpha=weight) if self.nesterov else m
 
     def _weight(self, step: Tensor) -> Tensor:
+        """Return the weight of a direction by its step: 1 at the first step, then 1 - dampening."""
         return torch.where(step == 1, 1.0, torch.full_like(step, 1 - self.dampening))
 
 
@@ -179,19 +176,19 @@ class RMS(Stage):
         if isinstance(self.exponent, dict) and any(
             len({*parts}) > 1 or not parts[0] for parts in self.exponent.values()
         ):
-            raise ValueError("exponent: one number > 0 for each order is required, got one for each axis")
+            raise ValueError("exponent: give one number > 0 for each order of block, got one for each axis, or 0")
         return self
 
     @model_validator(mode="after")
     def _options_matter(self) -> Self:
         if self.beta == 1 and not self.damped:
-            raise ValueError("damped: true is required with beta 1, whose squares enter with weight 1, got false")
+            raise ValueError("damped: false cannot be combined with beta 1, whose squares have weight 1 anyway")
         summed = "beta 1" if self.beta == 1 else "damped false" if not self.damped else None
         if summed and not self.bias_correction:
-            raise ValueError(f"bias_correction: true is required with {summed}, which has no bias, got false")
+            raise ValueError(f"bias_correction: false cannot be combined with {summed}, which has no bias to correct")
         uncorrected = summed or (None if self.bias_correction else "bias_correction false")
         if uncorrected and self.eps_on == "raw":
-            raise ValueError(f"eps_on: 'corrected' is required with {uncorrected}, which corrects nothing, got 'raw'")
+            raise ValueError(f"eps_on: 'raw' cannot be combined with {uncorrected}, which corrects nothing")
         return self
 
     def state_meaning(self) -> Mapping[str, Any]:
@@ -202,6 +199,7 @@ class RMS(Stage):
         return Traits(entrywise=self.per == "entry", spectral_norm=math.prod(block) ** 0.5 if bounded else None)
 
     def _per(self, block: tuple[int, ...]) -> str:
+        """Return the entries that share one v in blocks of this shape."""
         return self.per if len(block) > 1 or self.per == "block" else "entry"
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
@@ -209,6 +207,7 @@ class RMS(Stage):
         return {**own, "product": PRODUCT} if self.scheduled("beta") and self._corrected() else own
 
     def _moment(self, block: tuple[int, ...]) -> Slot:
+        """Return the slot of v."""
         per, plain = self._per(block), self.source == "gradient" and not self.scheduled("beta")
         if per == "block":
             return Slot((), role="second_moment")
@@ -232,15 +231,17 @@ class RMS(Stage):
         return torch.div(direction, denominator.div_(root).add_(self.eps), out=denominator)
 
     def _correction(self, state: State, exponent: float, like: Tensor, context: StepContext) -> Tensor:
-        """c^e, to divide by."""
+        """Return c^e, the divisor of the root."""
         if self.scheduled("beta"):
             return per_block((1 - _multiplied(state, self.beta)) ** exponent, like).to(like.dtype)
         return context.correction(self.beta, like, exponent=exponent)
 
     def _corrected(self) -> bool:
+        """Return True if v is divided by c."""
         return self.bias_correction and self.beta < 1 and self.damped
 
     def _accumulate(self, state: State, x: Tensor) -> Tensor:
+        """Update v by x and return it."""
         v = state["v"]
         weight = 1 - self.beta if self.beta < 1 and self.damped else 1.0
         per = self._per(state.block)

@@ -1,9 +1,4 @@
-"""Step sizes that are rules of the shape of a block.
-
-Step sizes that are given norms.
-
-Clipping: directions and gradients that are not longer than a bound.
-"""
+"""One factor for a whole block: rules of its shape, given norms, and clipping."""
 
 from __future__ import annotations
 
@@ -52,7 +47,7 @@ class Scale(Stage):
         return direction * (self._factor * self._rule(direction.shape[1:]))
 
     def traits(self, block: tuple[int, ...]) -> Traits:
-        if self.rule == "kernel":  # the shape as a matrix does not tell how many positions a kernel has
+        if self.rule == "kernel":  # the shape as a matrix does not give the number of positions of a kernel
             return Traits()
         return Traits(spectral_gain=self._factor * self._rule(matrix_shape(block)))
 
@@ -124,7 +119,8 @@ class ClipNorm(Stage):
     kind: Literal["clip_norm"] = "clip_norm"
     max_norm: float = Field(default=1.0, gt=0, description="the largest norm that passes unchanged")
     per: Literal["block", "parameter", "model"] = Field(
-        default="block", description="what the norm is taken over; model: the gradients of all parameters, as they come"
+        default="block",
+        description="over which entries the norm is taken; model: the gradients of all parameters, as they come",
     )
 
     def traits(self, block: tuple[int, ...]) -> Traits:

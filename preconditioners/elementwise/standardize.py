@@ -1,4 +1,4 @@
-"""Rows and slices with their means taken out, rows and columns of one size."""
+"""Rows of mean 0 and size 1, and rows and columns of one size."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Standardize(Stage):
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         peak = direction.abs().amax(-1, keepdim=True)
-        rows = direction / peak.clamp_min(tiny(direction.dtype))  # squares of what is left neither over- nor underflow
+        rows = direction / peak.clamp_min(tiny(direction.dtype))  # so that squares neither over- nor underflow
         if self.center:
             rows = rows - rows.mean(-1, keepdim=True)
         spread = rows.square().mean(-1, keepdim=True).sqrt()
-        floor = 8 * torch.finfo(direction.dtype).eps  # what rounding leaves of a constant row
+        floor = 8 * torch.finfo(direction.dtype).eps  # size of the rounding of a constant row
         return (rows / spread.clamp_min(floor)) * (spread > floor)
 
 
@@ -51,8 +51,9 @@ class Sinkhorn(Stage):
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         x = direction.reshape(len(direction), direction.shape[1] if direction.ndim > 1 else 1, -1)
-        x = x / x.abs().amax((-2, -1), keepdim=True).clamp_min(tiny(x.dtype))  # squares neither over- nor underflow
-        rounding = 32 * torch.finfo(x.dtype).eps  # what a change of basis leaves of rows and columns of zeros
+        # scaled, so that squares neither over- nor underflow
+        x = x / x.abs().amax((-2, -1), keepdim=True).clamp_min(tiny(x.dtype))
+        rounding = 32 * torch.finfo(x.dtype).eps  # size of rows and columns of zeros after a change of basis
         axes = (-1, -2) if direction.ndim > 2 else (-2,)
         for _ in range(self.rounds):
             for axis in axes:

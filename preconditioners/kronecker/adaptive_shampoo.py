@@ -29,8 +29,8 @@ class AdaptiveShampoo(Factored):
     r <- max(eps, r h / threshold);  where that is above `ceiling`: S <- A, r <- eps
 
     The error of a stale root is damped away while that is cheap, and a decomposition comes when it is not: damping and
-    cadence from data (FOAM, Nam & Ahn 2026, arXiv:2606.02365). `refresh` says when h is looked at, two products of
-    matrices for each axis. Decisions are each block's and each axis' own; e = 1 / (2k) by default, k the
+    cadence from data (FOAM, Nam & Ahn 2026, arXiv:2606.02365). `refresh` says when h is computed, at the cost of two
+    products of matrices for each axis. Each block and each axis decides alone; e = 1 / (2k) by default, k the
     number of axes that have a factor.
     """
 
@@ -43,17 +43,17 @@ class AdaptiveShampoo(Factored):
     eps: float = Field(default=1e-10, gt=0, description="least damping r, in units of the statistic")
     threshold: float = Field(default=0.1, gt=0, description="h at which the damping stays as it is")
     ceiling: float = Field(default=1e-6, gt=0, description="damping above which a decomposition is cheaper")
-    every: Cadence = Field(default=Every(steps=1), alias="refresh", description="when staleness is looked at")
+    every: Cadence = Field(default=Every(steps=1), alias="refresh", description="when staleness is checked")
     matrix: ClassVar[Literal["root", "basis"]] = "basis"
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.ceiling < self.eps:
-            raise ValueError(f"ceiling: at least eps, {self.eps}, is required, got {self.ceiling}")
+            raise ValueError(f"ceiling: it must be at least eps, {self.eps}, got {self.ceiling}")
         if self.statistic.needs_power is not None:
-            raise ValueError("statistic: one that reads no factors of other axes is required, which are stale here")
+            raise ValueError("statistic: it must not read factors of other axes, which are refreshed late here")
         if self.statistic.axes.has_diagonals:
-            raise ValueError("statistic: axes: full factors are required, got diagonal ones")
+            raise ValueError("statistic: axes: factors must be full, got diagonal ones")
         return self
 
     def _exponent(self, block: tuple[int, ...], axis: int) -> Fraction:
@@ -76,7 +76,7 @@ class AdaptiveShampoo(Factored):
     def _refresh_axis(self, state: State, axis: int, context: StepContext) -> None:
         a, damping = self.statistic.estimate(state, axis, context), state[f"damping.{axis}"]
         wanted = self._wanted(state, axis, a)
-        due = ~(wanted <= self.ceiling) | bool(context.first)  # what is not a number is due
+        due = ~(wanted <= self.ceiling) | bool(context.first)  # nan counts as due
         state[f"damping.{axis}"] = torch.where(due, damping, wanted)
         rows = (
             torch.nonzero(due).flatten()
@@ -87,7 +87,7 @@ class AdaptiveShampoo(Factored):
             self._decompose(state, axis, a, (rows, due))
 
     def _wanted(self, state: State, axis: int, a: Tensor) -> Tensor:
-        """The damping `[N]` that staleness asks for, if nothing is decomposed."""
+        """Return the damping `[N]` that staleness asks for if nothing is decomposed."""
         q, values, damping = state[f"basis.{axis}"], state[f"values.{axis}"], state[f"damping.{axis}"]
         damped, e = values + damping[:, None], float(self._exponent(state.block, axis))
         half = to_power(damped.clamp_min(tiny(a.dtype)), -0.5)
@@ -99,7 +99,10 @@ class AdaptiveShampoo(Factored):
         return wanted
 
     def _decompose(self, state: State, axis: int, a: Tensor, due: tuple[Tensor, Tensor]) -> None:
-        """S <- A where a decomposition is due and succeeds; due: rows to decompose, and `[N]` which of all count."""
+        """Replace S by A where a decomposition is due and succeeds.
+
+        due: (rows to decompose, bool `[N]`: True for blocks whose decomposition counts).
+        """
         rows, counts = due
         found, vectors, fine = eigh(a[rows])
         q, values = state[f"basis.{axis}"].clone(), state[f"values.{axis}"].clone()

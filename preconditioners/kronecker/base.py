@@ -27,9 +27,9 @@ from ..statistics import Gram, Power, Statistic
 class Factored(Stage):
     """A statistic A_i for each axis i of the block, and a matrix `<matrix>.<i>` `[N, d, d]` refreshed from it.
 
-    The matrix is the identity before its first refresh. One that its solver rejects keeps its last value and is counted
-    in `failures.<i>`, in a row; a refresh that succeeds sets the count back. Of a diagonal factor the matrix is a
-    diagonal too, `[N, d]`, which follows a change of the frame it lives in.
+    The matrix is the identity before its first refresh. A matrix that its solver rejects keeps its last value. Failures
+    in a row are counted in `failures.<i>`; a refresh that succeeds resets the count. The matrix of a diagonal factor is
+    a diagonal too, `[N, d]`, and follows a change of the frame that it is in.
     """
 
     statistic: Statistic = Field(default=Gram(), description="what each axis accumulates")
@@ -40,20 +40,20 @@ class Factored(Stage):
     matrix: ClassVar[Literal["root", "basis"]]
 
     def factor_axes(self, block: tuple[int, ...]) -> tuple[int, ...]:
-        """Which axes of a block have a factor."""
+        """Return the axes of a block that have a factor."""
         return self.statistic.axes.of(block)
 
     def columns(self, d: int) -> int:
-        """The number of columns of the matrix of an axis of length d."""
+        """Return the number of columns of the matrix of an axis of length d."""
         return d
 
     @abstractmethod
     def refresh_axes(self, state: State, axes: Sequence[int], context: StepContext) -> None:
-        """Recompute the matrices of some axes from their statistics, and `commit` them."""
+        """Recompute the matrices of these axes from their statistics, and `commit` them."""
 
     @abstractmethod
     def power(self, state: State, axis: int, exponent: Fraction, estimate: Tensor) -> Power:
-        """A_axis^exponent as far as this stage knows it; estimate: of A_axis."""
+        """Return A_axis^exponent in the form in which this stage has it. estimate: the estimate of A_axis."""
 
     def cadence(self) -> Cadence:
         return self.every
@@ -82,11 +82,15 @@ class Factored(Stage):
         )
 
     def in_frame(self, state: State, x: Tensor, context: StepContext) -> Tensor:
-        """What the statistic observes of x `[N, *block]`, in the frame that it lives in."""
+        """Return x `[N, *block]` in the frame in which the statistic accumulates. The default frame is that of the
+        gradient.
+        """
         return x
 
     def frame_changed(self, state: State, rows: tuple[int, int], context: StepContext) -> None:
-        """Bring what is kept of x in that frame to the one of rows that were refreshed."""
+        """Update cached tensors in the statistic's frame after some rows were refreshed. rows: (start, stop). The
+        default caches nothing.
+        """
 
     def observe(self, state: State, gradient: Tensor, context: StepContext) -> None:
         x, axes = self.statistic.observed(gradient), self.factor_axes(state.block)
@@ -103,40 +107,45 @@ class Factored(Stage):
     def _observe(
         self, state: State, x: Tensor, axes: tuple[int, ...], observed: tuple[int, ...], context: StepContext
     ) -> None:
-        """Accumulate the contributions of x to some axes; observed: axes that have had theirs in this step."""
+        """Accumulate the contributions of x to some axes. observed: axes that already have their contribution of this
+        step.
+        """
 
         def power(axis: int, exponent: Fraction) -> Power:
             behind = 0 if axis in observed else 1
             return self.power(state, axis, exponent, self.statistic.estimate(state, axis, context, behind))
 
-        powers = power if self.statistic.needs_power is None else cache(power)  # which several axes read
+        powers = power if self.statistic.needs_power is None else cache(power)  # several axes read the same power
         self.statistic.observe(state, self.in_frame(state, x, context), context, axes, powers)
 
     def refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:
-        if not self.statistic.sequential:  # or `observe` has refreshed each axis before it observed the next one
+        if not self.statistic.sequential:  # else `observe` has refreshed each axis already
             self.refresh_axes(state, self.factor_axes(state.block), context)
 
     def matrices(self, state: State) -> dict[int, Tensor]:
-        """The matrix of every axis that has one."""
+        """Return the matrix of every axis that has one, by axis."""
         return {axis: state[f"{self.matrix}.{axis}"] for axis in self.factor_axes(state.block)}
 
     def equal_axes(self, state: State, axes: Sequence[int]) -> list[list[int]]:
-        """Axes in groups whose matrices a solver is given as one stack: of one shape, not coded, and so short that all
-        are no larger than the blocks, which a step has anyway."""
+        """Return the axes in groups whose matrices a solver receives as one stack.
+
+        Matrices of a group have one shape and are not stored as codes. All of them together are no larger than the
+        blocks, so that the stack needs no more memory than a step has anyway.
+        """
         found: dict[object, list[int]] = {}
         for axis in axes:
-            name, key = f"{self.matrix}.{axis}", object()  # of its own
+            name, key = f"{self.matrix}.{axis}", object()  # equal to no other key
             if not state.coded(name) and len(axes) * math.prod(state[name].shape[1:]) <= math.prod(state.block):
                 key = state[name].shape
             found.setdefault(key, []).append(axis)
         return list(found.values())
 
     def accepted(self, state: State, axis: int, value: Tensor, ok: Tensor) -> Tensor:
-        """`value` where ok `[N]`, elsewhere the matrix that holds now."""
+        """Return `value` where ok `[N]` is True, elsewhere the present matrix."""
         return where_blocks(ok, value, state[f"{self.matrix}.{axis}"])
 
     def commit(self, state: State, axis: int, value: Tensor, ok: Tensor) -> Tensor:
-        """Write `value` where ok `[N]` and count failures elsewhere; returns the matrix that holds now, as stored."""
+        """Write `value` where ok `[N]` is True, and count failures elsewhere. Return the matrix as it is stored now."""
         name, count = f"{self.matrix}.{axis}", f"failures.{axis}"
         if known_to_hold(ok):
             state[name], state[count] = value, state[count].zero_()
@@ -146,5 +155,5 @@ class Factored(Stage):
 
 
 def joined(stacks: Sequence[Tensor]) -> Tensor:
-    """Stacks of matrices as one; the only one as it is."""
+    """Return stacks of matrices as one stack. A single stack is returned as it is, without a copy."""
     return stacks[0] if len(stacks) == 1 else torch.cat(list(stacks))

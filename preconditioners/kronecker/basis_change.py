@@ -1,17 +1,9 @@
-"""How the state of a chain follows when its basis changes along one axis.
+"""How the state of a chain follows when its basis changes: rotated, reordered, and fitted to sums that are known.
 
-Legend: N blocks; d length of the axis; r columns of a basis, d or fewer.
-
-Second moments after a change of basis, fitted to the sums over axes that the statistics of the basis know.
-
-Legend: v second moments `[N, *block]` in the new basis; d_i `[N, d_i]` sums of v over all axes but i, as the statistic
-of axis i has them, diag(Q_i^T A_i Q_i); w_j `[N, d_j]` weights of axis j in the sums of other axes, for statistics that
-are whitened on it; m first moments in the new basis.
-
-One step of iterative proportional fitting: nonnegative numbers scaled, axis by axis, to sums that are known.
-
-Legend: v the numbers `[N, *block]`; s_i `[N, d_i]` sums of v over all axes but i; d_i `[N, d_i]` what these sums should
-be; w_j `[N, d_j]` weights of axis j in the sums of other axes.
+Legend: N blocks; d length of an axis; r columns of a basis, d or fewer; v second moments `[N, *block]` in the new
+    basis; m first moments in the new basis; d_i `[N, d_i]` sums of v over all axes but i, as the statistic of axis i
+    knows them, diag(Q_i^T A_i Q_i); s_i `[N, d_i]` the present sums of v over all axes but i; w_j `[N, d_j]` weights of
+    axis j in the sums of other axes, for statistics that are whitened along j.
 """
 
 from __future__ import annotations
@@ -37,10 +29,11 @@ Transport = Literal["exact", "marginals", "permute", "none"]
 
 
 class Turn:
-    """A change of basis by R = Q_old^T Q_new `[N, r, r]`, a product that is made when something first needs it.
+    """A change of basis by R = Q_old^T Q_new `[N, r, r]`. The product is computed when it is first needed.
 
-    old, new: Q_old and Q_new `[N, d, r]`; without `old`, new is R itself. order: `[N, r]`, the old column of each new
-    one; None: columns have no old counterpart.
+    new: Q_new `[N, d, r]`.
+    old: Q_old `[N, d, r]`. None: `new` is R itself.
+    order: `[N, r]`, the old column of each new column. None: columns have no old counterpart.
     """
 
     def __init__(self, new: Tensor, old: Tensor | None = None, order: Tensor | None = None) -> None:
@@ -48,28 +41,29 @@ class Turn:
 
     @cached_property
     def rotation(self) -> Tensor:
+        """R `[N, r, r]`."""
         return self.new if self.old is None else torch.bmm(self.old.mT, self.new)
 
     @cached_property
     def stays(self) -> bool:
-        """Whether R is known to be the identity of every block; False where asking would wait for a device."""
+        """True if R is known to be the identity for every block. False on a device, where a comparison would wait."""
         before = identity_like(self.new) if self.old is None else self.old
         return may_branch_on_values(self.new) and torch.equal(self.new, before)
 
     def chunk(self, parts: int) -> list[Turn]:
-        """The turns of that many equal numbers of blocks, one after the other."""
+        """Return the turns of `parts` equal numbers of consecutive blocks."""
         if parts == 1:
             return [self]
         order: Sequence[Tensor | None] = [None] * parts if self.order is None else self.order.chunk(parts)
         old: Sequence[Tensor | None] = [None] * parts if self.old is None else self.old.chunk(parts)
         found = [Turn(*own) for own in zip(self.new.chunk(parts), old, order, strict=True)]
-        if "rotation" in vars(self):  # is known
+        if "rotation" in vars(self):  # R is computed already
             for turn, rotation in zip(found, self.rotation.chunk(parts), strict=True):
                 turn.rotation = rotation
         return found
 
     def by_parts(self, x: Tensor, axis: int) -> Tensor | None:
-        """R^T x along an axis as Q_new^T (Q_old x); None where R and a product with it take fewer operations."""
+        """Return R^T x along an axis as Q_new^T (Q_old x). None: R and one product with it take fewer operations."""
         d, r = self.new.shape[1:]
         rest = x[0].numel() // r
         if self.old is None or 2 * d * rest >= r * (d + rest):
@@ -78,11 +72,15 @@ class Turn:
 
 
 def transport(stages: tuple[Stage, ...], state: State, turns: Mapping[int, Turn], how: Transport = "exact") -> None:
-    """Change the basis of all slots of a chain, along each axis of the block that `turns` has, by R, its rotation.
+    """Change the basis of all slots of a chain by R, the rotation of each turn, along each axis of the block that
+    `turns` has.
 
-    state: of the chain, with the block as it sees it. exact: vectors are rotated, squares are transported by the
-    Hadamard square, (R*R)^T v; marginals: the same, as a start; permute: vectors are rotated, squares are reordered by
-    the turn's order; none: everything stays.
+    state: state of the chain, with the block as the chain sees it.
+    how:
+      exact: vectors are rotated, squares are transported by the Hadamard square, (R*R)^T v.
+      marginals: the same as exact; `fit_second_moments` follows.
+      permute: vectors are rotated, squares are reordered by the order of each turn.
+      none: everything stays.
     """
     turns = {axis: turn for axis, turn in turns.items() if how != "none" and not turn.stays}
     slots = list(chain_slots(stages, state.block)) if turns else []
@@ -102,7 +100,7 @@ def transport(stages: tuple[Stage, ...], state: State, turns: Mapping[int, Turn]
 
 
 def _rotated(x: Tensor, turns: Mapping[int, Turn], whole: bool) -> Tensor:
-    """R^T x along the axes of all turns; whole: by R itself, which something else needs too."""
+    """Return R^T x along the axes of all turns. whole: use R itself, because another slot needs R too."""
     rotations = dict[int, Tensor]()
     for axis, turn in turns.items():
         if whole or (rotated := turn.by_parts(x, axis)) is None:
@@ -113,43 +111,45 @@ def _rotated(x: Tensor, turns: Mapping[int, Turn], whole: bool) -> Tensor:
 
 
 def _reordered(x: Tensor, turns: Mapping[int, Turn]) -> Tensor:
+    """Return x with its columns in the order of each turn."""
     for axis, turn in turns.items():
         x = x if turn.order is None else reordered(x, axis, turn.order)
     return x
 
 
 def require_frameless(stages: tuple[Stage, ...], path: str) -> None:
-    """Raises ValueError for state that cannot follow a change of basis."""
+    """Raise ValueError for a chain with state or signals that cannot follow a change of basis."""
     for here, name, slot in chain_slots(stages, (2, 2), path):
         if slot.frame == "none" and slot.role in ("statistic", "root", "basis"):
             raise ValueError(
-                f"{here}: '{name}' does not follow a change of basis; a stage with factors of its own cannot live in "
-                "another's basis, move it outside"
+                f"{here}: '{name}' does not follow a change of basis; a stage with factors of its own cannot be inside "
+                "the basis of another stage, move it outside"
             )
     for here, stage in walk(stages, path):
         for signal in sorted(requested(stage)):
             if signal in known_signals() and known_signals()[signal].extent in ("entry", "partner", *SIDES):
-                raise ValueError(f"{here}: '{signal}' does not follow a change of basis, move the stage outside")
+                raise ValueError(f"{here}: '{signal}' does not follow a change of basis; move the stage outside")
 
 
 def order_or_identity(order: Tensor | None, ok: Tensor) -> Tensor | None:
-    """The order of the columns `[N, r]` where the solver succeeded, the identity elsewhere; None stays None."""
+    """Return the order of columns `[N, r]` where the solver succeeded, and the identity elsewhere. None stays None."""
     if order is None or known_to_hold(ok):
         return order
     return torch.where(ok[:, None], order, torch.arange(order.shape[-1], dtype=order.dtype, device=order.device))
 
 
 def slot_axis(slot: Slot, axis: int, order: int) -> int | None:
-    """The place of the block's axis among the axes of a slot; None: the slot does not have it."""
+    """Return the place of a block's axis among the axes of a slot. None: the slot does not have that axis."""
     spans = {"row": range(order - 1), "column": [*range(order - 2), order - 1], "none": ()}
     axes = list(spans.get(slot.frame, slot.axes if slot.axes is not None else range(order)))
     return axes.index(axis) if axis in axes else None
 
 
 def marginals(a: Tensor, basis: Tensor | None, found: Tensor | None = None) -> Tensor:
-    """d_i `[N, d]` from the factor A_i `[N, d, d]`, in any unit; 0 where rounding hides it.
+    """Return d_i `[N, d]` of the factor A_i `[N, d, d]`, in any unit. It is 0 where rounding hides it.
 
-    basis: Q_i `[N, d, d]`; None: the factor lives in it. found: d_i where it is known already, NaN for other blocks.
+    basis: Q_i `[N, d, d]`. None: the factor is already in the basis.
+    found: d_i where it is known already, NaN for all other blocks. None: it is known for no block.
     """
     if basis is None:
         d = a.diagonal(dim1=-2, dim2=-1)
@@ -162,7 +162,9 @@ def marginals(a: Tensor, basis: Tensor | None, found: Tensor | None = None) -> T
 
 
 def weights(d: Tensor, exponent: Fraction, floor: float) -> Tensor:
-    """w_i `[N, d]`: eigenvalues d_i in units of their mean, from `floor` up, to the power that a statistic reads."""
+    """Return w_i `[N, d]`: eigenvalues d_i in units of their mean, at least `floor`, to the power that a statistic
+    reads.
+    """
     values = (d / mean_eigenvalue(d)[:, None]).clamp_min(max(floor, tiny(d.dtype)))
     return to_power(values, float(exponent))
 
@@ -170,15 +172,20 @@ def weights(d: Tensor, exponent: Fraction, floor: float) -> Tensor:
 def fit_second_moments(
     stages: tuple[Stage, ...], state: State, marginals: Mapping[int, Tensor], weights: Mapping[int, Tensor]
 ) -> None:
-    """Fits the second moments of a chain, after its basis changed, to marginals, by axis of the block; limits updates.
+    """Fit the second moments of a chain to marginals after its basis has changed, and limit the updates that follow.
 
-    A second moment is a running mean of squared gradients, whose slots have a `decay` b. A factored one, v = r c^T /
-    mean(r), of which both factors are known goes half of the way on a logarithmic scale, r and c to the roots of what
-    they are times what they should be: what moves to one entry is in its row and in its column, and would count twice.
+    marginals: d_i by axis of the block.
+    weights: w_j by axis of the block. Empty: the statistics are not whitened.
 
-    Then v of a block is multiplied by the least c >= 1 with which mean(m^2 / (c v)) is at most the larger of two,
-    whichever first moment m is: mean m^2 / mean v, which a v without differences gives in any basis; and 1 - b, which
-    is m^2 / v after one gradient that outweighs all others if both moments have the decay b.
+    A second moment is a slot with a `decay` b: a running mean of squared gradients. A factored one is v = r c^T /
+    mean(r). If the marginals of both factors are known, r and c go half of the way on a logarithmic scale, to the roots
+    of their present times their known values. The change of one entry is in its row and in its column, and would
+    otherwise count twice.
+
+    Then v of a block is multiplied by the least c >= 1 with which mean(m^2 / (c v)) is at most the larger of two
+    numbers, for every first moment m. The first is mean m^2 / mean v, which a v with equal entries gives in any basis.
+    The second is 1 - b, which is m^2 / v after one gradient that outweighs all others, if both moments have the decay
+    b.
     """
     first, second = _moments(stages, state)
     for scope, slots in second:
@@ -194,7 +201,9 @@ def fit_second_moments(
 def _moments(
     stages: tuple[Stage, ...], state: State
 ) -> tuple[list[tuple[State, str]], list[tuple[State, dict[str, Slot]]]]:
-    """First moments of a chain that live in the basis, and second moments, factors of one together."""
+    """Return (first, second): first moments of a chain that are in the basis, and its second moments, with the factors
+    of one moment together.
+    """
     first: list[tuple[State, str]] = []
     second: dict[str, tuple[State, dict[str, Slot]]] = {}
     for path, name, slot in chain_slots(stages, state.block):
@@ -207,9 +216,9 @@ def _moments(
 
 
 def _growth(first: list[Tensor], v: Tensor, decay: float) -> Tensor:
-    """c `[N]`, at least 1: how many times larger v must be for updates m / sqrt(v) to be within their limits.
+    """Return c `[N]`, at least 1: the factor of v with which updates m / sqrt(v) are within their limits.
 
-    Entries of v that are rounding, as of directions without gradients, are not counted.
+    Entries of v that are rounding, as in directions without gradients, are not counted.
     """
     mean = v.flatten(1).mean(-1)
     # the rounding of rotations, with a margin of 16
@@ -228,19 +237,21 @@ def _growth(first: list[Tensor], v: Tensor, decay: float) -> Tensor:
 
 
 def _known(slot: Slot, marginals: Mapping[int, Tensor], block: tuple[int, ...]) -> dict[int, Tensor]:
-    """Marginals by axis of a slot, of axes of the block."""
+    """Return the marginals that a slot has, by axis of the slot. marginals: by axis of the block."""
     places = {axis: slot_axis(slot, axis, len(block)) for axis in marginals}
     return {place: marginals[axis] for axis, place in places.items() if place is not None}
 
 
 def require_marginals(statistic: Statistic, inner: tuple[Stage, ...], keeps_all_columns: bool) -> None:
-    """Raises ValueError where a statistic does not know sums of the second moments of a chain in its basis."""
+    """Raise ValueError if a statistic does not know the sums of the second moments of a chain in its basis."""
     if needed := _needed(statistic, inner, keeps_all_columns):
         raise ValueError(f"transport: 'marginals' needs {needed}; `transport: exact` takes any chain")
 
 
 def _needed(statistic: Statistic, inner: tuple[Stage, ...], keeps_all_columns: bool) -> str | None:
-    """What is missing for fitted second moments, and what there is in its place."""
+    """Return the missing condition of fitted second moments, and the present value, as text. None:
+    nothing is missing.
+    """
     decay = statistic.decay_of_squares
     if decay is None:
         fields = {name: getattr(statistic, name) for name in ("kind", "interval", "initial", "source")}
@@ -251,15 +262,19 @@ def _needed(statistic: Statistic, inner: tuple[Stage, ...], keeps_all_columns: b
     slots = [slot for *_, slot in chain_slots(inner, (2, 2)) if slot.decay is not None]
     if (found := {slot.decay for slot in slots if slot.decay is not None}) != {decay}:
         got = ", ".join(f"{beta:g}" for beta in sorted(found))
-        told = "none (a slot that is a running mean of squared gradients says so by `Slot(decay=beta)`)"
-        return f"second moments inside with the decay of the statistic, {decay:g}, got {got or told}"
+        none = "none (a slot that is a running mean of squared gradients declares it by `Slot(decay=beta)`)"
+        return f"second moments inside with the decay of the statistic, {decay:g}, got {got or none}"
     if statistic.needs_power is not None and any(slot.frame != "square" for slot in slots):
         return "second moments of every entry with a statistic that is whitened, got factored ones"
     return None
 
 
 def _spread(parts: list[tuple[Tensor, Slot]]) -> Tensor:
-    """v `[N, *block]`, or of length 1 along an axis that it does not have: whole, of rows, of columns, or rank one."""
+    """Return v `[N, *block]` from the factors of a second moment.
+
+    v has length 1 along an axis that the moment does not have. parts: each tensor with its slot: a whole moment, rows,
+    columns, or rows and columns of a rank-one moment.
+    """
     along = {"row": -1, "column": -2}
     first, *others = (x.unsqueeze(along[slot.frame]) if slot.frame in along else x for x, slot in parts)
     for other in others:
@@ -270,13 +285,13 @@ def _spread(parts: list[tuple[Tensor, Slot]]) -> Tensor:
 def fit_(
     v: Tensor, marginals: Mapping[int, Tensor], weights: Mapping[int, Tensor] | None = None, power: float = 1.0
 ) -> Tensor:
-    """In place: v <- v * prod_i (d_i / s_i)^power, scaled to the sum that v had.
+    """Scale v in place: v <- v * prod_i (d_i / s_i)^power, and restore the sum that v had.
 
-    marginals: d_i by axis of v, in any unit; 0: not known.
-    weights: w_j by axis of v, with which s_i sums v prod_(j != i) w_j.
+    marginals: d_i by axis of v, in any unit. An entry of 0 is not known.
+    weights: w_j by axis of v. With weights s_i sums v prod_(j != i) w_j. None: no weights.
 
-    One step of iterative proportional fitting (Deming & Stephan 1940) that takes all axes alike. It is exact where v is
-    a product of one factor for each axis, and whatever v is for a single axis.
+    This is one step of iterative proportional fitting (Deming & Stephan 1940) that treats all axes alike. It is exact
+    where v is a product of one factor for each axis, and for any v with a single axis.
     """
     total, sums = v.flatten(1).sum(-1), _sums(v, weights or {})
     factors = {axis: _factor(d, sums[axis], power) for axis, d in marginals.items()}
@@ -288,7 +303,9 @@ def fit_(
 
 
 def _factor(d: Tensor, s: Tensor, power: float) -> Tensor:
-    """(d_i / s_i)^power `[N, d_i]`, in the unit of s_i; 1 where one of both is not known."""
+    """Return (d_i / s_i)^power `[N, d_i]`, with d_i scaled to the unit of s_i. The factor is 1 where d_i or s_i is not
+    known.
+    """
     known = (d > 0) & (s > 0)
     unit = (s * known).sum(-1) / (d * known).sum(-1).clamp_min(tiny(d.dtype))
     factor = torch.where(known, d * unit[:, None] / s.clamp_min(tiny(s.dtype)), 1.0)
@@ -296,7 +313,9 @@ def _factor(d: Tensor, s: Tensor, power: float) -> Tensor:
 
 
 def _sums(v: Tensor, weights: Mapping[int, Tensor]) -> list[Tensor]:
-    """s_i `[N, d_i]` of every axis: the first axis against all others, then those, which are few, in the same way."""
+    """Return s_i `[N, d_i]` of every axis. The first axis is summed against all others; the sums over it, which are
+    few, are treated in the same way.
+    """
     if v.ndim <= 2:
         return [v]
     rows, others = v.flatten(2), _after_first(weights)
@@ -307,12 +326,12 @@ def _sums(v: Tensor, weights: Mapping[int, Tensor]) -> list[Tensor]:
 
 
 def _after_first(by_axis: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """What axes but the first have, by axis counted from the second one."""
+    """Return the entries of all axes but the first, by axis counted from the second."""
     return {axis - 1: x for axis, x in by_axis.items() if axis}
 
 
 def _outer(factors: Mapping[int, Tensor], shape: Sequence[int]) -> Tensor | None:
-    """The product of factors `[N, d_i]` by axis, `[N, *shape]`; None: there are none."""
+    """Return the product of factors `[N, d_i]` by axis, `[N, *shape]`. None: there are no factors."""
     product = None
     for axis, factor in factors.items():
         placed = factor.reshape(-1, *(n if place == axis else 1 for place, n in enumerate(shape)))

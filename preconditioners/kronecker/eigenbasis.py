@@ -69,16 +69,16 @@ class Eigenbasis(Factored):
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
         if self.statistic.needs_power is None and self.floor != type(self).model_fields["floor"].default:
-            raise ValueError(f"floor: a statistic that reads the factors of other axes is required, got {self.floor}")
+            raise ValueError(f"floor: {self.floor} has no effect with a statistic that reads no factors of other axes")
         if self.statistic.needs_power is None and (scaling := self.statistic.trace_scaling):
-            raise ValueError(f"statistic: trace_scaling does not change a basis, 0 is required, got {scaling}")
+            raise ValueError(f"statistic: trace_scaling must be 0, because it does not change a basis, got {scaling}")
         if self.statistic.axes.has_diagonals:
-            raise ValueError("statistic: axes: a basis is made of full factors, got diagonal ones")
+            raise ValueError("statistic: axes: a basis needs full factors, got diagonal ones")
         if not self.solver.keeps_all_columns:
             if self.statistic.needs_power is not None:
-                raise ValueError("statistic: reads powers of whole factors, of which a subspace holds only a part")
+                raise ValueError("statistic: it reads powers of whole factors, and the solver keeps only a subspace")
             if self.statistic_frame == "basis":
-                raise ValueError("statistic_frame: all columns of a basis are required, got a solver that keeps fewer")
+                raise ValueError("statistic_frame: 'basis' needs all columns of a basis, and the solver keeps fewer")
         require_frameless(self.chain, "inner")
         if self.transport == "marginals":
             require_marginals(self.statistic, self.chain, self.solver.keeps_all_columns)
@@ -121,12 +121,13 @@ class Eigenbasis(Factored):
         own = slice(*rows)
         new = self._rotated(state, known.x[own])
         for axis, q in known.bases.items():
-            if state.copied(f"basis.{axis}"):  # else what was read is the state itself, which has changed
+            if state.copied(f"basis.{axis}"):  # else q is the state itself, which has changed already
                 q[own].copy_(new.bases[axis])
-        if known.bases:  # without any `rotated` is the gradient itself
+        if known.bases:  # without bases `rotated` is the gradient itself
             known.rotated[own].copy_(new.rotated)
 
     def _rotated(self, state: State, x: Tensor) -> _Rotated:
+        """Return x in the present basis, with the bases that were used."""
         bases = self.matrices(state)
         return _Rotated(x, bases, self._inward(x, bases))
 
@@ -145,9 +146,10 @@ class Eigenbasis(Factored):
         fit_second_moments(self.chain, self._inside(state), d, known)
 
     def _renew(self, state: State, axes: Sequence[int], context: StepContext) -> dict[int, Tensor]:
-        """Renews the bases of axes, and what lives in all of them together.
+        """Recompute the bases of these axes, and transport the state inside along all of them together.
 
-        Returns diag(Q^T A Q) `[N, d]` of axes where it was found on the way, NaN for other blocks.
+        Return diag(Q^T A Q) `[N, d]` by axis, for axes where the solver found it on the way. It is NaN for blocks
+        without it.
         """
         turned = self.statistic_frame == "basis"
         solved = {axis: self._turned(state, axis, context) for axis in axes if turned}
@@ -161,7 +163,11 @@ class Eigenbasis(Factored):
         return {axis: diagonal for axis, (_, _, diagonal) in solved.items() if diagonal is not None}
 
     def _solved(self, state: State, axes: Sequence[int], context: StepContext) -> list[_Solved]:
-        """The new bases of equal axes; one is kept at once where a code stands for it, as the code may for another."""
+        """Return the new bases of axes with matrices of one shape, computed as one stack.
+
+        A basis that is stored as a code is committed at once: the code may round it, and the turn needs the rounded
+        basis.
+        """
         unit_free, coded, parts = self.solver.unit_free, state.coded(f"basis.{axes[0]}"), len(axes)
         old = joined([state[f"basis.{axis}"] for axis in axes])
         a = (state[f"factor.{axis}"] if unit_free else self.statistic.estimate(state, axis, context) for axis in axes)
@@ -175,7 +181,7 @@ class Eigenbasis(Factored):
         return list(zip(turn.chunk(parts), ok.chunk(parts), diagonals, strict=True))
 
     def _turned(self, state: State, axis: int, context: StepContext) -> _Solved:
-        """The basis of an axis turned in its own frame, by P, which its statistic follows."""
+        """Turn the basis of an axis in its own frame by P, and rotate its statistic by P."""
         q = state[f"basis.{axis}"]
         eye = identity_like(q)
         p, order, ok = self.solver.basis(self.statistic.estimate(state, axis, context), eye, context.first)
@@ -205,7 +211,9 @@ class Eigenbasis(Factored):
         return state.scope("inner", self.inner(state.block)["inner"].block)
 
     def measures(self, state: State, context: StepContext) -> Mapping[str, Tensor]:
-        """off_diagonal, angle: of the basis and a statistic that lives in it; elsewhere they follow from the slots."""
+        """Return off_diagonal and angle of a basis whose statistic is in the basis. Otherwise they follow from the
+        slots.
+        """
         found = {}
         for axis in self.factor_axes(state.block) if self.statistic_frame == "basis" else ():
             b = self.statistic.estimate(state, axis, context)
@@ -218,7 +226,7 @@ class Eigenbasis(Factored):
         if known is None:
             known = self._rotated(state, gradient)
             if self.statistic_frame == "basis":
-                context.kept[state.path] = known  # for the statistic, which observes next
+                context.kept[state.path] = known  # kept for the statistic, which observes next
         elif not self.statistic.sequential:
             for start, stop, _ in self.due(context):
                 rows = state if stop - start == len(gradient) else state.slice_rows(start, stop)
@@ -230,7 +238,7 @@ class Eigenbasis(Factored):
 
 
 class _Rotated(NamedTuple):
-    """A gradient in the basis that its statistics live in: made once a step, kept from hook to hook.
+    """A gradient in the basis of its statistics. It is computed once a step and kept between hooks.
 
     x: `[N, *block]`, the gradient that was rotated.
     bases: axis -> Q `[N, d, d]`, as they were read.
@@ -243,4 +251,6 @@ class _Rotated(NamedTuple):
 
 
 _Solved = tuple[Turn, Tensor, Tensor | None]
-"""How a basis turns; `[N]`, where it was found; and diag(Q^T A Q) `[N, d]` if that was found too, NaN elsewhere."""
+"""(turn of a basis, bool `[N]`: True where the solver succeeded, diag(Q^T A Q) `[N, d]` if it was found too, else
+None).
+"""

@@ -28,14 +28,15 @@ class Eigenfactors(LearnedFactors):
     A = b V Diag(l) V^T + (1 - b) M;  P = qr(A V);  l <- diag(P^T A P), V <- P
 
     V `[N, d, d]` starts as the identity and l `[N, d]` as `initial`. `power_qr` sorts the columns of V before the step,
-    which the paper does not; measured, neither is closer to Shampoo. k is the number of axes with a factor. Neither a
-    statistic nor a root is kept: of A only the part that is diagonal in P lives on, and R is applied by its factors. At
-    4 bits this is half the memory of the
-    paper's Algorithms 1 to 3, which keep V and l for A and a root beside them, for one more product with V per axis and
-    step. Of a constant M the angle between two columns and their limits falls by b + (1 - b) r at a refresh, r < 1 the
-    ratio of their eigenvalues: no faster than the mean itself forgets. With an exact `solver` and no storage it is
-    Shampoo that observes and takes roots at the same updates. Where l is 0, because nothing was observed yet, R is the
-    identity. A matrix that its solver rejects changes neither V nor l and is counted in `failures.<i>`, in a row.
+    which the paper does not; in measurements neither is closer to Shampoo. k is the number of axes with a factor.
+
+    Neither a statistic nor a root is kept: only the part of A that is diagonal in P survives, and R is applied by its
+    factors. At 4 bits this is half the memory of the paper's Algorithms 1 to 3, which keep V and l for A and a root
+    beside them. It costs one more product with V per axis and step. For a constant M the angle between two columns and
+    their limits falls by b + (1 - b) r at a refresh, r < 1 the ratio of their eigenvalues: no faster than the mean
+    itself forgets. With an exact `solver` and no storage it is Shampoo that observes and takes roots at the same
+    updates. Where l is 0, because nothing has been observed, R is the identity. A matrix that its solver rejects
+    changes neither V nor l; failures in a row are counted in `failures.<i>`.
     """
 
     kind: Literal["eigenfactors"] = "eigenfactors"
@@ -52,7 +53,7 @@ class Eigenfactors(LearnedFactors):
     @model_validator(mode="after")
     def _basis_is_whole(self) -> Self:
         if not self.solver.keeps_all_columns:
-            raise ValueError("solver: a basis of all eigenvectors is required, got one of a subspace")
+            raise ValueError("solver: it must keep all eigenvectors, got a solver of a subspace")
         return self
 
     def factor_axes(self, block: tuple[int, ...]) -> tuple[int, ...]:
@@ -83,7 +84,7 @@ class Eigenfactors(LearnedFactors):
             state[f"values.{axis}"] = torch.where(per_block(ok, old), values, old)
 
     def _turned(self, state: State, axis: int, m: Tensor, live: Tensor, first: bool) -> tuple[Tensor, Tensor]:
-        """Takes over the next basis; its eigenvalues `[N, d]`, and where both hold `[N]`."""
+        """Write the next basis. Return its eigenvalues `[N, d]`, and bool `[N]`, True where both are valid."""
         v, failures = state[f"basis.{axis}"], state[f"failures.{axis}"]
         kept = v * state[f"values.{axis}"].unsqueeze(-2)
         a = torch.baddbmm(m, kept, v.mT, beta=1 - self.beta, alpha=self.beta)

@@ -41,7 +41,7 @@ class Shampoo(Factored):
 
     @model_validator(mode="after")
     def _exponents_fit(self) -> Self:
-        if self.exponent is not None:  # else it depends on the order of the blocks, and `slots` looks
+        if self.exponent is not None:  # the default depends on the order of the blocks, and `slots` checks it
             for order in self.exponent if isinstance(self.exponent, dict) else (2,):
                 self._require_fit((2,) * order)
         return self
@@ -54,6 +54,9 @@ class Shampoo(Factored):
         return super().slots(block)
 
     def _require_fit(self, block: tuple[int, ...]) -> None:
+        """Raise ValueError if the solver does not accept the exponents of a block, or the statistic reads a power that
+        no root gives.
+        """
         order = len(block)
         for exponent in sorted({self._exponent(block, axis) for axis in range(order)} - {Fraction(0)}):
             problem = self.solver.check(exponent)
@@ -66,6 +69,7 @@ class Shampoo(Factored):
                 self._require_power(power, exponent)
 
     def _require_power(self, p: Fraction, exponent: Fraction) -> None:
+        """Raise ValueError if the power p of a factor A is neither a whole power of A nor of A^(-exponent)."""
         if (p > 0 and p.denominator > 1) or (p < 0 and (-p / exponent).denominator > 1):
             raise ValueError(
                 f"statistic: q = {p + 1} reads the power {p} of a factor A, which must be a whole power of A or of its "
@@ -93,9 +97,8 @@ class Shampoo(Factored):
         scaled = estimate / per_block(unit, estimate)
         if exponent == 0:
             return Power(None, None, unit, scaled.diagonal(dim1=-2, dim2=-1).sum(-1), has_data(estimate))
-        known = has_data(estimate) & (root != identity_like(root)).flatten(1).any(
-            -1
-        )  # a root that was made of something
+        # True where the root is computed from data
+        known = has_data(estimate) & (root != identity_like(root)).flatten(1).any(-1)
         base = scaled if exponent > 0 else root * per_block(to_power(unit, float(own)), root)
         times = int(exponent if exponent > 0 else -exponent / own)
         left = torch.linalg.matrix_power(base, (times + 1) // 2)
@@ -107,14 +110,18 @@ class Shampoo(Factored):
         return Power(left, right, unit, trace, known)
 
     def _diagonal_power(self, exponent: Fraction, estimate: Tensor, unit: Tensor) -> Power:
-        """The power of a diagonal as it is now, with the solver's ridge; its root is as old as the last refresh."""
+        """Return the power of a diagonal factor as it is now, with the solver's ridge. Its stored root is as old as the
+        last refresh.
+        """
         values = self.solver.regularized(estimate) / per_block(unit, estimate)
         half = torch.where(values > 0, to_power(values, float(exponent) / 2), 0.0)
         trace = (values * half.square()).sum(-1) if exponent != -1 else unit.new_full(unit.shape, values.shape[-1])
         return Power(half, half, unit, trace, has_data(estimate))
 
     def measures(self, state: State, context: StepContext) -> Mapping[str, Tensor]:
-        """residual: ||A (X^(1/e) A - I)||_F / ||A||_F of each root X, A as it is now, not at the last refresh."""
+        """Return residual: ||A (X^(1/e) A - I)||_F / ||A||_F of each root X, with A as it is now, not as it was at the
+        last refresh.
+        """
         found = {}
         for axis, root in self.matrices(state).items():
             exponent = self._exponent(state.block, axis)
@@ -127,6 +134,6 @@ class Shampoo(Factored):
 
 
 def _solves(solver: type[Component], exponent: Fraction) -> bool:
-    """Whether a root solver as it is by default takes an exponent."""
+    """Return True if a root solver with its default settings accepts an exponent."""
     needs = any(field.is_required() for field in solver.model_fields.values())
     return issubclass(solver, RootSolver) and not needs and solver().check(exponent) is None

@@ -1,4 +1,4 @@
-"""Factors that are learned directly, without a statistic and a root of it."""
+"""Factors that are learned directly, without a statistic and a root of it: Jorge, PSGD, SIRF."""
 
 from .base import LearnedFactors as LearnedFactors
 from .jorge import Jorge as Jorge

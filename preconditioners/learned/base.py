@@ -1,8 +1,7 @@
-"""The base of stages that learn a matrix for each axis by steps of its own, without a statistic or a root.
+"""The base of stages that learn a matrix for each axis by steps of its own, and the algebra of such factors.
 
-Algebra of factors that may be full, `[N, d, d]`, or diagonal, `[N, d]`.
-
-Legend: N blocks; d length of an axis; X unfolding of a block along it, `[N, d, rest]`.
+Legend: N blocks; d length of an axis; Q a factor of an axis, full `[N, d, d]` or diagonal `[N, d]`; X unfolding of a
+    block along the axis, `[N, d, rest]`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,8 @@ from ..statistics.statistic import Axes
 
 
 class LearnedFactors(Stage):
-    """A factor for each axis that is itself the state: a refresh moves it by the current gradient, then it is used.
+    """A factor for each axis that is itself the state. A refresh updates the factors by the current gradient before
+    they are used.
 
     A gradient that is zero or not finite leaves the factors as they are.
     """
@@ -40,13 +40,13 @@ class LearnedFactors(Stage):
 
     @abstractmethod
     def refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:
-        """Move the factors by one gradient `[N, *block]`."""
+        """Update the factors by one gradient `[N, *block]`."""
 
     def state_meaning(self) -> Mapping[str, Any]:
         return {"source": self.source}
 
     def factor_axes(self, block: tuple[int, ...]) -> tuple[int, ...]:
-        """Which axes of a block have a factor."""
+        """Return the axes of a block that have a factor."""
         return self.axes.of(block)
 
     def cadence(self) -> Cadence:
@@ -58,38 +58,39 @@ class LearnedFactors(Stage):
 
 
 def factor_slot(d: int, full: bool) -> Slot:
-    """The identity, as a matrix or as its diagonal."""
+    """Return a slot that starts as the identity, as a matrix or as its diagonal."""
     return Slot((d, d), fill="identity", role="root") if full else Slot((d,), fill=1.0, role="root")
 
 
 def is_informative(gradient: Tensor) -> Tensor:
-    """`[N]`: whether a gradient moves factors: it is finite and not zero."""
+    """Return bool `[N]`, True where a gradient updates the factors: it is finite and not zero."""
     peak = peak_of(gradient)
     return (peak > 0) & peak.isfinite()
 
 
 def peak_of(x: Tensor) -> Tensor:
-    """The largest modulus in each block, `[N, *block] -> [N]`."""
+    """Return the largest modulus of each block, `[N, *block] -> [N]`."""
     peak: Tensor = torch.linalg.vector_norm(x.flatten(1), ord=float("inf"), dim=1)
     return peak
 
 
 Factors = Mapping[int, Tensor]
+"""Factors by axis."""
 
 
 def factor_transposed(factor: Tensor) -> Tensor:
-    """Q^T."""
+    """Return Q^T."""
     return factor if factor.ndim == 2 else factor.mT
 
 
 def gram(x: Tensor, axis: int, full: bool) -> Tensor:
-    """X X^T, or its diagonal."""
+    """Return X X^T, or its diagonal if `full` is False."""
     y = unfold(x, axis)
     return symmetric_product(y, y) if full else y.square().sum(-1)
 
 
 def solved(x: Tensor, factor: Tensor, axis: int) -> Tensor:
-    """x times_axis Q^(-T), for Q upper triangular or diagonal."""
+    """Return x times_axis Q^(-T), for Q upper triangular or diagonal."""
     if factor.ndim == 2:
         return mode_product(x, 1 / factor, axis)
     y = apply_aligned(_solved, unfold(x, axis), factor)
@@ -102,9 +103,10 @@ def _solved(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def spectral_norm(a: Tensor) -> Tensor:
-    """||A||_2 `[N]` of positive semi-definite A, from below: the power method from the longest column.
+    """Return a lower estimate of ||A||_2 `[N]` of positive semi-definite A, by the power method from the longest
+    column.
 
-    At least the largest entry of the diagonal; exact for a diagonal.
+    It is at least the largest entry of the diagonal, and exact for a diagonal A.
     """
     if a.ndim == 2:
         return a.amax(-1)
@@ -120,7 +122,9 @@ def spectral_norm(a: Tensor) -> Tensor:
 
 
 def balanced(factors: Factors) -> dict[int, Tensor]:
-    """Factors of the same Kronecker product with one and the same largest entry, so that none over- or underflows."""
+    """Return factors of the same Kronecker product that all have the same largest entry, so that none over- or
+    underflows.
+    """
     peaks = {
         axis: factor.flatten(1).abs().amax(1).clamp_min(tiny(factor.dtype)).log() for axis, factor in factors.items()
     }
@@ -129,5 +133,5 @@ def balanced(factors: Factors) -> dict[int, Tensor]:
 
 
 def scaled(factor: Tensor, values: Tensor) -> Tensor:
-    """Each factor times its own number `[N]`."""
+    """Return each factor times its number in `values` `[N]`."""
     return factor * per_block(values, factor)

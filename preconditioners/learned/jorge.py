@@ -51,7 +51,7 @@ class Jorge(LearnedFactors):
     @model_validator(mode="after")
     def _factors_fit(self) -> Self:
         if self.axes.has_diagonals:
-            raise ValueError("axes: full factors are required, got diagonal ones")
+            raise ValueError("axes: jorge needs full factors, got diagonal ones")
         e = self.exponent
         if e is not None and (e.numerator != 1 or e.denominator > 64):
             raise ValueError(f"exponent: jorge takes 1/p with a whole p <= 64, got {e}")
@@ -90,6 +90,7 @@ class Jorge(LearnedFactors):
         )
 
     def _ridged(self, s: Tensor) -> Tensor:
+        """Return S plus its ridge."""
         ridge = s.diagonal(dim1=-2, dim2=-1).mean(-1) * self.eps
         return s + identity_like(s) * per_block(ridge, s)
 
@@ -101,14 +102,14 @@ class Jorge(LearnedFactors):
 
 
 def _published(r: Tensor, s: Tensor, e: Fraction) -> tuple[Tensor, Tensor]:
-    """R (I - e Y + e (e + 1) / 2 Y^2) and log ||X||_F `[N]`."""
+    """Return R (I - e Y + e (e + 1) / 2 Y^2) and log ||X||_F `[N]`."""
     y, size = _product(r, s, e.denominator)
     ry = torch.bmm(r, y)
     return r - float(e) * ry + float(e * (e + 1) / 2) * torch.bmm(ry, y), size
 
 
 def _symmetric(r: Tensor, s: Tensor, e: Fraction) -> tuple[Tensor, Tensor]:
-    """h R h and log ||X||_F `[N]`."""
+    """Return h R h and log ||X||_F `[N]`."""
     y, left = _product(r, s, e.denominator // 2)
     y, right = _product(r, y.mT, e.denominator // 2)
     y, half = symmetrized(y), e / 2
@@ -117,7 +118,7 @@ def _symmetric(r: Tensor, s: Tensor, e: Fraction) -> tuple[Tensor, Tensor]:
 
 
 def _product(r: Tensor, s: Tensor, power: int) -> tuple[Tensor, Tensor]:
-    """X = R^power S as Y = X / ||X||_F and log ||X||_F `[N]`; each factor is taken at unit norm."""
+    """Return X = R^power S as Y = X / ||X||_F, and log ||X||_F `[N]`. Each factor is scaled to norm 1 first."""
     norm = block_norm(r)
     unit, y = r / per_block(norm.clamp_min(tiny(r.dtype)), r), s
     size = power * norm.log()

@@ -1,9 +1,7 @@
 """PSGD: a preconditioner learned by stochastic descent in a group of matrices (Li 2015, arXiv:1512.04202).
 
-The steps of PSGD: how far from whitening a gradient finds each factor, and how the factor moves (see `psgd.py`).
-
-A step is scale-free, but its terms are in units of the gradient and their squares may leave the range of numbers:
-they are made of blocks divided by `size` `[N]`, and come with it.
+A step of a factor is scale-free. But its terms are in units of the gradient, and their squares may leave the range of
+numbers. They are therefore computed from blocks divided by `size` `[N]`, which is returned with them.
 
 Legend: N blocks; n entries in a block; d length of an axis.
 """
@@ -38,7 +36,7 @@ from .base import (
 )
 
 PROBE = 1
-"""The stream of noise that the probes come from."""
+"""Number of the stream of noise that the probes are drawn from."""
 
 
 class PSGD(LearnedFactors):
@@ -103,24 +101,31 @@ class PSGD(LearnedFactors):
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         factors = {axis: state[f"q.{axis}"] for axis in self.factor_axes(state.block)}
-        # Q first and Q^T after it: P itself may leave the range of numbers where P d does not
+        # Q and then Q^T: P itself may overflow where P d does not
         return mode_products(
             mode_products(direction, factors), {axis: factor_transposed(q) for axis, q in factors.items()}
         )
 
     def _probe(self, like: Tensor, context: StepContext) -> Tensor | None:
+        """Return the probe v, standard normal noise of each block. None: the form needs no probe and there is no
+        damping.
+        """
         if not self.damping and not FACTOR_STEPS[self.form].probed:
             return None
         return noise.normal(context.seed, context.step, tuple(like.shape[1:]), like.dtype, PROBE)
 
     def _started(self, factors: dict[int, Tensor], gradient: Tensor, fresh: Tensor) -> dict[int, Tensor]:
-        """The factors, scaled where no gradient has moved them yet (their bounds are still 0)."""
+        """Return the factors, scaled to their start in blocks whose factors no gradient has updated yet (their bounds
+        are still 0).
+        """
         scale = gradient.new_full(fresh.shape, self.initial_scale) if self.initial_scale else self._scale(gradient)
         share = torch.where(fresh, to_power(scale, 1 / len(factors)), 1.0)
         return {axis: scaled(factor, share) for axis, factor in factors.items()}
 
     def _scale(self, gradient: Tensor) -> Tensor:
-        """(mean g^4 + damping^4)^(-1/8) of each block; the fourth powers are taken relative to the largest entry."""
+        """Return (mean g^4 + damping^4)^(-1/8) of each block. The fourth powers are computed relative to the largest
+        entry.
+        """
         peak = peak_of(gradient).clamp_min(self.damping)
         peak = torch.where(peak > 0, peak, 1.0)
         mean = (gradient / per_block(peak, gradient)).pow(4).flatten(1).mean(1)
@@ -130,17 +135,26 @@ class PSGD(LearnedFactors):
         return to_power(fourth, -0.5)
 
     def _bound(self, old: Tensor, size: Tensor) -> Tensor:
-        """Roots of L and l, which are in units of the gradient and may not be squared."""
+        """Return the root of L from the roots of L and l. They are in units of the gradient, and their squares could
+        overflow.
+        """
         kept = torch.hypot(old * self.smoothing**0.5, size * (1 - self.smoothing) ** 0.5)
         return torch.maximum(kept, size)
 
 
 Terms = dict[int, tuple[Tensor, Tensor]]
-"""By axis: what shrinks and what grows a factor, both positive semi-definite; equal on average where it whitens."""
+"""By axis, (the term that shrinks a factor, the term that grows it), both positive semi-definite and equal on average
+where the factor whitens.
+"""
 
 
 class FactorStep(NamedTuple):
-    """terms: (factors, h, v) -> (size, terms). move: (factor, m T / L) -> factor. probed: whether v is needed."""
+    """One form of the step of a factor.
+
+    terms: (factors, h, v) -> (size, terms).
+    move: (factor, m T / L) -> updated factor.
+    probed: True if the terms need v.
+    """
 
     terms: Callable[[Factors, Tensor, Tensor | None], tuple[Tensor, Terms]]
     move: Callable[[Tensor, Tensor], Tensor]
@@ -148,7 +162,7 @@ class FactorStep(NamedTuple):
 
 
 def triangular_terms(factors: Factors, h: Tensor, v: Tensor | None) -> tuple[Tensor, Terms]:
-    """A A^T and B B^T with A = Q h, B = Q^(-T) v."""
+    """Return size, and A A^T and B B^T with A = Q h, B = Q^(-T) v."""
     assert v is not None
     a, b = mode_products(h, factors), v
     for axis, q in factors.items():
@@ -160,9 +174,9 @@ def triangular_terms(factors: Factors, h: Tensor, v: Tensor | None) -> tuple[Ten
 
 
 def triangular_move(q: Tensor, t: Tensor) -> Tensor:
-    """Q - triu(T) Q: Q stays in the group of upper triangular matrices with a positive diagonal.
+    """Return Q - triu(T) Q. Q stays in the group of upper triangular matrices with a positive diagonal.
 
-    No entry of the diagonal shrinks more than tenfold in one step: a whole step, m = 1, could take it to 0.
+    No entry of the diagonal shrinks more than tenfold in one step: a full step, m = 1, could make it 0.
     """
     longest = (t if t.ndim == 2 else t.diagonal(dim1=-2, dim2=-1)).amax(-1)
     t = t * per_block(0.9 / longest.clamp_min(0.9), t)
@@ -170,7 +184,7 @@ def triangular_move(q: Tensor, t: Tensor) -> Tensor:
 
 
 def quad_terms(factors: Factors, h: Tensor, v: Tensor | None) -> tuple[Tensor, Terms]:
-    """A A^T and (n / d) I with A = P h, P = Q Q."""
+    """Return size, and A A^T and (n / d) I with A = P h, P = Q Q."""
     a = mode_products(mode_products(h, factors), factors)
     size = peak_of(a).clamp_min(1.0)
     a = a / per_block(size, a)
@@ -183,7 +197,7 @@ def quad_terms(factors: Factors, h: Tensor, v: Tensor | None) -> tuple[Tensor, T
 
 
 def quad_move(q: Tensor, t: Tensor) -> Tensor:
-    """(I - T / 2) Q (I - T / 2): Q stays symmetric and positive definite."""
+    """Return (I - T / 2) Q (I - T / 2). Q stays symmetric and positive definite."""
     half = t / 2
     if q.ndim == 2:
         return q * (1 - half).square()

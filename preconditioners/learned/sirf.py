@@ -21,7 +21,7 @@ from ..base import Traits
 from .base import LearnedFactors, factor_slot, factor_transposed, gram, is_informative, peak_of, scaled
 
 _MOMENTS = {1: "activation_gram", 0: "output_gradient_gram"}
-"""The signal with the moments of a layer, by the axis of its matrix."""
+"""Signal with the second moments of a layer, by the axis of its weight matrix."""
 
 
 class SIRF(LearnedFactors):
@@ -59,9 +59,9 @@ class SIRF(LearnedFactors):
     @model_validator(mode="after")
     def _source_matters(self) -> Self:
         if self.moments == "layer" and self.source != "gradient":
-            raise ValueError(f"source: nothing else than a layer's moments is observed, got '{self.source}'")
+            raise ValueError(f"source: '{self.source}' has no effect with `moments: layer`")
         if self.moments == "layer" and self.axes.vectors:
-            raise ValueError("axes: {vectors: false} is required with `moments: layer`, where matrices have moments")
+            raise ValueError("axes: {vectors: false} is required with `moments: layer`: vectors have no moments")
         return self
 
     def traits(self, block: tuple[int, ...]) -> Traits:
@@ -76,7 +76,7 @@ class SIRF(LearnedFactors):
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
         if self.moments == "layer" and len(block) > 2:
             raise ValueError(
-                f"blocks with two axes are required by `moments: layer`, outputs and inputs, got shape {block}; "
+                f"`moments: layer` needs blocks with two axes, outputs and inputs, got shape {block}; "
                 "set `blocking: {merge: ..., keep_axes: 2}`"
             )
         slots = {}
@@ -113,7 +113,7 @@ class SIRF(LearnedFactors):
             state[f"k.{axis}"] = torch.where(per_block(live, k), moved, k)
 
     def _of_gradient(self, factors: Mapping[int, Tensor], gradient: Tensor) -> Mapping[int, Tensor]:
-        """d_i / n H_i H_i^T for each axis i, `[N, d, d]` or its diagonal."""
+        """Return d_i / n H_i H_i^T for each axis i, `[N, d, d]` or its diagonal."""
         h = mode_products(
             gradient * math.sqrt(self.batch_size), {axis: factor_transposed(k) for axis, k in factors.items()}
         )
@@ -123,7 +123,7 @@ class SIRF(LearnedFactors):
         return {axis: scaled(gram(h, axis, k.ndim == 3), weights[axis]) for axis, k in factors.items()}
 
     def _of_layer(self, factors: Mapping[int, Tensor], like: Tensor, context: StepContext) -> Mapping[int, Tensor]:
-        """B tr(H_j) / d_j H_i for each axis i and the other axis j, `[N, d, d]` or its diagonal."""
+        """Return B tr(H_j) / d_j H_i for each axis i and the other axis j, `[N, d, d]` or its diagonal."""
         given = {axis: context.tensor(name, like) for axis, name in _MOMENTS.items()}
         seen = {axis: _congruent(moments, factors.get(axis)) for axis, moments in given.items()}
         means = {axis: h.mean(1) if h.ndim == 2 else h.diagonal(0, 1, 2).mean(1) for axis, h in seen.items()}
@@ -137,7 +137,9 @@ class SIRF(LearnedFactors):
 
 
 def _congruent(moments: Tensor, k: Tensor | None) -> Tensor:
-    """K^T M K, or its diagonal where K is one; without K it is M. No larger than squares allow."""
+    """Return K^T M K, or its diagonal if K is one. Without K the result is M. It is scaled down to at
+    most `_ceiling`.
+    """
     if k is None:
         h = moments
     elif k.ndim == 3:
@@ -149,5 +151,7 @@ def _congruent(moments: Tensor, k: Tensor | None) -> Tensor:
 
 
 def _ceiling(dtype: torch.dtype) -> float:
-    """Past this size of H a step is as long as at it: squares, and sums of them, stay in the range of numbers."""
+    """Return the size of H above which a step is as long as at it, so that squares and their sums stay in the range of
+    numbers.
+    """
     return float(torch.finfo(dtype).max ** 0.4)

@@ -1,1 +1,1 @@
-"""Spectral descent (Muon): the polar factor of a direction, and the solvers that compute it."""
+"""Spectral descent (Muon, Dion): the polar factor of a direction, and the solvers that compute it."""

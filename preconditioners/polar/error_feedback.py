@@ -20,7 +20,7 @@ from ..base import Stage, Traits
 from .spectral import NewtonSchulz, PolarSolver
 
 START = 1 << 35
-"""The stream of random starts of subspaces."""
+"""Number of the stream of noise that the first subspaces are drawn from."""
 
 
 class Dion(Stage):
@@ -48,7 +48,7 @@ class Dion(Stage):
         m = state["m"] + direction
         x, q = as_matrices(m), self._started(state["q"], context)
         peak = x.abs().amax((-2, -1), keepdim=True).clamp_min(tiny(x.dtype))
-        unit = x / peak  # squares neither over- nor underflow
+        unit = x / peak  # so that squares neither over- nor underflow
         p = apply_aligned(_orthonormal, torch.bmm(unit, q))
         r = torch.bmm(unit.mT, p)
         norms = torch.linalg.vector_norm(r, dim=-2, keepdim=True)
@@ -58,7 +58,7 @@ class Dion(Stage):
         return torch.bmm(p, q.mT).reshape(direction.shape)
 
     def _started(self, q: Tensor, context: StepContext) -> Tensor:
-        """Q, random in blocks that are updated for the first time."""
+        """Return Q, random in blocks that are updated for the first time."""
         if context.holds(lambda steps: steps > 1) is True:
             return q
         fresh = noise.normal(context.seed, context.step, tuple(q.shape[1:]), q.dtype, START)

@@ -1,8 +1,5 @@
-"""Spectral descent: the polar factor of the direction (Muon, Jordan et al. 2024; Bernstein & Newhouse 2024).
-
-Polar factors U V^T of stacks of matrices G = U S V^T.
-
-Orthogonalization by one triangular solve (MUD, Southworth & Thomas 2026, arXiv:2603.17970).
+"""Spectral descent (Muon, Jordan et al. 2024; Bernstein & Newhouse 2024), and solvers of polar factors U V^T of
+matrices G = U S V^T.
 """
 
 from __future__ import annotations
@@ -25,15 +22,17 @@ from .coefficients import Coefficients, require_used, triples
 
 
 class PolarSolver(Schedulable, ABC, family="polar_solver"):
-    """The nearest semi-orthogonal matrix, exactly or nearly."""
+    """The nearest semi-orthogonal matrix, exact or approximate."""
 
     @abstractmethod
     def polar(self, x: Tensor) -> Tensor:
-        """x `[N, m, n]` -> `[N, m, n]`; a zero matrix stays zero."""
+        """Return the polar factors of matrices x `[N, m, n]`, in the same shape. A zero matrix stays zero."""
 
     @final
     def of_blocks(self, x: Tensor) -> Tensor:
-        """Polar factors of blocks `[N, *block]` as matrices, first axis x the rest; a vector is one column."""
+        """Return the polar factors of blocks `[N, *block]` as matrices, first axis x the rest. A
+        vector is one column.
+        """
         return self.polar(as_matrices(x)).reshape(x.shape)
 
 
@@ -80,7 +79,7 @@ class NewtonSchulz(PolarSolver):
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, beta: float) -> Tensor:
-    """beta T + A B, rounded once."""
+    """Return beta T + A B, rounded once."""
     if multiplied_in_float32(total):
         return torch.baddbmm(total.float(), a.float(), b.float(), beta=beta).to(total.dtype)
     return torch.baddbmm(total, a, b, beta=beta)
@@ -98,7 +97,7 @@ class SVD(PolarSolver):
     )
 
     def polar(self, x: Tensor) -> Tensor:
-        x = torch.where(x.isfinite(), x, 0.0)  # LAPACK refuses inf and nan; what is masked out must not stop the rest
+        x = torch.where(x.isfinite(), x, 0.0)  # LAPACK raises for inf and nan, also in masked blocks
         peak = torch.linalg.vector_norm(x, ord=float("inf"), dim=(1, 2), keepdim=True)
         peak = torch.where(peak > 0, peak, 1.0)
         u, s, vh = apply_aligned(_svd, x / peak)
@@ -126,14 +125,14 @@ class Triangular(PolarSolver):
         tall = x.shape[1] > x.shape[2]
         q = _unit_rows(x.mT if tall else x)
         for _ in range(self.passes):
-            # the diagonal of Q Q^T is 1, and taken to be where a row is zero
+            # the diagonal of Q Q^T is 1; unitriangular assumes 1 for rows of zeros too
             q = _unit_rows(torch.linalg.solve_triangular(q @ q.mT, q, upper=False, unitriangular=True))
         return q.mT if tall else q
 
 
 def _unit_rows(x: Tensor) -> Tensor:
-    """The rows of each matrix over their norms; rows of zeros stay."""
-    x = x / x.abs().amax(-1, keepdim=True).clamp_min(tiny(x.dtype))  # squares neither over- nor underflow
+    """Return the rows of each matrix divided by their norms. Rows of zeros stay zero."""
+    x = x / x.abs().amax(-1, keepdim=True).clamp_min(tiny(x.dtype))  # so that squares neither over- nor underflow
     norms = x.square().sum(-1, keepdim=True).sqrt()
     return x * safe_ratio(torch.ones_like(norms), norms)
 

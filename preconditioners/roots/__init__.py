@@ -1,4 +1,4 @@
-"""Inverse roots and eigenbases of stacks `[N, d, d]` of symmetric matrices."""
+"""Solvers of inverse roots and eigenbases for stacks `[N, d, d]` of symmetric matrices."""
 
 from .base import Basis as Basis
 from .base import BasisSolver as BasisSolver

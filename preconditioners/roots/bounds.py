@@ -21,7 +21,9 @@ class EigenvalueBound(Component, ABC, family="eigenvalue_bound"):
 
     @final
     def upper(self, a: Tensor) -> Tensor:
-        """a `[N, d, d]` -> `[N]`; 0 for a zero matrix. Entries are brought to at most 1 first: nothing overflows."""
+        """Return the bound `[N]` of a `[N, d, d]`; 0 for a zero matrix. Entries are scaled to at most 1 first, so that
+        nothing overflows.
+        """
         if a.numel() == 0:
             return a.new_zeros(a.shape[0])
         peak = a.abs().amax((-2, -1))
@@ -29,7 +31,7 @@ class EigenvalueBound(Component, ABC, family="eigenvalue_bound"):
 
     @abstractmethod
     def of_scaled(self, a: Tensor) -> Tensor:
-        """The bound for matrices whose largest entry is 1 in size (or 0: a zero matrix)."""
+        """Return the bound of matrices whose largest entry has size 1, or 0 for a zero matrix."""
 
 
 class GuaranteedBound(EigenvalueBound):
@@ -84,7 +86,8 @@ class PowerIteration(EigenvalueBound):
     def of_scaled(self, a: Tensor) -> Tensor:
         rows = torch.arange(1, a.shape[-1] + 1, dtype=a.dtype, device=a.device)
         columns = torch.arange(1, self.vectors + 1, dtype=a.dtype, device=a.device)
-        v = (0.6180339887498949 * rows[:, None] * columns) % 1.0 - 0.25  # not centred: statistics like constant vectors
+        # not centred, because leading eigenvectors of statistics are often near a constant
+        v = (0.6180339887498949 * rows[:, None] * columns) % 1.0 - 0.25
         v = v.expand(len(a), -1, -1)
         for _ in range(self.steps):
             v = v / torch.linalg.vector_norm(v, dim=1, keepdim=True).clamp_min(tiny(a.dtype))

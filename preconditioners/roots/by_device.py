@@ -1,15 +1,15 @@
 """The choice between solvers with the same result in exact arithmetic, for an accelerator, by a table of times.
 
 CUDA decomposes matrices above order 32 one after another (`eigh`, QR), but multiplies and factorizes (Cholesky) whole
-stacks at once. A solver with `by_device: true` therefore hands its matrices on an accelerator to the fastest of the
-solvers that call themselves `equal_to` it. On a CPU it solves them itself, so that the bits of a recipe depend on no
-table. The choice is made on the host and reads no values.
+stacks at once. A solver with `by_device: true` therefore leaves its matrices on an accelerator to the fastest of the
+solvers that declare themselves `equal_to` it. On a CPU it always solves them itself, so that the bits of a recipe
+depend on no table. The choice is made on the host and reads no values.
 
-`timings.json` holds the times, in the format of the reports of a device, with the source of each number. The choice
-follows from the device type, the order of the matrices and their dtype. It does not follow from the number of matrices
-in a stack, which differs between ranks and between the parts of a spread refresh: the same block would have other bits
-on one rank than on two. Times of a row are divided by its batch; of rows of one order that with the largest batch
-counts.
+`timings.json` holds the times, in the format of the reports of `make gpu`, with the source of each number. The choice
+depends on the device type, the order of the matrices and their dtype. It does not depend on the number of matrices in a
+stack: that number differs between ranks and between the slices of a spread refresh, and the same block would then have
+other bits on one rank than on two. The time of a row is divided by its batch. Of rows of one order, the row with the
+largest batch counts.
 """
 
 from __future__ import annotations
@@ -32,16 +32,18 @@ _Solver = TypeVar("_Solver", RootSolver, BasisSolver)
 
 
 class ByDevice(Schedulable):
-    """A solver that may leave its matrices to an equal one where they are on an accelerator."""
+    """A solver that may leave matrices on an accelerator to an equal solver."""
 
     by_device: bool = Field(
         default=False,
-        description="on an accelerator, take the solver that `timings.json` says is fastest there, of those with the "
-        "same result in exact arithmetic",
+        description="on an accelerator, use the fastest solver by `timings.json`, of those with the same result in "
+        "exact arithmetic",
     )
 
     def choice(self, device: str, order: int, dtype: torch.dtype) -> str:
-        """Return in one line what solves matrices `[N, order, order]` on an accelerator, instead of what, and why."""
+        """Return one line that names the solver of matrices `[N, order, order]` on an accelerator, the others, and
+        their times.
+        """
         return choose_solver(self, device, order, dtype).why
 
 
@@ -51,12 +53,12 @@ class Timing:
 
     device: type of the device, as torch names it.
     card: model of the device.
-    date: when it was measured or published, as year-month-day.
-    operation: kind of a solver; one call of it.
+    date: day of the measurement or publication, as year-month-day.
+    operation: kind of a solver. One call of it is timed.
     order, batch: size and number of the matrices.
     dtype: name of their dtype.
     milliseconds: time of one call for the whole batch.
-    source: "measured", "read, not measured" or "estimated", a colon, and where the number is from.
+    source: "measured", "read, not measured" or "estimated", a colon, and the origin of the number.
     """
 
     device: str
@@ -78,7 +80,11 @@ def timings() -> tuple[Timing, ...]:
 
 
 class Estimate(NamedTuple):
-    """milliseconds: of one matrix. timing: the row that it follows from."""
+    """The time of one matrix.
+
+    milliseconds: time of one matrix of a large stack.
+    timing: row of the table that it is computed from.
+    """
 
     milliseconds: float
     timing: Timing
@@ -87,8 +93,8 @@ class Estimate(NamedTuple):
 def estimate(device: str, operation: str, order: int, dtype: torch.dtype) -> Estimate | None:
     """Return the time of one matrix of a large stack, from the row of the least order that is not below `order`.
 
-    Above the largest order times grow with the third power. Where there are measured rows, others do not count. An
-    accelerator without rows is taken for one of CUDA. None: the table has no row of the operation.
+    Above the largest order of the table, times grow with the third power of the order. If there are measured rows, only
+    these count. A device type without rows is treated as CUDA. None: the table has no row of the operation.
     """
     if device not in {row.device for row in timings()}:
         device = "cuda"
@@ -103,7 +109,11 @@ def estimate(device: str, operation: str, order: int, dtype: torch.dtype) -> Est
 
 
 class Choice(NamedTuple):
-    """solver: a RootSolver or BasisSolver. why: its name, the names of the others, and their times."""
+    """The chosen solver.
+
+    solver: a RootSolver or BasisSolver.
+    why: its name, the names of the others, and their times.
+    """
 
     solver: RootSolver | BasisSolver
     why: str
@@ -111,7 +121,7 @@ class Choice(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def choose_solver(solver: RootSolver | BasisSolver, device: str, order: int, dtype: torch.dtype) -> Choice:
-    """Choose between a solver and those equal to it, for matrices `[N, order, order]` on an accelerator."""
+    """Return the fastest of a solver and those equal to it, for matrices `[N, order, order]` on an accelerator."""
     equal = (member.equal_to(solver, dtype) for member in solver.members.values())  # type: ignore[attr-defined]
     found = []
     for one in (solver, *(other for other in equal if other is not None)):
@@ -130,14 +140,16 @@ def choose_solver(solver: RootSolver | BasisSolver, device: str, order: int, dty
 
 
 def chosen(solver: _Solver, a: Tensor) -> _Solver:
-    """Return the solver that solves matrices a `[N, d, d]` for one that may choose by device: itself on a CPU."""
+    """Return the solver of matrices a `[N, d, d]` on an accelerator: the given one, or if it may choose, the fastest
+    equal one.
+    """
     if not (isinstance(solver, ByDevice) and solver.by_device):
         return solver
     return choose_solver(solver, a.device.type, a.shape[-1], a.dtype).solver
 
 
 def decomposed_on_host(device: str, order: int, dtype: torch.dtype) -> bool:
-    """Return whether eigendecompositions of matrices on a device are faster on the host, by the table."""
+    """Return True if eigendecompositions of matrices on a device are faster on the host, by the table."""
     if device == "cpu":
         return False
     here, there = (estimate(where, "eigh", order, dtype) for where in (device, "cpu"))

@@ -30,6 +30,7 @@ OKLS_SCHEDULE = (
 
 
 def _pairs(value: Any) -> Any:
+    """Return a list of lists, as YAML has it, as a tuple of tuples. Other values stay."""
     rows = value if isinstance(value, (list, tuple)) else ()
     return tuple(tuple(row) if isinstance(row, list) else row for row in rows) if rows else value
 
@@ -38,8 +39,8 @@ class CANS(Iterative):
     """Y <- Y E,  Z <- E Z,  E = a I + b Z Y  over the pairs (a, b), from  Y = C,  Z = I:  Z tends to C^(-1/2)
 
     Chebyshev-accelerated Newton-Schulz (CANS, arXiv:2506.10935). Y, Z `[N, d, d]`; C is A with its ridge, divided by
-    its size and by `safety`, so that its eigenvalues lie in (0, 1). Three products a step, the same for every matrix:
-    nothing to look at, nothing to wait for. Takes e = 1/2 and 1/4, the latter in a second pass on the Y of the first.
+    its size and by `safety`, so that its eigenvalues are in (0, 1). A step is three products for every matrix: no value
+    is tested, and no device is waited for. Takes e = 1/2 and 1/4, the latter in a second pass on the Y of the first.
 
     The first pair is negative just above 1: an eigenvalue of C there converges to a root of the wrong sign, which the
     residual max |Z C Z - I| does not show. Hence a guaranteed bound as size, times `safety`, and the check of
@@ -71,7 +72,7 @@ class CANS(Iterative):
         return Solved(z, residual, torch.full_like(residual, steps, dtype=torch.int32))
 
     def _pass(self, c: Tensor, need_y: bool) -> tuple[Tensor, Tensor]:
-        """C^(1/2) if needed and C^(-1/2); the first step has Z = I, the last one may leave Y."""
+        """Return C^(1/2), if it is needed, and C^(-1/2). The first step has Z = I, and the last one may skip Y."""
         c = c / self.safety
         y = zy = c
         z = identity_like(c)

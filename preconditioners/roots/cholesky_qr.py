@@ -32,11 +32,12 @@ class CholeskyQR(BasisSolver):
     X that are only rounding, those of the null space, stay what they are in Q.
 
     Two rounds are enough for X of condition up to u^(-1/2). A direction that is new to A, or much larger than the rest,
-    makes columns of A Q nearly parallel. With `rounds: 4, wide: true` these are orthonormalised too, as well as by
-    Householder QR (mixed precision, Yamazaki, Tomov & Dongarra 2015): this is the solver `by_device` exchanges
-    `power_qr` for. With two rounds in float32 nearly all refreshes of such matrices fail on a device.
+    makes columns of A Q nearly parallel. With `rounds: 4, wide: true` these are orthonormalised as well as by
+    Householder QR (mixed precision, Yamazaki, Tomov & Dongarra 2015); `by_device` replaces `power_qr` by this solver.
+    With two rounds in float32 nearly all refreshes of such matrices fail on a device.
+
     A matrix whose result is not orthonormal is orthonormalised by Householder QR on a CPU. On a device, where the host
-    would have to wait for which ones these are, it keeps its basis and counts as failed.
+    would have to wait for the list of such matrices, it keeps its basis and counts as failed.
     """
 
     kind: Literal["cholesky_qr"] = "cholesky_qr"
@@ -69,7 +70,7 @@ class CholeskyQR(BasisSolver):
     def orthonormal(self, aq: Tensor, q: Tensor, checks: list[Tensor]) -> Tensor:
         """Return the orthonormal factor of aq, with the signs of q.
 
-        checks: on a device, `[N]` is added to it, False where the factor was not found and q is returned.
+        checks: on a device, bool `[N]` is appended to it, False where the factor was not found and q is returned.
         """
         x = _unit_columns(aq, q)
         new, good = self.cholesky(x)
@@ -84,16 +85,18 @@ class CholeskyQR(BasisSolver):
         return new
 
     def cholesky(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Orthonormal columns that span those of x, which have length 1; and `[N]`, whether they are orthonormal."""
+        """Return orthonormal columns that span those of x, which have length 1, and bool `[N]`, True where they are
+        orthonormal.
+        """
         for number in range(self.rounds):
             shifted = number < max(1, self.rounds - 2)
             x = _round(x.double(), True).to(x.dtype) if shifted and self.wide else _round(x, shifted)
         error = (torch.bmm(x.mT, x) - identity_like(x)).abs().amax((-2, -1))
-        return x, error <= self.max_error * torch.finfo(x.dtype).eps  # False where a factorisation failed and left NaN
+        return x, error <= self.max_error * torch.finfo(x.dtype).eps  # False for nan, from a failed factor
 
 
 def _round(x: Tensor, shifted: bool) -> Tensor:
-    """X R^-1 with R^T R = X^T X + s I, s = 4 d u if shifted, else 0."""
+    """Return X R^-1 with R^T R = X^T X + s I. s is 4 d u if shifted, else 0."""
     gram = torch.bmm(x.mT, x)
     shift = 4 * x.shape[-1] * torch.finfo(x.dtype).eps if shifted else 0
     lower, _ = apply_aligned(torch.linalg.cholesky_ex, gram + shift * identity_like(gram) if shifted else gram)
@@ -107,7 +110,7 @@ def _divided(x: Tensor, lower: Tensor) -> Tensor:
 
 
 def _unit_columns(aq: Tensor, q: Tensor) -> Tensor:
-    """The columns of aq at length 1; where a column is rounding only, that of q."""
+    """Return the columns of aq scaled to length 1. A column that is only rounding is replaced by that of q."""
     size = torch.linalg.vector_norm(aq, dim=-2, keepdim=True)  # [N, 1, d]
     live = size > torch.finfo(aq.dtype).eps * aq.shape[-2] * size.amax(-1, keepdim=True)
     return torch.where(live, aq / size.where(live, 1.0), q)

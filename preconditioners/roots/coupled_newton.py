@@ -1,6 +1,7 @@
-"""Iterations that carry two or three matrices together, one of which tends to I: how they run and when they stop.
+"""Inverse roots by the coupled Newton iteration: matrix products only (Iannazzo 2006; Higham 2008, section 7.3).
 
-Inverse roots by the coupled Newton iteration: matrix products only (Iannazzo 2006; Higham 2008, section 7.3).
+A coupled iteration updates two or three matrices together, and one of them tends to I. `Coupled` says how such
+iterations run and when they stop.
 """
 
 from __future__ import annotations
@@ -21,11 +22,16 @@ from .decompositions import Eigh
 from .iterative import Iterative, Solved, largest_entry, product
 
 Iterates = tuple[Tensor, ...]
-"""Matrices `[N, d, d]` of one step; the last one tends to I."""
+"""Matrices `[N, d, d]` of one step. The last one tends to I."""
 
 
 class Best(NamedTuple):
-    """state: the iterate of least error of each matrix; error `[N]`, its ||M - I||; steps `[N]` taken by each."""
+    """The result of an iteration.
+
+    state: the iterate of least error of each matrix.
+    error: `[N]`, its ||M - I||.
+    steps: `[N]`, the number of steps of each matrix.
+    """
 
     state: Iterates
     error: Tensor
@@ -62,7 +68,7 @@ class Coupled(Iterative):
     )
 
     def run(self, state: Iterates, step: Callable[[Iterates, int], Iterates]) -> Best:
-        """state, step(state), ... until all matrices are done."""
+        """Run state, step(state), ... until all matrices are done. Return the best iterate of each."""
         eye = identity_like(state[-1])
         best, error = state, self._distance(state[-1] - eye)
         live, steps = error > self.tolerance, torch.zeros_like(error, dtype=torch.int32)
@@ -70,7 +76,7 @@ class Coupled(Iterative):
             if may_wait_for_values(eye) and iteration % self.check_every == 0 and not bool(live.any()):
                 break
             if iteration and not has_values(eye):
-                break  # a second step takes what the first took
+                break  # fake tensors have no values: every step costs the same as the first
             state = step(state, iteration)
             steps = steps + live
             new = self._distance(state[-1] - eye)
@@ -82,21 +88,22 @@ class Coupled(Iterative):
         return Best(best, error, steps)
 
     def _judged(self, new: Tensor, error: Tensor, first: bool, d: int) -> tuple[Tensor, Tensor]:
-        """Whether an iterate is better than the best so far, and whether it shows that there will be none."""
+        """Return two bool `[N]`: the iterate is better than the best before it; no better one will follow."""
         if self.stop == "rise":
             better = new < self.growth * error
             return better, ~better
-        # eigenvalues of M_0 may exceed 1 and the first step raise ||M - I||; after it they lie in (0, 1]
+        # eigenvalues of M_0 may exceed 1, and the first step may raise ||M - I||; after it they are in (0, 1]
         better = (new < error) | first
-        # the error may rise while part of the spectrum is far from 1; near 1 a rise is rounding, and the end
+        # the error may rise while part of the spectrum is far from 1; near 1 a rise is rounding and ends the iteration
         near = error <= (0.5 if self.norm == "frobenius" else 0.5 / d)  # all eigenvalues of M are within 1/2 of 1
         return better, near & ~better & ((new >= self.growth * error) | (new == error))
 
     def _distance(self, rest: Tensor) -> Tensor:
+        """Return the norm of M - I `[N]`."""
         return largest_entry(rest) if self.norm == "max" else block_norm(rest)
 
     def times(self, a: Tensor, b: Tensor) -> Tensor:
-        """a b in the chosen precision."""
+        """Return a b in the declared precision."""
         return product(a, b, self.precision)
 
     def newton(self, state: Iterates, p: int, order: int) -> Iterates:
@@ -118,7 +125,7 @@ class Coupled(Iterative):
         return x + self.times(x, t), m + self.times(self._power(t, p), m)
 
     def _power(self, t: Tensor, p: int) -> Tensor:
-        """(I + t)^p - I by repeated squaring: (I + a)(I + b) - I = a + b + a b."""
+        """Return (I + t)^p - I by repeated squaring: (I + a)(I + b) - I = a + b + a b."""
         result, square = None, t
         while True:
             if p & 1:
@@ -131,15 +138,19 @@ class Coupled(Iterative):
 
 
 def rational(kind: str, exponent: Fraction) -> str | None:
-    """Why a solver that iterates on p-th roots and takes q-th powers cannot take q/p, or None."""
+    """Return the reason why a solver that iterates on p-th roots and takes q-th powers does not accept q/p. None: it
+    accepts it.
+    """
     if exponent.denominator > 64 or exponent.numerator > 8:
         return f"{kind} takes exponents q/p with p <= 64 and q <= 8, got {exponent}"
     return None
 
 
 _LEAST_RIDGE = 8
-"""Ridge over the largest eigenvalue, in units of machine epsilon, from which on the iteration replaces `eigh`. At 8 the
-roots of singular matrices of order 32 and 256 in float32 are 0.7 % off those in float64, and 6 % by `eigh`."""
+"""Least ridge over the largest eigenvalue, in units of machine epsilon, with which the iteration replaces `eigh`. At 8
+the roots of singular matrices of order 32 and 256 in float32 are 0.7 % off those in float64, and roots by `eigh` are
+6 % off.
+"""
 
 
 class CoupledNewton(Coupled):

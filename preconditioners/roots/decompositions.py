@@ -1,15 +1,6 @@
-"""The two families of this room, and the one place where an eigendecomposition can fail.
+"""Solvers by one decomposition of each matrix: roots and bases by `eigh`, inverses by Cholesky.
 
-Eigenbases by orthogonal iteration, warm-started: a power step and a QR (Vyas et al. 2024, Algorithm 4).
-
-The functions below the solver are shared by all warm-started bases.
-Legend: N matrices A `[N, d, d]`; Q `[N, d, r]`, r <= d orthonormal columns; o `[N, r]`, where columns came from.
-
-Inverse roots by eigendecomposition: exact up to rounding, the solver of choice on a CPU.
-
-The inverse by a Cholesky factorization: the root of exponent 1 at a fraction of an eigendecomposition's cost.
-
-Eigenbases by eigendecomposition: exact up to rounding.
+An eigendecomposition may fail in `eigh` alone, which all other code calls.
 """
 
 from __future__ import annotations
@@ -40,13 +31,14 @@ from .by_device import ByDevice, chosen
 
 
 def eigh(a: Tensor, host: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Eigenvalues `[N, d]` ascending, eigenvectors `[N, d, d]`, ok `[N]`; float32 failures are tried again in float64.
+    """Return eigenvalues `[N, d]` in ascending order, eigenvectors `[N, d, d]`, and bool `[N]`, False where it failed.
 
-    A failure is an error of LAPACK's, or a result with nan: on a CPU, divide and conquer in float32 returns one without
-    an error for some finite singular matrices. Where nothing helps the decomposition is that of the identity and ok is
-    False; results with nan on other devices, where a look at them would be waited for, are not tried again.
+    A failure is an error of LAPACK, or a result with nan: on a CPU, divide and conquer in float32 returns nan without
+    an error for some finite singular matrices. Failures in float32 are tried again in float64. If that fails too, the
+    result is the decomposition of the identity. On other devices a test for nan would make the host wait, so results
+    with nan are replaced there and not tried again.
 
-    host: copy matrices of a device to the host and decompose them there. The host waits once, for the copies.
+    host: True copies matrices of a device to the host and decomposes them there. The host waits once, for the copies.
     """
     if host and not a.is_cpu:
         values, vectors, ok = on_host(eigh, a)
@@ -70,12 +62,19 @@ def eigh(a: Tensor, host: bool = False) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def leading_eigenvectors(a: Tensor, columns: int | None = None, host: bool = False) -> Basis:
-    """The eigenvectors by descending eigenvalue, from scratch: all of them, or the first so many; host: see `eigh`."""
+    """Return a basis of eigenvectors by descending eigenvalue, from scratch.
+
+    columns: number of eigenvectors. None: all.
+    host: as in `eigh`.
+    """
     _, vectors, ok = eigh(a, host)
     return Basis(vectors.flip(-1)[..., :columns], None, ok)
 
 
 def _one_by_one(a: Tensor, dtype: torch.dtype, ok: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Decompose matrices one after another, so that one failure does not affect the others. dtype: dtype of the
+    results.
+    """
     values, vectors, fine = [], [], []
     for matrix in a:
         try:
@@ -91,9 +90,9 @@ def _one_by_one(a: Tensor, dtype: torch.dtype, ok: Tensor) -> tuple[Tensor, Tens
 
 
 def unit_sized(a: Tensor) -> tuple[Tensor, Tensor]:
-    """A / max |A|, which no product can overflow and whose eigenvectors are those of A; 0 where A is not finite.
+    """Return A / max |A|, and bool `[N]`, True where A is finite.
 
-    With it `[N]`, where A is finite.
+    No product with the result can overflow, and its eigenvectors are those of A. It is 0 where A is not finite.
     """
     ok = finite_blocks(a)
     a = where_blocks(ok, a, 0.0)
@@ -101,7 +100,7 @@ def unit_sized(a: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def off_diagonal(b: Tensor, tolerance: float) -> Tensor:
-    """`[N]`, whether ||B - diag B||_F > tolerance ||B||_F (Eschenhagen et al. 2025)."""
+    """Return bool `[N]`, True where ||B - diag B||_F > tolerance ||B||_F (Eschenhagen et al. 2025)."""
     rest = b - torch.diag_embed(b.diagonal(dim1=-2, dim2=-1))
     return block_norm(rest) > tolerance * block_norm(b)
 
@@ -183,6 +182,7 @@ class Eigh(RootSolver, ByDevice):
         return self._treat(values + self.eps if self.deficiency == "perturb_before" else values)
 
     def _treat(self, values: Tensor) -> Tensor:
+        """Return eigenvalues `[N, d]` as the deficiency rule changes them. 0: the eigenvalue is left out."""
         if values.shape[1] == 0:
             return values
         floor = tiny(values.dtype)
@@ -270,5 +270,6 @@ class EighBasis(BasisSolver):
         return Basis(q, None, ok)
 
     def _decomposed(self, a: Tensor) -> tuple[Tensor, None, Tensor]:
+        """Return eigenvectors in the declared order, no order of columns, and bool `[N]`, False where it failed."""
         _, vectors, ok = eigh(a, self.on_host)
         return vectors.flip(-1) if self.order == "descending" else vectors, None, ok

@@ -1,4 +1,4 @@
-"""What the iterative root solvers share: size and ridge, isolation of bad matrices, rejection, second attempts."""
+"""The base of iterative root solvers: size and ridge, isolation of bad matrices, rejection, further attempts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,12 @@ Precision = Literal["input", "bfloat16", "float16"]
 
 
 class Solved(NamedTuple):
-    """root `[N, d, d]` of C with root^power = C^-e; residual and iterations `[N]`."""
+    """The result of one solve.
+
+    root: `[N, d, d]`; its power `power` is C^-e.
+    residual, iterations: `[N]`.
+    power: whole number.
+    """
 
     root: Tensor
     residual: Tensor
@@ -67,14 +72,17 @@ class Iterative(RootSolver):
     @model_validator(mode="after")
     def _options_matter(self) -> Self:
         if not self.relative and self.relative_to not in (None, type(self).model_fields["relative_to"].default):
-            raise ValueError("relative_to: `relative: true` is required, got relative false")
+            raise ValueError("relative_to: it has no effect with relative false")
         if self.retry_above is not None and not self.retries:
-            raise ValueError("retry_above: `retries` above 0 is required, got retries 0")
+            raise ValueError("retry_above: it has no effect with retries 0")
         return self
 
     @abstractmethod
     def solve(self, c: Tensor, exponent: Fraction, ridge: float) -> Solved:
-        """C^-e; ridge: the one inside C in units of the size without it, 0 where the host does not know it."""
+        """Return a root of C^-e.
+
+        ridge: the ridge inside C, in units of the size without it. 0: the host does not know it.
+        """
 
     def root(self, a: Tensor, exponent: Fraction) -> Root:
         finite = finite_blocks(a)
@@ -92,7 +100,7 @@ class Iterative(RootSolver):
                     break
                 again = self._attempt(a[rows], exponent, 10.0**attempt)
                 again = Root(*(old.index_copy(0, rows, new) for old, new in zip(found, again, strict=True)))
-            else:  # a traced graph cannot ask which ones failed: all are solved, the failed ones are taken
+            else:  # a traced graph cannot select failures: all are solved, and results of failures are used
                 again = self._attempt(a, exponent, 10.0**attempt)
             better = failed & again.ok & (~found.ok | (again.residual < found.residual))
             found = Root(*(torch.where(per_block(better, x), y, x) for x, y in zip(found, again, strict=True)))
@@ -105,6 +113,7 @@ class Iterative(RootSolver):
         return (values + ridge).clamp_min(tiny(values.dtype))
 
     def _attempt(self, a: Tensor, exponent: Fraction, times: float) -> Root:
+        """Return the roots of one attempt. times: factor of the ridge."""
         size, ridge = self._size_and_ridge(a, times)
         c = a / per_block(size, a) + per_block(ridge, a) * identity_like(a)
         peak = self.scaling.upper(c)
@@ -121,7 +130,9 @@ class Iterative(RootSolver):
         return Root(value, definite & (residual < self.max_error), iterations, residual, definite)
 
     def _size_and_ridge(self, a: Tensor, times: float) -> tuple[Tensor, Tensor]:
-        """Size `[N]`, at least the absolute ridge, and the ridge in units of it. What is zero has the ridge 1."""
+        """Return the size `[N]`, at least the absolute ridge, and the ridge in units of the size. The ridge of a zero
+        matrix is 1.
+        """
         none, least = tiny(a.dtype), (self.floor if self.relative else max(self.eps, self.floor)) * times
         upper = self.scaling.upper(a)
         size = upper.clamp_min(max(none, least))
@@ -133,10 +144,10 @@ class Iterative(RootSolver):
 
 
 def product(a: Tensor, b: Tensor, precision: Precision) -> Tensor:
-    """a b for stacks of matrices with factors rounded to `precision`, sums and result in at least float32.
+    """Return a b for stacks of matrices with factors rounded to `precision`, sums and result in at least float32.
 
-    float16 has no range to speak of: factors are scaled by powers of two to at most 1 in size first, which is exact.
-    On a CPU the rounding is emulated: the same numbers, nothing saved.
+    float16 has a small range. Factors are therefore scaled to at most 1 in size first, by powers of two, which is
+    exact. On a CPU the rounding is emulated: the numbers are the same, and no time is saved.
     """
     if precision == "input":
         return torch.bmm(a, b)
@@ -147,6 +158,7 @@ def product(a: Tensor, b: Tensor, precision: Precision) -> Tensor:
 
 
 def _rounded(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a b with factors rounded to a dtype and sums in float32."""
     low, lower = a.to(dtype), b.to(dtype)
     if a.device.type == "cuda":
         return torch.bmm(low, lower, out_dtype=torch.float32).to(a.dtype)
@@ -154,10 +166,11 @@ def _rounded(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _at_most_one(a: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a divided by a power of two, so that no entry is larger than 1, and that power `[N, 1, 1]`."""
     size = a.abs().amax((-2, -1), keepdim=True).clamp_min(tiny(a.dtype)).log2().ceil().exp2()
     return a / size, size
 
 
 def largest_entry(a: Tensor) -> Tensor:
-    """max |a_ij|, `[N, d, d] -> [N]`."""
+    """Return max |a_ij|, `[N, d, d] -> [N]`."""
     return a.abs().amax((-2, -1))

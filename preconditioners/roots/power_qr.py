@@ -1,9 +1,9 @@
 """Eigenbases by orthogonal iteration, warm-started: a power step and a QR (Vyas et al. 2024, Algorithm 4).
 
-The functions below the solver are shared by all warm-started bases.
-Legend: N matrices A `[N, d, d]`; Q `[N, d, r]`, r <= d orthonormal columns; o `[N, r]`, where columns came from.
+`AdaptiveQR` takes as many steps as each matrix needs. The functions below the solvers are shared by all warm-started
+bases.
 
-Eigenbases by as much orthogonal iteration as each matrix needs (Eschenhagen et al. 2025, arXiv:2506.03595).
+Legend: N matrices A `[N, d, d]`; Q `[N, d, r]`, r <= d orthonormal columns; o `[N, r]`, the old places of columns.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class PowerQR(BasisSolver, ByDevice):
     """Q <- qr(A Q[:, o]).Q,  o = columns by descending diag(Q^T A Q);  the first basis is eigh(A).
 
     Sorting is what makes repeated single steps converge to the eigenvectors (Rutishauser's orthogonal iteration needs
-    the dominant columns first); in ascending order the iteration does not settle.
+    the dominant columns first); in ascending order the iteration does not converge.
 
-    With `by_device` the solver is exchanged on an accelerator alone: for `cholesky_qr`, and the first basis is
-    decomposed on the host, where these are faster.
+    With `by_device` matrices on an accelerator are left to `cholesky_qr` if that is faster, and the first basis is
+    decomposed on the host if that is faster.
     """
 
     kind: Literal["power_qr"] = "power_qr"
@@ -69,6 +69,7 @@ class PowerQR(BasisSolver, ByDevice):
         return basis, None if basis.order is None else partial(factors.diagonal, basis.order)
 
     def _iterated(self, a: Tensor, q: Tensor) -> tuple[Basis, QRFactors]:
+        """Return the basis after all steps, and the QR factors of the last one."""
         order, factors = _sorted_step(a, q)
         ok = factors.finite
         for _ in range(self.steps - 1):
@@ -78,51 +79,56 @@ class PowerQR(BasisSolver, ByDevice):
 
 
 def _sorted_step(a: Tensor, q: Tensor) -> tuple[Tensor, QRFactors]:
-    """o and the factors of A Q[:, o]; of a block of zeros o is the order of q, and the basis q."""
+    """Return o and the factors of A Q[:, o]. For a block of zeros o is the order of q, and the basis is q."""
     aq = torch.bmm(q.mT, a).mT  # A Q by columns, as A is symmetric
     descending = _rayleigh(aq, q).argsort(dim=-1, descending=True, stable=True)
     return descending, QRFactors.of(_columns(aq, descending), q)
 
 
 def identity_order(q: Tensor) -> Tensor:
-    """The order `[N, r]` of columns that stay where they are."""
+    """Return the order `[N, r]` of columns that stay in their places."""
     return torch.arange(q.shape[-1], dtype=torch.int64, device=q.device).expand(q.shape[0], -1)
 
 
 def ordered_step(aq: Tensor, q: Tensor, order: Tensor, orthonormal: Orthonormal) -> tuple[Tensor, Tensor]:
-    """One step of orthogonal iteration, columns first sorted by descending diag(Q^T A Q); aq is A Q."""
+    """Return the basis and the order after one step of orthogonal iteration. Columns are first sorted by descending
+    diag(Q^T A Q). aq is A Q.
+    """
     aq, q, order = in_order(aq, q, order)
     return orthonormal(aq, q), order
 
 
 def in_order(aq: Tensor, q: Tensor, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """aq, q and order with columns sorted by descending diag(Q^T A Q); aq is A Q."""
+    """Return aq, q and order with columns sorted by descending diag(Q^T A Q). aq is A Q."""
     descending = (q * aq).sum(-2).argsort(dim=-1, descending=True, stable=True)  # [N, r]
     return _columns(aq, descending), _columns(q, descending), order.gather(-1, descending)
 
 
 def _rayleigh(aq: Tensor, q: Tensor) -> Tensor:
-    """diag(Q^T A Q) `[N, r]`; aq is A Q, the entries of each of its columns side by side in memory."""
+    """Return diag(Q^T A Q) `[N, r]`. aq is A Q, with the entries of each column contiguous in memory."""
     by_columns = torch.mul(q, aq) if q.mT.is_contiguous() else transposed(q).mT.mul_(aq)
     return by_columns.sum(-2)
 
 
 def _columns(x: Tensor, order: Tensor) -> Tensor:
-    """The columns of x `[N, d, r]` in that order `[N, r]`; their entries stay side by side in memory if they were."""
+    """Return the columns of x `[N, d, r]` in the order `[N, r]`. Columns that were contiguous in memory stay
+    contiguous.
+    """
     return reordered(x.mT, 0, order).mT if x.mT.is_contiguous() else reordered(x, 1, order)
 
 
 def householder(aq: Tensor, q: Tensor) -> Tensor:
-    """qr(aq).Q, with the signs of q; aq is scaled first, so that no size of A over- or underflows."""
+    """Return qr(aq).Q with the signs of q. aq is scaled first, so that no size of A over- or underflows."""
     return same_signs(QRFactors.of(aq, q).q, q)
 
 
 class QRFactors(NamedTuple):
-    """qr(X) of X `[N, d, r]`, whose R nobody may need.
+    """qr(X) of X `[N, d, r]`. R is kept as LAPACK returns it, because few callers need it.
 
-    q `[N, d, r]`, the entries of each column side by side in memory, as LAPACK returns them; packed `[N, d, r]`: R as
-    LAPACK leaves it, with other numbers below the diagonal; scale `[N, r]`: what its rows are multiplied by, 0 where X
-    is 0; finite `[N]`: whether X is.
+    q: `[N, d, r]`, with the entries of each column contiguous in memory, as LAPACK returns them.
+    packed: `[N, d, r]`, R as LAPACK leaves it, with other numbers below the diagonal.
+    scale: `[N, r]`, the factors of the rows of R. 0 where X is 0.
+    finite: bool `[N]`, True where X is finite.
     """
 
     q: Tensor
@@ -132,9 +138,9 @@ class QRFactors(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, q: Tensor) -> QRFactors:
-        """The Q with which no entry of R's diagonal is negative, and q where x is 0 or not finite.
+        """Return the factors for which no entry of R's diagonal is negative. Where x is 0 or not finite, Q is q.
 
-        Where the squares of x are far from over- and underflow, as by its norm, x is taken as it is, else scaled.
+        x is scaled before, unless its norm shows that its squares are far from over- and underflow.
         """
         x, unit, finite = _sized(x, q)
         new, packed = apply_aligned(_factored, x)
@@ -143,14 +149,19 @@ class QRFactors(NamedTuple):
         return cls(new.mul_(turned.unsqueeze(-2)), packed, scale, finite)
 
     def diagonal(self, order: Tensor, rotation: Tensor) -> Tensor:
-        """diag(Q^T A Q) `[N, d]` if X is A q[:, order]: that of R q[:, order]^T Q, as q q^T = I; rotation: q^T Q."""
+        """Return diag(Q^T A Q) `[N, d]` if X is A q[:, order]: it is that of R q[:, order]^T Q, as q q^T = I. rotation:
+        q^T Q.
+        """
         sorted_rows = _columns(rotation.mT, order).mT
-        triangle = self.packed.mT.tril_()  # in place: its vectors are in Q by now
+        triangle = self.packed.mT.tril_()  # in place: the Householder vectors below the diagonal are no longer needed
         return sorted_rows.mul_(triangle).sum(-2) * self.scale
 
 
 def _sized(x: Tensor, q: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-    """x / unit, or q where x is 0 or not finite; unit `[N]`, 0 where x is, None: 1; and `[N]`, whether x is finite."""
+    """Return x / unit, unit `[N]`, and bool `[N]`, True where x is finite.
+
+    The first result is q where x is 0 or not finite. unit is 0 where x is 0; None stands for 1.
+    """
     norm = torch.linalg.vector_norm(x, dim=(-2, -1))
     far = torch.finfo(x.dtype).max ** 0.4
     if may_branch_on_values(norm) and all(1 / far < one < far for one in norm.tolist()):
@@ -164,6 +175,7 @@ def _sized(x: Tensor, q: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
 
 
 def _factored(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return Q `[N, d, r]` and R of x, R as LAPACK packs it."""
     d = x.shape[-2]
     if x.device.type == "cpu" and d * x.element_size() % _SAME_SET == 0:
         x = _below_by_zeros(x)
@@ -173,11 +185,15 @@ def _factored(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 _SAME_SET = 4096
-"""Bytes between columns that compete for one set of a CPU's first cache: QR of order 1024 takes 1.3 times as long."""
+"""Distance between columns, in bytes, at which they compete for one set of a CPU's first cache. A QR of order 1024 then
+takes 1.3 times as long.
+"""
 
 
 def _below_by_zeros(x: Tensor) -> Tensor:
-    """x `[N, d, r]` over 16 rows of zeros, which no QR changes: the columns are no longer `_SAME_SET` bytes apart."""
+    """Return x `[N, d, r]` over 16 rows of zeros, which change no QR. The columns are then no longer a multiple of
+    `_SAME_SET` bytes apart.
+    """
     n, d, r = x.shape
     longer = x.new_zeros(n, r, d + 16).mT
     longer[:, :d].copy_(x)
@@ -185,7 +201,7 @@ def _below_by_zeros(x: Tensor) -> Tensor:
 
 
 def same_signs(new: Tensor, q: Tensor) -> Tensor:
-    """The columns of `new`, none pointing away from the column of q in its place."""
+    """Return the columns of `new` with signs such that none points away from the column of q in its place."""
     return new * signs((new * q).sum(-2, keepdim=True))
 
 
@@ -193,8 +209,8 @@ class AdaptiveQR(BasisSolver):
     """Q <- qr(A Q[:, o]).Q  until ||B - diag B||_F <= tolerance ||B||_F;  B = Q^T A Q, o = columns by descending diag B
 
     The error of Q diag(B) Q^T as an approximation of A, relative in the Frobenius norm, is that ratio. A matrix whose
-    basis is good enough keeps it bit for bit; on a CPU nothing more is done for it. A device is not asked how far its
-    matrices are: all of them take `max_steps`, and those that are done are masked.
+    basis is good enough keeps it bit for bit; on a CPU nothing more is done for it. On a device, where a test would
+    make the host wait, all matrices take `max_steps`, and results of finished matrices are masked.
     """
 
     kind: Literal["adaptive_qr"] = "adaptive_qr"
@@ -212,7 +228,9 @@ class AdaptiveQR(BasisSolver):
         return Basis(q, order, ok & finite_blocks(q))
 
     def masked(self, a: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-        """The new basis and its order, every matrix carried along to the end."""
+        """Return the new basis and its order. Every matrix takes all steps, and results of finished matrices are
+        masked.
+        """
         order = identity_order(q)
         for _ in range(self.max_steps):
             aq = torch.bmm(a, q)
@@ -223,7 +241,7 @@ class AdaptiveQR(BasisSolver):
         return q, order
 
     def gathered(self, a: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-        """The new basis and its order, a matrix dropped as soon as it is done."""
+        """Return the new basis and its order. A matrix is dropped as soon as it is done."""
         q, order = q.clone(), identity_order(q).clone()
         rows = torch.arange(len(q), dtype=torch.int64, device=q.device)
         for _ in range(self.max_steps):

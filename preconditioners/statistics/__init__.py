@@ -1,4 +1,4 @@
-"""Statistics: the second moments of the gradient that Kronecker factors accumulate, one for each axis of a block."""
+"""Statistics: second moments of the gradient that Kronecker factors accumulate, one for each axis of a block."""
 
 from .bregman import Bregman as Bregman
 from .statistic import Contribution as Contribution

@@ -1,4 +1,4 @@
-"""Factors whose contributions are whitened by the other factors: KL-Shampoo and its relatives."""
+"""Factors whose contributions are whitened by the other factors: KL-Shampoo and related methods."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class Bregman(Statistic):
     def _units_agree(self) -> Self:
         if self.normalize == "none" and self.first != "identity":
             raise ValueError(
-                f"first: 'identity' is required with normalize 'none', whose factors have their own units, "
-                f"got '{self.first}'"
+                f"first: '{self.first}' cannot be combined with normalize 'none', whose factors have their own units; "
+                "set first: identity"
             )
         return self
 
@@ -88,6 +88,9 @@ class Bregman(Statistic):
         return [found[axis] for axis in axes]
 
     def _whitening(self, state: State, x: Tensor, axis: int, powers: Powers) -> _Whitening:
+        """Return the whitening of the gradient along one axis, by that power of its factor which the divergence asks
+        for.
+        """
         d = state.block[axis]
         if not self.has(state, axis):
             return _Whitening(None, None, None, None, d)
@@ -99,7 +102,7 @@ class Bregman(Statistic):
         return _Whitening(power.left, power.right, half, known, trace)
 
     def _unknown(self, state: State, x: Tensor) -> Tensor:
-        """r `[N]`, what a factor that has seen nothing counts as."""
+        """Return r `[N]`, the value that a factor without data counts as."""
         if self.first == "identity":
             return x.new_ones(x.shape[0])
         factors = sum(self.has(state, axis) for axis in range(len(state.block)))
@@ -108,10 +111,12 @@ class Bregman(Statistic):
 
 
 class _Whitening(NamedTuple):
-    """What the factor of one axis does to the gradient that the other axes observe.
+    """The map by which the factor of one axis whitens the gradient that the other axes observe.
 
-    left, right: of the power, as `Power` has them. half `[N]`: the root of the power's unit; None: there is no factor.
-    known `[N]`: where there is a power; None: everywhere. trace `[N]`, or the length of the axis.
+    left, right: factors of the power, as in `Power`.
+    half: `[N]`, the root of the power of the unit. None: the axis has no factor.
+    known: bool `[N]`, True where the power is known. None: it is known for all blocks.
+    trace: `[N]`, or the length of the axis.
     """
 
     left: Tensor | None
@@ -121,11 +126,14 @@ class _Whitening(NamedTuple):
     trace: Tensor | float
 
     def of(self, pair: _Pair, axis: int) -> _Pair:
-        """Both tensors, whitened along the axis; one and the same while both have been whitened alike."""
+        """Return both tensors whitened along the axis. They stay one object while both have been whitened alike."""
         left = self._along(pair[0], self.left, axis)
         return left, left if pair[1] is pair[0] and self.right is self.left else self._along(pair[1], self.right, axis)
 
     def _along(self, x: Tensor, matrix: Tensor | None, axis: int) -> Tensor:
+        """Return x multiplied by one factor of the power along the axis. matrix None: the power is a multiple of the
+        identity.
+        """
         if self.half is None:
             return x
         if matrix is None:
@@ -137,14 +145,16 @@ class _Whitening(NamedTuple):
 
 
 _Pair = tuple[Tensor, Tensor]
+"""The left and the right tensor of a contribution, one object as long as both are equal."""
 
 
 def _whitened_elsewhere(
     pair: _Pair, whitenings: Mapping[int, _Whitening], axes: tuple[int, ...], wanted: tuple[int, ...]
 ) -> Iterator[tuple[int, _Pair]]:
-    """(axis, the tensors whitened along all of `axes` but that one) for those that are wanted.
+    """Yield (axis, the tensors whitened along all of `axes` except this one) for each wanted axis.
 
-    Halves of the axes whiten for each other, so that of k axes each whitens about log2 k times, not k - 1.
+    The axes are halved recursively, and each half is whitened once for the other. Of k axes each whitens about log2 k
+    times in place of k - 1 times.
     """
     if len(axes) == 1:
         yield axes[0], pair

@@ -1,12 +1,7 @@
-"""What one gradient adds to the factor of an axis, and powers of other factors that it may be made of.
+"""The family of statistics and its plain members: which axes of a block have a factor, what a gradient contributes to
+it, how contributions are accumulated, and the estimate that a solver receives.
 
-Which axes of a block have a factor, and whether that is a matrix or a diagonal.
-
-The family of statistics: what is observed, how contributions are accumulated, what a solver is shown.
-
-The statistic of Shampoo and SOAP: Gram matrices of unfolded gradients.
-
-The second moment of the inputs of a layer as the factor of the last axis.
+Legend: A_k `[N, d, d]` the factor of axis k; O_k the contribution of one gradient to it.
 """
 
 from __future__ import annotations
@@ -33,10 +28,12 @@ from ..polar.spectral import NewtonSchulz, PolarSolver
 
 
 class Power(NamedTuple):
-    """(A_j / unit)^p as T^T U: left = T, right = U, `[N, d', d]`, or `[N, d]` for a diagonal factor; None: identity.
+    """(A_j / unit)^p as T^T U, a power of the factor of another axis.
 
-    unit `[N]`: the mean eigenvalue, so that powers of factors of any size are near 1.
-    trace `[N]`: of (A_j / unit)^(p + 1). known `[N]`: False where nothing has been observed, or nothing made of it yet.
+    left, right: T and U, `[N, d', d]`, or `[N, d]` for a diagonal factor. None: the identity.
+    unit: `[N]`, the mean eigenvalue, so that powers of factors of any size are near 1.
+    trace: `[N]`, the trace of (A_j / unit)^(p + 1).
+    known: bool `[N]`, False where nothing has been observed, or nothing has been computed from it yet.
     """
 
     left: Tensor | None
@@ -47,13 +44,15 @@ class Power(NamedTuple):
 
 
 Powers = Callable[[int, Fraction], Power]
-"""(axis, p) -> A_axis^p as the stage that owns the statistic knows it now; for statistics with a `needs_power`."""
+"""(axis, p) -> A_axis^p in the form in which the stage that owns the statistic has it. For statistics with a
+`needs_power`.
+"""
 
 
 class Contribution(NamedTuple):
     """O_k = s Y Z^T, or s Y without a Z.
 
-    y, z: the unfoldings `[N, d, rest]` along the axis; without z y is O_k / s itself, `[N, d, d]`.
+    y, z: unfoldings `[N, d, rest]` along the axis. If z is None, y is O_k / s itself, `[N, d, d]`.
     scale: s, a number or `[N]`.
     """
 
@@ -62,7 +61,7 @@ class Contribution(NamedTuple):
     scale: Tensor | float
 
     def multiplied(self) -> Contribution:
-        """O_k / s as a matrix, its product Y Z^T taken in bfloat16."""
+        """Return O_k / s as a matrix, with the product Y Z^T computed in bfloat16."""
         if self.z is None:
             return self
         product = symmetric_product(self.y.bfloat16(), self.z.bfloat16())
@@ -70,13 +69,15 @@ class Contribution(NamedTuple):
 
 
 def mean_eigenvalue(factor: Tensor) -> Tensor:
-    """`[N]`, the mean of the diagonal of `[N, d, d]`, or of the diagonal itself, where it is not 0; else 1."""
+    """Return `[N]`, the mean of the diagonal of factors `[N, d, d]`, or of diagonals `[N, d]`. The result is 1 where
+    the mean is 0.
+    """
     mean = (factor.diagonal(dim1=-2, dim2=-1) if factor.ndim == 3 else factor).mean(-1)
     return torch.where(mean > tiny(factor.dtype), mean, 1.0)
 
 
 def has_data(factor: Tensor) -> Tensor:
-    """`[N]`, whether anything has been observed: a factor that is still zero says nothing."""
+    """Return bool `[N]`, True where something has been observed. A factor that is still zero has no data."""
     return factor.flatten(1).any(-1)
 
 
@@ -86,7 +87,7 @@ def _axes_by_order(value: Any) -> Any:
     if not isinstance(value, Mapping):
         raise ValueError("'all', 'left', 'right', 'smaller' or a list of axes for each order of block is required")
     if not all(str(key).isdigit() for key in value):
-        raise ValueError("the keys are orders of blocks (1, 2, ...)")
+        raise ValueError("keys must be orders of blocks (1, 2, ...)")
     return {int(key): tuple(axes) if isinstance(axes, (list, tuple)) else axes for key, axes in value.items()}
 
 
@@ -130,36 +131,36 @@ class Axes(Component):
     def _options_matter(self) -> Self:
         bounded = self.max_size is not None or self.max_skew is not None
         if self.oversize == "diagonal" and not bounded:
-            raise ValueError("oversize: 'none' is required without max_size and max_skew, got 'diagonal'")
+            raise ValueError("oversize: 'diagonal' has no effect without max_size or max_skew, got neither")
         if self.oversize == "diagonal" and self.entries == "diagonal":
-            raise ValueError("oversize: 'none' is required with entries 'diagonal', got 'diagonal'")
+            raise ValueError("oversize: 'diagonal' has no effect with entries 'diagonal': all are diagonals")
         if isinstance(self.side, dict):
             for order, axes in self.side.items():
                 if any(axis >= order for axis in axes):
-                    raise ValueError(f"side: axes of blocks of order {order} below {order} are required, got {[*axes]}")
+                    raise ValueError(f"side: axes of blocks of order {order} must be below {order}, got {[*axes]}")
             if 1 in self.side and not self.vectors:
-                raise ValueError("vectors: true is required where `side` has axes of order 1, got false")
+                raise ValueError("vectors: false cannot be combined with a `side` that has axes of order 1")
         return self
 
     @property
     def has_diagonals(self) -> bool:
-        """Whether some axis may have a diagonal for a factor."""
+        """True if some axes may have a diagonal as their factor."""
         return "diagonal" in (self.entries, self.oversize)
 
     def of(self, block: tuple[int, ...]) -> tuple[int, ...]:
-        """The axes of a block that have a factor."""
-        if block not in self._known:  # asked several times a step, for each stack
+        """Return the axes of a block that have a factor."""
+        if block not in self._known:  # called several times a step, for each stack
             chosen = self._chosen(block)
             self._known[block] = tuple(a for a in chosen if self.oversize == "diagonal" or self._fits(block, a))
         return self._known[block]
 
     @cached_property
     def _known(self) -> dict[tuple[int, ...], tuple[int, ...]]:
-        """What `of` has answered."""
+        """Cache of `of`, by block."""
         return {}
 
     def _chosen(self, block: tuple[int, ...]) -> Sequence[int]:
-        """The axes that have a factor unless they are too long for one."""
+        """Return the axes that `side` and `vectors` choose, those that are too long for a matrix included."""
         order = len(block)
         if order < 2 and not self.vectors:
             return ()
@@ -173,19 +174,19 @@ class Axes(Component):
         return chosen
 
     def left_out(self, block: tuple[int, ...]) -> tuple[str, ...]:
-        """Why axes of a block that `side` chooses have no factor: they are too long for one."""
+        """Return a reason for each axis that `side` chooses and that has no factor because it is too long for one."""
         left = [axis for axis in self._chosen(block) if axis not in self.of(block)]
         return tuple(f"axis {axis} without a factor: {self._too_long(block, axis)}" for axis in left)
 
     def full(self, block: tuple[int, ...], axis: int) -> bool:
-        """Whether the factor of an axis is a matrix; otherwise it is a diagonal."""
+        """Return True if the factor of an axis is a matrix, False if it is a diagonal."""
         return self.entries == "full" and self._fits(block, axis)
 
     def _fits(self, block: tuple[int, ...], axis: int) -> bool:
         return self._too_long(block, axis) is None
 
     def _too_long(self, block: tuple[int, ...], axis: int) -> str | None:
-        """Which bound an axis exceeds, if any."""
+        """Return the bound that the length of an axis exceeds, as text. None: it exceeds none."""
         d, n = block[axis], math.prod(block)
         if self.max_size is not None and d > self.max_size:
             return f"{d} > max_size {self.max_size}"
@@ -207,9 +208,9 @@ class Statistic(Schedulable, ABC, family="statistic"):
     initial: float = Field(default=0.0, ge=0, description="A_k starts as this times the identity")
     constants: ClassVar[frozenset[str]] = frozenset({"beta"})
     requires: ClassVar[frozenset[str]] = frozenset()
-    """Signals that must be there when the statistic observes."""
+    """Signals that must be provided when the statistic observes."""
     of_inputs: ClassVar[bool] = False
-    """Whether the statistic is of the inputs of layers, and blocks must be matrices of outputs and inputs."""
+    """True if the statistic observes the inputs of layers. Blocks must then be matrices, outputs x inputs."""
     trace_scaling: float = Field(
         default=0.0, ge=0, le=1, description="power s: the estimate is multiplied by trace^(-s); 0 = not at all"
     )
@@ -227,16 +228,16 @@ class Statistic(Schedulable, ABC, family="statistic"):
     @model_validator(mode="after")
     def _options_matter(self) -> Self:
         if self.source != "orthogonalized" and self.polar != type(self).model_fields["polar"].default:
-            raise ValueError(f"polar: `source: orthogonalized` is required, got source '{self.source}'")
+            raise ValueError(f"polar: it is used with `source: orthogonalized` alone, got source '{self.source}'")
         if self.trace_floor and not self.trace_scaling:
-            raise ValueError(f"trace_floor: `trace_scaling` is required, got floor {self.trace_floor} without it")
+            raise ValueError(f"trace_floor: {self.trace_floor} has no effect without a `trace_scaling` above 0")
         summed = "beta 1" if self.beta == 1 else "damped false" if not self.damped else None
         if self.beta == 1 and not self.damped:
-            raise ValueError("damped: true is required with beta 1, whose contributions enter with weight 1, got false")
+            raise ValueError("damped: false cannot be combined with beta 1, whose contributions have weight 1 anyway")
         if summed and not self.bias_correction:
-            raise ValueError(f"bias_correction: true is required with {summed}, which has no bias, got false")
+            raise ValueError(f"bias_correction: false cannot be combined with {summed}, which has no bias to correct")
         if self.precision != "input" and (self.of_inputs or self.axes.entries == "diagonal"):
-            raise ValueError(f"precision: a statistic made of products is required, got {self.precision}")
+            raise ValueError(f"precision: {self.precision} has no effect, because this statistic takes no products")
         return self
 
     def state_meaning(self) -> Mapping[str, Any]:
@@ -244,39 +245,43 @@ class Statistic(Schedulable, ABC, family="statistic"):
 
     @property
     def needs_power(self) -> Fraction | None:
-        """The power of the other axes' factors that a contribution reads; None: it reads no other factor."""
+        """Power of the other axes' factors that a contribution reads. None: it reads no other factor."""
         return None
 
     @property
     def sequential(self) -> bool:
-        """Whether each axis is observed and refreshed before the next one is observed (Gauss-Seidel)."""
+        """True if each axis is observed and refreshed before the next axis is observed (Gauss-Seidel)."""
         return False
 
     @property
     def every_gradient(self) -> bool:
-        """Whether the factors are made of gradients alone, and of all of them."""
+        """True if the factors accumulate gradients alone, and every gradient."""
         return self.source == "gradient" and self.interval == 1 and not self.initial
 
     @property
     def decay_of_squares(self) -> float | None:
-        """The decay b, if Q^T A_k Q has on its diagonal running means or sums of squared gradients, else None.
+        """Decay b of the running means (or sums) of squared gradients on the diagonal of Q^T A_k Q. None: there are no
+        such means.
 
-        The squares are summed over all other axes, with `needs_power` weighted by that power of their eigenvalues.
+        The squares are summed over all other axes. With `needs_power` they are weighted by that power of the other
+        axes' eigenvalues.
         """
         return None
 
     @abstractmethod
     def contribution(self, state: State, x: Tensor, axis: int, powers: Powers, context: StepContext) -> Contribution:
-        """What one step x `[N, *block]` contributes to the factor of one axis."""
+        """Return the contribution of one gradient x `[N, *block]` to the factor of one axis."""
 
     def contributions(
         self, state: State, x: Tensor, axes: tuple[int, ...], powers: Powers, context: StepContext
     ) -> list[Contribution]:
-        """What one step contributes to the factors of some axes, in their order; for those that share work."""
+        """Return the contributions of one gradient to the factors of some axes, in order. Statistics whose axes share
+        work override it.
+        """
         return [self.contribution(state, x, axis, powers, context) for axis in axes]
 
     def slots(self, block: tuple[int, ...], axes: tuple[int, ...]) -> Mapping[str, Slot]:
-        """The factors of those axes for one block."""
+        """Return the slots of the factors of these axes for one block."""
         slots = {}
         for axis in axes:
             d = block[axis]
@@ -288,20 +293,26 @@ class Statistic(Schedulable, ABC, family="statistic"):
         return slots
 
     def has(self, state: State, axis: int) -> bool:
-        """Whether an axis has a factor in that state."""
+        """Return True if an axis has a factor in this state."""
         return f"factor.{axis}" in state
 
     def rotate(self, state: State, axis: int, rotation: Tensor) -> None:
-        """A <- R^T A R: brings the factor of one axis, a matrix, to the basis that R `[N, d, d]` turns into."""
+        """Apply A <- R^T A R to the factor of one axis, a matrix. rotation: R `[N, d, d]`, which turns the old basis
+        into the new one.
+        """
         factor = state[f"factor.{axis}"]
         state[f"factor.{axis}"] = symmetrized(torch.bmm(rotation.mT, torch.bmm(factor, rotation)))
 
     def observed(self, x: Tensor) -> Tensor:
-        """The tensor that is observed: the gradient or direction x as `source` chooses it, or its polar factor."""
+        """Return the tensor that is observed. It is the gradient or direction x, or its polar factor,
+        as `source` says.
+        """
         return self.polar.of_blocks(x) if self.source == "orthogonalized" else x
 
     def observe(self, state: State, x: Tensor, context: StepContext, axes: tuple[int, ...], powers: Powers) -> None:
-        """Accumulate the contributions of x `[N, *block]` to some axes; all are computed before any factor changes."""
+        """Accumulate the contributions of x `[N, *block]` to some axes. All contributions are computed before any
+        factor changes.
+        """
         now = None
         if self.interval > 1:
             due = context.holds(lambda steps: (steps <= 1) | ((steps - 1) % self.interval == 0))
@@ -315,11 +326,14 @@ class Statistic(Schedulable, ABC, family="statistic"):
 
     @property
     def _weight(self) -> float:
-        """w, the weight of the newest contribution."""
+        """Weight w of the newest contribution."""
         return 1 - self.beta if self.damped and self.beta < 1 else 1.0
 
     def _accumulate(self, factor: Tensor, contribution: Contribution, now: Tensor | None) -> Tensor:
-        """In place: factor <- decay factor + weight scale y z^T. now `[N]`: 1 for blocks that observe, 0 for others."""
+        """Apply factor <- decay factor + weight scale y z^T in place, and return the factor.
+
+        now: `[N]`, 1 for blocks that observe and 0 for all others. None: all blocks observe.
+        """
         y, z, scale = contribution.multiplied() if self.precision != "input" and factor.ndim == 3 else contribution
         decay, weight = self.beta, self._weight
         if now is not None:
@@ -336,9 +350,10 @@ class Statistic(Schedulable, ABC, family="statistic"):
         return add_symmetric(factor, y * per_block(scale, y), z, decay, weight)
 
     def estimate(self, state: State, axis: int, context: StepContext, behind: int = 0) -> Tensor:
-        """The factor `[N, d, d]` of one axis as a solver should see it, `[N, d]` if diagonal; fresh or a view.
+        """Return the factor of one axis as a solver should receive it, `[N, d, d]`, or `[N, d]` if it is a diagonal.
+        The result is a new tensor or a view of the state.
 
-        behind: how many updates ago the factor was last accumulated.
+        behind: number of updates since the factor was last accumulated.
         """
         factor = state[f"factor.{axis}"]
         if self.beta < 1 and self.bias_correction and self.damped:
@@ -350,7 +365,7 @@ class Statistic(Schedulable, ABC, family="statistic"):
         return factor
 
     def _observations(self, step: Tensor) -> Tensor:
-        """The number of observations up to a step; at least 1, for a lagged stage observes at step 0 as well."""
+        """Return the number of observations up to a step, at least 1: a lagged stage also observes at step 0."""
         return 1 + torch.div((step - 1).clamp_min(0), self.interval, rounding_mode="floor")
 
 
@@ -397,15 +412,15 @@ class InputGram(Statistic):
     def _has_inputs(self) -> Self:
         if self.axes.side != "right" or self.axes.vectors:
             got = f"side {self.axes.side!r} and vectors {self.axes.vectors}"
-            raise ValueError(f"axes: {{side: right, vectors: false}} is required, where inputs are, got {got}")
+            raise ValueError(f"axes: {{side: right, vectors: false}} is required, the axis of inputs, got {got}")
         if self.source != "gradient":
-            raise ValueError(f"source: nothing else than inputs is observed, got '{self.source}'")
+            raise ValueError(f"source: '{self.source}' cannot be used, because this statistic observes inputs alone")
         return self
 
     def slots(self, block: tuple[int, ...], axes: tuple[int, ...]) -> Mapping[str, Slot]:
         if len(block) > 2:
             raise ValueError(
-                f"input_gram: blocks with two axes are required, outputs and inputs, got shape {block}; set "
+                f"input_gram: blocks must have two axes, outputs and inputs, got shape {block}; set "
                 "`blocking: {merge: ..., keep_axes: 2}`"
             )
         return super().slots(block, axes)
