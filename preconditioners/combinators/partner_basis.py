@@ -52,9 +52,7 @@ class PartnerBasis(Stage):
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
         if len(block) != 2:
-            raise ValueError(
-                f"partner_basis needs factors with two axes, as `view: pairs` gives them, got a block of shape {block}"
-            )
+            raise ValueError(f"factors must have two axes, as `view: pairs` gives them, got a block of shape {block}")
         return {}
 
     def traits(self, block: tuple[int, ...]) -> Traits:

@@ -78,19 +78,26 @@ def _fault(detail: Any, data: Any, where: str) -> str:
     message = detail["msg"].removeprefix("Value error, ")
     if detail["type"] in _REQUIRED:
         message = _REQUIRED[detail["type"]]
-    field = message.partition(": ")[0]
-    if isinstance(got, Mapping) and field in got:
-        got = got[field]
-    told = ", got " in message  # by who knows which part of a whole stage is meant
-    return located(path, f"{message[:1].lower()}{message[1:]}") + ("" if told else f", got {short(got)}")
+    field, whole = message.partition(": ")[0], isinstance(got, Mapping)
+    if whole and field in got:
+        got, whole = got[field], False
+    # a message that names a field says what is wrong with it: no value twice, and no whole component after it
+    said = _names_field(message) and (whole or short(got).lower() in message.lower())
+    said = said or ", got " in message
+    return located(path, f"{message[:1].lower()}{message[1:]}") + ("" if said else f", got {short(got)}")
 
 
 def located(path: str, message: str) -> str:
     """The message under a path; where it names a field of what is there (`beta: ...`), that is part of the path."""
-    field = message.partition(": ")[0]
-    if ": " in message and re.fullmatch(r"[a-z_]+(\.[\w/]+)*", field):
-        return message if path == field or not path else f"{path}.{message}"
+    if _names_field(message):
+        return message if path == message.partition(": ")[0] or not path else f"{path}.{message}"
     return f"{path or 'recipe'}: {message}"
+
+
+def _names_field(message: str) -> bool:
+    """Return True if a message begins with the path of a field, as `beta: ...`."""
+    field, colon, _ = message.partition(": ")
+    return bool(colon) and re.fullmatch(r"[a-z_]+(\.[\w/]+)*", field) is not None
 
 
 def _names(location: tuple[int | str, ...], data: Any) -> Iterator[str]:

@@ -49,14 +49,14 @@ POLAR_SOLVERS = (
 
 AXES_FAULTS: tuple[tuple[Make, str], ...] = (
     ({"side": "top"}, "side: .*, got 'top'"),
-    ({"side": {"two": [0]}}, "side: .*keys are orders"),
-    ({"side": {2: [0, 2]}}, r"side: axes of blocks of order 2 below 2 are required, got \[0, 2\]"),
-    ({"side": {1: [0]}, "vectors": False}, "vectors: true is required .*, got false"),
+    ({"side": {"two": [0]}}, "side: .*keys .*orders"),
+    ({"side": {2: [0, 2]}}, r"side: .*order 2 .*below 2, got \[0, 2\]"),
+    ({"side": {1: [0]}, "vectors": False}, "vectors: false .*`side`"),
     ({"max_size": 0}, "max_size: .*greater than or equal to 1"),
     ({"max_skew": 0.0}, "max_skew: .*greater than 0"),
     ({"oversize": "full"}, "oversize: .*'diagonal', got 'full'"),
-    ({"oversize": "diagonal"}, "oversize: 'none' is required without max_size and max_skew, got 'diagonal'"),
-    ({"oversize": "diagonal", "max_size": 4, "entries": "diagonal"}, "oversize: 'none' .* entries 'diagonal'"),
+    ({"oversize": "diagonal"}, "oversize: 'diagonal' .*max_size or max_skew"),
+    ({"oversize": "diagonal", "max_size": 4, "entries": "diagonal"}, "oversize: 'diagonal' .* entries 'diagonal'"),
 )
 
 STATISTICS = (
@@ -69,13 +69,11 @@ STATISTICS = (
             *(Fault({"kind": "gram", "axes": fields}, f"axes(: |[.]){said}") for fields, said in AXES_FAULTS),
             Fault({"kind": "gram", "interval": 0}, "interval: .*or equal to 1"),
             Fault({"kind": "gram", "trace_scaling": 2.0}, "trace_scaling: .*less than or equal to 1"),
-            Fault({"kind": "gram", "trace_floor": 1e-12}, "trace_floor: `trace_scaling` is required, got floor 1e-12"),
-            Fault({"kind": "gram", "polar": "svd"}, "polar: .* required, got source 'gradient'"),
-            Fault({"kind": "gram", "beta": 1.0, "damped": False}, "damped: true is required with beta 1, .*got false"),
-            Fault(
-                {"kind": "gram", "beta": 1.0, "bias_correction": False}, "bias_correction: true .* beta 1, .*got false"
-            ),
-            Fault({"kind": "gram", "damped": False, "bias_correction": False}, "bias_correction: true .* damped false"),
+            Fault({"kind": "gram", "trace_floor": 1e-12}, "trace_floor: 1e-12 .*`trace_scaling`"),
+            Fault({"kind": "gram", "polar": "svd"}, "polar: .*`source: orthogonalized`.*, got source 'gradient'"),
+            Fault({"kind": "gram", "beta": 1.0, "damped": False}, "damped: false .* beta 1"),
+            Fault({"kind": "gram", "beta": 1.0, "bias_correction": False}, "bias_correction: false .* beta 1"),
+            Fault({"kind": "gram", "damped": False, "bias_correction": False}, "correction: false .* damped false"),
         ),
     ),
     Row({"kind": "gram", "beta": 0.9, "bias_correction": False}, "uncorrected", degree=2),
@@ -92,7 +90,7 @@ STATISTICS = (
             unknown("bregman"),
             Fault({"kind": "bregman", "q": -1}, "q: .*number >= 0"),
             Fault({"kind": "bregman", "order": "both"}, "order: .*'jacobi' or 'gauss_seidel'"),
-            Fault({"kind": "bregman", "normalize": "none"}, "first: 'identity' is required .*'none'.*, got 'rms'"),
+            Fault({"kind": "bregman", "normalize": "none"}, "first: 'rms' .*normalize 'none'"),
         ),
     ),
     Row({"kind": "bregman", "beta": 0.9, "q": 2}, "frobenius", degree=lambda order: 2 / order),
@@ -109,7 +107,7 @@ STATISTICS = (
             Fault(
                 {"kind": "input_gram", "axes": {"side": "left"}}, "axes: .*vectors: false.* required, .*got side 'left'"
             ),
-            Fault({"kind": "input_gram", "source": "direction"}, "source: .*inputs is observed, got 'direction'"),
+            Fault({"kind": "input_gram", "source": "direction"}, "source: 'direction' .*inputs"),
         ),
     ),
     Row(

@@ -52,15 +52,11 @@ DIRECT: tuple[Row, ...] = (
             unknown("adaptive_shampoo"),
             Fault({"kind": "adaptive_shampoo", "eps": 0.0}, r"eps: .*greater than 0, got 0\.0"),
             Fault({"kind": "adaptive_shampoo", "threshold": 0.0}, r"threshold: .*greater than 0, got 0\.0"),
-            Fault(
-                {"kind": "adaptive_shampoo", "ceiling": 1e-12}, "ceiling: at least eps, 1e-10, is required, got 1e-12"
-            ),
-            Fault(
-                {"kind": "adaptive_shampoo", "statistic": {"kind": "bregman"}}, "statistic: one that reads no factors"
-            ),
+            Fault({"kind": "adaptive_shampoo", "ceiling": 1e-12}, "ceiling: .*1e-10, got 1e-12"),
+            Fault({"kind": "adaptive_shampoo", "statistic": {"kind": "bregman"}}, "statistic: .* other axes"),
             Fault(
                 {"kind": "adaptive_shampoo", "statistic": {"kind": "gram", "axes": {"entries": "diagonal"}}},
-                "axes: full factors are required, got diagonal",
+                "axes: .*full.*, got diagonal",
             ),
         ),
     ),
@@ -72,7 +68,7 @@ DIRECT: tuple[Row, ...] = (
             Fault({"kind": "jorge", "exponent": "2/3"}, "exponent: jorge takes 1/p with a whole p <= 64, got 2/3"),
             Fault({"kind": "jorge", "exponent": "1/3", "form": "symmetric"}, "form takes 1/p with an even p, got 1/3"),
             Fault({"kind": "jorge", "initial": 0.0}, r"initial: .*greater than 0, got 0\.0"),
-            Fault({"kind": "jorge", "axes": {"entries": "diagonal"}}, "axes: full factors are required, got diagonal"),
+            Fault({"kind": "jorge", "axes": {"entries": "diagonal"}}, "axes: .*full.*, got diagonal"),
         ),
     ),
     Row({"kind": "jorge", "form": "symmetric", "refresh": SPREAD}, "symmetric, spread", rotates=True),
@@ -101,7 +97,7 @@ DIRECT: tuple[Row, ...] = (
         blocks=((6, 5), (7,)),
         faults=(
             Fault({"kind": "sirf", "moments": "layer"}, r"axes: \{vectors: false\} is required with `moments: layer`"),
-            Fault({"kind": "sirf", "moments": "layer", "source": "direction"}, "source: nothing else than a layer's"),
+            Fault({"kind": "sirf", "moments": "layer", "source": "direction"}, "source: 'direction' .*: layer`"),
             Fault(
                 {"kind": "sirf", "moments": "layer", "axes": {"vectors": False}, "norm": "spectral"}, "norm: .*'max'"
             ),
@@ -124,7 +120,7 @@ DIRECT: tuple[Row, ...] = (
             Fault({"kind": "eigenfactors", "exponent": "1/0"}, "exponent: .*fraction such as '1/4' is required"),
             Fault(
                 {"kind": "eigenfactors", "solver": {"kind": "subspace", "rank": 3}},
-                "solver: a basis of all eigenvectors is required, got one of a subspace",
+                "solver: .*all eigenvectors, got .*subspace",
             ),
         ),
     ),

@@ -22,10 +22,13 @@ RECIPES = (
     ("{update: [{kind: split, inner: [momentum]}]}", "update.split.inside: required, got nothing"),
     ("{update: momentum, blocking: {sise: 128}}", "blocking.sise: unknown field (did you mean 'size'?)"),
     # stages that do not fit each other, or themselves
-    ("{update: {kind: trust, inner: momentum, floor: 0.9, cap: 0.5}}", "update.trust.floor: at most cap, 0.5, is"),
+    (
+        "{update: {kind: trust, inner: momentum, floor: 0.9, cap: 0.5}}",
+        "update.trust.floor: it must be at most",
+    ),
     (
         "{update: {kind: partner_basis, inner: spectral}}",
-        "update.partner_basis: factors with two axes are required",
+        "update.partner_basis: factors must have two axes",
     ),
     ("{update: {kind: transform, inner: momentum}}", "update.transform.before: required, got nothing"),
     ("{update: {kind: sirf, moments: layer}}", "update.sirf.axes: {vectors: false} is required with `moments: layer`"),

@@ -289,7 +289,7 @@ def test_exponents_survive_json() -> None:
     ("exponent", "message"),
     [
         ({2: ["1/2"]}, "order 2 has 2 axes"),
-        ({"two": 0.5}, "keys are orders"),
+        ({"two": 0.5}, "keys .*orders"),
         ({2: [0.5, -1]}, "number >= 0 or a fraction"),
         ([0.5, 0.5], "number > 0 or a fraction"),
     ],
@@ -307,11 +307,11 @@ def test_chosen_axes() -> None:
 
 
 def test_a_basis_needs_full_factors() -> None:
-    with pytest.raises(RecipeError, match="a basis is made of full factors"):
+    with pytest.raises(RecipeError, match=r"axes: .*full factors, got diagonal"):
         load_recipe(
             [{"kind": "eigenbasis", "inner": "rms", "statistic": {"kind": "gram", "axes": {"entries": "diagonal"}}}]
         )
-    with pytest.raises(RecipeError, match="of which a subspace holds only a part"):
+    with pytest.raises(RecipeError, match=r"statistic: .*whole factors.*subspace"):
         load_recipe([{"kind": "eigenbasis", "inner": "rms", "statistic": "bregman", "solver": "subspace"}])
 
 

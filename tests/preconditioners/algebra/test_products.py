@@ -130,9 +130,9 @@ def test_stages_with_products_in_bfloat16_keep_the_laws(name: str) -> None:
 
 
 def test_a_statistic_without_products_refuses_their_dtype() -> None:
-    with pytest.raises(ValidationError, match="precision: a statistic made of products is required, got bfloat16"):
+    with pytest.raises(ValidationError, match="precision: bfloat16"):
         Gram(precision="bfloat16", axes={"entries": "diagonal"})
-    with pytest.raises(ValidationError, match="precision: a statistic made of products is required, got bfloat16"):
+    with pytest.raises(ValidationError, match="precision: bfloat16"):
         InputGram(precision="bfloat16")
 
 
