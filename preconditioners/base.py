@@ -95,7 +95,7 @@ class Stage(Schedulable, ABC, family="stage"):
 
     slots(block) -> {name: Slot}                at construction  the state of a block
     inner(block) -> {name: Inner}               at construction  Inner(chain, block that it sees): the chains inside
-    traits(block) -> Traits                     at construction  what the engine must know; also asked with the block ()
+    traits(block) -> Traits                     at construction  facts for the engine; also asked with the block ()
     cadence() -> Cadence | None                 every step       when refresh is due, as Every(steps=10); None: never
     observe(state, gradient, context)           every step       cheap: update the statistics that refresh reads
     refresh(state, gradient, context)           when due         expensive, on any contiguous slice [n, *block]
@@ -319,8 +319,8 @@ class Stage(Schedulable, ABC, family="stage"):
         """
         if self.cached_traits().lagged:
             self._observe_and_refresh(state, gradient, direction, context)
-        inside = (stage for part in self.inner(state.block).values() for _, stage in walk(part.chain))
-        if any(stage.cached_traits().lagged for stage in inside):
+        held = (stage for inner in self.inner(state.block).values() for _, stage in walk(inner.chain))
+        if any(stage.cached_traits().lagged for stage in held):
             own = state.unwritten()
             self._hooks(own).apply(own, gradient, direction, context)
 
@@ -412,8 +412,8 @@ def walk_blocks(
     for stage in stages:
         here = f"{path}.{stage.label}" if path else stage.label
         yield here, stage, block
-        for name, part in stage.inner(block).items():
-            yield from walk_blocks(part.chain, part.block, f"{here}.{name}")
+        for name, inner in stage.inner(block).items():
+            yield from walk_blocks(inner.chain, inner.block, f"{here}.{name}")
 
 
 def walk(stages: tuple[Stage, ...], path: str = "") -> Iterator[tuple[str, Stage]]:
@@ -454,7 +454,7 @@ def chain_slots(stages: tuple[Stage, ...], block: tuple[int, ...], path: str = "
                 fault = f"slot '{name}' has fill 'identity', which needs a matrix, but its shape is {slot.shape}"
                 raise ValueError(located(here, f"{fault}; use a number as its fill"))
             yield here, name, slot
-        for part, inner in stage.inner(block).items():
-            for where, name, slot in chain_slots(inner.chain, inner.block, f"{here}.{part}"):
+        for scope, inner in stage.inner(block).items():
+            for where, name, slot in chain_slots(inner.chain, inner.block, f"{here}.{scope}"):
                 sensitive = inner.sensitive and slot.role == "second_moment"
                 yield where, name, replace(slot, sensitive=True) if sensitive else slot

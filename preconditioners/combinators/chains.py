@@ -104,6 +104,6 @@ class Transform(Stage):
         early = any(stage.cached_traits().lagged for _, stage in walk(self.chain))
         # T maps the priming gradient of `inner` as any other, and is therefore one step ahead
         before = replace(context, steps=context.steps + 1) if early else context
-        seen = run_chain(self.before, state.scope("before"), gradient, gradient, before)
-        start = seen if direction is gradient else direction
-        return run_chain(self.chain, state.scope("inner"), seen, start, context)
+        mapped = run_chain(self.before, state.scope("before"), gradient, gradient, before)
+        first = mapped if direction is gradient else direction
+        return run_chain(self.chain, state.scope("inner"), mapped, first, context)

@@ -25,8 +25,8 @@ class Graft(Stage):
     """
 
     kind: Literal["graft"] = "graft"
-    direction: Stages = Field(description="the chain whose direction is taken")
-    magnitude: Stages = Field(description="the chain whose norm is taken")
+    direction: Stages = Field(description="the chain that gives the direction")
+    magnitude: Stages = Field(description="the chain that gives the norm")
     start: int = Field(
         default=1, ge=1, description="first update that takes the direction; before it the magnitude's is used"
     )

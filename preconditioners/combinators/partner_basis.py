@@ -57,8 +57,8 @@ class PartnerBasis(Stage):
 
     def traits(self, block: tuple[int, ...]) -> Traits:
         m, n = matrix_shape(block)
-        kept = any(True for _ in chain_slots(self.chain, (3, 2)))
-        signals = (Request("partner"), *([Request("partner_before")] if kept else []))
+        has_state = any(True for _ in chain_slots(self.chain, (3, 2)))
+        signals = (Request("partner"), *([Request("partner_before")] if has_state else []))
         return Traits(signals=signals, matrices=True, work=10.0 * m * n**2)
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
@@ -68,8 +68,8 @@ class PartnerBasis(Stage):
             before, _ = _frame(context.tensor("partner_before", gradient))
             self._transport(inner, torch.bmm(u.mT, before))
         inverse = apply_aligned(_inverse, r)
-        seen, start = map_wires(lambda x: torch.bmm(x, inverse), gradient, direction)
-        return torch.bmm(run_chain(self.chain, inner, seen, start, context), inverse.mT)
+        g, d = map_wires(lambda x: torch.bmm(x, inverse), gradient, direction)
+        return torch.bmm(run_chain(self.chain, inner, g, d, context), inverse.mT)
 
     def _transport(self, state: State, p: Tensor) -> None:
         """Transport the state of the chain to new coordinates, x_new = P x_old along the last axis."""

@@ -53,8 +53,8 @@ class Prodigy(Stage):
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         d = self._estimate(state, context)
         scale = per_block(d, gradient)
-        seen, start = map_wires(lambda x: x * scale, gradient, direction)
-        out = run_chain(self.chain, state.scope("inner"), seen, start, context)
+        g, d_in = map_wires(lambda x: x * scale, gradient, direction)
+        out = run_chain(self.chain, state.scope("inner"), g, d_in, context)
         self._learn(state, gradient, d, context)
         return out * scale
 

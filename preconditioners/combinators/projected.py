@@ -46,9 +46,9 @@ class Projected(Stage):
         default="leading", description="singular vectors of the gradient, or random numbers"
     )
     result: Literal["lift", "lift_and_rest", "rescale"] = Field(
-        default="lift", description="what is made of the chain's direction"
+        default="lift", description="use of the chain's direction"
     )
-    per: Literal["column", "block"] = Field(default="column", description="what a scale s is taken over")
+    per: Literal["column", "block"] = Field(default="column", description="entries that share a scale s")
     growth: float | None = Field(
         default=None, gt=1, description="the largest ratio of the norms of what is scaled, from step to step"
     )
@@ -81,8 +81,8 @@ class Projected(Stage):
 
     def inner(self, block: tuple[int, ...]) -> Mapping[str, Inner]:
         axis = self._axis(block) if len(block) > 1 else None
-        seen = block if axis is None else (*block[:axis], self._columns(block), *block[axis + 1 :])
-        return {"inner": Inner(self.chain, seen)}
+        inner_block = block if axis is None else (*block[:axis], self._columns(block), *block[axis + 1 :])
+        return {"inner": Inner(self.chain, inner_block)}
 
     def _axis(self, block: tuple[int, ...]) -> int:
         """Return the axis that is projected."""
@@ -124,8 +124,8 @@ class Projected(Stage):
         if len(state.block) < 2:
             return run_chain(self.chain, inner, gradient, direction, context)
         p, axis = state["p"], self._axis(state.block)
-        seen, r = map_wires(lambda x: mode_product(x, p.mT, axis), gradient, direction)
-        n = run_chain(self.chain, inner, seen, r, context)
+        g, r = map_wires(lambda x: mode_product(x, p.mT, axis), gradient, direction)
+        n = run_chain(self.chain, inner, g, r, context)
         if self.result == "lift":
             return mode_product(n, p, axis)
         if self.result == "rescale":

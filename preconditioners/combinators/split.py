@@ -55,7 +55,7 @@ class Split(Stage):
         return {"side": self.side}
 
     def inner(self, block: tuple[int, ...]) -> Mapping[str, Inner]:
-        return {"inside": Inner(self.inside, self._inside_block(block)), "outside": Inner(self.outside, block)}
+        return {"inside": Inner(self.inside, self._subspace_block(block)), "outside": Inner(self.outside, block)}
 
     def _axis(self, block: tuple[int, ...]) -> int:
         """Return the axis that is split."""
@@ -63,7 +63,7 @@ class Split(Stage):
             return min(range(len(block)), key=lambda axis: block[axis])
         return 0 if self.side == "left" else len(block) - 1
 
-    def _inside_block(self, block: tuple[int, ...]) -> tuple[int, ...]:
+    def _subspace_block(self, block: tuple[int, ...]) -> tuple[int, ...]:
         if len(block) < 2:
             return block
         axis = self._axis(block)
@@ -100,15 +100,15 @@ class Split(Stage):
             _, vectors, ok = eigh(unit @ unit.mT)
             new = torch.where(per_block(ok & (size.flatten() > 0), new), vectors[..., -new.shape[-1] :].flip(-1), new)
         turn = old.mT @ new
-        inside = x.mT @ new  # [N, rest, r]
-        state["core"] = turn.mT @ core @ turn * self.beta + inside.mT @ inside * (1 - self.beta)
+        coordinates = x.mT @ new  # [N, rest, r]
+        state["core"] = turn.mT @ core @ turn * self.beta + coordinates.mT @ coordinates * (1 - self.beta)
         state["basis"] = new
         if self.follow == "exact":
-            inner = state.scope("inside", self._inside_block(state.block))
+            inner = state.scope("inside", self._subspace_block(state.block))
             transport(self.inside, inner, {axis: Turn(turn)})
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
-        inner = state.scope("inside", self._inside_block(state.block))
+        inner = state.scope("inside", self._subspace_block(state.block))
         (g_in, g_out), (d_in, d_out) = map_wires(lambda x: self._divided(state, x), gradient, direction)
         mapped = run_chain(self.inside, inner, g_in, d_in, context)
         rest = run_chain(self.outside, state.scope("outside"), g_out, d_out, context)
@@ -121,6 +121,6 @@ class Split(Stage):
         if len(state.block) < 2:
             return x, torch.zeros_like(x)
         u, axis = state["basis"], self._axis(state.block)
-        inside = mode_product(x, u.mT, axis)
-        whole = u.shape[-1] == u.shape[-2]  # then the rest is rounding, which `outside` could make large
-        return inside, torch.zeros_like(x) if whole else x - mode_product(inside, u, axis)
+        coordinates = mode_product(x, u.mT, axis)
+        full = u.shape[-1] == u.shape[-2]  # then the rest is rounding, which `outside` could make large
+        return coordinates, torch.zeros_like(x) if full else x - mode_product(coordinates, u, axis)

@@ -24,8 +24,8 @@ class QRIteration(BasisSolver):
 
     with o the columns by ascending (or descending) diag B: the QR path of eigenvalue-corrected distributed Shampoo.
 
-    Take it to reproduce runs of that code, and `power_qr` or `adaptive_qr` otherwise: r q has its dominant columns
-    first, so a basis sorted in ascending order is turned around by the next refresh and does not settle. For A fixed,
+    Use it to reproduce runs of that code, and `power_qr` or `adaptive_qr` otherwise: r q has its dominant columns
+    first, so a basis sorted in ascending order is turned around by the next refresh and does not converge. For A fixed,
     32 x 32, of condition 100, the off-diagonal part of B is 0.72 of it after 8 refreshes and 0.71 after 64, against
     0.05 and 1e-5 in descending order, which is `power_qr` in exact arithmetic; a basis 0.006 off is 0.57 off two
     refreshes later. One Newton-Schulz step keeps Q, a running product, orthonormal; the original lets it drift.
@@ -67,8 +67,8 @@ class Subspace(BasisSolver):
     """Q <- qr(A Q[:, o]).Q,  Q `[N, d, r]`,  o = columns by descending diag(Q^T A Q);  the first basis is of eigh(A)
 
     r = min(rank, d). The span tends to that of the r leading eigenvectors, with lambda_(r+1) / lambda_r a step. A
-    direction that A gains later is found only through the part of it that lies in the span of Q, so that one
-    orthogonal to all that has been seen waits for rounding to raise it.
+    direction that A gains later is found only through its part in the span of Q. A direction orthogonal to that span is
+    found only after rounding has given it a part.
     """
 
     kind: Literal["subspace"] = "subspace"

@@ -22,9 +22,9 @@ DRAWS = 1 << 32
 class Probability(Cadence):
     """Due at t = start and then at every later step with a fixed probability, as the codes of PSGD update its factors.
 
-    u(s, t) < probability  with u in [0, 1) a hash of the block's seed s on the context and its step t: the same draws
-    on every rank, in every layout of the stacks and after a restart. With `shared` all blocks of the same step are due
-    together, as in those codes; without it a stack falls into many short spans.
+    u(s, t) < probability  with u in [0, 1) a hash of the block's seed s on the context and its step t. Draws are the
+    same on every rank, in every layout of the stacks and after a restart. With `shared` all blocks of the same step are
+    due together, as in the codes of PSGD. Without it a stack is divided into many short spans.
     """
 
     kind: Literal["probability"] = "probability"

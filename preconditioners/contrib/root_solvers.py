@@ -116,7 +116,7 @@ class HigherOrder(Coupled):
     """X <- X T,  M <- T^p M,  T = sum over i < order of b_i (I - M)^i,  from  X = I,  M = C
 
     b_i = prod over j <= i of (1 + (j - 1) p) / (j p): the series of M^(-1/p) around I (Lakic 1998). Order 2 is Newton's
-    iteration, which the first step always is. X `[N, d, d]` tends to C^(-1/p), of which the q-th power is taken. C is A
+    iteration, which the first step always is. X `[N, d, d]` tends to C^(-1/p), and the result is its q-th power. C is A
     with its ridge, divided by its trace; the ridge is max(eps * largest row sum, floor). Takes e = q/p with p <= 64 and
     q <= 8. The residual is at least that of the matrix itself, max |X^p C - I|: in float32 about p times the condition
     times 1e-7, hence the larger default ridge.
@@ -124,7 +124,7 @@ class HigherOrder(Coupled):
 
     kind: Literal["higher_order"] = "higher_order"
     eps: float = Field(default=1e-5, ge=0, le=1, description="ridge, in units of the matrix, or of its size")
-    order: int = Field(default=3, ge=2, le=10, description="terms of the series; what is left shrinks with this power")
+    order: int = Field(default=3, ge=2, le=10, description="terms of the series; the error falls with this power")
     scaling: EigenvalueBound = Field(
         default=TraceBound(), description="size that a matrix is divided by before it is solved"
     )

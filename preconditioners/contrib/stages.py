@@ -17,9 +17,9 @@ from ..base import Stage, Traits
 class Cautious(Stage):
     """d M / max(mean M, floor)  with M = [d g > 0]  (algorithm 1; the mean is the fraction of entries that are kept).
 
-    The last stage of a chain, as a rule: it masks what the stages before made of the gradient. Inside an eigenbasis g
-    is the gradient in that basis. The paper writes a mean of (n + 1) / n of it; its code divides by the mean, with a
-    floor, and so does this.
+    It is usually the last stage of a chain, and masks the direction of the stages before it. Inside an eigenbasis g is
+    the gradient in that basis. The paper divides by (n + 1) / n times the mean. Its code divides by the mean, with a
+    floor, and so does this stage.
     """
 
     kind: Literal["cautious"] = "cautious"
@@ -33,10 +33,12 @@ class Cautious(Stage):
         # a product of signs, because d g may underflow
         agrees = (direction.sign() * gradient.sign() > 0).to(direction.dtype)
         flat = agrees.flatten(1)
-        kept = flat.mean(1)
+        fraction = flat.mean(1)
         if self.per == "parameter":
-            kept = context.parameter_sum(flat.sum(1)) / context.parameter_sum(flat.new_full(kept.shape, flat.shape[1]))
-        return direction * agrees / per_block(kept.clamp_min(self.floor), direction)
+            fraction = context.parameter_sum(flat.sum(1)) / context.parameter_sum(
+                flat.new_full(fraction.shape, flat.shape[1])
+            )
+        return direction * agrees / per_block(fraction.clamp_min(self.floor), direction)
 
 
 class Center(Stage):

@@ -101,8 +101,9 @@ class HeavyBall(Stage):
     m <- b m + w d;  m               w = 1 - dampening
     nesterov:  b m + w d             (Sutskever et al. 2013)
 
-    torch.optim.SGD gives two directions the weight 1 where they enter dampened here: the first one (`undamped_start`)
-    and the one that the look-ahead adds (`undamped_nesterov`). The running mean is the stage `momentum`.
+    torch.optim.SGD gives two directions the weight 1 that have the weight 1 - dampening here: the first direction
+    (`undamped_start`), and the direction that the look-ahead adds (`undamped_nesterov`). The running mean is the stage
+    `momentum`.
     """
 
     kind: Literal["heavy_ball"] = "heavy_ball"
@@ -161,10 +162,8 @@ class RMS(Stage):
     eps: float = Field(default=1e-8, gt=0, description="added to the power, in units of the gradient for e = 1/2")
     bias_correction: bool = Field(default=True, description="divide v by 1 - beta^t; a sum (beta = 1) has no bias")
     eps_on: Literal["corrected", "raw"] = Field(default="corrected", description="which power eps is added to")
-    damped: bool = Field(
-        default=True, description="whether squares enter with weight 1 - beta; false: with weight 1, uncorrected"
-    )
-    source: Literal["gradient", "direction"] = Field(default="gradient", description="what is squared")
+    damped: bool = Field(default=True, description="weight of squares: 1 - beta; false: 1, uncorrected")
+    source: Literal["gradient", "direction"] = Field(default="gradient", description="tensor that is squared")
     per: Literal["entry", "row", "column", "block"] = Field(
         default="entry",
         description="one v for each entry, row, column or block; with row and column blocks of one axis keep entries",
@@ -259,7 +258,7 @@ class LaggedRMS(Stage):
     nothing.
 
     ADOPT (Taniguchi et al. 2024, arXiv:2411.02853, Algorithm 2) is this stage before a momentum: the gradient is
-    independent of what divides it, so that Adam converges with any b. t is the number of the update, from 1.
+    independent of its divisor, so that Adam converges with any b. t is the number of the update, from 1.
     """
 
     kind: Literal["lagged_rms"] = "lagged_rms"

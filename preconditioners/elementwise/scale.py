@@ -79,14 +79,14 @@ class Normalize(Stage):
     unit_norm:        target 1
     norm_preserving:  target ||gradient||
 
-    Before the first stage that keeps state the gradient is d itself. To give a map without state the norm of what it
-    maps, `graft` it as `direction` onto the `magnitude` identity. Factors that depend on the shape alone are the stage
-    `scale`.
+    Before the first stage that keeps state the gradient is d itself. To give the result of a map without state the norm
+    of its input, `graft` it as `direction` onto the `magnitude` identity. Factors that depend on the shape alone are
+    the stage `scale`.
     """
 
     kind: Literal["normalize"] = "normalize"
     rule: Literal["unit_rms", "unit_norm", "norm_preserving"] = Field(
-        default="unit_rms", description="the norm that a direction is brought to"
+        default="unit_rms", description="norm of the result"
     )
     factor: float = Field(default=1.0, gt=0, description="multiplies the rule")
 

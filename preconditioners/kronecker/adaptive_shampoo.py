@@ -28,7 +28,7 @@ class AdaptiveShampoo(Factored):
     h = e a ||(S + r I)^(-1/2) (A - S) (S + r I)^(-1/2)||_F,  a = ||(S + r I)^(-e)||_2 / ||(S + r I)^(-e)||_F
     r <- max(eps, r h / threshold);  where that is above `ceiling`: S <- A, r <- eps
 
-    The error of a stale root is damped away while that is cheap, and a decomposition comes when it is not: damping and
+    The error of a stale root is damped while that is cheap; otherwise the statistic is decomposed again: damping and
     cadence from data (FOAM, Nam & Ahn 2026, arXiv:2606.02365). `refresh` says when h is computed, at the cost of two
     products of matrices for each axis. Each block and each axis decides alone; e = 1 / (2k) by default, k the
     number of axes that have a factor.
@@ -109,12 +109,12 @@ class AdaptiveShampoo(Factored):
         ok = torch.ones_like(counts)
         ok[rows] = fine
         q[rows], values[rows] = vectors, found.clamp_min(0)
-        taken = counts & ok
+        replaced = counts & ok
         failures, damping = state[f"failures.{axis}"], state[f"damping.{axis}"]
-        state[f"basis.{axis}"] = torch.where(per_block(taken, q), q, state[f"basis.{axis}"])
-        state[f"values.{axis}"] = torch.where(taken[:, None], values, state[f"values.{axis}"])
-        state[f"damping.{axis}"] = torch.where(taken, torch.full_like(damping, self.eps), damping)
-        state[f"failures.{axis}"] = torch.where(counts & ~ok, failures + 1, torch.where(taken, 0, failures))
+        state[f"basis.{axis}"] = torch.where(per_block(replaced, q), q, state[f"basis.{axis}"])
+        state[f"values.{axis}"] = torch.where(replaced[:, None], values, state[f"values.{axis}"])
+        state[f"damping.{axis}"] = torch.where(replaced, torch.full_like(damping, self.eps), damping)
+        state[f"failures.{axis}"] = torch.where(counts & ~ok, failures + 1, torch.where(replaced, 0, failures))
 
     def power(self, state: State, axis: int, exponent: Fraction, estimate: Tensor) -> Power:
         raise NotImplementedError("adaptive_shampoo: no statistic here reads factors of other axes")

@@ -32,7 +32,7 @@ class Factored(Stage):
     a diagonal too, `[N, d]`, and follows a change of the frame that it is in.
     """
 
-    statistic: Statistic = Field(default=Gram(), description="what each axis accumulates")
+    statistic: Statistic = Field(default=Gram(), description="statistic that each axis accumulates")
     every: Cadence = Field(default=Every(), alias="refresh", description="when roots or bases are recomputed")
     precision: ProductDtype = Field(
         default="input", description="dtype of the products of blocks with the matrices; these are kept as they are"

@@ -92,18 +92,18 @@ def transport(stages: tuple[Stage, ...], state: State, turns: Mapping[int, Turn]
             continue
         scope = state.scope(path)
         if slot.frame == "vector":
-            scope[name] = _rotated(scope[name], own, whole=squared)
+            scope[name] = _rotated(scope[name], own, by_rotation=squared)
         elif how != "permute":
             scope[name] = rotate(scope[name], {place: turn.rotation.square().mT for place, turn in own.items()})
         else:
             scope[name] = _reordered(scope[name], own)
 
 
-def _rotated(x: Tensor, turns: Mapping[int, Turn], whole: bool) -> Tensor:
-    """Return R^T x along the axes of all turns. whole: use R itself, because another slot needs R too."""
+def _rotated(x: Tensor, turns: Mapping[int, Turn], by_rotation: bool) -> Tensor:
+    """Return R^T x along the axes of all turns. by_rotation: use R itself, because another slot needs R too."""
     rotations = dict[int, Tensor]()
     for axis, turn in turns.items():
-        if whole or (rotated := turn.by_parts(x, axis)) is None:
+        if by_rotation or (rotated := turn.by_parts(x, axis)) is None:
             rotations[axis] = turn.rotation.mT
         else:
             x = rotated
@@ -245,7 +245,7 @@ def _known(slot: Slot, marginals: Mapping[int, Tensor], block: tuple[int, ...]) 
 def require_marginals(statistic: Statistic, inner: tuple[Stage, ...], keeps_all_columns: bool) -> None:
     """Raise ValueError if a statistic does not know the sums of the second moments of a chain in its basis."""
     if needed := _needed(statistic, inner, keeps_all_columns):
-        raise ValueError(f"transport: 'marginals' needs {needed}; `transport: exact` takes any chain")
+        raise ValueError(f"transport: 'marginals' needs {needed}; `transport: exact` accepts any chain")
 
 
 def _needed(statistic: Statistic, inner: tuple[Stage, ...], keeps_all_columns: bool) -> str | None:

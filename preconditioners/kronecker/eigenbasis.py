@@ -39,18 +39,25 @@ class Eigenbasis(Factored):
     """Q inner(Q^T g, Q^T d)  with Q = Q_1 x ... x Q_k, the eigenvectors of the axis statistics.
 
     SOAP is `inner: [momentum, rms]`.
+
     timing: `current` observes and refreshes before the gradient is used. In the basis of one gradient alone that
     gradient is diagonal, and the inner chain normalises rounding off the diagonal: let `refresh.start` be 2 or more.
-    `lagged` does so after it, as published: the first gradient only builds the basis.
-    transport: what inner state does when Q changes by R = Q_old^T Q_new. exact: vectors are rotated, squares
-    transported by (R*R)^T; marginals: exact, then second moments v are fitted to what the statistics know of them in
-    any basis, sum_j v_ij = diag(Q_1^T A_1 Q_1)_i, axis by axis, and scaled so that RMS(m / sqrt(v)) of a block is at
-    most RMS(m) / sqrt(mean v), or sqrt(1 - beta); permute: vectors are rotated, squares only follow the reordering of
-    columns, as published; none: everything stays where it is.
-    statistic_frame: what is accumulated of axis i. fixed: A_i; basis: B_i = Q_i^T A_i Q_i, from gradients that are in
-    the basis already. A refresh asks the solver for the eigenvectors P of B_i; Q_i <- Q_i P, rectified by one Bjorck
-    step, and R is P. In exact arithmetic both are the same. But B_i is nearly diagonal, and R is orthogonal however
-    coarsely Q_i is stored: rounding a basis then turns the frame a little and spoils nothing that is known in it.
+    `lagged` observes and refreshes afterwards, as published: the first gradient only builds the basis.
+
+    transport: the change of inner state when Q changes by R = Q_old^T Q_new.
+      exact: vectors are rotated, squares are transported by (R*R)^T.
+      marginals: as exact. Then second moments v are fitted, axis by axis, to sums that the statistics know in any
+        basis, sum_j v_ij = diag(Q_1^T A_1 Q_1)_i. They are scaled so that RMS(m / sqrt(v)) of a block is at most
+        RMS(m) / sqrt(mean v), or sqrt(1 - beta).
+      permute: vectors are rotated, squares only follow the reordering of columns, as published.
+      none: no state changes.
+
+    statistic_frame: the statistic that axis i accumulates.
+      fixed: A_i.
+      basis: B_i = Q_i^T A_i Q_i, from gradients that are in the basis already. At a refresh the solver computes the
+        eigenvectors P of B_i. Then Q_i <- Q_i P, rectified by one Bjorck step, and R is P.
+    In exact arithmetic both are the same. But B_i is nearly diagonal, and R is orthogonal however coarsely Q_i is
+    stored. Rounding a stored basis then turns the frame a little, and state that is in the frame stays exact.
     """
 
     kind: Literal["eigenbasis"] = "eigenbasis"
@@ -58,11 +65,12 @@ class Eigenbasis(Factored):
     solver: BasisSolver = Field(default=PowerQR(by_device=True), description="how the basis is computed")
     matrix: ClassVar[Literal["root", "basis"]] = "basis"
     timing: Literal["current", "lagged"] = Field(
-        default="current", description="learn the current gradient before or after it is used"
+        default="current", description="learn from the current gradient before or after it is used"
     )
     transport: Transport = Field(default="exact", description="how inner state follows the basis")
     statistic_frame: Literal["fixed", "basis"] = Field(
-        default="fixed", description="where the statistics live: as the gradient comes, or in the basis made of them"
+        default="fixed",
+        description="frame of the statistics: that of the gradient, or their own basis",
     )
     floor: float = Field(default=1e-3, ge=0, lt=1, description="least eigenvalue read of another axis, over their mean")
 
@@ -92,8 +100,8 @@ class Eigenbasis(Factored):
 
     def inner(self, block: tuple[int, ...]) -> Mapping[str, Inner]:
         axes = self.factor_axes(block)
-        seen = tuple(self.columns(d) if axis in axes else d for axis, d in enumerate(block))
-        return {"inner": Inner(self.chain, seen)}
+        inner_block = tuple(self.columns(d) if axis in axes else d for axis, d in enumerate(block))
+        return {"inner": Inner(self.chain, inner_block)}
 
     def traits(self, block: tuple[int, ...]) -> Traits:
         norm, gain = chain_bounds(self.chain, block)
@@ -109,22 +117,22 @@ class Eigenbasis(Factored):
     def in_frame(self, state: State, x: Tensor, context: StepContext) -> Tensor:
         if self.statistic_frame == "fixed":
             return x
-        known = context.kept.get(state.path)
-        if known is None:
-            known = context.kept[state.path] = self._rotated(state, x)
-        rotated: Tensor = known.rotated if x is known.x else self._inward(x, known.bases)
+        cached = context.kept.get(state.path)
+        if cached is None:
+            cached = context.kept[state.path] = self._rotated(state, x)
+        rotated: Tensor = cached.rotated if x is cached.x else self._inward(x, cached.bases)
         return rotated
 
     def frame_changed(self, state: State, rows: tuple[int, int], context: StepContext) -> None:
-        if (known := context.kept.get(state.path)) is None:
+        if (cached := context.kept.get(state.path)) is None:
             return
         own = slice(*rows)
-        new = self._rotated(state, known.x[own])
-        for axis, q in known.bases.items():
+        new = self._rotated(state, cached.x[own])
+        for axis, q in cached.bases.items():
             if state.copied(f"basis.{axis}"):  # else q is the state itself, which has changed already
                 q[own].copy_(new.bases[axis])
-        if known.bases:  # without bases `rotated` is the gradient itself
-            known.rotated[own].copy_(new.rotated)
+        if cached.bases:  # without bases `rotated` is the gradient itself
+            cached.rotated[own].copy_(new.rotated)
 
     def _rotated(self, state: State, x: Tensor) -> _Rotated:
         """Return x in the present basis, with the bases that were used."""
@@ -142,8 +150,8 @@ class Eigenbasis(Factored):
         bases = {} if self.statistic_frame == "basis" else self.matrices(state)
         d = {axis: marginals(state[f"factor.{axis}"], bases.get(axis), found.get(axis)) for axis in axes}
         power = self.statistic.needs_power
-        known = {} if power is None else {axis: weights(own, power, self.floor) for axis, own in d.items()}
-        fit_second_moments(self.chain, self._inside(state), d, known)
+        scales = {} if power is None else {axis: weights(own, power, self.floor) for axis, own in d.items()}
+        fit_second_moments(self.chain, self._inner_state(state), d, scales)
 
     def _renew(self, state: State, axes: Sequence[int], context: StepContext) -> dict[int, Tensor]:
         """Recompute the bases of these axes, and transport the state inside along all of them together.
@@ -156,7 +164,7 @@ class Eigenbasis(Factored):
         for equal in self.equal_axes(state, () if turned else axes):
             solved |= zip(equal, self._solved(state, equal, context), strict=True)
         turns = {axis: turn for axis, (turn, _, _) in solved.items()}
-        transport(self.chain, self._inside(state), turns, self.transport)
+        transport(self.chain, self._inner_state(state), turns, self.transport)
         for axis, (turn, ok, _) in () if turned else solved.items():
             if not state.coded(f"basis.{axis}"):
                 self.commit(state, axis, turn.new, ok)
@@ -172,8 +180,8 @@ class Eigenbasis(Factored):
         old = joined([state[f"basis.{axis}"] for axis in axes])
         a = (state[f"factor.{axis}"] if unit_free else self.statistic.estimate(state, axis, context) for axis in axes)
         (q, order, ok), diagonal = self.solver.basis_and_diagonal(joined(list(a)), old, context.first)
-        kept = self.commit(state, axes[0], q, ok) if coded else where_blocks(ok, q, old)
-        turn = Turn(kept, old, order_or_identity(order, ok))
+        stored = self.commit(state, axes[0], q, ok) if coded else where_blocks(ok, q, old)
+        turn = Turn(stored, old, order_or_identity(order, ok))
         diagonals: Sequence[Tensor | None] = [None] * parts
         if self.transport == "marginals" and diagonal is not None and not turn.stays and may_branch_on_values(q):
             same = (turn.new == q).flatten(1).all(1) if coded else ok
@@ -207,7 +215,7 @@ class Eigenbasis(Factored):
             half = half.unsqueeze(-1) * q.mT
         return Power(half, half, unit, trace, has_data(estimate))
 
-    def _inside(self, state: State) -> State:
+    def _inner_state(self, state: State) -> State:
         return state.scope("inner", self.inner(state.block)["inner"].block)
 
     def measures(self, state: State, context: StepContext) -> Mapping[str, Tensor]:
@@ -222,19 +230,19 @@ class Eigenbasis(Factored):
         return found
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
-        known = context.kept.get(state.path)
-        if known is None:
-            known = self._rotated(state, gradient)
+        cached = context.kept.get(state.path)
+        if cached is None:
+            cached = self._rotated(state, gradient)
             if self.statistic_frame == "basis":
-                context.kept[state.path] = known  # kept for the statistic, which observes next
+                context.kept[state.path] = cached  # kept for the statistic, which observes next
         elif not self.statistic.sequential:
             for start, stop, _ in self.due(context):
                 rows = state if stop - start == len(gradient) else state.slice_rows(start, stop)
                 self.frame_changed(rows, (start, stop), context)
             del context.kept[state.path]
-        g, d = (known.rotated if x is known.x else self._inward(x, known.bases) for x in (gradient, direction))
-        mapped = run_chain(self.chain, self._inside(state), g, d, context)
-        return rotate(mapped, known.bases, self.precision)
+        g, d = (cached.rotated if x is cached.x else self._inward(x, cached.bases) for x in (gradient, direction))
+        mapped = run_chain(self.chain, self._inner_state(state), g, d, context)
+        return rotate(mapped, cached.bases, self.precision)
 
 
 class _Rotated(NamedTuple):

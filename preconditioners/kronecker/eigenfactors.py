@@ -86,8 +86,8 @@ class Eigenfactors(LearnedFactors):
     def _turned(self, state: State, axis: int, m: Tensor, live: Tensor, first: bool) -> tuple[Tensor, Tensor]:
         """Write the next basis. Return its eigenvalues `[N, d]`, and bool `[N]`, True where both are valid."""
         v, failures = state[f"basis.{axis}"], state[f"failures.{axis}"]
-        kept = v * state[f"values.{axis}"].unsqueeze(-2)
-        a = torch.baddbmm(m, kept, v.mT, beta=1 - self.beta, alpha=self.beta)
+        scaled = v * state[f"values.{axis}"].unsqueeze(-2)
+        a = torch.baddbmm(m, scaled, v.mT, beta=1 - self.beta, alpha=self.beta)
         p, _, ok = self.solver.basis(a, v, first)
         values = (p * torch.bmm(a, p)).sum(-2).clamp_min(0.0)
         ok = ok & values.isfinite().all(-1)
@@ -98,8 +98,8 @@ class Eigenfactors(LearnedFactors):
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         axes = self.factor_axes(state.block)
         bases = {axis: state[f"basis.{axis}"] for axis in axes if self.axes.full(state.block, axis)}
-        inside = rotate(direction, {axis: v.mT for axis, v in bases.items()})
-        return rotate(mode_products(inside, {axis: self._power(state, axis) for axis in axes}), bases)
+        rotated = rotate(direction, {axis: v.mT for axis, v in bases.items()})
+        return rotate(mode_products(rotated, {axis: self._power(state, axis) for axis in axes}), bases)
 
     def _power(self, state: State, axis: int) -> Tensor:
         """(l + eps max l)^(-e) `[N, d]`."""

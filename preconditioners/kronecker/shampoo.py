@@ -62,7 +62,7 @@ class Shampoo(Factored):
             problem = self.solver.check(exponent)
             if problem:
                 able = ", ".join(kind for kind, solver in RootSolver.members.items() if _solves(solver, exponent))
-                remedy = f"set another `exponent` for blocks of {order} axes, or a `solver` that takes it ({able})"
+                remedy = f"set another `exponent` for blocks of {order} axes, or a `solver` that accepts it ({able})"
                 raise ValueError(f"exponent: {problem}; {remedy}")
             power = self.statistic.needs_power
             if order > 1 and power is not None and self.statistic.axes.entries == "full":

@@ -34,9 +34,9 @@ class LearnedFactors(Stage):
     every: Cadence = Field(default=Every(steps=1), alias="refresh", description="when the factors take a step")
     source: Literal["gradient", "direction"] = Field(
         default="gradient",
-        description="what the factors learn from: the gradient, or what the stages before made of it",
+        description="tensor that the factors learn from: the gradient, or the direction of the stages before",
     )
-    axes: Axes = Field(default=Axes(), description="which axes have a factor, and whether it is a matrix or a diagonal")
+    axes: Axes = Field(default=Axes(), description="axes that have a factor, as a matrix or as a diagonal")
 
     @abstractmethod
     def refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:

@@ -65,7 +65,7 @@ class PSGD(LearnedFactors):
     damping: float = Field(
         default=1e-9,
         ge=0,
-        description="noise added to what is whitened, in units of the gradient: bounds P by 1 / damping",
+        description="noise added to the whitened gradient, in units of the gradient: bounds P by 1 / damping",
     )
     initial_scale: float | None = Field(default=None, gt=0, description="Q starts as this times I; default: see above")
 
@@ -90,13 +90,13 @@ class PSGD(LearnedFactors):
         factors = self._started(old, gradient, fresh=bounds[axes[0]] == 0)
         step = FACTOR_STEPS[self.form]
         size, terms = step.terms(factors, h, probe)
-        moved = {}
+        updated = {}
         for axis, (plus, minus) in terms.items():
             bound = self._bound(bounds[axis], size * spectral_norm(plus + minus).sqrt())
             rate = (size / bound.clamp_min(tiny(bound.dtype))).square() * self.lr_preconditioner
-            moved[axis] = step.move(factors[axis], scaled(plus - minus, rate))
+            updated[axis] = step.move(factors[axis], scaled(plus - minus, rate))
             state[f"bound.{axis}"] = torch.where(live, bound, bounds[axis])
-        for axis, factor in balanced(moved).items():
+        for axis, factor in balanced(updated).items():
             state[f"q.{axis}"] = torch.where(per_block(live, factor), factor, old[axis])
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
@@ -138,8 +138,8 @@ class PSGD(LearnedFactors):
         """Return the root of L from the roots of L and l. They are in units of the gradient, and their squares could
         overflow.
         """
-        kept = torch.hypot(old * self.smoothing**0.5, size * (1 - self.smoothing) ** 0.5)
-        return torch.maximum(kept, size)
+        mean = torch.hypot(old * self.smoothing**0.5, size * (1 - self.smoothing) ** 0.5)
+        return torch.maximum(mean, size)
 
 
 Terms = dict[int, tuple[Tensor, Tensor]]

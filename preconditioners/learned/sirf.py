@@ -109,8 +109,8 @@ class SIRF(LearnedFactors):
                 state[f"m.{axis}"] = torch.where(per_block(live, m), step, m)
             length = block_norm(step) if self.norm == "frobenius" else peak_of(step)
             step = scaled(step, self.lr_preconditioner / length.clamp_min(1.0))
-            moved = k - (torch.bmm(k, step) if full else k * step)
-            state[f"k.{axis}"] = torch.where(per_block(live, k), moved, k)
+            updated = k - (torch.bmm(k, step) if full else k * step)
+            state[f"k.{axis}"] = torch.where(per_block(live, k), updated, k)
 
     def _of_gradient(self, factors: Mapping[int, Tensor], gradient: Tensor) -> Mapping[int, Tensor]:
         """Return d_i / n H_i H_i^T for each axis i, `[N, d, d]` or its diagonal."""
@@ -125,9 +125,9 @@ class SIRF(LearnedFactors):
     def _of_layer(self, factors: Mapping[int, Tensor], like: Tensor, context: StepContext) -> Mapping[int, Tensor]:
         """Return B tr(H_j) / d_j H_i for each axis i and the other axis j, `[N, d, d]` or its diagonal."""
         given = {axis: context.tensor(name, like) for axis, name in _MOMENTS.items()}
-        seen = {axis: _congruent(moments, factors.get(axis)) for axis, moments in given.items()}
-        means = {axis: h.mean(1) if h.ndim == 2 else h.diagonal(0, 1, 2).mean(1) for axis, h in seen.items()}
-        return {axis: scaled(seen[axis], self.batch_size * means[1 - axis]) for axis in factors}
+        whitened = {axis: _congruent(moments, factors.get(axis)) for axis, moments in given.items()}
+        means = {axis: h.mean(1) if h.ndim == 2 else h.diagonal(0, 1, 2).mean(1) for axis, h in whitened.items()}
+        return {axis: scaled(whitened[axis], self.batch_size * means[1 - axis]) for axis in factors}
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         factors = {axis: state[f"k.{axis}"] for axis in self.factor_axes(state.block)}

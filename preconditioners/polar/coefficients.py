@@ -1,4 +1,4 @@
-"""Coefficients of Newton-Schulz steps, as numbers or by name."""
+"""Coefficients of Newton-Schulz steps, as numbers or by the name of published ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ _JORDAN = (3.4445, -4.7750, 2.0315)
 
 
 def _shrunk(triple: Triple, margin: float) -> Triple:
-    """The step on X / margin, for polynomials that are fitted to singular values of at most 1 and wrong just above."""
+    """Return the triple of a step on X / margin. Polynomials fitted to singular values of at most 1 are wrong just
+    above 1.
+    """
     a, b, c = triple
     return (a / margin, b / margin**3, c / margin**5)
 
@@ -51,23 +53,23 @@ NAMED_COEFFICIENTS: dict[str, tuple[Triple, ...]] = {
     "quintic": ((2.0, -1.5, 0.5),),
     "cubic": ((1.5, -0.5, 0.0),),
 }
-"""Published coefficients by name. The last triple repeats, and all of them are used, but for those that say otherwise.
+"""Published coefficients by name. The last triple repeats, and all triples are used, unless an entry says otherwise.
 
 jordan: steepest slope at zero (Jordan et al. 2024, Muon). Singular values in [0.01, 1] end in [0.68, 1.13].
-you: one triple a step (You Jiacheng 2025, in modded-nanogpt); [0.98, 1.03].
+you: one triple a step (You Jiacheng 2025, in modded-nanogpt). They end in [0.98, 1.03].
 polar_express: minimax for singular values in [0.001, 1] after any number of steps, so that fewer than the eight triples
-    may be used; X / 1.01 in the first step, and in all but the last triple (Amsel et al. 2025, arXiv:2505.16932,
+    may be used. X / 1.01 in the first step, and in all but the last triple (Amsel et al. 2025, arXiv:2505.16932,
     Algorithm 1). Five steps end in [0.84, 1.12], six in [0.99, 1.01], eight at 1.
-polar_express_5: the same for exactly five steps, with margins of 1.02 that the later steps know of (modded-nanogpt and
-    microsoft/dion, 2025); [0.85, 1.14]. Its last triple does not converge to 1.
+polar_express_5: minimax for exactly five steps, fitted with margins of 1.02 (modded-nanogpt and microsoft/dion, 2025).
+    They end in [0.85, 1.14]. The last triple does not converge to 1.
 cans: Chebyshev-optimal cubic steps, X / 1.01 in the first (Grishina et al. 2025, arXiv:2506.10935; Tilde 2026, OKLS).
-deepseek: eight steps of `jordan`, two that end them at 1 (DeepSeek-AI 2026, V4).
-quintic, cubic: converge to 1 from anywhere in (0, 1], slowly at first; cubic is Newton-Schulz itself.
+deepseek: eight steps of `jordan`, then two steps that bring singular values to 1 (DeepSeek-AI 2026, V4).
+quintic, cubic: converge to 1 from anywhere in (0, 1], slowly at first. cubic is Newton-Schulz itself.
 """
 
 
 def _schedule(value: Any) -> Any:
-    """A name as it is, if there is one; a single triple as a schedule of one."""
+    """Return a known name as it is, a single triple as a schedule of one, and lists, as YAML has them, as tuples."""
     if isinstance(value, str) and value not in NAMED_COEFFICIENTS:
         raise ValueError(f"triples (a, b, c), or one of the names {', '.join(get_args(CoefficientName))} are required")
     flat = isinstance(value, (list, tuple)) and len(value) == 3 and not isinstance(value[0], (list, tuple))
@@ -81,32 +83,33 @@ Coefficients = Annotated[
     CoefficientName | Annotated[tuple[Triple, ...], Field(min_length=1)],
     BeforeValidator(_schedule, json_schema_input_type=CoefficientName | Triple | tuple[Triple, ...]),
 ]
-"""Coefficients (a, b, c) of each step, or their name."""
+"""Coefficients (a, b, c) of each step, or the name of published ones."""
 
 
 def triples(coefficients: CoefficientName | tuple[Triple, ...], steps: int) -> tuple[Triple, ...]:
-    """The triple of each step; the last one repeats."""
+    """Return the triple of each step. The last triple repeats."""
     known = NAMED_COEFFICIENTS[coefficients] if isinstance(coefficients, str) else coefficients
     return known[:steps] + known[-1:] * (steps - len(known))
 
 
 def require_used(coefficients: CoefficientName | tuple[Triple, ...], steps: int) -> None:
-    """Raise ValueError where a number of steps leaves triples unused, or repeats one that must not be repeated."""
+    """Raise ValueError if a number of steps leaves triples unused, or repeats a triple that must not be repeated."""
     if not isinstance(coefficients, str):
         if len(coefficients) > steps:
-            raise ValueError(f"coefficients: at most {steps} triples (steps) are required, got {len(coefficients)}")
+            raise ValueError(
+                f"coefficients: {steps} steps use at most {steps} triples, got {len(coefficients)}; raise `steps`"
+            )
         return
     count = len(NAMED_COEFFICIENTS[coefficients])
     if coefficients in _ONE_NUMBER_OF_STEPS and steps != count:
         raise ValueError(
-            f"steps: {count} are required by the coefficients '{coefficients}', got {steps}; 'polar_express' has steps "
-            "for any number"
+            f"steps: '{coefficients}' needs {count} steps, got {steps}; 'polar_express' has coefficients for any number"
         )
     if coefficients not in _ANY_NUMBER_OF_STEPS and steps < count:
-        raise ValueError(f"steps: at least {count} are required by the coefficients '{coefficients}', got {steps}")
+        raise ValueError(f"steps: '{coefficients}' needs at least {count} steps, got {steps}")
 
 
 _ANY_NUMBER_OF_STEPS = frozenset({"polar_express"})
-"""Names of triples of which the first k are the best k steps, for every k."""
+"""Names of schedules whose first k triples are the best k steps, for every k."""
 _ONE_NUMBER_OF_STEPS = frozenset({"polar_express_5"})
-"""Names of triples whose last one ends a schedule, and is no step of an iteration."""
+"""Names of schedules whose last triple ends them, and cannot be repeated."""

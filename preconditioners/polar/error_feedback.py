@@ -1,4 +1,4 @@
-"""Momenta that lose only what an update took of them: low-rank and partial orthogonalization (Dion, Dion2)."""
+"""Momenta that lose only the part that an update used: low-rank and partial orthogonalization (Dion, Dion2)."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ START = 1 << 35
 class Dion(Stage):
     """P Q^T  with  M <- M + d,  P = qr(M Q),  R = M^T P,  M <- M - (1 - beta) P R^T,  Q <- R / column norms
 
-    A momentum that is orthogonalized on r directions, found by one power step from the last ones, and that keeps what
-    is left for later (Ahn et al. 2025, arXiv:2504.05295, Algorithm 1; the step sqrt(m / n) of the paper is the stage
+    A momentum that is orthogonalized on r directions, which one power step computes from the last ones. It keeps the
+    rest for later (Ahn et al. 2025, arXiv:2504.05295, Algorithm 1; the step sqrt(m / n) of the paper is the stage
     `scale`). Blocks are seen as matrices, first axis x the rest. The first Q is random.
     """
 
@@ -73,8 +73,8 @@ def _orthonormal(x: Tensor) -> Tensor:
 class Dion2(Stage):
     """polar(M_S) on the rows S of largest sum |M_ij|, zero elsewhere, with  M <- M + d;  then  M_S <- beta M_S
 
-    S holds a fraction of the rows (rounded up), or of the columns where these are fewer: the others wait, and are the
-    larger for it (Ahn et al. 2025, arXiv:2512.16928, Algorithm 1, and microsoft/dion). Blocks are seen as matrices,
+    S is a fraction of the rows (rounded up), or of the columns if these are fewer. The other rows are used later, when
+    they have grown (Ahn et al. 2025, arXiv:2512.16928, Algorithm 1, and microsoft/dion). Blocks are seen as matrices,
     first axis x the rest. Without a fraction (1) it is Muon with an undamped momentum.
     """
 
@@ -82,7 +82,7 @@ class Dion2(Stage):
     beta: float = Field(default=0.95, ge=0, lt=1, description="decay of the rows that were used, per step")
     fraction: float = Field(default=0.25, gt=0, le=1, description="part of the rows that is used in a step")
     side: Literal["left", "right", "smaller"] = Field(
-        default="smaller", description="whether rows or columns are taken"
+        default="smaller", description="use rows (left), columns (right), or the fewer of both"
     )
     solver: PolarSolver = Field(default=NewtonSchulz(), description="how the polar factor is computed")
 
@@ -99,8 +99,8 @@ class Dion2(Stage):
         x = x if rows else x.mT
         chosen = x.abs().sum(-1).topk(math.ceil(self.fraction * x.shape[1]), dim=-1).indices.sort(dim=-1).values
         index = chosen.unsqueeze(-1).expand(-1, -1, x.shape[2])
-        taken = x.gather(1, index)
-        out = torch.zeros_like(x).scatter_(1, index, self.solver.of_blocks(taken))
-        left = x.scatter(1, index, taken * self.beta)
+        used = x.gather(1, index)
+        out = torch.zeros_like(x).scatter_(1, index, self.solver.of_blocks(used))
+        left = x.scatter(1, index, used * self.beta)
         state["m"] = (left if rows else left.mT).reshape(m.shape)
         return (out if rows else out.mT).reshape(direction.shape)

@@ -37,14 +37,14 @@ class PolarSolver(Schedulable, ABC, family="polar_solver"):
 
 
 class NewtonSchulz(PolarSolver):
-    """X <- a X + b (X X^T) X + c (X X^T)^2 X  from X = G / max(||G||_F, eps), the product taken on the shorter side.
+    """X <- a X + b (X X^T) X + c (X X^T)^2 X  from X = G / max(||G||_F, eps), with products on the shorter side.
 
     The default coefficients have the steepest slope at zero: five steps bring singular values from [0.01, 1] into
     [0.68, 1.14], not to 1 (Jordan et al. 2024). Step k uses the k-th triple, the last one repeats.
 
     `scaling: almost_orthogonal` divides row i of the shorter side by (sum_j |X X^T|_ij)^(1/2) before the first step
     (Boissin et al. 2025, arXiv:2512.04632, Turbo-Muon): no singular value is above 1, and all are closer to it, which
-    saves a step. What comes out is the polar factor of the matrix with scaled rows, not of G.
+    saves a step. The result is the polar factor of the matrix with scaled rows, not of G.
     """
 
     kind: Literal["newton_schulz"] = "newton_schulz"
@@ -53,7 +53,7 @@ class NewtonSchulz(PolarSolver):
         default=((3.4445, -4.7750, 2.0315),), description="triples (a, b, c), one triple, or the name of published ones"
     )
     scaling: Literal["frobenius", "almost_orthogonal"] = Field(
-        default="frobenius", description="what brings singular values below 1 before the first step"
+        default="frobenius", description="scaling that brings singular values below 1 before the first step"
     )
     eps: float = Field(default=1e-8, gt=0, description="the least norm divided by, in units of the direction")
     precision: Literal["input", "bfloat16"] = Field(default="input", description="dtype of the products")
@@ -114,7 +114,7 @@ class Triangular(PolarSolver):
     """Q <- rows(tril(Q Q^T)^-1 Q)  from  Q = rows(X),  `passes` times;  rows(A): rows of A divided by their norms
 
     The paper's MUD, on the shorter side of X. One forward substitution takes the place of Newton-Schulz: row i loses
-    what it has in common with the rows before it, to first order. Rows become unit vectors, nearly orthogonal, but not
+    its components along the rows before it, to first order. Rows become unit vectors, nearly orthogonal, but not
     the nearest ones: the order of rows matters, and a rotation of X does not rotate the result. Zero rows stay zero.
     """
 

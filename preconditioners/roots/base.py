@@ -98,7 +98,7 @@ class RootSolver(Schedulable, ABC, family="root_solver"):
 
 
 _LONGER_THAN_ANY_AXIS = 1 << 30
-"""Length of an axis that no parameter reaches, for the question whether a solver ever drops columns."""
+"""Length that no axis of a parameter reaches. `keeps_all_columns` asks for the columns of such a matrix."""
 
 
 class BasisSolver(Schedulable, ABC, family="basis_solver"):

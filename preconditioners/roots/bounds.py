@@ -37,10 +37,11 @@ class EigenvalueBound(Component, ABC, family="eigenvalue_bound"):
 class GuaranteedBound(EigenvalueBound):
     """min(m + s sqrt(d - 1),  max_i (|A| x)_i / x_i) (1 + margin),  m = tr A / d,  s^2 = ||A - m I||_F^2 / d
 
-    The first is what trace and trace of A^2 allow (Wolkowicz & Styan 1980, theorem 2.1; equality: all other eigenvalues
-    equal); for positive semi-definite A it exceeds neither the trace nor the Frobenius norm. The second bounds the
-    spectral radius of |A|, hence of A, for every x > 0 (Collatz 1942); with x = |A| 1, the row sums, it is Minc's
-    (1988) row-sum bound and at most the largest row sum. Rows smaller than 2^-20 of the largest count as that in x.
+    The first is the bound from the traces of A and A^2 (Wolkowicz & Styan 1980, theorem 2.1; equality: all other
+    eigenvalues equal); for positive semi-definite A it exceeds neither the trace nor the Frobenius norm. The second
+    bounds the spectral radius of |A|, hence of A, for every x > 0 (Collatz 1942); with x = |A| 1, the row sums, it is
+    Minc's (1988) row-sum bound and at most the largest row sum. Rows smaller than 2^-20 of the largest count as that in
+    x.
 
     margin = (2 d + 10) machine epsilon covers rounding: sums of d terms in any order are off by at most d u each, three
     of them in a row of the second bound, two in the first, and s is a norm, not a difference of two traces. Valid down

@@ -29,7 +29,7 @@ class CholeskyQR(BasisSolver):
     in `rounds` rounds, u the unit of rounding; s = 0 in the last two rounds, or the last one of two, and 4 d u before
     (CholeskyQR2, Yamamoto et al. 2015; the shift, Fukaya et al. 2020). Columns of X are scaled to length 1 before,
     which changes no Q and makes X well-conditioned, whatever the spectrum, once Q is near the eigenvectors. Columns of
-    X that are only rounding, those of the null space, stay what they are in Q.
+    X that are only rounding, in the null space, keep their values in Q.
 
     Two rounds are enough for X of condition up to u^(-1/2). A direction that is new to A, or much larger than the rest,
     makes columns of A Q nearly parallel. With `rounds: 4, wide: true` these are orthonormalised as well as by

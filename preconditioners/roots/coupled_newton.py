@@ -57,8 +57,8 @@ class Coupled(Iterative):
     )
     stop: Literal["near", "rise"] = Field(
         default="near",
-        description="which rises of the error end the iteration: those near I, or any, with the iterate before it as "
-        "the result (the published rule: it gives up matrices that would converge, and retries are for them)",
+        description="rises of the error that end the iteration: near I, or anywhere, with the iterate before it as "
+        "the result (the published rule: it stops matrices that would converge, which `retries` solve again)",
     )
     norm: Literal["frobenius", "max"] = Field(
         default="frobenius", description="which norm of M - I; max: of its entries"
@@ -109,8 +109,8 @@ class Coupled(Iterative):
     def newton(self, state: Iterates, p: int, order: int) -> Iterates:
         """X <- X T,  M <- T^p M,  T = sum over i < order of b_i (I - M)^i
 
-        b_i = prod over j <= i of (1 + (j - 1) p) / (j p): T is the start of the series of M^(-1/p). Products are taken
-        with T - I and T^p - I, which vanish as M tends to I, so that their rounding vanishes too.
+        b_i = prod over j <= i of (1 + (j - 1) p) / (j p): T is the start of the series of M^(-1/p). Products are
+        computed with T - I and T^p - I, which tend to 0 as M tends to I, and so does their rounding.
         """
         x, m = state
         eye = identity_like(m)

@@ -112,23 +112,23 @@ class Eigh(RootSolver, ByDevice):
     floor: max(lambda, r).
     clip_shift: lambda + r, shifted up so that the least is r (Shi et al. 2023, section 3.2.1; the ridge is added once).
     perturb_before: the same with the ridge inside the decomposition: lambda of A + r I, all shifted up where the least
-    is below r so that it is r (the default of Distributed Shampoo); equal to clip_shift up to rounding, which here
-    never meets a singular matrix.
+    is below r so that it is r (the default of Distributed Shampoo). It equals clip_shift up to rounding, and the matrix
+    that is decomposed is never singular.
     pseudo_inverse: eigenvalues up to max(r, atol, rtol * lambda_max) are dropped, 0 in the root.
 
     r = eps, or eps * lambda_max if `relative`; in units of A. Takes every e > 0, exact up to rounding: an error of
     about d u lambda_max in each eigenvalue, u the rounding unit, so that r below that is noise. Fails where A or the
     root is not finite; a decomposition that does not converge in float32 is tried again in float64.
 
-    With `by_device` the solver is exchanged on an accelerator alone, for decompositions on the host, or for
-    `coupled_newton` with the same ridge if that is relative, added to all eigenvalues, and above rounding.
+    With `by_device` matrices on an accelerator are left to a faster solver: decompositions on the host, or
+    `coupled_newton` with the same ridge, if the ridge is relative, added to all eigenvalues, and above rounding.
     """
 
     kind: Literal["eigh"] = "eigh"
     eps: float = Field(default=1e-12, ge=0, description="ridge r, in units of the matrix, or of its largest eigenvalue")
-    relative: bool = Field(default=False, description="whether eps is relative to the largest eigenvalue")
+    relative: bool = Field(default=False, description="true: eps is relative to the largest eigenvalue")
     deficiency: Literal["add", "clip_shift", "floor", "perturb_before", "pseudo_inverse"] = Field(
-        default="clip_shift", description="what happens to eigenvalues at and below zero"
+        default="clip_shift", description="treatment of eigenvalues at and below zero"
     )
     rtol: float | None = Field(
         default=0.0,
@@ -237,8 +237,8 @@ class EighBasis(BasisSolver):
     """Eigenvectors by eigendecomposition, columns by descending (or ascending) eigenvalue.
 
     With a tolerance a matrix keeps its basis bit for bit, order included, while ||B - diag B||_F <= tolerance ||B||_F
-    for B = Q^T A Q (Eschenhagen et al. 2025, arXiv:2506.03595). On a CPU it is then not decomposed; a device is not
-    asked, decomposes all matrices and masks the results.
+    for B = Q^T A Q (Eschenhagen et al. 2025, arXiv:2506.03595). On a CPU such a matrix is not decomposed. On a device,
+    where a test would make the host wait, all matrices are decomposed and the results are masked.
     """
 
     kind: Literal["eigh"] = "eigh"

@@ -45,16 +45,16 @@ class Iterative(RootSolver):
     """t^(-e) C^(-e)  with  C = (A + r I) / t `[N, d, d]`,  t `[N]` the `scaling` of A + r I,  r `[N]` the ridge
 
     The ridge is added here, and only here: r = max(eps * size, floor), or max(eps, floor) if not `relative`. Where t is
-    a bound the eigenvalues of C lie in [r / t, 1], whatever the size of A; t, r and `floor` are in units of A.
+    a bound the eigenvalues of C are in [r / t, 1], for any size of A; t, r and `floor` are in units of A.
 
     Fails where the root is not finite, where its residual, which has no unit, is not below `max_error`, and where it
     has no Cholesky factor: the iterations have fixed points with eigenvalues of the wrong sign, which no residual of an
-    even power shows. A matrix that is not finite is solved as the identity and fails. What failed is solved again
-    `retries` times, with ten times the ridge each; products never mix matrices, so the others keep every bit.
+    even power shows. A matrix that is not finite is solved as the identity and fails. Failures are solved again
+    `retries` times, each time with ten times the ridge. Products never mix matrices, so the others keep every bit.
     """
 
     eps: float = Field(default=1e-6, ge=0, le=1, description="ridge, in units of the matrix, or of its size")
-    relative: bool = Field(default=True, description="whether eps is relative to the size, see `relative_to`")
+    relative: bool = Field(default=True, description="true: eps is relative to the size, see `relative_to`")
     floor: float = Field(default=0.0, ge=0, description="the least ridge, in units of the matrix")
     scaling: EigenvalueBound = Field(
         default=FrobeniusBound(), description="size that a matrix is divided by before it is solved"

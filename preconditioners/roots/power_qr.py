@@ -37,7 +37,7 @@ Orthonormal = Callable[[Tensor, Tensor], Tensor]
 class PowerQR(BasisSolver, ByDevice):
     """Q <- qr(A Q[:, o]).Q,  o = columns by descending diag(Q^T A Q);  the first basis is eigh(A).
 
-    Sorting is what makes repeated single steps converge to the eigenvectors (Rutishauser's orthogonal iteration needs
+    Sorting makes repeated single steps converge to the eigenvectors (Rutishauser's orthogonal iteration needs
     the dominant columns first); in ascending order the iteration does not converge.
 
     With `by_device` matrices on an accelerator are left to `cholesky_qr` if that is faster, and the first basis is

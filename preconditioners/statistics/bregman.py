@@ -27,11 +27,11 @@ class Bregman(Statistic):
     (L x R is Shampoo's L x R / trace), 1/2 square root (the objective of PSGD-Kron), 0 Kullback-Leibler (KL-Shampoo,
     Lin et al. 2025, arXiv:2509.03378; the family: Liu et al. 2026).
 
-    R is what the owning stage holds: its inverse roots (Shampoo), or its basis with the eigenvalues diag(Q^T R Q)
-    (eigenbasis). `order`: both axes read the old factors (jacobi), or each is refreshed before the next reads it
-    (gauss_seidel, Duvvuri et al. 2024, CASPR's adaptive form).
+    R is read in the form in which the owning stage has it: inverse roots (Shampoo), or a basis with the eigenvalues
+    diag(Q^T R Q) (eigenbasis). `order`: both axes read the old factors (jacobi), or each is refreshed before the next
+    reads it (gauss_seidel, Duvvuri et al. 2024, CASPR's adaptive form).
 
-    A factor that nothing is known about, or made of yet, counts as r I: with `first: rms` r = RMS(G)^(2/k) for k
+    A factor without data, or without a root or basis yet, counts as r I: with `first: rms` r = RMS(G)^(2/k) for k
     factors, so that all have one unit, or r = 1 (`identity`). The factor of a few gradients is singular, and whitening
     by its root without a ridge spoils the mean for a long time: let `refresh.start` be late enough for full rank.
     """
@@ -39,12 +39,12 @@ class Bregman(Statistic):
     kind: Literal["bregman"] = "bregman"
     q: Rational0 = Field(default=0, validate_default=True, description="power of the divergence: 2, 1, 1/2, 0, ...")
     order: Literal["jacobi", "gauss_seidel"] = Field(
-        default="jacobi", description="whether the axes read each other's old or newest factors"
+        default="jacobi", description="read the old factors of the other axes, or their newest"
     )
     normalize: Literal["trace", "dimension", "none"] = Field(
         default="trace", description="divide by Tr(R^q), by the length of the other axes, or by nothing"
     )
-    first: Literal["rms", "identity"] = Field(default="rms", description="what an unknown factor counts as")
+    first: Literal["rms", "identity"] = Field(default="rms", description="value of a factor without data")
 
     @model_validator(mode="after")
     def _units_agree(self) -> Self:

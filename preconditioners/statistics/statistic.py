@@ -1,5 +1,7 @@
-"""The family of statistics and its plain members: which axes of a block have a factor, what a gradient contributes to
-it, how contributions are accumulated, and the estimate that a solver receives.
+"""The family of statistics and its plain members.
+
+A statistic declares the axes of a block that have a factor, computes the contribution of a gradient to it, accumulates
+contributions, and returns the estimate that a solver receives.
 
 Legend: A_k `[N, d, d]` the factor of axis k; O_k the contribution of one gradient to it.
 """
@@ -101,7 +103,7 @@ Side = Annotated[
 
 
 class Axes(Component):
-    """Which axes of a block `[d_1, ..., d_k]` have a factor: a matrix d x d, its diagonal, or none.
+    """The axes of a block `[d_1, ..., d_k]` that have a factor, and its form: a matrix d x d, its diagonal, or none.
 
     An axis of length d of a block of n entries is too long for a matrix if d > max_size or d^2 > max_skew n.
     """
@@ -123,9 +125,9 @@ class Axes(Component):
         "default: no bound",
     )
     oversize: Literal["none", "diagonal"] = Field(
-        default="none", description="what axes that are too long for a full factor have: none, or its diagonal"
+        default="none", description="factor of axes that are too long for a matrix: none, or its diagonal"
     )
-    vectors: bool = Field(default=True, description="whether blocks with one axis have a factor")
+    vectors: bool = Field(default=True, description="true: blocks with one axis have a factor too")
 
     @model_validator(mode="after")
     def _options_matter(self) -> Self:
@@ -160,7 +162,7 @@ class Axes(Component):
         return {}
 
     def _chosen(self, block: tuple[int, ...]) -> Sequence[int]:
-        """Return the axes that `side` and `vectors` choose, those that are too long for a matrix included."""
+        """Return the axes that `side` and `vectors` choose. Axes that are too long for a matrix are included."""
         order = len(block)
         if order < 2 and not self.vectors:
             return ()
@@ -218,12 +220,14 @@ class Statistic(Schedulable, ABC, family="statistic"):
     interval: int = Field(default=1, ge=1, description="observe at updates 1, 1 + interval, 1 + 2 interval, ...")
     source: Literal["gradient", "direction", "orthogonalized"] = Field(
         default="gradient",
-        description="what is observed: the gradient, what the stages before made of it (after `momentum`, the "
+        description="observed tensor: the gradient, the direction of the stages before (after `momentum`, the "
         "momentum), or the polar factor of that",
     )
-    polar: PolarSolver = Field(default=NewtonSchulz(), description="how `source: orthogonalized` gets the polar factor")
-    precision: ProductDtype = Field(default="input", description="dtype of the product that a contribution is")
-    axes: Axes = Field(default=Axes(), description="which axes have a factor, and whether it is a matrix or a diagonal")
+    polar: PolarSolver = Field(
+        default=NewtonSchulz(), description="solver of the polar factor for `source: orthogonalized`"
+    )
+    precision: ProductDtype = Field(default="input", description="dtype of the product that computes a contribution")
+    axes: Axes = Field(default=Axes(), description="axes that have a factor, as a matrix or as a diagonal")
 
     @model_validator(mode="after")
     def _options_matter(self) -> Self:
@@ -237,7 +241,7 @@ class Statistic(Schedulable, ABC, family="statistic"):
         if summed and not self.bias_correction:
             raise ValueError(f"bias_correction: false cannot be combined with {summed}, which has no bias to correct")
         if self.precision != "input" and (self.of_inputs or self.axes.entries == "diagonal"):
-            raise ValueError(f"precision: {self.precision} has no effect, because this statistic takes no products")
+            raise ValueError(f"precision: {self.precision} has no effect, because this statistic computes no products")
         return self
 
     def state_meaning(self) -> Mapping[str, Any]:
@@ -376,7 +380,7 @@ class Gram(Statistic):
     """
 
     kind: Literal["gram"] = "gram"
-    normalize: Literal["none", "dimension"] = Field(default="none", description="what a contribution is divided by")
+    normalize: Literal["none", "dimension"] = Field(default="none", description="divisor of a contribution")
 
     def state_meaning(self) -> Mapping[str, Any]:
         return {**super().state_meaning(), "normalize": self.normalize}

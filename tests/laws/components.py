@@ -12,14 +12,14 @@ POLAR_SOLVERS = (
             Fault({"kind": "newton_schulz", "coefficients": []}, "coefficients"),
             Fault(
                 {"kind": "newton_schulz", "steps": 1, "coefficients": [[2.0, -1.5, 0.5], [1.5, -0.5, 0.0]]},
-                r"coefficients: at most 1 triples \(steps\) are required, got 2",
+                "coefficients: .*at most 1 .*, got 2",
             ),
             Fault({"kind": "newton_schulz", "precision": "float16"}, "precision: .*, got 'float16'"),
             Fault(
                 {"kind": "newton_schulz", "coefficients": "jorden"},
                 "coefficients: .*names jordan, you, .*, got 'jorden'",
             ),
-            Fault({"kind": "newton_schulz", "coefficients": "deepseek"}, "steps: at least 10 .* 'deepseek', got 5"),
+            Fault({"kind": "newton_schulz", "coefficients": "deepseek"}, "steps: 'deepseek' .* 10 .*, got 5"),
             Fault({"kind": "newton_schulz", "scaling": "rows"}, "scaling: .*, got 'rows'"),
         ),
     ),
