@@ -64,7 +64,6 @@ class Traits:
 
 _T = TypeVar("_T")
 
-
 HOOKS = ("slots", "inner", "cadence", "observe", "refresh", "apply", "traits", "measures")
 """Names of the hooks, which are the methods that a stage may override."""
 

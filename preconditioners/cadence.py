@@ -15,12 +15,10 @@ from eigengraft.step_context import StepContext
 
 _Numbers = TypeVar("_Numbers", float, NDArray[np.float64])
 
-
 _FEW = 16
 """Number of blocks up to which `Every.due` tests phases one by one. For 16 blocks or fewer that is faster than an
 array.
 """
-
 
 ROUNDED = 1e-9
 """Tolerance of a phase, in steps. It covers rounding: n times k / n may be a little less than k."""

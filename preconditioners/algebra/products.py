@@ -78,7 +78,6 @@ _FEW = 16
 _LONG = 4
 """Ratio d / q of an axis to the columns after it above which one transposed product is faster than p products."""
 
-
 _SHORT = 64
 """Largest length of adjacent axes that are rotated by the Kronecker product of their matrices. Two products make two
 passes over a block. On a CPU these take as long as one product with 64 columns: 3 x 3 and 7 x 7 gain, 8 x 8 does

@@ -91,7 +91,7 @@ class Projected(Stage):
         return 0 if self.side == "left" else len(block) - 1
 
     def _columns(self, block: tuple[int, ...]) -> int:
-        """Return r."""
+        """Return the number r of coordinates."""
         return min(self.rank, block[self._axis(block)])
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:

@@ -70,7 +70,7 @@ class Split(Stage):
         return (*block[:axis], self._columns(block, axis), *block[axis + 1 :])
 
     def _columns(self, block: tuple[int, ...], axis: int) -> int:
-        """Return r."""
+        """Return the dimension r of the subspace."""
         r = min(self.rank, block[axis])
         return r if self.max_skew is None else max(1, min(r, int(self.max_skew * math.prod(block) / block[axis])))
 

@@ -21,9 +21,10 @@ from ..base import Stage, Traits
 PRODUCT = Slot((), fill=1.0, role="count", dtype=torch.float64)
 """Slot of the product b_1 ... b_t of a scheduled decay, in place of b^t."""
 
-
-_ROOT, _MEAN_OVER = Fraction(1, 2), {"row": -1, "column": -2}
-"""The default power, and the axis over which squares are averaged."""
+_ROOT = Fraction(1, 2)
+"""Default power of v."""
+_MEAN_OVER = {"row": -1, "column": -2}
+"""Axis over which squares are averaged, by the field `per`."""
 
 
 class Momentum(Stage):

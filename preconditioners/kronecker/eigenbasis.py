@@ -52,12 +52,11 @@ class Eigenbasis(Factored):
       permute: vectors are rotated, squares only follow the reordering of columns, as published.
       none: no state changes.
 
-    statistic_frame: the statistic that axis i accumulates.
-      fixed: A_i.
-      basis: B_i = Q_i^T A_i Q_i, from gradients that are in the basis already. At a refresh the solver computes the
-        eigenvectors P of B_i. Then Q_i <- Q_i P, rectified by one Bjorck step, and R is P.
-    In exact arithmetic both are the same. But B_i is nearly diagonal, and R is orthogonal however coarsely Q_i is
-    stored. Rounding a stored basis then turns the frame a little, and state that is in the frame stays exact.
+    statistic_frame: the frame of the statistic of axis i. `fixed` accumulates A_i. `basis` accumulates the statistic in
+    the basis, B_i = Q_i^T A_i Q_i, from gradients that are in the basis already. At a refresh the solver computes the
+    eigenvectors P of B_i; the new basis is Q_i P, rectified by one Bjorck step, and R is P. In exact arithmetic both
+    are the same. But B_i is nearly diagonal, and R is orthogonal however coarsely Q_i is stored. Rounding a stored
+    basis then turns the frame a little, and state that is in the frame stays exact.
     """
 
     kind: Literal["eigenbasis"] = "eigenbasis"

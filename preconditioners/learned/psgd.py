@@ -162,7 +162,7 @@ class FactorStep(NamedTuple):
 
 
 def triangular_terms(factors: Factors, h: Tensor, v: Tensor | None) -> tuple[Tensor, Terms]:
-    """Return size, and A A^T and B B^T with A = Q h, B = Q^(-T) v."""
+    """Return size, and by axis the terms A A^T and B B^T with A = Q h, B = Q^(-T) v."""
     assert v is not None
     a, b = mode_products(h, factors), v
     for axis, q in factors.items():
@@ -184,7 +184,7 @@ def triangular_move(q: Tensor, t: Tensor) -> Tensor:
 
 
 def quad_terms(factors: Factors, h: Tensor, v: Tensor | None) -> tuple[Tensor, Terms]:
-    """Return size, and A A^T and (n / d) I with A = P h, P = Q Q."""
+    """Return size, and by axis the terms A A^T and (n / d) I with A = P h, P = Q Q."""
     a = mode_products(mode_products(h, factors), factors)
     size = peak_of(a).clamp_min(1.0)
     a = a / per_block(size, a)

@@ -95,7 +95,6 @@ def _axes_by_order(value: Any) -> Any:
 
 AxesByOrder = dict[int, tuple[Annotated[int, Field(ge=0)], ...]]
 
-
 Side = Annotated[
     Literal["all", "left", "right", "smaller"] | AxesByOrder,
     BeforeValidator(_axes_by_order, json_schema_input_type=str | dict[str, tuple[int, ...]]),
