@@ -11,6 +11,7 @@ from eigengraft import load_recipe, shipped_recipes
 from eigengraft.component import Component
 
 CONTRIB = "eigengraft.preconditioners.contrib."
+FILES = sorted(Path(eigengraft.preconditioners.__file__).parent.glob("contrib/*.py"))
 
 
 def components(value: Any) -> Iterator[Component]:
@@ -38,9 +39,7 @@ def test_a_recipe_names_components_of_contrib_by_kind() -> None:
     assert {cls.__name__ for cls in used} == {"NewtonDB", "Probability", "Cautious"}
 
 
-@pytest.mark.parametrize(
-    "path", sorted(Path(eigengraft.preconditioners.__file__).parent.glob("contrib/*.py")), ids=lambda path: path.stem
-)
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_classes_of_contrib_are_exported_by_the_package(path: Path) -> None:
     exported = {
         name
