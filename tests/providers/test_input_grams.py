@@ -218,9 +218,9 @@ def test_faults_are_named() -> None:
     plain.provide("activation_gram", {w: gram(normal(5, 4, seed=9))})
     with pytest.raises(ValueError, match=r"parameter 0: a tensor of shape \(3, 3\) is required .*, got \(4, 4\)"):
         plain.step()
-    with pytest.raises(ValueError, match=r"input_gram: blocks with two axes are required"):
+    with pytest.raises(ValueError, match=r"input_gram: .*two axes"):
         Optimizer([nn.Parameter(normal(4, 3, 3, 3, seed=9))], {**GRAMS, "blocking": {}, "view": "whole"}, lr=LR)
     with pytest.raises(RecipeError, match=r"axes: \{side: right, vectors: false\} is required"):
         Optimizer([w], [{**INPUTS, "statistic": {"kind": "input_gram", "axes": {"side": "left"}}}])
-    with pytest.raises(RecipeError, match=r"'activation_gram' does not follow a change of basis|cannot live"):
+    with pytest.raises(RecipeError, match=r"inner\.inputs: 'factor\.1' .*change of basis"):
         Optimizer([w], [{"kind": "eigenbasis", "inner": [INPUTS]}])

@@ -184,5 +184,5 @@ def test_faults_are_named() -> None:
     alone.provide("output_gradient_gram", {plain[0].weight: torch.eye(4).double()})
     with pytest.raises(ValueError, match=r"0\.weight: a tensor of shape \(3, 3\) is required .*, got \(4, 4\)"):
         alone.step()
-    with pytest.raises(ValueError, match=r"update.sirf: blocks with two axes are required by `moments: layer`"):
+    with pytest.raises(ValueError, match=r"update\.sirf: .*two axes"):
         Optimizer([nn.Parameter(normal(4, 3, 3, 3, seed=9))], {**SINGD, "blocking": {}, "view": "whole"}, lr=LR)
