@@ -1,4 +1,4 @@
-# make demo | quick | test | bench | gpu | check | docs | hosts | versions | clean | help: each creates .venv when it is missing and brings it up to date.
+# make demo | quick | test | wordings | bench | gpu | check | docs | hosts | versions | clean | help: each creates .venv when it is missing and brings it up to date.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,16 +17,17 @@ export PYTHONDONTWRITEBYTECODE :=
 # go out by name, which leaves those that take long for neither end.
 SHARED := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo quick test bench gpu check docs hosts versions clean links
+.PHONY: help demo quick test wordings bench gpu check docs hosts versions clean links
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo   compare AdamW, Shampoo, SOAP and Muon on three small tasks, and write a report (under 5 minutes)"
 	@echo "make quick  run the tests that start no process and train nothing, while writing a stage (about a minute)"
 	@echo "make test   run all tests            (make test ARGS='-k house' for some of them; -n 0 in one process)"
+	@echo "make wordings  write the messages of errors to tests/wordings.txt after a rewording (ARGS=tests/laws for some tests)"
 	@echo "make bench  steps against other libraries and their floor (under 10 minutes; make bench ARGS='threads=2', BENCH= for all)"
 	@echo "make gpu    laws, steps, memory and decompositions on a GPU (under 10 minutes; make gpu ARGS=--simulated without one)"
-	@echo "make check  lint, formatting, types"
+	@echo "make check  lint, formatting, layers of imports, types"
 	@echo "make docs   build the documentation into site/, without a network"
 	@echo "make hosts  train, save and resume in Hugging Face, accelerate, Lightning, timm, torchtitan, Optuna, Ray (5 minutes)"
 	@echo "make versions  the wheel and the simulated accelerator with torch 2.11 to 2.15, gigabytes each (make versions ARGS='--torch 2.15.0')"
@@ -41,6 +42,10 @@ quick: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest $(SHARED) $(ARGS)
 
+# One diff shows all messages that a change words anew.
+wordings: $(READY)
+	$(BIN)/python -m pytest $(SHARED) --accept-wordings $(ARGS)
+
 # Peers without what they depend on: torch and numpy are there already, and steps need nothing else.
 BENCH ?= --quick
 bench: $(READY)
@@ -53,6 +58,7 @@ gpu: $(READY)
 check: $(READY)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/python -m mypy
 
 docs: $(READY)

@@ -15,10 +15,17 @@ os.environ["PYTHONSAFEPATH"] = "1"
 import pytest
 from _pytest.runner import runtestprotocol
 
+from .refusals import WordingsPlugin
+
 ALL_SLOW = re.compile(r"^pytestmark = .*pytest\.mark\.slow", flags=re.MULTILINE)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--accept-wordings", action="store_true", help="write the messages of errors to wordings.txt")
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(WordingsPlugin(config), "wordings")
     if config.getoption("numprocesses", None):
         return  # this process hands out tests to others: it need not import torch
     import torch

@@ -36,6 +36,7 @@ from eigengraft.experiments.benches.roots.bench import ridgeless
 from eigengraft.experiments.cli.main import app
 from eigengraft.preconditioners import Basis, BasisSolver, CoupledNewton, Eigh, Root, RootSolver, Statistic
 
+from ..refusals import check_said, refused
 from ..trajectories import normal, rotation
 
 pytestmark = pytest.mark.slow
@@ -147,39 +148,39 @@ class TestCommand:
 
 
 WRONG = {
-    "unknown bench": (["rootz"], ["one of bases, ", "claims is required, got 'rootz'", "did you mean 'roots'"]),
-    "missing file": (["gone.yaml"], ["gone.yaml: an existing YAML file is required"]),
-    "file without kind": (["empty.yaml"], ["empty.yaml: a mapping with 'kind'"]),
-    "unknown solver": (["roots", "--candidate", "eig"], ["unknown root_solver kind 'eig'", "did you mean 'eigh'"]),
-    "solver of another bench": (["polar", "--candidate", "eigh"], ["unknown polar_solver kind 'eigh'", "svd"]),
-    "unknown field of a solver": (["roots", "--candidate", "{kind: eigh, epz: 1}"], ["eigh.epz", "did you mean 'eps'"]),
-    "broken YAML": (["roots", "--candidate", "{kind: ["], ["--candidate '{kind: ['", "line 1"]),
-    "equal solvers": (["roots", "--candidate", "eigh", "--candidate", "eigh"], ["'eigh' more than once"]),
-    "unknown field": (["roots", "sizs=3"], ["bench.sizs: unknown field", "did you mean 'sizes'"]),
-    "size out of range": (["roots", "sizes=0"], ["bench.sizes: ", "greater than or equal to 1, got 0"]),
-    "no size": (["bases", "sizes=[]"], ["bench.sizes: at least one is required"]),
-    "broken shape": (["grafting", "shapes=16xa"], ["bench.shapes: a shape such as 16x64", "got '16xa'"]),
-    "not an override": (["roots", "sizes"], ["override 'sizes'"]),
-    "exponent that nobody takes": (["roots", "--candidate", "cans", "exponents=1/3"], ["bench.exponents: ", "1/3"]),
-    "no inverse": (["roots", "spectra=rank_deficient", "ridge=0"], ["bench.ridge: more than 0", "'rank_deficient'"]),
-    "no gradients to draw": (["bases", "spectra=recorded"], ["bench.spectra: ", "'recorded'"]),
-    "nothing to measure": (["roots", "spectra=recorded", "sizes=65", "--candidate", "eigh"], ["nothing to measure"]),
-    "no such device": (["roots", "--device", "cuda:99"], ["a device of this machine is required, got 'cuda:99'"]),
-    "no such kind of device": (["roots", "--device", "gpu"], ["bench.device: ", "got 'gpu'"]),
-    "a file as directory": (["roots", "--out", "empty.yaml"], ["--out: a directory is required", "'empty.yaml'"]),
-    "bench without claims": (["storage", "--check"], ["--check: a bench with claims (polar, roots, ", "got 'storage'"]),
-    "unknown claim": (["claims", "nope"], ["claims: one of ", "double_ridge", "got 'nope'"]),
+    "unknown bench": (["rootz"], ("rootz", "roots")),
+    "missing file": (["gone.yaml"], ("gone.yaml", "YAML")),
+    "file without kind": (["empty.yaml"], ("empty.yaml: a mapping with 'kind'",)),
+    "unknown solver": (["roots", "--candidate", "eig"], ("unknown root_solver kind 'eig'", "eigh")),
+    "solver of another bench": (["polar", "--candidate", "eigh"], ("unknown polar_solver kind 'eigh'", "svd")),
+    "unknown field of a solver": (["roots", "--candidate", "{kind: eigh, epz: 1}"], ("eigh.epz", "eps")),
+    "broken YAML": (["roots", "--candidate", "{kind: ["], ("--candidate '{kind: ['", "line 1")),
+    "equal solvers": (["roots", "--candidate", "eigh", "--candidate", "eigh"], ("eigh",)),
+    "unknown field": (["roots", "sizs=3"], ("bench.sizs", "sizes")),
+    "size out of range": (["roots", "sizes=0"], ("bench.sizes", 1, 0)),
+    "no size": (["bases", "sizes=[]"], ("bench.sizes",)),
+    "broken shape": (["grafting", "shapes=16xa"], ("bench.shapes: a shape such as 16x64", "16xa")),
+    "not an override": (["roots", "sizes"], ("override 'sizes'",)),
+    "exponent that nobody takes": (["roots", "--candidate", "cans", "exponents=1/3"], ("bench.exponents", "1/3")),
+    "no inverse": (["roots", "spectra=rank_deficient", "ridge=0"], ("bench.ridge", 0, "'rank_deficient'")),
+    "no gradients to draw": (["bases", "spectra=recorded"], ("bench.spectra", "'recorded'")),
+    "nothing to measure": (["roots", "spectra=recorded", "sizes=65", "--candidate", "eigh"], ("nothing to measure",)),
+    "no such device": (["roots", "--device", "cuda:99"], ("cuda:99",)),
+    "no such kind of device": (["roots", "--device", "gpu"], ("bench.device", "gpu")),
+    "a file as directory": (["roots", "--out", "empty.yaml"], ("--out", "'empty.yaml'")),
+    "bench without claims": (["storage", "--check"], ("--check: a bench with claims (polar, roots,", "storage")),
+    "unknown claim": (["claims", "nope"], ("claims", "double_ridge", "nope")),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_input_gets_one_clear_message(case: str) -> None:
     Path("empty.yaml").write_text("")
-    arguments, parts = WRONG[case]
+    arguments, says = WRONG[case]
     result = call(*arguments)
     assert result.exit_code == 2, result.output
     assert "Traceback" not in result.output and "pydantic" not in result.output
-    assert [name for name in parts if name not in result.stderr] == [], result.stderr
+    check_said(" ".join(result.stderr.split()), *says)
 
 
 class TestRoots:
@@ -202,7 +203,7 @@ class TestRoots:
         spectrum = {"kind": "one_large", "condition": 16.0}
         given = [{"kind": "changed", "factor": 2.0}, {"kind": "changed", "factor": -1.0},
                  {"kind": "changed", "factor": 1.0, "refuse": True}]  # fmt: skip
-        twice, negative, refused = bench_roots(
+        twice, negative, caught = bench_roots(
             solvers=given, spectra=spectrum, sizes=4, dtypes="float64", ridge=0.0, count=3, **FAST
         )
         assert twice.condition == pytest.approx(16) and twice.spectrum == "one_large condition=16"
@@ -212,8 +213,8 @@ class TestRoots:
         assert (twice.iterations, twice.reported) == (7, 0.5)
         assert (negative.error, negative.angle) == pytest.approx((2.0, 180.0), abs=1e-6)
         assert negative.residual == pytest.approx(0, abs=1e-12) and negative.definite == 0 and negative.ok == 1
-        assert refused.ok == 0 and math.isnan(refused.error)
-        advice = load_bench("roots", {"sizes": 4}).advice([twice, negative, refused])
+        assert caught.ok == 0 and math.isnan(caught.error)
+        advice = load_bench("roots", {"sizes": 4}).advice([twice, negative, caught])
         assert advice == ["A^(-1/4), 4 x 4, float64: none stays below the error 0.05; the most accurate is "
                           "changed factor=2 (1)"]  # fmt: skip
 
@@ -473,7 +474,7 @@ class TestNames:
         assert {statistic.kind for statistic in bench.statistics} == kinds < {*Statistic.members}  # type: ignore[attr-defined]
         cells = list(bench.measure())
         assert len(cells) == bench.cells() and all(cells)
-        with pytest.raises(RecipeError, match="statistics: statistics of gradients are required, got input_gram"):
+        with refused(RecipeError, "statistics", "input_gram"):
             load_bench("statistics", {"statistics": ["input_gram"]})
 
     def test_a_name_has_what_differs(self) -> None:
@@ -493,7 +494,7 @@ class TestNames:
         assert bench["sizes"] == [5] and bench["count"] == 4 and len(bench["spectra"]) == 4
 
     def test_unknown_benches_are_refused_in_python_too(self) -> None:
-        with pytest.raises(RecipeError, match="unknown bench kind 'rootz'; did you mean 'roots'"):
+        with refused(RecipeError, "rootz", "roots"):
             load_bench("rootz", {})
 
 

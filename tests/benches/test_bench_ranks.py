@@ -12,6 +12,7 @@ from eigengraft.experiments.benches.steps.ranks.processes import answer
 from eigengraft.experiments.benches.steps.ranks.rows import efficiency_of, path_of
 
 from ..processes import fork_what_is_spawned
+from ..refusals import refused
 
 pytestmark = pytest.mark.slow
 
@@ -74,24 +75,24 @@ def test_table_figure_and_advice() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "says"),
     [
-        ({"ranks": [2, 4]}, "ranks: 1 is required first"),
-        ({"threads": 2}, "threads: ranks with one thread"),
-        ({"recipes": ["adamw"]}, "a recipe whose refreshes may be spread is required, got 'adamw'"),
-        ({"recipes": ["soap_fitted", "soap_fitted"]}, "got 'soap_fitted' more than once"),
+        ({"ranks": [2, 4]}, ("ranks", 1)),
+        ({"threads": 2}, ("threads",)),
+        ({"recipes": ["adamw"]}, ("adamw",)),
+        ({"recipes": ["soap_fitted", "soap_fitted"]}, ("soap_fitted",)),
     ],
 )
-def test_what_cannot_be_measured_is_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
+def test_wrong_options_of_the_bench_of_ranks_are_refused(fields: dict[str, Any], says: tuple[object, ...]) -> None:
+    with refused(RecipeError, *says):
         bench_of(**fields)
 
 
 def test_a_rank_that_fails_is_an_error_with_its_cause() -> None:
     ours, theirs = Pipe(duplex=False)
     theirs.send("MemoryError: too much")
-    with pytest.raises(RecipeError, match="got one that failed: MemoryError: too much"):
+    with refused(RecipeError, "MemoryError"):
         answer(ours)
     theirs.close()
-    with pytest.raises(RecipeError, match="got one that failed: its process ended"):
+    with refused(RecipeError, "failed"):
         answer(ours)

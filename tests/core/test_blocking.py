@@ -15,6 +15,8 @@ from eigengraft.blocking import BlockGrid, Blocking
 from eigengraft.blocking.stacks import Stack
 from eigengraft.component import checked
 
+from ..refusals import refused
+
 shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 full_shapes = st.lists(st.integers(1, 7), max_size=4).map(tuple)
 sizes = st.none() | st.integers(1, 6)
@@ -169,17 +171,17 @@ def test_selecting_parameters_selects_their_rows(
 
 
 @pytest.mark.parametrize(
-    ("data", "fault"),
+    ("data", "says"),
     [
-        ({"size": 0}, "size: .*greater than or equal to 1, got 0"),
-        ({"merge": -1}, "merge: .*greater than or equal to 1, got -1"),
-        ({"keep_axes": 0}, "keep_axes: .*greater than or equal to 1, got 0"),
-        ({"keep_axes": 2}, "keep_axes: `merge` is required, .*, got 2"),
-        ({"merge_from": "first"}, "merge_from: `merge` is required, .*, got 'first'"),
-        ({"size": 2.5}, "size: .*integer, got 2.5"),
-        ({"sice": 2}, "sice: unknown field.*size.*, got 2"),
+        ({"size": 0}, ("size", 1, 0)),
+        ({"merge": -1}, ("merge", 1, -1)),
+        ({"keep_axes": 0}, ("keep_axes", 1, 0)),
+        ({"keep_axes": 2}, ("keep_axes", "merge", 2)),
+        ({"merge_from": "first"}, ("merge_from", "merge", "first")),
+        ({"size": 2.5}, ("size", 2.5)),
+        ({"sice": 2}, ("sice", 2)),
     ],
 )
-def test_faults_name_the_field(data: dict[str, object], fault: str) -> None:
-    with pytest.raises(RecipeError, match=fault):
+def test_faults_name_the_field(data: dict[str, object], says: tuple[object, ...]) -> None:
+    with refused(RecipeError, *says):
         checked(Blocking, data)

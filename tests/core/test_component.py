@@ -16,6 +16,8 @@ from eigengraft.optimizers.recipe.schema import json_schema
 from eigengraft.optimizers.write.write import WeightDecay
 from eigengraft.preconditioners import RMS, Cadence, Chain, Eigenbasis, Every, Gram, Momentum, Shampoo
 
+from ..refusals import refused
+
 
 def members() -> list[type[Component]]:
     """All members that the library defines, whatever tests have added."""
@@ -41,30 +43,30 @@ def smallest(member: type[Component]) -> Component:
 
 def test_components_are_frozen() -> None:
     stage = RMS()
-    with pytest.raises(ValidationError, match="frozen"):
+    with refused(ValidationError, "frozen"):
         stage.beta = 0.5  # type: ignore[misc]
     assert stage == RMS()
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "says"),
     [
-        ({"betta": 0.9}, r"betta: unknown field \(did you mean 'beta'\?\), got 0\.9"),
-        ({"beta": True}, "beta: .*valid number, got True"),
-        ({"beta": "0.9"}, "beta: .*valid number, got '0.9'"),
-        ({"beta": None}, "beta: .*valid number, got None"),
-        ({"beta": 1.5}, "beta: .*less than or equal to 1, got 1.5"),
-        ({"eps": float("inf")}, "eps: .*finite number, got inf"),
-        ({"eps": float("nan")}, "eps: .*finite number, got nan"),
-        ({"eps": 0}, "eps: .*greater than 0, got 0"),
-        ({"bias_correction": 1}, "bias_correction: .*boolean, got 1"),
-        ({"bias_correction": "no"}, "bias_correction: .*boolean, got 'no'"),
-        ({"name": "a.b"}, "name: .*match pattern.*, got 'a.b'"),
-        ({"name": 3}, "name: .*string, got 3"),
+        ({"betta": 0.9}, ("betta", "beta", 0.9)),
+        ({"beta": True}, ("beta", "True")),
+        ({"beta": "0.9"}, ("beta", "0.9")),
+        ({"beta": None}, ("beta", "None")),
+        ({"beta": 1.5}, ("beta", 1, 1.5)),
+        ({"eps": float("inf")}, ("eps", "inf")),
+        ({"eps": float("nan")}, ("eps", "nan")),
+        ({"eps": 0}, ("eps", 0)),
+        ({"bias_correction": 1}, ("bias_correction", 1)),
+        ({"bias_correction": "no"}, ("bias_correction", "no")),
+        ({"name": "a.b"}, ("name", "a.b")),
+        ({"name": 3}, ("name", 3)),
     ],
 )
-def test_wrong_fields_are_refused(fields: dict[str, object], message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
+def test_wrong_fields_are_refused(fields: dict[str, object], says: tuple[object, ...]) -> None:
+    with refused(RecipeError, *says):
         checked(RMS, fields)
     with pytest.raises(ValidationError):
         RMS(**fields)  # type: ignore[arg-type]
@@ -72,7 +74,7 @@ def test_wrong_fields_are_refused(fields: dict[str, object], message: str) -> No
 
 @pytest.mark.parametrize("value", [True, "10", 2.5, 10.0])
 def test_whole_numbers_are_whole_numbers(value: object) -> None:
-    with pytest.raises(RecipeError, match=r"^steps: .*integer"):
+    with refused(RecipeError, "steps"):
         checked(Every, {"steps": value})
 
 
@@ -94,32 +96,32 @@ def test_a_chain_takes_a_list_a_tuple_or_one_stage() -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "message"),
+    ("data", "says"),
     [
         (
             {"inner": "rmss"},
-            r"^inner.rmss: unknown stage kind 'rmss'; did you mean 'rms'\? \(the kinds are .*",
+            ("inner.rmss", "rmss", "rms"),
         ),
-        ({"inner": "zzzzzz"}, r"^inner.zzzzzz: unknown stage kind 'zzzzzz' \(the kinds are .*momentum.*"),
-        ({"inner": ["momentum", {"kind": "rms", "beta": 2}]}, r"^inner.rms.beta: .*, got 2$"),
-        ({"inner": {"kind": "rms", "name": "second", "beta": 2}}, r"^inner.second.beta: .*, got 2$"),
-        ({"inner": {"kind": "chain", "stages": ["sign", {"kind": "rms", "eps": 0}]}}, r"^inner.chain.stages.rms.eps: "),
-        ({"inner": "chain"}, r"^inner.chain.stages: required, got nothing$"),
+        ({"inner": "zzzzzz"}, ("inner.zzzzzz", "zzzzzz")),
+        ({"inner": ["momentum", {"kind": "rms", "beta": 2}]}, ("inner.rms.beta", 2)),
+        ({"inner": {"kind": "rms", "name": "second", "beta": 2}}, ("inner.second.beta", 2)),
+        ({"inner": {"kind": "chain", "stages": ["sign", {"kind": "rms", "eps": 0}]}}, ("inner.chain.stages.rms.eps",)),
+        ({"inner": "chain"}, ("inner.chain.stages",)),
         (
             {"inner": {"beta": 0.5}},
-            r"^inner.*: a stage is required: .* mapping with 'kind'.*got \{'beta': 0.5\}",
+            ("kind", "{'beta': 0.5}"),
         ),
-        ({"inner": "rms", "refresh": {"kind": "evry"}}, r"^refresh: unknown cadence kind 'evry'; did you mean 'every'"),
-        ({"inner": "rms", "refresh": {"kind": "every", "steps": 0}}, r"^refresh.steps: .*, got 0$"),
-        ({"inner": "rms", "refresh": 10}, r"^refresh: a cadence is required: .*, got 10$"),
-        ({"inner": "rms", "refresh": RMS()}, r"^refresh: a cadence is required: .*, got RMS\("),
-        ({"inner": ["rms", "rms"]}, r"^inner: .*distinct names: give each 'rms' its own `name`"),
-        ({"inner": "shampoo"}, r"inner.shampoo: .*move it outside"),
-        ({}, r"^inner: required, got nothing$"),
+        ({"inner": "rms", "refresh": {"kind": "evry"}}, ("refresh", "cadence", "evry", "every")),
+        ({"inner": "rms", "refresh": {"kind": "every", "steps": 0}}, ("refresh.steps", 0)),
+        ({"inner": "rms", "refresh": 10}, ("refresh", "cadence", 10)),
+        ({"inner": "rms", "refresh": RMS()}, ("refresh", "cadence", "RMS")),
+        ({"inner": ["rms", "rms"]}, ("inner", "rms", "name")),
+        ({"inner": "shampoo"}, ("inner.shampoo",)),
+        ({}, ("inner",)),
     ],
 )
-def test_errors_name_the_stage_and_the_remedy(data: dict[str, object], message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
+def test_errors_name_the_stage_and_the_remedy(data: dict[str, object], says: tuple[object, ...]) -> None:
+    with refused(RecipeError, *says):
         checked(Eigenbasis, data)
 
 
@@ -139,8 +141,12 @@ def test_replace_validates() -> None:
     assert stage.replace(timing="lagged") == Eigenbasis(inner=(RMS(),), timing="lagged")
     assert stage.replace(inner=["momentum", "rms"]).chain == (Momentum(), RMS())
     assert stage.timing == "current"
-    for wrong in ({"timing": "later"}, {"inner": "rmss"}, {"timming": "lagged"}):
-        with pytest.raises(ValueError, match=r"timing|rmss|timming"):
+    for wrong, says in (
+        ({"timing": "later"}, ("timing", "later")),
+        ({"inner": "rmss"}, ("inner", "rmss", "rms")),
+        ({"timming": "lagged"}, ("timming", "timing")),
+    ):
+        with refused(ValueError, *says):
             stage.replace(**wrong)
 
 
@@ -188,9 +194,9 @@ def test_an_outsider_registers_by_being_defined(registry: None) -> None:
             return direction * (self.factor or 1.0)
 
     assert checked(Chain, {"stages": "test_halve"}).stages == (Halve(),)
-    with pytest.raises(RecipeError, match=r"^stages.test_halves: .*did you mean 'test_halve'"):
+    with refused(RecipeError, "stages.test_halves", "test_halve"):
         checked(Chain, {"stages": "test_halves"})
-    with pytest.raises(RecipeError, match=r"^stages.test_halve.factor: .*greater than 0, got -1"):
+    with refused(RecipeError, "stages.test_halve.factor", 0, -1):
         checked(Chain, {"stages": {"kind": "test_halve", "factor": -1}})
     definitions = json_schema(eigengraft.Recipe)["$defs"]
     assert definitions["stage.test_halve"]["properties"]["factor"]["anyOf"][0]["exclusiveMinimum"] == 0
@@ -210,12 +216,12 @@ def test_a_family_of_an_outsider(registry: None) -> None:
         taste: Taste = Sweet()
 
     assert checked(Cake, {"taste": "sweet"}) == Cake()
-    with pytest.raises(RecipeError, match=r"^taste: unknown test_taste kind 'sweat'; did you mean 'sweet'"):
+    with refused(RecipeError, "taste", "test_taste", "sweat", "sweet"):
         checked(Cake, {"taste": "sweat"})
 
 
 def test_members_are_final(registry: None) -> None:
-    with pytest.raises(TypeError, match="final, wrap RMS or add a field"):
+    with refused(TypeError, "RMS"):
 
         class MyRMS(RMS):
             kind: Literal["test_rms"] = "test_rms"  # type: ignore[assignment]
@@ -224,7 +230,7 @@ def test_members_are_final(registry: None) -> None:
 
 
 def test_a_kind_has_one_owner(registry: None) -> None:
-    with pytest.raises(TypeError, match=r"kind 'every' of family 'cadence' already belongs to .*Every"):
+    with refused(TypeError, "every", "cadence"):
 
         class Other(Cadence):
             kind: Literal["every"] = "every"
@@ -237,7 +243,7 @@ def test_the_same_kind_in_two_families_is_fine() -> None:
 
 
 def test_a_kind_needs_its_own_name_as_default(registry: None) -> None:
-    with pytest.raises(TypeError, match="kind: Literal"):
+    with refused(TypeError, "kind"):
 
         class Nameless(WeightDecay):
             kind: Literal["test_nameless"]
@@ -258,7 +264,7 @@ def use_a_member_without_a_kind() -> None:
 
 
 def test_a_member_without_a_kind_is_told_so(registry: None) -> None:
-    with pytest.raises((TypeError, ValueError), match="kind"):
+    with refused((TypeError, ValueError), "kind"):
         use_a_member_without_a_kind()
 
 

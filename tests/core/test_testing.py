@@ -32,6 +32,7 @@ from eigengraft.slots import Encoded, Uniform
 from eigengraft.testing import LawError, check_quantizer, check_solver, check_stage
 from eigengraft.testing.task_laws import TASK_LAWS, TaskCase
 
+from ..refusals import check_said, refused
 from ..trajectories import normal
 from .outsider.adopt import Adopt
 
@@ -128,77 +129,77 @@ APPLY: dict[str, Any] = {
     "a tensor of the host": lambda s, g, d, c: sound(s, g, d, c) + torch.zeros(3, 2, dtype=d.dtype, device="cpu"),
 }
 CONTRACT = {
-    "undeclared": r"update\.broken_for_test: slot 'x' is not declared in slots\(\) \(declared: v, root\)",
-    "undeclared write": r"slot 'x' is not declared in slots\(\) \(declared: v, root\)",
-    "no write-back": r"observe\(\) at step 1 changed slot 'v' in place .*`state\[\"v\"\] = ",
-    "changed after the write-back": r"observe\(\) at step 1 changed slot 'v' in place .* after the last change",
-    "writes to the gradient": r"apply\(\) at step 1 wrote to its input `gradient`.*`p\.grad`.*gradient\.mul_",
-    "writes to the gradient as it observes": r"observe\(\) at step 1 wrote to its input `gradient`",
-    "writes to the direction": r"apply\(\) at step 1 wrote to its input `(gradient|direction)`",
-    "no return": r"a direction of shape \[N, 3, 2\], got nothing; is a `return` missing",
-    "a float": r"a direction of shape \[N, 3, 2\], got float",
-    "a number for each stack": r"apply\(\) at step 1 .*direction of shape \[N, 3, 2\] with N = \d, got \[\]",
-    "another dtype": r"a direction in torch\.float32 on cpu, got torch\.float16",
-    "a slot of another shape": r"slot 'root' needs a torch\.float32 tensor of shape \[N, 3, 2\] .*, got \[\d, 3\]",
-    "a slot of another dtype": r"slot 'root' needs a torch\.float32 tensor .*, got torch\.float16",
-    "a number in a slot": r"slot 'root' needs a torch\.float32 tensor .*, got float",
-    "a direction that is not finite": r"apply\(\) at step 1 returned a direction .*not finite.* -?inf in block 0",
-    "an unknown signal": r"apply\(\) at step 1: signal 'curvature': .*in its traits",
+    "undeclared": ("x", "slots()"),
+    "undeclared write": ("x", "slots()"),
+    "no write-back": ("observe()", 1, "v"),
+    "changed after the write-back": ("observe()", 1, "v"),
+    "writes to the gradient": ("apply()", 1, "p.grad", "gradient.mul_"),
+    "writes to the gradient as it observes": ("observe()", 1),
+    "writes to the direction": ("apply()", 1),
+    "no return": ("[N, 3, 2]", "return"),
+    "a float": ("[N, 3, 2]", "float"),
+    "a number for each stack": ("apply()", 1, "[N, 3, 2]", "[]"),
+    "another dtype": ("torch.float32", "torch.float16"),
+    "a slot of another shape": ("root", "torch.float32", "[N, 3, 2]", 3),
+    "a slot of another dtype": ("root", "torch.float32", "torch.float16"),
+    "a number in a slot": ("root", "torch.float32", "float"),
+    "a direction that is not finite": ("apply()", 1, "inf", 0),
+    "an unknown signal": ("apply()", 1, "curvature"),
 }
 """What a stage may do wrong by itself, and what it is told, in a law and in a run."""
 DEVICE_LAW = "a steady step stays on the device"
 LAWS = {
-    "idle slot": (r"every slot of slots\(\) .* not used: update\.broken_for_test/spare", "the contract is kept"),
+    "idle slot": (("slots()", "update.broken_for_test/spare"), "the contract is kept"),
     "a slot that is only read": (
-        r"`state\[\"spare\"\] = \.\.\.` is required for update\.broken_for_test/spare, .* in 12 steps",
+        ('state["spare"] = ...', "update.broken_for_test/spare", 12),
         "the contract is kept",
     ),
-    "an exception": (r"no exception is required, got RuntimeError.*apply\(\) at step 1", "the contract is kept"),
-    "zero over zero": (r"a zero direction for a zero gradient is required, got nan", "a zero gradient moves nothing"),
-    "not blind to scale": (r"scales by the power 0 .* got 0\.\d+", "scaling all gradients scales the direction"),
-    "memory of its own": (r"from a copy of the state are required", "a copy of the state resumes exactly"),
+    "an exception": (("RuntimeError", "apply()", 1), "the contract is kept"),
+    "zero over zero": (("nan",), "a zero gradient moves nothing"),
+    "not blind to scale": (("power 0",), "scaling all gradients scales the direction"),
+    "memory of its own": (("copy",), "a copy of the state resumes exactly"),
     "a measure of the stack": (
-        r"measures\(\) 'size': 1\.0 is required, got 0\.\d+ in a stack",
+        ("measures()", "size", 1.0),
         "measures are of each block alone",
     ),
     "a measure without rows": (
-        r"measures\(\) 'size': a tensor of shape \[N\] with N = 3 is required, got \[\]",
+        ("measures()", "size", "[N]", 3, "[]"),
         "measures are of each block alone",
     ),
-    "over the stack": (r"block 0 alone as in a stack of 3 .*stack axis 0", "a stack is its blocks"),
-    "a value": (r"test_testing\.py:\d+ _local_scalar_dense", DEVICE_LAW),
-    "an upload": (r"test_testing\.py:\d+ _to_copy", DEVICE_LAW),
-    "a table of the host": (r"test_testing\.py:\d+ _to_copy", DEVICE_LAW),
-    "seeds of the host": (r"test_testing\.py:\d+ _to_copy", DEVICE_LAW),
-    "numbers of numpy": (r"test_testing\.py:\d+ _to_copy", DEVICE_LAW),
-    "a mask as index": (r"test_testing\.py:\d+ index_put by a mask", DEVICE_LAW),
-    "the largest entry": (r"test_testing\.py:\d+ _local_scalar_dense", DEVICE_LAW),
-    "a tensor of the host": (r"expected all tensors to be on the same device, got cuda:0 and cpu", DEVICE_LAW),
+    "over the stack": (("block 0", 3), "a stack is its blocks"),
+    "a value": (("test_testing.py", "_local_scalar_dense"), DEVICE_LAW),
+    "an upload": (("test_testing.py", "_to_copy"), DEVICE_LAW),
+    "a table of the host": (("test_testing.py", "_to_copy"), DEVICE_LAW),
+    "seeds of the host": (("test_testing.py", "_to_copy"), DEVICE_LAW),
+    "numbers of numpy": (("test_testing.py", "_to_copy"), DEVICE_LAW),
+    "a mask as index": (("test_testing.py", "index_put"), DEVICE_LAW),
+    "the largest entry": (("test_testing.py", "_local_scalar_dense"), DEVICE_LAW),
+    "a tensor of the host": (("cuda", 0), DEVICE_LAW),
 }
 
 
 @pytest.mark.parametrize("fault", CONTRACT)
 def test_a_stage_that_breaks_its_contract_is_refused_by_name(fault: str) -> None:
-    with pytest.raises(LawError, match=CONTRACT[fault]) as refused:
+    with refused(LawError, *CONTRACT[fault]) as caught:
         check_stage(Broken(fault=fault), BLOCKS)
-    assert "update.broken_for_test" in str(refused.value)
-    assert str(refused.value).endswith("(on blocks of shape (3, 2))  [law: the contract is kept]")
+    assert "update.broken_for_test" in str(caught.value)
+    assert str(caught.value).endswith("(on blocks of shape (3, 2))  [law: the contract is kept]")
 
 
 @pytest.mark.parametrize("fault", LAWS)
 def test_a_stage_that_breaks_a_law_is_told_which(fault: str) -> None:
-    message, law = LAWS[fault]
-    with pytest.raises(LawError) as refused:
+    says, law = LAWS[fault]
+    with pytest.raises(LawError) as caught:
         check_stage(Broken(fault=fault), BLOCKS, degree=0, rotates=fault == "not blind to scale")
-    told = [line for line in str(refused.value).splitlines() if line.endswith(f"[law: {law}]")]
+    told = [line for line in str(caught.value).splitlines() if line.endswith(f"[law: {law}]")]
     assert len(told) == 1 and told[0].startswith("update.broken_for_test: ")
-    assert pytest.raises(AssertionError, match=message).matches(AssertionError(told[0]))
+    check_said(told[0], *says, kind="LawError")
 
 
 def test_all_laws_that_are_broken_are_named_at_once() -> None:
-    with pytest.raises(LawError, match=r"^update\.broken_for_test: 2 laws are broken\n") as refused:
+    with refused(LawError, "update.broken_for_test", 2) as caught:
         check_stage(Broken(fault="not blind to scale"), ((6, 5),), degree=0, rotates=True)
-    assert [line.partition("[law: ")[2] for line in str(refused.value).splitlines()[1:]] == [
+    assert [line.partition("[law: ")[2] for line in str(caught.value).splitlines()[1:]] == [
         "scaling all gradients scales the direction]",
         "rotating all gradients rotates the direction]",
     ]
@@ -220,8 +221,8 @@ def test_a_method_from_a_paper_is_one_file_that_keeps_all_laws() -> None:
     assert len(check_stage(Adopt(eps=1e-30), degree=0).held) == 17
 
 
-def test_what_is_not_an_instance_is_refused() -> None:
-    with pytest.raises(TypeError, match="check_stage: an instance of Stage is required, got the class Broken"):
+def test_check_stage_refuses_a_class() -> None:
+    with refused(TypeError, "check_stage", "Stage", "Broken"):
         check_stage(Broken)  # type: ignore[arg-type]
 
 
@@ -242,8 +243,7 @@ def run(fault: str, checked: bool, steps: int = 2) -> Optimizer:
 
 @pytest.mark.parametrize("fault", CONTRACT)
 def test_a_run_in_checked_mode_raises_what_the_law_says(fault: str) -> None:
-    message = CONTRACT[fault].replace(r"update\.broken", r"update\.chain\.stages\.broken")
-    with pytest.raises(ContractError, match=message):
+    with refused(ContractError, "update.chain.stages.broken_for_test", *CONTRACT[fault]):
         run(fault, checked=True)
 
 
@@ -259,7 +259,7 @@ def test_an_exception_is_told_where_it_happened() -> None:
     assert notes[0] == "in update.chain.stages.broken_for_test: apply() at step 1, on a stack of shape [2, 3, 2]"
 
 
-def test_what_comes_in_not_finite_is_nobodys_fault() -> None:
+def test_checked_mode_accepts_gradients_that_are_not_finite() -> None:
     """The gradient of one block of two is nan and masked: only the other one must stay finite."""
     parameters = [nn.Parameter(normal(3, 2, seed=i).float()) for i in range(2)]
     recipe = {"update": ["momentum", "rms"], "routes": [], "failure": {"detect": "device"}}
@@ -344,41 +344,41 @@ class BrokenPolar(PolarSolver):
 
 
 @pytest.mark.parametrize(
-    ("fault", "message"),
+    ("fault", "says"),
     [
-        ("stacked", r"matrix 0 of 4 as alone, .* \[law: a stack is solved as its matrices\]"),
-        ("writes", r"untouched matrix is required, got a changed one"),
-        ("dtype", r"\(dtype, device, shape\) \(torch\.float64, .*got \(torch\.float32"),
-        ("ok", r"ok = \[True, False, True\] for a nan in matrix 1 is required, got \[True, True, True\]"),
+        ("stacked", (0, 4)),
+        ("writes", ("matrix",)),
+        ("dtype", ("torch.float64", "torch.float32")),
+        ("ok", ("[True, False, True]", "nan", 1, "[True, True, True]")),
         (
             "another power",
-            r"A\^-e A\^e = I up to 0\.01 for e = 1/4 is required, got .* \[law: a root undoes its matrix\]",
+            (0.01, "1/4", "a root undoes its matrix"),
         ),
-        ("report", r"iterations: torch\.int32 of shape \[4\] is required, got torch\.float32"),
+        ("report", ("iterations", "torch.int32", "[4]", "torch.float32")),
     ],
 )
-def test_root_solvers_that_break_a_law_are_told_which(fault: str, message: str) -> None:
-    with pytest.raises(LawError, match=message) as refused:
+def test_root_solvers_that_break_a_law_are_told_which(fault: str, says: tuple[object, ...]) -> None:
+    with refused(LawError, *says) as caught:
         check_solver(BrokenRoot(fault=fault), degree=-1, rotates=True)
-    assert str(refused.value).startswith("root_solver.broken_for_test: ")
+    assert str(caught.value).startswith("root_solver.broken_for_test: ")
 
 
 @pytest.mark.parametrize(
-    ("solver", "message"),
+    ("solver", "says"),
     [
-        (BrokenBasis(fault="lengths"), r"^basis_solver\.(.*\n)*.* Q\^T Q = I within .* \[law: bases are orthonormal"),
+        (BrokenBasis(fault="lengths"), ("basis_solver.broken_for_test", "bases are orthonormal")),
         (
             BrokenBasis(),
-            r"a diagonal Q\^T A Q up to 1e-9 is required, got .* \[law: bases converge to the eigenvectors\]",
+            ("1e-9", "bases converge to the eigenvectors"),
         ),
-        (BrokenPolar(fault="scale"), r"^polar_solver\.(.*\n)*.* P\(2\^30 X\) = P\(X\) for matrices \(6, 4\)"),
-        (BrokenPolar(), r"a cosine with U V\^T of 0\.9 for matrices \(\d, \d\) is required, got 0\.\d+"),
-        (BrokenPolar(fault="no guard"), r"finite numbers for a matrix that is zero are required"),
+        (BrokenPolar(fault="scale"), ("polar_solver.broken_for_test", "P(2^30 X) = P(X)", "(6, 4)")),
+        (BrokenPolar(), ("U V^T", 0.9)),
+        (BrokenPolar(fault="no guard"), ("zero",)),
     ],
     ids=lambda value: getattr(value, "fault", None),
 )
-def test_basis_and_polar_solvers_that_break_a_law_are_told_which(solver: Any, message: str) -> None:
-    with pytest.raises(LawError, match=message):
+def test_basis_and_polar_solvers_that_break_a_law_are_told_which(solver: Any, says: tuple[object, ...]) -> None:
+    with refused(LawError, *says):
         check_solver(solver)
 
 
@@ -423,23 +423,23 @@ class BrokenQuantizer(Quantizer):
 
 
 @pytest.mark.parametrize(
-    ("fault", "message"),
+    ("fault", "says"),
     [
-        ("picky", r"a quantizer that takes a statistic, .* \(the last one: no slot is good enough\)"),
-        ("writes", r"untouched numbers are required of encode\(\), got changed ones"),
-        ("stacked", r"block 0 encoded alone as in its stack .* \[law: rows are coded one by one\]"),
-        ("random", r"the same parts for the same numbers are required, got others"),
-        ("hides", r"a block with nan that comes back so, or as it was, is required"),
-        ("loose", r"part 'largest': a plain tensor of shape \[4, \.\.\.\] is required, got Tensor of shape \[\]"),
-        ("shift", r"zeros for a block of zeros are required, got up to 0\.001"),
-        ("loses", r"a relative error of at most 0\.5 is required, got 0\.9"),
-        ("dtype", r"\(dtype, shape\) \(torch\.float32, .* required, got \(torch\.float16"),
+        ("picky", ("quantizer",)),
+        ("writes", ("encode()", "changed")),
+        ("stacked", (0,)),
+        ("random", ("parts",)),
+        ("hides", ("nan",)),
+        ("loose", ("largest", "[4, ...]", "Tensor", "[]")),
+        ("shift", ("up", 0.001)),
+        ("loses", (0.5, 0.9)),
+        ("dtype", ("torch.float32", "torch.float16")),
     ],
 )
-def test_quantizers_that_break_a_law_are_told_which(fault: str, message: str) -> None:
-    with pytest.raises(LawError, match=message) as refused:
+def test_quantizers_that_break_a_law_are_told_which(fault: str, says: tuple[object, ...]) -> None:
+    with refused(LawError, *says) as caught:
         check_quantizer(BrokenQuantizer(fault=fault))
-    assert str(refused.value).startswith("quantizer.broken_for_test: ")
+    assert str(caught.value).startswith("quantizer.broken_for_test: ")
 
 
 def test_a_sound_quantizer_gets_a_report() -> None:
@@ -449,25 +449,25 @@ def test_a_sound_quantizer_gets_a_report() -> None:
 # Tasks.
 
 
-TASK_FAULTS: dict[str, tuple[Any, str, str]] = {
+TASK_FAULTS: dict[str, tuple[Any, str, tuple[object, ...]]] = {
     "new_model": (
         lambda task, seed: task.build(),
-        r"untouched global generator is required of new_model\(\)",
+        ("new_model()",),
         "initial weights depend on the seed alone",
     ),
     "loss": (
         lambda task, outputs, targets: outputs.sum((0, 1), keepdim=True),
-        r"a finite loss of shape \[\] is required, got .* of shape \[1, 1\]",
+        ("[]", "[1, 1]"),
         "the loss is a number with gradients",
     ),
     "evaluate": (
         lambda task, model, data, device: Metrics(1.0, 0.5),
-        r"val_loss .*, the mean over all targets, is required, got 1",
+        ("val_loss", 1),
         "metrics are means over all validation targets",
     ),
     "load": (
         lambda task: 1 / 0,
-        "no exception is required, got ZeroDivisionError: division by zero, raised at test_testing.py:",
+        ("ZeroDivisionError", "test_testing.py"),
         "the data have a fingerprint",
     ),
 }
@@ -476,10 +476,10 @@ TASK_FAULTS: dict[str, tuple[Any, str, str]] = {
 @pytest.mark.parametrize("method", TASK_FAULTS)
 def test_tasks_that_break_a_law_are_told_which(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A small task of which one method is another one."""
-    function, message, name = TASK_FAULTS[method]
+    function, says, name = TASK_FAULTS[method]
     (law,) = [law for law in TASK_LAWS if law.name == name]
     case = TaskCase(Digits(width=4, batch_size=16))
     law.require(case)
     monkeypatch.setattr(Digits, method, function)
-    with pytest.raises(LawError, match=rf"^task\.digits: .*{message}.* \[law: {name}\]$"):
+    with refused(LawError, "task.digits", *says, name):
         law.require(case)

@@ -14,6 +14,7 @@ from eigengraft import Optimizer, compose
 from eigengraft.blocking import Matrices, module_facts
 from eigengraft.errors import RecipeError
 
+from ..refusals import refused
 from ..views import matrices_by_hand
 
 AT_ONCE = "update.eigenbasis.refresh.stagger=none"
@@ -350,35 +351,37 @@ def test_a_module_publishes_its_views_and_show_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("views", "message"),
+    ("views", "says"),
     [
-        ([], r"^0.parameter_views: a mapping from names of parameters to matrices is required, got \[\]"),
-        ({"fuse": {"heads": 4}}, "^0.parameter_views: names of parameters of the module are required, got 'fuse'"),
-        ({"fused": {"heads": 4}}, "^0.parameter_views: names of parameters of the module are required, got 'fused'"),
-        ({"fused.weight": {"head": 4}}, r"^0.parameter_views.fused.weight.head: unknown field \(did you mean 'heads'"),
-        ({"fused.weight": {"heads": 5}}, "^0.parameter_views.fused.weight: view: heads that divide 24"),
+        ([], ("0.parameter_views", "[]")),
+        ({"fuse": {"heads": 4}}, ("0.parameter_views", "fuse")),
+        ({"fused": {"heads": 4}}, ("0.parameter_views", "fused")),
+        ({"fused.weight": {"head": 4}}, ("0.parameter_views.fused.weight.head", "heads")),
+        ({"fused.weight": {"heads": 5}}, ("0.parameter_views.fused.weight", "view", 24)),
     ],
 )
-def test_views_that_a_module_cannot_mean_are_refused(views: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_views_that_a_module_cannot_mean_are_refused(views: Any, says: tuple[object, ...]) -> None:
+    with refused(ValueError, *says):
         compose("muon", nn.Sequential(Published(views)))
 
 
 @pytest.mark.parametrize(
-    ("shape", "override", "message"),
+    ("shape", "override", "says"),
     [
         (
             (24, 20, 3),
             [],
-            r"^w: update.spectral: a tensor whose matrices are known .* got shape \(24, 20, 3\)",
+            ("w", "update.spectral", "shape", "(24, 20, 3)"),
         ),
-        ((2, 3, 24, 20), [], r"^w: .*say `view: whole` .*or `view: \{kind: matrices, batch: 2\}` in a route"),
-        ((24, 20), ["view=modules"], "^w: view 'modules': modules that tell which entries form a matrix are required"),
-        ((24, 20), ["view.kind=matrices", "view.heads=7"], "^w: view: heads that divide 24"),
+        ((2, 3, 24, 20), [], ("w", "view: whole", "view: {kind: matrices, batch: 2}")),
+        ((24, 20), ["view=modules"], ("w", "modules")),
+        ((24, 20), ["view.kind=matrices", "view.heads=7"], ("w", "view", 24)),
     ],
 )
-def test_what_nobody_decided_is_refused_by_name(shape: tuple[int, ...], override: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_matrices_that_no_view_decides_are_refused_by_name(
+    shape: tuple[int, ...], override: list[str], says: tuple[object, ...]
+) -> None:
+    with refused(ValueError, *says):
         Optimizer([("w", nn.Parameter(torch.ones(shape)))], "muon", overrides=override)
     if not override:
         for decided in (["view=whole"], ["view.kind=matrices", f"view.batch={len(shape) - 2}"]):
@@ -387,7 +390,7 @@ def test_what_nobody_decided_is_refused_by_name(shape: tuple[int, ...], override
 
 
 def test_a_view_of_an_update_of_single_entries_is_refused() -> None:
-    with pytest.raises(RecipeError, match="view: a stage that mixes entries is required, or it is idle, got Modules"):
+    with refused(RecipeError, "view", "Modules"):
         eigengraft.load_recipe("adamw", ["view=modules"])
     module = Experts()
     assert compose("adamw", module).routing_table()[0].blocks == ((5, 12, 20),)
@@ -412,5 +415,5 @@ def test_a_checkpoint_of_heads_goes_on_bit_for_bit_and_no_other_view_takes_it() 
     resumed.load_state_dict(saved)
     drive(resumed, other, steps[3:])
     assert torch.equal(other.query_key_value.weight, module.query_key_value.weight)  # type: ignore[union-attr,arg-type]
-    with pytest.raises(ValueError, match="view"):
+    with refused(ValueError, "view.kind"):
         compose("soap_fitted", other, overrides=["update.eigenbasis.refresh.steps=2"]).load_state_dict(saved)

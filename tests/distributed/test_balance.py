@@ -46,7 +46,7 @@ def best(values: Sequence[float], ranks: int) -> float:
 
 
 @given(items=lists, ranks=worlds)
-def test_it_is_a_function_of_its_arguments(items: list[Item], ranks: int) -> None:
+def test_owners_are_a_function_of_the_arguments(items: list[Item], ranks: int) -> None:
     copy, loads = list(items), Loads(ranks, INTERVAL)
     owners = assign(items, loads)
     assert items == copy and owners == assign(items, Loads(ranks, INTERVAL))

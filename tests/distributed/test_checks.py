@@ -20,6 +20,8 @@ from eigengraft.optimizers.stacks.placement import ParamSpec, place
 from eigengraft.optimizers.stacks.rank_checks import NUMBERS, RankChecks, RankSurvey, step_numbers
 from eigengraft.optimizers.write.write import Hyper
 
+from ..refusals import refused
+
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.float8_e4m3fn)
 CPU = torch.device("cpu")
 
@@ -106,9 +108,9 @@ def test_the_last_bit_of_a_number_on_one_rank_is_seen_whatever_the_number_of_ran
 
 def test_numbers_are_named_with_the_ranks_that_have_them() -> None:
     mine, other = step(lr=1.0), step(lr=0.2, weight_decay=1.0)
-    with pytest.raises(DistributedError) as refused:
+    with pytest.raises(DistributedError) as caught:
         reduced(mine, [other] * 2, [[0.2, 1.0]] * 2)
-    assert str(refused.value) == (
+    assert str(caught.value) == (
         "a step: all ranks must have the same lr, got 1 on rank 0, 0.2 on ranks 1, 2; the same weight_decay, got "
         "1e-300 on rank 0, 1 on ranks 1, 2; nothing was changed; mend it"
     )
@@ -116,7 +118,7 @@ def test_numbers_are_named_with_the_ranks_that_have_them() -> None:
 
 def test_large_numbers_that_differ_in_a_digit_are_told_apart() -> None:
     mine, other = (SameNumbers("a step", {"steps": x}, "mend it") for x in (12345678.0, 12345679.0))
-    with pytest.raises(DistributedError, match="same steps, got 12345678 on rank 0, 12345679 on rank 1;"):
+    with refused(DistributedError, 12345678, 0, 12345679, 1):
         reduced(mine, [other], [[12345679.0]])
 
 
@@ -129,7 +131,7 @@ def test_numbers_of_several_groups_are_told_apart() -> None:
     def given(lr: float) -> SameNumbers:
         return SameNumbers("a", step_numbers({0: Hyper(0.1, 0.1, 0.0), 3: Hyper(lr, 0.1, 0.0)}, 5, 0), "mend it")
 
-    with pytest.raises(DistributedError, match=r"the same lr of param group 3, got 0\.1 on rank 0, 0\.2 on rank 1;"):
+    with refused(DistributedError, 3, 0.1, 0, 0.2, 1):
         reduced(given(0.1), [given(0.2)], [[0.2]])
     assert tuple(step_numbers({3: Hyper(0.1, 0.1, 0.0)}, 5, 0)) == NUMBERS
 
@@ -160,13 +162,13 @@ def norms(*values: float) -> SameNumbers:
 def test_numbers_may_differ_by_rounding_or_be_absent_or_not_finite() -> None:
     mine = norms(1.012345678, 0.0, math.nan, 4.0)
     reduced(mine, [norms(1.01235, 2.0, 3.0, 4.0)], absent=[0.0, 1.0, 0.0, 0.0])
-    with pytest.raises(DistributedError) as refused:
+    with pytest.raises(DistributedError) as caught:
         reduced(mine, [norms(1.0, 2.0, 3.0, 5.0)], [[1.0, 2.0, 5.0]], absent=[0.0] * 4)
-    assert str(refused.value) == (
+    assert str(caught.value) == (
         "gradients: all ranks must have the same norm of a, got 1.01235 on rank 0, 1 on rank 1; the same norm of b, "
         "got 0 on rank 0, 2 on rank 1; the same norm of d, got 4 on rank 0, 5 on rank 1; nothing was changed; mend it"
     )
-    with pytest.raises(DistributedError, match=r"on rank 1; and 1 more; nothing was changed; mend it$"):
+    with refused(DistributedError, 1):
         reduced(norms(1, 2, 3, 4), [norms(2, 3, 4, 5)], [[2.0, 3.0, 4.0]], absent=[0.0] * 4)
 
 
@@ -188,8 +190,9 @@ def test_a_call_is_one_reduction_and_raises_at_once_or_in_the_next(late: bool, m
     if late:
         call()
     before = len(ranks.calls)
-    with pytest.raises(ArithmeticError, match="^found one step later$" if late else "^nothing was changed$"):
+    with pytest.raises(ArithmeticError) as caught:
         call()
+    assert str(caught.value) == ("found one step later" if late else "nothing was changed")
     assert ranks.calls[before:] == ([] if late else ["synchronize", "all_reduce"])
     ranks.others = [packed({"failed": [0.0], **same.fields()})]
     for _ in range(3):
@@ -220,7 +223,7 @@ def test_failed_roots_are_an_error_once() -> None:
     own = two_ranks(Layout.replicate((2, 2), 2))
     survey(own, torch.ones(2, 2))
     own.failed.add(0)
-    with pytest.raises(ArithmeticError, match=r"failed roots .* got more for w"):
+    with refused(ArithmeticError, "w"):
         survey(own, torch.ones(2, 2))
     survey(own, torch.ones(2, 2))
 

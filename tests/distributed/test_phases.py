@@ -20,6 +20,8 @@ from eigengraft.optimizers.stacks.owners import assign_owners, at_once_fields, w
 from eigengraft.optimizers.stacks.phases import ParamKey, natural_order, refresh_phases, refresh_units
 from eigengraft.optimizers.stacks.placement import ParamSpec, place
 
+from ..refusals import refused, warned
+
 CPU = torch.device("cpu")
 
 SMOOTH = {"kind": "every", "at_once": 1}
@@ -187,22 +189,20 @@ def test_an_optimizer_of_some_layers_does_what_one_of_the_full_model_does() -> N
 
 def test_layers_that_the_full_model_does_not_have_are_refused_by_name() -> None:
     other = torch.nn.ModuleDict({"emb": torch.nn.Embedding(9, 7)})
-    with pytest.raises(
-        ValueError, match=r"emb.weight: .* of shape \(9, 7\) in `full` is required, got one of shape \(9, 6\)"
-    ):
+    with refused(ValueError, "emb.weight", "(9, 7)", "full", "(9, 6)"):
         submodel(other, Net())
-    with pytest.raises(ValueError, match=r"more.weight: .*, got none of that name"):
+    with refused(ValueError, "more.weight", "none"):
         submodel(torch.nn.ModuleDict({"more": torch.nn.Linear(2, 2)}), Net())
 
 
 CLIP = {"kind": "clip_norm", "per": "model"}
 SUMS: dict[str, tuple[Any, str]] = {
-    "norm": ([{"kind": "transform", "before": [CLIP], "inner": ["momentum"]}], r"update\.transform\..*clip_norm"),
+    "norm": ([{"kind": "transform", "before": [CLIP], "inner": ["momentum"]}], "update.transform.before.clip_norm"),
     "norm in a route": (
         {"base": "adamw", "routes": [{"name": "own", "match": {"name": "^layers"}, "update": [CLIP, "momentum"]}]},
-        r"routes\.own\.update\.clip_norm",
+        "routes.own.update.clip_norm",
     ),
-    "total": ("prodigy", r"update\.prodigy"),
+    "total": ("prodigy", "update.prodigy"),
     "sam": ({"base": "adamw", "sam": {}}, "sam"),
     "search": ({"base": "adamw", "line_search": {}}, "line_search"),
 }
@@ -212,7 +212,7 @@ SUMS: dict[str, tuple[Any, str]] = {
 def test_sums_over_all_parameters_are_refused_for_some(recipe: str) -> None:
     declared, path = SUMS[recipe]
     layers = torch.nn.ModuleDict({"layers": torch.nn.ModuleDict({"2": torch.nn.Linear(6, 6)})})
-    with pytest.raises(ValueError, match=rf"^{path}: .* without 10 "):
+    with refused(ValueError, path, 10):
         eigengraft.compose(declared, submodel(layers, Net()))
     eigengraft.compose(declared, submodel(Net(), Net()))
 
@@ -231,7 +231,7 @@ def test_a_group_that_cannot_be_added_leaves_the_phases() -> None:
     optimizer = eigengraft.Optimizer(groups_of(names[:3]), RECIPE)
     before = due(optimizer)
     (later,) = groups_of(names[3:])
-    with pytest.raises(ValueError, match="lr"):
+    with refused(ValueError, "lr"):
         optimizer.add_param_group({**later, "lr": -1.0})
     assert due(optimizer) == before and len(optimizer.param_groups) == 1
     optimizer.add_param_group(later)
@@ -284,8 +284,8 @@ def test_ranks_that_wait_much_are_told_what_helps() -> None:
     balance = assign_owners(specs, recipe, refresh_phases(recipe, params), Loads(64, 10))
     before = [dict(own.owners or {}) for own in placements]
     assert balance.efficiency < 0.3
-    said = r"graft.direction.shampoo.refresh.at_once: 64 ranks wait .* efficiency 0\.\d\d .*; with 32 it is 1\.00"
-    with pytest.warns(UserWarning, match=said):
+    says = ("graft.direction.shampoo.refresh.at_once", 64, 32, "1.00")
+    with warned(UserWarning, *says):
         warn_of_waiting(specs, recipe, params, 64, balance)
     assert [own.owners for own in placements] == before  # advice changes nothing
 

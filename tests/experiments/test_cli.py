@@ -18,6 +18,7 @@ from eigengraft.experiments import load_experiment
 from eigengraft.experiments.cli.main import app
 
 from ..processes import Process, start
+from ..refusals import check_said
 
 pytestmark = pytest.mark.slow
 
@@ -250,60 +251,63 @@ def test_version() -> None:
 
 
 WRONG = {
-    "no such file": (["train", "nowhere.yaml"], ["existing experiment file is required", "nowhere.yaml"]),
-    "a directory": (["train", "."], ["existing experiment file is required", "'.'"]),
-    "malformed YAML": (["train", "broken.yaml"], ["broken.yaml, line 4, column"]),
-    "empty file": (["train", "empty.yaml"], ["empty.yaml: a mapping with at least 'task' and 'recipe' is required"]),
-    "a list": (["train", "list.yaml"], ["a mapping with at least", "got a list"]),
-    "no task": (["train", "part.yaml"], ["part.yaml does not describe an experiment", "task: required, got nothing"]),
-    "unknown key": (["train", "key.yaml"], ["key.yaml", "stepz: unknown field", "did you mean 'steps'?"]),
-    "unknown key in the task": (["train", "exp.yaml", "task.widht=3"], ["task.widht", "did you mean 'width'?"]),
-    "unknown override": (["train", "exp.yaml", "stpes=3"], ["stpes: unknown field", "did you mean 'steps'?"]),
+    "no such file": (["train", "nowhere.yaml"], ("nowhere.yaml",)),
+    "a directory": (["train", "."], ("experiment", "'.'")),
+    "malformed YAML": (
+        ["train", "broken.yaml"],
+        (
+            "broken.yaml",
+            "line 4",
+        ),
+    ),
+    "empty file": (["train", "empty.yaml"], ("empty.yaml", "task", "recipe")),
+    "a list": (["train", "list.yaml"], ("list.yaml", "task", "recipe")),
+    "no task": (["train", "part.yaml"], ("part.yaml", "task")),
+    "unknown key": (["train", "key.yaml"], ("key.yaml", "stepz", "steps")),
+    "unknown key in the task": (["train", "exp.yaml", "task.widht=3"], ("task.widht", "width")),
+    "unknown override": (["train", "exp.yaml", "stpes=3"], ("stpes", "steps")),
     "unknown override of the recipe": (
         ["train", "exp.yaml", "update.eigenbasis.refresh.stesp=1"],
-        ["update.eigenbasis.refresh.stesp", "did you mean 'steps'?"],
+        ("update.eigenbasis.refresh.stesp", "steps"),
     ),
-    "unknown stage": (["train", "exp.yaml", "update.eigenbases.transport=none"], ["did you mean 'eigenbasis'?"]),
-    "override without value": (["train", "exp.yaml", "steps"], ["override 'steps': dotted.path=value is required"]),
-    "override with an empty part": (["train", "exp.yaml", "task..width=3"], ["dotted.path=value is required"]),
-    "override with broken YAML": (["train", "exp.yaml", "task={kind: digits"], ["override 'task={kind: digits'"]),
-    "value of the wrong type": (["train", "exp.yaml", "steps=many"], ["steps: ", "integer", "got 'many'"]),
-    "value out of range": (["train", "exp.yaml", "lr=-1"], ["lr: ", "greater than or equal to 0", "got -1"]),
+    "unknown stage": (["train", "exp.yaml", "update.eigenbases.transport=none"], ("eigenbasis",)),
+    "override without value": (["train", "exp.yaml", "steps"], ("steps", "dotted.path")),
+    "override with an empty part": (["train", "exp.yaml", "task..width=3"], ("dotted.path",)),
+    "override with broken YAML": (["train", "exp.yaml", "task={kind: digits"], ("override 'task={kind: digits'",)),
+    "value of the wrong type": (["train", "exp.yaml", "steps=many"], ("steps", "many")),
+    "value out of range": (["train", "exp.yaml", "lr=-1"], ("lr", 0, -1)),
     "value of the recipe out of range": (
         ["train", "exp.yaml", "update.eigenbasis.inner.rms.beta=2"],
-        ["update.eigenbasis.inner.rms.beta: ", "got 2"],
+        ("update.eigenbasis.inner.rms.beta", 2),
     ),
     "no steps after the warm-up": (
         ["train", "exp.yaml", "schedule.warmup_steps=6"],
-        ["steps: more than the schedule's 6 warmup_steps are required, got 6"],
+        ("steps", 6, "warmup_steps"),
     ),
     "unknown task": (
         ["train", "exp.yaml", "task=digit"],
-        ["task: unknown task kind 'digit'", "did you mean 'digits'?"],
+        ("task", "digit", "digits"),
     ),
-    "unknown recipe": (["train", "exp.yaml", "recipe=saop"], ["'saop'", "did you mean 'soap'", "has all"]),
-    "fault in a recipe given in the file": (["train", "own.yaml"], ["recipe.update.rms.beta: ", "got 3"]),
-    "missing recipe file": (["train", "lost.yaml"], ["lost/mine.yaml: an existing YAML file is required"]),
-    "missing text": (["train", "exp.yaml", "task={kind: byte_lm, path: gone}"], ["task.path", "gone'"]),
-    "missing import": (["train", "exp.yaml", "--import", "gone.py"], ["imports: an existing Python file", "gone.py"]),
-    "broken import": (["train", "exp.yaml", "--import", "bad.py"], ["bad.py'", "invalid syntax", "line 2"]),
-    "failing import": (["train", "exp.yaml", "--import", "fails.py"], ["fails.py'", "ZeroDivisionError", "line 2"]),
-    "unknown module": (["train", "exp.yaml", "--import", "no_such_module"], ["'no_such_module'", "No module named"]),
+    "unknown recipe": (["train", "exp.yaml", "recipe=saop"], ("'saop'", "soap")),
+    "fault in a recipe given in the file": (["train", "own.yaml"], ("recipe.update.rms.beta", 3)),
+    "missing recipe file": (["train", "lost.yaml"], ("lost/mine.yaml", "YAML")),
+    "missing text": (["train", "exp.yaml", "task={kind: byte_lm, path: gone}"], ("task.path", "gone'")),
+    "missing import": (["train", "exp.yaml", "--import", "gone.py"], ("imports", "gone.py")),
+    "broken import": (["train", "exp.yaml", "--import", "bad.py"], ("bad.py'", "line 2")),
+    "failing import": (["train", "exp.yaml", "--import", "fails.py"], ("fails.py'", "ZeroDivisionError", "line 2")),
+    "unknown module": (["train", "exp.yaml", "--import", "no_such_module"], ("'no_such_module'",)),
     "another run's directory": (
         ["train", "exp.yaml", "steps=7", "--out", "taken"],
-        ["taken holds a run of another experiment", "steps: 6 -> 7", "Choose another directory"],
+        ("taken", "steps: 6 -> 7"),
     ),
-    "a directory in use": (["train", "exp.yaml", "--out", "full"], ["full: an empty or new directory is required"]),
-    "a file as directory": (["train", "exp.yaml", "--out", "exp.yaml"], ["exp.yaml: an empty or new directory"]),
-    "broken checkpoint": (["train", "exp.yaml", "--out", "damaged"], ["checkpoint.pt", "remove damaged"]),
-    "show an unknown recipe": (["show", "saop"], ["'saop'", "did you mean 'soap'"]),
-    "show on an unknown task": (
-        ["show", "soap_fitted", "--task", "word_lm"],
-        ["unknown task kind 'word_lm'", "byte_lm"],
-    ),
-    "unknown schema": (["schema", "recipes"], ["recipes", "recipe", "experiment", "study"]),
-    "unknown command": (["trian", "exp.yaml"], ["trian", "train"]),
-    "unknown option": (["train", "exp.yaml", "--lr", "3"], ["--lr"]),
+    "a directory in use": (["train", "exp.yaml", "--out", "full"], ("full",)),
+    "a file as directory": (["train", "exp.yaml", "--out", "exp.yaml"], ("exp.yaml",)),
+    "broken checkpoint": (["train", "exp.yaml", "--out", "damaged"], ("checkpoint.pt", "remove damaged")),
+    "show an unknown recipe": (["show", "saop"], ("'saop'", "soap")),
+    "show on an unknown task": (["show", "soap_fitted", "--task", "word_lm"], ("word_lm", "byte_lm")),
+    "unknown schema": (["schema", "recipes"], ("recipes", "recipe", "experiment", "study")),
+    "unknown command": (["trian", "exp.yaml"], ("trian", "train")),
+    "unknown option": (["train", "exp.yaml", "--lr", "3"], ("--lr",)),
 }
 
 
@@ -342,12 +346,12 @@ def prepare_study(run: Path) -> None:
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_input_gets_one_clear_message(case: str, trained: Path) -> None:
     prepare_study(trained)
-    arguments, parts = WRONG[case]
+    arguments, says = WRONG[case]
     result = call(*arguments)
     assert result.exit_code == 2, result.output
     assert "Traceback" not in result.output and "pydantic" not in result.output
     assert result.stdout == ""
-    assert [part for part in parts if part not in result.stderr] == [], result.stderr
+    check_said(" ".join(result.stderr.split()), *says)
 
 
 def process(*arguments: str, folder: str = ".") -> Process:

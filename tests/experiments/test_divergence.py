@@ -23,6 +23,8 @@ from eigengraft.experiments.training.trainer import Trainer
 from eigengraft.testing import check_task
 from eigengraft.testing.laws import LawError
 
+from ..refusals import refused
+
 pytestmark = pytest.mark.slow
 
 Fault = Literal["none", "inputs", "targets", "validation", "initial weight", "gradient", "range"]
@@ -143,6 +145,6 @@ def test_a_healthy_run_says_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fault", ["inputs", "targets", "validation"])
 def test_check_task_finds_numbers_that_are_not_finite(fault: Fault) -> None:
-    with pytest.raises(LawError, match=r"finite numbers are required in .*, got 1 numbers in its"):
+    with refused(LawError, 1):
         check_task(Faulty(fault=fault))
     check_task(Faulty())

@@ -24,6 +24,8 @@ from eigengraft.experiments.studies.study import load_study
 from eigengraft.experiments.studies.tuning.rounds import plan_tuning
 from eigengraft.experiments.training.train import train
 
+from ..refusals import refused
+
 FULL = Path("/dev/full")
 TINY = {"task": {"kind": "digits", "layers": 1, "width": 8, "batch_size": 8}, "recipe": "adamw", "steps": 4}
 on_linux = pytest.mark.skipif(not FULL.exists(), reason="a device that is always full is needed")
@@ -33,7 +35,7 @@ on_linux = pytest.mark.skipif(not FULL.exists(), reason="a device that is always
 @pytest.mark.parametrize("call", [lambda path: append_text(path, "row\n"), lambda path: torch_save(path)])
 def test_a_full_disk_is_said_with_the_name_of_the_file(call, tmp_path):
     (tmp_path / "rows").symlink_to(FULL)
-    with pytest.raises(OSError, match=rf"^{tmp_path}/.*no space left on device"):
+    with refused(OSError, tmp_path):
         call(tmp_path / "rows")
 
 
@@ -47,23 +49,23 @@ def torch_save(path):
 def test_a_failed_write_leaves_the_old_content_and_nothing_beside_it(tmp_path):
     path = tmp_path / "result.json"
     write_text(path, "old")
-    with pytest.raises(OSError, match=r"result\.json"):
+    with refused(OSError, "result.json"):
         fail_half_way(path, OSError(28, "No space left on device"))
     assert path.read_text() == "old" and [*tmp_path.iterdir()] == [path]
 
 
 def test_a_file_system_that_is_read_only_is_said_with_the_name_of_the_file(tmp_path, monkeypatch):
-    def refused(*_, **__):
+    def caught(*_, **__):
         raise OSError(errno.EROFS, "Read-only file system", ".x.partial")
 
-    monkeypatch.setattr(Path, "write_text", refused)
-    monkeypatch.setattr(Path, "unlink", refused)
-    with pytest.raises(OSError, match=rf"^{tmp_path}/report\.html: .*read-only file system"):
+    monkeypatch.setattr(Path, "write_text", caught)
+    monkeypatch.setattr(Path, "unlink", caught)
+    with refused(OSError, f"{tmp_path}/report.html"):
         write_text(tmp_path / "report.html", "page")
 
 
 def test_errors_that_are_none_of_the_disk_pass(tmp_path):
-    with pytest.raises(RuntimeError, match=r"^mine$"):
+    with refused(RuntimeError, "mine"):
         fail_half_way(tmp_path / "x", RuntimeError("mine"))
 
 
@@ -98,7 +100,7 @@ def test_a_run_whose_disk_fills_up_ends_in_a_sentence_and_goes_on_later(tmp_path
 def test_a_file_that_a_crash_cut_short_is_named(content, tmp_path):
     path = tmp_path / "config.json"
     path.write_bytes(content)
-    with pytest.raises(RecipeError, match=rf"^{path}: "):
+    with refused(RecipeError, path):
         read_json(path)
 
 
@@ -107,7 +109,7 @@ def test_rows_that_a_crash_spoilt_are_named_and_a_last_one_without_end_is_left_o
     path.write_bytes(b'{"step": 1}\n{"step": 2}\n{"st')
     assert read_rows(path) == [{"step": 1}, {"step": 2}]
     path.write_bytes(b'{"step": 1}\n\0\0\0\n{"step": 3}\n')
-    with pytest.raises(RecipeError, match=rf"^{path}: line 2 "):
+    with refused(RecipeError, path, 2):
         read_rows(path)
 
 
@@ -120,16 +122,16 @@ def test_a_study_and_its_report_name_the_file_that_is_cut_short(name, tmp_path):
         train(run.experiment, tmp_path / run.directory)
     broken = tmp_path / prepared.runs[1].directory / name
     broken.write_bytes(broken.read_bytes()[:30] + b"\n")
-    with pytest.raises(RecipeError, match=rf"^{broken}: "):
+    with refused(RecipeError, broken):
         write_report(tmp_path)
     if name in ("config.json", "result.json"):
-        with pytest.raises(RecipeError, match=rf"^{broken}: "):
+        with refused(RecipeError, broken):
             prepare_study(study, tmp_path)
     if name == "config.json":
-        with pytest.raises(RecipeError, match=rf"^{broken}: "):
+        with refused(RecipeError, broken):
             train(prepared.runs[1].experiment, broken.parent)
     (tmp_path / "study.json").write_text("{")
-    with pytest.raises(RecipeError, match=rf"^{tmp_path}/study\.json: "):
+    with refused(RecipeError, f"{tmp_path}/study.json"):
         read_records(tmp_path)
 
 

@@ -14,6 +14,8 @@ from eigengraft.experiments.cli.main import app
 from eigengraft.optimizers.plan.plan import plan
 from eigengraft.optimizers.recipe.loading import shipped
 
+from ..refusals import warned
+
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "odd-models.md"
 ALL_AXES: dict[str, object] = {"update.eigenbasis.statistic.axes": {}}
 
@@ -38,7 +40,7 @@ def test_the_bytes_of_a_thin_matrix_are_those_of_its_factors(overrides: dict[str
 def test_costly_state_is_said_once_with_the_remedy() -> None:
     model = nn.Module()
     model.base, model.lora_A = nn.Linear(8, 8).requires_grad_(False), nn.Linear(1024, 8, bias=False)
-    with pytest.warns(UserWarning, match=r"^lora_A\.weight: 1032 bytes of state .* \[8, 1024\]; .*max_skew"):
+    with warned(UserWarning, "lora_A.weight", 1032, "[8, 1024]", "max_skew"):
         eigengraft.compose("soap_fitted", model, overrides=ALL_AXES)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

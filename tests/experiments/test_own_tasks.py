@@ -16,6 +16,8 @@ from eigengraft.experiments.training.outcome import Tick
 from eigengraft.experiments.training.train import train
 from eigengraft.testing import check_task
 
+from ..refusals import refused
+
 EXAMPLE = Path(__file__).resolve().parents[2] / "experiments" / "examples" / "regression.yaml"
 QUICK = ["task.width=4", "task.batch_size=8", "steps=12", "eval_every=2", "log_every=4"]
 
@@ -51,7 +53,7 @@ def test_a_batch_in_parts_has_the_gradient_of_the_whole() -> None:
     assert sums == pytest.approx(whole, rel=1e-6)  # the sum is kept in float32
     for one, other in zip(all_at_once, added, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
-    with pytest.raises(ValueError, match="accumulate: a row of the batch for each part is required, got 2 for 3"):
+    with refused(ValueError, "accumulate", 2, 3):
         gradients(task, 3, None, rows=2)
 
 
@@ -66,7 +68,7 @@ def test_mixed_precision_rounds_products_and_keeps_gradients_in_float32() -> Non
 
 
 def test_targets_that_are_no_classes_are_refused_with_the_remedy() -> None:
-    with pytest.raises(ValueError, match=r"^task\.digits: integer classes, .* got torch\.float32 \[5, 1\] .*`loss\("):
+    with refused(ValueError, "task.digits", "torch.float32", "[5, 1]"):
         Digits().loss(torch.zeros(5, 1), torch.zeros(5, 1))
 
 

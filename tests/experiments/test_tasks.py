@@ -25,6 +25,7 @@ from eigengraft.testing.laws import Law
 from eigengraft.testing.task_laws import TASK_LAWS, TaskCase
 
 from ..processes import run
+from ..refusals import refused
 
 pytestmark = pytest.mark.slow
 
@@ -54,7 +55,7 @@ def test_a_file_of_the_standard_library_has_the_same_path_everywhere() -> None:
     assert task.path == "python:pydoc_data/topics.py"
     text = Path(pydoc_data.__file__).with_name("topics.py").read_bytes()
     assert task.load().fingerprint.sha256 == hashlib.sha256(text).hexdigest()
-    with pytest.raises(ValueError, match=r"an existing text file is required, got 'python:nowhere'"):
+    with refused(ValueError, "python:nowhere"):
         ByteLM(path="python:nowhere").load()
 
 
@@ -74,7 +75,7 @@ def test_a_text_in_a_package_is_read_without_importing_it(
     assert (found.sha256, found.source) == (hashlib.sha256(text).hexdigest(), path)
     assert ByteLM(path=path, context=8, max_bytes=4096).load().fingerprint.size == 4096  # of the text
     for wrong, asked in (("package:nowhere_for_test/text", "an installed package"), (f"{path}x", "an existing text")):
-        with pytest.raises(ValueError, match=f"task.path: {asked}.* is required.*, got '"):
+        with refused(ValueError, "task.path", asked):
             ByteLM(path=wrong).load()
 
 
@@ -118,9 +119,9 @@ def test_the_standard_library_files_are_sources_of_the_library_proper() -> None:
 
 def test_a_text_too_short_for_the_context_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(b"x" * 1000)
-    with pytest.raises(ValueError, match=r"more than 1280 bytes .* got 1000 bytes; lower task.context"):
+    with refused(ValueError, 1280, 1000, "task.context"):
         ByteLM(path=str(tmp_path / "text")).load()
-    with pytest.raises(ValueError, match=r"task\.path: an existing text file is required, got '.*nowhere'"):
+    with refused(ValueError, "task.path"):
         ByteLM(path="nowhere").load()
 
 
@@ -171,15 +172,15 @@ def test_digits_are_split_once_and_an_epoch_shows_every_image_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "says"),
     [
-        ({"width": 30, "heads": 4}, "heads: .*divisor of width 30 is required, got 4"),
-        ({"context": 1}, "context: .*greater than or equal to 2, got 1"),
-        ({"layers": 2.5}, "layers: .*integer.*got 2.5"),
+        ({"width": 30, "heads": 4}, ("heads", 30, 4)),
+        ({"context": 1}, ("context", 2, 1)),
+        ({"layers": 2.5}, ("layers", 2.5)),
     ],
 )
-def test_wrong_fields_are_refused_with_their_path(fields: dict[str, object], message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
+def test_wrong_fields_are_refused_with_their_path(fields: dict[str, object], says: tuple[object, ...]) -> None:
+    with refused(RecipeError, *says):
         checked(ByteLM, fields)
 
 

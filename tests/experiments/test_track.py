@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,8 @@ from eigengraft.experiments.track.entries import TaskRun, read_entries
 from eigengraft.experiments.track.report import track_table
 from eigengraft.experiments.track.scores import profile, profile_score, ratios, score, scores
 from eigengraft.experiments.track.track import TrackTask, entry_study, load_track
+
+from ..refusals import refused
 
 LAPTOP = Path(__file__).parents[2] / "papers" / "laptop_track"
 FIRST = ("adafactor", "adamw", "lion", "muon", "shampoo", "soap_fitted")
@@ -115,24 +116,24 @@ def test_sigmas_are_medians_of_the_spread_of_the_first_six_entries() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "says"),
     [
-        (lambda content: content["made"].update(track="0"), "results of version 1 are required, got 0"),
-        (lambda content: content["rows"].pop(), "with seeds [0, 1, 2] are required, got [0, 1]"),
-        (lambda content: content["rows"][0].update(data="abc"), "the same data of python for every entry"),
+        (lambda content: content["made"].update(track="0"), (1, 0)),
+        (lambda content: content["rows"].pop(), ("seeds", "[0, 1, 2]", "[0, 1]")),
+        (lambda content: content["rows"][0].update(data="abc"), ("data", "python")),
     ],
 )
-def test_results_that_do_not_compare_are_refused(change, message, tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_results_that_do_not_compare_are_refused(change, says, tmp_path) -> None:  # type: ignore[no-untyped-def]
     content = json.loads((LAPTOP / "results" / "adamw.json").read_text())
     (tmp_path / "adamw.json").write_text(json.dumps(content))
     change(content)
     (tmp_path / "other.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with refused(ValueError, *says):
         read_entries(load_track(), tmp_path)
 
 
 def test_a_folder_without_results_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="a folder with results of entries is required"):
+    with refused(ValueError, "results"):
         read_entries(load_track(), tmp_path)
 
 

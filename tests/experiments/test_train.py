@@ -17,6 +17,7 @@ from eigengraft import RecipeError
 from eigengraft.experiments import Experiment, Tick, load_experiment, train
 
 from .. import processes
+from ..refusals import refused
 
 pytestmark = pytest.mark.slow
 
@@ -207,7 +208,7 @@ def test_a_run_goes_on_with_other_diagnostics(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ['"50"', "50", '"every 0"', '"every 5 steps"'])
 def test_diagnostics_that_say_nothing_are_refused(text: str) -> None:
-    with pytest.raises(RecipeError, match=r"^diagnostics: "):
+    with refused(RecipeError, "diagnostics"):
         load_experiment(DIGITS, [f"diagnostics={text}"])
 
 
@@ -343,7 +344,7 @@ class TestRefusals:
     def test_the_directory_of_another_experiment(self, tmp_path: Path) -> None:
         train(load_experiment(DIGITS), tmp_path / "run")
         other = load_experiment(DIGITS, ["steps=15", "task.width=17", "update.eigenbasis.refresh.steps=7"])
-        with pytest.raises(RecipeError, match=r"run holds a run of another experiment") as caught:
+        with refused(RecipeError, "run") as caught:
             train(other, tmp_path / "run")
         lines = str(caught.value).splitlines()
         assert "steps: 14 -> 15" in lines
@@ -353,7 +354,7 @@ class TestRefusals:
 
     def test_a_directory_with_other_files(self, tmp_path: Path) -> None:
         (tmp_path / "thesis.tex").touch()
-        with pytest.raises(RecipeError, match="an empty or new directory is required"):
+        with refused(RecipeError, "directory"):
             train(load_experiment(DIGITS), tmp_path)
 
     def test_other_data_than_the_run_began_with(self, tmp_path: Path) -> None:
@@ -364,7 +365,7 @@ class TestRefusals:
             train(experiment, tmp_path / "run", stop_at(9))
         text.write_bytes(b"no things " * 1000)
         sha256 = hashlib.sha256(b"no things " * 1000).hexdigest()
-        with pytest.raises(RecipeError, match=f"data of the run's start are required.*\ndata: .* -> {sha256}"):
+        with refused(RecipeError, sha256):
             train(experiment, tmp_path / "run")
 
     @pytest.mark.parametrize("ended", [False, True])
@@ -393,7 +394,7 @@ class TestRefusals:
         experiment = load_experiment(DIGITS, ["steps=4"])
         train(experiment, tmp_path)
         (tmp_path / "env.json").write_text(json.dumps({**read(tmp_path, "env"), entry: "0.0.9"}))
-        with pytest.raises(RecipeError, match=f"(?s)code and the data.*\n{entry}: 0.0.9 -> "):
+        with refused(RecipeError, f"{entry}: 0.0.9"):
             train(experiment, tmp_path)
 
     def test_a_directory_in_which_another_process_trains(self, tmp_path: Path) -> None:
@@ -402,7 +403,7 @@ class TestRefusals:
         def intrude(tick: Tick) -> None:
             train(experiment, tmp_path / "run")
 
-        with pytest.raises(RecipeError, match="another process trains here"):
+        with refused(RecipeError, "process"):
             train(experiment, tmp_path / "run", intrude)
 
     def test_a_broken_checkpoint(self, tmp_path: Path) -> None:
@@ -410,12 +411,12 @@ class TestRefusals:
         with pytest.raises(Terminated):
             train(experiment, tmp_path / "run", stop_at(5))
         (tmp_path / "run" / "checkpoint.pt").write_bytes(b"not a checkpoint")
-        with pytest.raises(RecipeError, match="a readable checkpoint is required; remove"):
+        with refused(RecipeError, "checkpoint"):
             train(experiment, tmp_path / "run")
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the device")
     def test_a_device_that_is_not_there(self, tmp_path: Path) -> None:
-        with pytest.raises(RecipeError, match="a device of this machine is required, got 'cuda'; use device=cpu"):
+        with refused(RecipeError, "cuda"):
             train(load_experiment(DIGITS, ["device=cuda"]), tmp_path / "run")
 
 

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from eigengraft.testing import DeviceCounts, accelerator
 from eigengraft.testing.accelerator import SimulatedTensor, missing_names
 
+from ..refusals import refused
+
 Code = Callable[[Tensor], object]
 HOST = torch.arange(6.0).reshape(2, 3)
 
@@ -55,11 +57,11 @@ def test_data_of_a_parameter_can_be_replaced(x: Tensor) -> None:
     parameter = nn.Parameter(x)
     parameter.data = parameter.data * 2
     assert torch.equal((parameter + 0).cpu(), HOST * 2)
-    with pytest.raises(TypeError, match="device, shape and dtype"):
+    with refused(TypeError, "device", "shape", "dtype"):
         parameter.data = x[0]
 
 
-def test_nothing_is_left_behind() -> None:
+def test_a_simulated_accelerator_leaves_no_patch_behind() -> None:
     with accelerator("cuda"):
         assert torch.cuda.is_available()
     assert not torch.cuda.is_available()
@@ -72,9 +74,9 @@ def test_nothing_is_left_behind() -> None:
 def test_a_tensor_outside_of_the_block_is_an_error() -> None:
     with accelerator("cuda") as run:
         x = HOST.to(run.device)
-    with pytest.raises(RuntimeError, match="outside"):
+    with refused(RuntimeError, "outside"):
         x + 1
-    with accelerator("cuda"), pytest.raises(RuntimeError, match="sim"), accelerator("sim"):
+    with accelerator("cuda"), refused(RuntimeError, "sim"), accelerator("sim"):
         pass
 
 
@@ -100,7 +102,7 @@ REFUSED: dict[str, Code] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_operations_that_mix_devices_are_refused(name: str, x: Tensor) -> None:
-    with pytest.raises(RuntimeError, match="same device"):
+    with refused(RuntimeError, "device"):
         REFUSED[name](x)
 
 

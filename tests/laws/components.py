@@ -12,15 +12,18 @@ POLAR_SOLVERS = (
             Fault({"kind": "newton_schulz", "coefficients": []}, "coefficients"),
             Fault(
                 {"kind": "newton_schulz", "steps": 1, "coefficients": [[2.0, -1.5, 0.5], [1.5, -0.5, 0.0]]},
-                "coefficients: .*at most 1 .*, got 2",
+                "coefficients",
+                1,
+                2,
             ),
-            Fault({"kind": "newton_schulz", "precision": "float16"}, "precision: .*, got 'float16'"),
+            Fault({"kind": "newton_schulz", "precision": "float16"}, "precision", "float16"),
             Fault(
                 {"kind": "newton_schulz", "coefficients": "jorden"},
-                "coefficients: .*names jordan, you, .*, got 'jorden'",
+                "coefficients",
+                "jorden",
             ),
-            Fault({"kind": "newton_schulz", "coefficients": "deepseek"}, "steps: 'deepseek' .* 10 .*, got 5"),
-            Fault({"kind": "newton_schulz", "scaling": "rows"}, "scaling: .*, got 'rows'"),
+            Fault({"kind": "newton_schulz", "coefficients": "deepseek"}, "steps", 10, "deepseek", 5),
+            Fault({"kind": "newton_schulz", "scaling": "rows"}, "scaling", "rows"),
         ),
     ),
     Row({"kind": "newton_schulz", "steps": 10, "coefficients": "cans"}, "by name"),
@@ -28,7 +31,7 @@ POLAR_SOLVERS = (
     Row(
         {"kind": "triangular"},
         rotates=False,
-        faults=(unknown("triangular"), Fault({"kind": "triangular", "passes": 0}, "passes: .*or equal to 1, got 0")),
+        faults=(unknown("triangular"), Fault({"kind": "triangular", "passes": 0}, "passes", 1, 0)),
     ),
     Row({"kind": "triangular", "passes": 2}, "twice", rotates=False),
     Row({"kind": "newton_schulz", "steps": 3, "coefficients": [[2.0, -1.5, 0.5], [1.5, -0.5, 0.0]]}, "schedule"),
@@ -36,27 +39,28 @@ POLAR_SOLVERS = (
         {"kind": "gram_newton_schulz"},
         faults=(
             unknown("gram_newton_schulz"),
-            Fault({"kind": "gram_newton_schulz", "restart": 0}, "restart: .*or equal to 1"),
+            Fault({"kind": "gram_newton_schulz", "restart": 0}, "restart", 1),
             Fault(
                 {"kind": "gram_newton_schulz", "steps": 1, "coefficients": [[2.0, -1.5, 0.5], [1.5, -0.5, 0.0]]},
-                "coefficients: .*at most 1 ",
+                "coefficients",
+                1,
             ),
         ),
     ),
     Row({"kind": "gram_newton_schulz", "steps": 6, "restart": 4}, "seldom restarted"),
-    Row({"kind": "svd"}, faults=(unknown("svd"), Fault({"kind": "svd", "cutoff": -1.0}, "cutoff: .*or equal to 0"))),
+    Row({"kind": "svd"}, faults=(unknown("svd"), Fault({"kind": "svd", "cutoff": -1.0}, "cutoff", 0))),
 )
 
-AXES_FAULTS: tuple[tuple[Make, str], ...] = (
-    ({"side": "top"}, "side: .*, got 'top'"),
-    ({"side": {"two": [0]}}, "side: .*keys .*orders"),
-    ({"side": {2: [0, 2]}}, r"side: .*order 2 .*below 2, got \[0, 2\]"),
-    ({"side": {1: [0]}, "vectors": False}, "vectors: false .*`side`"),
-    ({"max_size": 0}, "max_size: .*greater than or equal to 1"),
-    ({"max_skew": 0.0}, "max_skew: .*greater than 0"),
-    ({"oversize": "full"}, "oversize: .*'diagonal', got 'full'"),
-    ({"oversize": "diagonal"}, "oversize: 'diagonal' .*max_size or max_skew"),
-    ({"oversize": "diagonal", "max_size": 4, "entries": "diagonal"}, "oversize: 'diagonal' .* entries 'diagonal'"),
+AXES_FAULTS: tuple[tuple[Make, tuple[object, ...]], ...] = (
+    ({"side": "top"}, ("side", "top")),
+    ({"side": {"two": [0]}}, ("side",)),
+    ({"side": {2: [0, 2]}}, ("side", 2, "[0, 2]")),
+    ({"side": {1: [0]}, "vectors": False}, ("vectors", "true", "false")),
+    ({"max_size": 0}, ("max_size", 1)),
+    ({"max_skew": 0.0}, ("max_skew", 0)),
+    ({"oversize": "full"}, ("oversize", "diagonal", "full")),
+    ({"oversize": "diagonal"}, ("oversize", "none", "max_size", "max_skew", "diagonal")),
+    ({"oversize": "diagonal", "max_size": 4, "entries": "diagonal"}, ("oversize", "none", "diagonal")),
 )
 
 STATISTICS = (
@@ -65,15 +69,15 @@ STATISTICS = (
         degree=2,
         faults=(
             unknown("gram"),
-            Fault({"kind": "gram", "beta": 1.5}, "beta: .*less than or equal to 1"),
-            *(Fault({"kind": "gram", "axes": fields}, f"axes(: |[.]){said}") for fields, said in AXES_FAULTS),
-            Fault({"kind": "gram", "interval": 0}, "interval: .*or equal to 1"),
-            Fault({"kind": "gram", "trace_scaling": 2.0}, "trace_scaling: .*less than or equal to 1"),
-            Fault({"kind": "gram", "trace_floor": 1e-12}, "trace_floor: 1e-12 .*`trace_scaling`"),
-            Fault({"kind": "gram", "polar": "svd"}, "polar: .*`source: orthogonalized`.*, got source 'gradient'"),
-            Fault({"kind": "gram", "beta": 1.0, "damped": False}, "damped: false .* beta 1"),
-            Fault({"kind": "gram", "beta": 1.0, "bias_correction": False}, "bias_correction: false .* beta 1"),
-            Fault({"kind": "gram", "damped": False, "bias_correction": False}, "correction: false .* damped false"),
+            Fault({"kind": "gram", "beta": 1.5}, "beta", 1),
+            *(Fault({"kind": "gram", "axes": fields}, "axes", *says) for fields, says in AXES_FAULTS),
+            Fault({"kind": "gram", "interval": 0}, "interval", 1),
+            Fault({"kind": "gram", "trace_scaling": 2.0}, "trace_scaling", 1),
+            Fault({"kind": "gram", "trace_floor": 1e-12}, "trace_floor", "trace_scaling", "floor", 1e-12),
+            Fault({"kind": "gram", "polar": "svd"}, "polar", "source", "gradient"),
+            Fault({"kind": "gram", "beta": 1.0, "damped": False}, "damped", "true", 1, "false"),
+            Fault({"kind": "gram", "beta": 1.0, "bias_correction": False}, "bias_correction", "true", 1, "false"),
+            Fault({"kind": "gram", "damped": False, "bias_correction": False}, "bias_correction", "true", "false"),
         ),
     ),
     Row({"kind": "gram", "beta": 0.9, "bias_correction": False}, "uncorrected", degree=2),
@@ -88,9 +92,9 @@ STATISTICS = (
         degree=lambda order: 2 / order,
         faults=(
             unknown("bregman"),
-            Fault({"kind": "bregman", "q": -1}, "q: .*number >= 0"),
-            Fault({"kind": "bregman", "order": "both"}, "order: .*'jacobi' or 'gauss_seidel'"),
-            Fault({"kind": "bregman", "normalize": "none"}, "first: 'rms' .*normalize 'none'"),
+            Fault({"kind": "bregman", "q": -1}, "q", 0),
+            Fault({"kind": "bregman", "order": "both"}, "order", "jacobi", "gauss_seidel"),
+            Fault({"kind": "bregman", "normalize": "none"}, "first", "identity", "none", "rms"),
         ),
     ),
     Row({"kind": "bregman", "beta": 0.9, "q": 2}, "frobenius", degree=lambda order: 2 / order),
@@ -104,10 +108,8 @@ STATISTICS = (
         degree=0,
         faults=(
             unknown("input_gram"),
-            Fault(
-                {"kind": "input_gram", "axes": {"side": "left"}}, "axes: .*vectors: false.* required, .*got side 'left'"
-            ),
-            Fault({"kind": "input_gram", "source": "direction"}, "source: 'direction' .*inputs"),
+            Fault({"kind": "input_gram", "axes": {"side": "left"}}, "axes", "false", "side", "left"),
+            Fault({"kind": "input_gram", "source": "direction"}, "source", "direction"),
         ),
     ),
     Row(
@@ -123,9 +125,9 @@ CADENCES = (
         {"kind": "every", "steps": 5},
         faults=(
             unknown("every"),
-            Fault({"kind": "every", "steps": 0}, "steps: .*greater than or equal to 1"),
-            Fault({"kind": "every", "steps": True}, "steps: .*integer"),
-            Fault({"kind": "every", "stagger": "random"}, "stagger: .*, got 'random'"),
+            Fault({"kind": "every", "steps": 0}, "steps", 1),
+            Fault({"kind": "every", "steps": True}, "steps"),
+            Fault({"kind": "every", "stagger": "random"}, "stagger", "random"),
         ),
     ),
     Row({"kind": "every", "steps": 5, "stagger": "none", "start": 7}, "at once, late"),
@@ -135,9 +137,9 @@ CADENCES = (
         {"kind": "probability", "probability": 0.3},
         faults=(
             unknown("probability"),
-            Fault({"kind": "probability", "probability": 0.0}, "probability: .*greater than 0"),
-            Fault({"kind": "probability", "probability": 1.5}, "probability: .*less than or equal to 1"),
-            Fault({"kind": "probability", "seed": -1}, "seed: .*greater than or equal to 0"),
+            Fault({"kind": "probability", "probability": 0.0}, "probability", 0),
+            Fault({"kind": "probability", "probability": 1.5}, "probability", 1),
+            Fault({"kind": "probability", "seed": -1}, "seed", 0),
         ),
     ),
     Row({"kind": "probability", "probability": 0.5, "start": 7, "shared": True}, "at once, late"),
@@ -145,7 +147,7 @@ CADENCES = (
 
 
 def decay(kind: str) -> Row:
-    wrong = Fault({"kind": kind, "rate": -0.1}, "rate: .*greater than or equal to 0")
+    wrong = Fault({"kind": kind, "rate": -0.1}, "rate", 0)
     return Row({"kind": kind, "rate": 0.1}, faults=(unknown(kind), wrong))
 
 
@@ -158,15 +160,15 @@ VIEWS = (
     Row({"kind": "batches"}, faults=(unknown("batches"),)),
     Row({"kind": "whole"}, faults=(unknown("whole"),)),
     Row({"kind": "pairs"}, faults=(unknown("pairs"),)),
-    Row({"kind": "modules"}, faults=(unknown("modules"), Fault({"kind": "modules", "heads": 1}, "heads: .*boolean"))),
+    Row({"kind": "modules"}, faults=(unknown("modules"), Fault({"kind": "modules", "heads": 1}, "heads"))),
     Row(
         {"kind": "matrices", "sections": [4, 2, 2], "heads": 2},
         faults=(
             unknown("matrices"),
-            Fault({"kind": "matrices", "batch": -1}, "batch: .*greater than or equal to 0"),
-            Fault({"kind": "matrices", "sections": [4]}, "sections: at least two lengths"),
-            Fault({"kind": "matrices", "groups": 2}, "groups: sections are required, .*got groups 2"),
-            Fault({"kind": "matrices", "outputs": "second"}, "outputs: .*, got 'second'"),
+            Fault({"kind": "matrices", "batch": -1}, "batch", 0),
+            Fault({"kind": "matrices", "sections": [4]}, "sections"),
+            Fault({"kind": "matrices", "groups": 2}, "groups", 2),
+            Fault({"kind": "matrices", "outputs": "second"}, "outputs", "second"),
         ),
     ),
 )

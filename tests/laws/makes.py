@@ -29,4 +29,4 @@ def basis(*inner: Make, **more: Any) -> Make:
 
 
 def unknown(kind: str) -> Fault:
-    return Fault({"kind": kind, "bete": 0.9}, r"bete: unknown field.*got 0\.9")
+    return Fault({"kind": kind, "bete": 0.9}, "bete", 0.9)

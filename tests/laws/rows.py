@@ -27,12 +27,14 @@ RESTLESS = "qr_iteration"
 """Ascending order and single steps: does not settle, as its docstring says and `test_bases.py` measures."""
 
 
-@dataclass(frozen=True)
 class Fault:
-    """A declaration that must be refused at construction, and what the error must say (a regular expression)."""
+    """A declaration that must be refused at construction, and the path and values that the error must name."""
 
     fields: Make
-    message: str
+    says: tuple[object, ...]
+
+    def __init__(self, fields: Make, *says: object) -> None:
+        self.fields, self.says = fields, says
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from eigengraft import Optimizer, load_recipe
 from eigengraft.optimizers.step.gradients import STALLED
 
 from ..recipes import COVER, with_options
+from ..refusals import refused, warned
 
 SHAPES = ((4, 3), (4, 3), (5,), ())
 BAD = (float("nan"), float("inf"), float("-inf"))
@@ -119,7 +120,7 @@ def test_raise_names_the_parameter_and_changes_nothing(split: bool, bad: float) 
         optimizer.step()
     before = everything(optimizer)
     assign(params, [spoil(g, bad) if i in (1, 3) else g for i, g in enumerate(gradients(3, params))])
-    with pytest.raises(FloatingPointError, match=r"p1, p3: finite values are required.*nothing was changed"):
+    with refused(FloatingPointError, "p1", "p3"):
         optimizer.step()
     assert equal(everything(optimizer), before)
     assign(params, list(gradients(4, params)))
@@ -134,7 +135,7 @@ def test_raise_on_a_device_comes_a_step_later_and_leaves_the_state_right() -> No
         assign(pairs, [spoil(g, BAD[0]) if i == 1 else g for i, g in enumerate(gradients(0, pairs))])
         optimizer.step()
     assign(params, list(gradients(1, params)))
-    with pytest.raises(FloatingPointError, match="p1: finite values are required"):
+    with refused(FloatingPointError, "p1"):
         late.step()
     assert [int(late.state[p]["step"]) for _, p in params] == [1, 0, 1, 1]
     assert equal(everything(late), everything(skip))
@@ -275,7 +276,7 @@ def test_a_failed_root_keeps_the_previous_one_counts_and_finally_raises(
     monkeypatch.setattr(torch.linalg, "eigh", broken)
     step(4)
     step(5)
-    with pytest.raises(ArithmeticError, match=r"at most 2 .*p0"):
+    with refused(ArithmeticError, 2, "p0"):
         step(6)
 
 
@@ -331,7 +332,7 @@ def test_a_sparse_gradient_is_refused_by_name_and_changes_nothing(split: bool) -
     before = everything(optimizer)
     dense = torch.ones(3, 2, dtype=torch.float64)
     assign(params, [dense, dense.to_sparse()])
-    with pytest.raises(TypeError, match=r"p1: a dense gradient is required, got layout torch\.sparse_coo"):
+    with refused(TypeError, "p1", "layout", "torch.sparse_coo"):
         optimizer.step()
     assert equal(everything(optimizer), before)
 
@@ -354,7 +355,7 @@ def test_steps_without_usable_gradients_count_in_a_row_alone() -> None:
         assign(params, [torch.full((3,), 1.0 if step == STALLED - 1 else float("nan"), dtype=torch.float64)])
         optimizer.step()
     assert optimizer.skipped == {"p0": 2 * STALLED - 2}
-    with pytest.warns(UserWarning, match="got none in 10 steps in a row"):
+    with warned(UserWarning, "none", 10):
         optimizer.step()
 
 
@@ -417,23 +418,23 @@ def test_other_chains_may_square(recipe: Any) -> None:
     assert load_recipe(recipe).squares()
 
 
-@pytest.mark.parametrize(("value", "words"), [(1e20, r"1e\+20.*float32.*scale the loss"), (float("nan"), "inf or nan")])
+@pytest.mark.parametrize(("value", "says"), [(1e20, (20, "float32")), (float("nan"), ("inf", "nan"))])
 @pytest.mark.parametrize("raises", [False, True])
-def test_the_reason_why_a_gradient_is_not_used_is_said(value: float, words: str, raises: bool) -> None:
+def test_the_reason_why_a_gradient_is_not_used_is_said(value: float, says: tuple[object, ...], raises: bool) -> None:
     params = named(torch.float32)
     changes = ["failure.nonfinite=raise"] if raises else []
     optimizer = Optimizer(params, load_recipe("adam", changes))
     grads = [torch.full_like(p, value) for _, p in params]
     if raises:
         assign(params, list(grads))
-        with pytest.raises(FloatingPointError, match=words):
+        with refused(FloatingPointError, *says):
             optimizer.step()
         return
     for step in range(STALLED):
         assign(params, list(grads))
         if step < STALLED - 1:
             optimizer.step()
-    with pytest.warns(UserWarning, match=words):
+    with warned(UserWarning, *says):
         optimizer.step()
     assert optimizer.skipped["p0"] == STALLED
 

@@ -17,6 +17,8 @@ from eigengraft.component import plain
 from eigengraft.preconditioners import RMS, Momentum
 from eigengraft.preconditioners.cadence import Every
 
+from ..refusals import refused
+
 DECLARED: dict[str, Any] = {
     "update": [
         {
@@ -78,15 +80,15 @@ def test_components_take_them_too() -> None:
 @pytest.mark.parametrize(
     ("given", "path"),
     [
-        (UserDict({"kind": "rms", "beta": "0.9"}), "update.rms.beta"),
-        (UserDict({"kind": "rms", "beta": np.float64("nan")}), "update.rms.beta"),
-        (UserDict({"kind": "rms", "betas": 0.9}), "update.rms.betas"),
-        (UserDict({"kind": "rsm"}), "update"),
-        ({"kind": "rms", "per": UserList(["entry"])}, "update.rms.per"),
+        (UserDict({"kind": "rms", "beta": "0.9"}), ("update.rms.beta",)),
+        (UserDict({"kind": "rms", "beta": np.float64("nan")}), ("update.rms.beta",)),
+        (UserDict({"kind": "rms", "betas": 0.9}), ("update.rms.betas",)),
+        (UserDict({"kind": "rsm"}), ("update.rsm",)),
+        ({"kind": "rms", "per": UserList(["entry"])}, ("update.rms.per",)),
     ],
 )
-def test_faults_in_them_have_their_path(given: Any, path: str) -> None:
-    with pytest.raises(RecipeError, match=path):
+def test_faults_in_them_have_their_path(given: Any, path: tuple[object, ...]) -> None:
+    with refused(RecipeError, *path):
         load_recipe(UserList([given]))
 
 
@@ -126,7 +128,7 @@ def test_rates_may_be_numbers_of_numpy(number: Any) -> None:
 
 @pytest.mark.parametrize("bad", [np.bool_(True), np.float32("nan"), np.float32(-1), np.str_("1")])
 def test_other_values_of_numpy_are_no_rates(bad: Any) -> None:
-    with pytest.raises(ValueError, match=r"^lr: "):
+    with refused(ValueError, "lr"):
         Optimizer([weight()], SIMPLE, lr=bad)
 
 
@@ -155,7 +157,7 @@ def test_keys_of_wrappers_stay_in_groups() -> None:
     "key", ["betas", "eps", "momentum", "nesterov", "amsgrad", "update", "routes", "weight_deacy", "learning_rate"]
 )
 def test_options_of_other_optimizers_are_refused_in_groups(key: str) -> None:
-    with pytest.raises(ValueError, match=f"'{key}'"):
+    with refused(ValueError, key):
         Optimizer([{"params": [weight()], key: 0.5}], SIMPLE)
 
 
@@ -169,7 +171,7 @@ def test_schedulers_of_momentum_are_refused_at_once(cyclic: bool) -> None:
             return torch.optim.lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, **more)
         return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=4, **more)
 
-    with pytest.raises(ValueError, match="cycle_momentum"):
+    with refused(ValueError, "cycle_momentum"):
         schedule()
     assert schedule(cycle_momentum=False).get_last_lr()[0] == optimizer.param_groups[0]["lr"]
 
@@ -209,7 +211,7 @@ def test_complex_parameters_are_updated_as_torch_does(recipe: str, dtype: torch.
 
 @pytest.mark.parametrize("recipe", ["soap_fitted", "muon", "prodigy", "shampoo"])
 def test_stages_that_mix_entries_refuse_complex_parameters_by_name(recipe: str) -> None:
-    with pytest.raises(ValueError, match=r"^w: .*complex.* update\.\w+"):
+    with refused(ValueError, "w"):
         Optimizer([("w", complex_weights(torch.complex64)[0])], recipe, overrides={"routes": []})
 
 
@@ -220,7 +222,7 @@ def test_a_complex_matrix_that_is_thawed_is_refused_where_its_stage_cannot_take_
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(ValueError, match=r"^b\.weight: .*complex"):
+    with refused(ValueError, "b.weight"):
         optimizer.step()
     assert all(map(torch.equal, before, model.parameters()))
 

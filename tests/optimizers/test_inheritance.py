@@ -13,6 +13,8 @@ from eigengraft.optimizers.recipe.loading import shipped
 from eigengraft.optimizers.recipe.overrides import apply_overrides, differences
 from eigengraft.preconditioners import RMS, Gram, Momentum
 
+from ..refusals import refused
+
 REFRESH = "update.eigenbasis.refresh.steps"
 
 
@@ -89,43 +91,37 @@ def test_a_shipped_recipe_differs_from_its_base_where_it_says(name: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("source", "message"),
+    ("source", "says"),
     [
-        ({"base": "soup"}, r"^base: recipe 'soup': a shipped recipe or .* did you mean 'soap'"),
-        ({"base": 3}, r"^base: recipe: a name, path, mapping, list of stages or Recipe is required, got int$"),
-        ({"base": {"lr": 1}}, r"^base: update: required, got nothing"),
-        ({"base": "none.yaml"}, r"^base: none.yaml: an existing YAML file is required, got nothing there$"),
-        ({"base": "soap_fitted", "lrr": 1}, r"lrr: unknown field \(did you mean 'lr'\?\), got 1"),
-        ({"base": "soap_fitted", "set": {"lr": "fast"}}, r"lr: .*number, got 'fast'"),
-        (
-            {"base": "soap_fitted", "set": ["lr=1"]},
-            r"^set: a mapping of dotted paths to values is required, got \['lr=1'\]$",
-        ),
-        ({"update": "rms", "set": {"lr": 1}}, r"^set: a `base` whose values it changes is required, got none$"),
+        ({"base": "soup"}, ("base", "soup", "soap")),
+        ({"base": 3}, ("base", "recipe", "int")),
+        ({"base": {"lr": 1}}, ("base", "update")),
+        ({"base": "none.yaml"}, ("base", "none.yaml", "YAML")),
+        ({"base": "soap_fitted", "lrr": 1}, ("lrr", "lr", 1)),
+        ({"base": "soap_fitted", "set": {"lr": "fast"}}, ("lr", "fast")),
+        ({"base": "soap_fitted", "set": ["lr=1"]}, ("set", "lr=1")),
+        ({"update": "rms", "set": {"lr": 1}}, ("set", "base", "none")),
         (
             {"base": "soap_fitted", "set": {"update.eigenbase.refresh.steps": 1}},
-            r"^set: update.eigenbase.refresh.steps: there is no 'eigenbase' in 'update', did you mean 'eigenbasis'",
+            ("set", "update.eigenbase.refresh.steps", "eigenbase", "update", "eigenbasis"),
         ),
         (
             {"base": "soap_fitted", "blocking": {"size": 8}, "set": {"blocking.size": 4}},
-            r"^set: paths into fields of the base are required, got blocking.size, which is replaced beside it$",
+            ("set", "blocking.size"),
         ),
-        (
-            {"base": {"base": "soap_fitted", "set": {"lr.x": 1}}},
-            r"^base: set: lr.x: 'lr' is the value 0.003 and has no",
-        ),
-        ({"base": {"schema": 7, "update": "rms"}}, r"^base: schema: version 1 is required, got 7$"),
+        ({"base": {"base": "soap_fitted", "set": {"lr.x": 1}}}, ("base", "set", "lr.x", "lr", 0.003)),
+        ({"base": {"schema": 7, "update": "rms"}}, ("base", "schema", 1, 7)),
     ],
 )
-def test_a_wrong_base_is_refused_with_its_path(source: Any, message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
+def test_a_wrong_base_is_refused_with_its_path(source: Any, says: tuple[object, ...]) -> None:
+    with refused(RecipeError, *says):
         load_recipe(source)
 
 
 def test_a_circle_of_bases_is_refused(tmp_path: Path) -> None:
     for name, base in (("a", "b"), ("b", "c"), ("c", "a")):
         (tmp_path / f"{name}.yaml").write_text(f"{{base: {base}.yaml, lr: 1}}")
-    with pytest.raises(RecipeError, match=r"not based on itself is required, got .*a.yaml -> .*c.yaml -> .*a.yaml"):
+    with refused(RecipeError, "a.yaml", "c.yaml"):
         load_recipe(tmp_path / "a.yaml")
 
 

@@ -12,6 +12,8 @@ from eigengraft import compose
 from eigengraft.optimizers.models import lint
 from eigengraft.optimizers.models.lint import Composition, known_checks, recipe_check
 
+from ..refusals import refused
+
 
 def model(width: int = 64) -> nn.Module:
     """A matrix of width^2 numbers and a head."""
@@ -97,7 +99,7 @@ def test_an_id_silences_its_warning_alone_and_an_unknown_id_is_refused() -> None
     for silent, left in (ids, ids[::-1]):
         (message,) = warned("adamw", model(64), overrides=both, silence=[silent])
         assert message.endswith(f"[{left}]")
-    with pytest.raises(ValueError, match=r"silence: ids of checks \(head-unclear, .*\) are required, got 'storage'"):
+    with refused(ValueError, "silence", "storage"):
         compose("adamw", model(), silence=["storage"])
 
 

@@ -15,6 +15,8 @@ from eigengraft.preconditioners import Stage
 from eigengraft.slots import State
 from eigengraft.step_context import StepContext
 
+from ..refusals import refused, warned
+
 
 class Net(nn.Module):
     def __init__(self) -> None:
@@ -54,42 +56,42 @@ def test_a_parameter_given_twice_is_refused(names: tuple[str, str] | None) -> No
     what = "parameter 0 again as parameter 1" if names is None else "one again as two"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns first
-        with pytest.raises(ValueError, match=f"^params: each parameter once is required, got {what}"):
+        with refused(ValueError, "params", what):
             Optimizer(given)
 
 
 def test_a_step_of_a_model_on_the_meta_device_is_refused_by_name() -> None:
     optimizer = compose("soap_fitted", Net().to("meta"))
     for act in (optimizer.step, lambda: optimizer.load_state_dict(optimizer.state_dict())):
-        with pytest.raises(ValueError, match=r"^\S+: a parameter with values is required, .* meta .*to_empty"):
+        with refused(ValueError, "to_empty"):
             act()
 
 
 class TestFlatPieces:
     """Marks of tensors as FSDP1 and DeepSpeed set them; neither makes matrices of what it hands to optimizers."""
 
-    REMEDY = r"; use torch\.distributed\.fsdp\.fully_shard \(FSDP2\)$"
+    REMEDY = "torch.distributed.fsdp.fully_shard"
 
-    def test_of_fsdp1_are_refused_by_name(self) -> None:
+    def test_flat_parameters_of_fsdp1_are_refused_by_name(self) -> None:
         flat = nn.Parameter(torch.ones(24))
         flat._fsdp_flattened = True  # type: ignore[attr-defined]
         for recipe in ("soap_fitted", "sgd", {"base": "sgd", "distribution": {"mode": "local"}}):
-            with pytest.raises(ValueError, match=r"^_flat_param: .* got a flat one of .* \(FSDP1\)" + self.REMEDY):
+            with refused(ValueError, "_flat_param", "FSDP1", self.REMEDY):
                 Optimizer([("_flat_param", flat)], recipe)
 
-    def test_of_stage_3_are_refused_by_name_and_shape(self) -> None:
+    def test_partitioned_parameters_of_zero_3_are_refused_by_name_and_shape(self) -> None:
         model = Net()
         for number, parameter in enumerate(model.parameters()):
             parameter.ds_id, parameter.ds_shape = number, parameter.shape  # type: ignore[attr-defined]
             parameter.data = torch.empty(0)
-        with pytest.raises(
-            ValueError, match=r"^hidden\.weight: .* of shape \(5, 4\) in .* \(ZeRO stage 3\)" + self.REMEDY
-        ):
+        with refused(ValueError, "hidden.weight", (5, 4), "ZeRO stage 3", self.REMEDY):
             compose("soap_fitted", model)
 
     @pytest.mark.parametrize("stage", [1, 3, "marked later"])
     @pytest.mark.parametrize("frozen", [(), ("hidden.bias", "last.weight", "last.bias")], ids=["all", "one"])
-    def test_in_place_of_parameters_are_refused_by_name(self, stage: int | str, frozen: tuple[str, ...]) -> None:
+    def test_flat_tensors_put_in_place_of_parameters_are_refused_by_name(
+        self, stage: int | str, frozen: tuple[str, ...]
+    ) -> None:
         model = Net()
         given = [(name, parameter) for name, parameter in model.named_parameters() if name not in frozen]
         optimizer = Optimizer(given, "soap_fitted", overrides={"routes": []})
@@ -99,7 +101,7 @@ class TestFlatPieces:
             group["params"][0].ds_id = "0_3"
         if stage == "marked later":
             group["params"], model.hidden.weight.ds_shape = [], (5, 4)  # type: ignore[assignment]
-        with pytest.raises(ValueError, match=r"^hidden\.weight.* required, got .* \(ZeRO.*\).*" + self.REMEDY):
+        with refused(ValueError, "hidden.weight", "ZeRO", self.REMEDY):
             optimizer.step()
 
 
@@ -113,7 +115,7 @@ class TestReplacedParameters:
         self.replace(model)
         before = copy.deepcopy(model.state_dict())
         backward(model)
-        with pytest.raises(RuntimeError, match=r"^hidden\.weight: "):
+        with refused(RuntimeError, "hidden.weight"):
             optimizer.step()
         assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
@@ -122,7 +124,7 @@ class TestReplacedParameters:
         optimizer = compose("adamw", model)
         model.last = nn.Linear(5, 2)
         backward(model)
-        with pytest.raises(RuntimeError, match=r"^last\.weight: "):
+        with refused(RuntimeError, "last.weight"):
             optimizer.step()
 
     def test_parameters_without_gradients_are_no_error(self) -> None:
@@ -151,7 +153,7 @@ def test_a_direction_that_is_not_finite_is_not_written(registry: None) -> None:
     optimizer.step()
     before = copy.deepcopy(model.state_dict())
     backward(model)
-    with pytest.raises(ContractError, match=r"^update: .* 1 of 1 blocks of shape \[5, 4\]"):
+    with refused(ContractError, "update", 1, "[5, 4]"):
         optimizer.step()
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
@@ -242,7 +244,7 @@ class TestEvaluationOfAveragedIterates:
         said = self.run("schedule_free_adamw", evaluated=False)
         assert len(said) == 1 and "averages iterates (schedule_free)" in said[0] and "optimizer.eval()" in said[0]
 
-    def test_nothing_is_said_elsewhere(self) -> None:
+    def test_evaluated_or_unaveraged_iterates_give_no_warning(self) -> None:
         assert self.run("schedule_free_adamw", evaluated=True) == []
         assert self.run("schedule_free_adamw", evaluated=False, steps=0) == []
         assert self.run("adamw", evaluated=False) == []
@@ -267,7 +269,7 @@ class TestGroupsOfAModel:
         assert optimizer.param_groups[0]["param_names"] == ["table.weight", "hidden.weight"]
 
     def test_a_parameter_of_another_model_is_refused(self) -> None:
-        with pytest.raises(ValueError, match=r"^grouped: group 0: .* of shape \(5, 4\) at 0"):
+        with refused(ValueError, "grouped", 0, "(5, 4)"):
             grouped(Net(), [{"params": list(Net().parameters())}])
 
 
@@ -279,7 +281,7 @@ def test_an_option_put_into_a_group_by_hand_is_said_and_other_keys_are_not() -> 
         warnings.simplefilter("error")
         optimizer.step()
     optimizer.param_groups[0]["momentum"] = 0.5
-    with pytest.warns(UserWarning, match="'momentum' has no effect on steps; the recipe says it"):
+    with warned(UserWarning, "momentum"):
         optimizer.step()
 
 
@@ -290,6 +292,6 @@ def test_a_field_of_a_stage_put_into_a_group_by_hand_is_said_with_its_path() -> 
         warnings.simplefilter("error")
         optimizer.step()
     optimizer.param_groups[0]["beta"] = 0.5
-    said = r"'beta' has no effect on steps; update\.momentum\.beta, update\.rms\.beta of the recipe says it"
-    with pytest.warns(UserWarning, match=said):
+    says = ("beta", "update.momentum.beta", "update.rms.beta")
+    with warned(UserWarning, *says):
         optimizer.step()

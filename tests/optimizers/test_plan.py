@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -45,6 +44,8 @@ from eigengraft.optimizers.plan.traffic import all_reduced
 from eigengraft.optimizers.recipe.loading import load_recipe
 from eigengraft.optimizers.recipe.routing import DescribedParameters, ParamInfo, describe_model
 from eigengraft.optimizers.stacks.owners import block_cost
+
+from ..refusals import check_said, refused
 
 pytestmark = pytest.mark.slow
 
@@ -217,7 +218,7 @@ def test_gradients_that_step_changes_are_not_sent_before() -> None:
     module = nn.Linear(8, 8, bias=False)
     fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
     early = ["distribution.overlap_backward=true", "weight_decay.kind=l2", "weight_decay.rate=0.1"]
-    with pytest.raises(ValueError, match=r"overlap_backward: a weight decay outside of gradients .* added to them"):
+    with refused(ValueError, "overlap_backward"):
         eigengraft.compose(eigengraft.load_recipe("muon", early), module)
     dist.destroy_process_group()
 
@@ -226,22 +227,22 @@ def test_gradients_that_step_changes_are_not_sent_before() -> None:
 def test_owners_do_not_write_what_needs_updates() -> None:
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     written = ["distribution.gather=parameters", "averaging=ema"]
-    with pytest.raises(ValueError, match=r"distribution.gather: 'updates' are required by averaging and constraints"):
+    with refused(ValueError, "distribution.gather", "updates", "averaging"):
         eigengraft.compose(eigengraft.load_recipe("muon", written), nn.Linear(8, 8, bias=False))
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "says"),
     [
-        ({"mode": "local", "overlap_backward": True}, "overlap_backward: mode 'auto' or 'sharded' is required"),
-        ({"mode": "sharded", "gather": "parameters"}, "gather: mode 'auto' or 'replicated' is required"),
-        ({"dtype": "bf16", "gather": "parameters"}, "gather: dtype 'exact' is required"),
-        ({"mode": "local", "group_size": 2}, "group_size: mode 'auto' or 'replicated' is required, got 'local'"),
+        ({"mode": "local", "overlap_backward": True}, ("overlap_backward", "auto", "sharded")),
+        ({"mode": "sharded", "gather": "parameters"}, ("gather", "auto", "replicated")),
+        ({"dtype": "bf16", "gather": "parameters"}, ("gather", "exact")),
+        ({"mode": "local", "group_size": 2}, ("group_size", "auto", "replicated", "local")),
     ],
 )
-def test_settings_without_effect_are_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_settings_without_effect_are_refused(fields: dict[str, Any], says: tuple[object, ...]) -> None:
+    with refused(ValueError, *says):
         Distribution(**fields)
 
 
@@ -261,7 +262,7 @@ def test_whole_blocks_do_not_travel(rank: int, monkeypatch: pytest.MonkeyPatch) 
     optimizer.step()
     assert [counted.counts[kind][:2] for kind in ("gradients", "updates")] == [[0, 0], [0, 0]]
     assert sum(len(unit.stack.param_ids) for unit in optimizer.stack_states() if unit.block_group is not None) == 4
-    with pytest.raises(ValueError, match=r"whole_block_shards: .* got another one of shape \(8, 32\)"):
+    with refused(ValueError, "whole_block_shards", "(8, 32)"):
         placements(model[0].weight)
 
 
@@ -409,24 +410,26 @@ def test_more_ranks_change_no_sum() -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "shapes", "mesh", "parallel", "message"),
+    ("recipe", "shapes", "mesh", "parallel", "says"),
     [
-        ("soap_fitted", [], (2,), "ddp", "at least one parameter"),
-        ("soap_fitted", [("a", (2, -1))], (2,), "ddp", "a: a shape without negative"),
-        ("soap_fitted", [("a", (2,)), ("b", (2,)), ("b", (3,))], (2,), "ddp", "got 'b' twice"),
-        ("soap_fitted", [("a", ())], (2,), "fsdp2", "a: an axis to cut is required"),
-        ("soap_fitted", [("a", (2, 2))], (2, 2), "fsdp2", "mesh: 1 axes are required"),
-        ("soap_fitted", [("a", (2, 2))], (4,), "hsdp", "mesh: 2 axes are required"),
-        ("soap_fitted", [("a", (2, 2))], (0,), "ddp", "each of at least one rank"),
-        ({**SOAP, "distribution": {"mode": "local"}}, [("a", (2, 2))], (2,), "ddp", "distribution.mode: 'local'"),
-        ({**SOAP, "distribution": {"mode": "sharded"}}, [("a", (2, 2))], (2,), "ddp", "'sharded' does not"),
-        ({**SOAP, "distribution": {"mode": "replicated"}}, [("a", (2, 2))], (2,), "fsdp2", "'replicated' does not"),
-        ({**SOAP, "distribution": {"group_size": 2}}, [("a", (2, 2))], (3,), "ddp", "a multiple of 2 ranks .* got 3"),
-        ({**SOAP, "distribution": {"group_size": 2}}, [("a", (2, 2))], (4,), "fsdp2", "ddp on .* got parallel fsdp2"),
+        ("soap_fitted", [], (2,), "ddp", ("parameter",)),
+        ("soap_fitted", [("a", (2, -1))], (2,), "ddp", ("a",)),
+        ("soap_fitted", [("a", (2,)), ("b", (2,)), ("b", (3,))], (2,), "ddp", ("b",)),
+        ("soap_fitted", [("a", ())], (2,), "fsdp2", ("a",)),
+        ("soap_fitted", [("a", (2, 2))], (2, 2), "fsdp2", ("mesh", 1)),
+        ("soap_fitted", [("a", (2, 2))], (4,), "hsdp", ("mesh", 2)),
+        ("soap_fitted", [("a", (2, 2))], (0,), "ddp", ("mesh",)),
+        ({**SOAP, "distribution": {"mode": "local"}}, [("a", (2, 2))], (2,), "ddp", ("distribution.mode", "local")),
+        ({**SOAP, "distribution": {"mode": "sharded"}}, [("a", (2, 2))], (2,), "ddp", ("sharded",)),
+        ({**SOAP, "distribution": {"mode": "replicated"}}, [("a", (2, 2))], (2,), "fsdp2", ("replicated",)),
+        ({**SOAP, "distribution": {"group_size": 2}}, [("a", (2, 2))], (3,), "ddp", (2, 3)),
+        ({**SOAP, "distribution": {"group_size": 2}}, [("a", (2, 2))], (4,), "fsdp2", ("parallel", "fsdp2")),
     ],
 )
-def test_what_cannot_be_planned(recipe: Any, shapes: Any, mesh: Any, parallel: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_impossible_plans_are_refused(
+    recipe: Any, shapes: Any, mesh: Any, parallel: Any, says: tuple[object, ...]
+) -> None:
+    with refused(ValueError, *says):
         plan(recipe, shapes, mesh, parallel)
 
 
@@ -447,7 +450,7 @@ def test_shapes_in_files(tmp_path: Path) -> None:
         assert read_shapes(tmp_path / name) == expected, name
     for text in ("a 8xb\n", "a 8x-4\n", "a 2\na 2\n", "# nothing\n"):
         (tmp_path / "bad.txt").write_text(text)
-        with pytest.raises(RecipeError, match=r"bad\.txt"):
+        with refused(RecipeError, "bad.txt"):
             read_shapes(tmp_path / "bad.txt")
 
 
@@ -474,20 +477,20 @@ def test_the_command_writes_how_it_grows(call: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "says"),
     [
-        (["llama-7b"], "llama-70b, .* is required, got 'llama-7b'; did you mean 'llama-70b'"),
-        (["digits", "--mesh", "2y4"], "--mesh: numbers such as 2x4"),
-        (["digits", "--mesh", "2x4", "--world", "4"], "--world: the 8 ranks of the mesh"),
-        (["digits", "--worlds", "8,12", "--parallel", "hsdp"], "a multiple of 8, the ranks"),
-        (["digits", "--recipe", "soup"], "did you mean 'soap'"),
-        (["nothing.txt"], r"nothing\.txt: a readable file"),
+        (["llama-7b"], ("llama-7b", "llama-70b")),
+        (["digits", "--mesh", "2y4"], ("--mesh", "2y4")),
+        (["digits", "--mesh", "2x4", "--world", "4"], ("--world", 8, 4)),
+        (["digits", "--worlds", "8,12", "--parallel", "hsdp"], ("hsdp", 8, 12)),
+        (["digits", "--recipe", "soup"], ("soup", "soap")),
+        (["nothing.txt"], ("nothing.txt",)),
     ],
 )
-def test_the_command_refuses(call: Any, arguments: list[str], message: str) -> None:
+def test_wrong_options_of_the_command_are_refused(call: Any, arguments: list[str], says: tuple[object, ...]) -> None:
     result = call(*arguments)
     assert result.exit_code == 2
-    assert re.search(message, result.output), result.output
+    check_said(" ".join(result.output.split()), *says)
 
 
 def test_measured_work_is_of_every_block_shape_and_decides_on_owners() -> None:

@@ -22,6 +22,7 @@ from eigengraft.preconditioners import RMS, Chain, Eigenbasis, Every, Gram, Mome
 
 from ..json_schemas import CHECKED, NOTES, keywords, violations
 from ..recipes import COVER, EVERY, SHIPPED, plain, stage_kinds
+from ..refusals import refused
 
 SOAP = """
 name: mine
@@ -107,7 +108,7 @@ def test_every_stage_and_every_combination_with_stages_inside_is_in_the_cover() 
     assert len({kinds[name] for name in COVER}) == len(COVER) < len(SHIPPED)
 
 
-def test_what_is_shipped() -> None:
+def test_the_known_recipes_are_shipped() -> None:
     assert {"sgd", "adam", "adamw", "adafactor", "shampoo", "soap_fitted", "soap_factorized", "muon"} <= set(SHIPPED)
     assert sum(name.startswith("reference/") for name in SHIPPED) >= 3
 
@@ -267,58 +268,58 @@ def test_a_single_stage_is_addressed_as_if_in_a_list() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("override", "says"),
     [
         (
             "update.eigenbas.refresh.steps=1",
-            r"^update.eigenbas.refresh.steps: there is no 'eigenbas' in 'update', did you",
+            ("update.eigenbas.refresh.steps", "eigenbas", "update"),
         ),
         (
             "update.eigenbasis.inner.1.beta=0",
-            r"there is no '1' in 'update.eigenbasis.inner' \(there are: momentum, rms\)",
+            ("1", "update.eigenbasis.inner"),
         ),
-        ("update.eigenbasis.refresh.step=1", r"^update.eigenbasis.refresh.step: unknown field .*'steps'.*, got 1"),
-        ("update.eigenbasis.refresh.steps=0", r"^update.eigenbasis.refresh.steps: .*, got 0"),
-        ("update.eigenbasis.solver.kind=eig", r"^update.eigenbasis.solver: unknown .* 'eig'; did you mean 'eigh'"),
-        ("lr=fast", r"^lr: .*number, got 'fast'"),
-        ("lr.x=1", r"^lr.x: 'lr' is the value 0.003 and has no fields"),
-        ("about.x=1", r"^about.x: 'about' is the value .* and has no fields"),
-        ("lrr=1", r"^lrr: unknown field .*'lr'.*, got 1"),
-        ("lr", r"^override 'lr': the form path.to.field=value is required"),
-        ("=1", r"^override '=1': the form path.to.field=value is required"),
-        ("rms.beta=1", r"^rms.beta: there is no 'rms' in 'the top level'"),
+        ("update.eigenbasis.refresh.step=1", ("update.eigenbasis.refresh.step", "steps", 1)),
+        ("update.eigenbasis.refresh.steps=0", ("update.eigenbasis.refresh.steps", 0)),
+        ("update.eigenbasis.solver.kind=eig", ("update.eigenbasis.solver", "eig", "eigh")),
+        ("lr=fast", ("lr", "fast")),
+        ("lr.x=1", ("lr.x", "lr", 0.003)),
+        ("about.x=1", ("about.x", "about")),
+        ("lrr=1", ("lrr", "lr", 1)),
+        ("lr", ("lr", "path.to.field")),
+        ("=1", ("=1", "path.to.field")),
+        ("rms.beta=1", ("rms.beta", "rms", "the top level")),
     ],
 )
-def test_wrong_overrides(override: str, message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
+def test_wrong_overrides(override: str, says: tuple[object, ...]) -> None:
+    with refused(RecipeError, *says):
         load_recipe("soap_fitted", [override])
-    with pytest.raises(RecipeError, match=message):
+    with refused(RecipeError, *says):
         eigengraft.compose("soap_fitted", model(), overrides=[override])
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("overrides", "says"),
     [
-        ({"update.eigenbasis.refresh.steps": 0}, r"^update.eigenbasis.refresh.steps: .*, got 0"),
-        ({"update.eigenbas.refresh.steps": 1}, r"^update.eigenbas.refresh.steps: there is no 'eigenbas' in 'update'"),
-        ({"update.eigenbasis.inner.rms.beta": "0.5"}, r"^update.eigenbasis.inner.rms.beta: .*number, got '0.5'"),
-        ({" ": 1}, r"^overrides: the path of a field is required for every value, got ' '"),
-        ([3], r"^override '3': the form path.to.field=value is required"),
-        (3, r"^overrides: a mapping .* or strings .* are required, got int"),
+        ({"update.eigenbasis.refresh.steps": 0}, ("update.eigenbasis.refresh.steps", 0)),
+        ({"update.eigenbas.refresh.steps": 1}, ("update.eigenbas.refresh.steps", "eigenbas", "update")),
+        ({"update.eigenbasis.inner.rms.beta": "0.5"}, ("update.eigenbasis.inner.rms.beta", "0.5")),
+        ({" ": 1}, ("overrides", " ")),
+        ([3], ("3", "path.to.field")),
+        (3, ("overrides", "int")),
     ],
     ids=str,
 )
-def test_a_wrong_mapping_of_overrides(overrides: Any, message: str) -> None:
+def test_a_wrong_mapping_of_overrides(overrides: Any, says: tuple[object, ...]) -> None:
     for make in (load_recipe, lambda recipe, changes: eigengraft.compose(recipe, model(), overrides=changes)):
-        with pytest.raises(RecipeError, match=message):
+        with refused(RecipeError, *says):
             make("soap_fitted", overrides)
 
 
 def test_an_ambiguous_path_is_an_error() -> None:
     twice = {"update": [{"kind": "rms", "beta": 0.5}, {"kind": "rms", "beta": 0.9}]}
-    with pytest.raises(RecipeError, match="rms"):
+    with refused(RecipeError, "rms"):
         apply_overrides(twice, ["update.rms.beta=0.1"])
-    with pytest.raises(RecipeError, match="give each 'rms' its own `name`"):
+    with refused(RecipeError, "rms", "name"):
         load_recipe(twice)
     named = Chain(stages=(RMS(beta=0.5), RMS(name="second")))
     changed = load_recipe([named], ["update.chain.stages.second.beta=0.25"]).update[0]

@@ -886,7 +886,7 @@ QUIET: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("case", QUIET)
-def test_nothing_is_said_where_the_head_is_known_elsewhere_tied_or_frozen(case: str) -> None:
+def test_a_head_that_is_known_tied_or_frozen_gives_no_warning(case: str) -> None:
     assert warned(QUIET[case]) == []
 
 

@@ -14,6 +14,8 @@ from eigengraft.optimizers.plan.plan import plan
 from eigengraft.optimizers.recipe.loading import shipped
 from eigengraft.optimizers.recipe.param_names import canonical_name, canonical_names
 
+from ..refusals import refused
+
 
 class Block(nn.Module):
     def __init__(self, d: int) -> None:
@@ -174,15 +176,15 @@ def test_without_names_shapes_decide_where_they_can() -> None:
 
 @pytest.mark.parametrize("given", ["parameters", "group", "later group"])
 def test_a_matrix_without_a_name_is_refused_where_routes_ask_what_it_is(given: str) -> None:
-    message = r"^params: names are required, because routes\.adam .* shape \(3, 2\) without a name; .*compose.*`routes`"
+    says = ("params", "routes.adam", "(3, 2)", "routes")
     matrix, vector = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(3))
     if given == "later group":
         optimizer = Optimizer([vector], "soap_fitted")
-        with pytest.raises(ValueError, match=message):
+        with refused(ValueError, *says):
             optimizer.add_param_group({"params": [matrix]})
         assert len(optimizer.param_groups) == 1
         return
-    with pytest.raises(ValueError, match=message):
+    with refused(ValueError, *says):
         Optimizer([matrix, vector] if given == "parameters" else [{"params": [vector, matrix]}], "soap_fitted")
     optimizer = Optimizer([matrix, vector], "soap_fitted", overrides={"routes": []})
     assert [row.route for row in optimizer.routing_table()] == ["", ""]
@@ -373,9 +375,9 @@ def test_a_route_does_to_its_parameters_what_a_recipe_would() -> None:
 
 def test_a_rule_that_matches_nothing_is_an_error_unless_it_is_optional() -> None:
     recipe = {"update": "rms", "routes": [rule("all"), rule("late", ndim=2)]}
-    with pytest.raises(ValueError, match=r"^routes.late: .* got none .*first.*optional: true"):
+    with refused(ValueError, "routes.late", "none", "true"):
         compose(recipe, CNN())
-    with pytest.raises(ValueError, match=r"^routes.named: .* got none"):
+    with refused(ValueError, "routes.named", "none"):
         Optimizer(CNN().hidden.named_parameters(), {"update": "rms", "routes": [rule("named", name="hidden")]})
     compose({"update": "rms", "routes": [rule("all"), {**rule("late", ndim=2), "optional": True}]}, CNN())
 
@@ -393,7 +395,7 @@ def test_compose_gives_no_state_to_what_is_frozen() -> None:
     rows = {row.name: row for row in compose("soap_fitted", net).routing_table()}
     assert all((row.state_bytes == 0) == name.startswith("features") for name, row in rows.items())
     assert "frozen, no state" in rows["features.0.weight"].reason
-    with pytest.raises(ValueError, match="trainable parameters is required, got none"):
+    with refused(ValueError, "none"):
         compose("soap_fitted", net.requires_grad_(False))
 
 
@@ -436,74 +438,68 @@ def test_a_stage_is_expected_by_path_name_or_kind_and_a_route_by_path_or_name(ke
 
 
 @pytest.mark.parametrize(
-    ("expect", "words"),
+    ("expect", "says"),
     [
         (
             {"spectral": ">= 90% of parameters"},
-            [
-                "expect.spectral: >= 90% of parameters is required, got ",
-                "elsewhere went wte.weight to routes.adam (emb",
-            ],
+            ("expect.spectral", ">= 90% of parameters", "wte.weight", "routes.adam"),
         ),
         (
             {"adam": "<= 10% of tensors"},
-            ["expect.adam: <= 10% of tensors is required", "there went wte.weight to ", "9 more"],
+            ("expect.adam", "<= 10% of tensors", "wte.weight", "9 more"),
         ),
-        ({"update": "== 3 tensors"}, ["expect.update: == 3 tensors is required, got 25% (4 of 16)"]),
-        ({"spectral": "> 99999 parameters", "adam": "< 1 parameters"}, ["expect.spectral: ", "\nexpect.adam: "]),
+        ({"update": "== 3 tensors"}, ("expect.update", "== 3 tensors", "25% (4 of 16)")),
+        ({"spectral": "> 99999 parameters", "adam": "< 1 parameters"}, ("expect.spectral", "expect.adam")),
     ],
 )
-def test_a_build_whose_routes_send_matrices_elsewhere_is_refused(expect: dict[str, str], words: list[str]) -> None:
-    with pytest.raises(RecipeError) as error:
+def test_routes_that_send_matrices_elsewhere_are_refused(expect: dict[str, str], says: tuple[object, ...]) -> None:
+    with refused(RecipeError, *says):
         compose(expecting(**expect), GPT())
-    assert all(word in str(error.value) for word in words), str(error.value)
 
 
 def test_a_group_that_is_added_is_expected_too() -> None:
     first = [("a.weight", nn.Parameter(torch.ones(4, 4)))]
     optimizer = Optimizer(first, expecting(spectral=">= 50% of parameters"))
     before = optimizer.routing_table()
-    with pytest.raises(RecipeError, match=r"expect.spectral: .* got 33.3% \(16 of 48\); elsewhere went b.bias"):
+    with refused(RecipeError, "expect.spectral", 33.3, 16, 48, "b.bias"):
         optimizer.add_param_group({"params": [("b.bias", nn.Parameter(torch.ones(32)))]})
     assert optimizer.routing_table() == before
     optimizer.add_param_group({"params": [("b.bias", nn.Parameter(torch.ones(16)))]})
 
 
 @pytest.mark.parametrize(
-    ("expect", "message"),
+    ("expect", "says"),
     [
         (
             {"spectrl": ">= 90% of parameters"},
-            "expect: .* or a route is required, got 'spectrl', did you mean 'spectral'",
+            ("expect", "spectrl", "spectral"),
         ),
         (
             {"spectral": "90%"},
-            r"expect\.spectral: an expectation such as '>= 90% of parameters'.* is required .* got '90%'",
+            ("expect.spectral", ">= 90% of parameters", "90%"),
         ),
-        ({"spectral": ">= 90 % of parameters"}, r"expect\.spectral: an expectation such as"),
-        ({"spectral": ">= 101% of tensors"}, r"expect\.spectral: a share of at most 100% is required, got '>= 101%"),
-        ({"spectral": ">= 1.5 tensors"}, r"expect\.spectral: a whole number is required, or a share"),
-        ({"spectral": 0.9}, r"expect\.spectral: .* valid string, got 0.9"),
-        ([">= 1 tensors"], r"expect: .* got \['>= 1 tensors'\]"),
+        ({"spectral": ">= 90 % of parameters"}, ("expect.spectral",)),
+        ({"spectral": ">= 101% of tensors"}, ("expect.spectral", 100, 101)),
+        ({"spectral": ">= 1.5 tensors"}, ("expect.spectral",)),
+        ({"spectral": 0.9}, ("expect.spectral", 0.9)),
+        ([">= 1 tensors"], ("expect", ">= 1 tensors")),
     ],
 )
-def test_expectations_that_say_nothing_are_refused(expect: Any, message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
+def test_expectations_that_say_nothing_are_refused(expect: Any, says: tuple[object, ...]) -> None:
+    with refused(RecipeError, *says):
         load_recipe({"base": "muon", "expect": expect})
 
 
 def test_a_name_of_both_a_stage_and_a_route_needs_a_path() -> None:
     routes = [{"name": "rms", "update": ["sign"], "match": {"role": "bias"}}]
     recipe = {"update": ["momentum", "rms"], "routes": routes, "expect": {"rms": ">= 1 tensors"}}
-    with pytest.raises(
-        RecipeError, match="expect: a stage or a route is required, got 'rms', which is both; give the p"
-    ):
+    with refused(RecipeError, "expect", "rms"):
         load_recipe(recipe)
     load_recipe({**recipe, "expect": {"update.rms": ">= 1 tensors", "routes.rms": ">= 1 tensors"}})
 
 
 def test_a_plan_whose_routes_do_otherwise_is_refused() -> None:
     shapes = [("a.weight", (8, 8)), ("lm_head.weight", (64, 8))]
-    with pytest.raises(RecipeError, match=r"expect\.spectral: .* elsewhere went lm_head\.weight to routes\.adam"):
+    with refused(RecipeError, "expect.spectral", "lm_head.weight", "routes.adam"):
         plan(expecting(spectral=">= 90% of parameters"), shapes, (2,))
     assert plan(expecting(spectral="== 64 parameters"), shapes, (2,))

@@ -16,6 +16,7 @@ from eigengraft import Optimizer, compose
 from eigengraft.optimizers import convert_storage
 
 from ..recipes import ALONE, COVER
+from ..refusals import refused
 
 Surroundings = Callable[[], AbstractContextManager[Any]]
 QUICK = ("adamw", "psgd_kron", "shampoo_4bit", "soap_h")
@@ -197,7 +198,7 @@ def test_a_closure_that_raises_leaves_the_surroundings_as_they_were() -> None:
 def test_parameters_made_in_inference_mode_are_refused_by_name() -> None:
     with torch.inference_mode():
         model = nn.Linear(2, 2)
-        with pytest.raises(ValueError, match=r"^params: weight: .*inference_mode"):
+        with refused(ValueError, "params", "weight", "inference_mode"):
             compose("adamw", model)
 
 
@@ -256,11 +257,11 @@ class TestFakeTensors:
 
             for _ in range(7):  # parameters in 16 bits are watched for so long
                 optimizer.step(closure)
-        with pytest.raises(ValueError, match=r"^inspect: .* fake tensor"):
+        with refused(ValueError, "inspect"):
             optimizer.inspect()
 
     @pytest.mark.parametrize("recipe", ["adamw", "shampoo_4bit"])
-    def test_nothing_of_them_is_left_for_real_steps(self, recipe: str) -> None:
+    def test_steps_of_fake_tensors_leave_none_for_real_steps(self, recipe: str) -> None:
         self.stepped(recipe, False)
         assert not any(type(x).__name__ == "FakeTensor" for x in trajectory(recipe, nullcontext))
 
@@ -276,7 +277,7 @@ class TestFakeTensors:
 
         dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
         try:
-            with FakeTensorMode(), pytest.raises(ValueError, match=r"^weight: .* fake tensor"):
+            with FakeTensorMode(), refused(ValueError, "weight"):
                 compose("adamw", nn.Linear(2, 2))
         finally:
             dist.destroy_process_group()

@@ -16,6 +16,7 @@ from eigengraft.experiments.reproduction.pages import paper_pages, read_studies
 from eigengraft.experiments.reproduction.results import ResultRow, StudyResults
 from eigengraft.experiments.reproduction.verdicts import interval_test, judge, measure_claim
 
+from ..refusals import refused
 from .scripts import PAPERS
 
 FOLDERS = sorted(path.parent.name for path in PAPERS.glob("*/claims.yaml"))
@@ -168,23 +169,25 @@ def test_the_command_judges_and_renews_pages(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("metric", "more", "told"),
+    ("metric", "more", "says"),
     [
-        ("val_loss", "expected: holds", "an interval with an end"),
-        ("val_loss", "least: 1.0, most: 0.0", "an interval with an end"),
-        ("val_loss", "compare: ratio, most: -1.0", "positive end"),
-        ("steps_to_loss", "most: 1.0", "'ratio' is required"),
-        ("val_loss", "most: 1.0, beside: {of: {rate: 1}, than: {lr: 0.01}}", "unknown 'rate'"),
+        ("val_loss", "expected: holds", ("least", "most")),
+        ("val_loss", "least: 1.0, most: 0.0", ("least", "most")),
+        ("val_loss", "compare: ratio, most: -1.0", ("ratio",)),
+        ("steps_to_loss", "most: 1.0", ("ratio",)),
+        ("val_loss", "most: 1.0, beside: {of: {rate: 1}, than: {lr: 0.01}}", ("rate",)),
     ],
 )
-def test_a_claim_that_means_nothing_is_refused(tmp_path: Path, metric: str, more: str, told: str) -> None:
+def test_a_claim_that_means_nothing_is_refused(
+    tmp_path: Path, metric: str, more: str, says: tuple[object, ...]
+) -> None:
     write_folder(tmp_path, metric, more)
-    with pytest.raises((RecipeError, ValueError), match=told):
+    with refused((RecipeError, ValueError), *says):
         load_claims(tmp_path)
 
 
 def test_results_of_other_runs_than_the_study_plans_are_refused(tmp_path: Path) -> None:
     write_folder(tmp_path, "val_loss", "most: 1.0")
     (tmp_path / "study.yaml").write_text(STUDY + "seeds: [0, 1]\n")
-    with pytest.raises(ValueError, match="one run of each cell and seed"):
+    with refused(ValueError, "seed"):
         read_studies(tmp_path, load_claims(tmp_path))

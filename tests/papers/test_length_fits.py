@@ -9,6 +9,8 @@ from eigengraft.experiments.reproduction.length_fits import LossCurve, fit_loss_
 from eigengraft.experiments.reproduction.results import ResultRow, StudyResults
 from eigengraft.experiments.reproduction.verdicts import measure_claim
 
+from ..refusals import refused
+
 LENGTHS = (75, 100, 130, 180, 250)
 
 
@@ -55,7 +57,7 @@ def test_a_run_without_a_finite_loss_leaves_no_ratio() -> None:
     assert math.isnan(
         fitted_steps_ratio({**ends(LossCurve(2.0, 14.0, 0.5)), 75: math.inf}, dict.fromkeys(LENGTHS, 1.0))
     )
-    with pytest.raises(ValueError, match=r"four lengths at least are required, got \[1, 2, 3\]"):
+    with refused(ValueError, "[1, 2, 3]"):
         fit_loss_curve([1, 2, 3], [3.0, 2.0, 1.5])
 
 
@@ -75,7 +77,7 @@ def test_a_claim_about_fitted_steps_pairs_the_lengths_of_a_seed() -> None:
     )
     assert measure_claim(claim, runs).values == {0: pytest.approx(0.49, rel=1e-4)}
     twice = [ResultRow({"method": m, "steps": "again"}, 0, {"val_loss": 1.0, "steps": 75}) for m in "ab"]
-    with pytest.raises(ValueError, match="differ in their steps alone are required, got 6 pairs"):
+    with refused(ValueError, 6):
         measure_claim(claim, StudyResults((*runs.rows, *twice), {}))
-    with pytest.raises(ValueError, match="'ratio' is required with metric 'fitted_steps'"):
+    with refused(ValueError, "ratio", "fitted_steps"):
         PaperClaim.model_validate({**claim.model_dump(), "compare": "difference"})

@@ -15,6 +15,7 @@ from eigengraft import Optimizer, compose, load_recipe, noise
 from eigengraft.preconditioners.polar.coefficients import CoefficientName, triples
 from eigengraft.preconditioners.polar.spectral import NewtonSchulz
 
+from ..refusals import refused
 from ..trajectories import distance, follow, normal, random_gradients, recipe
 from .test_methods import (
     BASIS,
@@ -282,7 +283,7 @@ def test_polar_express_ends_at_polar_factors(name: CoefficientName, steps: int, 
 
 @pytest.mark.parametrize("steps", [4, 6])
 def test_five_steps_are_five_steps(steps: int) -> None:
-    with pytest.raises(ValueError, match=f"polar_express_5.*{steps}"):
+    with refused(ValueError, "polar_express_5", steps):
         NewtonSchulz(steps=steps, coefficients="polar_express_5")
 
 

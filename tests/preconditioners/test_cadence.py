@@ -10,6 +10,8 @@ from eigengraft import StepContext
 from eigengraft.preconditioners import Cadence, Every, Probability
 from eigengraft.testing import LawError, check_cadence
 
+from ..refusals import refused
+
 
 def due(cadence: Every, phases: list[float], steps: int) -> list[list[int]]:
     """The steps of 1 .. `steps` at which each block is due."""
@@ -49,7 +51,7 @@ def test_at_once_makes_waves() -> None:
 
 
 def test_all_at_once_are_not_spread() -> None:
-    with pytest.raises(ValueError, match=r"at_once: 4 .*`stagger: none`"):
+    with refused(ValueError, "at_once", "stagger: cost", 4):
         Every(stagger="none", at_once=4)
 
 
@@ -141,17 +143,17 @@ class Joint(Cadence):
 
 
 @pytest.mark.parametrize(
-    ("cadence", "message"),
+    ("cadence", "says"),
     [
-        (NeverFirst(), "first=True is required of block 0 at step 0, got False"),
-        (Beyond(), r"0 <= start < stop <= 7, .* at step 0, got \[\(0, 8\)\]"),
-        (Overlapping(), r"without a common block, are required at step 0, got \[\(0, 2\), \(1, 7\)\]"),
-        (Rare(), r"about 1 steps between refreshes, the interval, are required, got"),
-        (Impossible(), r"possible\(0, 0\) is False, got blocks"),
-        (Joint(), r"are required to be due at steps"),
+        (NeverFirst(), ("True", 0, "False")),
+        (Beyond(), (0, 7, "(0, 8)")),
+        (Overlapping(), (0, "(0, 2)", "(1, 7)")),
+        (Rare(), (1,)),
+        (Impossible(), ("(0, 0)", "False", "blocks")),
+        (Joint(), ("due",)),
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_a_cadence_that_breaks_a_law_is_named(cadence: Cadence, message: str) -> None:
-    with pytest.raises(LawError, match=message):
+def test_a_cadence_that_breaks_a_law_is_named(cadence: Cadence, says: tuple[object, ...]) -> None:
+    with refused(LawError, *says):
         check_cadence(cadence)

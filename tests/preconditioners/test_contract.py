@@ -15,6 +15,7 @@ from eigengraft.preconditioners import Cadence, Every
 from eigengraft.preconditioners.algebra.products import fold, unfold
 from eigengraft.slots import Slot
 
+from ..refusals import refused, warned
 from ..trajectories import normal
 from .test_statistics import Stepper
 
@@ -84,7 +85,7 @@ def test_a_stage_that_takes_sums_says_so() -> None:
     weight = nn.Parameter(torch.zeros(7, 5))
     optimizer = Optimizer([weight], [Undeclared()], lr=1.0)
     weight.grad = torch.ones(7, 5)
-    with pytest.raises(ContractError, match=r"^update\.test_undeclared: `sums=True`"):
+    with refused(ContractError, "update.test_undeclared", "sums=True"):
         optimizer.step()
     assert not weight.any()
 
@@ -139,14 +140,14 @@ def test_gauss_seidel_observes_and_refreshes_one_axis_after_another(timing: str,
 @pytest.mark.parametrize("name", ["run", "prime", "due", "cached_traits", "keeps_state", "_observe_and_refresh"])
 def test_what_runs_the_hooks_is_final(name: str, registry: None) -> None:
     fields = {"kind": "test_own", "__annotations__": {"kind": Literal["test_own"]}, "apply": Diary.apply}
-    with pytest.raises(TypeError, match=f"Own: `{name}` of Stage is final, got an override"):
+    with refused(TypeError, "Own", name):
         type("Own", (Stage,), {**fields, name: lambda self: None})
 
 
 @pytest.mark.parametrize("name", ["inner", "refresh"])
 def test_a_field_does_not_hide_a_hook(name: str, registry: None) -> None:
     fields = {"kind": "test_own", "__annotations__": {"kind": Literal["test_own"], name: int}, "apply": Diary.apply}
-    with pytest.warns(UserWarning, match="shadows"), pytest.raises(TypeError, match=rf"Own: the field `{name}` hides"):
+    with warned(UserWarning, "shadows"), refused(TypeError, "Own", name):
         type("Own", (Stage,), {**fields, name: 3})
 
 
@@ -175,12 +176,12 @@ def test_traits_are_asked_once_for_a_block_and_kept() -> None:
 
 def test_a_slot_that_is_not_declared_is_named_with_those_that_are() -> None:
     state = State({"update.bad/v": torch.zeros(1), "update.bad.inner/w": torch.zeros(1)}, (), "update.bad")
-    message = r"^update\.bad: slot 'x' is not declared in slots\(\) \(declared: v\)$"
-    with pytest.raises(ValueError, match=message):
+    says = ("update.bad", "x", "slots()")
+    with refused(ValueError, *says):
         state["x"]
-    with pytest.raises(ValueError, match=message):
+    with refused(ValueError, *says):
         state["x"] = torch.ones(1)
-    with pytest.raises(ValueError, match="declared: none"):
+    with refused(ValueError, "declared"):
         state.scope("empty")["x"]
 
 
@@ -191,7 +192,7 @@ def test_failures_are_counted_in_slots_of_that_role_whatever_their_name() -> Non
     for _ in range(3):  # refreshes at steps 2 and 3
         parameter.grad = torch.ones(3, 2)
         optimizer.step()
-    with pytest.raises(ArithmeticError, match="at most 2"):
+    with refused(ArithmeticError, 2):
         optimizer.step()
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import eigengraft
 from eigengraft import Optimizer, Request, Stage, State, StepContext, Traits, load_recipe
 
+from ..refusals import refused
 from ..trajectories import normal
 
 STEPS, LR = 8, 0.05
@@ -247,34 +248,36 @@ def test_a_frozen_partner_is_seen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shapes", "recipe", "message"),
+    ("shapes", "recipe", "says"),
     [
-        ({"x.weight": (4, 3)}, SPY, "view 'pairs': .* got a parameter of shape"),
-        ({"x.lora_A": (3, 4)}, "lora_rite", "x.lora_A: its partner, x.lora_B, is required by 'partner'"),
-        ({"x.lora_A": (3, 4), "x.lora_B": (5, 2)}, "lora_muon", r"x.lora_A: shapes \(r, n\) and \(m, r\) are required"),
-        ({"x.lora_A": (3, 4, 1), "x.lora_B": (5, 3, 1)}, "lora_muon", "view 'pairs': .* got one of shape"),
-        ({"x.lora_A": (3, 4), "x.lora_B": (5, 3)}, {"update": [Spy()]}, "view: 'pairs', without blocking, is required"),
+        ({"x.weight": (4, 3)}, SPY, ("pairs",)),
+        ({"x.lora_A": (3, 4)}, "lora_rite", ("x.lora_A", "x.lora_B", "partner")),
+        ({"x.lora_A": (3, 4), "x.lora_B": (5, 2)}, "lora_muon", ("x.lora_A",)),
+        ({"x.lora_A": (3, 4, 1), "x.lora_B": (5, 3, 1)}, "lora_muon", ("pairs",)),
+        ({"x.lora_A": (3, 4), "x.lora_B": (5, 3)}, {"update": [Spy()]}, ("view", "pairs")),
         (
             {"x.lora_A": (3, 4), "x.lora_B": (5, 3)},
             {**SPY, "blocking": {"size": 2}},
-            "view: 'pairs', without blocking, is required",
+            ("view", "pairs"),
         ),
     ],
 )
-def test_what_makes_no_pair_is_refused(shapes: dict[str, tuple[int, ...]], recipe: Any, message: str) -> None:
+def test_parameters_that_make_no_pair_are_refused(
+    shapes: dict[str, tuple[int, ...]], recipe: Any, says: tuple[object, ...]
+) -> None:
     named = [(name, nn.Parameter(torch.zeros(shape))) for name, shape in shapes.items()]
-    with pytest.raises(ValueError, match=message):
+    with refused(ValueError, *says):
         Optimizer(named, recipe)
 
 
 def test_a_module_that_names_no_parameters_is_refused() -> None:
     layer = Published(4, 3, ("down", "up"))
     layer.names = ("down", "sideways")
-    with pytest.raises(ValueError, match=r"Published.parameter_pairs: pairs of names of parameters .* got \('down'"):
+    with refused(ValueError, "Published.parameter_pairs", "down"):
         eigengraft.compose("lora_muon", layer)
 
 
 def test_partners_are_not_provided() -> None:
     optimizer = eigengraft.compose("lora_muon", model())
-    with pytest.raises(ValueError, match="provide: a registered signal is required"):
+    with refused(ValueError, "provide"):
         optimizer.provide("partner", 1.0)

@@ -13,6 +13,7 @@ from eigengraft.optimizers.recipe.schema import json_schema
 from eigengraft.preconditioners import Momentum
 from eigengraft.ramps import Ramp, present, read_ramps
 
+from ..refusals import refused
 from ..trajectories import normal
 
 STEPS = 8
@@ -138,21 +139,21 @@ def test_schedules_that_cannot_be_are_refused() -> None:
     def build(kind: str, **fields: Any) -> Any:
         return load_recipe({"update": [{"kind": kind, **fields}]})
 
-    with pytest.raises(RecipeError, match=r"update\.momentum\.beta: input should be less than 1, got 1\.5"):
+    with refused(RecipeError, "update.momentum.beta", 1, 1.5):
         build("momentum", beta={"from": 0.5, "to": 1.5, "steps": 3})
-    with pytest.raises(RecipeError, match=r"update\.momentum\.beta: .*either `steps` or `fraction` is required, got"):
+    with refused(RecipeError, "update.momentum.beta", "steps", "fraction"):
         build("momentum", beta={"from": 0.5, "to": 0.6})
-    with pytest.raises(RecipeError, match=r"beta: a schedule has from, to, .*: until: .*not permitted"):
+    with refused(RecipeError, "beta"):
         build("momentum", beta={"from": 0.5, "to": 0.6, "steps": 3, "until": 3})
-    with pytest.raises(RecipeError, match=r"threshold: .*numbers between 0 and 1 have a half_life"):
+    with refused(RecipeError, "threshold", 0, 1, "half_life"):
         build("clip_rms", threshold={"from": 0.5, "to": 2.0, "steps": 3, "shape": "half_life"})
-    with pytest.raises(RecipeError, match=r"shampoo\.statistic\.beta: a constant is required, .* got {'from'"):
+    with refused(RecipeError, "shampoo.statistic.beta", "from"):
         build("shampoo", statistic={"kind": "gram", "beta": {"from": 0.5, "to": 0.6, "steps": 3}})
-    with pytest.raises(RecipeError, match=r"shampoo\.refresh\.steps: input should be a valid integer, got {'from'"):
+    with refused(RecipeError, "shampoo.refresh.steps", "from"):
         build("shampoo", refresh={"kind": "every", "steps": {"from": 1, "to": 6, "steps": 3}})
-    with pytest.raises(RecipeError, match=r"weight_decay\.rate: input should be a valid number, got {'from'"):
+    with refused(RecipeError, "weight_decay.rate", "from"):
         load_recipe({"base": "adamw", "weight_decay": {"kind": "decoupled", "rate": BETA}})
-    with pytest.raises(ValueError, match=r"update\.momentum\.beta: `total_steps` of the recipe is required, got none"):
+    with refused(ValueError, "update.momentum.beta", "total_steps", "none"):
         trained({"update": [{"kind": "momentum", "beta": {"from": 0.5, "to": 0.6, "fraction": 0.5}}]}, gradients())
-    with pytest.raises(ValueError, match=r"a constant is required for b\^t, got a number that is scheduled"):
+    with refused(ValueError, "b^t"):
         trained({"update": [Decaying.model_validate({"beta": BETA})]}, gradients())

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from eigengraft import Optimizer, RecipeError, Request, Signal, Slot, Stage, State, StepContext, Traits, register_signal
 
+from ..refusals import refused
 from ..trajectories import normal
 
 SHARPNESS = register_signal(Signal("sharpness_for_test", "parameter", "the largest eigenvalue of a Hessian", "max"))
@@ -159,27 +160,25 @@ def test_nobody_asks_nothing_is_kept(told: list[dict[str, Any]]) -> None:
 
 def test_signals_that_cannot_be_are_refused() -> None:
     made = parameters()
-    with pytest.raises(RecipeError, match=r"update\.listener_for_test: requires the signal 'los'.*did you mean 'loss'"):
+    with refused(RecipeError, "update.listener_for_test", "los", "loss"):
         optimizer_of(made, "los")
-    with pytest.raises(ValueError, match=r"update\.listener_for_test: `total_steps` of the recipe is required"):
+    with refused(ValueError, "update.listener_for_test", "total_steps"):
         optimizer_of(made, "step_fraction")
-    with pytest.raises(RecipeError, match=r"listener_for_test: 'parameter' does not follow a change of basis"):
+    with refused(RecipeError, "listener_for_test", "parameter"):
         Optimizer(made, [{"kind": "eigenbasis", "inner": [Listener(hears=("parameter",))]}])
     optimizer = optimizer_of(made, "hessian_diagonal", SHARPNESS.name)
-    with pytest.raises(ValueError, match=r"provide: a registered signal is required .*, got 'gradient_norm'"):
+    with refused(ValueError, "provide", "gradient_norm"):
         optimizer.provide("gradient_norm", 1.0)
-    with pytest.raises(
-        ValueError, match=r"provide: a mapping .* required for the signal 'hessian_diagonal', got float"
-    ):
+    with refused(ValueError, "provide", "hessian_diagonal", "float"):
         optimizer.provide("hessian_diagonal", 1.0)
-    with pytest.raises(ValueError, match="provide: a number is required for the signal 'loss', got dict"):
+    with refused(ValueError, "provide", "loss", "dict"):
         optimizer.provide("loss", {})
-    with pytest.raises(ValueError, match=r"provide: parameters of the optimizer are required .* another tensor"):
+    with refused(ValueError, "provide"):
         optimizer.provide(SHARPNESS.name, {torch.zeros(3): 1.0})
-    with pytest.raises(ValueError, match=r"'hessian_diagonal' takes a tensor of shape \(4, 3\) .*, got \(3,\)"):
+    with refused(ValueError, "hessian_diagonal", "(4, 3)", "(3,)"):
         optimizer.provide("hessian_diagonal", {made[0]: torch.zeros(3)})
-    with pytest.raises(ValueError, match=r"update\.listener_for_test: the signal 'hessian_diagonal' is required in"):
+    with refused(ValueError, "update.listener_for_test", "hessian_diagonal"):
         optimizer.step()
     assert all(int(state["step"]) == 0 for state in optimizer.state.values())
-    with pytest.raises(ValueError, match="signal 'loss': a new name is required, got that of"):
+    with refused(ValueError, "loss", "that"):
         register_signal(Signal("loss", "step", "another loss"))

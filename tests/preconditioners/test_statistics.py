@@ -14,6 +14,7 @@ from eigengraft.preconditioners import Eigenbasis, Shampoo, Stage, chain_slots
 from eigengraft.preconditioners.algebra.products import mode_product
 from eigengraft.preconditioners.statistics import bregman
 
+from ..refusals import refused
 from ..trajectories import normal, rotation
 
 EVERY = {"kind": "every", "steps": 1, "stagger": "none"}
@@ -259,7 +260,7 @@ def test_homogeneity_of_every_order() -> None:
     ("q", "exponent"), [("1/3", "1/2"), ("3/2", "1/2"), ("0", "2/3")], ids=lambda value: value.replace("/", "_")
 )
 def test_powers_that_no_root_gives_are_refused(q: str, exponent: str) -> None:
-    with pytest.raises(RecipeError, match=r"q = .* reads the power .* whole power of A or of its root"):
+    with refused(RecipeError, "q"):
         load_recipe(
             [{"kind": "shampoo", "exponent": exponent, "statistic": {"kind": "bregman", "q": q}}],
         )
@@ -286,16 +287,16 @@ def test_exponents_survive_json() -> None:
 
 
 @pytest.mark.parametrize(
-    ("exponent", "message"),
+    ("exponent", "says"),
     [
-        ({2: ["1/2"]}, "order 2 has 2 axes"),
-        ({"two": 0.5}, "keys .*orders"),
-        ({2: [0.5, -1]}, "number >= 0 or a fraction"),
-        ([0.5, 0.5], "number > 0 or a fraction"),
+        ({2: ["1/2"]}, (2,)),
+        ({"two": 0.5}, ("exponent",)),
+        ({2: [0.5, -1]}, (0,)),
+        ([0.5, 0.5], (0,)),
     ],
 )
-def test_wrong_exponents(exponent: Any, message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
+def test_wrong_exponents(exponent: Any, says: tuple[object, ...]) -> None:
+    with refused(RecipeError, *says):
         load_recipe([{"kind": "shampoo", "exponent": exponent}])
 
 
@@ -307,11 +308,11 @@ def test_chosen_axes() -> None:
 
 
 def test_a_basis_needs_full_factors() -> None:
-    with pytest.raises(RecipeError, match=r"axes: .*full factors, got diagonal"):
+    with refused(RecipeError, "update.eigenbasis.statistic", "axes", "diagonal"):
         load_recipe(
             [{"kind": "eigenbasis", "inner": "rms", "statistic": {"kind": "gram", "axes": {"entries": "diagonal"}}}]
         )
-    with pytest.raises(RecipeError, match=r"statistic: .*whole factors.*subspace"):
+    with refused(RecipeError, "update.eigenbasis.statistic", "bregman"):
         load_recipe([{"kind": "eigenbasis", "inner": "rms", "statistic": "bregman", "solver": "subspace"}])
 
 

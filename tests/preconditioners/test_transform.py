@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from eigengraft import Optimizer, RecipeError
 
+from ..refusals import refused
 from ..trajectories import normal
 
 MOMENTUM, RMS = {"kind": "momentum", "beta": 0.9}, {"kind": "rms", "beta": 0.99}
@@ -90,5 +91,5 @@ def test_stages_around_a_transform_hand_it_their_gradient_as_direction(around: A
 
 
 def test_stages_that_lag_cannot_map_gradients() -> None:
-    with pytest.raises(RecipeError, match=r"before\.eigenbasis: .*lagged"):
+    with refused(RecipeError, "before.eigenbasis"):
         trained([{"kind": "transform", "before": [SOAP], "inner": "rms"}], gradients())

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from eigengraft import Optimizer, compose, gauss_newton_bartlett, hutchinson
 
 from ..parity.test_more_methods import LR
+from ..refusals import refused, warned
 from ..trajectories import normal
 
 NEWTON: dict[str, Any] = {
@@ -108,9 +109,12 @@ def test_sophia_trains_with_estimates_of_every_few_steps() -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
-FIRST = r"update\.diagonal_newton: the signal 'hessian_diagonal' is required in the first step, by optimizer\.provide\("
-FIRST += (
-    r"'hessian_diagonal', \.\.\.\) before it, or by eigengraft\.hutchinson or .*\.gauss_newton_bartlett, got none for "
+FIRST = (
+    "update.diagonal_newton",
+    "hessian_diagonal",
+    "optimizer.provide",
+    "eigengraft.hutchinson",
+    "eigengraft.gauss_newton_bartlett",
 )
 
 
@@ -127,11 +131,11 @@ def test_a_first_step_without_a_diagonal_is_refused() -> None:
         [p.detach().clone() for p in parameters],
         Optimizer(zip("ab", parameters, strict=True), "sophia", lr=LR),
     )
-    with pytest.raises(ValueError, match=f"^{FIRST}a, b$"):
+    with refused(ValueError, *FIRST, "a, b"):
         optimizer.step()
     assert all(torch.equal(p, x) and optimizer.state[p]["step"] == 0 for p, x in zip(parameters, before, strict=True))
     optimizer.provide("hessian_diagonal", {parameters[0]: torch.ones(3, 2)})
-    with pytest.raises(ValueError, match=f"^{FIRST}b$"):
+    with refused(ValueError, *FIRST, "b"):
         optimizer.step()
     optimizer.provide("hessian_diagonal", {parameters[1]: torch.ones(4)})
     optimizer.step()
@@ -160,7 +164,7 @@ def test_a_diagonal_that_some_parameters_lack_is_left_out_with_a_warning() -> No
     optimizer.step()
     before = optimizer.state[parameters[0]]["0/update.diagonal_newton/h"].clone()
     optimizer.provide("hessian_diagonal", {parameters[0]: torch.full((3, 2), 5.0)})
-    with pytest.warns(UserWarning, match=r"'hessian_diagonal' is left out of a step: .* required, .* got 1 of 2 here"):
+    with warned(UserWarning, "hessian_diagonal", 1, 2):
         optimizer.step()
     assert before.any() and torch.equal(optimizer.state[parameters[0]]["0/update.diagonal_newton/h"], before)
 
@@ -177,11 +181,11 @@ def test_a_first_gradient_that_is_not_finite_costs_its_diagonal_and_no_error() -
 
 def test_faults_are_named() -> None:
     optimizer = Optimizer(parts(), NEWTON, lr=LR)
-    with pytest.raises(ValueError, match="hutchinson: at least one sample is required, got 0"):
+    with refused(ValueError, "hutchinson", 0):
         hutchinson(optimizer, lambda: torch.zeros(()), samples=0)
-    with pytest.raises(ValueError, match="gauss_newton_bartlett: a count of at least 1 is required, got 0"):
+    with refused(ValueError, "gauss_newton_bartlett", 1, 0):
         gauss_newton_bartlett(optimizer, lambda: torch.zeros(()), count=0)
     for p in optimizer.param_groups[0]["params"]:
         p.requires_grad_(False)
-    with pytest.raises(ValueError, match="hutchinson: parameters that are trained are required, got none with"):
+    with refused(ValueError, "hutchinson", "none"):
         hutchinson(optimizer, lambda: torch.zeros(()))

@@ -14,6 +14,7 @@ from torch.nn import functional
 from eigengraft import Optimizer, RecipeError, compose, watch_inputs
 
 from ..parity.test_more_methods import LR
+from ..refusals import refused
 from ..trajectories import normal
 
 INPUTS = {
@@ -184,7 +185,7 @@ def test_copies_of_a_model_collect_nothing_and_an_optimizer_that_is_gone_neither
         for p in group["params"]:
             p.grad = torch.ones_like(p)
     optimizer.step()
-    with pytest.raises(ValueError, match=r"update\.inputs: the signal 'activation_gram' is required"):
+    with refused(ValueError, "update.inputs", "activation_gram"):
         twin.step()
     alive = weakref.ref(optimizer)
     del optimizer
@@ -203,24 +204,24 @@ def test_faults_are_named() -> None:
         del net.twice._forward_hooks[hook]
     optimizer.step()  # was collected before
     net(batch(0)).sum().backward()
-    with pytest.raises(ValueError, match=r"activation_gram.*by eigengraft\.watch_inputs.*got none for twice\.weight"):
+    with refused(ValueError, "activation_gram", "eigengraft.watch_inputs", "none", "twice.weight"):
         optimizer.step()
     assert any(not torch.equal(p, parameters[name]) for name, p in net.named_parameters())
     other = compose(GRAMS, net, lr=LR)
-    with pytest.raises(ValueError, match=r"wide: inputs of length 24 .* required by 'activation_gram', got no tensor"):
+    with refused(ValueError, "wide", 24, "activation_gram"):
         net.wide(input=batch(0).flatten(1)[:, :24])
     assert other.skipped == {}
     w = nn.Parameter(normal(4, 3, seed=9))
     plain = Optimizer([w], GRAMS, lr=LR)
-    with pytest.raises(ValueError, match=r"'activation_gram' takes a square matrix over inputs, got shape \(3, 4\)"):
+    with refused(ValueError, "activation_gram", "shape", "(3, 4)"):
         plain.provide("activation_gram", {w: normal(3, 4, seed=9)})
     w.grad = normal(4, 3, seed=9)
     plain.provide("activation_gram", {w: gram(normal(5, 4, seed=9))})
-    with pytest.raises(ValueError, match=r"parameter 0: a tensor of shape \(3, 3\) is required .*, got \(4, 4\)"):
+    with refused(ValueError, "parameter 0", "(3, 3)", "(4, 4)"):
         plain.step()
-    with pytest.raises(ValueError, match=r"input_gram: .*two axes"):
+    with refused(ValueError, "input_gram"):
         Optimizer([nn.Parameter(normal(4, 3, 3, 3, seed=9))], {**GRAMS, "blocking": {}, "view": "whole"}, lr=LR)
-    with pytest.raises(RecipeError, match=r"axes: \{side: right, vectors: false\} is required"):
+    with refused(RecipeError, "axes", "{side: right, vectors: false}"):
         Optimizer([w], [{**INPUTS, "statistic": {"kind": "input_gram", "axes": {"side": "left"}}}])
-    with pytest.raises(RecipeError, match=r"inner\.inputs: 'factor\.1' .*change of basis"):
+    with refused(RecipeError, "update.eigenbasis.inner.inputs"):
         Optimizer([w], [{"kind": "eigenbasis", "inner": [INPUTS]}])

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from eigengraft import MaxLogits, Optimizer, compose, load_recipe
 
 from ..parity.test_more_methods import LR
+from ..refusals import refused
 from ..trajectories import normal
 
 HEADS, SHARED, WIDTH = 4, 2, 3
@@ -125,17 +126,17 @@ def test_faults_are_named() -> None:
     start = [w.detach().clone() for w in net.weights()]
     for p in net.parameters():
         p.grad = torch.ones_like(p)
-    with pytest.raises(ValueError, match=r"constraints\.qk_clip: the signal 'max_logit' .*got none for any parameter"):
+    with refused(ValueError, "constraints.qk_clip", "max_logit", "none"):
         optimizer.step()
     assert all(torch.equal(w, before) for w, before in zip(net.weights(), start, strict=True))
-    with pytest.raises(ValueError, match=r"'max_logit' takes a tensor with one axis, got shape \(2, 2\)"):
+    with refused(ValueError, "max_logit", "shape", "(2, 2)"):
         optimizer.provide("max_logit", {net.q.weight: torch.ones(2, 2)})
     optimizer.provide("max_logit", {net.q.weight: torch.ones(5)})
-    with pytest.raises(ValueError, match=r"q\.weight: a number for each of equally many outputs .* 12, got 5 numbers"):
+    with refused(ValueError, "q.weight", 12, 5):
         optimizer.step()
-    with pytest.raises(ValueError, match="MaxLogits: query and key, or fused, is required, got q, None and None"):
+    with refused(ValueError, "MaxLogits", "q", "None"):
         MaxLogits("q")
-    with pytest.raises(ValueError, match=r"bound: .*greater than 0"):
+    with refused(ValueError, "bound", 0):
         load_recipe({**CLIP, "constraints": {"kind": "qk_clip", "bound": 0}})
 
 

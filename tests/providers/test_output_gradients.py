@@ -11,6 +11,7 @@ from torch.nn import functional
 from eigengraft import Optimizer, compose, watch_output_gradients
 
 from ..parity.test_more_methods import LR
+from ..refusals import refused
 from ..trajectories import normal
 from .test_input_grams import batch, gram, hooks
 
@@ -174,15 +175,13 @@ def test_faults_are_named() -> None:
     plain = nn.Sequential(nn.Linear(4, 3)).double()
     alone = Optimizer(plain.named_parameters(), {**SINGD, "routes": SINGD["routes"]}, lr=LR)
     plain(normal(2, 4, seed=0)).sum().backward()
-    with pytest.raises(ValueError, match=r"update\.sirf: the signal 'activation_gram' is required"):
+    with refused(ValueError, "update.sirf", "activation_gram"):
         alone.step()
     alone.provide("activation_gram", {plain[0].weight: torch.eye(4).double()})
-    with pytest.raises(
-        ValueError, match=r"'output_gradient_gram' takes a square matrix over outputs, got shape \(3, 4\)"
-    ):
+    with refused(ValueError, "output_gradient_gram", "shape", "(3, 4)"):
         alone.provide("output_gradient_gram", {plain[0].weight: torch.ones(3, 4)})
     alone.provide("output_gradient_gram", {plain[0].weight: torch.eye(4).double()})
-    with pytest.raises(ValueError, match=r"0\.weight: a tensor of shape \(3, 3\) is required .*, got \(4, 4\)"):
+    with refused(ValueError, "0.weight", "(3, 3)", "(4, 4)"):
         alone.step()
-    with pytest.raises(ValueError, match=r"update\.sirf: .*two axes"):
+    with refused(ValueError, "update.sirf", "moments: layer"):
         Optimizer([nn.Parameter(normal(4, 3, 3, 3, seed=9))], {**SINGD, "blocking": {}, "view": "whole"}, lr=LR)

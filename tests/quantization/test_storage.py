@@ -11,6 +11,7 @@ from eigengraft.optimizers import convert_storage
 from eigengraft.quantization import Symmetric
 from eigengraft.slots import EncodedSlot, Slot, Storage
 
+from ..refusals import refused
 from ..trajectories import distance, follow, normal, random_gradients, recipe
 
 PACKED = {"statistic": "symmetric", "root": "symmetric"}
@@ -70,7 +71,7 @@ def walk(optimizer: Optimizer, parameters: list[torch.nn.Parameter], given: list
 
 def test_another_storage_is_not_loaded() -> None:
     packed, plain = (Optimizer([torch.nn.Parameter(torch.zeros(3, 3))], declared(s)) for s in (PACKED, {}))
-    with pytest.raises(ValueError, match="another recipe") as error:
+    with refused(ValueError, "recipe") as error:
         plain.load_state_dict(packed.state_dict())
     assert "storage" in str(error.value)
 
@@ -145,29 +146,29 @@ def test_the_magnitude_of_a_graft_is_coded_only_by_its_path(name: str, magnitude
 
 
 @pytest.mark.parametrize(
-    ("storage", "message"),
+    ("storage", "says"),
     [
-        ({"statistics": "symmetric"}, "role, a stage path or .* got 'statistics', did you mean 'statistic'"),
-        ({"update.shampo": "symmetric"}, "did you mean 'update.shampoo'"),
-        ({"iterate": "bf16"}, "iterates and counts are always stored as they are computed; remove .* got 'iterate'"),
-        ({"count": "bf16"}, "iterates and counts are always stored as they are computed; remove .* got 'count'"),
-        ({"basis": "bf16"}, r"the role of a slot .*there are: first_moment, root, statistic; .*, got 'basis'"),
-        ({"statistic": "int5"}, "storage.statistic: unknown quantizer kind 'int5'"),
-        ({"statistic": {"kind": "symmetric", "upper": True}}, "upper: unknown field"),
+        ({"statistics": "symmetric"}, ("statistics", "statistic")),
+        ({"update.shampo": "symmetric"}, ("update.shampoo",)),
+        ({"iterate": "bf16"}, ("iterate",)),
+        ({"count": "bf16"}, ("count",)),
+        ({"basis": "bf16"}, ("first_moment", "basis")),
+        ({"statistic": "int5"}, ("storage.statistic", "quantizer", "int5")),
+        ({"statistic": {"kind": "symmetric", "upper": True}}, ("upper",)),
     ],
 )
-def test_wrong_storage_is_refused(storage: Any, message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
+def test_wrong_storage_is_refused(storage: Any, says: tuple[object, ...]) -> None:
+    with refused(RecipeError, *says):
         load_recipe(declared(storage))
 
 
 def test_a_slot_that_is_not_there_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"slot of the stage is required \(update\.momentum/m\), got .*momentum/v"):
+    with refused(ValueError, "update.momentum/m", "momentum/v"):
         Optimizer([torch.nn.Parameter(torch.zeros(3, 3))], declared({"update.momentum/v": "symmetric"}))
 
 
 def test_a_slot_that_cannot_be_stored_so_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"storage\.update\.momentum/m: symmetric matrices .* got a first_moment"):
+    with refused(ValueError, "storage.update.momentum/m", "first_moment"):
         Optimizer([torch.nn.Parameter(torch.zeros(3, 3))], declared({"update.momentum/m": "symmetric"}))
 
 
@@ -176,7 +177,7 @@ def test_codes_of_another_format_are_not_loaded() -> None:
     one, two = (Optimizer([torch.nn.Parameter(torch.zeros(3, 3))], declared(PACKED)) for _ in range(2))
     state = one.state_dict()
     state["state"][0]["0/update.shampoo/root.1/format"] += 1
-    with pytest.raises(ValueError, match=r"root\.1' is stored in another format or with another codebook"):
+    with refused(ValueError, "root.1"):
         two.load_state_dict(state)
 
 
@@ -216,7 +217,7 @@ def test_a_conversion_recodes_every_slot_and_the_run_goes_on() -> None:
         {**declared(PACKED), **averaged},
     )
     before = {key: value.clone() for key, value in plain.state_dict()["state"][0].items()}
-    with pytest.raises(ValueError, match="another recipe"):
+    with refused(ValueError, "recipe"):
         packed.load_state_dict(plain.state_dict())
     packed.load_state_dict(convert_storage(plain.state_dict(), packed))
     assert all(torch.equal(value, before[key]) for key, value in plain.state_dict()["state"][0].items())
@@ -233,7 +234,7 @@ def test_a_conversion_recodes_every_slot_and_the_run_goes_on() -> None:
 def test_a_conversion_changes_nothing_but_storage() -> None:
     plain, _ = trained({}, 1)
     other = Optimizer([torch.nn.Parameter(torch.zeros(3, 3))], {"update": ["sign"], "routes": []})
-    with pytest.raises(ValueError, match="another recipe than its storage alone"):
+    with refused(ValueError, "storage"):
         convert_storage(plain.state_dict(), other)
 
 

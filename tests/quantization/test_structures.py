@@ -26,6 +26,7 @@ from eigengraft.quantization import (
 )
 from eigengraft.slots import Slot
 
+from ..refusals import refused
 from ..trajectories import normal, rotation
 
 INT4 = Int4(min_elements=1)
@@ -364,25 +365,25 @@ def test_what_a_code_means_is_what_its_inner_format_says(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("quantizer", "refused", "message"),
+    ("quantizer", "slot", "says"),
     [
-        (ExactDiagonal(), Slot((64, 32), role="statistic"), "square matrices .* got a statistic of shape"),
-        (ExactDiagonal(), Slot((64, 64), role="basis"), r"role statistic or root.* got a basis"),
-        (ExactDiagonal(), Slot((63, 63), role="root"), "4096 elements"),
-        (Orthogonal(), Slot((64, 64), role="root"), "orthonormal columns .* got a root"),
-        (Orthogonal(), Slot((64, 65), role="basis"), "orthonormal columns"),
-        (Orthogonal(), Slot((64,), role="basis"), "orthonormal columns"),
-        (Orthogonal(), Slot((64, 63), role="basis"), "4096 elements"),
-        (Cholesky(inner=INT4), Slot((1, 1), role="statistic"), "2 rows or more"),
-        (Cholesky(), Slot((64, 64), role="second_moment"), "semi-definite .* got a second_moment"),
-        (Eigen(), Slot((64, 64), role="root"), "semi-definite .* got a root"),
-        (Symmetric(inner=Int4()), Slot((8, 8), role="root"), "4096 elements"),
+        (ExactDiagonal(), Slot((64, 32), role="statistic"), ("square", "statistic")),
+        (ExactDiagonal(), Slot((64, 64), role="basis"), ("statistic", "root", "basis")),
+        (ExactDiagonal(), Slot((63, 63), role="root"), (4096,)),
+        (Orthogonal(), Slot((64, 64), role="root"), ("orthonormal", "root")),
+        (Orthogonal(), Slot((64, 65), role="basis"), ("orthonormal",)),
+        (Orthogonal(), Slot((64,), role="basis"), ("orthonormal",)),
+        (Orthogonal(), Slot((64, 63), role="basis"), (4096,)),
+        (Cholesky(inner=INT4), Slot((1, 1), role="statistic"), (2,)),
+        (Cholesky(), Slot((64, 64), role="second_moment"), ("second_moment",)),
+        (Eigen(), Slot((64, 64), role="root"), ("root",)),
+        (Symmetric(inner=Int4()), Slot((8, 8), role="root"), (4096,)),
     ],
 )
-def test_slots_that_do_not_fit_are_refused(quantizer: Quantizer, refused: Slot, message: str) -> None:
-    problem = quantizer.unsupported(refused)
+def test_slots_that_do_not_fit_are_refused(quantizer: Quantizer, slot: Slot, says: tuple[object, ...]) -> None:
+    problem = quantizer.unsupported(slot)
     assert problem is not None
-    with pytest.raises(ValueError, match=message):
+    with refused(ValueError, *says):
         raise ValueError(problem)
 
 

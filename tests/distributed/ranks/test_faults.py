@@ -137,7 +137,9 @@ def test_every_rank_ends_with_a_cause(outcomes: dict[str, list[Outcome]], fault:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_done_together_is_refused_by_all(outcomes: dict[str, list[Outcome]], name: str) -> None:
+def test_all_ranks_refuse_recipes_and_layouts_that_do_not_fit_them(
+    outcomes: dict[str, list[Outcome]], name: str
+) -> None:
     fault, place = name.split()
     for outcome in outcomes[f"refused {place}"]:
         assert re.match(REFUSED[name], outcome.result[fault]), outcome.result[fault]
@@ -300,7 +302,7 @@ def test_ranks_go_on_together_after_it(outcomes: dict[str, list[Outcome]], fault
     assert all(torch.equal(value, second[name]) and bool(value.isfinite().all()) for name, value in first.items())
 
 
-def test_what_was_refused_is_as_if_it_had_not_been(outcomes: dict[str, list[Outcome]]) -> None:
+def test_a_refused_call_changes_nothing_on_any_rank(outcomes: dict[str, list[Outcome]]) -> None:
     """A step that raised on all ranks left nothing behind: later steps are those of a run without it."""
     for place in PLACES:
         one, other = (outcomes[f"{fault} {place}"][0].result["parameters"] for fault in ("nan raise", "one_sided"))

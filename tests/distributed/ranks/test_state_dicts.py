@@ -74,7 +74,7 @@ def test_every_pair_and_every_kind_is_there() -> None:
 
 
 @pytest.mark.parametrize(("source", "target", "kind"), CELLS)
-def test_it_goes_on_elsewhere_as_if_it_had_not_stopped(
+def test_a_run_resumed_on_other_ranks_continues_as_if_it_had_not_stopped(
     outcomes: dict[str, list[Outcome]], source: str, target: str, kind: str
 ) -> None:
     for outcome in outcomes[f"load {target}"]:

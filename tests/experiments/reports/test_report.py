@@ -19,6 +19,8 @@ from eigengraft.experiments.reports.report import write_figures, write_report
 from eigengraft.experiments.reports.sweep import sweeps, tuning_curves
 from eigengraft.experiments.reports.tables import write_parquet
 
+from ...refusals import refused
+
 pytestmark = pytest.mark.slow
 
 ADAM = {"name": "adamw", "update": [{"kind": "momentum", "beta": 0.9}, {"kind": "rms", "eps": 1e-8}]}
@@ -249,7 +251,7 @@ def test_labels_and_tuned_values_never_replace_measured_numbers(tmp_path):
 
 def test_parquet_names_what_is_missing(study, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(RecipeError, match=r"--parquet: pyarrow is required \(pip install eigengraft\[parquet\]\)"):
+    with refused(RecipeError, "--parquet", "[parquet]"):
         write_parquet(read_records(study), study)
 
 
@@ -319,7 +321,7 @@ def test_partial_study(study):
     text = Page(write_report(study).read_text(encoding="utf-8")).text
     assert "This study is not complete" in text
     assert "method=soap/seed-1: unfinished, last at step 30" in text
-    with pytest.raises(ValueError, match="runs that have begun are required, got none of the study's 1"):
+    with refused(ValueError, "none", 1):
         write_report(study / "more")
 
 
@@ -399,7 +401,7 @@ def test_two_directories_compare_what_can_be_compared(tmp_path):
         "b/method=soap": 3.0,
     }
     assert all(row.difference is None for panel in others for row in panel.rows)
-    with pytest.raises(ValueError, match=r"--baseline: a label of run .* is required, got 'soap'"):
+    with refused(ValueError, "--baseline", "soap"):
         read_records(tmp_path, "soap")
 
 
@@ -458,7 +460,7 @@ def test_seeds_of_an_edited_recipe_file_are_kept_apart(tmp_path):
 
 
 def test_nothing_to_report(tmp_path):
-    with pytest.raises(ValueError, match="a directory with a study or with runs is required, got"):
+    with refused(ValueError, "study", "runs"):
         write_report(tmp_path / "nothing")
 
 

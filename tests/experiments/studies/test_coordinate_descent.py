@@ -24,6 +24,7 @@ from eigengraft.experiments.studies.tuning.base import Trial
 from eigengraft.experiments.studies.tuning.rounds import plan_tuning
 
 from ...processes import fork_what_is_spawned
+from ...refusals import refused
 
 TINY = {"task": {"kind": "digits", "layers": 1, "width": 4, "batch_size": 8}, "recipe": "adamw", "steps": 2}
 LOSS = METRICS["val_loss"]
@@ -140,7 +141,7 @@ def test_a_search_goes_on_from_what_has_been_run(tmp_path):
         ("method=adam/seed-0", 0.04),
         ("method=lion/seed-0", 0.03125),
     ]
-    with pytest.raises(RecipeError, match=r"the study has changed since these runs were made:\n.*\nsteps: 2 -> 3"):
+    with refused(RecipeError, 2, 3):
         plan_tuning(study(base={**TINY, "steps": 3}), tmp_path)
 
 
@@ -185,44 +186,42 @@ def test_a_rate_at_an_end_of_what_was_tried_is_told_wherever_it_is_shown(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("tune", "message"),
+    ("tune", "says"),
     [
-        ({}, "tune.seeds: required"),
-        ({"seeds": [1]}, "tune.seeds: other seeds than those that are compared are required, got 1 in both"),
-        ({"seeds": [7, 7]}, "tune.seeds: distinct seeds are required"),
-        ({"seeds": [7], "space": {"lr": {"ratio": 1}}}, "tune.space.lr.ratio: .*greater than 1, got 1"),
-        ({"seeds": [7], "trials": 2}, "tune.trials: .*greater than or equal to 3"),
+        ({}, ("tune.seeds",)),
+        ({"seeds": [1]}, ("tune.seeds", 1)),
+        ({"seeds": [7, 7]}, ("tune.seeds",)),
+        ({"seeds": [7], "space": {"lr": {"ratio": 1}}}, ("tune.space.lr.ratio", 1)),
+        ({"seeds": [7], "trials": 2}, ("tune.trials", 3)),
         (
             {"seeds": [7], "space": {"method": {}}},
-            "tune.space: paths that are no axis of the study are required, got 'method'",
+            ("tune.space", "method"),
         ),
-        ({"seeds": [7], "spaec": {}}, r"tune.spaec: unknown field \(did you mean 'space'"),
-        ({"seeds": [7], "kind": "tpee"}, "tune: unknown tuning kind 'tpee'; did you mean 'tpe'"),
-        ({"seeds": [7], "kind": "tpe"}, "tune.space: required, got nothing"),
+        ({"seeds": [7], "spaec": {}}, ("tune.spaec", "space")),
+        ({"seeds": [7], "kind": "tpee"}, ("tune", "tpee", "tpe")),
+        ({"seeds": [7], "kind": "tpe"}, ("tune.space",)),
         (
             {"seeds": [7], "kind": "random", "space": {"lr": {"low": 1.0, "high": 0.1}}},
-            "tune.space.lr.high: more than low 1 is",
+            ("tune.space.lr.high", 1),
         ),
         (
             {"seeds": [7], "kind": "random", "space": {"lr": {"ratio": 2.0}}},
-            "tune.space.lr.low: required, .*lr.ratio: unknown field",
+            ("tune.space.lr.low", "lr.ratio"),
         ),
         (
             {"seeds": [7], "space": {"lr": 0.1}},
-            "tune.space.lr: a list of values or a mapping of ratio, start is required",
+            ("tune.space.lr",),
         ),
-        ({"seeds": [7], "space": {"lr": [0.1]}}, "tune.space.lr: at least two distinct values are required, got"),
+        ({"seeds": [7], "space": {"lr": [0.1]}}, ("tune.space.lr",)),
     ],
 )
-def test_wrong_searches(tune, message):
-    with pytest.raises(RecipeError, match=message):
+def test_wrong_searches(tune, says):
+    with refused(RecipeError, *says):
         study(tune=tune)
 
 
 def test_a_search_needs_a_value_to_start_from(tmp_path):
-    with pytest.raises(
-        RecipeError, match=r"tune.space.update.rms.eps.start: a positive value to start from is required, got None"
-    ):
+    with refused(RecipeError, "tune.space.update.rms.eps.start", "None"):
         plan_tuning(study(tune={"seeds": [7], "space": {"update.rms.eps": {}}}), tmp_path)
     runs, _ = plan_tuning(study(tune={"seeds": [7], "space": {"grad_clip": {"start": 4.0}}}), tmp_path)
     assert sorted({run.experiment.grad_clip for run in runs}) == [2.0, 4.0, 8.0]

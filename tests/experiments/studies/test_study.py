@@ -14,6 +14,7 @@ from eigengraft.experiments.studies.study import Study, load_study, shipped_stud
 from eigengraft.experiments.training.train import train
 
 from ...processes import fork_what_is_spawned, run, start
+from ...refusals import refused
 
 pytestmark = pytest.mark.slow
 
@@ -80,42 +81,42 @@ def test_labels_of_settings_and_baseline_may_be_values():
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "says"),
     [
-        ({"axes": {}}, "axes: .*at least 1"),
-        ({"axes": {"lr": []}}, "axes.lr: a list of values or a mapping label .* is required"),
-        ({"axes": {"lr": [1, 1]}}, "lr: distinct values are required, got 1, 1"),
+        ({"axes": {}}, ("axes", 1)),
+        ({"axes": {"lr": []}}, ("axes.lr",)),
+        ({"axes": {"lr": [1, 1]}}, ("lr", 1)),
         (
             {"axes": {"task.path": ["/a b"]}},
-            "a label of letters, .* is required, got '/a b'; give the axis as",
+            ("/a b",),
         ),
-        ({"axes": {"a": {"x": {"lr": 1.0}}, "b": {"y": {"lr": 2.0}}}}, "'lr' is on 'a' and 'b'"),
-        ({"baseline": {"methd": "adam"}}, "baseline: unknown 'methd'; did you mean 'method'"),
-        ({"baseline": {"method": "adamw"}}, "baseline.method: unknown 'adamw'; did you mean 'adam'"),
-        ({"settings": [{"when": {"task": "smal"}, "set": {"lr": 1.0}}]}, "settings.when.task: unknown 'smal'"),
-        ({"settings": [{"when": {"task": "small"}}]}, "set: required, got nothing"),
-        ({"seeds": [1, 1]}, "seeds: .*distinct seeds are required"),
-        ({"seeds": []}, "seeds: .*at least 1"),
-        ({"metric": "loss"}, "metric: .*val_loss"),
-        ({"sedes": [1]}, "sedes: unknown field"),
+        ({"axes": {"a": {"x": {"lr": 1.0}}, "b": {"y": {"lr": 2.0}}}}, ("lr", "a", "b")),
+        ({"baseline": {"methd": "adam"}}, ("baseline", "methd", "method")),
+        ({"baseline": {"method": "adamw"}}, ("baseline.method", "adamw", "adam")),
+        ({"settings": [{"when": {"task": "smal"}, "set": {"lr": 1.0}}]}, ("settings.when.task", "smal")),
+        ({"settings": [{"when": {"task": "small"}}]}, ("set",)),
+        ({"seeds": [1, 1]}, ("seeds",)),
+        ({"seeds": []}, ("seeds", 1)),
+        ({"metric": "loss"}, ("metric", "val_loss")),
+        ({"sedes": [1]}, ("sedes",)),
     ],
 )
-def test_wrong_studies(fields, message):
-    with pytest.raises(RecipeError, match=message):
+def test_wrong_studies(fields, says):
+    with refused(RecipeError, *says):
         study(**fields)
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "says"),
     [
-        ({"axes": {"stepps": [1, 2]}}, "stepps=1: .*did you mean 'steps'"),
-        ({"axes": {"steps": [5, 0]}}, "^steps=0: steps: .*greater than or equal to 1, got 0"),
-        ({"axes": {"m": {"a": {"recipe": "sopa"}}}}, "m=a: .*sopa"),
-        ({"axes": {"m": {"a": {"recipe": "adamw", "update.eigenbasis.refresh.steps": 1}}}}, "m=a: .*eigenbasis"),
+        ({"axes": {"stepps": [1, 2]}}, (1, "steps")),
+        ({"axes": {"steps": [5, 0]}}, (0, "steps", 1)),
+        ({"axes": {"m": {"a": {"recipe": "sopa"}}}}, ("m=a", "sopa")),
+        ({"axes": {"m": {"a": {"recipe": "adamw", "update.eigenbasis.refresh.steps": 1}}}}, ("m=a", "eigenbasis")),
     ],
 )
-def test_wrong_cells_are_all_named_before_any_run(fields, message):
-    with pytest.raises(RecipeError, match=message):
+def test_wrong_cells_are_all_named_before_any_run(fields, says):
+    with refused(RecipeError, *says):
         plan_runs(study(**fields))
 
 
@@ -131,10 +132,10 @@ def test_files(tmp_path):
     loaded = load_study(tmp_path / "trial.yaml", ["base.steps=4", "seeds=[1, 2]"])
     assert (loaded.name, loaded.seeds) == ("trial", (1, 2))
     assert {run.experiment.steps for run in plan_runs(loaded)} == {4}
-    with pytest.raises(RecipeError, match=r"a shipped study \(.*demo.*\) is required, got 'none.yaml'"):
+    with refused(RecipeError, "none.yaml"):
         load_study("none.yaml")
     (tmp_path / "bad.yaml").write_text("base: base.yaml\naxes: 3\n")
-    with pytest.raises(RecipeError, match=r"bad.yaml does not describe a study:\naxes: "):
+    with refused(RecipeError, "bad.yaml"):
         load_study(tmp_path / "bad.yaml")
 
 
@@ -182,7 +183,7 @@ def test_run_keep_and_refuse(tmp_path, monkeypatch):
     assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("result.json")}
 
     changed = study(settings=[{"when": {"task": "small", "method": "adam"}, "set": {"lr": 0.5}}])
-    with pytest.raises(RecipeError, match=r"(?s)changed since.*task=small,method=adam/seed-0 .*lr: .*0.5"):
+    with refused(RecipeError, "adam/seed", 0, 0.5):
         prepare_study(changed, tmp_path)
     refuse_changed(plan_runs(study()), tmp_path)
 

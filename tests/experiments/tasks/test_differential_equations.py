@@ -19,6 +19,8 @@ from eigengraft.experiments.tasks.equations.spectral import FourierMethod
 from eigengraft.experiments.tasks.equations.task import solution_on_grid
 from eigengraft.testing import check_task
 
+from ...refusals import refused
+
 EQUATIONS = (Poisson(), Wave(), Burgers(), AllenCahn(), KortewegDeVries())
 EXAMPLE = Path(__file__).resolve().parents[3] / "experiments" / "examples" / "burgers.yaml"
 pytestmark = pytest.mark.slow
@@ -182,16 +184,16 @@ def test_the_validation_loss_is_the_relative_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "says"),
     [
-        ({"equation": "allen_cahn", "harmonics": 0}, "harmonics: 1 or more is required by allen_cahn"),
-        ({"equation": "allen_cahn", "boundary_weight": 1.0}, "boundary_weight: none is required by allen_cahn"),
-        ({"equation": "poisson", "initial_weight": 1.0}, "initial_weight: none is required by poisson"),
-        ({"equation": "burger"}, "equation: unknown equation kind 'burger'; did you mean 'burgers'"),
+        ({"equation": "allen_cahn", "harmonics": 0}, ("harmonics", 1, "allen_cahn")),
+        ({"equation": "allen_cahn", "boundary_weight": 1.0}, ("boundary_weight", "allen_cahn")),
+        ({"equation": "poisson", "initial_weight": 1.0}, ("initial_weight",)),
+        ({"equation": "burger"}, ("equation", "burger", "burgers")),
     ],
 )
-def test_options_without_effect_are_refused(fields: dict[str, object], message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
+def test_options_without_effect_are_refused(fields: dict[str, object], says: tuple[object, ...]) -> None:
+    with refused(RecipeError, *says):
         checked(DifferentialEquation, fields)
 
 

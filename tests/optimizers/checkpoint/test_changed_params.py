@@ -12,6 +12,7 @@ import eigengraft
 from eigengraft import Optimizer
 
 from ...recipes import COVER
+from ...refusals import refused
 
 CODED = {
     "base": "soap_fitted",
@@ -123,7 +124,7 @@ def test_a_cast_after_a_step_is_refused_by_name_and_changes_nothing(call: Any) -
     expected = run(model, optimizer, range(2))
     model.half()
     before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(ValueError, match=r"emb\.weight.*\(11, 6\).*float32.*float16"):
+    with refused(ValueError, "emb.weight", "(11, 6)", "float32", "float16"):
         call(optimizer)
     assert equal(before, [p.detach() for p in model.parameters()])
     model.float()
@@ -138,7 +139,7 @@ def test_parameters_on_the_meta_device_are_refused_and_their_state_stays(swap: N
     moments = [x.clone() for own in optimizer.state.values() for x in own.values()]
     model.zero_grad()
     model.to("meta")
-    with pytest.raises(ValueError, match=r"emb\.weight: .*meta"):
+    with refused(ValueError, "emb.weight"):
         call(optimizer)
     model.to_empty(device="cpu").load_state_dict(dict(zip(model.state_dict(), values, strict=True)))
     assert equal(moments, [x for own in optimizer.state_dict()["state"].values() for x in own.values()])
@@ -173,7 +174,7 @@ def test_a_gradient_that_no_parameter_of_the_optimizer_has_is_still_refused(name
     layer = getattr(model, name)
     layer.weight = nn.Parameter(layer.weight.detach().clone())
     model(torch.arange(11)).square().mean().backward()
-    with pytest.raises(RuntimeError, match=rf"^{name}\.weight"):
+    with refused(RuntimeError, f"{name}.weight"):
         optimizer.step()
 
 

@@ -19,6 +19,7 @@ import eigengraft
 from eigengraft import Optimizer, load_recipe
 
 from ...recipes import SHIPPED, with_options
+from ...refusals import refused, warned
 from ...trajectories import named
 
 SHAPES = ((6, 4), (6, 4), (4, 4), (5,), (), (0,), (3, 2, 17))
@@ -204,32 +205,32 @@ def edit(*path: Any, to: Any = None, drop: bool = False, rename: Any = None) -> 
 
 
 V = "0/update.rms/v"
-WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "missing slot": (edit("state", 0, V, drop=True), f"w: missing '{V}'"),
-    "extra slot": (edit("state", 0, "0/update.rms/w", to=torch.ones(1)), "w: unexpected '0/update.rms/w'"),
-    "renamed slot": (edit("state", 0, V, rename="0/update.rms_2/v"), f"w: missing '{V}'"),
-    "missing step": (edit("state", 0, "step", drop=True), "w: missing 'step'"),
-    "only a count": (edit("state", 1, to={"step": torch.tensor(1)}), f"b: missing '{V}'"),
-    "no state of a parameter": (edit("state", 1, to=[]), "b: a mapping of slots is required, got list"),
-    "extra parameter": (edit("state", 7, to={"step": torch.tensor(0)}), "(?s)state_dict: .*7"),
-    "shape": (edit("state", 0, V, to=torch.ones(2, 3)), rf"w: '{V}' of torch.float32 \(3, 2\) .*, got .*\(2, 3\)"),
-    "dtype": (edit("state", 0, V, to=torch.ones(3, 2).double()), rf"w: '{V}' of torch.float32 .*, got torch.float64"),
-    "not a tensor": (edit("state", 0, V, to=1.0), rf"w: '{V}' .*, got float"),
-    "group sizes": (edit("param_groups", 0, "params", to=[0]), r"group.* sizes \[2\] are required, got \[1\]"),
-    "no recipe": (edit("param_groups", 0, "recipe", drop=True), "group 0 has no recipe"),
-    "broken recipe": (edit("param_groups", 0, "recipe", to="{"), "state_dict: .*recipe"),
-    "no lr": (edit("param_groups", 0, "lr", drop=True), "state_dict: .*lr"),
-    "nan lr": (edit("param_groups", 0, "lr", to=float("nan")), "lr: a finite number"),
-    "negative decay": (edit("param_groups", 0, "weight_decay", to=-1.0), "weight_decay: a finite number"),
+WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], tuple[object, ...]]] = {
+    "missing slot": (edit("state", 0, V, drop=True), ("w", V)),
+    "extra slot": (edit("state", 0, "0/update.rms/w", to=torch.ones(1)), ("w", "0/update.rms/w")),
+    "renamed slot": (edit("state", 0, V, rename="0/update.rms_2/v"), ("w", V)),
+    "missing step": (edit("state", 0, "step", drop=True), ("w", "step")),
+    "only a count": (edit("state", 1, to={"step": torch.tensor(1)}), ("b", V)),
+    "no state of a parameter": (edit("state", 1, to=[]), ("b", "list")),
+    "extra parameter": (edit("state", 7, to={"step": torch.tensor(0)}), ("state_dict", 7)),
+    "shape": (edit("state", 0, V, to=torch.ones(2, 3)), ("w", V, "torch.float32", "(3, 2)", "(2, 3)")),
+    "dtype": (edit("state", 0, V, to=torch.ones(3, 2).double()), ("w", V, "torch.float32", "torch.float64")),
+    "not a tensor": (edit("state", 0, V, to=1.0), ("w", V, "float")),
+    "group sizes": (edit("param_groups", 0, "params", to=[0]), ("[2]", "[1]")),
+    "no recipe": (edit("param_groups", 0, "recipe", drop=True), (0,)),
+    "broken recipe": (edit("param_groups", 0, "recipe", to="{"), ("state_dict",)),
+    "no lr": (edit("param_groups", 0, "lr", drop=True), ("state_dict",)),
+    "nan lr": (edit("param_groups", 0, "lr", to=float("nan")), ("lr",)),
+    "negative decay": (edit("param_groups", 0, "weight_decay", to=-1.0), ("weight_decay",)),
     "other names": (
         edit("param_groups", 0, "param_names", to=["w", "c"]),
-        "state_dict: group 0: parameters are missing: 'b', unexpected: 'c'",
+        ("state_dict", 0, "b", "c"),
     ),
-    "names of others": (edit("param_groups", 0, "param_names", to=["b", "w"]), r"w: '0/.*\(3, 2\) is required"),
-    "no groups": (edit("param_groups", drop=True), "state_dict: .*param_groups"),
-    "no state": (edit("state", drop=True), "state_dict: .*state"),
-    "torch": (lambda _: torch.optim.AdamW(parameters(torch.float32, [(3, 2), (2,)])).state_dict(), "has no recipe"),
-    "list": (lambda _: [], "state_dict: .*list"),
+    "names of others": (edit("param_groups", 0, "param_names", to=["b", "w"]), ("w", 0, "(3, 2)")),
+    "no groups": (edit("param_groups", drop=True), ("state_dict", "param_groups")),
+    "no state": (edit("state", drop=True), ("state_dict",)),
+    "torch": (lambda _: torch.optim.AdamW(parameters(torch.float32, [(3, 2), (2,)])).state_dict(), ("recipe",)),
+    "list": (lambda _: [], ("state_dict",)),
 }
 
 
@@ -242,11 +243,11 @@ def test_a_wrong_state_dict_is_refused_and_changes_nothing(case: str) -> None:
     optimizer = weight_and_bias()
     params = optimizer.param_groups[0]["params"]
     drive(optimizer, params, range(3))
-    change, message = WRONG[case]
+    change, says = WRONG[case]
     saved = change(copy.deepcopy(optimizer.state_dict()))
     drive(optimizer, params, range(3, 5))
     before = snapshot(optimizer)
-    with pytest.raises(ValueError, match=message):
+    with refused(ValueError, *says):
         optimizer.load_state_dict(saved)
     assert same(snapshot(optimizer), before)
     twin_params, twin = copy.deepcopy((params, optimizer))
@@ -297,20 +298,20 @@ def test_parameters_with_names_are_loaded_in_any_order(saved: str, here: str, gr
 
 
 @pytest.mark.parametrize(
-    ("saved", "here", "groups", "message"),
+    ("saved", "here", "groups", "says"),
     [
-        ("a b c", "a b d", 1, "group 0: parameters are missing: 'd', unexpected: 'c'"),
-        ("a b", "a b c d", 1, "group 0: parameters are missing: 'c', 'd', unexpected: none"),
-        ("a b c d", "b a", 1, "group 0: parameters are missing: none, unexpected: 'c', 'd'"),
-        ("a b c d", "a c b d", 2, "group 0: parameters are missing: 'c', unexpected: 'b'"),
-        ("a b c d", "a b c d e f", 3, r"param groups of sizes \[2, 2, 2\] are required, got \[2, 2\]"),
+        ("a b c", "a b d", 1, (0, "d", "c")),
+        ("a b", "a b c d", 1, (0, "c", "d")),
+        ("a b c d", "b a", 1, (0, "c", "d")),
+        ("a b c d", "a c b d", 2, (0, "c", "b")),
+        ("a b c d", "a b c d e f", 3, ("[2, 2, 2]", "[2, 2]")),
     ],
 )
-def test_parameters_that_do_not_match_are_named(saved: str, here: str, groups: int, message: str) -> None:
+def test_parameters_that_do_not_match_are_named(saved: str, here: str, groups: int, says: tuple[object, ...]) -> None:
     run, resumed = shuffled(saved, min(groups, 2)), shuffled(here, groups)
     train(*run, range(2))
     before = snapshot(resumed[1])
-    with pytest.raises(ValueError, match=message):
+    with refused(ValueError, *says):
         resumed[1].load_state_dict(run[1].state_dict())
     assert same(snapshot(resumed[1]), before)
 
@@ -354,7 +355,7 @@ def test_a_recipe_whose_state_means_something_else_is_refused(saved: list[str], 
     old = load_recipe(saved[0], saved[1:])
     source, target = weight_and_bias(old), weight_and_bias(load_recipe(old, here))
     before = snapshot(target)
-    with pytest.raises(ValueError, match=rf"another recipe(.|\n)*{re.escape(message)}") as error:
+    with refused(ValueError) as error:
         target.load_state_dict(source.state_dict())
     assert same(snapshot(target), before)
     assert ("convert_storage" in str(error.value)) == message.startswith("storage")
@@ -375,25 +376,25 @@ def test_a_checkpoint_of_a_recipe_with_another_name_now_is_refused_with_that_nam
 
 
 @pytest.mark.parametrize(
-    ("saved", "here", "message"),
+    ("saved", "here", "says"),
     [
-        (["adamw"], [f"{ADAM}.beta=0.9"], f"{ADAM}.beta: 0.999 -> 0.9"),
-        (["adamw"], [f"{ADAM}.eps=1e-6"], f"{ADAM}.eps: 1e-08 -> 1e-06"),
-        (["adamw"], [f"{ADAM}.bias_correction=false"], f"{ADAM}.bias_correction: True -> False"),
-        (["adamw"], ["weight_decay.kind=cautious"], "weight_decay.kind: decoupled -> cautious"),
-        (["adamw"], ["failure.nonfinite=raise"], "failure.nonfinite: skip -> raise"),
-        (["adamw"], ["blocking.size=512"], "blocking.size: absent -> 512"),  # blocks are the same
-        (["adamw"], ["storage.first_moment=int8"], "storage.first_moment.kind: absent -> int8"),  # too small for it
-        (["soap_fitted"], [f"{SOAP}.refresh.steps=3"], f"{SOAP}.refresh.steps: 10 -> 3"),
-        (["soap_fitted"], [f"{SOAP}.refresh.stagger=none"], f"{SOAP}.refresh.stagger: cost -> none"),
-        (["soap_fitted"], [f"{SOAP}.solver=eigh"], f"{SOAP}.solver.kind: power_qr -> eigh"),
-        (["soap_fitted"], ["view=whole"], "view.kind: batches -> whole"),  # of matrices the same
-        (["soap_fitted"], ["routes.adam.lr_ratio=0.5"], "routes.adam.lr_ratio: 1.0 -> 0.5"),
-        (["soap_fitted"], ["total_steps=50"], "total_steps: absent -> 50"),
-        (["adamw", *MEAN], ["averaging.weight=0.5"], "averaging.weight: 1.0 -> 0.5"),
+        (["adamw"], [f"{ADAM}.beta=0.9"], (f"{ADAM}.beta", 0.999, 0.9)),
+        (["adamw"], [f"{ADAM}.eps=1e-6"], (f"{ADAM}.eps", 1e-08, 1e-06)),
+        (["adamw"], [f"{ADAM}.bias_correction=false"], (f"{ADAM}.bias_correction", "True", "False")),
+        (["adamw"], ["weight_decay.kind=cautious"], ("weight_decay.kind",)),
+        (["adamw"], ["failure.nonfinite=raise"], ("failure.nonfinite",)),
+        (["adamw"], ["blocking.size=512"], ("blocking.size", 512)),  # blocks are the same
+        (["adamw"], ["storage.first_moment=int8"], ("storage.first_moment.kind", "int8")),  # too small for it
+        (["soap_fitted"], [f"{SOAP}.refresh.steps=3"], (f"{SOAP}.refresh.steps", 10, 3)),
+        (["soap_fitted"], [f"{SOAP}.refresh.stagger=none"], (f"{SOAP}.refresh.stagger",)),
+        (["soap_fitted"], [f"{SOAP}.solver=eigh"], (f"{SOAP}.solver.kind", "power_qr")),
+        (["soap_fitted"], ["view=whole"], ("view.kind",)),  # of matrices the same
+        (["soap_fitted"], ["routes.adam.lr_ratio=0.5"], ("routes.adam.lr_ratio", 1.0, 0.5)),
+        (["soap_fitted"], ["total_steps=50"], ("total_steps", 50)),
+        (["adamw", *MEAN], ["averaging.weight=0.5"], ("averaging.weight", 1.0, 0.5)),
     ],
 )
-def test_other_settings_load_with_a_word_and_apply(saved: list[str], here: list[str], message: str) -> None:
+def test_other_settings_load_with_a_word_and_apply(saved: list[str], here: list[str], says: tuple[object, ...]) -> None:
     """The run goes on as one whose settings were changed in the middle."""
     old = load_recipe(saved[0], saved[1:])
     new = load_recipe(old, here)
@@ -402,7 +403,7 @@ def test_other_settings_load_with_a_word_and_apply(saved: list[str], here: list[
     target = weight_and_bias(new)
     for p, q in zip(target.param_groups[0]["params"], source.param_groups[0]["params"], strict=True):
         p.data.copy_(q.data)
-    with pytest.warns(UserWarning, match=re.escape(message)) as words:
+    with warned(UserWarning, *says) as words:
         target.load_state_dict(source.state_dict())
     assert len(words) == 1 and words[0].filename == __file__
     assert same(target.state_dict()["state"], source.state_dict()["state"])
@@ -421,7 +422,7 @@ def test_a_changed_setting_is_what_steps_follow() -> None:
     source, target = (Optimizer([("p", p)], load_recipe("adam", [f"{ADAM}.eps={eps}"]), lr=0.1) for eps in (1e-8, 1.0))
     p.grad = torch.ones(1)
     source.step()
-    with pytest.warns(UserWarning, match=f"{ADAM}.eps"):
+    with warned(UserWarning, f"{ADAM}.eps"):
         target.load_state_dict(source.state_dict())
     before = p.detach().clone()
     target.step()
@@ -434,7 +435,7 @@ def test_groups_keep_the_saved_rates_as_with_torch() -> None:
         weight_and_bias(load_recipe("adamw", ["lr=0.5", "weight_decay.rate=0.7"])),
     )
     saved = source.state_dict()
-    with pytest.warns(UserWarning, match=r"saved values(.|\n)*lr: 0.001 -> 0.5\nweight_decay.rate: 0.01 -> 0.7"):
+    with warned(UserWarning, 0.001, 0.5, "weight_decay.rate", 0.01, 0.7):
         target.load_state_dict(saved)
     assert [(group["lr"], group["weight_decay"]) for group in target.param_groups] == [(0.001, 0.01)]
 
@@ -445,7 +446,7 @@ def test_a_warning_made_an_error_changes_nothing() -> None:
     before = snapshot(target)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(UserWarning, match="eps"):
+        with refused(UserWarning, "eps"):
             target.load_state_dict(source.state_dict())
     assert same(snapshot(target), before)
 
@@ -469,7 +470,7 @@ def test_the_recipe_of_a_checkpoint_composes_an_optimizer_that_loads_it() -> Non
 
 def test_another_order_of_stages_is_another_recipe() -> None:
     one, two = weight_and_bias({"update": ["momentum", "rms"]}), weight_and_bias({"update": ["rms", "momentum"]})
-    with pytest.raises(ValueError, match="another recipe"):
+    with refused(ValueError, "recipe"):
         two.load_state_dict(one.state_dict())
 
 
@@ -481,7 +482,7 @@ def test_what_a_recipe_is_called_does_not_matter() -> None:
 
 
 def test_another_shape_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"w: .*\(3, 2\) is required, got torch.float32 \(2, 3\)"):
+    with refused(ValueError, "w", "(3, 2)", "torch.float32", "(2, 3)"):
         weight_and_bias().load_state_dict(weight_and_bias(shapes=[(2, 3), (2,)]).state_dict())
 
 
@@ -492,7 +493,7 @@ def test_a_refused_load_of_a_frozen_parameter_changes_nothing() -> None:
     frozen = Optimizer([("w", nn.Parameter(torch.ones(3, 2))), ("b", nn.Parameter(torch.ones(2), requires_grad=False))])
     drive(optimizer, optimizer.param_groups[0]["params"], range(2))
     before = snapshot(frozen)
-    with pytest.raises(ValueError, match=f"b: missing '{V}'"):
+    with refused(ValueError, "b", V):
         frozen.load_state_dict(saved)
     assert same(snapshot(frozen), before)
 

@@ -16,6 +16,7 @@ from eigengraft import Optimizer, load_recipe
 
 from ...quantization.test_storage_resume import GRADIENTS, ONE_OF_EACH, everything, made, walk
 from ...recipes import BROAD
+from ...refusals import refused, warned
 from ...trajectories import named
 from .test_checkpoint import drive, same, snapshot
 
@@ -154,7 +155,7 @@ def test_zeros_in_all_state_but_the_steps_give_finite_steps(recipe: str) -> None
                 value.zero_() if in_place else set_zero(own, key, value)
         if keeps_weights(recipe):
             before = [p.detach().clone() for p in params]
-            with pytest.raises(ValueError, match=r"p0: '(averaging|0/update.prodigy)/\w+' .* 7 steps"):
+            with refused(ValueError, "p0", 7):
                 drive(optimizer, params, range(20, 21))
             assert same([*params], before)
             continue
@@ -226,20 +227,20 @@ def test_coded_state_is_moved_and_reset_whole(row: Any) -> None:
         assert all(bool(x.isfinite().all()) for x in [*params, *everything(optimizer).values()])
 
 
-WRONG: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "shape": (lambda own: own.update({V: torch.zeros(4, 6)}), r"p0: '{V}' .*\(6, 4\) .*, got .*\(4, 6\)"),
+V = "0/update.rms/v"
+WRONG: dict[str, tuple[Callable[[dict[str, Any]], object], tuple[object, ...]]] = {
+    "shape": (lambda own: own.update({V: torch.zeros(4, 6)}), ("p0", V, "(6, 4)", "(4, 6)")),
     "dtype": (
         lambda own: own.update({V: torch.full((6, 4), 0.1).double() / 3}),
-        "p0: '{V}' .*float32.*, got .*float64",
+        ("p0", V, "torch.float32", "torch.float64"),
     ),
-    "no tensor": (lambda own: own.update({V: None}), "p0: '{V}' .*, got NoneType"),
-    "missing": (lambda own: own.pop(V), "p0: '{V}'"),
-    "only a count": (lambda own: own.clear() or own.update(step=torch.tensor(3)), "p0: '{V}'"),
-    "unknown": (lambda own: own.update({"0/update.rms/w": torch.zeros(())}), "p0: '0/update.rms/w'"),
-    "negative": (lambda own: own.update(step=torch.tensor(-1)), "p0: 'step' .* -1"),
-    "negative in place": (lambda own: own["step"].fill_(-2), "p0: 'step' .* -2"),
+    "no tensor": (lambda own: own.update({V: None}), ("p0", V, "NoneType")),
+    "missing": (lambda own: own.pop(V), ("p0", V)),
+    "only a count": (lambda own: own.clear() or own.update(step=torch.tensor(3)), ("p0", V)),
+    "unknown": (lambda own: own.update({"0/update.rms/w": torch.zeros(())}), ("p0", "0/update.rms/w")),
+    "negative": (lambda own: own.update(step=torch.tensor(-1)), ("p0", "step", -1)),
+    "negative in place": (lambda own: own["step"].fill_(-2), ("p0", "step", -2)),
 }
-V = "0/update.rms/v"
 READS: dict[str, Callable[[Optimizer], object]] = {
     "step": lambda optimizer: optimizer.step(),
     "state_dict": lambda optimizer: optimizer.state_dict(),
@@ -251,14 +252,14 @@ READS: dict[str, Callable[[Optimizer], object]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_cannot_be_state_is_refused_by_name_and_changes_nothing(case: str) -> None:
-    change, message = WRONG[case]
+def test_tensors_that_cannot_be_state_are_refused_by_name_and_change_nothing(case: str) -> None:
+    change, says = WRONG[case]
     params, optimizer = trained(load_recipe("adamw", {"averaging": {"kind": "ema"}}))
     before, weights = snapshot(optimizer), [p.detach().clone() for p in params]
     change(optimizer.state[params[0]])
     set_zero(optimizer.state[params[1]], V, torch.zeros(6, 4))  # fits, and waits
     for read in READS.values():
-        with pytest.raises(ValueError, match=message.replace("{V}", V)):
+        with refused(ValueError, *says):
             read(optimizer)
     assert same([*params], weights)
     optimizer.load_state_dict({key: before[key] for key in ("state", "param_groups")})  # is a way out
@@ -268,7 +269,7 @@ def test_what_cannot_be_state_is_refused_by_name_and_changes_nothing(case: str) 
 def test_codes_of_another_format_are_refused() -> None:
     params, optimizer = trained(load_recipe("adamw", ['storage.second_moment={"kind": "int8", "min_elements": 1}']))
     optimizer.state[params[0]][f"{V}/format"] = torch.tensor(5)
-    with pytest.raises(ValueError, match=rf"p0: '{V}/format' .* 5"):
+    with refused(ValueError, "p0", f"{V}/format", 5):
         optimizer.step()
 
 
@@ -389,7 +390,7 @@ def test_entries_of_hosts_stay_through_everything() -> None:
     assert torch.equal(resumed.state[first]["slow"], slow) and resumed.state["mine"] == 1
     assert torch.equal(copy.deepcopy(resumed).state_dict()["state"][0]["slow"], slow)
     del optimizer.state[params[0]]["0/update.rms/v"], optimizer.state[params[1]]
-    with pytest.raises(ValueError, match=r"p0: '0/update.rms/v'"):
+    with refused(ValueError, "p0", "0/update.rms/v"):
         optimizer.step()
 
 
@@ -455,7 +456,7 @@ def test_a_parameter_that_was_frozen_when_state_was_saved_begins_afresh_with_a_w
     others, resumed = build(None)
     drive(resumed, others, range(50, 53))
     resumed.state[others[1]]["slow"] = torch.ones(2)
-    with pytest.warns(UserWarning, match="no state of p1;"):
+    with warned(UserWarning, "p1"):
         resumed.load_state_dict(optimizer.state_dict())
     state = resumed.state_dict()["state"]
     assert [int(state[i]["step"]) for i in range(3)] == [4, 0, 4] and "slow" not in state[1]
@@ -481,7 +482,7 @@ def test_state_of_a_parameter_that_is_frozen_now_is_kept() -> None:
 def test_a_state_dict_without_state_begins_afresh_with_a_word() -> None:
     """As a state dict of torch's optimizers is before the first step."""
     params, optimizer = trained("adamw")
-    with pytest.warns(UserWarning, match="no state of p0, p1, p2;"):
+    with warned(UserWarning, "p0", "p1", "p2"):
         optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
     assert [int(own["step"]) for own in optimizer.state.values()] == [0] * len(params)
 

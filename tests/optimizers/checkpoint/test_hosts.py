@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from eigengraft import Optimizer
 from eigengraft.optimizers import ConsolidateOnSave
 
+from ...refusals import refused
+
 
 def start(recipe: str = "soap_fitted", frozen: bool = False) -> tuple[nn.Module, Optimizer]:
     torch.manual_seed(0)
@@ -79,14 +81,14 @@ def test_replaced_parameters_are_taken_over_before_the_first_step(recipe: str, f
     assert [row.name for row in optimizer.routing_table()] == [row.name for row in reference.routing_table()]
 
 
-def test_nothing_breaks_while_placeholders_are_in() -> None:
+def test_an_optimizer_works_while_a_trainer_holds_placeholders_in_its_groups() -> None:
     model, optimizer = start()
     shown, table = repr(optimizer), optimizer.routing_table()
 
     def meanwhile() -> None:
         assert repr(optimizer) == shown and optimizer.routing_table() == table and optimizer.state_bytes() > 0
         optimizer.zero_grad()
-        with pytest.raises(ValueError, match=r"0.weight: a parameter of shape \(5, 4\) is required, got \(1,\)"):
+        with refused(ValueError, "0.weight", "(5, 4)", "(1,)"):
             optimizer.state_dict()
 
     prepared(model, optimizer, meanwhile)
@@ -136,23 +138,23 @@ def flattened(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "says"),
     [
-        (later, "param group 0: after a step the parameter 0.weight must stay, got another .*; wrap or shard"),
-        (later_by_a_load, "param group 0: after a step the parameter 0.weight must stay, got another"),
-        (appended, "param group 1: 2 parameters are required, got 3; add parameters with optimizer.add_param_group"),
-        (removed, "param group 1: 2 parameters are required, got 1; freeze"),
-        (reordered, "param group 0: its parameters must stay in order, got others from 0.weight on"),
-        (other_group, "param_groups: 2 groups are required, got 3; call optimizer.add_param_group"),
-        (flattened, r"1.weight: a parameter of shape \(3, 5\) is required, got \(15,\)"),
+        (later, (0, "0.weight")),
+        (later_by_a_load, (0, "0.weight")),
+        (appended, (1, 2, 3, "optimizer.add_param_group")),
+        (removed, (1, 2)),
+        (reordered, (0, "0.weight")),
+        (other_group, ("param_groups", 2, 3, "optimizer.add_param_group")),
+        (flattened, ("1.weight", "(3, 5)", "(15,)")),
     ],
 )
-def test_other_parameters_are_refused_by_name(change: Callable[..., None], message: str) -> None:
+def test_other_parameters_are_refused_by_name(change: Callable[..., None], says: tuple[object, ...]) -> None:
     model, optimizer = start()
     change(model, optimizer)
     before = [p.detach().clone() for p in model.parameters()]
     for call in (optimizer.step, optimizer.state_dict, lambda: train(model, optimizer, range(1))):
-        with pytest.raises(ValueError, match=message):
+        with refused(ValueError, *says):
             call()
     assert all(map(torch.equal, before, model.parameters()))
 

@@ -26,6 +26,7 @@ from eigengraft.optimizers.write.write import Hyper
 
 from ...laws.table import TABLE
 from ...recipes import COVER
+from ...refusals import refused
 from ...trajectories import normal
 from ..test_kernels import Kernels
 
@@ -314,7 +315,7 @@ def test_iterates_are_numbers_or_have_the_axes_of_their_parameter_last() -> None
         for rule in ("number", "queue"):
             Optimizer([nn.Parameter(start())], recipe(Slotted(rule=rule)))
         for rule in ("fixed", "rows", "after"):
-            with pytest.raises(ContractError, match=r"^averaging: slot 'own': .*\(4, 3\)"):
+            with refused(ContractError, "averaging", "own", "(4, 3)"):
                 Optimizer([nn.Parameter(start())], recipe(Slotted(rule=rule)))
     finally:
         del Averaging.members["slotted_for_test"]
@@ -405,7 +406,7 @@ def test_a_step_from_evaluated_parameters_is_refused() -> None:
     drive(optimizer, params, range(2))
     optimizer.eval()
     before, called = everything(optimizer), []
-    with pytest.raises(RuntimeError, match=r"training iterate, got the evaluated one; call optimizer\.train\(\) first"):
+    with refused(RuntimeError, "optimizer.train"):
         optimizer.step(lambda: called.append(1))
     assert not called and equal(everything(optimizer), before)
     optimizer.train()
@@ -717,40 +718,40 @@ def edited(change: Callable[[dict[str, Any]], Any], mode: str) -> dict[str, Any]
     return saved
 
 
-WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str, str]] = {
-    "word": (lambda s: s["param_groups"][0].update(iterate="test"), "train", "group 0: 'iterate': .*, got 'test'"),
-    "disagreement": (lambda s: s["param_groups"][1].update(iterate="train"), "eval", "group 1: .* same in all groups"),
-    "no training iterate": (lambda s: s["state"][0].pop("averaging/train"), "eval", "missing 'averaging/train'"),
+WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str, tuple[object, ...]]] = {
+    "word": (lambda s: s["param_groups"][0].update(iterate="test"), "train", (0, "iterate", "test")),
+    "disagreement": (lambda s: s["param_groups"][1].update(iterate="train"), "eval", (1,)),
+    "no training iterate": (lambda s: s["state"][0].pop("averaging/train"), "eval", ("averaging/train",)),
     "one too many": (
         lambda s: [g.update(iterate="train") for g in s["param_groups"]],
         "eval",
-        "unexpected 'averaging/train'",
+        ("averaging/train",),
     ),
-    "no mean": (lambda s: s["state"][0].pop("averaging/mean"), "train", "missing 'averaging/mean'"),
+    "no mean": (lambda s: s["state"][0].pop("averaging/mean"), "train", ("averaging/mean",)),
 }
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_state_dict_is_refused_and_changes_nothing(case: str, mode: str) -> None:
-    change, saved_in, message = WRONG[case]
+    change, saved_in, says = WRONG[case]
     params = parameters()
     optimizer = Optimizer([{"params": params[:2]}, {"params": params[2:]}], recipe("ema"))
     drive(optimizer, params, range(3))
     getattr(optimizer, mode)()
     before = everything(optimizer)
-    with pytest.raises(ValueError, match=message):
+    with refused(ValueError, *says):
         optimizer.load_state_dict(edited(change, saved_in))
     assert equal(everything(optimizer), before) and optimizer.iterate == mode
 
 
 def test_another_averaging_is_named() -> None:
     one = Optimizer(parameters(), recipe({"kind": "ema", "decay": 0.9}))
-    for other, message in (
-        (None, r"averaging\.kind: ema -> absent"),
-        ({"kind": "ema", "decay": 0.8}, r"averaging\.decay: 0\.9 -> 0\.8"),
+    for other, says in (
+        (None, ("averaging.kind",)),
+        ({"kind": "ema", "decay": 0.8}, ("averaging.decay", 0.9, 0.8)),
     ):
-        with pytest.raises(ValueError, match=message):
+        with refused(ValueError, *says):
             Optimizer(parameters(), recipe(other)).load_state_dict(one.state_dict())
 
 
@@ -763,7 +764,7 @@ def test_checkpoints_from_before_there_was_a_mode_load() -> None:
     two.load_state_dict(saved)
     assert two.iterate == "train"
     saved["param_groups"][0]["iterate"] = "eval"
-    with pytest.raises(ValueError, match="'train' is required without averaging"):
+    with refused(ValueError, "train", "averaging"):
         two.load_state_dict(saved)
 
 
@@ -792,13 +793,13 @@ def test_the_state_dict_api_round_trips(averaging: Any, flat: bool, mode: str) -
 
 
 def test_wrong_declarations_name_the_field() -> None:
-    for averaging, message in (
-        ("swa", "averaging: unknown averaging kind 'swa'"),
-        ({"kind": "ema", "deacy": 0.9}, r"averaging\.deacy: unknown field \(did you mean 'decay'\?\)"),
-        ({"kind": "primal_averaging", "mu_y": 0.0}, r"averaging\.mu_y: .*greater than 0, got 0\.0"),
-        (3, "averaging: an averaging is required|averaging: a averaging is required"),
+    for averaging, says in (
+        ("swa", ("averaging", "swa")),
+        ({"kind": "ema", "deacy": 0.9}, ("averaging.deacy", "decay")),
+        ({"kind": "primal_averaging", "mu_y": 0.0}, ("averaging.mu_y", 0)),
+        (3, ("averaging",)),
     ):
-        with pytest.raises(RecipeError, match=message):
+        with refused(RecipeError, *says):
             load_recipe(recipe(averaging))
     assert load_recipe("gpa_adamw", ["averaging.mu_x=0.5"]).averaging.mu_x == 0.5  # type: ignore[union-attr]
 

@@ -17,6 +17,7 @@ from eigengraft.optimizers.write import Constraint
 
 from ...laws.table import TABLE
 from ...recipes import BROAD, without_routes
+from ...refusals import refused
 from ...trajectories import normal
 
 LR = 0.1
@@ -193,12 +194,12 @@ def test_constraints_are_declared_in_a_list_or_alone_and_have_names() -> None:
     assert load_recipe(recipe()).constraints[0].label == "hyperball"
     changed = load_recipe(recipe(), ["constraints.hyperball.relative=false"])
     assert changed.constraints[0].model_dump()["relative"] is False
-    for wrong, message in (
-        ("sphere", "constraints.*: unknown constraint kind 'sphere'"),
-        (["hyperball", "hyperball"], "constraints: .*give each 'hyperball' its own `name`"),
-        ({"kind": "hyperball", "radius": 1.0}, "radius: unknown field"),
+    for wrong, says in (
+        ("sphere", ("constraints.sphere",)),
+        (["hyperball", "hyperball"], ("constraints", "hyperball", "name")),
+        ({"kind": "hyperball", "radius": 1.0}, ("radius",)),
     ):
-        with pytest.raises(RecipeError, match=message):
+        with refused(RecipeError, *says):
             load_recipe(recipe(wrong))
     load_recipe(recipe(["hyperball", {"kind": "hyperball", "name": "again"}]))
 
@@ -218,9 +219,7 @@ def test_a_constraint_may_come_from_outside() -> None:
         assert float(path.abs().max()) == 1.0
         plan(declared, [("a", (4, 3))], (2,), "ddp")
         plan(recipe("hyperball"), [("a", (4, 3))], (2,), "fsdp2")
-        with pytest.raises(
-            ValueError, match=r"^a: recipe.constraints.box_for_test: whole parameters are required, got"
-        ):
+        with refused(ValueError, "a", "recipe.constraints.box_for_test"):
             plan(declared, [("a", (4, 3))], (2,), "fsdp2")  # it does not say that shards are enough
     finally:
         del Constraint.members["box_for_test"]
@@ -343,9 +342,7 @@ def test_parts_of_the_record_leave_zeros_alone(constraint: Any) -> None:
 
 def test_rows_that_are_cut_are_refused() -> None:
     columns = [("a", (8, 6))]
-    with pytest.raises(
-        ValueError, match=r"^a: recipe\.constraints\.row_floor: whole rows are required, got a parameter"
-    ):
+    with refused(ValueError, "a", "recipe.constraints.row_floor"):
         plan(recipe(FLOOR), columns, mesh=(2,), parallel=(Shard(1),))
     plan(recipe(FLOOR), columns, mesh=(2,), parallel=(Shard(0),))
     plan(recipe([BRAKE, PIN, LATE]), columns, mesh=(2,), parallel=(Shard(1),))

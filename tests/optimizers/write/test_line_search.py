@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from eigengraft import Optimizer, RecipeError, compose, load_recipe
 
+from ...refusals import refused
 from ...trajectories import normal
 
 LR = 8.0
@@ -143,15 +144,13 @@ def test_trials_are_not_collected_as_inputs_of_layers() -> None:
 
 def test_faults_are_named() -> None:
     optimizer, _, _ = begun()
-    with pytest.raises(RuntimeError, match=r"a closure is required by `line_search`, which calls it again, got none"):
+    with refused(RuntimeError, "line_search", "none"):
         optimizer.step()
     start = begun()
-    with pytest.raises(TypeError, match="line_search: a closure that returns the loss is required, got NoneType"):
+    with refused(TypeError, "line_search", "NoneType"):
         start[0].step(lambda: closure_of(start)() and None)
     for more in ({"sam": {}}, {"averaging": "ema"}, {"constraints": "hyperball"}):
-        with pytest.raises(
-            RecipeError, match=rf"line_search: steps along a line are required, .* `{next(iter(more))}`"
-        ):
+        with refused(RecipeError, "line_search", next(iter(more))):
             load_recipe({"update": "sign", "line_search": {}, **more})
-    with pytest.raises(RecipeError, match=r"shrink: .*less than 1"):
+    with refused(RecipeError, "shrink", 1):
         load_recipe({"update": "sign", "line_search": {"shrink": 1.0}})

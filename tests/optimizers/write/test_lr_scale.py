@@ -14,6 +14,8 @@ from eigengraft.experiments.tasks.initialization import spectral_init_
 from eigengraft.optimizers.lr_scale import LearningRateScale
 from eigengraft.preconditioners.base import chain_bounds
 
+from ...refusals import refused
+
 SHAPES = {
     "wte.weight": (11, 6),
     "hidden.weight": (4, 6),
@@ -272,28 +274,28 @@ def test_the_routing_table_tells_the_factors() -> None:
     assert all(row.lr_factors == () for row in compose("adam", model).routing_table())
 
 
-REFUSED: dict[str, tuple[Any, str]] = {
-    "unknown size": ("shampoo", r"hidden.weight: lr_scale: .* follows from their shape .* update: momentum, graft"),
-    "length set": ("adam_h", r"hidden.weight: constraints.hyperball: sets the length .* lr_scale has no effect"),
-    "after decay": ({"update": ["rms"], "after_decay": ["momentum"]}, "after_decay: an update without it is required"),
-    "kernel positions": ("scion", "got those of update: momentum, spectral, scale"),
-    "summed squares": ({"update": [{"kind": "rms", "beta": 1.0}]}, "got those of update: rms"),
+REFUSED: dict[str, tuple[Any, tuple[object, ...]]] = {
+    "unknown size": ("shampoo", ("hidden.weight", "lr_scale")),
+    "length set": ("adam_h", ("hidden.weight", "constraints.hyperball", "lr_scale")),
+    "after decay": ({"update": ["rms"], "after_decay": ["momentum"]}, ("after_decay",)),
+    "kernel positions": ("scion", ("those",)),
+    "summed squares": ({"update": [{"kind": "rms", "beta": 1.0}]}, ("those",)),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_has_no_known_size_is_refused(case: str) -> None:
-    recipe, message = REFUSED[case]
-    with pytest.raises(ValueError, match=message):
+def test_lr_scales_of_parameters_without_a_known_size_are_refused(case: str) -> None:
+    recipe, says = REFUSED[case]
+    with refused(ValueError, *says):
         Optimizer([("hidden.weight", nn.Parameter(torch.zeros(3, 2)))], recipe, overrides={"lr_scale": "spectral"})
 
 
 def test_other_words_and_widths_are_refused() -> None:
-    for wrong, message in (
-        ("mup", "lr_scale"),
-        ({"base_width": 0}, "lr_scale.base_width: .*greater than or equal to 1"),
+    for wrong, says in (
+        ("mup", ("lr_scale",)),
+        ({"base_width": 0}, ("lr_scale.base_width", 1)),
     ):
-        with pytest.raises(eigengraft.RecipeError, match=message):
+        with refused(eigengraft.RecipeError, *says):
             load_recipe("adam", {"lr_scale": wrong})
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from eigengraft import Optimizer, RecipeError, load_recipe
 
 from ...recipes import BROAD, without_routes
+from ...refusals import refused
 from ...trajectories import normal
 
 LR, RHO = 0.1, 0.3
@@ -85,11 +86,9 @@ def test_a_step_without_closure_and_wrong_declarations_are_refused() -> None:
     def make(sam: Any) -> Optimizer:
         return Optimizer([nn.Parameter(torch.ones(3))], {"update": "identity", "routes": [], "sam": sam})
 
-    with pytest.raises(
-        RuntimeError, match=r"Optimizer\.step: a closure is required by `sam`, which calls it twice, got"
-    ):
+    with refused(RuntimeError, "Optimizer.step", "sam"):
         make({}).step()
-    with pytest.raises(RecipeError, match=r"sam\.rho: input should be greater than 0, got 0\.0"):
+    with refused(RecipeError, "sam.rho", 0):
         make({"rho": 0.0})
 
     def fails() -> Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import re
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -88,8 +87,9 @@ def same(one: Any, other: Any) -> bool:
 def refused(error: type[Exception] | tuple[type[Exception], ...], call: Callable[[], Any], text: str = "") -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with pytest.raises(error, match=re.escape(text)):
+        with pytest.raises(error) as caught:
             call()
+    assert text in str(caught.value)
 
 
 def without_names(state: dict[str, Any]) -> dict[str, Any]:

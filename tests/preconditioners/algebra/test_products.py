@@ -28,6 +28,7 @@ from eigengraft.slots import State
 from eigengraft.step_context import StepContext
 from eigengraft.testing import check_stage
 
+from ...refusals import refused
 from ...trajectories import normal
 
 BLOCKS = [(5, 4), (6, 5, 3, 3), (4, 3, 7, 7), (3, 70, 2), (2, 3, 4), (8, 4, 20), (5, 1, 3), (3, 2, 2, 2, 9)]
@@ -130,9 +131,9 @@ def test_stages_with_products_in_bfloat16_keep_the_laws(name: str) -> None:
 
 
 def test_a_statistic_without_products_refuses_their_dtype() -> None:
-    with pytest.raises(ValidationError, match="precision: bfloat16"):
+    with refused(ValidationError, "precision", "bfloat16"):
         Gram(precision="bfloat16", axes={"entries": "diagonal"})
-    with pytest.raises(ValidationError, match="precision: bfloat16"):
+    with refused(ValidationError, "precision", "bfloat16"):
         InputGram(precision="bfloat16")
 
 

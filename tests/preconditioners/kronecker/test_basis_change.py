@@ -14,6 +14,7 @@ from eigengraft.preconditioners.algebra.products import rotate
 from eigengraft.preconditioners.kronecker.basis_change import Turn, fit_, marginals, transport
 from eigengraft.slots import State
 
+from ...refusals import refused
 from ...trajectories import normal, random_gradients
 from ..algebra.test_products import Products, defined
 from ..test_statistics import Stepper, times
@@ -163,7 +164,7 @@ def squares_in(gradients: list[Tensor], bases: list[Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("more", [{}, {"timing": "lagged"}, {"statistic_frame": "basis"}], ids=str)
 @pytest.mark.parametrize("shape", [(6, 9), (4, 5, 3)])
-def test_what_a_statistic_knows_is_the_sum_of_second_moments(shape: tuple[int, ...], more: dict[str, str]) -> None:
+def test_the_diagonal_of_a_statistic_is_the_sum_of_second_moments(shape: tuple[int, ...], more: dict[str, str]) -> None:
     """Of all gradients that the second moments hold, in the basis of now: to the rounding of Q, 3 refreshes old."""
     stepper, gradients = Stepper(soap(**more), shape), skewed(shape, 11)
     for gradient in gradients:
@@ -295,24 +296,26 @@ INSIDE = "update.eigenbasis"
 
 
 @pytest.mark.parametrize(
-    ("source", "changes", "message"),
+    ("source", "changes", "says"),
     [
-        ("soap_fitted", {f"{INSIDE}.statistic.beta": 0.9}, r"second moments .* of the statistic, 0\.9, got 0\.95"),
+        ("soap_fitted", {f"{INSIDE}.statistic.beta": 0.9}, (0.9, 0.95)),
         (
             "soap_fitted",
             {f"{INSIDE}.inner": ["momentum", "sign"]},
-            r"second moments .* of the statistic, 0\.95, got none .*Slot\(decay=beta\).*exact",
+            (0.95, "none", "Slot(decay=beta)", "exact"),
         ),
-        ("soap_fitted", {f"{INSIDE}.statistic.interval": 2}, r"the squares of every gradient: .*'interval': 2"),
-        ("soap_kl", {f"{INSIDE}.statistic.interval": 2}, r"the squares of every gradient: .*'kind': 'bregman'"),
+        ("soap_fitted", {f"{INSIDE}.statistic.interval": 2}, ("interval", 2)),
+        ("soap_kl", {f"{INSIDE}.statistic.interval": 2}, ("kind", "bregman")),
         (
             "soap_kl",
             {f"{INSIDE}.inner": ["momentum", {"kind": "adafactor", "beta": 0.95}]},
-            "second moments of every entry with a statistic that is whitened, got factored ones",
+            (),
         ),
-        ("soap_fitted", {f"{INSIDE}.solver": {"kind": "subspace", "rank": 4}}, "all columns of a basis"),
+        ("soap_fitted", {f"{INSIDE}.solver": {"kind": "subspace", "rank": 4}}, ()),
     ],
 )
-def test_what_does_not_know_sums_is_refused(source: str, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(RecipeError, match=rf"{INSIDE}.transport: 'marginals' needs {message}"):
+def test_stages_whose_second_moments_have_other_sums_are_refused(
+    source: str, changes: dict[str, Any], says: tuple[object, ...]
+) -> None:
+    with refused(RecipeError, f"{INSIDE}.transport", "marginals", *says):
         load_recipe(source, {f"{INSIDE}.transport": "marginals", **changes})

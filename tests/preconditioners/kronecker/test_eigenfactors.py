@@ -114,7 +114,7 @@ def test_with_an_exact_basis_it_is_shampoo(steps: int, exponent: Any) -> None:
     assert distance(ours, theirs, init) < 1e-10
 
 
-def test_it_is_shampoo_whose_statistics_are_stored_as_eigenvectors() -> None:
+def test_eigenfactors_are_shampoo_whose_statistics_are_stored_as_eigenvectors() -> None:
     """Where columns never need sorting, which `power_qr` does and `eigen` does not: rows and columns fall by 0.3.
 
     Both keep V in float32, of either sign, and rectify it to float64: two steps square an error of 1e-7 twice. 1e-10:
@@ -210,7 +210,7 @@ def likeness(source: dict[str, Any], given: list[list[Tensor]], exact: list[Tens
 
 
 @pytest.mark.slow
-def test_in_4_bits_it_is_as_close_to_shampoo_as_with_stored_roots() -> None:
+def test_eigenfactors_in_4_bits_are_as_close_to_shampoo_as_stored_roots() -> None:
     """Gradients whose covariances have eigenvalues 1 to 1/64: cosines of 0.979 and 0.978, and of 0.945 unrectified."""
     sizes = torch.arange(1, 65) ** -0.5
     u, v = rotation(64, 1).float(), rotation(64, 2).float()
