@@ -112,13 +112,13 @@ def test_calls_of_torch_and_their_recipes_make_the_same_steps(page: str, theirs:
 
 
 def test_the_tables_of_calls_are_found() -> None:
-    assert len(CALLS) >= 10
+    assert CALLS
 
 
 def test_paths_for_the_authors_soap_exist() -> None:
     recipe = eigengraft.load_recipe("reference/soap")
     paths = re.findall(r"`(update\.eigenbasis[\w.]*=\w+)`", text("docs/from-torch.md"))
-    assert len(paths) >= 3
+    assert paths
     for path in paths:
         assert eigengraft.load_recipe(recipe, [path]).update
 
@@ -157,7 +157,7 @@ def generated() -> dict[str, dict[str, str]]:
 @pytest.mark.slow
 def test_every_family_has_a_page_with_all_members_and_fields(generated: dict[str, dict[str, str]]) -> None:
     ours = {name: family for name, family in families().items() if family.__module__.startswith("eigengraft.")}
-    assert len(ours) >= 14 and set(generated["families"]) == set(ours)
+    assert set(generated["families"]) == set(ours)
     for name, family in ours.items():
         for kind, member in family.members.items():
             if member.__module__.startswith("eigengraft."):

@@ -133,16 +133,3 @@ def test_the_walks_name_what_is_in_the_files(path: str, names: str) -> None:
         owner, _, member = name.rpartition(".")
         assert not owner or re.search(rf"^class {owner}\b", source, flags=re.MULTILINE), f"{path}: {owner}"
         assert re.search(rf"^\s*(def|class) {member}\b", source, flags=re.MULTILINE), f"{path}: {name}"
-
-
-def test_the_walks_are_found() -> None:
-    assert len(WALK.findall(text("docs/architecture.md"))) >= 35
-
-
-def test_a_step_is_followed_through_few_files() -> None:
-    """Eleven for AdamW and seven more for SOAP, as the page says; a file counts once. The first calls the second."""
-    assert "param_set.prepare(hypers)" in (ROOT / "optimizers" / "optimizer.py").read_text(encoding="utf-8")
-    walk = text("docs/architecture.md").partition("## A gradient")[2].partition("\n## ")[0]
-    adamw, soap = walk.split("The recipe `soap_fitted`")
-    found = [{path for path, _ in WALK.findall(part)} for part in (adamw, soap)]
-    assert [len(found[0]), len(found[1] - found[0])] == [11, 7]
