@@ -108,12 +108,9 @@ def test_the_last_bit_of_a_number_on_one_rank_is_seen_whatever_the_number_of_ran
 
 def test_numbers_are_named_with_the_ranks_that_have_them() -> None:
     mine, other = step(lr=1.0), step(lr=0.2, weight_decay=1.0)
-    with pytest.raises(DistributedError) as caught:
+    where = ("1 on rank 0", "0.2 on ranks 1, 2", "1e-300 on rank 0", "1 on ranks 1, 2")
+    with refused(DistributedError, "a step", "lr", "weight_decay", *where, "mend it"):
         reduced(mine, [other] * 2, [[0.2, 1.0]] * 2)
-    assert str(caught.value) == (
-        "a step: all ranks must have the same lr, got 1 on rank 0, 0.2 on ranks 1, 2; the same weight_decay, got "
-        "1e-300 on rank 0, 1 on ranks 1, 2; nothing was changed; mend it"
-    )
 
 
 def test_large_numbers_that_differ_in_a_digit_are_told_apart() -> None:
@@ -162,12 +159,10 @@ def norms(*values: float) -> SameNumbers:
 def test_numbers_may_differ_by_rounding_or_be_absent_or_not_finite() -> None:
     mine = norms(1.012345678, 0.0, math.nan, 4.0)
     reduced(mine, [norms(1.01235, 2.0, 3.0, 4.0)], absent=[0.0, 1.0, 0.0, 0.0])
-    with pytest.raises(DistributedError) as caught:
+    where = ("1.01235 on rank 0", "1 on rank 1", "0 on rank 0", "2 on rank 1", "4 on rank 0", "5 on rank 1")
+    with refused(DistributedError, "gradients", "norm of a", "norm of b", "norm of d", *where, "mend it") as caught:
         reduced(mine, [norms(1.0, 2.0, 3.0, 5.0)], [[1.0, 2.0, 5.0]], absent=[0.0] * 4)
-    assert str(caught.value) == (
-        "gradients: all ranks must have the same norm of a, got 1.01235 on rank 0, 1 on rank 1; the same norm of b, "
-        "got 0 on rank 0, 2 on rank 1; the same norm of d, got 4 on rank 0, 5 on rank 1; nothing was changed; mend it"
-    )
+    assert "norm of c" not in str(caught.value)
     with refused(DistributedError, 1):
         reduced(norms(1, 2, 3, 4), [norms(2, 3, 4, 5)], [[2.0, 3.0, 4.0]], absent=[0.0] * 4)
 
