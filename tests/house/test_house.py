@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("preconditioners", "quantization", "distributed", "optimizers", "experiments", "hosts")
 GROUND, TESTING = "ground floor", "testing"
-CORE_LIBRARIES = {"torch", "einops", "pydantic", "pydantic_core", "numpy", "greenlet", "typing_extensions"}
+CORE_LIBRARIES = {"torch", "pydantic", "pydantic_core", "numpy", "greenlet", "typing_extensions"}
 PUBLIC = {"Component", "Optimizer", "Recipe", "RecipeError", "compose", "load_recipe", "shipped_recipes"}
 # A machine's own paths and the hosts of package registries have no place in the project.
 FORBIDDEN = re.compile(r"(?<![\w.~$)}])/(home|root|work|opt|tmp|mnt|srv|Users)/|pypi[.]org|python[h]osted")

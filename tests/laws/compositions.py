@@ -120,7 +120,7 @@ COMBINED = (
             Fault({**PROJECTED, "inner": {"kind": "lagged_rms"}}, "inner.lagged_rms"),
             Fault({**PROJECTED, "rank": 0}, "rank", 1, 0),
             Fault({**PROJECTED, "growth": 1.01}, "growth", "lift", 1.01),
-            Fault({**PROJECTED, "per": "block"}, "per", "column", "lift", "block"),
+            Fault({**PROJECTED, "per": "block"}, "per", "lift", "block"),
             Fault(
                 {**PROJECTED, "projection": "random", "result": "lift_and_rest"},
                 "projection",

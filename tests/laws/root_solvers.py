@@ -62,7 +62,7 @@ ROOT_SOLVERS = (
             Fault({**NEWTON, "eps": 2.0}, "eps", 1),
             Fault({**NEWTON, "retries": -1}, "retries", 0),
             Fault({**NEWTON, "precision": "float8"}, "precision", "float8"),
-            Fault({**NEWTON, "relative": False, "relative_to": "trace"}, "relative_to", "relative: true"),
+            Fault({**NEWTON, "relative": False, "relative_to": "trace"}, "relative_to"),
             Fault({**NEWTON, "retry_above": 0.05}, "retry_above", "retries", 0),
             Fault({**NEWTON, "scaling": "spectral"}, "scaling", "eigenvalue_bound", "spectral"),
         ),
@@ -121,7 +121,7 @@ ROOT_SOLVERS = (
         faults=(
             unknown("chebyshev"),
             Fault({"kind": "chebyshev", "degree": 0}, "degree", 1),
-            Fault({"kind": "chebyshev", "interval": [1.0, 0.5]}, 0, "(1.0, 0.5)"),
+            Fault({"kind": "chebyshev", "interval": [1.0, 0.5]}, 0),
             Fault({"kind": "chebyshev", "interval": [0.0, 1.0]}, 0),
             Fault({"kind": "chebyshev", "interval": [0.5]}, "interval"),
             Fault({"kind": "chebyshev", "relative": False}, "scaling"),

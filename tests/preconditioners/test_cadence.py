@@ -51,7 +51,7 @@ def test_at_once_makes_waves() -> None:
 
 
 def test_all_at_once_are_not_spread() -> None:
-    with refused(ValueError, "at_once", "stagger: cost", 4):
+    with refused(ValueError, "at_once", 4):
         Every(stagger="none", at_once=4)
 
 
