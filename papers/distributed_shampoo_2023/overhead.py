@@ -27,8 +27,7 @@ import torch
 from torch import Tensor
 
 from eigengraft import load_recipe
-from eigengraft.experiments.benches.steps.ranks.processes import RankJob, busy_times
-from eigengraft.experiments.benches.steps.ranks.rows import path_of
+from eigengraft.experiments.benches.steps.processes import RankJob, busy_times, path_of
 from eigengraft.optimizers import Recipe
 from eigengraft.optimizers.plan.plan import plan
 

@@ -1,7 +1,6 @@
 """Published and measured claims about components, checked; `eigengraft bench claims` prints the same."""
 
 import pytest
-
 from eigengraft.experiments.benches.claims.registry import Measured, known_claims
 from eigengraft.experiments.benches.common.bench import Bench
 

@@ -7,13 +7,13 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from typer.testing import CliRunner
-
-import eigengraft
 from eigengraft.experiments.benches.spike import run as spike
 from eigengraft.experiments.benches.spike.figure import draw_spike
 from eigengraft.experiments.benches.spike.rows import BOUND, LEARNING_RATES, LINES, WINDOW, SpikeRow, read_spike_rows
 from eigengraft.experiments.benches.spike.run import SMALL, recipe_for, spike_run
+from typer.testing import CliRunner
+
+import eigengraft
 from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.training.loading import load_experiment
 

@@ -35,9 +35,9 @@ from xml.etree import ElementTree
 import torch
 from torch.nn import Parameter
 
-from eigengraft.experiments.benches.steps.step.bench import first_line
-from eigengraft.experiments.benches.steps.step.cases import StepCase
-from eigengraft.experiments.benches.steps.step.measure import (
+from eigengraft.experiments.benches.bench import first_line
+from eigengraft.experiments.benches.steps.cases import StepCase
+from eigengraft.experiments.benches.steps.measure import (
     Contender,
     Rounds,
     StepTime,

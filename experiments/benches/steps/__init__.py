@@ -1,1 +1,1 @@
-"""Benches of whole steps of optimizers: against others and the arithmetic, by storage, over ranks."""
+"""Steps of whole optimizers: cases, sets of parameters, rounds, the floor, a loop by hand, processes of ranks."""

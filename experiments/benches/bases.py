@@ -1,0 +1,212 @@
+"""Eigenbases of a drifting statistic: orthogonality, off-diagonal ratio and time of each solver, refresh by refresh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from pydantic import BeforeValidator, Field, field_validator
+from torch import Tensor
+
+from eigengraft.component import checked
+from eigengraft.preconditioners import BasisSolver
+
+from . import view
+from .bench import Column, Problem
+from .candidates import (
+    DTYPES,
+    Declaration,
+    MatrixDtypes,
+    PositiveInts,
+    defaults,
+    dtype_name,
+    label,
+    listed,
+)  # fmt: skip
+from .gradients import trained_factors
+from .matrices import MatrixBench
+from .measures import milliseconds, worst_of
+from .spectra import Geometric, PowerLaw, Spectrum, Synthetic, orthogonal, unit_size
+from .view import Panel, Recommendation, Row, Table
+
+_PREFERRED: tuple[Declaration, ...] = ({"kind": "eigh"}, {"kind": "power_qr"}, {"kind": "power_qr", "steps": 2})
+
+
+def _default_solvers() -> tuple[BasisSolver, ...]:
+    return tuple(checked(BasisSolver, dict(item)) for item in defaults(BasisSolver, _PREFERRED))  # type: ignore[type-abstract]
+
+
+class BasisBench(MatrixBench):
+    """Solvers x spectra x sizes x dtypes on A_k = beta A_(k-1) + (1 - beta) G G^T / d, refreshed every few steps.
+
+    The columns of G have covariance U_t diag(lambda) U_t^T and U_t turns by `drift` radians per step, so that a warm
+    start is as good as it is in training, and no better. With `record`, G are the gradients of a run. A `checkpoint`
+    holds one statistic, which is refreshed again and again.
+    """
+
+    kind: Literal["bases"] = "bases"
+    solvers: Annotated[tuple[BasisSolver, ...], BeforeValidator(listed)] = Field(
+        default_factory=_default_solvers, strict=False, description="declarations, or kinds"
+    )
+    spectra: Annotated[tuple[Spectrum, ...], BeforeValidator(listed)] = Field(
+        default=(Geometric(condition=1e4), PowerLaw()), strict=False, description="covariances of the gradients"
+    )
+    dtypes: MatrixDtypes = Field(default=("float32",), strict=False, description="dtypes of the matrices")
+    refreshes: PositiveInts = Field(
+        default=(1, 2, 4, 8, 16, 32), strict=False, description="numbers of refreshes after which bases are measured"
+    )
+    every: int = Field(default=10, ge=1, description="steps between refreshes")
+    beta: float = Field(default=0.95, ge=0, lt=1, description="decay of the statistic, per step")
+    drift: float = Field(default=0.002, ge=0, description="turn of the gradients' basis, in radians per step")
+    threshold: float = Field(default=0.2, gt=0, description="largest off-diagonal ratio that the advice accepts")
+    candidate_field: ClassVar[str] = "solvers"
+    columns: ClassVar[Mapping[str, Column]] = {
+        "refresh": Column("number of refreshes before the measurement"),
+        "columns": Column("columns of Q"),
+        "orthogonality": Column("max |Q^T Q - I|, the worst of the stack"),
+        "offdiagonal": Column("||offdiag(B)||_F / ||B||_F with B = Q^T A Q in float64, the worst of the stack"),
+        "eigenvalues": Column("sum |diag(B) - lambda| / sum lambda over the largest lambda of A, one for each column"),
+        "ok": Column("least share of the stack that the solver accepted in any refresh so far"),
+        "milliseconds": Column("time of one matrix", "ms"),
+    }
+    quick_fields: ClassVar[dict[str, Any]] = {
+        "sizes": [16, 32], "refreshes": [1, 2, 4, 8], "count": 2, "seconds": 0.005
+    }  # fmt: skip
+
+    @field_validator("spectra")
+    @classmethod
+    def _synthetic(cls, spectra: tuple[Spectrum, ...]) -> tuple[Spectrum, ...]:
+        for spectrum in spectra:
+            if not isinstance(spectrum, Synthetic):
+                raise ValueError(
+                    f"gradients cannot be drawn from '{label(spectrum)}'; give a spectrum with eigenvalues"
+                )
+        return spectra
+
+    def problems(self) -> Sequence[Problem]:
+        return [
+            Problem({"spectrum": name, "size": size, "dtype": dtype}, partial(self._cast, path, dtype))
+            for name, size, path in self._paths()
+            for dtype in self.dtypes
+        ]
+
+    def _paths(self) -> Iterator[tuple[str, int, Any]]:
+        """Yield the name, the size and a function that returns the statistic at every refresh."""
+        last = max(self.refreshes)
+        if self.record is not None:
+            for name, path in trained_factors(self.record, last, self.every, self.beta).items():
+                yield name, path[0].shape[-1], partial(list, path)
+        elif self.checkpoint is not None:
+            for source in self.sources():
+                yield source.name, source.size, lambda stack=source.stack: [stack()] * last
+        else:
+            for size in self.sizes:
+                for spectrum in self.spectra:
+                    yield label(spectrum), size, partial(self.drifting_statistic, spectrum, size)
+
+    def _cast(self, path: Any, dtype: str) -> list[Tensor]:
+        return [unit_size(a).to(self.target_device(), DTYPES[dtype]) if self.own else
+                a.to(self.target_device(), DTYPES[dtype]) for a in path()]  # fmt: skip
+
+    def drifting_statistic(self, spectrum: Synthetic, d: int) -> list[Tensor]:
+        """Return the statistic `[N, d, d]` at every refresh, in float64, bias corrected.
+
+        A <- beta A + (1 - beta) G G^T / d,  G = U_t diag(sqrt lambda) Z_t,  Z_t standard normal `[d, d]`,
+        U_t = U_0 exp(t drift K) with K antisymmetric of spectral norm 1.
+        """
+        random = np.random.default_rng((self.seed, d, 1))
+        skew = torch.from_numpy(random.standard_normal((self.count, d, d)))
+        skew = skew - skew.mT
+        skew = skew / torch.linalg.matrix_norm(skew, ord=2).clamp_min(1e-300)[:, None, None]
+        turn = torch.linalg.matrix_exp(self.drift * skew)
+        u, scale = orthogonal(self.count, d, self.seed), spectrum.eigenvalues(d).sqrt()
+        a, path = torch.zeros(self.count, d, d, dtype=torch.float64), []
+        for step in range(1, max(self.refreshes) * self.every + 1):
+            g = (u * scale) @ torch.from_numpy(random.standard_normal((self.count, d, d)))
+            a = torch.baddbmm(a, g, g.mT, beta=self.beta, alpha=(1 - self.beta) / d)
+            u = u @ turn
+            if step % self.every == 0:
+                path.append(a / (1 - self.beta**step))
+        return path
+
+    def label(self, candidate: BasisSolver) -> str:
+        return label(candidate)
+
+    def measure(self, candidate: BasisSolver, fields: Mapping[str, Any], given: list[Tensor]) -> Iterator[Row]:
+        n, d, ok = len(given[0]), given[0].shape[-1], 1.0
+        q = torch.eye(d, candidate.columns(d), dtype=given[0].dtype, device=given[0].device).repeat(n, 1, 1)
+        for k, a in enumerate(given, start=1):
+            old = q.clone()
+            found = candidate.basis(a, q, k == 1)
+            q = torch.where(found.ok[:, None, None], found.q, old)
+            ok = min(ok, float(found.ok.double().mean()))
+            if k in self.refreshes:
+                time = milliseconds(partial(candidate.basis, a, old, k == 1), self.threads, self.seconds)
+                yield {"refresh": k, **_quality(a, q), "ok": ok, "milliseconds": time / n}
+
+    def table(self) -> Table:
+        return Table(
+            f"eigenbases after {max(self.refreshes)} refreshes: the worst over spectra",
+            {"solver": "candidate", "size": "size", "dtype": "dtype"},
+            {
+                "columns": view.first("columns"),
+                "orthogonality": view.show(view.largest("orthogonality"), view.scientific),
+                "off-diagonal": view.only(self._late, view.show(view.largest("offdiagonal"), view.scientific)),
+                "eigenvalues": view.only(self._late, view.show(view.largest("eigenvalues"), view.scientific)),
+                "ok": view.only(self._late, view.show(view.least("ok"), view.percent)),
+                "ms": view.only(self._late, view.show(view.typical("milliseconds"), view.milli)),
+            },
+        )
+
+    def _late(self, row: Row) -> bool:
+        return bool(row["refresh"] == max(self.refreshes))
+
+    def panels(self) -> tuple[Panel, Panel]:
+        band, ratio = (self.threshold, self.threshold), "off-diagonal ratio of $Q^T A Q$"
+        return (
+            Panel("ms per matrix, a point for each size", f"{ratio} after the last refresh",
+                  {"{}": lambda rows: [(row["milliseconds"], _drawn(row)) for row in rows]}, self._late,
+                  same=("dtype", "spectrum"), band=band),
+            Panel("refreshes", ratio, {"{}": lambda rows: [(row["refresh"], _drawn(row)) for row in rows]},
+                  same=("dtype", "spectrum"), largest=("size",), band=band),
+        )  # fmt: skip
+
+    def recommendations(self) -> Sequence[Recommendation]:
+        several = max(self.refreshes) > 1
+        return self.recommended(
+            lambda row: f"eigenbasis, {row['size']} x {row['size']}, {row['dtype']}, refresh from the last one",
+            cost=view.typical("milliseconds"), cost_text=view.in_ms, error=lambda rows: max(map(_fault, rows)),
+            error_name="worst off-diagonal ratio", threshold=self.threshold,
+            keep=lambda row: row["columns"] == row["size"] and (row["refresh"] > 1 or not several),
+        )  # fmt: skip
+
+
+def _quality(a: Tensor, q: Tensor) -> Row:
+    """Return the columns of a row that compare a basis with the eigenvectors of the statistic."""
+    dtype, a, q = dtype_name(a), a.double(), q.double()
+    rotated = q.mT @ a @ q
+    diagonal = rotated.diagonal(dim1=-2, dim2=-1)
+    off = torch.linalg.matrix_norm(rotated - torch.diag_embed(diagonal)) / torch.linalg.matrix_norm(rotated)
+    top = torch.linalg.eigvalsh(a).flip(-1)[:, : q.shape[-1]]
+    distance = (diagonal.sort(-1, descending=True).values - top).abs().sum(-1) / top.sum(-1)
+    identity = torch.eye(q.shape[-1], dtype=q.dtype, device=q.device)
+    return {
+        "dtype": dtype,
+        "columns": q.shape[-1],
+        "orthogonality": worst_of((q.mT @ q - identity).abs()),
+        "offdiagonal": worst_of(off),
+        "eigenvalues": worst_of(distance),
+    }
+
+
+def _fault(row: Row) -> float:
+    return view.number(row, "offdiagonal") if row["ok"] == 1 else math.inf
+
+
+def _drawn(row: Row) -> float:
+    """Return the ratio, at least 1e-17, so that a logarithmic axis has a place for an exact basis."""
+    return max(view.number(row, "offdiagonal"), 1e-17)

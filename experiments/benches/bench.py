@@ -1,0 +1,223 @@
+"""One runner for all benches: candidates are measured on problems, and each measurement is a row of one table.
+
+A file beside this one declares each bench: its candidates, its problems, the measurement, the columns, the table, the
+figure and the recommendations.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Self
+
+import torch
+from pydantic import Field, model_validator
+
+from eigengraft.component import Component, checked
+from eigengraft.errors import RecipeError
+
+from ..files import write_text
+from .view import Panel, Recommendation, Row, Table, advise
+
+
+class Column(NamedTuple):
+    """The meaning and the unit of one measured number of a row."""
+
+    meaning: str
+    unit: str = ""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A problem on which every candidate is measured.
+
+    fields: names and values that each row of this problem contains.
+    make: Compute the object that is given to the candidates. None means that there is no such problem, as for a
+        recorded matrix of a size that was never recorded; no row is made.
+    """
+
+    fields: Mapping[str, Any]
+    make: Callable[[], Any]
+
+
+class Bench(Component, ABC, family="bench"):
+    """Measure candidates x problems.
+
+    Laws: rows depend on the declaration alone, times excepted; a candidate that fails a problem has a row that says so.
+    """
+
+    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")
+    threads: int = Field(default=1, ge=1, description="CPU threads of torch")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="seed of all random numbers")
+    seconds: float = Field(default=0.03, gt=0, description="least time spent on timing one cell")
+    candidate_field: ClassVar[str]
+    """Name of the field that holds the candidates."""
+    columns: ClassVar[Mapping[str, Column]]
+    """Measured numbers of a row, by name."""
+    quick_fields: ClassVar[Mapping[str, Any]]
+    """Fields of the quick run, which takes seconds."""
+    joint: ClassVar[bool] = False
+    """True if one call of `cells_of` measures all candidates of a problem together, as one cell."""
+
+    @abstractmethod
+    def problems(self) -> Sequence[Problem]:
+        """Return the problems in the order in which they are measured."""
+
+    @abstractmethod
+    def label(self, candidate: Any) -> str:
+        """Return the name of a candidate in tables and figures."""
+
+    @abstractmethod
+    def measure(self, candidate: Any, fields: Mapping[str, Any], given: Any) -> Iterable[Row]:
+        """Measure one candidate on one problem.
+
+        fields: the fields of the problem.
+        given: the object that the problem makes.
+
+        Return the measured columns. Each item becomes a row; its fields replace those of the problem.
+        """
+
+    @abstractmethod
+    def table(self) -> Table:
+        """Declare the table on the screen."""
+
+    @abstractmethod
+    def panels(self) -> tuple[Panel, Panel]:
+        """Declare the two panels of the figure."""
+
+    @abstractmethod
+    def recommendations(self) -> Sequence[Recommendation]:
+        """Declare how candidates are recommended for this device."""
+
+    def refusal(self, candidate: Any, fields: Mapping[str, Any]) -> str | None:
+        """Return why a candidate cannot be measured on a problem, or None if it can."""
+        return None
+
+    def reference(self, given: Any) -> Iterable[Row]:
+        """Return rows of a problem that belong to no candidate."""
+        return ()
+
+    def notes(self, rows: Sequence[Row]) -> list[str]:
+        """Return lines that are printed below the recommendations."""
+        return []
+
+    @model_validator(mode="after")
+    def _distinct(self) -> Self:
+        """Refuse candidates with the same name, because figures and tables could not distinguish them."""
+        names = [self.label(candidate) for candidate in self.contenders()]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            remedy = "remove one, or give one a field that differs"
+            raise ValueError(f"{self.candidate_field}: '{twice[0]}' is a candidate more than once; {remedy}")
+        return self
+
+    def contenders(self) -> tuple[Any, ...]:
+        """Return the candidates, which each bench keeps in a field of its own name."""
+        found: tuple[Any, ...] = getattr(self, self.candidate_field)
+        return found
+
+    def run(self) -> list[Row]:
+        """Measure all rows."""
+        return [row for cell in self.cell_by_cell() for row in cell]
+
+    def cells(self) -> int:
+        """Count the items of `cell_by_cell`."""
+        return len(self.problems()) * (1 if self.joint else len(self.contenders()))
+
+    def cell_by_cell(self) -> Iterator[list[Row]]:
+        """Yield the rows of one cell after the other, measured on the declared number of threads.
+
+        The number is 1 by default, because threads delay each other on small matrices.
+        """
+        threads = torch.get_num_threads()
+        torch.set_num_threads(self.threads)
+        try:
+            for problem in self.problems():
+                yield from self.cells_of(problem)
+        finally:
+            torch.set_num_threads(threads)
+
+    def cells_of(self, problem: Problem) -> Iterator[list[Row]]:
+        """Yield the rows of one problem, a list for each candidate."""
+        given = problem.make()
+        first = [] if given is None else [self.row(None, problem.fields, **row) for row in self.reference(given)]
+        for candidate in self.contenders():
+            yield first + ([] if given is None else self._attempt(candidate, problem.fields, given))
+            first = []
+
+    def _attempt(self, candidate: Any, fields: Mapping[str, Any], given: Any) -> list[Row]:
+        """Return the rows of one cell. Where nothing can be measured, the only row says why."""
+        reason = self.refusal(candidate, fields)
+        if reason is None:
+            try:
+                return [self.row(candidate, fields, **row) for row in self.measure(candidate, fields, given)]
+            except Exception as error:  # a candidate may be any code of a user's
+                reason = first_line(error)
+        return [self.row(candidate, fields, problem=reason)]
+
+    def row(self, candidate: Any, fields: Mapping[str, Any], /, **measured: Any) -> Row:
+        """Return a row: the candidate, its declaration, the device, the problem and the measured columns.
+
+        `problem` is the reason why nothing was measured, or "".
+        """
+        declared: Any = None
+        if candidate is not None:
+            several = isinstance(candidate, tuple)
+            declared = [one.declaration() for one in candidate] if several else candidate.declaration()
+            measured = {"candidate": self.label(candidate), **measured}
+        return {
+            "candidate": "", "declaration": declared, "device": self.device, **fields, "problem": "", **measured
+        }  # fmt: skip
+
+    def advice(self, rows: Sequence[Row]) -> list[str]:
+        """Recommend candidates for this device by these rows, one line for each problem."""
+        return [*advise(self.recommendations(), rows), *self.notes(rows)]
+
+    def target_device(self) -> torch.device:
+        """Return the device to measure on. Raise RecipeError if this machine does not have it."""
+        device = torch.device(self.device)
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise RecipeError(
+                f"device: '{self.device}' cannot be used, because this machine has {torch.cuda.device_count()} CUDA "
+                "devices; use device=cpu"
+            )
+        return device
+
+
+def load_bench(kind: str, fields: Mapping[str, Any], quick: bool = False, more: Sequence[Any] = ()) -> Bench:
+    """Return the bench called `kind`.
+
+    fields: values of its fields. With `quick`, the others have the values of the quick run.
+    more: candidates that are measured beside those of the bench.
+    """
+    known = Bench.members.get(kind)
+    defaults: Mapping[str, Any] = {}
+    if quick and known is not None and issubclass(known, Bench):
+        defaults = known.quick_fields
+    if fields.get("checkpoint") is not None or fields.get("record") is not None:
+        defaults = {name: value for name, value in defaults.items() if name not in ("spectra", "sizes", "count")}
+    found = checked(Bench, {"kind": kind, **defaults, **fields}, "bench")  # type: ignore[type-abstract]
+    if more:
+        both = [*found.contenders(), *more]
+        found = checked(Bench, {**dict(found), found.candidate_field: both}, "bench")  # type: ignore[type-abstract]
+    return found
+
+
+def write_rows(rows: Iterable[Row], path: Path) -> None:
+    """Write one JSON object per line. NaN and infinity, which JSON does not have, become null."""
+    lines = (json.dumps({key: _finite_or_none(value) for key, value in row.items()}) for row in rows)
+    write_text(path, "".join(f"{line}\n" for line in lines))
+
+
+def _finite_or_none(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def first_line(error: Exception) -> str:
+    """Return the type and the message of an error in one short line. A missing library is named as such."""
+    text = f"{type(error).__name__}: {error}" if not isinstance(error, ImportError) else f"not installed: {error.name}"
+    return text.splitlines()[0][:80]

@@ -1,1 +1,0 @@
-"""Published and measured claims about components, as checks that can fail."""

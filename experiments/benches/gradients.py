@@ -1,0 +1,205 @@
+"""Gradients and factors of training runs: of a small language model, and of a run or a checkpoint of the user's own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import eigengraft
+from eigengraft.errors import RecipeError
+from eigengraft.optimizers import load_recipe
+from eigengraft.preconditioners import chain_slots
+from eigengraft.state_key import StateKey
+
+from ..files import read_object
+from ..training.loading import load_experiment
+from ..training.train import isolated_run
+
+GRADIENT_LAYERS = (
+    "blocks.0.attention.query.weight",
+    "blocks.0.attention.value.weight",
+    "blocks.0.attention.mix.weight",
+    "blocks.1.attention.query.weight",
+    "blocks.1.attention.value.weight",
+    "blocks.1.attention.mix.weight",
+)
+"""Parameters of the language model whose gradients `layer_gradients` returns."""
+LONGEST = 1024
+"""Longest axis, in entries, that has a factor. It is the limit of the shipped recipes; a longer axis costs d^3."""
+
+
+class GradientRun:
+    """A training run of an experiment, one batch at a time."""
+
+    def __init__(self, source: Any) -> None:
+        """source: a mapping, an experiment file, or the directory of a run."""
+        if isinstance(source, str) and Path(source).is_dir():
+            config = read_object(Path(source) / "config.json")
+            if not config:
+                raise RecipeError(f"record: '{source}' has no config.json; give a run directory or an experiment file")
+            source = config
+        self.experiment = load_experiment(source)
+        self.batches = 0
+
+    @contextmanager
+    def started(self) -> Iterator[None]:
+        """Make data, model and optimizer. Inside, the run has its own random state and number of threads."""
+        with isolated_run(self.experiment):
+            task, lr = self.experiment.task, self.experiment.lr
+            self.dataset, self.model = task.load(), task.new_model(self.experiment.seed)
+            self.optimizer = eigengraft.compose(self.experiment.run_recipe, self.model, lr=lr)
+            yield
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Compute the gradients of the next batch. Return those of tensors with two axes or more as matrices."""
+        batch = self.dataset.batch(self.experiment.seed, self.batches)
+        self.batches += 1
+        self.optimizer.zero_grad()
+        self.experiment.task.loss(self.model(batch.inputs), batch.targets).backward()  # type: ignore[no-untyped-call]
+        named = ((name, p.grad) for name, p in self.model.named_parameters() if p.ndim > 1)
+        return {name: g.detach().flatten(1) for name, g in named if g is not None}
+
+    def train(self, steps: int) -> None:
+        """Take optimizer steps, each with the next batch."""
+        for _ in range(steps):
+            self.gradients()
+            self.optimizer.step()
+
+
+@lru_cache(maxsize=4)
+def layer_gradients(width: int, samples: int, seed: int = 0, steps: int = 100) -> Tensor:
+    """Return gradients `[samples, layers, width, width]` in float64 of the layers GRADIENT_LAYERS.
+
+    All are taken at the weights after `steps` steps of AdamW, each of a new batch. Every layer is scaled so that its
+    gradients have the mean squared norm 1. The result is cached: do not write into it.
+    """
+    task = {"kind": "byte_lm", "width": width, "heads": 2, "context": 32, "batch_size": 8, "max_bytes": 2**20}
+    source = {"task": task, "recipe": "adamw", "lr": 5e-3, "seed": seed}
+    found = _samples(GradientRun(source), steps, samples, width)
+    return torch.stack([found[name] for name in GRADIENT_LAYERS], dim=1)
+
+
+@lru_cache(maxsize=2)
+def run_gradients(source: str, width: int, samples: int, steps: int) -> dict[str, Tensor]:
+    """Return gradients `[samples, width, width]` of each layer of an experiment or run, as `layer_gradients` does.
+
+    Only the leading entries of a larger gradient are kept. Layers that are smaller are left out. Gradients that are 0
+    there, as those of bytes that never occur, stay 0.
+    """
+    found = _samples(GradientRun(source), steps, samples, width)
+    if not found:
+        raise RecipeError(f"record: no matrix of '{source}' has two sides of {width} or more; give a smaller width")
+    return found
+
+
+def _samples(run: GradientRun, steps: int, samples: int, width: int) -> dict[str, Tensor]:
+    with run.started():
+        run.train(steps)
+        taken = [
+            {name: g[:width, :width].double() for name, g in run.gradients().items() if min(g.shape) >= width}
+            for _ in range(samples)
+        ]
+    layers = {name: torch.stack([gradients[name] for gradients in taken]) for name in taken[0]}
+    return {name: g / g.square().sum((1, 2)).mean().sqrt().clamp_min(1e-300) for name, g in layers.items()}
+
+
+@lru_cache(maxsize=2)
+def trained_factors(source: str, times: int, every: int, beta: float) -> dict[str, list[Tensor]]:
+    """Train an experiment or run for `times * every` steps and return the Gram factors of its gradients.
+
+    A <- beta A + (1 - beta) G G^T for axis 0 and G^T G for axis 1, bias corrected. For each axis of at most LONGEST
+    entries the result has the matrices `[1, d, d]` after every `every` steps, in float64.
+    """
+    run = GradientRun(source)
+    means: dict[str, Tensor] = {}
+    found: dict[str, list[Tensor]] = {}
+    with run.started():
+        for step in range(1, times * every + 1):
+            for name, g in run.gradients().items():
+                for axis, x in enumerate((g.double(), g.double().mT)):
+                    if len(x) <= LONGEST:
+                        key = f"{name} factor.{axis}"
+                        means[key] = beta * means.get(key, torch.zeros(())) + (1 - beta) * (x @ x.mT)
+            run.optimizer.step()
+            if step % every == 0:
+                for key, a in means.items():
+                    found.setdefault(key, []).append(a[None] / (1 - beta**step))
+    return found
+
+
+def saved_factors(path: str) -> dict[str, Tensor]:
+    """Return the factors in a saved optimizer state, by parameter and slot, as stacks `[blocks, d, d]`.
+
+    path: a run directory, its checkpoint.pt, or a file that `torch.save` made of `optimizer.state_dict()` or of a
+        mapping with such a state under "optimizer".
+
+    Factors are slots of the role `statistic` that are square matrices. Their scale is that of the state, without bias
+    correction.
+    """
+    state = _optimizer_state(path)
+    found: dict[str, list[Tensor]] = {}
+    coded: set[str] = set()
+    for group in state["param_groups"]:
+        roles = _statistics(group)
+        names = group.get("param_names") or [str(index) for index in group["params"]]
+        for name, index in zip(names, group["params"], strict=True):
+            for text, value in state["state"].get(index, {}).items():
+                key = StateKey.parse(text)
+                if key.name not in roles or not isinstance(value, Tensor):
+                    continue
+                if key.part:
+                    coded.add(key.name)
+                elif value.ndim == 2 and value.shape[0] == value.shape[1]:
+                    found.setdefault(f"{name} {key.slot} {len(value)}", []).append(value)
+    if not found:
+        reason = "all are stored in codes; save a run without `storage`" if coded else "save one of shampoo or soap"
+        raise RecipeError(f"checkpoint: '{path}' has no factor that is a matrix ({reason})")
+    sizes: dict[str, int] = {}
+    for text in found:
+        sizes[text.rpartition(" ")[0]] = sizes.get(text.rpartition(" ")[0], 0) + 1
+    shorter = {text: text.rpartition(" ")[0] for text in found}
+    return {
+        short if sizes[short := shorter[text]] == 1 else text: torch.stack(matrices) for text, matrices in found.items()
+    }
+
+
+def _optimizer_state(path: str) -> Mapping[str, Any]:
+    file = Path(path) / "checkpoint.pt" if Path(path).is_dir() else Path(path)
+    if not file.is_file():
+        raise RecipeError(f"checkpoint: '{file}' is not a file; give a run directory or a file of a saved optimizer")
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises any type for a file that it cannot read
+        raise RecipeError(f"checkpoint: '{file}' cannot be read by torch.load ({type(error).__name__})") from error
+    state = content.get("optimizer", content) if isinstance(content, Mapping) else None
+    groups = state.get("param_groups") if isinstance(state, Mapping) else None
+    if not isinstance(state, Mapping) or not groups or not all("recipe" in group for group in groups):
+        raise RecipeError(
+            f"checkpoint: '{file}' holds no state of an eigengraft optimizer; save `optimizer.state_dict()`, alone or "
+            'under "optimizer"'
+        )
+    return state
+
+
+def _statistics(group: Mapping[str, Any]) -> set[str]:
+    """Return the names "<stage path>/<slot>" of all slots of a saved recipe that hold statistics.
+
+    Slots depend on the block, which the state does not hold. Blocks of one to four axes have all slots that there are.
+    """
+    declared = json.loads(group["recipe"])
+    declared.pop("schema", None)
+    found = set()
+    for path, rule in load_recipe(declared).updates().items():
+        for axes in range(1, 5):
+            where = f"{path}.update" if path else "update"
+            for stage, slot, declared_slot in chain_slots(rule.update, (2,) * axes, where):
+                if declared_slot.role == "statistic":
+                    found.add(f"{stage}/{slot}")
+    return found

@@ -1,0 +1,141 @@
+"""The matrices of benches: spectra by default, or the user's own from a checkpoint or a training run."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core.core_schema import ValidationInfo
+from torch import Tensor
+
+from .bench import Bench
+from .candidates import PositiveInts, label, listed
+from .gradients import saved_factors, trained_factors
+from .spectra import Geometric, Spectrum, default_spectra, unit_size
+from .view import Panel, Recommendation, Row, groups, measured, xy
+
+OWN_BETA = 0.95
+"""Decay of the factors of a recorded run, per step: that of the shipped recipes."""
+
+
+@dataclass(frozen=True)
+class MatrixSource:
+    """Matrices of one size: a spectrum, or the factor of a layer.
+
+    name: label of the spectrum, or names of the parameter and its factor.
+    size: order d.
+    stack: Return the matrices `[N, d, d]` in float64, or None if there is none of this size.
+    spectrum: the spectrum; None for the user's own matrices.
+    """
+
+    name: str
+    size: int
+    stack: Callable[[], Tensor | None]
+    spectrum: Spectrum | None = None
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields that each row has of these matrices."""
+        return {"spectrum": self.name, "size": self.size}
+
+
+class OwnMatrices(Bench, ABC):
+    """A bench that also takes the gradients of a user's own run."""
+
+    record: str | None = Field(
+        default=None, description="run directory or experiment file; gradients of this run are used, a row a layer"
+    )
+
+    layer_field: ClassVar[str] = "layer"
+    """Name of the field of a row that holds the layer."""
+
+    @property
+    def own(self) -> bool:
+        """Return True if the matrices are the user's own."""
+        return self.record is not None
+
+    def recommended(self, where: Callable[[Row], str], **fields: Any) -> list[Recommendation]:
+        """Return one recommendation. For own matrices each layer is a problem of its own."""
+        named = (lambda row: f"{row[self.layer_field]}: {where(row)}") if self.own else where
+        return [Recommendation(named, **fields)]
+
+    def notes(self, rows: Sequence[Row]) -> list[str]:
+        """Name the layer on which the most accurate candidate has the largest error."""
+        first = next(iter(self.recommendations()), None)
+        if not self.own or first is None or first.error is None:
+            return []
+        layers: list[tuple[float, str]] = []
+        kept = [row for row in measured(rows) if first.keep(row)]
+        for layer, own in groups(kept, lambda row: str(row[self.layer_field])):
+            layers.append((min(first.error(some) for _, some in groups(own, lambda row: row["candidate"])), layer))
+        value, name = max(layers, default=(0.0, ""))
+        return [f"worst layer: {name}, {first.error_name} {value:.2g} by its most accurate candidate"] if name else []
+
+
+class MatrixBench(OwnMatrices, ABC):
+    """A bench of components that take symmetric positive semi-definite matrices."""
+
+    layer_field: ClassVar[str] = "spectrum"
+
+    spectra: Annotated[tuple[Spectrum, ...], BeforeValidator(listed)] = Field(
+        default_factory=default_spectra, strict=False, description="the matrices"
+    )
+    sizes: PositiveInts = Field(default=(16, 64, 128), strict=False, description="d of the matrices d x d")
+    count: int = Field(default=4, ge=1, description="matrices in a stack")
+    checkpoint: str | None = Field(
+        default=None, description="run directory or saved optimizer state; its factors are used, a row a layer"
+    )
+    steps: int = Field(default=100, ge=1, description="training steps of the run `record`, which make its factors")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if self.checkpoint is not None and self.record is not None:
+            raise ValueError("checkpoint cannot be combined with record; give one source of matrices")
+        fields = type(self).model_fields
+        for name in ("spectra", "sizes", "count") if self.own else ():
+            if getattr(self, name) != fields[name].get_default(call_default_factory=True):
+                raise ValueError(f"{name} cannot be combined with checkpoint or record, whose matrices are fixed")
+        if self.record is None and self.steps != fields["steps"].default:
+            raise ValueError("steps has no effect without record")
+        return self
+
+    @property
+    def own(self) -> bool:
+        return self.checkpoint is not None or self.record is not None
+
+    def sources(self) -> list[MatrixSource]:
+        """Return the matrices: all spectra of all sizes, or a factor of each layer."""
+        if not self.own:
+            return [
+                MatrixSource(label(spectrum), d, partial(spectrum.stack, self.count, d, self.seed), spectrum)
+                for d in self.sizes
+                for spectrum in self.spectra
+            ]
+        found: Mapping[str, Tensor] = (
+            saved_factors(self.checkpoint)
+            if self.checkpoint is not None
+            else {k: v[-1] for k, v in trained_factors(str(self.record), 1, self.steps, OWN_BETA).items()}
+        )
+        return [MatrixSource(name, a.shape[-1], partial(unit_size, a)) for name, a in found.items()]
+
+    def sweep(self, error: str, y: str, same: tuple[str, ...], band: tuple[float, float]) -> Panel:
+        """Declare the panel of an error over the condition number, for the largest size.
+
+        Drawn are the geometric spectra, or all of the user's own matrices.
+        """
+        swept = {label(spectrum) for spectrum in self.spectra if isinstance(spectrum, Geometric)}
+        keep = bool if self.own else (lambda row: row["spectrum"] in swept)
+        lines = {"{}": xy("condition", error)}
+        return Panel("condition number", y, lines, keep, same, () if self.own else ("size",), band)
+
+
+def ridge_for(ridge: float, info: ValidationInfo) -> float:
+    """Return the ridge. Raise ValueError if it is 0 and matrices of a spectrum have no inverse without it."""
+    own = info.data.get("checkpoint") is not None or info.data.get("record") is not None
+    without = [label(spectrum) for spectrum in info.data.get("spectra", ()) if spectrum.singular and not own]
+    if ridge == 0 and without:
+        raise ValueError(f"0 leaves matrices of '{without[0]}' without an inverse; give a ridge above 0")
+    return ridge

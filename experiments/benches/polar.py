@@ -1,0 +1,184 @@
+"""Polar factors: band of the singular values of the result, its distance from U V^T, and time of each solver."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from pydantic import BeforeValidator, Field
+from torch import Tensor
+
+from eigengraft.component import checked
+from eigengraft.preconditioners import PolarSolver
+
+from . import view
+from .bench import Column, Problem
+from .candidates import (
+    DTYPES,
+    Declaration,
+    MatrixDtypes,
+    MatrixShapes,
+    defaults,
+    dtype_name,
+    label,
+    listed,
+)  # fmt: skip
+from .gradients import LONGEST, GradientRun
+from .matrices import OwnMatrices
+from .measures import milliseconds, relative_error, worst_of
+from .spectra import orthogonal
+from .view import Panel, Recommendation, Row, Table
+
+_PREFERRED: tuple[Declaration, ...] = (
+    {"kind": "newton_schulz"},
+    {"kind": "newton_schulz", "coefficients": "you"},
+    {"kind": "newton_schulz", "coefficients": "polar_express"},
+    {"kind": "newton_schulz", "coefficients": "cubic", "steps": 8},
+    {"kind": "newton_schulz", "precision": "bfloat16"},
+    {"kind": "svd"},
+)
+
+
+def polar_label(solver: PolarSolver) -> str:
+    """Return the solver's name, with the name of its coefficients if they have one."""
+    known = getattr(solver, "coefficients", None)
+    if not isinstance(known, str):
+        return label(solver)
+    usual = type(solver).model_fields["coefficients"].default
+    text = label(solver.replace(coefficients=usual))
+    return f"{text.split()[0]} {known} {' '.join(text.split()[1:])}".strip()
+
+
+def _default_solvers() -> tuple[PolarSolver, ...]:
+    return tuple(checked(PolarSolver, dict(item)) for item in defaults(PolarSolver, _PREFERRED))  # type: ignore[type-abstract]
+
+
+class PolarBench(OwnMatrices):
+    """Polar solvers x shapes x condition numbers x dtypes on G = U diag(s) V^T, s from condition^-1 to 1.
+
+    The singular values s have equal ratios. With `record`, G are gradients of a run after `steps` steps.
+    """
+
+    kind: Literal["polar"] = "polar"
+    solvers: Annotated[tuple[PolarSolver, ...], BeforeValidator(listed)] = Field(
+        default_factory=_default_solvers, strict=False, description="declarations, or kinds"
+    )
+    shapes: MatrixShapes = Field(
+        default=((16, 16), (64, 64), (64, 256), (128, 128)), strict=False, description="shapes m x n of the matrices"
+    )
+    conditions: Annotated[tuple[Annotated[float, Field(ge=1)], ...], BeforeValidator(listed)] = Field(
+        default=(1e0, 1e1, 1e2, 1e3, 1e4),
+        strict=False,
+        description="condition numbers: largest over smallest singular value",
+    )
+    dtypes: MatrixDtypes = Field(default=("float32",), strict=False, description="dtypes of the matrices")
+    count: int = Field(default=4, ge=1, description="matrices in a stack")
+    steps: int = Field(default=100, ge=0, description="training steps of the run `record` before its gradient")
+    threshold: float = Field(default=0.3, gt=0, description="largest distance that the advice accepts")
+    advised: float = Field(default=1e2, ge=1, description="largest condition number that the advice considers")
+    candidate_field: ClassVar[str] = "solvers"
+    columns: ClassVar[Mapping[str, Column]] = {
+        "low": Column("least singular value of the result X, the least of the stack"),
+        "high": Column("largest singular value of X, the largest of the stack"),
+        "distance": Column("||X - U V^T||_F / ||U V^T||_F, the worst of the stack"),
+        "milliseconds": Column("time of one matrix", "ms"),
+    }
+    quick_fields: ClassVar[dict[str, Any]] = {
+        "shapes": [(16, 16), (16, 64)], "conditions": [1e0, 1e2, 1e4], "count": 2, "seconds": 0.005
+    }  # fmt: skip
+
+    def problems(self) -> Sequence[Problem]:
+        return [
+            Problem(
+                {"layer": name, "m": m, "n": n, "condition": condition, "dtype": dtype},
+                partial(self._cast, make, dtype),
+            )
+            for name, (m, n), condition, make in self._cases()
+            for dtype in self.dtypes
+        ]
+
+    def _cases(self) -> Iterator[tuple[str, tuple[int, int], float, Any]]:
+        """Yield the name, the shape, the condition number and a function that returns G and its polar factor."""
+        if self.record is None:
+            for shape in self.shapes:
+                for condition in self.conditions:
+                    yield "", shape, condition, partial(self._matrices, shape, condition)
+            return
+        run = GradientRun(self.record)
+        with run.started():
+            run.train(self.steps)
+            found = {name: g.double() for name, g in run.gradients().items() if max(g.shape) <= LONGEST}
+        for name, g in found.items():
+            u, s, vh = torch.linalg.svd(g[None], full_matrices=False)
+            condition = float(s[0, 0] / s[0, -1].clamp_min(1e-300))
+            yield name, (g.shape[0], g.shape[1]), condition, partial(tuple, (g[None], u @ vh))
+
+    def _cast(self, make: Any, dtype: str) -> tuple[Tensor, Tensor]:
+        g, exact = make()
+        return g.to(self.target_device(), DTYPES[dtype]), exact.to(self.target_device())
+
+    def _matrices(self, shape: tuple[int, int], condition: float) -> tuple[Tensor, Tensor]:
+        """Return G and its polar factor in float64."""
+        m, n = shape
+        r = min(m, n)
+        u = orthogonal(self.count, m, self.seed)[:, :, :r]
+        v = orthogonal(self.count, n, self.seed + 1)[:, :, :r]
+        s = torch.from_numpy(np.geomspace(1, 1 / condition, r)) if r > 1 else torch.ones(1, dtype=torch.float64)
+        return (u * s) @ v.mT, u @ v.mT
+
+    def label(self, candidate: PolarSolver) -> str:
+        return polar_label(candidate)
+
+    def measure(self, candidate: PolarSolver, fields: Mapping[str, Any], given: tuple[Tensor, Tensor]) -> Iterator[Row]:
+        g, exact = given
+        x = candidate.polar(g).double()
+        values = torch.linalg.svdvals(x)
+        yield {
+            "dtype": dtype_name(g),
+            "low": float(values.min()),
+            "high": float(values.max()),
+            "distance": worst_of(relative_error(x, exact)),
+            "milliseconds": milliseconds(lambda: candidate.polar(g), self.threads, self.seconds) / len(g),
+        }
+
+    def table(self) -> Table:
+        near = f"condition <= {self.advised:g}"
+        return Table(
+            "polar factors: the worst over condition numbers",
+            {"solver": "candidate", "m": "m", "n": "n", "dtype": "dtype"},
+            {
+                f"band, {near}": view.only(self._near, _band),
+                f"distance, {near}": view.only(self._near, view.show(view.largest("distance"), view.scientific)),
+                "band, all": _band,
+                "ms": view.show(view.typical("milliseconds"), view.milli),
+            },
+        )
+
+    def _near(self, row: Row) -> bool:
+        return bool(row["condition"] <= self.advised)
+
+    def panels(self) -> tuple[Panel, Panel]:
+        band, y = (self.threshold, self.threshold), "distance to the polar factor"
+        cost = view.per(lambda row: (row["m"], row["n"]), view.typical("milliseconds"), view.worst("distance"))
+        return (
+            Panel("ms per matrix, a point for each shape", f"{y}, condition ≤ {self.advised:g}", {"{}": cost},
+                  self._near, same=("dtype",), band=band),
+            Panel("condition number", y, {"{}": view.xy("condition", "distance")},
+                  same=("dtype",), largest=() if self.own else ("m", "n"), band=band),
+        )  # fmt: skip
+
+    def recommendations(self) -> Sequence[Recommendation]:
+        few = self.own or min(self.conditions) > self.advised
+        return self.recommended(
+            lambda row: f"polar factor, {row['m']} x {row['n']}, {row['dtype']}",
+            cost=view.typical("milliseconds"), cost_text=view.in_ms, error=view.worst("distance"),
+            error_name="worst distance", threshold=self.threshold, keep=bool if few else self._near,
+        )  # fmt: skip
+
+
+def _band(rows: Sequence[Row]) -> str:
+    """Return the band of singular values over all rows."""
+    return f"{view.least('low')(rows):.3f} - {view.largest('high')(rows):.3f}"

@@ -1,1 +1,0 @@
-"""The bench of polar solvers: singular values, distance from U V^T and time; published schedules."""

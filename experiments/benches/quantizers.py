@@ -1,0 +1,433 @@
+"""Quantizers: errors of a stored factor and of its root, bytes and time, over spectra, sizes and dtypes."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import BeforeValidator, Field, field_validator
+from torch import Tensor
+
+from eigengraft import noise
+from eigengraft.component import checked
+from eigengraft.numerics import identity_like, symmetrized
+from eigengraft.preconditioners.algebra.exponents import Rational
+from eigengraft.quantization import Quantizer
+from eigengraft.slots import Encoded, Role, Slot
+
+from . import view
+from .bench import Column, Problem
+from .candidates import DTYPES, Declaration, MatrixDtypes, PositiveInts, defaults, label, listed
+from .matrices import MatrixBench, MatrixSource, ridge_for
+from .measures import angle, milliseconds, relative_error, worst_of
+from .spectra import Synthetic, orthogonal
+from .view import Panel, Recommendation, Row, Rows, Table
+
+INT4: Declaration = {"kind": "int4"}
+INT4_NF4: Declaration = {"kind": "int4", "codebook": "nf4"}
+_PREFERRED: tuple[Declaration, ...] = (
+    {"kind": "float32"},
+    {"kind": "bf16"},
+    {"kind": "int16"},
+    {"kind": "int8"},
+    {"kind": "fp8"},
+    {"kind": "codebook8"},
+    INT4,
+    INT4_NF4,
+    {"kind": "int4", "codebook": "dynamic"},
+    {"kind": "exact_diagonal", "inner": {"kind": "int16", "buckets": "column"}},
+    {"kind": "exact_diagonal", "inner": {"kind": "int8"}},
+    {"kind": "exact_diagonal", "inner": INT4},
+    {"kind": "symmetric", "inner": {"kind": "int16"}},
+    {"kind": "cholesky", "inner": {"kind": "int8"}},
+    {"kind": "cholesky", "inner": INT4},
+    {"kind": "eigen", "inner": INT4},
+    {"kind": "orthogonal", "inner": {"kind": "int8"}},
+    {"kind": "orthogonal", "inner": INT4, "rectify": 0},
+    {"kind": "orthogonal", "inner": INT4},
+    {"kind": "orthogonal", "inner": INT4_NF4},
+    {"kind": "orthogonal", "inner": {"kind": "int3"}},
+)
+
+
+def without_least_size(declared: Any) -> Any:
+    """Return the declaration with `min_elements: 1`, because a least size selects slots and is no part of a format."""
+    if isinstance(declared, str):
+        declared = {"kind": declared}
+    if not isinstance(declared, Mapping):
+        return declared
+    member = Quantizer.members.get(str(declared.get("kind")))
+    fields = member.model_fields if member is not None else {}
+    found: dict[str, Any] = {"min_elements": 1} if "min_elements" in fields else {}
+    inner = fields["inner"].default if "inner" in fields else None
+    if isinstance(inner, Quantizer):
+        found["inner"] = {name: value for name, value in inner.declaration().items() if name != "min_elements"}
+    found.update(declared)
+    return {name: without_least_size(value) if name == "inner" and value else value for name, value in found.items()}
+
+
+def parse_quantizers(value: Any) -> Any:
+    """Read declarations without a least size. Instances are returned as they are."""
+    return tuple(map(without_least_size, listed(value)))
+
+
+def quantizer_label(quantizer: Quantizer) -> str:
+    """Return the kind, the inner format and the fields that differ from those of a format without a least size."""
+    return label(quantizer, without_least_size, always=("inner",)).replace(" inner=None", "").replace(" inner=", " ")
+
+
+def default_quantizers() -> tuple[Quantizer, ...]:
+    """Return the preferred quantizers that are registered, and all others that need no field and store factors."""
+    return tuple(
+        quantizer for quantizer in _made(defaults(Quantizer, filter(_known, _PREFERRED))) if _stores_factors(quantizer)
+    )
+
+
+def _known(declared: Declaration) -> bool:
+    inner = declared.get("inner")
+    return declared["kind"] in Quantizer.members and (inner is None or _known(inner))
+
+
+def _made(declared: Iterable[Declaration]) -> Iterable[Quantizer]:
+    return (checked(Quantizer, without_least_size(item)) for item in declared)  # type: ignore[type-abstract]
+
+
+def _stores_factors(quantizer: Quantizer) -> bool:
+    return role_of(quantizer, 64, ("statistic", "basis")) is not None
+
+
+def role_of(quantizer: Quantizer, size: int, roles: Iterable[Role]) -> Role | None:
+    """Return the first role in which the quantizer stores a matrix of this size, or None if there is none."""
+    return next((role for role in roles if quantizer.unsupported(Slot((size, size), role=role)) is None), None)
+
+
+class QuantizerBench(MatrixBench):
+    """Quantizers x spectra x sizes x dtypes, and the root (B + r I)^-e, r = ridge lambda_max, of the decoded B.
+
+    A is the matrix, V its eigenvectors and l its eigenvalues. A quantizer stores A, V or the root in the first of
+    `roles` that it accepts: structures for orthonormal columns store V. For a decoded basis W, B = W Diag(l) W^T with l
+    exact. For the role root, read A^-e for A. A quantizer declared without a least size has none. Each matrix is
+    written `writings` times over the codes stored before, because `eigen` is made for matrices that change slowly.
+    Error feedback makes a single decoding, as measured here, worse, and the mean over many better. Times do not depend
+    on the values and are measured once for each size and dtype.
+    """
+
+    kind: Literal["quantizers"] = "quantizers"
+    quantizers: Annotated[tuple[Quantizer, ...], BeforeValidator(parse_quantizers)] = Field(
+        default_factory=default_quantizers, strict=False, description="declarations, or kinds"
+    )
+    sizes: PositiveInts = Field(default=(64, 128), strict=False, description="d of the matrices d x d")
+    dtypes: MatrixDtypes = Field(default=("float32",), strict=False, description="dtypes of the matrices")
+    roles: Annotated[tuple[Literal["statistic", "basis", "root"], ...], BeforeValidator(listed)] = Field(
+        default=("statistic", "basis"), strict=False, description="what may be stored: A, its eigenvectors, its root"
+    )
+    exponent: Rational = Field(default=Fraction(1, 4), description="exponent e of the root A^-e")
+    ridge: float = Field(default=1e-4, ge=0, description="added to all eigenvalues, in units of the largest")
+    writings: int = Field(default=32, ge=1, description="times a matrix is written, each over the one before")
+    threshold: float = Field(default=0.1, gt=0, description="largest root error that the advice accepts")
+    candidate_field: ClassVar[str] = "quantizers"
+    columns: ClassVar[Mapping[str, Column]] = {
+        "condition": Column("condition number of A"),
+        "role": Column("role of the stored matrix: statistic (A), basis (V) or root"),
+        "error": Column("||B - A||_F / ||A||_F, here and below the worst of the matrices decoded as finite"),
+        "angle": Column("angle between B and A", "degrees"),
+        "largest": Column("max |B - A| / max |A|"),
+        "orthogonality": Column("||W^T W - I||_F / sqrt(d), W the decoded basis or the eigenvectors of B in `dtype`"),
+        "off_diagonal": Column("||offdiag(W^T A W)||_F / ||A||_F"),
+        "smallest": Column("least eigenvalue of B over the largest in size"),
+        "root_error": Column("relative error of (B + r I)^-e to (A + r I)^-e, eigenvalues of B below 0 taken for 0"),
+        "root_angle": Column("angle between these roots", "degrees"),
+        "ok": Column("share of the matrices decoded as finite"),
+        "bytes": Column("stored bytes per entry of A, l included", "bytes"),
+        "encode_ms": Column("time to encode one matrix", "ms"),
+        "decode_ms": Column("time to decode one matrix", "ms"),
+        "encode_speed": Column("bytes read and written per second over those of `clone`; of small stacks the overhead"),
+        "decode_speed": Column("the same of decoding"),
+    }
+    quick_fields: ClassVar[dict[str, Any]] = {
+        "sizes": [64],
+        "spectra": [*({"kind": "geometric", "condition": c} for c in (1e2, 1e4, 1e6)), "clustered", "recorded"],
+        "count": 2,
+        "writings": 8,
+        "seconds": 0.005,
+    }
+
+    _inverses_exist = field_validator("ridge")(ridge_for)
+
+    def problems(self) -> Sequence[Problem]:
+        times: dict[Any, dict[str, float]] = {}
+        return [
+            Problem({**source.fields(), "dtype": dtype, "exponent": str(self.exponent)},
+                    partial(self._problem, source, dtype, times))
+            for dtype in self.dtypes
+            for source in self.sources()
+        ]  # fmt: skip
+
+    def _problem(self, source: MatrixSource, dtype: str, times: dict[Any, dict[str, float]]) -> StorageProblem | None:
+        stack = decompose(source, self.seed)
+        if stack is None:
+            return None
+        return StorageProblem(stack, self.exponent, self.ridge, self.target_device(), DTYPES[dtype], times)
+
+    def label(self, candidate: Quantizer) -> str:
+        return quantizer_label(candidate)
+
+    def refusal(self, candidate: Quantizer, fields: Mapping[str, Any]) -> str | None:
+        size = fields["size"]
+        if role_of(candidate, size, self.roles):
+            return None
+        return "; ".join(str(candidate.unsupported(Slot((size, size), role=role))) for role in self.roles)
+
+    def measure(self, candidate: Quantizer, fields: Mapping[str, Any], given: StorageProblem) -> Iterator[Row]:
+        role = role_of(candidate, fields["size"], self.roles)
+        assert role is not None
+        stored = store_repeatedly(candidate, given, role, self.writings, self.seed)
+        key = (candidate, *stored.x.shape, given.dtype)
+        if key not in given.times:
+            given.times[key] = self._times(stored)
+        yield {
+            "condition": given.stack.condition(),
+            "role": role,
+            **losses(given, role, stored.decode()),
+            "bytes": stored.bytes_per_entry(),
+            **given.times[key],
+        }
+
+    def _times(self, stored: StoredStack) -> dict[str, float]:
+        """Return the columns that are times. A copy is measured between encoding and decoding."""
+        works = (stored.encode, stored.x.clone, stored.decode)
+        encode, copy, decode = (milliseconds(work, self.threads, self.seconds) / len(stored.x) for work in works)
+        speed = stored.traffic_over_copy() * copy
+        return {
+            "encode_ms": encode,
+            "decode_ms": decode,
+            "encode_speed": speed / encode,
+            "decode_speed": speed / decode,
+        }
+
+    def table(self) -> Table:
+        return Table(
+            "stored factors: the worst over matrices; in brackets bytes per second, in percent of those of a copy",
+            {"quantizer": "candidate", "size": "size", "dtype": "dtype"},
+            {
+                "stored": view.first("role"),
+                "bytes": view.first("bytes", view.digits(3)),
+                "error": view.show(view.worst("error"), view.scientific),
+                "angle": view.show(view.worst("angle"), view.degrees),
+                "largest": view.show(view.worst("largest"), view.scientific),
+                "not orthogonal": view.show(view.worst("orthogonality"), view.scientific),
+                "off diagonal": view.show(view.worst("off_diagonal"), view.scientific),
+                "least": view.show(view.least("smallest"), view.scientific),
+                "root: median": view.show(view.typical("root_error"), view.scientific),
+                "worst": view.show(view.worst("root_error"), view.scientific),
+                "at": view.at("root_error", lambda row: row["spectrum"]),
+                "encode ms": lambda rows: _cost(rows, "encode"),
+                "decode ms": lambda rows: _cost(rows, "decode"),
+            },
+        )
+
+    def panels(self) -> tuple[Panel, Panel]:
+        root, same = f"error of $A^{{-{self.exponent}}}$", ("dtype",)
+        band = (self.threshold, self.threshold)
+        ends = {
+            "{}": lambda rows: [(rows[0]["bytes"], find("root_error")(rows)) for find in (view.typical, view.worst)]
+        }
+        size = () if self.own else ("size",)
+        return (
+            Panel(
+                "bytes per entry", f"{root}, median and worst over matrices", ends, same=same, largest=size, band=band
+            ),
+            self.sweep("root_error", root, same, band),
+        )
+
+    def recommendations(self) -> Sequence[Recommendation]:
+        def where(row: Row) -> str:
+            return f"A^(-{row['exponent']}), {row['size']} x {row['size']}, {row['dtype']}"
+
+        fields: dict[str, Any] = {
+            "error": lambda rows: max(map(_fault, rows)), "error_name": "worst root error", "threshold": self.threshold
+        }  # fmt: skip
+        several = not self.own and len(self.spectra) > 1
+        parts: dict[str, Any] = {"": bool}
+        if several and any(spectrum.declaration()["kind"] == "recorded" for spectrum in self.spectra):
+            parts = {", recorded factors": lambda row: row["spectrum"] == "recorded", ", all spectra": bool}
+        found: list[Recommendation] = []
+        for name, keep in parts.items():
+            found += self.recommended(
+                lambda row, name=name: f"{where(row)}{name}, fewest bytes",
+                keep=keep,
+                costs="bytes",
+                cost=lambda rows: float(rows[0]["bytes"]),
+                cost_text="{:.3g} bytes per entry".format,
+                **fields,
+            )
+            found += self.recommended(
+                lambda row, name=name: f"{where(row)}{name}, fastest that saves bytes",
+                cost=_milliseconds,
+                keep=lambda row, keep=keep: keep(row) and row["bytes"] < DTYPES[row["dtype"]].itemsize,
+                cost_text=view.in_ms,
+                **fields,
+            )
+        return found  # fmt: skip
+
+
+def _milliseconds(rows: Rows) -> float:
+    """Return the time to encode and decode one matrix."""
+    return view.typical("encode_ms")(rows) + view.typical("decode_ms")(rows)
+
+
+def _cost(rows: Rows, name: str) -> str:
+    return f"{view.milli(view.typical(f'{name}_ms')(rows))} ({100 * view.typical(f'{name}_speed')(rows):.0f} %)"
+
+
+def _fault(row: Row) -> float:
+    """Return the error of the root if all matrices were decoded as finite, and infinity otherwise."""
+    error = view.number(row, "root_error")
+    return error if row["ok"] == 1 and math.isfinite(error) else math.inf
+
+
+@dataclass(frozen=True)
+class DecomposedStack:
+    """A stack A = V Diag(l) V^T in float64.
+
+    a: A `[N, d, d]`.
+    values: l `[N, d]`.
+    vectors: V `[N, d, d]`.
+    """
+
+    a: Tensor
+    values: Tensor
+    vectors: Tensor
+
+    def condition(self) -> float:
+        """Return the condition number; infinity if the smallest eigenvalue is below the rounding of float64."""
+        low, high = self.values.amin(-1), self.values.amax(-1)
+        rounding = self.a.shape[-1] * torch.finfo(torch.float64).eps * high
+        return worst_of(torch.where(low > rounding, high / low, torch.inf))
+
+
+def decompose(source: MatrixSource, seed: int) -> DecomposedStack | None:
+    """Return the matrices of a source with their eigenvalues and eigenvectors.
+
+    Eigenvectors of a synthetic spectrum are those that were drawn. An algorithm would choose others for equal
+    eigenvalues.
+    """
+    a, spectrum, d = source.stack(), source.spectrum, source.size
+    if a is None:
+        return None
+    if isinstance(spectrum, Synthetic):
+        return DecomposedStack(a, spectrum.eigenvalues(d).expand(len(a), d), orthogonal(len(a), d, seed))
+    return DecomposedStack(a, *torch.linalg.eigh(a))
+
+
+@dataclass(frozen=True)
+class StorageProblem:
+    """A stack to store, and the root that is computed from the decoded stack.
+
+    exponent, ridge: e and r / lambda_max of the root (A + r I)^-e.
+    device, dtype: device and dtype of the tensor that the quantizer encodes.
+    times: times that were measured before, by quantizer, shape and dtype.
+    """
+
+    stack: DecomposedStack
+    exponent: Fraction
+    ridge: float
+    device: torch.device
+    dtype: torch.dtype
+    times: dict[Any, dict[str, float]]
+
+    def exact(self, role: Role) -> Tensor:
+        """Return the matrix that decoded matrices are compared with, in float64."""
+        return self.root(self.stack.a) if role == "root" else self.stack.a
+
+    def to_store(self, role: Role) -> Tensor:
+        """Return the tensor that the quantizer encodes."""
+        x = self.stack.vectors if role == "basis" else self.exact(role)
+        return x.to(self.device, self.dtype)
+
+    def root(self, b: Tensor) -> Tensor:
+        """Return (B + r I)^-e of symmetric matrices. Eigenvalues below 0 count as 0."""
+        values, q = torch.linalg.eigh(b)
+        values = values.clamp_min(0)
+        values = values + self.ridge * values[:, -1:]
+        root: Tensor = (q * values.pow(-float(self.exponent)).unsqueeze(1)) @ q.mT
+        return root
+
+
+@dataclass(frozen=True)
+class StoredStack:
+    """A stack `x` and the tensors `codes` that a quantizer stores for it after `step` writes."""
+
+    quantizer: Quantizer
+    x: Tensor
+    role: Role
+    seed: int
+    codes: Encoded | None = None
+    step: int = 0
+
+    def encode(self) -> Encoded:
+        """Encode x over the codes stored before, with random numbers as the optimizer draws them."""
+        seeds = torch.arange(len(self.x), device=self.x.device) + self.seed
+
+        def draw(like: Tensor, purpose: str) -> Tensor:
+            steps = torch.full_like(seeds, self.step)
+            return noise.uniform(seeds, steps, tuple(like.shape[1:]), like.dtype, zlib.crc32(purpose.encode()))
+
+        return self.quantizer.encode(self.x, self.codes, draw)
+
+    def decode(self) -> Tensor:
+        """Decode the stack."""
+        return self.quantizer.decode(self.codes or {}, Slot(tuple(self.x.shape[1:]), role=self.role), self.x.dtype)
+
+    def traffic_over_copy(self) -> float:
+        """Return the bytes read and written by one encoding over those of a copy: x and codes, over x twice."""
+        return (self.x.nbytes + self._code_bytes()) / (2 * self.x.nbytes)
+
+    def bytes_per_entry(self) -> float:
+        """Return the stored bytes per entry of the matrix. Those of a basis include its eigenvalues."""
+        total = self._code_bytes()
+        if self.role == "basis":
+            total += self.x[..., 0].numel() * self.x.element_size()
+        return total / self.x.numel()
+
+    def _code_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (self.codes or {}).values())
+
+
+def store_repeatedly(quantizer: Quantizer, problem: StorageProblem, role: Role, times: int, seed: int) -> StoredStack:
+    """Encode a stack `times` times, each time over the codes of the time before."""
+    stored = StoredStack(quantizer, problem.to_store(role), role, seed)
+    for step in range(1, times + 1):
+        stored = StoredStack(quantizer, stored.x, role, seed, stored.encode(), step)
+    return stored
+
+
+def losses(problem: StorageProblem, role: Role, decoded: Tensor) -> dict[str, float]:
+    """Return the columns of a row that compare the decoded stack with the encoded one."""
+    ok = decoded.isfinite().all(-1).all(-1).cpu()
+    y, a = decoded.double().cpu()[ok], problem.exact(role)[ok]
+    b = (y * problem.stack.values[ok].unsqueeze(1)) @ y.mT if role == "basis" else y
+    even = symmetrized(b)
+    basis = y if role == "basis" else torch.linalg.eigh(even.to(problem.dtype)).eigenvectors.double()
+    rotated = basis.mT @ a @ basis
+    off = rotated - torch.diag_embed(rotated.diagonal(dim1=-2, dim2=-1))
+    gram = basis.mT @ basis - identity_like(a)
+    values = torch.linalg.eigvalsh(even)
+    wanted, found = (a, even) if role == "root" else (problem.root(a), problem.root(even))
+    return {
+        "error": worst_of(relative_error(b, a)),
+        "angle": worst_of(angle(b, a)),
+        "largest": worst_of((b - a).abs().flatten(1).amax(1) / a.abs().flatten(1).amax(1)) if len(a) else math.nan,
+        "orthogonality": worst_of(torch.linalg.matrix_norm(gram)) / a.shape[-1] ** 0.5,
+        "off_diagonal": worst_of(torch.linalg.matrix_norm(off) / torch.linalg.matrix_norm(a)),
+        "smallest": -worst_of(-values[:, 0] / values.abs().amax(-1)) if len(a) else math.nan,
+        "root_error": worst_of(relative_error(found, wanted)),
+        "root_angle": worst_of(angle(found, wanted)),
+        "ok": float(ok.double().mean()),
+    }

@@ -1,1 +1,0 @@
-"""The bench of quantizers: error of a stored factor and of its root, bytes and time."""

@@ -1,0 +1,147 @@
+"""Waiting of ranks: critical paths measured on processes of this machine, beside those of counted work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from statistics import fmean
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+
+from eigengraft.optimizers import Recipe, load_recipe
+from eigengraft.optimizers.plan.plan import plan
+from eigengraft.optimizers.stacks.owners import at_once_fields, common_interval
+
+from . import view
+from .bench import Bench, Column, Problem
+from .candidates import PositiveInts, listed
+from .steps.processes import BusyTimes, RankJob, busy_times, efficiency_of, path_of
+from .view import Panel, Recommendation, Row, Table
+
+
+class RankBench(Bench):
+    """Recipes x values of `refresh.at_once` x numbers of ranks on one set of matrices, replicated as under DDP.
+
+    The matrices of a transformer: for each layer [3 w, w], [w, w], [4 w, w], [w, 4 w]. Every rank is a process with one
+    thread and has the same independent normal gradients. Measured is the time for which a rank computes, without the
+    time for which it waits, so that fewer cores than ranks are enough. `seconds` is not used.
+    """
+
+    kind: Literal["ranks"] = "ranks"
+    recipes: Annotated[tuple[str, ...], BeforeValidator(listed)] = Field(
+        default=("shampoo",), strict=False, description="shipped names or YAML files of recipes that spread refreshes"
+    )
+    at_once: PositiveInts = Field(default=(1, 8), strict=False, description="values of `refresh.at_once`")
+    ranks: PositiveInts = Field(
+        default=(1, 2, 4), strict=False, description="numbers of ranks; the first is 1, which others are compared with"
+    )
+    layers: int = Field(default=4, ge=1, description="transformer layers")
+    width: int = Field(default=256, ge=1, description="width w")
+    intervals: int = Field(default=2, ge=1, description="intervals of refreshes that are measured, after the first one")
+    candidate_field: ClassVar[str] = "recipes"
+    joint: ClassVar[bool] = True
+    columns: ClassVar[Mapping[str, Column]] = {
+        "at_once": Column("least refresh work of a step, in units of the costliest block"),
+        "steps": Column("number of measured steps, whole intervals of refreshes"),
+        "path_ms": Column("time of the rank that computes longest, the mean over steps", "ms"),
+        "efficiency": Column("time of a step on one rank over R path_ms"),
+        "counted": Column("efficiency of counted work, from a plan"),
+        "busy_ms": Column("mean time of each rank in a step", "ms"),
+    }
+    quick_fields: ClassVar[Mapping[str, Any]] = {"width": 128, "intervals": 1}
+
+    @field_validator("recipes")
+    @classmethod
+    def _spread(cls, recipes: tuple[str, ...]) -> tuple[str, ...]:
+        for name in recipes:
+            if not at_once_fields(load_recipe(name), [""]):
+                raise ValueError(f"refreshes of '{name}' cannot be spread; give a recipe with `refresh.at_once`")
+        return recipes
+
+    @model_validator(mode="after")
+    def _can_be_measured(self) -> Self:
+        if self.ranks[0] != 1:
+            raise ValueError(f"ranks: the first is {self.ranks[0]}, but others are compared with 1; give 1 first")
+        if self.threads != 1 or self.device != "cpu":
+            raise ValueError(
+                f"threads: {self.threads} on '{self.device}' cannot be measured; ranks have one thread on the CPU"
+            )
+        return self
+
+    def shapes(self) -> tuple[tuple[str, tuple[int, int]], ...]:
+        """Return the shapes of all matrices, by name."""
+        w = self.width
+        layer = {"mix": (3 * w, w), "out": (w, w), "up": (4 * w, w), "down": (w, 4 * w)}
+        return tuple((f"layers.{i}.{name}.weight", shape) for i in range(self.layers) for name, shape in layer.items())
+
+    def variants(self) -> list[tuple[str, int, Recipe]]:
+        """Return (name, at_once, recipe) of everything that is measured on each number of ranks."""
+        found = []
+        for name in self.recipes:
+            fields = at_once_fields(load_recipe(name), [""])
+            found += [(name, n, load_recipe(name, dict.fromkeys(fields, n))) for n in self.at_once]
+        return found
+
+    def problems(self) -> Sequence[Problem]:
+        alone: list[float] = []
+        return [Problem({"ranks": ranks}, partial(list, [alone])) for ranks in self.ranks]
+
+    def cells_of(self, problem: Problem) -> Iterator[list[Row]]:
+        """Yield the rows of all variants on one number of ranks, which start their processes once."""
+        (alone,), ranks = problem.make(), problem.fields["ranks"]
+        measured = busy_times([self._job(recipe) for _, _, recipe in self.variants()], ranks)
+        if not alone:
+            alone += [path_of(busy) for busy in measured]
+        pairs = zip(self.variants(), measured, alone, strict=True)
+        yield [self._row(variant, busy, one, problem.fields) for variant, busy, one in pairs]
+
+    def _job(self, recipe: Recipe) -> RankJob:
+        interval = common_interval(recipe)
+        return RankJob(recipe.to_json(), self.shapes(), interval, self.intervals * interval, self.seed)
+
+    def _row(self, variant: tuple[str, int, Recipe], busy: BusyTimes, alone: float, fields: Mapping[str, Any]) -> Row:
+        name, at_once, recipe = variant
+        ranks, path = len(busy), path_of(busy)
+        paper = plan(recipe, self.shapes(), (ranks,), "ddp")
+        return {
+            **self.row(None, fields, candidate=f"{name}, {at_once} at once", at_once=at_once, steps=len(busy[0])),
+            "declaration": recipe.declaration(),
+            "path_ms": path,
+            "efficiency": efficiency_of(alone, ranks, path),
+            "counted": efficiency_of(float(paper.work.sum()), ranks, paper.balance.critical_path / paper.interval),
+            "busy_ms": [fmean(times) for times in busy],
+        }
+
+    def label(self, candidate: str) -> str:
+        return candidate
+
+    def measure(self, candidate: str, fields: Mapping[str, Any], given: Any) -> Iterator[Row]:
+        raise AssertionError("ranks are measured together, by cells_of")
+
+    def table(self) -> Table:
+        return Table(
+            "time of a step for which the busiest rank computes; efficiency: one rank's over all ranks' times",
+            {"recipe": "candidate", "ranks": "ranks"},
+            {
+                "critical path ms": view.first("path_ms", view.milli),
+                "least busy ms": view.first("busy_ms", lambda times: view.milli(min(times))),
+                "efficiency": view.first("efficiency", view.places(2)),
+                "by counted work": view.first("counted", view.places(2)),
+            },
+        )
+
+    def panels(self) -> tuple[Panel, Panel]:
+        both = {"{}": view.xy("ranks", "efficiency"), "{}, counted": view.xy("ranks", "counted")}
+        return (
+            Panel("ranks", "efficiency", both, band=(1.0, 1.0)),
+            Panel("ranks", "critical path of a step, ms", {"{}": view.xy("ranks", "path_ms")}),
+        )
+
+    def recommendations(self) -> Sequence[Recommendation]:
+        return [
+            Recommendation(
+                lambda row: f"on {row['ranks']} rank{'s' if row['ranks'] > 1 else ''}",
+                cost=lambda rows: float(rows[0]["path_ms"]), cost_text=view.in_ms,
+            )
+        ]  # fmt: skip

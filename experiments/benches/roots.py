@@ -1,0 +1,169 @@
+"""Inverse roots: error, residual, definiteness, iterations and time of each solver over spectra, sizes and dtypes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import BeforeValidator, Field, field_validator
+from torch import Tensor
+
+from eigengraft.component import checked
+from eigengraft.preconditioners import RootSolver
+from eigengraft.preconditioners.algebra.exponents import Rational
+
+from . import view
+from .bench import Column, Problem
+from .candidates import DTYPES, Declaration, MatrixDtypes, defaults, dtype_name, label, listed
+from .matrices import MatrixBench, MatrixSource, ridge_for
+from .measures import angle, inverse_power, milliseconds, relative_error, worst_of
+from .view import Panel, Recommendation, Row, Table
+
+_PREFERRED: tuple[Declaration, ...] = ({"kind": "eigh"}, {"kind": "eigh", "precision": "float64"})
+
+
+def ridgeless(kind: str) -> Declaration:
+    """Return the solver called `kind`, with ridge 0 if its fields allow that. The bench adds one ridge for all."""
+    member = RootSolver.members.get(kind)
+    own: Declaration = {name: 0.0 for name in ("eps", "floor") if member is not None and name in member.model_fields}
+    for fields in (own, dict[str, Any]()):
+        try:
+            RootSolver.model_validate({"kind": kind, **fields})
+            return {"kind": kind, **fields}
+        except ValueError:
+            continue
+    return {"kind": kind}
+
+
+def _solvers(value: Any) -> Any:
+    """Read a bare kind as the solver without a ridge of its own."""
+    return tuple(ridgeless(item) if isinstance(item, str) else item for item in listed(value))
+
+
+def _default_solvers() -> tuple[RootSolver, ...]:
+    declared = [{**ridgeless(item["kind"]), **item} for item in defaults(RootSolver, _PREFERRED)]
+    return tuple(checked(RootSolver, item) for item in declared)  # type: ignore[type-abstract]
+
+
+class RootBench(MatrixBench):
+    """(A + r I)^-e,  r = ridge lambda_max:  solvers x exponents x spectra x sizes x dtypes.
+
+    The ridge belongs to the problem, so that all solvers have the same one. A solver named by its kind alone gets no
+    ridge of its own (`eps: 0`). A solver declared in full is measured as it is declared. Times are per matrix.
+    """
+
+    kind: Literal["roots"] = "roots"
+    solvers: Annotated[tuple[RootSolver, ...], BeforeValidator(_solvers)] = Field(
+        default_factory=_default_solvers, strict=False, description="declarations, or kinds"
+    )
+    dtypes: MatrixDtypes = Field(default=("float32",), strict=False, description="dtypes of the matrices")
+    exponents: Annotated[tuple[Rational, ...], BeforeValidator(listed)] = Field(
+        default=(Fraction(1, 4),), strict=False, description="exponents e of the root A^-e"
+    )
+    ridge: float = Field(default=1e-6, ge=0, description="added to all eigenvalues, in units of the largest")
+    threshold: float = Field(default=0.05, gt=0, description="largest error that the advice accepts")
+    candidate_field: ClassVar[str] = "solvers"
+    columns: ClassVar[Mapping[str, Column]] = {
+        "condition": Column("largest over smallest eigenvalue of A + r I, the largest of the stack"),
+        "error": Column("||X - Y||_F / ||Y||_F with Y = (A + r I)^-e in float64, the worst matrix not rejected"),
+        "angle": Column("angle between X and Y, the worst matrix not rejected", "degrees"),
+        "residual": Column("||X^p A^q - I||_F / sqrt(d) for e = q/p in float64, the worst matrix not rejected"),
+        "reported": Column("the solver's own residual, the worst matrix not rejected"),
+        "ok": Column("share of the stack that the solver did not reject"),
+        "definite": Column("share of the stack whose root is positive definite"),
+        "iterations": Column("most iterations of any matrix"),
+        "milliseconds": Column("time of one matrix", "ms"),
+    }
+    quick_fields: ClassVar[dict[str, Any]] = {
+        "sizes": [16, 32],
+        "spectra": [*({"kind": "geometric", "condition": c} for c in (1e2, 1e4, 1e6)), "recorded"],
+        "count": 4,
+        "seconds": 0.005,
+    }
+
+    _inverses_exist = field_validator("ridge")(ridge_for)
+
+    def problems(self) -> Sequence[Problem]:
+        return [
+            Problem({**source.fields(), "dtype": dtype, "exponent": str(e)}, partial(self._matrices, source, dtype))
+            for dtype in self.dtypes
+            for source in self.sources()
+            for e in self.exponents
+        ]
+
+    def _matrices(self, source: MatrixSource, dtype: str) -> Tensor | None:
+        a = source.stack()
+        if a is None:
+            return None
+        return (a + self.ridge * torch.eye(a.shape[-1], dtype=a.dtype)).to(self.target_device(), DTYPES[dtype])
+
+    def label(self, candidate: RootSolver) -> str:
+        return label(candidate, ridgeless)
+
+    def refusal(self, candidate: RootSolver, fields: Mapping[str, Any]) -> str | None:
+        return candidate.check(Fraction(fields["exponent"]))
+
+    def measure(self, candidate: RootSolver, fields: Mapping[str, Any], given: Tensor) -> Iterator[Row]:
+        exponent = Fraction(fields["exponent"])
+        found = candidate.root(given, exponent)
+        ok = found.ok & found.value.isfinite().all(-1).all(-1)
+        x, a = found.value[ok].double(), given[ok].double()
+        reference, eigenvalues = inverse_power(a, float(exponent)), torch.linalg.eigvalsh(given.double())
+        powers = torch.linalg.matrix_power(x, exponent.denominator) @ torch.linalg.matrix_power(a, exponent.numerator)
+        rest = powers - torch.eye(given.shape[-1], dtype=x.dtype, device=x.device)
+        definite = torch.linalg.eigvalsh((x + x.mT) / 2)[:, :1].amin(-1) > 0
+        time = milliseconds(lambda: candidate.root(given, exponent), self.threads, self.seconds)
+        yield {
+            "dtype": dtype_name(given),
+            "condition": worst_of(eigenvalues[:, -1] / eigenvalues[:, 0]),
+            "error": worst_of(relative_error(x, reference)),
+            "angle": worst_of(angle(x, reference)),
+            "residual": worst_of(torch.linalg.matrix_norm(rest)) / given.shape[-1] ** 0.5,
+            "reported": worst_of(found.residual[ok].double()),
+            "ok": float(ok.double().mean()),
+            "definite": float(definite.double().sum() / len(given)),
+            "iterations": int(found.iterations.max()),
+            "milliseconds": time / len(given),
+        }
+
+    def table(self) -> Table:
+        return Table(
+            "inverse roots: the worst and the median over matrices",
+            {"solver": "candidate", "size": "size", "dtype": "dtype", "e": "exponent"},
+            {
+                "error: median": view.show(view.typical("error"), view.scientific),
+                "worst": view.show(view.worst("error"), view.scientific),
+                "at": view.at("error", lambda row: row["spectrum"]),
+                "angle": view.show(view.largest("angle"), view.degrees),
+                "residual": view.show(view.largest("residual"), view.scientific),
+                "ok": view.show(view.least("ok"), view.percent),
+                "definite": view.show(view.least("definite"), view.percent),
+                "iterations": view.span("iterations", lambda value: f"{value:.0f}"),
+                "ms": view.show(view.typical("milliseconds"), view.milli),
+            },
+        )
+
+    def panels(self) -> tuple[Panel, Panel]:
+        cost = view.per(lambda row: row["size"], view.typical("milliseconds"), view.typical("error"))
+        band, same = (self.threshold, self.threshold), ("dtype", "exponent")
+        return (
+            Panel("ms per matrix, a point for each size", "median relative error", {"{}": cost}, same=same, band=band),
+            self.sweep("error", "worst relative error", same, band),
+        )
+
+    def recommendations(self) -> Sequence[Recommendation]:
+        return self.recommended(
+            lambda row: f"A^(-{row['exponent']}), {row['size']} x {row['size']}, {row['dtype']}",
+            cost=view.typical("milliseconds"), cost_text=view.in_ms, error=lambda rows: max(map(_fault, rows)),
+            error_name="worst error", threshold=self.threshold,
+        )  # fmt: skip
+
+
+def _fault(row: Row) -> float:
+    """Return the error if every root of the stack may be used, and infinity otherwise."""
+    error = view.number(row, "error")
+    return error if row["ok"] == 1 and row["definite"] == 1 and math.isfinite(error) else math.inf

@@ -1,0 +1,176 @@
+"""Symmetric positive semi-definite test matrices with a known spectrum, and factors recorded from training."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from functools import cache
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from eigengraft.component import Component, checked
+
+from .candidates import Declaration
+
+FILE = Path(__file__).with_name("recorded.npz")
+"""File of the recorded factors. `record_factors.py` writes it."""
+
+
+@cache
+def recorded_factors(path: Path = FILE) -> Tensor:
+    """Return all recorded factors `[N, 64, 64]` in float32, in the order of training. Cached: do not write into it."""
+    with np.load(path) as file:
+        triangles = torch.from_numpy(np.stack([file[name] for name in sorted(file.files) if name != "made"]))
+    d = int((2 * triangles.shape[1]) ** 0.5)
+    upper = triangles.new_zeros(len(triangles), d, d)
+    rows, columns = torch.triu_indices(d, d)
+    upper[:, rows, columns] = triangles
+    return upper + upper.triu(1).mT
+
+
+def unit_size(a: Tensor) -> Tensor:
+    """Return symmetric matrices `[N, d, d]` in float64, each divided by its largest eigenvalue."""
+    a = a.double()
+    size: Tensor = torch.linalg.matrix_norm(a, ord=2)
+    return a / size.clamp_min(torch.finfo(torch.float64).tiny)[:, None, None]
+
+
+class Spectrum(Component, ABC, family="spectrum"):
+    """Stacks `[N, d, d]` in float64, scaled so that the largest eigenvalue is 1; equal arguments give equal stacks."""
+
+    singular: ClassVar[bool] = False
+    """True if some matrices have no inverse."""
+
+    @abstractmethod
+    def stack(self, count: int, d: int, seed: int) -> Tensor | None:
+        """Return at most `count` matrices of size d, or None if there is none of that size."""
+
+
+class Synthetic(Spectrum):
+    """Q diag(lambda) Q^T with Q uniform over the orthogonal matrices."""
+
+    @abstractmethod
+    def eigenvalues(self, d: int) -> Tensor:
+        """lambda `[d]`, the largest 1."""
+
+    def stack(self, count: int, d: int, seed: int) -> Tensor | None:
+        q = orthogonal(count, d, seed)
+        return (q * self.eigenvalues(d).unsqueeze(0).unsqueeze(0)) @ q.mT
+
+
+class Geometric(Synthetic):
+    """lambda_i = condition^(-i / (d - 1)),  i = 0 .. d - 1"""
+
+    kind: Literal["geometric"] = "geometric"
+    condition: float = Field(default=1e4, ge=1, description="largest over smallest eigenvalue")
+
+    def eigenvalues(self, d: int) -> Tensor:
+        return torch.pow(self.condition, -torch.linspace(0, 1, d, dtype=torch.float64))
+
+
+class OneLarge(Synthetic):
+    """1 once, the others 1 / condition: a rank-one signal above a floor."""
+
+    kind: Literal["one_large"] = "one_large"
+    condition: float = Field(default=1e4, ge=1, description="largest over smallest eigenvalue")
+
+    def eigenvalues(self, d: int) -> Tensor:
+        values = torch.full((d,), 1 / self.condition, dtype=torch.float64)
+        values[0] = 1
+        return values
+
+
+class OneSmall(Synthetic):
+    """1 / condition once, the others 1: one direction without gradient."""
+
+    kind: Literal["one_small"] = "one_small"
+    condition: float = Field(default=1e4, ge=1, description="largest over smallest eigenvalue")
+
+    def eigenvalues(self, d: int) -> Tensor:
+        values = torch.ones(d, dtype=torch.float64)
+        values[-1] = 1 / self.condition if d > 1 else 1
+        return values
+
+
+class PowerLaw(Synthetic):
+    """lambda_i = i^(-power),  i = 1 .. d: what factors of trained layers look like."""
+
+    kind: Literal["power_law"] = "power_law"
+    power: float = Field(default=2.0, ge=0, description="decay of the eigenvalues")
+
+    def eigenvalues(self, d: int) -> Tensor:
+        return torch.arange(1, d + 1, dtype=torch.float64) ** -self.power
+
+
+class Clustered(Synthetic):
+    """Two clusters: a share of the eigenvalues at 1, the rest at 1 / ratio.
+
+    The default is the test matrix of 4-bit Shampoo (Wang et al. 2024, arXiv:2405.18144): of 1200 eigenvalues 800 are
+    1000 and 400 are 1.
+    """
+
+    kind: Literal["clustered"] = "clustered"
+    ratio: float = Field(default=1000.0, ge=1, description="upper over lower value")
+    share: float = Field(default=2 / 3, gt=0, lt=1, description="share of the eigenvalues in the upper cluster")
+
+    def eigenvalues(self, d: int) -> Tensor:
+        upper = max(1, round(self.share * d))
+        values = torch.full((d,), 1 / self.ratio, dtype=torch.float64)
+        values[:upper] = 1
+        return values
+
+
+class RankDeficient(Synthetic):
+    """Geometric down to 1 / condition over a share of the eigenvalues, the rest zero: few gradients seen so far."""
+
+    kind: Literal["rank_deficient"] = "rank_deficient"
+    singular: ClassVar[bool] = True
+    share: float = Field(default=0.25, gt=0, le=1, description="rank over size")
+    condition: float = Field(default=1e2, ge=1, description="largest over smallest nonzero eigenvalue")
+
+    def eigenvalues(self, d: int) -> Tensor:
+        rank = max(1, round(self.share * d))
+        nonzero = self.condition ** -torch.linspace(0, 1, rank, dtype=torch.float64)
+        return torch.cat([nonzero, torch.zeros(d - rank, dtype=torch.float64)])
+
+
+class Recorded(Spectrum):
+    """Factors of layers in training, recorded by `record_factors.py`; for smaller sizes their leading blocks."""
+
+    kind: Literal["recorded"] = "recorded"
+    singular: ClassVar[bool] = True
+
+    def stack(self, count: int, d: int, seed: int) -> Tensor | None:
+        factors = recorded_factors()
+        if d > factors.shape[-1]:
+            return None
+        start = seed % len(factors)
+        return unit_size(torch.roll(factors, -start, 0)[:count, :d, :d])
+
+
+def orthogonal(count: int, d: int, seed: int) -> Tensor:
+    """Return orthogonal matrices `[count, d, d]` in float64, drawn uniformly."""
+    normal = np.random.default_rng((seed, d)).standard_normal((count, d, d))
+    q, r = torch.linalg.qr(torch.from_numpy(normal))
+    signed: Tensor = q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
+    return signed
+
+
+SPECTRA: tuple[Declaration, ...] = (
+    *({"kind": "geometric", "condition": condition} for condition in (1e1, 1e2, 1e3, 1e4, 1e5, 1e6)),
+    {"kind": "one_large"},
+    {"kind": "one_small"},
+    {"kind": "power_law"},
+    {"kind": "clustered"},
+    {"kind": "rank_deficient"},
+    {"kind": "recorded"},
+)
+
+
+def default_spectra() -> tuple[Spectrum, ...]:
+    """Return the spectra that benches have by default."""
+    return tuple(checked(Spectrum, dict(item)) for item in SPECTRA)  # type: ignore[type-abstract]

@@ -1,0 +1,244 @@
+"""Statistics: distance of the Kronecker product of their factors from the full second moment of the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from functools import partial
+from statistics import fmean
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+
+import torch
+from pydantic import BeforeValidator, Field
+from torch import Tensor
+
+from eigengraft.component import checked
+from eigengraft.preconditioners import Eigh, Every, Shampoo, Statistic
+
+from . import kronecker, view
+from .bench import Column, Problem
+from .candidates import DTYPES, Declaration, PositiveInts, defaults, label, listed
+from .gradients import GRADIENT_LAYERS, layer_gradients, run_gradients
+from .matrices import OwnMatrices
+from .measures import milliseconds
+from .stage_runner import StageRunner
+from .view import Panel, Recommendation, Row, Rows, Table
+
+LONG = 0.995
+"""Decay of statistics that are named by their kind alone. The mean is over about 200 gradients."""
+_PREFERRED: tuple[Declaration, ...] = ({"kind": "gram"}, *({"kind": "bregman", "q": q} for q in ("2", "1", "1/2", "0")))
+
+
+def slow(kind: str) -> Declaration:
+    """Return the statistic called `kind`, with a long memory if it has a decay."""
+    member = Statistic.members.get(kind)
+    return {"kind": kind, **({"beta": LONG} if member is not None and "beta" in member.model_fields else {})}
+
+
+def _statistics(value: Any) -> Any:
+    """Read a bare kind as the statistic with a long memory."""
+    return tuple(slow(item) if isinstance(item, str) else item for item in listed(value))
+
+
+def _default() -> tuple[Statistic, ...]:
+    declared = [{**slow(item["kind"]), **item} for item in defaults(Statistic, _PREFERRED)]
+    found = (checked(Statistic, item) for item in declared)  # type: ignore[type-abstract]
+    return tuple(statistic for statistic in found if not statistic.of_inputs)
+
+
+def statistic_label(statistic: Statistic) -> str:
+    """Return the statistic's name, which always shows the power of a Bregman divergence."""
+    return label(statistic, slow, always=("q",))
+
+
+BEST, DIAGONAL = "best Kronecker product", "diagonal (Adam)"
+"""Candidates of the rows that belong to no statistic."""
+
+
+class StatisticBench(OwnMatrices):
+    """Statistics x layers x numbers of gradients, from a byte-level language model trained for a moment.
+
+    S = L x R is the Kronecker product of a statistic's estimates, C the second moment over all training gradients. Gain
+    errors are those of S on gradients that no statistic has seen; S of uncoupled factors is scaled to the trace of C.
+    The statistic runs as in a recipe, inside `shampoo` with exponent 1/2 and a refresh every `every` gradients from the
+    `start`-th on, because coupled statistics read the roots. With `record`, gradients are the leading `width` x `width`
+    entries of those of a run's layers.
+    """
+
+    kind: Literal["statistics"] = "statistics"
+    statistics: Annotated[tuple[Statistic, ...], BeforeValidator(_statistics)] = Field(
+        default_factory=_default, strict=False, description="declarations, or kinds"
+    )
+    width: int = Field(default=16, ge=4, le=48, multiple_of=2, description="width of the layers; C has width^4 entries")
+    samples: PositiveInts = Field(
+        default=(40, 160, 640), strict=False, description="numbers of gradients after which statistics are measured"
+    )
+    held_out: int = Field(default=640, ge=1, description="gradients that no statistic sees")
+    dtype: Literal["float32", "float64"] = Field(default="float32", description="dtype of gradients and statistics")
+    steps: int = Field(default=100, ge=0, description="training steps before the gradients are taken")
+    every: int = Field(default=5, ge=1, description="gradients between refreshes")
+    start: int = Field(
+        default=20, ge=1, description="gradients before the first refresh: roots of fewer may be singular"
+    )
+    candidate_field: ClassVar[str] = "statistics"
+    columns: ClassVar[Mapping[str, Column]] = {
+        "samples": Column("gradients that the statistic has seen"),
+        "cosine": Column("cosine of S and C"),
+        "cosine_root": Column("cosine of L^(1/2) x R^(1/2) and C"),
+        "gain_error": Column("median of |log10 gain| on held-out gradients", "decades"),
+        "gain_spread": Column("median of |log10 gain - median| on held-out gradients", "decades"),
+        "milliseconds": Column("time of one gradient and layer, refreshes included", "ms"),
+    }
+    quick_fields: ClassVar[dict[str, Any]] = {"width": 8, "samples": [20, 80], "held_out": 80, "seconds": 0.005}
+
+    def problems(self) -> Sequence[Problem]:
+        return [Problem({}, self._gradients)]
+
+    def _gradients(self) -> LayerGradients:
+        count, silent = max(self.samples) + self.held_out, tuple[str, ...]()
+        if self.record is None:
+            names, gradients = GRADIENT_LAYERS, layer_gradients(self.width, count, self.seed, self.steps)
+        else:
+            found = run_gradients(self.record, self.width, count, self.steps)
+            names = tuple(name for name, g in found.items() if g.any())
+            gradients = torch.stack([found[name] for name in names], dim=1)
+            silent = tuple(name for name in found if name not in names)
+        seen, unseen = gradients[: max(self.samples)], gradients[max(self.samples) :]
+        moments = torch.stack([kronecker.second_moment(g) for g in seen.unbind(1)])
+        return LayerGradients(names, seen, unseen, moments, silent)
+
+    def label(self, candidate: Statistic) -> str:
+        return statistic_label(candidate)
+
+    def refusal(self, candidate: Statistic, fields: Mapping[str, Any]) -> str | None:
+        return "it is a statistic of inputs, which are not recorded" if candidate.of_inputs else None
+
+    def measure(self, candidate: Statistic, fields: Mapping[str, Any], given: LayerGradients) -> Iterator[Row]:
+        solver = Eigh(eps=1e-6, relative=True, deficiency="add")
+        cadence = Every(steps=self.every, start=self.start, stagger="none")
+        stage = Shampoo(statistic=candidate, exponent=Fraction(1, 2), solver=solver, every=cadence)
+        seen, layers = given.seen.to(self.target_device(), DTYPES[self.dtype]), len(given.names)
+        runner = StageRunner((stage,), (self.width, self.width), layers, seen)
+        for k, gradient in enumerate(seen, start=1):
+            runner.step(gradient)
+            if k in self.samples:
+                factors = self._factors(runner, stage, candidate, given.moments)
+                time = milliseconds(partial(self._one_interval, runner, gradient), self.threads, self.seconds)
+                for layer, name in enumerate(given.names):
+                    left, right, c = factors[0][layer], factors[1][layer], given.moments[layer]
+                    roots = kronecker.power(left, 0.5), kronecker.power(right, 0.5)
+                    yield {
+                        "layer": name,
+                        "samples": k,
+                        "cosine": kronecker.cosine_product(c, left, right),
+                        "cosine_root": kronecker.cosine_product(c, *roots),
+                        "gain_error": kronecker.gain_error(given.unseen[:, layer], left, right),
+                        "gain_spread": kronecker.gain_spread(given.unseen[:, layer], left, right),
+                        "milliseconds": time / self.every / layers,
+                    }
+
+    def _one_interval(self, runner: StageRunner, gradient: Tensor) -> None:
+        """Run the steps of one interval between refreshes and restore the state."""
+        saved, steps = {name: tensor.clone() for name, tensor in runner.state.tensors.items()}, runner.steps
+        for _ in range(self.every):
+            runner.step(gradient)
+        for name, tensor in runner.state.tensors.items():
+            tensor.copy_(saved[name])
+        runner.steps = steps
+
+    def _factors(
+        self, runner: StageRunner, stage: Shampoo, statistic: Statistic, moments: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return L and R of all layers `[layers, d, d]`. An axis without a factor has the identity."""
+        state = runner.state.scope(stage.label)
+        context = runner.context(self.target_device())
+        found = []
+        for axis in range(2):
+            if axis in stage.factor_axes(state.block):
+                estimate = statistic.estimate(state, axis, context).double().cpu()
+                found.append(estimate if estimate.ndim == 3 else torch.diag_embed(estimate))
+            else:
+                found.append(torch.eye(self.width, dtype=torch.float64).expand(len(moments), -1, -1))
+        if not getattr(statistic, "coupled", False):
+            left, right, total = (x.diagonal(dim1=-2, dim2=-1).sum(-1) for x in (*found, moments))
+            found[1] = found[1] * (total / (left * right))[:, None, None]
+        return found[0], found[1]
+
+    def reference(self, given: LayerGradients) -> Iterator[Row]:
+        """Yield the cosines of the best Kronecker product and of the diagonal of C, for each layer."""
+        for name, c in zip(given.names, given.moments, strict=True):
+            values = kronecker.best_cosine(c, self.width, self.width), kronecker.cosine(c, c.diagonal().diag())
+            for candidate, value in zip((BEST, DIAGONAL), values, strict=True):
+                yield {"candidate": candidate, "layer": name, "samples": max(self.samples), "cosine": value}
+        for name in given.silent:
+            reason = f"gradients of {name} are 0 in their leading {self.width} x {self.width} entries"
+            yield {"candidate": BEST, "layer": name, "samples": max(self.samples), "problem": reason}
+
+    def table(self) -> Table:
+        return Table(
+            f"statistics after {max(self.samples)} gradients: the mean over layers",
+            {"statistic": "candidate"},
+            {
+                "cosine": self._at_end("cosine", view.places(3)),
+                "of its root": self._at_end("cosine_root", view.places(3)),
+                "gain error": self._at_end("gain_error", view.places(3)),
+                "gain spread": self._at_end("gain_spread", view.places(3)),
+                "ms": self._at_end("milliseconds", view.milli),
+            },
+        )
+
+    def _at_end(self, name: str, form: Callable[[float], str]) -> Callable[[Rows], str]:
+        """Return the text of a column's mean over layers after all gradients."""
+
+        def text(rows: Rows) -> str:
+            values = [row[name] for row in rows if row["samples"] == max(self.samples) and name in row]
+            return form(fmean(values)) if values else "-"
+
+        return text
+
+    def panels(self) -> tuple[Panel, Panel]:
+        errors, angles = (
+            view.per(lambda row: row["samples"], _mean(lambda row: row["samples"]), _mean(y))
+            for y in (lambda row: row.get("gain_error", 0.0), lambda row: 1 - row["cosine"])
+        )
+        return (
+            Panel("gradients seen", "held-out gain error, decades", {"{}": errors}, lambda row: "gain_error" in row),
+            Panel("gradients seen", "1 - cosine with C", {"{}": angles}),
+        )
+
+    def recommendations(self) -> Sequence[Recommendation]:
+        def last(row: Row) -> bool:
+            return row["samples"] == max(self.samples) and "gain_error" in row
+
+        return [
+            *self.recommended(
+                lambda row: "whitening of gradients not seen", cost=_mean(lambda row: 10 ** row["gain_error"]),
+                cost_text="off by {:.2f} times in the median direction".format, costs="error", keep=last,
+                error=_mean(lambda row: row["gain_error"]), error_name="gain error in decades",
+            ),
+            *self.recommended(
+                lambda row: "nearest to the second moment in angle", cost=_mean(lambda row: 1 - row["cosine"]),
+                cost_text=lambda cost: f"cosine {1 - cost:.3f}", costs="distance from 1", keep=last,
+            ),
+        ]  # fmt: skip
+
+
+class LayerGradients(NamedTuple):
+    """Gradients of some layers, in float64.
+
+    names: names of the layers.
+    seen: gradients `[K, layers, d, d]` that the statistics observe.
+    unseen: held-out gradients, of the same form.
+    moments: C of the gradients seen, `[layers, d^2, d^2]`.
+    silent: names of layers that are left out, because their gradients are 0.
+    """
+
+    names: Sequence[str]
+    seen: Tensor
+    unseen: Tensor
+    moments: Tensor
+    silent: Sequence[str]
+
+
+def _mean(value: Callable[[Row], float]) -> Callable[[Rows], float]:
+    return lambda rows: fmean(map(value, rows))

@@ -1,1 +1,0 @@
-"""The bench of statistics: distance of their Kronecker product from the full second moment."""

@@ -1,0 +1,245 @@
+"""Steps of recipes and of other libraries' optimizers, in turn, and how far each recipe is from its floor."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from statistics import median
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+import torch
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+from torch.nn import Parameter
+
+from eigengraft.optimizers import Optimizer
+
+from . import view
+from .bench import Bench, Column, Problem, first_line
+from .candidates import PositiveInts, listed
+from .steps.cases import QUICK, STEP_CASES, StepCase
+from .steps.floor import MachineRates, step_work
+from .steps.measure import CLOCKS, Contender, Rounds, held_bytes, kernels, operators, peak_bytes, step_times, take_turns
+from .steps.sets import ShapeSet, initial_values, shape_set, turns_of_gradients
+from .view import Panel, Points, Recommendation, Row, Rows, Table
+
+GROWTH = ("gpt:layers=2", "gpt:layers=8", "gpt:width=128", "gpt:width=512", "squares:size=16", "squares:size=64")
+"""Sets that differ from others in one dimension, to measure how times grow."""
+
+
+def parse_candidates(value: Any) -> Any:
+    """Read "module:Class" as a peer and another name as a recipe."""
+    return [{"peer" if ":" in item else "recipe": item} if isinstance(item, str) else item for item in listed(value)]
+
+
+class StepBench(Bench):
+    """Candidates x sets of parameters x intervals: rounds in which each candidate takes one step, A B C A B C.
+
+    `warm` rounds are not counted, nor are the steps in which operators and bytes are counted. `periods` intervals are
+    measured. Candidates of the same maths take turns in the same rounds. If no candidate has refreshes, one interval is
+    measured. The fields `steady` to `largest` come from medians over intervals. `seconds` is not used.
+    """
+
+    kind: Literal["step"] = "step"
+    candidates: Annotated[tuple[StepCase, ...], BeforeValidator(parse_candidates)] = Field(
+        default=STEP_CASES, strict=False, description="recipes and peers, or their names"
+    )
+    sets: Annotated[tuple[str, ...], BeforeValidator(listed)] = Field(
+        default=("gpt", "convolutions", "matrices", "squares", "embedding", *GROWTH),
+        strict=False,
+        description="gpt, convolutions, matrices, squares, embedding, gpt2, or one with a dimension, as gpt:layers=8",
+    )
+    intervals: PositiveInts = Field(default=(1, 10), strict=False, description="steps between refreshes")
+    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="dtype of parameters and gradients")
+    clock: Literal["wall", "cpu"] = Field(
+        default="wall",
+        description="clock: time of day, or processor time, on which other work has no influence",
+    )
+    warm: int = Field(default=4, ge=1, description="first rounds, in which state, roots and bases are made")
+    periods: int = Field(default=3, ge=1, description="intervals measured; 10 steps at least")
+    candidate_field: ClassVar[str] = "candidates"
+    joint: ClassVar[bool] = True
+    columns: ClassVar[Mapping[str, Column]] = {
+        "numbers": Column("entries of all parameters"),
+        "steady": Column("time of a step without refreshes, the lower quartile over the steps of an interval", "ms"),
+        "refresh": Column("time that refreshes add in one interval", "ms"),
+        "amortised": Column("time of a step, refreshes included", "ms"),
+        "median": Column("median step of an interval", "ms"),
+        "largest": Column("longest step of an interval", "ms"),
+        "state": Column("bytes of state for each entry of parameters", "bytes"),
+        "peak": Column("most bytes a step allocates beyond the state, for each entry; null: not measured", "bytes"),
+        "host": Column("median time until `step` returns; on a device the rest of the step runs after that", "ms"),
+        "operators": Column("operators of a step without refresh, views left out, a foreach once; null: not counted"),
+        "kernels": Column("kernels that a CUDA device runs in a step without refresh; null on a CPU"),
+        "build": Column("time of the construction", "s"),
+        "floor": Column("least time of a step by its arithmetic and traffic; null: unknown", "ms"),
+        "times_floor": Column("amortised over floor; null: unknown"),
+        "over_best_other": Column("amortised over that of the fastest peer with the same maths; null for peers"),
+        "steps_ms": Column("time of every measured step", "ms"),
+    }
+    quick_fields: ClassVar[Mapping[str, Any]] = {
+        "candidates": STEP_CASES[:QUICK],
+        "sets": ("gpt", "convolutions", "matrices", "squares"),
+        "intervals": (10,),
+        "periods": 2,
+    }
+
+    @model_validator(mode="after")
+    def _clock_fits(self) -> Self:
+        if self.clock == "cpu" and (self.threads > 1 or self.device != "cpu"):
+            raise ValueError("clock: 'cpu' adds the times of all threads; use one thread on a CPU, or clock=wall")
+        return self
+
+    @field_validator("sets")
+    @classmethod
+    def _known(cls, sets: tuple[str, ...]) -> tuple[str, ...]:
+        for name in sets:
+            shape_set(name)
+        return sets
+
+    def problems(self) -> Sequence[Problem]:
+        # Shared by all problems, so that the machine is measured once, on the declared number of threads.
+        rates: list[MachineRates] = []
+        found = []
+        for name in self.sets:
+            for maths, cases in self._by_maths().items():
+                for interval in self.intervals if any(case.refreshes for case in cases) else (1,):
+                    shapes = shape_set(name)
+                    fields = {
+                        "set": name, "maths": maths, "interval": interval, "dtype": self.dtype,
+                        "threads": self.threads, "numbers": shapes.numbers,
+                    }  # fmt: skip
+                    found.append(Problem(fields, partial(self._given, shapes, cases, rates)))
+        return found
+
+    def _by_maths(self) -> dict[str, list[StepCase]]:
+        found: dict[str, list[StepCase]] = {}
+        for case in self.candidates:
+            found.setdefault(case.kind_of_maths(), []).append(case)
+        return found
+
+    def _given(
+        self, shapes: ShapeSet, cases: list[StepCase], rates: list[MachineRates]
+    ) -> tuple[ShapeSet, list[StepCase], MachineRates]:
+        if not rates:
+            rates.append(MachineRates.measured(self.target_device(), getattr(torch, self.dtype), CLOCKS[self.clock]))
+        return shapes, cases, rates[0]
+
+    def label(self, candidate: StepCase) -> str:
+        return candidate.label()
+
+    def measure(self, candidate: StepCase, fields: Mapping[str, Any], given: Any) -> Iterator[Row]:
+        raise AssertionError("candidates take turns, in cells_of")
+
+    def cells_of(self, problem: Problem) -> Iterator[list[Row]]:
+        """Yield the rows of all candidates of the same maths on one set, which take turns."""
+        shapes, cases, rates = problem.make()
+        interval = problem.fields["interval"]
+        dtype, device = getattr(torch, self.dtype), self.target_device()
+        gradients = [[g.to(device, dtype) for g in turn] for turn in turns_of_gradients(shapes.shapes, self.seed)]
+        rows: dict[str, Row] = {}
+        ready: list[tuple[StepCase, Contender]] = []
+        for case in cases:
+            rows[case.label()] = self.row(case, problem.fields)
+            try:
+                contender = self._contender(case, shapes, interval)
+                take_turns([contender], gradients, Rounds(0, 2))
+                ready.append((case, contender))
+            except Exception as error:  # a peer may be any code
+                rows[case.label()]["problem"] = first_line(error)
+        rounds = Rounds(self.warm, max(10, self.periods * interval), CLOCKS[self.clock])
+        times = take_turns([contender for _, contender in ready], gradients, rounds)
+        for (case, contender), own in zip(ready, times, strict=True):
+            optimizer, peak = contender.optimizer, peak_bytes(contender, gradients[0])
+            totals, launched = [step.total for step in own], kernels(contender, gradients[0])
+            spent = step_times(totals, interval)
+            floor = rates.milliseconds(step_work(optimizer)) if isinstance(optimizer, Optimizer) else None
+            rows[case.label()] |= {
+                **spent._asdict(),
+                "state": held_bytes(optimizer) / shapes.numbers,
+                "peak": None if peak is None else peak / shapes.numbers,
+                "host": median(step.host for step in own),
+                "operators": operators(contender, gradients[0]),
+                "kernels": None if launched is None else launched.kernels,
+                "build": contender.build,
+                "floor": floor,
+                "times_floor": spent.amortised / floor if floor else None,
+                "steps_ms": totals,
+            }
+        peers = [rows[case.label()]["amortised"] for case, _ in ready if case.recipe is None]
+        for case, _ in ready:
+            own_time = rows[case.label()]["amortised"]
+            rows[case.label()]["over_best_other"] = own_time / min(peers) if peers and case.recipe is not None else None
+        yield list(rows.values())
+
+    def _contender(self, case: StepCase, shapes: ShapeSet, interval: int) -> Contender:
+        dtype, device = getattr(torch, self.dtype), self.target_device()
+        parameters = [Parameter(x.to(device, dtype)) for x in initial_values(shapes.shapes, self.seed)]
+        start = time.perf_counter()
+        optimizer = case.build(parameters, interval)
+        return Contender(optimizer, parameters, time.perf_counter() - start)
+
+    def table(self) -> Table:
+        return Table(
+            "steps of all candidates in turn, amortised over an interval",
+            {"set": "set", "interval": "interval", "candidate": "candidate"},
+            {
+                "ms a step": view.first("amortised", view.milli),
+                "host": view.first("host", view.milli),
+                "steady": view.first("steady", view.milli),
+                "refreshes": view.first("refresh", view.milli),
+                "largest / median": lambda rows: f"{rows[0]['largest'] / rows[0]['median']:.2f}",
+                "state B/p": view.first("state", view.places(1)),
+                "peak B/p": view.first("peak", view.places(1)),
+                "operators": view.first("operators"),
+                "kernels": view.first("kernels"),
+                "build s": view.first("build", view.places(2)),
+                "times floor": view.first("times_floor", view.places(2)),
+                "/ best other": view.first("over_best_other", view.places(2)),
+            },
+        )
+
+    def panels(self) -> tuple[Panel, Panel]:
+        lines = {"{}": _points("numbers", "amortised"), "floor of {}": _points("numbers", "floor")}
+        return (
+            Panel("numbers in parameters", "milliseconds a step", lines),
+            Panel("bytes of state a parameter", "largest step over the median",
+                  {"{}": lambda rows: [(row["state"], row["largest"] / row["median"]) for row in rows]},
+                  band=(1.0, 1.3)),
+        )  # fmt: skip
+
+    def recommendations(self) -> Sequence[Recommendation]:
+        return [
+            Recommendation(
+                lambda row: f"{row['set']}, {row['maths']}, interval {row['interval']}",
+                cost=lambda rows: float(rows[0]["amortised"]), cost_text=view.in_ms,
+            )
+        ]  # fmt: skip
+
+    def notes(self, rows: Rows) -> list[str]:
+        return [f"{name}: milliseconds ~ numbers^{value:.2f} over {varied}" for name, varied, value in slopes(rows)]
+
+
+def _points(x: str, y: str) -> Points:
+    return lambda rows: sorted((row[x], row[y]) for row in rows if row[y])
+
+
+def slopes(rows: Rows) -> list[tuple[str, str, float]]:
+    """Return how times grow: (candidate, varied dimension as gpt:layers, exponent of the number of parameters)."""
+    found = []
+    varied = [row for row in view.measured(rows) if ":" in row["set"]]
+    for (name, dimension, _), own in view.groups(
+        varied, lambda row: (row["candidate"], row["set"].partition("=")[0], row["interval"])
+    ):
+        if len({row["numbers"] for row in own}) > 1:
+            value = slope([row["numbers"] for row in own], [row["amortised"] for row in own])
+            found.append((name, dimension, value))
+    return found
+
+
+def slope(x: Sequence[float], y: Sequence[float]) -> float:
+    """Return the least-squares slope of log y over log x."""
+    u, v = [math.log(value) for value in x], [math.log(value) for value in y]
+    a, b = sum(u) / len(u), sum(v) / len(v)
+    return sum((p - a) * (q - b) for p, q in zip(u, v, strict=True)) / sum((p - a) ** 2 for p in u)

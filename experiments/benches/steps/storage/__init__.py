@@ -1,1 +1,0 @@
-"""The bench of storage: time of a step with coded slots over the same step without."""

@@ -1,0 +1,269 @@
+"""The table, the figure and the recommendations of a bench, computed from its rows and its declarations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, TypeVar
+
+Row = dict[str, Any]
+"""One measurement. `Bench.row` describes the keys that every row has."""
+Rows = Sequence[Row]
+Text = Callable[[Rows], str]
+"""The text of one cell of a table, computed from the rows of its line."""
+Points = Callable[[Rows], Iterable[tuple[float, float]]]
+"""The points (x, y) of one line of a figure, computed from the rows of one candidate."""
+K = TypeVar("K", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table with one line for each combination of values of some fields.
+
+    title: text above the table.
+    by: headings of the first columns, and the fields whose values they show.
+    cells: headings of the other columns, and the texts that they show.
+    """
+
+    title: str
+    by: Mapping[str, str]
+    cells: Mapping[str, Text]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One half of a figure, with two logarithmic axes.
+
+    x, y: labels of the axes.
+    lines: names and points of the lines of each candidate. "{}" in a name stands for the candidate.
+    keep: Return True for rows that are drawn.
+    same: fields in which all drawn rows equal the first row. The panel's title shows their values.
+    largest: fields whose largest value is drawn alone. The panel's title shows it.
+    band: a value, as (v, v), or an interval to compare with.
+    """
+
+    x: str
+    y: str
+    lines: Mapping[str, Points]
+    keep: Callable[[Row], bool] = bool
+    same: tuple[str, ...] = ()
+    largest: tuple[str, ...] = ()
+    band: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class Line:
+    """Points of one line; `style` selects colour, dashes and marker, the same in both panels."""
+
+    label: str
+    style: int
+    x: Sequence[float]
+    y: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """For each problem, the candidate of least cost among those whose error is at most a threshold.
+
+    where: Return the text that names the problem of a row. Candidates are compared within one problem.
+    cost: Return the cost of a candidate, computed from its rows of one problem.
+    cost_text: format of a cost.
+    costs: noun that says how often the next candidate costs the least cost, as in "2.0 times the time".
+    error: Return the error of a candidate, computed from the same rows; None means that all candidates are accepted.
+    error_name: name of the error in the text.
+    threshold: largest error that is accepted.
+    keep: Return True for rows that count.
+    all_good: True if every accepted candidate is named instead of the first two.
+    """
+
+    where: Callable[[Row], str]
+    cost: Callable[[Rows], float]
+    cost_text: Callable[[float], str]
+    costs: str = "time"
+    error: Callable[[Rows], float] | None = None
+    error_name: str = "error"
+    threshold: float = math.inf
+    keep: Callable[[Row], bool] = bool
+    all_good: bool = False
+
+
+def groups(rows: Iterable[Row], key: Callable[[Row], K]) -> list[tuple[K, list[Row]]]:
+    """Collect rows with equal keys, in the order in which the keys first appear."""
+    found: dict[K, list[Row]] = {}
+    for row in rows:
+        found.setdefault(key(row), []).append(row)
+    return list(found.items())
+
+
+def measured(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows in which something was measured."""
+    return [row for row in rows if not row["problem"]]
+
+
+def summarize(table: Table, rows: Rows) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return the headings and the lines of a table. A last column says what could not be measured, if anything."""
+    headings, lines = (*table.by, *table.cells), []
+    problems = any(row["problem"] for row in rows)
+    for key, own in groups(rows, lambda row: tuple(row.get(field) for field in table.by.values())):
+        good, reasons = measured(own), [row["problem"] for row in own if row["problem"]]
+        cells = [text(good) if good else "" for text in table.cells.values()]
+        lines.append((*map(str, key), *cells, *([reasons[0] if reasons else ""] if problems else [])))
+    return (*headings, *(["not measured"] if problems else [])), lines
+
+
+def lines_of(panel: Panel, rows: Rows) -> tuple[str, list[Line]]:
+    """Return the title and the lines of a panel."""
+    rows, fixed = [row for row in measured(rows) if panel.keep(row)], []
+    for field in panel.same if rows else ():
+        value = rows[0][field]
+        rows = [row for row in rows if row[field] == value]
+        fixed.append(f"{field} {value}")
+    for field in panel.largest if rows else ():
+        value = max(row[field] for row in rows)
+        rows = [row for row in rows if row[field] == value]
+        fixed.append(f"{field} {value}")
+    candidates, found = groups(rows, lambda row: row["candidate"]), []
+    for shift, (name, points) in enumerate(panel.lines.items()):
+        for style, (candidate, own) in enumerate(candidates):
+            pairs = list(points(own))
+            if pairs:
+                style_of_line = style + shift * len(candidates)
+                found.append(Line(name.format(candidate), style_of_line, [x for x, _ in pairs], [y for _, y in pairs]))
+    return ", ".join(fixed), found
+
+
+def advise(recommendations: Iterable[Recommendation], rows: Rows) -> list[str]:
+    """Return one line for each recommendation and problem."""
+    lines = []
+    for one in recommendations:
+        for where, own in groups((row for row in measured(rows) if one.keep(row)), one.where):
+            by_candidate = groups(own, lambda row: row["candidate"])
+            costs = {name: one.cost(some) for name, some in by_candidate}
+            errors = {name: one.error(some) if one.error else 0.0 for name, some in by_candidate}
+            lines.append(f"{where}: {_choice(one, costs, errors)}")
+    return lines
+
+
+def _choice(one: Recommendation, costs: Mapping[str, float], errors: Mapping[str, float]) -> str:
+    good = sorted((costs[name], errors[name], name) for name in costs if errors[name] <= one.threshold)
+    limit = f"{one.error_name} {one.threshold:g}"
+    if not good:
+        best = min(errors, key=lambda name: errors[name])
+        if not math.isfinite(errors[best]):
+            return "none gives a usable result on every problem"
+        return f"none is at most the {limit}; the most accurate is {best} ({errors[best]:.2g})"
+    if one.all_good:
+        return "; ".join(name for *_, name in good)
+    cost, error, name = good[0]
+    line = f"{name}, {one.cost_text(cost)}" + (f", {one.error_name} {error:.2g}" if one.error else "")
+    if len(good) > 1:
+        line += f"; then {good[1][2]}, {good[1][0] / cost:.2f} times the {one.costs}"
+    left_out = len(costs) - len(good)
+    return line + (f" ({left_out} of {len(costs)} above the {limit})" if left_out else "")
+
+
+def number(row: Row, name: str) -> float:
+    """Return a number of a row; NaN if the row does not have it."""
+    value = row.get(name)
+    return math.nan if value is None else float(value)
+
+
+def worst(name: str) -> Callable[[Rows], float]:
+    """Return a function that computes the largest value of a column; infinity if one is not finite."""
+    return lambda rows: max(_or_infinite(number(row, name)) for row in rows)
+
+
+def typical(name: str) -> Callable[[Rows], float]:
+    """Return a function that computes the median of a column. Values that are not finite count as infinite."""
+    return lambda rows: median(_or_infinite(number(row, name)) for row in rows)
+
+
+def largest(name: str) -> Callable[[Rows], float]:
+    """Return a function that computes the largest finite value of a column; NaN if there is none."""
+    return lambda rows: max((x for row in rows if math.isfinite(x := number(row, name))), default=math.nan)
+
+
+def least(name: str) -> Callable[[Rows], float]:
+    """Return a function that computes the least finite value of a column; NaN if there is none."""
+    return lambda rows: min((x for row in rows if math.isfinite(x := number(row, name))), default=math.nan)
+
+
+def show(value: Callable[[Rows], Any], form: Callable[[Any], str]) -> Text:
+    """Return the text of a value in a format."""
+    return lambda rows: form(value(rows))
+
+
+def first(name: str, form: Callable[[Any], str] = str) -> Text:
+    """Return the text of a column's first value; "" if it is None."""
+    return lambda rows: "" if rows[0].get(name) is None else form(rows[0][name])
+
+
+def at(name: str, where: Callable[[Row], Any]) -> Text:
+    """Return the text that `where` has in the row with the largest value of a column."""
+    return lambda rows: str(where(max(rows, key=lambda row: _or_infinite(number(row, name)))))
+
+
+def span(name: str, form: Callable[[float], str]) -> Text:
+    """Return the text "least - largest" of a column, or its only value."""
+
+    def text(rows: Rows) -> str:
+        ends = dict.fromkeys((form(least(name)(rows)), form(largest(name)(rows))))
+        return " - ".join(ends)
+
+    return text
+
+
+def only(keep: Callable[[Row], bool], text: Text) -> Text:
+    """Return the same text of the rows that are kept; of all rows if none is."""
+    return lambda rows: text([row for row in rows if keep(row)] or list(rows))
+
+
+def xy(x: str, y: str) -> Points:
+    """Return one point for each row, in the order of x."""
+    return lambda rows: sorted((number(row, x), number(row, y)) for row in rows)
+
+
+def per(field: Callable[[Row], Hashable], x: Callable[[Rows], float], y: Callable[[Rows], float]) -> Points:
+    """Return one point for each value of a field, computed from the rows that have this value."""
+    return lambda rows: [(x(some), y(some)) for _, some in groups(rows, field)]
+
+
+def milli(value: float) -> str:
+    """Format milliseconds with three digits."""
+    return f"{value:.3g}" if value >= 0.01 else f"{value:.4f}"
+
+
+def in_ms(value: float) -> str:
+    """Format milliseconds with three digits and the unit."""
+    return f"{milli(value)} ms"
+
+
+def scientific(value: float) -> str:
+    """Format a number with two digits and an exponent, or as a dash if it is not finite."""
+    return f"{value:.1e}" if math.isfinite(value) else "-"
+
+
+def percent(value: float) -> str:
+    """Format a share in percent."""
+    return f"{value:.0%}"
+
+
+def degrees(value: float) -> str:
+    """Format an angle in degrees, or as a dash if it is not finite."""
+    return f"{value:.2g}°" if math.isfinite(value) else "-"
+
+
+def digits(count: int) -> Callable[[float], str]:
+    """Return a format with a number of digits that count."""
+    return lambda value: f"{value:.{count}g}" if math.isfinite(value) else "-"
+
+
+def places(count: int) -> Callable[[float], str]:
+    """Return a format with a number of digits after the point."""
+    return lambda value: f"{value:.{count}f}" if math.isfinite(value) else "-"
+
+
+def _or_infinite(value: float) -> float:
+    return value if math.isfinite(value) else math.inf
