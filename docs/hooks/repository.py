@@ -6,13 +6,8 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FIGURES = ("experiments/studies/results", "experiments/benches/spike/results")
-PLACES = {
-    "docs/": "",
-    "CHANGELOG.md": "changelog.md",
-    "CONTRIBUTING.md": "contributing.md",
-    "papers/README.md": "papers/index.md",
-}
+FIGURES = ("experiments/studies/results", "papers/basis_transport")
+PLACES = {"docs/": "", "CHANGELOG.md": "changelog.md", "papers/README.md": "papers/index.md"}
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 
 

@@ -30,7 +30,7 @@ from .candidates import (
 from .gradients import trained_factors
 from .matrices import MatrixBench
 from .measures import milliseconds, worst_of
-from .spectra import Geometric, PowerLaw, Spectrum, Synthetic, orthogonal, unit_size
+from .spectra import Geometric, PowerLaw, Spectrum, Synthetic, orthogonal, with_unit_norm
 from .view import Panel, Recommendation, Row, Table
 
 _PREFERRED: tuple[Declaration, ...] = ({"kind": "eigh"}, {"kind": "power_qr"}, {"kind": "power_qr", "steps": 2})
@@ -105,11 +105,11 @@ class BasisBench(MatrixBench):
                 yield source.name, source.size, lambda stack=source.stack: [stack()] * last
         else:
             for size in self.sizes:
-                for spectrum in self.spectra:
+                for spectrum in (own for own in self.spectra if isinstance(own, Synthetic)):
                     yield label(spectrum), size, partial(self.drifting_statistic, spectrum, size)
 
     def _cast(self, path: Any, dtype: str) -> list[Tensor]:
-        return [unit_size(a).to(self.target_device(), DTYPES[dtype]) if self.own else
+        return [with_unit_norm(a).to(self.target_device(), DTYPES[dtype]) if self.own else
                 a.to(self.target_device(), DTYPES[dtype]) for a in path()]  # fmt: skip
 
     def drifting_statistic(self, spectrum: Synthetic, d: int) -> list[Tensor]:
@@ -154,11 +154,11 @@ class BasisBench(MatrixBench):
             {"solver": "candidate", "size": "size", "dtype": "dtype"},
             {
                 "columns": view.first("columns"),
-                "orthogonality": view.show(view.largest("orthogonality"), view.scientific),
-                "off-diagonal": view.only(self._late, view.show(view.largest("offdiagonal"), view.scientific)),
-                "eigenvalues": view.only(self._late, view.show(view.largest("eigenvalues"), view.scientific)),
-                "ok": view.only(self._late, view.show(view.least("ok"), view.percent)),
-                "ms": view.only(self._late, view.show(view.typical("milliseconds"), view.milli)),
+                "orthogonality": view.cell(view.largest("orthogonality"), view.scientific),
+                "off-diagonal": view.only(self._late, view.cell(view.largest("offdiagonal"), view.scientific)),
+                "eigenvalues": view.only(self._late, view.cell(view.largest("eigenvalues"), view.scientific)),
+                "ok": view.only(self._late, view.cell(view.least("ok"), view.percent)),
+                "ms": view.only(self._late, view.cell(view.typical("milliseconds"), view.milli)),
             },
         )
 
@@ -204,9 +204,9 @@ def _quality(a: Tensor, q: Tensor) -> Row:
 
 
 def _fault(row: Row) -> float:
-    return view.number(row, "offdiagonal") if row["ok"] == 1 else math.inf
+    return view.number_of(row, "offdiagonal") if row["ok"] == 1 else math.inf
 
 
 def _drawn(row: Row) -> float:
     """Return the ratio, at least 1e-17, so that a logarithmic axis has a place for an exact basis."""
-    return max(view.number(row, "offdiagonal"), 1e-17)
+    return max(view.number_of(row, "offdiagonal"), 1e-17)

@@ -21,7 +21,7 @@ from eigengraft.component import Component, checked
 from eigengraft.errors import RecipeError
 
 from ..files import write_text
-from .view import Panel, Recommendation, Row, Table, advise
+from .view import Panel, Recommendation, Row, Table, recommend
 
 
 class Column(NamedTuple):
@@ -175,7 +175,7 @@ class Bench(Component, ABC, family="bench"):
 
     def advice(self, rows: Sequence[Row]) -> list[str]:
         """Recommend candidates for this device by these rows, one line for each problem."""
-        return [*advise(self.recommendations(), rows), *self.notes(rows)]
+        return [*recommend(self.recommendations(), rows), *self.notes(rows)]
 
     def target_device(self) -> torch.device:
         """Return the device to measure on. Raise RecipeError if this machine does not have it."""

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ..reports.figures import INK, LIGHT, MARKERS, log_ticks, save_figure, style_axes
-from .view import Line, Panel, Rows, lines_of
+from .view import BenchRows, Line, Panel, lines_of
 
 _DASHES = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)))
 _LONGEST = 56
@@ -19,7 +19,7 @@ _LETTERS = 150
 """Largest number of letters in one row of the legend, which fills the width of the figure."""
 
 
-def draw_panels(panels: Sequence[Panel], rows: Rows) -> Figure:
+def draw_panels(panels: Sequence[Panel], rows: BenchRows) -> Figure:
     """Draw the panels. The legend below them names every line once."""
     drawn = [lines_of(panel, rows) for panel in panels]
     names = list(dict.fromkeys(line.label for _, lines in drawn for line in lines))
@@ -36,7 +36,7 @@ def draw_panels(panels: Sequence[Panel], rows: Rows) -> Figure:
     return figure
 
 
-def write_figure(panels: Sequence[Panel], rows: Rows, path: Path) -> None:
+def write_figure(panels: Sequence[Panel], rows: BenchRows, path: Path) -> None:
     """Draw the panels and save the figure in the format that the suffix names (svg, png, pdf)."""
     save_figure(draw_panels(panels, rows), path)
 

@@ -20,7 +20,7 @@ from .bench import Bench, Column, Problem
 from .candidates import Declaration, MatrixShapes, label, listed
 from .measures import milliseconds
 from .stage_runner import StageRunner
-from .view import Panel, Recommendation, Row, Rows, Table
+from .view import BenchRows, Panel, Recommendation, Row, Table
 
 MOMENTUM, ROOTS = {"kind": "momentum", "beta": 0.9}, {"kind": "every", "steps": 10}
 SHAMPOO: Declaration = {"kind": "shampoo", "statistic": {"kind": "gram", "beta": 0.95}, "refresh": ROOTS}
@@ -122,12 +122,12 @@ class GraftingBench(Bench):
             {"chain": "candidate"},
             {
                 "RMS": view.span("rms", view.digits(3)),
-                "ratio": view.show(_ratio("rms"), view.places(2)),
+                "ratio": view.cell(_ratio("rms"), view.decimals(2)),
                 "spectral / sqrt(m/n)": view.span("relative", view.digits(3)),
-                "its ratio": view.show(_ratio("relative"), view.places(2)),
-                "norm": view.show(_at_largest("norm"), view.digits(3)),
+                "its ratio": view.cell(_ratio("relative"), view.decimals(2)),
+                "norm": view.cell(_at_largest("norm"), view.digits(3)),
                 "at": lambda rows: "{m} x {n}".format(**_largest_block(rows)),
-                "ms": view.show(_at_largest("milliseconds"), view.milli),
+                "ms": view.cell(_at_largest("milliseconds"), view.milli),
             },
         )
 
@@ -150,22 +150,22 @@ class GraftingBench(Bench):
             for what, name in (("RMS", "rms"), ("spectral norm relative to sqrt(m / n)", "relative"))
         ]  # fmt: skip
 
-    def notes(self, rows: Rows) -> list[str]:
+    def notes(self, rows: BenchRows) -> list[str]:
         return ["more than one shape is needed to compare"] if len(self.shapes) < 2 else []
 
 
-def _ratio(name: str) -> Callable[[Rows], float]:
+def _ratio(name: str) -> Callable[[BenchRows], float]:
     """Return a function that divides the largest value of a column by the least."""
     return lambda rows: view.largest(name)(rows) / low if (low := view.least(name)(rows)) > 0 else math.inf
 
 
-def _mean(name: str) -> Callable[[Rows], float]:
+def _mean(name: str) -> Callable[[BenchRows], float]:
     return lambda rows: fmean(row[name] for row in rows)
 
 
-def _largest_block(rows: Rows) -> Row:
+def _largest_block(rows: BenchRows) -> Row:
     return max(rows, key=lambda row: row["m"] * row["n"])
 
 
-def _at_largest(name: str) -> Callable[[Rows], float]:
+def _at_largest(name: str) -> Callable[[BenchRows], float]:
     return lambda rows: float(_largest_block(rows)[name])

@@ -15,8 +15,8 @@ from torch import Tensor
 from .bench import Bench
 from .candidates import PositiveInts, label, listed
 from .gradients import saved_factors, trained_factors
-from .spectra import Geometric, Spectrum, default_spectra, unit_size
-from .view import Panel, Recommendation, Row, groups, measured, xy
+from .spectra import Geometric, Spectrum, default_spectra, with_unit_norm
+from .view import Panel, Recommendation, Row, groups, measured_rows, xy
 
 OWN_BETA = 0.95
 """Decay of the factors of a recorded run, per step: that of the shipped recipes."""
@@ -68,7 +68,7 @@ class OwnMatrices(Bench, ABC):
         if not self.own or first is None or first.error is None:
             return []
         layers: list[tuple[float, str]] = []
-        kept = [row for row in measured(rows) if first.keep(row)]
+        kept = [row for row in measured_rows(rows) if first.keep(row)]
         for layer, own in groups(kept, lambda row: str(row[self.layer_field])):
             layers.append((min(first.error(some) for _, some in groups(own, lambda row: row["candidate"])), layer))
         value, name = max(layers, default=(0.0, ""))
@@ -119,7 +119,7 @@ class MatrixBench(OwnMatrices, ABC):
             if self.checkpoint is not None
             else {k: v[-1] for k, v in trained_factors(str(self.record), 1, self.steps, OWN_BETA).items()}
         )
-        return [MatrixSource(name, a.shape[-1], partial(unit_size, a)) for name, a in found.items()]
+        return [MatrixSource(name, a.shape[-1], partial(with_unit_norm, a)) for name, a in found.items()]
 
     def sweep(self, error: str, y: str, same: tuple[str, ...], band: tuple[float, float]) -> Panel:
         """Declare the panel of an error over the condition number, for the largest size.

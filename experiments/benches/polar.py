@@ -151,9 +151,9 @@ class PolarBench(OwnMatrices):
             {"solver": "candidate", "m": "m", "n": "n", "dtype": "dtype"},
             {
                 f"band, {near}": view.only(self._near, _band),
-                f"distance, {near}": view.only(self._near, view.show(view.largest("distance"), view.scientific)),
+                f"distance, {near}": view.only(self._near, view.cell(view.largest("distance"), view.scientific)),
                 "band, all": _band,
-                "ms": view.show(view.typical("milliseconds"), view.milli),
+                "ms": view.cell(view.typical("milliseconds"), view.milli),
             },
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -27,7 +27,7 @@ from .candidates import DTYPES, Declaration, MatrixDtypes, PositiveInts, default
 from .matrices import MatrixBench, MatrixSource, ridge_for
 from .measures import angle, milliseconds, relative_error, worst_of
 from .spectra import Synthetic, orthogonal
-from .view import Panel, Recommendation, Row, Rows, Table
+from .view import BenchRows, Panel, Recommendation, Row, Table
 
 INT4: Declaration = {"kind": "int4"}
 INT4_NF4: Declaration = {"kind": "int4", "codebook": "nf4"}
@@ -218,15 +218,15 @@ class QuantizerBench(MatrixBench):
             {
                 "stored": view.first("role"),
                 "bytes": view.first("bytes", view.digits(3)),
-                "error": view.show(view.worst("error"), view.scientific),
-                "angle": view.show(view.worst("angle"), view.degrees),
-                "largest": view.show(view.worst("largest"), view.scientific),
-                "not orthogonal": view.show(view.worst("orthogonality"), view.scientific),
-                "off diagonal": view.show(view.worst("off_diagonal"), view.scientific),
-                "least": view.show(view.least("smallest"), view.scientific),
-                "root: median": view.show(view.typical("root_error"), view.scientific),
-                "worst": view.show(view.worst("root_error"), view.scientific),
-                "at": view.at("root_error", lambda row: row["spectrum"]),
+                "error": view.cell(view.worst("error"), view.scientific),
+                "angle": view.cell(view.worst("angle"), view.degrees),
+                "largest": view.cell(view.worst("largest"), view.scientific),
+                "not orthogonal": view.cell(view.worst("orthogonality"), view.scientific),
+                "off diagonal": view.cell(view.worst("off_diagonal"), view.scientific),
+                "least": view.cell(view.least("smallest"), view.scientific),
+                "root: median": view.cell(view.typical("root_error"), view.scientific),
+                "worst": view.cell(view.worst("root_error"), view.scientific),
+                "at": view.at_worst("root_error", lambda row: row["spectrum"]),
                 "encode ms": lambda rows: _cost(rows, "encode"),
                 "decode ms": lambda rows: _cost(rows, "decode"),
             },
@@ -247,48 +247,49 @@ class QuantizerBench(MatrixBench):
         )
 
     def recommendations(self) -> Sequence[Recommendation]:
-        def where(row: Row) -> str:
-            return f"A^(-{row['exponent']}), {row['size']} x {row['size']}, {row['dtype']}"
-
         fields: dict[str, Any] = {
             "error": lambda rows: max(map(_fault, rows)), "error_name": "worst root error", "threshold": self.threshold
         }  # fmt: skip
-        several = not self.own and len(self.spectra) > 1
-        parts: dict[str, Any] = {"": bool}
-        if several and any(spectrum.declaration()["kind"] == "recorded" for spectrum in self.spectra):
-            parts = {", recorded factors": lambda row: row["spectrum"] == "recorded", ", all spectra": bool}
+        fewest = {"cost": view.typical("bytes"), "cost_text": "{:.3g} bytes per entry".format, "costs": "bytes"}
+        fastest = {"cost": _milliseconds, "cost_text": view.in_ms}
+        recorded = any(spectrum.declaration()["kind"] == "recorded" for spectrum in self.spectra)
+        apart = recorded and len(self.spectra) > 1 and not self.own
         found: list[Recommendation] = []
-        for name, keep in parts.items():
-            found += self.recommended(
-                lambda row, name=name: f"{where(row)}{name}, fewest bytes",
-                keep=keep,
-                costs="bytes",
-                cost=lambda rows: float(rows[0]["bytes"]),
-                cost_text="{:.3g} bytes per entry".format,
-                **fields,
-            )
-            found += self.recommended(
-                lambda row, name=name: f"{where(row)}{name}, fastest that saves bytes",
-                cost=_milliseconds,
-                keep=lambda row, keep=keep: keep(row) and row["bytes"] < DTYPES[row["dtype"]].itemsize,
-                cost_text=view.in_ms,
-                **fields,
-            )
-        return found  # fmt: skip
+        for name in (", recorded factors", ", all spectra") if apart else ("",):
+            chosen = {"recorded"} if name == ", recorded factors" else None
+            found += self.recommended(_where(f"{name}, fewest bytes"), keep=_keep(chosen, False), **fewest, **fields)
+            where = _where(f"{name}, fastest that saves bytes")
+            found += self.recommended(where, keep=_keep(chosen, True), **fastest, **fields)
+        return found
 
 
-def _milliseconds(rows: Rows) -> float:
+def _where(more: str) -> Callable[[Row], str]:
+    """Return a function that names the problem of a row."""
+    return lambda row: f"A^(-{row['exponent']}), {row['size']} x {row['size']}, {row['dtype']}{more}"
+
+
+def _keep(spectra: set[str] | None, saving: bool) -> Callable[[Row], bool]:
+    """Return a function that selects rows of some spectra, and with `saving` those of fewer bytes than the dtype."""
+
+    def keep(row: Row) -> bool:
+        saves = row["bytes"] < DTYPES[row["dtype"]].itemsize
+        return (spectra is None or row["spectrum"] in spectra) and (saves or not saving)
+
+    return keep
+
+
+def _milliseconds(rows: BenchRows) -> float:
     """Return the time to encode and decode one matrix."""
     return view.typical("encode_ms")(rows) + view.typical("decode_ms")(rows)
 
 
-def _cost(rows: Rows, name: str) -> str:
+def _cost(rows: BenchRows, name: str) -> str:
     return f"{view.milli(view.typical(f'{name}_ms')(rows))} ({100 * view.typical(f'{name}_speed')(rows):.0f} %)"
 
 
 def _fault(row: Row) -> float:
     """Return the error of the root if all matrices were decoded as finite, and infinity otherwise."""
-    error = view.number(row, "root_error")
+    error = view.number_of(row, "root_error")
     return error if row["ok"] == 1 and math.isfinite(error) else math.inf
 
 

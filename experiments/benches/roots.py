@@ -135,15 +135,15 @@ class RootBench(MatrixBench):
             "inverse roots: the worst and the median over matrices",
             {"solver": "candidate", "size": "size", "dtype": "dtype", "e": "exponent"},
             {
-                "error: median": view.show(view.typical("error"), view.scientific),
-                "worst": view.show(view.worst("error"), view.scientific),
-                "at": view.at("error", lambda row: row["spectrum"]),
-                "angle": view.show(view.largest("angle"), view.degrees),
-                "residual": view.show(view.largest("residual"), view.scientific),
-                "ok": view.show(view.least("ok"), view.percent),
-                "definite": view.show(view.least("definite"), view.percent),
+                "error: median": view.cell(view.typical("error"), view.scientific),
+                "worst": view.cell(view.worst("error"), view.scientific),
+                "at": view.at_worst("error", lambda row: row["spectrum"]),
+                "angle": view.cell(view.largest("angle"), view.degrees),
+                "residual": view.cell(view.largest("residual"), view.scientific),
+                "ok": view.cell(view.least("ok"), view.percent),
+                "definite": view.cell(view.least("definite"), view.percent),
                 "iterations": view.span("iterations", lambda value: f"{value:.0f}"),
-                "ms": view.show(view.typical("milliseconds"), view.milli),
+                "ms": view.cell(view.typical("milliseconds"), view.milli),
             },
         )
 
@@ -165,5 +165,5 @@ class RootBench(MatrixBench):
 
 def _fault(row: Row) -> float:
     """Return the error if every root of the stack may be used, and infinity otherwise."""
-    error = view.number(row, "error")
+    error = view.number_of(row, "error")
     return error if row["ok"] == 1 and row["definite"] == 1 and math.isfinite(error) else math.inf

@@ -32,7 +32,7 @@ def recorded_factors(path: Path = FILE) -> Tensor:
     return upper + upper.triu(1).mT
 
 
-def unit_size(a: Tensor) -> Tensor:
+def with_unit_norm(a: Tensor) -> Tensor:
     """Return symmetric matrices `[N, d, d]` in float64, each divided by its largest eigenvalue."""
     a = a.double()
     size: Tensor = torch.linalg.matrix_norm(a, ord=2)
@@ -149,7 +149,7 @@ class Recorded(Spectrum):
         if d > factors.shape[-1]:
             return None
         start = seed % len(factors)
-        return unit_size(torch.roll(factors, -start, 0)[:count, :d, :d])
+        return with_unit_norm(torch.roll(factors, -start, 0)[:count, :d, :d])
 
 
 def orthogonal(count: int, d: int, seed: int) -> Tensor:

@@ -22,7 +22,7 @@ from .gradients import GRADIENT_LAYERS, layer_gradients, run_gradients
 from .matrices import OwnMatrices
 from .measures import milliseconds
 from .stage_runner import StageRunner
-from .view import Panel, Recommendation, Row, Rows, Table
+from .view import BenchRows, Panel, Recommendation, Row, Table
 
 LONG = 0.995
 """Decay of statistics that are named by their kind alone. The mean is over about 200 gradients."""
@@ -95,9 +95,11 @@ class StatisticBench(OwnMatrices):
         return [Problem({}, self._gradients)]
 
     def _gradients(self) -> LayerGradients:
-        count, silent = max(self.samples) + self.held_out, tuple[str, ...]()
+        count = max(self.samples) + self.held_out
+        names: tuple[str, ...] = GRADIENT_LAYERS
+        silent: tuple[str, ...] = ()
         if self.record is None:
-            names, gradients = GRADIENT_LAYERS, layer_gradients(self.width, count, self.seed, self.steps)
+            gradients = layer_gradients(self.width, count, self.seed, self.steps)
         else:
             found = run_gradients(self.record, self.width, count, self.steps)
             names = tuple(name for name, g in found.items() if g.any())
@@ -179,18 +181,18 @@ class StatisticBench(OwnMatrices):
             f"statistics after {max(self.samples)} gradients: the mean over layers",
             {"statistic": "candidate"},
             {
-                "cosine": self._at_end("cosine", view.places(3)),
-                "of its root": self._at_end("cosine_root", view.places(3)),
-                "gain error": self._at_end("gain_error", view.places(3)),
-                "gain spread": self._at_end("gain_spread", view.places(3)),
+                "cosine": self._at_end("cosine", view.decimals(3)),
+                "of its root": self._at_end("cosine_root", view.decimals(3)),
+                "gain error": self._at_end("gain_error", view.decimals(3)),
+                "gain spread": self._at_end("gain_spread", view.decimals(3)),
                 "ms": self._at_end("milliseconds", view.milli),
             },
         )
 
-    def _at_end(self, name: str, form: Callable[[float], str]) -> Callable[[Rows], str]:
+    def _at_end(self, name: str, form: Callable[[float], str]) -> Callable[[BenchRows], str]:
         """Return the text of a column's mean over layers after all gradients."""
 
-        def text(rows: Rows) -> str:
+        def text(rows: BenchRows) -> str:
             values = [row[name] for row in rows if row["samples"] == max(self.samples) and name in row]
             return form(fmean(values)) if values else "-"
 
@@ -240,5 +242,5 @@ class LayerGradients(NamedTuple):
     silent: Sequence[str]
 
 
-def _mean(value: Callable[[Row], float]) -> Callable[[Rows], float]:
+def _mean(value: Callable[[Row], float]) -> Callable[[BenchRows], float]:
     return lambda rows: fmean(map(value, rows))

@@ -22,7 +22,7 @@ from .steps.cases import QUICK, STEP_CASES, StepCase
 from .steps.floor import MachineRates, step_work
 from .steps.measure import CLOCKS, Contender, Rounds, held_bytes, kernels, operators, peak_bytes, step_times, take_turns
 from .steps.sets import ShapeSet, initial_values, shape_set, turns_of_gradients
-from .view import Panel, Points, Recommendation, Row, Rows, Table
+from .view import BenchRows, LinePoints, Panel, Recommendation, Row, Table
 
 GROWTH = ("gpt:layers=2", "gpt:layers=8", "gpt:width=128", "gpt:width=512", "squares:size=16", "squares:size=64")
 """Sets that differ from others in one dimension, to measure how times grow."""
@@ -190,13 +190,13 @@ class StepBench(Bench):
                 "steady": view.first("steady", view.milli),
                 "refreshes": view.first("refresh", view.milli),
                 "largest / median": lambda rows: f"{rows[0]['largest'] / rows[0]['median']:.2f}",
-                "state B/p": view.first("state", view.places(1)),
-                "peak B/p": view.first("peak", view.places(1)),
+                "state B/p": view.first("state", view.decimals(1)),
+                "peak B/p": view.first("peak", view.decimals(1)),
                 "operators": view.first("operators"),
                 "kernels": view.first("kernels"),
-                "build s": view.first("build", view.places(2)),
-                "times floor": view.first("times_floor", view.places(2)),
-                "/ best other": view.first("over_best_other", view.places(2)),
+                "build s": view.first("build", view.decimals(2)),
+                "times floor": view.first("times_floor", view.decimals(2)),
+                "/ best other": view.first("over_best_other", view.decimals(2)),
             },
         )
 
@@ -217,18 +217,18 @@ class StepBench(Bench):
             )
         ]  # fmt: skip
 
-    def notes(self, rows: Rows) -> list[str]:
+    def notes(self, rows: BenchRows) -> list[str]:
         return [f"{name}: milliseconds ~ numbers^{value:.2f} over {varied}" for name, varied, value in slopes(rows)]
 
 
-def _points(x: str, y: str) -> Points:
+def _points(x: str, y: str) -> LinePoints:
     return lambda rows: sorted((row[x], row[y]) for row in rows if row[y])
 
 
-def slopes(rows: Rows) -> list[tuple[str, str, float]]:
+def slopes(rows: BenchRows) -> list[tuple[str, str, float]]:
     """Return how times grow: (candidate, varied dimension as gpt:layers, exponent of the number of parameters)."""
     found = []
-    varied = [row for row in view.measured(rows) if ":" in row["set"]]
+    varied = [row for row in view.measured_rows(rows) if ":" in row["set"]]
     for (name, dimension, _), own in view.groups(
         varied, lambda row: (row["candidate"], row["set"].partition("=")[0], row["interval"])
     ):

@@ -10,11 +10,13 @@ from typing import Any, TypeVar
 
 Row = dict[str, Any]
 """One measurement. `Bench.row` describes the keys that every row has."""
-Rows = Sequence[Row]
-Text = Callable[[Rows], str]
+BenchRows = Sequence[Row]
+CellText = Callable[[BenchRows], str]
 """The text of one cell of a table, computed from the rows of its line."""
-Points = Callable[[Rows], Iterable[tuple[float, float]]]
+LinePoints = Callable[[BenchRows], Iterable[tuple[float, float]]]
 """The points (x, y) of one line of a figure, computed from the rows of one candidate."""
+Reduced = Callable[[BenchRows], float]
+"""A number computed from several rows, as their median."""
 K = TypeVar("K", bound=Hashable)
 
 
@@ -29,7 +31,7 @@ class Table:
 
     title: str
     by: Mapping[str, str]
-    cells: Mapping[str, Text]
+    cells: Mapping[str, CellText]
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Panel:
 
     x: str
     y: str
-    lines: Mapping[str, Points]
+    lines: Mapping[str, LinePoints]
     keep: Callable[[Row], bool] = bool
     same: tuple[str, ...] = ()
     largest: tuple[str, ...] = ()
@@ -79,10 +81,10 @@ class Recommendation:
     """
 
     where: Callable[[Row], str]
-    cost: Callable[[Rows], float]
+    cost: Reduced
     cost_text: Callable[[float], str]
     costs: str = "time"
-    error: Callable[[Rows], float] | None = None
+    error: Reduced | None = None
     error_name: str = "error"
     threshold: float = math.inf
     keep: Callable[[Row], bool] = bool
@@ -97,25 +99,25 @@ def groups(rows: Iterable[Row], key: Callable[[Row], K]) -> list[tuple[K, list[R
     return list(found.items())
 
 
-def measured(rows: Iterable[Row]) -> list[Row]:
+def measured_rows(rows: Iterable[Row]) -> list[Row]:
     """Return the rows in which something was measured."""
     return [row for row in rows if not row["problem"]]
 
 
-def summarize(table: Table, rows: Rows) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def lay_out(table: Table, rows: BenchRows) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Return the headings and the lines of a table. A last column says what could not be measured, if anything."""
     headings, lines = (*table.by, *table.cells), []
     problems = any(row["problem"] for row in rows)
     for key, own in groups(rows, lambda row: tuple(row.get(field) for field in table.by.values())):
-        good, reasons = measured(own), [row["problem"] for row in own if row["problem"]]
+        good, reasons = measured_rows(own), [row["problem"] for row in own if row["problem"]]
         cells = [text(good) if good else "" for text in table.cells.values()]
         lines.append((*map(str, key), *cells, *([reasons[0] if reasons else ""] if problems else [])))
     return (*headings, *(["not measured"] if problems else [])), lines
 
 
-def lines_of(panel: Panel, rows: Rows) -> tuple[str, list[Line]]:
+def lines_of(panel: Panel, rows: BenchRows) -> tuple[str, list[Line]]:
     """Return the title and the lines of a panel."""
-    rows, fixed = [row for row in measured(rows) if panel.keep(row)], []
+    rows, fixed = [row for row in measured_rows(rows) if panel.keep(row)], []
     for field in panel.same if rows else ():
         value = rows[0][field]
         rows = [row for row in rows if row[field] == value]
@@ -134,11 +136,11 @@ def lines_of(panel: Panel, rows: Rows) -> tuple[str, list[Line]]:
     return ", ".join(fixed), found
 
 
-def advise(recommendations: Iterable[Recommendation], rows: Rows) -> list[str]:
+def recommend(recommendations: Iterable[Recommendation], rows: BenchRows) -> list[str]:
     """Return one line for each recommendation and problem."""
     lines = []
     for one in recommendations:
-        for where, own in groups((row for row in measured(rows) if one.keep(row)), one.where):
+        for where, own in groups((row for row in measured_rows(rows) if one.keep(row)), one.where):
             by_candidate = groups(own, lambda row: row["candidate"])
             costs = {name: one.cost(some) for name, some in by_candidate}
             errors = {name: one.error(some) if one.error else 0.0 for name, some in by_candidate}
@@ -164,68 +166,68 @@ def _choice(one: Recommendation, costs: Mapping[str, float], errors: Mapping[str
     return line + (f" ({left_out} of {len(costs)} above the {limit})" if left_out else "")
 
 
-def number(row: Row, name: str) -> float:
+def number_of(row: Row, name: str) -> float:
     """Return a number of a row; NaN if the row does not have it."""
     value = row.get(name)
     return math.nan if value is None else float(value)
 
 
-def worst(name: str) -> Callable[[Rows], float]:
+def worst(name: str) -> Reduced:
     """Return a function that computes the largest value of a column; infinity if one is not finite."""
-    return lambda rows: max(_or_infinite(number(row, name)) for row in rows)
+    return lambda rows: max(_or_infinite(number_of(row, name)) for row in rows)
 
 
-def typical(name: str) -> Callable[[Rows], float]:
+def typical(name: str) -> Reduced:
     """Return a function that computes the median of a column. Values that are not finite count as infinite."""
-    return lambda rows: median(_or_infinite(number(row, name)) for row in rows)
+    return lambda rows: median(_or_infinite(number_of(row, name)) for row in rows)
 
 
-def largest(name: str) -> Callable[[Rows], float]:
+def largest(name: str) -> Reduced:
     """Return a function that computes the largest finite value of a column; NaN if there is none."""
-    return lambda rows: max((x for row in rows if math.isfinite(x := number(row, name))), default=math.nan)
+    return lambda rows: max((x for row in rows if math.isfinite(x := number_of(row, name))), default=math.nan)
 
 
-def least(name: str) -> Callable[[Rows], float]:
+def least(name: str) -> Reduced:
     """Return a function that computes the least finite value of a column; NaN if there is none."""
-    return lambda rows: min((x for row in rows if math.isfinite(x := number(row, name))), default=math.nan)
+    return lambda rows: min((x for row in rows if math.isfinite(x := number_of(row, name))), default=math.nan)
 
 
-def show(value: Callable[[Rows], Any], form: Callable[[Any], str]) -> Text:
+def cell(value: Callable[[BenchRows], Any], form: Callable[[Any], str]) -> CellText:
     """Return the text of a value in a format."""
     return lambda rows: form(value(rows))
 
 
-def first(name: str, form: Callable[[Any], str] = str) -> Text:
+def first(name: str, form: Callable[[Any], str] = str) -> CellText:
     """Return the text of a column's first value; "" if it is None."""
     return lambda rows: "" if rows[0].get(name) is None else form(rows[0][name])
 
 
-def at(name: str, where: Callable[[Row], Any]) -> Text:
+def at_worst(name: str, where: Callable[[Row], Any]) -> CellText:
     """Return the text that `where` has in the row with the largest value of a column."""
-    return lambda rows: str(where(max(rows, key=lambda row: _or_infinite(number(row, name)))))
+    return lambda rows: str(where(max(rows, key=lambda row: _or_infinite(number_of(row, name)))))
 
 
-def span(name: str, form: Callable[[float], str]) -> Text:
+def span(name: str, form: Callable[[float], str]) -> CellText:
     """Return the text "least - largest" of a column, or its only value."""
 
-    def text(rows: Rows) -> str:
+    def text(rows: BenchRows) -> str:
         ends = dict.fromkeys((form(least(name)(rows)), form(largest(name)(rows))))
         return " - ".join(ends)
 
     return text
 
 
-def only(keep: Callable[[Row], bool], text: Text) -> Text:
+def only(keep: Callable[[Row], bool], text: CellText) -> CellText:
     """Return the same text of the rows that are kept; of all rows if none is."""
     return lambda rows: text([row for row in rows if keep(row)] or list(rows))
 
 
-def xy(x: str, y: str) -> Points:
+def xy(x: str, y: str) -> LinePoints:
     """Return one point for each row, in the order of x."""
-    return lambda rows: sorted((number(row, x), number(row, y)) for row in rows)
+    return lambda rows: sorted((number_of(row, x), number_of(row, y)) for row in rows)
 
 
-def per(field: Callable[[Row], Hashable], x: Callable[[Rows], float], y: Callable[[Rows], float]) -> Points:
+def per(field: Callable[[Row], Hashable], x: Reduced, y: Reduced) -> LinePoints:
     """Return one point for each value of a field, computed from the rows that have this value."""
     return lambda rows: [(x(some), y(some)) for _, some in groups(rows, field)]
 
@@ -260,7 +262,7 @@ def digits(count: int) -> Callable[[float], str]:
     return lambda value: f"{value:.{count}g}" if math.isfinite(value) else "-"
 
 
-def places(count: int) -> Callable[[float], str]:
+def decimals(count: int) -> Callable[[float], str]:
     """Return a format with a number of digits after the point."""
     return lambda value: f"{value:.{count}f}" if math.isfinite(value) else "-"
 

@@ -102,7 +102,7 @@ def _chosen(
 def _measure(chosen: Bench, directory: Path) -> None:
     from ..benches import write_rows
     from ..benches.figure import write_figure
-    from ..benches.view import summarize
+    from ..benches.view import lay_out
     from ..files import make_directory, write_text
 
     if directory.exists() and not directory.is_dir():
@@ -123,7 +123,7 @@ def _measure(chosen: Bench, directory: Path) -> None:
     record = {"bench": chosen.declaration(), "columns": columns, "environment": where}
     write_text(directory / "bench.json", json.dumps(record, indent=2) + "\n")
     table = chosen.table()
-    _print(table.title, *summarize(table, rows))
+    _print(table.title, *lay_out(table, rows))
     name = where["device"] if device.type == "cuda" else where["cpu"]
     typer.echo(f"on {chosen.device} ({name}, {chosen.threads} thread{'s' if chosen.threads > 1 else ''}):")
     for line in chosen.advice(rows):

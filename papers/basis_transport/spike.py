@@ -1,44 +1,98 @@
-"""One gradient 1e4 times too large in the training of a small language model, and how large the updates after it are.
+"""One gradient 1e4 times too large in the training of a small language model, and the size of the updates after it.
 
 size(t) = max over the matrices W of the transformer blocks of  RMS((W_t - W_(t+1)) / lr_t),  without weight decay.
 ratio   = max of size over the spike's step and the `WINDOW` after it / max of size over the `WINDOW` steps before it.
 
 The largest size is compared with the largest, over windows of equal length. Rows also hold the ratios to the median
 before, which is stricter (it exceeds 1 without any spike), and to the last step before. A gradient that outweighs all
-others makes every entry of Adam's update sqrt(1 - b), 0.224 for b = 0.95, in any fixed basis: larger updates come from
-changes of the basis. `eigengraft bench spike` makes rows and figure; `results/` holds those of a CPU with one thread.
+others makes every entry of Adam's update sqrt(1 - b), 0.224 for b = 0.95, in any fixed basis. Larger updates come from
+changes of the basis.
+
+    python papers/basis_transport/spike.py DIRECTORY          36 runs; writes spike.jsonl and spike.svg
+    python papers/basis_transport/spike.py DIRECTORY --quick  six short runs of a smaller model
+
+`spike.jsonl` and `spike.svg` beside this file were measured on a CPU with one thread.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter, StrMethodFormatter
 from torch import Tensor, nn
 
 import eigengraft
+from eigengraft.experiments.files import make_directory, read_rows, write_text
+from eigengraft.experiments.reports.figures import INK, LIGHT, MARKERS, save_figure, style_axes
+from eigengraft.experiments.tasks import Batch
+from eigengraft.experiments.training.experiment import Experiment
+from eigengraft.experiments.training.loading import load_experiment
+from eigengraft.experiments.training.train import isolated_run
 from eigengraft.optimizers.recipe.loading import load_recipe
 
-from ...files import make_directory
-from ...tasks import Batch
-from ...training.experiment import Experiment
-from ...training.loading import load_experiment
-from ...training.train import isolated_run
-from ..common.results import write_rows
-from .figure import draw_spike
-from .rows import FACTOR, LEARNING_RATES, LINES, SPIKE, WINDOW, SpikeRow
-
+RESULTS = Path(__file__).with_name("spike.jsonl")
+SPIKE = 104
+"""Step of the spike, counted from 1. It is between two refreshes."""
+FACTOR = 1e4
+"""Factor by which the gradients of the spike's step are multiplied."""
+WINDOW = 20
+"""Steps before and after the spike whose updates are compared."""
+BOUND = (1 - 0.95) ** 0.5
+"""Size of Adam's update after one dominant gradient, sqrt(1 - beta) with beta = 0.95."""
+LINES = ("exact", "marginals", "permute", "none", "none, momentum outside", "published")
+LEARNING_RATES = (3e-3, 3.2e-2)
+"""Learning rates: the recipe's own, and the best of the demo's grid on this kind of task."""
 SEEDS = (0, 1, 2)
 TASK: Mapping[str, Any] = {"kind": "byte_lm", "max_bytes": 2**20}
 SMALL: Mapping[str, Any] = {**TASK, "layers": 1, "width": 32, "heads": 2, "context": 32, "batch_size": 16}
 
 
+@dataclass(frozen=True)
+class SpikeRow:
+    """One run; size(t) is defined at the top of this file.
+
+    ratio: largest size after the spike over the largest before it.
+    ratio_to_median, ratio_to_last: largest size after the spike over the median and over the last before it.
+    before, largest: largest size before and after the spike.
+    largest_after: steps from the spike to the largest size.
+    loss_before, loss_end: mean training loss of the last five steps before the spike and of the run.
+    sizes: size(t) of the steps `spike - 2 WINDOW .. spike + WINDOW`.
+    """
+
+    line: str
+    lr: float
+    seed: int
+    spike: int
+    factor: float
+    ratio: float
+    ratio_to_median: float
+    ratio_to_last: float
+    before: float
+    largest: float
+    largest_after: int
+    loss_before: float
+    loss_end: float
+    sizes: list[float]
+
+
+def read_spike_rows(path: Path = RESULTS) -> list[SpikeRow]:
+    """Read rows that were written before."""
+    return [SpikeRow(**row) for row in read_rows(path)]
+
+
 def recipe_for(line: str) -> eigengraft.Recipe:
-    """The recipe of a line: `published`, or `soap_fitted` with the transport that the line begins with."""
+    """Return the recipe of a line: `published`, or the shipped `soap` with the transport that the line begins with."""
     if line == "published":
         return load_recipe("reference/soap")
     transport, _, more = line.partition(", ")
@@ -54,7 +108,7 @@ def recipe_for(line: str) -> eigengraft.Recipe:
 def spike_run(
     line: str, lr: float, seed: int, *, task: Mapping[str, Any] = TASK, spike: int = SPIKE, factor: float = FACTOR
 ) -> SpikeRow:
-    """Train with one spike; the row depends on the arguments alone."""
+    """Train with one spike. The row depends on the arguments alone."""
     steps = spike + WINDOW
     experiment = load_experiment(
         {"task": task, "recipe": recipe_for(line), "lr": lr, "weight_decay": 0.0, "steps": steps, "seed": seed}
@@ -81,7 +135,7 @@ def spike_run(
 
 
 def _train(experiment: Experiment, spike: int, factor: float) -> tuple[list[float], list[float]]:
-    """size(t) and the training loss of every step."""
+    """Return size(t) and the training loss of every step."""
     dataset, model = experiment.task.load(), experiment.task.new_model(experiment.seed)
     lr = experiment.lr
     assert lr is not None
@@ -110,7 +164,7 @@ def _rms(x: Tensor) -> float:
 
 
 def ratio_lines(rows: Sequence[SpikeRow]) -> list[tuple[str, str, str, str]]:
-    """One line of a table per learning rate and line: ratios of all seeds, to the largest and to the median before."""
+    """Return a line of a table for each learning rate and line: ratios of all seeds, to the largest and the median."""
     found = []
     for lr, line in dict.fromkeys((row.lr, row.line) for row in rows):
         here = [row for row in rows if (row.lr, row.line) == (lr, line)]
@@ -121,7 +175,7 @@ def ratio_lines(rows: Sequence[SpikeRow]) -> list[tuple[str, str, str, str]]:
 
 
 def spike_grid(quick: bool = False) -> list[dict[str, Any]]:
-    """The arguments of all runs: 36 runs, or with `quick` six short runs of a smaller model."""
+    """Return the arguments of all runs: 36 runs, or with `quick` six short runs of a smaller model."""
     if quick:
         return [{"line": line, "lr": LEARNING_RATES[0], "seed": 0, "task": SMALL, "spike": 64} for line in LINES]
     cells = product(LEARNING_RATES, LINES, SEEDS)
@@ -131,5 +185,88 @@ def spike_grid(quick: bool = False) -> list[dict[str, Any]]:
 def write_results(rows: Sequence[SpikeRow], directory: Path) -> None:
     """Write `spike.jsonl` and `spike.svg`."""
     make_directory(directory)
-    write_rows(rows, directory / "spike.jsonl")
+    write_text(directory / "spike.jsonl", "".join(f"{json.dumps(asdict(row))}\n" for row in rows))
     draw_spike(rows, directory / "spike.svg")
+
+
+_LABELS = {
+    "exact": "exact",
+    "marginals": "marginals",
+    "permute": "permute",
+    "none": "none",
+    "none, momentum outside": "none, momentum outside the basis",
+    "published": "reference/soap, as published",
+}
+_RATES = dict(zip(LEARNING_RATES, (", the recipe's own", ", ten times that"), strict=True))
+_STYLES = {line: index + 1 for index, line in enumerate(LINES)}
+
+
+def draw_spike(rows: Sequence[SpikeRow], path: Path) -> None:
+    """Draw medians of seeds with their range, a panel for each learning rate, and save the figure."""
+    rates = list(dict.fromkeys(row.lr for row in rows))
+    figure = Figure(figsize=(9.6, 3.9), layout="constrained")
+    axes: list[Axes] = []
+    for index, lr in enumerate(rates):
+        one = figure.add_subplot(1, len(rates), index + 1, sharey=axes[0] if axes else None)
+        axes.append(one)
+        _panel(one, [row for row in rows if row.lr == lr])
+        one.set_title(f"learning rate {lr:g}{_RATES.get(lr, '')}", fontsize=9.5, color=INK)
+    axes[0].set_ylabel("update RMS / learning rate, largest matrix")
+    handles, labels = axes[0].get_legend_handles_labels()
+    style = {"fontsize": 8.5, "labelcolor": INK, "framealpha": 0, "handlelength": 2.6}
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, **style)
+    save_figure(figure, path)
+
+
+def _panel(axes: Axes, rows: Sequence[SpikeRow]) -> None:
+    axes.axvline(0, color=LIGHT[0], linewidth=0.9, zorder=1)
+    axes.axhline(
+        BOUND,
+        color=LIGHT[0],
+        linewidth=1.1,
+        linestyle=(0, (4, 3)),
+        zorder=1,
+        label="Adam after one dominant gradient, $\\sqrt{1-\\beta}$",
+    )
+    for line in LINES:
+        here = [row.sizes for row in rows if row.line == line]
+        if here:
+            _line(axes, line, list(zip(*here, strict=True)))
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlabel("steps after the spike")
+    style_axes(axes)
+
+
+def _line(axes: Axes, line: str, sizes: Sequence[Sequence[float]]) -> None:
+    """Draw one line. `sizes` has those of all seeds for each step; the last step is `WINDOW` steps after the spike."""
+    steps, style = range(WINDOW + 1 - len(sizes), WINDOW + 1), _STYLES[line]
+    axes.fill_between(steps, [*map(min, sizes)], [*map(max, sizes)], color=LIGHT[style], alpha=0.22, linewidth=0)
+    axes.plot(
+        steps,
+        [median(seeds) for seeds in sizes],
+        color=LIGHT[style],
+        linewidth=1.7,
+        marker=MARKERS[style],
+        markersize=4,
+        markevery=(style, 8),
+        label=_LABELS[line],
+        zorder=4 if line in ("exact", "marginals") else 3,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train, print the ratios, and write rows and figure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--quick", action="store_true")
+    given = parser.parse_args(arguments)
+    rows = [spike_run(**cell) for cell in spike_grid(given.quick)]
+    write_results(rows, given.directory)
+    headings = ("learning rate", "transport", "largest update after / before", "/ median before")
+    sys.stdout.write("".join(f"{' | '.join(line)}\n" for line in (headings, *ratio_lines(rows))))
+
+
+if __name__ == "__main__":
+    main()

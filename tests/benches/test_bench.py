@@ -20,12 +20,13 @@ from eigengraft.experiments.benches.candidates import defaults, label
 from eigengraft.experiments.benches.measures import angle, relative_error
 from eigengraft.experiments.benches.roots import ridgeless
 from eigengraft.experiments.benches.spectra import FILE, Geometric, Recorded, Spectrum, Synthetic, recorded_factors
-from eigengraft.experiments.benches.view import Recommendation, advise, in_ms, summarize, typical, worst
+from eigengraft.experiments.benches.view import Recommendation, in_ms, lay_out, recommend, typical, worst
 from eigengraft.experiments.cli.main import app
 from eigengraft.preconditioners import Basis, BasisSolver, CoupledNewton, Eigh, Root, RootSolver, Statistic
 
 from ..refusals import check_said, refused
 from ..trajectories import normal, rotation
+from .published import fixed_point
 from .record_factors import record
 
 pytestmark = pytest.mark.slow
@@ -233,7 +234,7 @@ class TestRoots:
         bench = load_bench("roots", {"solvers": ["failing", "eigh"], "spectra": "geometric", "sizes": 3, **FAST})
         failing, eigh = bench.run()
         assert failing["problem"] == "RuntimeError: no room" and not eigh["problem"]
-        headings, lines = summarize(bench.table(), [failing, eigh])
+        headings, lines = lay_out(bench.table(), [failing, eigh])
         assert [line[-1] for line in lines] == ["RuntimeError: no room", ""] and len(headings) == len(lines[0])
         assert len(bench.advice([failing, eigh])) == 1
 
@@ -346,24 +347,24 @@ class TestKronecker:
         assert kronecker.gain_error(g, 100 * left, right) == pytest.approx(1)
         assert kronecker.gain_spread(g, 100 * left, right) < 1e-12
         for q in (2.0, 1.0, 0.5, 0.0):
-            torch.testing.assert_close(torch.kron(*kronecker.fixed_point(g, q)), c, rtol=0, atol=1e-9)
+            torch.testing.assert_close(torch.kron(*fixed_point(g, q)), c, rtol=0, atol=1e-9)
 
     def test_the_von_neumann_fixed_point_is_shampoo_over_its_trace(self) -> None:
         g = normal(50, 4, 5, seed=0)
         left, right = kronecker.gram_factors(g)
         expected = torch.kron(left, right) / left.trace()
-        torch.testing.assert_close(torch.kron(*kronecker.fixed_point(g, 1.0)), expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(torch.kron(*fixed_point(g, 1.0)), expected, rtol=0, atol=1e-12)
 
     def test_the_frobenius_fixed_point_is_the_best_product(self) -> None:
         g = normal(50, 4, 5, seed=1)
         c = kronecker.second_moment(g)
-        product = torch.kron(*kronecker.fixed_point(g, 2.0, rounds=200))
+        product = torch.kron(*fixed_point(g, 2.0, rounds=200))
         # the alternation is a power iteration on the rearranged C, whose gap is not small: converged to rounding
         assert kronecker.cosine(c, product) == pytest.approx(kronecker.best_cosine(c, 4, 5), abs=1e-9)
 
     def test_the_kullback_leibler_fixed_point_is_stationary(self) -> None:
         g = normal(60, 3, 4, seed=2)
-        left, right = kronecker.fixed_point(g, 0.0, rounds=200)
+        left, right = fixed_point(g, 0.0, rounds=200)
         expected = torch.einsum("kij,jl,kml->im", g, torch.linalg.inv(right), g) / (60 * 4)
         torch.testing.assert_close(left, expected, rtol=0, atol=1e-9)
 
@@ -509,7 +510,7 @@ class TestMeasures:
 
         def line(threshold: float) -> str:
             one = Recommendation(lambda row: "here", typical("ms"), in_ms, "time", worst("e"), "error", threshold)
-            return advise([one], rows)[0]
+            return recommend([one], rows)[0]
 
         assert line(0.05) == "here: b, 2 ms, error 0.01; then c, 4.00 times the time (2 of 4 above the error 0.05)"
         assert line(1e-4).endswith("c (0.001)")

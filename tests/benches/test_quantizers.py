@@ -24,7 +24,7 @@ from eigengraft.experiments.benches.quantizers import (
     without_least_size,
 )
 from eigengraft.experiments.benches.spectra import Spectrum
-from eigengraft.experiments.benches.view import lines_of, summarize
+from eigengraft.experiments.benches.view import lay_out, lines_of
 from eigengraft.experiments.cli.main import app
 from eigengraft.quantization import Int4, Quantizer
 from eigengraft.slots import Encoded, Slot, Uniform
@@ -321,7 +321,7 @@ class TestProblems:
         )
         assert all("none gives a usable result" in line for line in bench.advice([one, all_]))
         assert (
-            len(summarize(bench.table(), [one, all_])[1]) == 2 and len(lines_of(bench.panels()[0], [one, all_])[1]) == 2
+            len(lay_out(bench.table(), [one, all_])[1]) == 2 and len(lines_of(bench.panels()[0], [one, all_])[1]) == 2
         )
 
     def test_eigenvectors_settle_with_the_writings(self) -> None:
@@ -398,7 +398,7 @@ def test_the_table_shows_median_times_and_speeds() -> None:
     rows = run_bench("quantizers", quantizers="int8", spectra=["power_law", "geometric"], sizes=4, **FAST)
     times = dict.fromkeys(TIMES, 2.0)
     rows = [{**row, **times, "encode_speed": speed} for row, speed in zip(rows, (0.1, 0.4), strict=True)]
-    (line,) = summarize(load_bench("quantizers", {}).table(), rows)[1]
+    (line,) = lay_out(load_bench("quantizers", {}).table(), rows)[1]
     assert line[-2:] == ("2 (25 %)", "2 (200 %)")
 
 

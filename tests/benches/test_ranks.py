@@ -9,7 +9,7 @@ from eigengraft.errors import RecipeError
 from eigengraft.experiments.benches import Row, load_bench
 from eigengraft.experiments.benches.ranks import RankBench
 from eigengraft.experiments.benches.steps.processes import answer, efficiency_of, path_of
-from eigengraft.experiments.benches.view import lines_of, summarize
+from eigengraft.experiments.benches.view import lay_out, lines_of
 
 from ..processes import fork_what_is_spawned
 
@@ -64,7 +64,7 @@ def made(candidate: str, ranks: int, path: float, efficiency: float) -> Row:
 def test_table_figure_and_advice() -> None:
     rows = [made("a, 1 at once", 1, 8.0, 1.0), made("a, 1 at once", 2, 6.0, 0.667), made("a, 2 at once", 2, 5.0, 0.8)]
     bench = bench_of()
-    assert summarize(bench.table(), rows)[1][1] == ("a, 1 at once", "2", "6", "3", "0.67", "0.75")
+    assert lay_out(bench.table(), rows)[1][1] == ("a, 1 at once", "2", "6", "3", "0.67", "0.75")
     (_, efficiency), (_, paths) = (lines_of(panel, rows) for panel in bench.panels())
     assert [(line.label, line.x, line.y) for line in efficiency][:1] == [("a, 1 at once", [1, 2], [1.0, 0.667])]
     assert efficiency[-1].label == "a, 2 at once, counted" and efficiency[-1].y == [0.75]

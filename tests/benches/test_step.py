@@ -12,7 +12,7 @@ from eigengraft.experiments.benches.step import slope
 from eigengraft.experiments.benches.steps.floor import MachineRates, StepWork, step_work
 from eigengraft.experiments.benches.steps.measure import held_bytes, step_times
 from eigengraft.experiments.benches.steps.sets import SETS, TURNS, initial_values, shape_set, turns_of_gradients
-from eigengraft.experiments.benches.view import summarize
+from eigengraft.experiments.benches.view import lay_out
 
 from ..peers.soap_loop import SoapLoop
 
@@ -139,7 +139,7 @@ def test_rows_of_a_recipe_a_peer_and_a_library_that_is_missing() -> None:
     assert missing["problem"] == "not installed: no_such_library" and "amortised" not in missing
     assert own["over_best_other"] == pytest.approx(own["amortised"] / other["amortised"])
     assert other["over_best_other"] is None and math.isfinite(own["amortised"])
-    assert missing["problem"] in summarize(load_bench("step", {}).table(), rows)[1][2]
+    assert missing["problem"] in lay_out(load_bench("step", {}).table(), rows)[1][2]
 
 
 def test_wrong_candidates_sets_and_threads_are_refused() -> None:

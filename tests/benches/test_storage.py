@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from eigengraft.errors import RecipeError
 from eigengraft.experiments.benches import Row, load_bench, run_bench
 from eigengraft.experiments.benches.storage import CASES, StorageBench
-from eigengraft.experiments.benches.view import lines_of, summarize
+from eigengraft.experiments.benches.view import lay_out, lines_of
 from eigengraft.experiments.cli.main import app
 from eigengraft.optimizers.recipe.loading import load_recipe
 
@@ -74,7 +74,7 @@ def test_table_figure_and_advice() -> None:
     bench = load_bench("storage", {"recipes": [{"recipe": "adam.yaml", "steps": 4}], **TINY})
     (row,) = bench.run()
     row |= {"bytes": 0.25, "ratio": 1.5, "ordinary": 1.25, "stored_ms": [2.0, 6.0, 2.5, 2.5], "plain_ms": [2.0] * 4}
-    (line,) = summarize(bench.table(), [row])[1]
+    (line,) = lay_out(bench.table(), [row])[1]
     assert line == ("adam.yaml", "4", "0.25", "1.5", "1.25", "2.5", "2")
     (_, price), (_, steps) = (lines_of(panel, [row]) for panel in bench.panels())
     assert (price[0].x, price[0].y) == ([0.25], [1.5])

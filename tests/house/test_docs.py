@@ -86,7 +86,7 @@ def check_arguments(command: str, rest: list[str]) -> None:
     if command == "show":
         eigengraft.load_recipe(rest[0], [word for word in rest[1:] if "=" in word])
     if command == "bench":
-        assert rest[0] in {*Bench.members, "claims", "facts", "spike"}, rest
+        assert rest[0] in Bench.members, rest
 
 
 TABLE_ROW = re.compile(r"^\| `(torch\.optim\..*?)` \| `(Optimizer\(.*?)` \|$", flags=re.MULTILINE)

@@ -1,6 +1,7 @@
 """Scripts of papers as modules; the folders are no packages."""
 
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -12,5 +13,6 @@ def script(paper: str, name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"papers_{name}", PAPERS / paper / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look up their module there
     spec.loader.exec_module(module)
     return module

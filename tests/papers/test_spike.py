@@ -3,27 +3,26 @@
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 import torch
-from eigengraft.experiments.benches.spike import run as spike
-from eigengraft.experiments.benches.spike.figure import draw_spike
-from eigengraft.experiments.benches.spike.rows import BOUND, LEARNING_RATES, LINES, WINDOW, SpikeRow, read_spike_rows
-from eigengraft.experiments.benches.spike.run import SMALL, recipe_for, spike_run
-from typer.testing import CliRunner
 
 import eigengraft
-from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.training.loading import load_experiment
+
+from .scripts import script
 
 pytestmark = pytest.mark.slow
 
+spike = script("basis_transport", "spike")
+LINES, WINDOW, SMALL, LEARNING_RATES = spike.LINES, spike.WINDOW, spike.SMALL, spike.LEARNING_RATES
 LR = LEARNING_RATES[0]
 
 
-def quick(line: str, **more: float) -> SpikeRow:
-    return spike_run(line, LR, 0, task=SMALL, spike=64, **more)  # type: ignore[arg-type]
+def quick(line: str, **more: Any) -> Any:
+    return spike.spike_run(line, LR, 0, task=SMALL, spike=64, **more)
 
 
 def test_with_exact_transport_the_updates_after_a_spike_are_about_as_large_as_before() -> None:
@@ -35,7 +34,7 @@ def test_with_exact_transport_the_updates_after_a_spike_are_about_as_large_as_be
     """
     row = quick("exact")
     assert row.ratio <= 1.5 and row.ratio_to_median <= 1.5
-    assert 0.9 * BOUND <= row.largest <= 1.3 * BOUND
+    assert 0.9 * spike.BOUND <= row.largest <= 1.3 * spike.BOUND
 
 
 @pytest.mark.parametrize("line", ["permute", "none, momentum outside"])
@@ -64,20 +63,20 @@ def test_without_a_spike_the_ratio_is_about_one() -> None:
 def test_a_row_says_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """size(t) of a sign update is 1 at every step, to the rounding of parameters near 0.1 moved by 3e-3."""
     monkeypatch.setattr(spike, "recipe_for", lambda line: eigengraft.load_recipe([{"kind": "sign"}]))
-    row = spike_run("sign", LR, 0, task={**SMALL, "max_bytes": 2**16}, spike=WINDOW + 1)
+    row = spike.spike_run("sign", LR, 0, task={**SMALL, "max_bytes": 2**16}, spike=WINDOW + 1)
     torch.testing.assert_close(torch.tensor(row.sizes), torch.ones(2 * WINDOW + 1), rtol=1e-3, atol=0)
     assert (row.ratio, row.before, row.largest) == pytest.approx((1, 1, 1), rel=1e-3)
-    assert row == spike_run("sign", LR, 0, task={**SMALL, "max_bytes": 2**16}, spike=WINDOW + 1)
+    assert row == spike.spike_run("sign", LR, 0, task={**SMALL, "max_bytes": 2**16}, spike=WINDOW + 1)
 
 
 def test_the_lines_differ_in_what_they_are_called_after() -> None:
-    soap = eigengraft.load_recipe("soap_fitted")
-    assert recipe_for("marginals") == soap and recipe_for("published") == eigengraft.load_recipe("reference/soap")
+    soap = eigengraft.load_recipe("soap")
+    assert spike.recipe_for("marginals") == soap and spike.recipe_for("published") == eigengraft.load_recipe(
+        "reference/soap"
+    )
     for transport in ("exact", "permute"):
-        assert recipe_for(transport) == eigengraft.load_recipe(
-            "soap_fitted", {"update.eigenbasis.transport": transport}
-        )
-    momentum, basis = recipe_for("none, momentum outside").update
+        assert spike.recipe_for(transport) == eigengraft.load_recipe("soap", {"update.eigenbasis.transport": transport})
+    momentum, basis = spike.recipe_for("none, momentum outside").update
     (inside,) = soap.update
     assert (momentum, *basis.chain) == inside.chain  # type: ignore[attr-defined]
     assert basis == inside.replace(inner=basis.chain, transport="none")  # type: ignore[attr-defined]
@@ -85,7 +84,7 @@ def test_the_lines_differ_in_what_they_are_called_after() -> None:
 
 def test_all_second_order_lines_give_the_watched_matrices_to_the_basis() -> None:
     for line in LINES:
-        experiment = load_experiment({"task": SMALL, "recipe": recipe_for(line)})
+        experiment = load_experiment({"task": SMALL, "recipe": spike.recipe_for(line)})
         model = experiment.task.new_model(0)
         optimizer = eigengraft.compose(experiment.recipe, model)
         for name, p in model.named_parameters():
@@ -95,7 +94,7 @@ def test_all_second_order_lines_give_the_watched_matrices_to_the_basis() -> None
 
 def test_the_committed_rows_are_what_the_readme_says() -> None:
     """Of the recipe's own learning rate; all lines, seeds and learning rates are there."""
-    rows = read_spike_rows()
+    rows = spike.read_spike_rows()
     assert {(row.line, row.lr, row.seed) for row in rows} == {
         (line, lr, seed) for line in LINES for lr in LEARNING_RATES for seed in spike.SEEDS
     }
@@ -111,25 +110,21 @@ def test_the_committed_rows_are_what_the_readme_says() -> None:
 
 def test_the_figure_has_a_line_for_each_transport(tmp_path: Path) -> None:
     sizes = [0.2] * (3 * WINDOW + 1)
-    row = SpikeRow("", LR, 0, 100, 1e4, 1, 1, 1, 0.2, 0.2, 0, 2, 2, sizes)
-    draw_spike([replace(row, line=line, lr=lr) for line in LINES for lr in LEARNING_RATES], tmp_path / "a.svg")
+    row = spike.SpikeRow("", LR, 0, 100, 1e4, 1, 1, 1, 0.2, 0.2, 0, 2, 2, sizes)
+    spike.draw_spike([replace(row, line=line, lr=lr) for line in LINES for lr in LEARNING_RATES], tmp_path / "a.svg")
     text = (tmp_path / "a.svg").read_text()
     ElementTree.fromstring(text)
     for word in ("exact", "permute", "none", "published", "0.003", "0.032", "steps after the spike"):
         assert word in text
 
 
-def test_the_command_prints_ratios_and_writes_rows_and_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(spike, "spike_run", lambda **cell: replace(read_spike_rows()[0], line=cell["line"], ratio=7.25))
-    result = CliRunner().invoke(app, ["bench", "spike", "--quick", "--out", str(tmp_path / "new")])
-    assert result.exit_code == 0, result.output
-    assert "7.25" in result.stdout and "none, momentum outside" in result.stdout
-    assert [row.line for row in read_spike_rows(tmp_path / "new" / "spike.jsonl")] == list(LINES)
+def test_the_script_prints_ratios_and_writes_rows_and_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = spike.read_spike_rows()[0]
+    monkeypatch.setattr(spike, "spike_run", lambda **cell: replace(first, line=cell["line"], ratio=7.25))
+    spike.main([str(tmp_path / "new"), "--quick"])
+    printed = capsys.readouterr().out
+    assert "7.25" in printed and "none, momentum outside" in printed
+    assert [row.line for row in spike.read_spike_rows(tmp_path / "new" / "spike.jsonl")] == list(LINES)
     assert (tmp_path / "new" / "spike.svg").read_text().startswith("<?xml")
-
-
-@pytest.mark.parametrize("arguments", [["steps=3"], ["--check"], ["--candidate", "eigh"], ["--out", __file__]])
-def test_the_command_refuses_what_it_does_not_take(arguments: list[str]) -> None:
-    result = CliRunner().invoke(app, ["bench", "spike", *arguments])
-    assert result.exit_code == 2 and "--out" in result.stderr and "Traceback" not in result.output

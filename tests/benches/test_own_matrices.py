@@ -1,0 +1,161 @@
+"""Benches on matrices of the user's own: factors of a saved optimizer, gradients of a run."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import eigengraft
+from eigengraft.errors import RecipeError
+from eigengraft.experiments.benches import load_bench, run_bench
+from eigengraft.experiments.benches.gradients import GradientRun, saved_factors, trained_factors
+from eigengraft.experiments.cli.main import app
+
+pytestmark = pytest.mark.slow
+
+FAST: dict[str, Any] = {"seconds": 1e-4}
+RUN = """
+task: {kind: byte_lm, width: 8, heads: 2, layers: 1, context: 8, batch_size: 4, max_bytes: 65536}
+recipe: adamw
+lr: 0.003
+steps: 4
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "400")
+    Path("run.yaml").write_text(RUN, encoding="utf-8")
+
+
+def save(recipe: str, path: str, *overrides: str, wrapped: bool = True) -> eigengraft.Optimizer:
+    """Train a small model for some steps and save the optimizer's state."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 4), nn.Tanh(), nn.Linear(4, 2))
+    optimizer = eigengraft.compose(eigengraft.load_recipe(recipe, list(overrides)), model, lr=1e-3)
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(torch.randn(20, 6)).square().sum().backward()
+        optimizer.step()
+    state = optimizer.state_dict()
+    torch.save({"optimizer": state, "model": model.state_dict()} if wrapped else state, path)
+    return optimizer
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+@pytest.mark.parametrize("recipe", ["shampoo", "soap"])
+def test_saved_factors_are_those_of_the_optimizer(recipe: str, wrapped: bool) -> None:
+    """The statistics of the optimizer's stacks, by parameter and axis; roots, bases and moments are no factors."""
+    optimizer = save(recipe, "own.pt", wrapped=wrapped)
+    found = saved_factors("own.pt")
+    assert {name: a.shape for name, a in found.items()} == {
+        "0.weight factor.0": (1, 10, 10), "0.weight factor.1": (1, 6, 6),
+        "2.weight factor.0": (1, 4, 4), "2.weight factor.1": (1, 10, 10),
+    }  # fmt: skip
+    kept = [
+        tensor
+        for state in optimizer.stack_states()
+        for key, slot in state.slots()
+        if slot.role == "statistic"
+        for tensor in state.stored(key)
+    ]
+    for a in found.values():
+        assert any(stack.shape[1:] == a.shape[1:] and (stack == a).flatten(1).all(1).any() for stack in kept)
+
+
+def test_each_layer_is_a_row_and_the_worst_is_named() -> None:
+    save("shampoo", "own.pt")
+    bench = load_bench("roots", {"checkpoint": "own.pt", "solvers": ["eigh", "newton_db"], "exponents": "1/2", **FAST})
+    rows = bench.run()
+    layers = list(saved_factors("own.pt"))
+    assert [row["spectrum"] for row in rows] == [name for name in layers for _ in range(2)]
+    assert all(row["size"] == saved_factors("own.pt")[row["spectrum"]].shape[-1] for row in rows)
+    *lines, worst = bench.advice(rows)
+    assert [line.partition(": ")[0] for line in lines] == layers
+    errors = {name: min(row["error"] for row in rows if row["spectrum"] == name) for name in layers}
+    assert max(errors, key=lambda name: errors[name]) in worst
+
+
+def test_blocks_of_a_parameter_are_one_stack() -> None:
+    save("shampoo", "own.pt", "blocking.size=5")
+    assert saved_factors("own.pt")["0.weight factor.0 5"].shape[1:] == (5, 5)
+
+
+def test_factors_in_codes_are_refused_by_name() -> None:
+    storage = 'storage.statistic={"kind": "int8", "min_elements": 1}'
+    save("shampoo", "coded.pt", storage)
+    with pytest.raises(RecipeError, match=r"coded\.pt.*storage"):
+        saved_factors("coded.pt")
+    save("adamw", "adamw.pt")
+    with pytest.raises(RecipeError, match=r"adamw\.pt.*shampoo"):
+        saved_factors("adamw.pt")
+    torch.save({"weight": torch.zeros(2)}, "weights.pt")
+    with pytest.raises(RecipeError, match=r"weights\.pt.*optimizer"):
+        saved_factors("weights.pt")
+
+
+def test_factors_of_a_run_are_the_running_means_of_its_gradients() -> None:
+    run, mean = GradientRun("run.yaml"), torch.zeros(())
+    with run.started():
+        for _ in range(4):
+            g = run.gradients()["blocks.0.down.weight"].double()
+            mean = 0.9 * mean + 0.1 * (g @ g.mT)
+            run.optimizer.step()
+    first, last = trained_factors("run.yaml", 2, 2, 0.9)["blocks.0.down.weight factor.0"]
+    torch.testing.assert_close(last[0], mean / (1 - 0.9**4), rtol=1e-12, atol=0)
+    assert not torch.equal(first, last)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("roots", {"solvers": "eigh", "steps": 3}),
+        ("bases", {"solvers": ["eigh", "power_qr"], "refreshes": [1, 2], "every": 2}),
+        ("quantizers", {"quantizers": "int8", "steps": 3, "writings": 1}),
+        ("statistics", {"statistics": "gram", "width": 4, "samples": 6, "held_out": 6, "steps": 1, "start": 2}),
+        ("polar", {"solvers": "svd", "steps": 1}),
+    ],
+)
+def test_every_bench_of_matrices_takes_a_run(kind: str, fields: dict[str, Any]) -> None:
+    bench = load_bench(kind, {"record": "run.yaml", **fields, **FAST}, quick=True)
+    rows = bench.run()
+    layers = {str(row.get("spectrum", row.get("layer"))) for row in rows}
+    assert any(name.startswith("blocks.0.attention") for name in layers) and len(layers) > 3
+    good = [row for row in rows if not row["problem"] and row["declaration"] is not None]
+    assert good and all(
+        math.isfinite(row["milliseconds"] if "milliseconds" in row else row["encode_ms"]) for row in good
+    )
+    assert bench.advice(rows)[-1].startswith("worst layer: ")
+
+
+def test_a_layer_without_gradients_says_so() -> None:
+    """The leading rows of the embedding belong to bytes that the text does not have."""
+    fields = {"statistics": "gram", "width": 4, "samples": 6, "held_out": 6, "steps": 1, "start": 2}
+    rows = run_bench("statistics", record="run.yaml", **fields, **FAST)
+    silent = [row for row in rows if row["problem"]]
+    assert [row["layer"] for row in silent] == ["embedding.weight"] and "embedding.weight" in silent[0]["problem"]
+
+
+def test_the_command_takes_a_run_directory_and_adds_candidates() -> None:
+    trained = CliRunner().invoke(app, ["train", "run.yaml", "recipe=shampoo", "checkpoint_every=2", "--out", "run"])
+    assert trained.exit_code == 0, trained.output
+    candidate = "{kind: eigh, eps: 1.0e-3, relative: true}"
+    result = CliRunner().invoke(
+        app, ["bench", "roots", "--from", "run", "--candidate", candidate, "--quick", "seconds=1e-4", "--out", "out"]
+    )
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in Path("out/rows.jsonl").read_text().splitlines()]
+    assert {row["spectrum"] for row in rows} == set(saved_factors("run"))
+    names = {row["candidate"] for row in rows}
+    assert "eigh eps=0.001 relative=True" in names and {"eigh", "coupled_newton"} < names
+    assert "worst layer: " in result.stdout
+    written = json.loads(Path("out/bench.json").read_text())
+    assert set(written["columns"]) <= {*rows[0], "milliseconds"} and written["bench"]["checkpoint"] == "run"
+    result = CliRunner().invoke(app, ["bench", "roots", "--record", "run", "--only", "eigh", "steps=2", "seconds=1e-4"])
+    assert result.exit_code == 0, result.output
