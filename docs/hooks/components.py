@@ -6,10 +6,10 @@ import importlib
 import inspect
 from functools import cache
 
-import eigengraft.experiments.benches  # noqa: F401  with the declarations below it defines every family and member
 from eigengraft.blocking import Blocking
 from eigengraft.component import Component, families
 from eigengraft.distributed.distribution import Distribution
+from eigengraft.experiments.benches import Bench  # with the declarations it defines every family and member
 from eigengraft.experiments.studies.study import Study
 from eigengraft.experiments.training.experiment import Experiment
 from eigengraft.optimizers import Recipe, Route
@@ -51,6 +51,9 @@ def family_page(name: str, family: type[Component]) -> str:
     for kind, member in members.items():
         parts += [f"## {kind} {{ #{kind} }}", docstring(inspect.getdoc(member) or ""), where(member)]
         parts.append(field_table(member, _links(member)))
+        if issubclass(member, Bench):
+            columns = [[f"`{name}`", inline(column.meaning), column.unit] for name, column in member.columns.items()]
+            parts += ["Columns of its rows:", table(["column", "meaning", "unit"], columns)]
         parts += [_component_section(inner) for inner in _inner(member) if inner not in shown]
         shown.update(_inner(member))
         names = used_by().get((name, kind), [])

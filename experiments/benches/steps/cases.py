@@ -1,4 +1,4 @@
-"""What is measured: recipes of this library, and optimizers of others by where their class is."""
+"""Candidates of the bench of steps: recipes of this library, and optimizer classes of others, by their place."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from eigengraft.errors import RecipeError
 from eigengraft.optimizers import Optimizer
 
 INTERVAL = "{interval}"
-"""Stands for the interval between refreshes, in overrides and options."""
+"""Placeholder for the interval between refreshes, in overrides and options."""
 
 
 class StepCase(Component):
     """A recipe with overrides, or a peer: an optimizer class "module:Class" or "file.py:Class" with options.
 
-    "{interval}" in an override, or as the value of an option, is the interval that is measured. Candidates of the same
-    `maths` are compared with each other.
+    "{interval}" in an override, or as the value of an option, is replaced by the interval that is measured. Candidates
+    of the same `maths` are compared with each other.
     """
 
     recipe: str | None = Field(default=None, description="shipped name or YAML file")
@@ -40,28 +40,28 @@ class StepCase(Component):
     @model_validator(mode="after")
     def _one_of_two(self) -> Self:
         if (self.recipe is None) == (self.peer is None):
-            raise ValueError("recipe or peer: one of the two is required, got both or none")
+            raise ValueError("recipe cannot be combined with peer, and one of the two is needed; give one")
         if self.recipe is not None and (self.options or self.switches):
-            raise ValueError("options: a peer is required, which they are for; a recipe takes overrides")
+            raise ValueError("options and switches cannot be combined with recipe; give overrides, or a peer")
         if self.peer is not None and (self.overrides or ":" not in self.peer):
-            raise ValueError(f"peer: 'module:Class' without overrides is required, got '{self.peer}'")
+            raise ValueError(f"peer: '{self.peer}' must be module:Class, and has options in place of overrides")
         return self
 
     def label(self) -> str:
-        """The name in tables."""
+        """Return the name in tables."""
         return self.name or self.recipe or str(self.peer)
 
     def kind_of_maths(self) -> str:
-        """What candidates are compared by."""
+        """Return the name of the maths by which candidates are compared."""
         return self.maths or self.label()
 
     @property
     def refreshes(self) -> bool:
-        """Whether the interval plays a role."""
+        """Return True if the interval changes the candidate."""
         return any(INTERVAL in text for text in self.overrides) or INTERVAL in self.options.values()
 
     def build(self, parameters: Sequence[Parameter], interval: int) -> torch.optim.Optimizer:
-        """The optimizer. Raises ImportError where the library of a peer is not installed."""
+        """Return the optimizer. Raise ImportError if the library of a peer is not installed."""
         if self.recipe is not None:
             changes = [text.replace(INTERVAL, str(interval)) for text in self.overrides]
             return Optimizer(list(parameters), self.recipe, lr=1e-3, overrides=changes)
@@ -77,12 +77,12 @@ class StepCase(Component):
         if where.endswith(".py"):
             path = Path(where).resolve()
             if not path.is_file():
-                raise RecipeError(f"peer: a file is required, got '{where}'")
+                raise RecipeError(f"peer: '{where}' is not a file; give the path of an existing one")
             sys.path.insert(0, str(path.parent))
             where = path.stem
         module = importlib.import_module(where)
         if not hasattr(module, name):
-            raise RecipeError(f"peer: a class of '{where}' is required, got '{name}'")
+            raise RecipeError(f"peer: '{where}' has no class '{name}'; give a name that it defines")
         return getattr(module, name)
 
 
@@ -90,8 +90,11 @@ _AXES = '.statistic.axes={"max_size": 1024, "vectors": false}'
 
 
 def _recipe(recipe: str, stage: str, maths: str, *changes: str) -> StepCase:
-    """A recipe with the maths of the peers, for one process: no splitting, no merging, long axes and vectors without a
-    factor, and refreshes spread over all steps of an interval."""
+    """Return a recipe with the maths of the peers, for one process.
+
+    Nothing is split or merged, long axes and vectors have no factor, and refreshes are spread over all steps of an
+    interval.
+    """
     refresh = (f"{stage}.refresh.steps={INTERVAL}", f"{stage}.refresh.at_once=1")
     same = ("routes=[]", "blocking={}", f"{stage}{_AXES}", *refresh, *changes)
     return StepCase(recipe=recipe, overrides=same, maths=maths, name=maths if changes else recipe)
@@ -101,7 +104,7 @@ _EIGENBASIS, _SHAMPOO = "update.eigenbasis", "update.graft.direction.shampoo"
 
 
 def _heavyball(name: str, maths: str) -> StepCase:
-    """A class of HeavyBall with the same maths, not compiled."""
+    """Return a class of HeavyBall with the same maths, not compiled."""
     options = {"lr": 1e-3, "precondition_frequency": INTERVAL, "max_precond_dim": 1024, "merge_dims": False}
     return StepCase(
         peer=f"heavyball:{name}",
@@ -141,6 +144,6 @@ STEP_CASES = (
     StepCase(recipe="adamw_8bit", maths="adamw_8bit"),
     StepCase(peer="torchao.optim:AdamW8bit", maths="adamw_8bit", name="torchao AdamW8bit"),
 )
-"""Default candidates; peers that are not installed are named and left out."""
+"""Default candidates. A peer that is not installed has a row that says so."""
 QUICK = len(STEP_CASES) - 2
-"""How many of them the quick run has: torchao compiles its steps for minutes."""
+"""Number of candidates of the quick run, without the last two, because torchao compiles its steps for minutes."""

@@ -1,4 +1,4 @@
-"""The floor of a step: the arithmetic and the traffic that its recipe cannot do without, at this machine's best rates.
+"""The floor of a step: the least arithmetic and traffic of its recipe, at this machine's best rates.
 
 Legend: n entries of a block; d length of an axis with a factor; a matrix m x n of a polar factor has m <= n.
 Products of a matrix with its transpose count half, because the result is symmetric.
@@ -24,18 +24,18 @@ from eigengraft.preconditioners.roots.power_qr import PowerQR
 from eigengraft.slots import Slot
 
 EIGH, QR = 9.0, 2 + 8 / 3
-"""Operations over d^3 of an eigendecomposition with vectors, and of one step A Q with a QR whose Q is formed."""
+"""Operations, in units of d^3, of an eigendecomposition with vectors, and of one step A Q with a QR that forms Q."""
 RATE_REPEATS = 8
-"""How often a rate is measured; the fastest counts."""
+"""Number of measurements of a rate, of which the fastest counts."""
 _READ_ONLY = ("root", "basis")
 """Roles of slots that steps between refreshes read and do not write."""
 
 
 class StepWork(NamedTuple):
-    """What a step cannot do without.
+    """The least work of a step.
 
     flops: operations of products in every step.
-    refresh: operations of refreshes, over the steps of their interval.
+    refresh: operations of refreshes, divided by the steps of their interval.
     traffic: bytes of gradients, parameters and state that are read and written.
     """
 
@@ -44,15 +44,15 @@ class StepWork(NamedTuple):
     traffic: float = 0.0
 
     def plus(self, other: StepWork) -> StepWork:
-        """The sum of both."""
+        """Return the sum of both."""
         return StepWork(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 class MachineRates(NamedTuple):
     """The best rates of this machine.
 
-    flops: operations a second of a product of two matrices: of order 512, on a device of order 4096.
-    traffic: bytes a second that a copy reads and writes, of tensors that no cache holds.
+    flops: operations per second of a product of two matrices, of order 512 on a CPU and 4096 on a device.
+    traffic: bytes per second that a copy reads and writes, of tensors that are larger than every cache.
     """
 
     flops: float
@@ -62,7 +62,7 @@ class MachineRates(NamedTuple):
     def measured(
         cls, device: torch.device, dtype: torch.dtype = torch.float32, clock: Callable[[], float] = time.perf_counter
     ) -> Self:
-        """The fastest of some repetitions by a clock in seconds, on as many threads as torch has now."""
+        """Measure the rates by a clock in seconds, on the present number of threads. The fastest repetition counts."""
         order = 4096 if device.type == "cuda" else 512
         a, b = (torch.randn(order, order, device=device).to(dtype) for _ in range(2))
         source = torch.zeros(1 << 25, device=device)
@@ -72,14 +72,14 @@ class MachineRates(NamedTuple):
         return cls(2 * order**3 / product, 2 * source.nbytes / copied)
 
     def milliseconds(self, work: StepWork) -> float:
-        """The time that no step of that work can be below: of its operations or of its traffic, the longer."""
+        """Return the least time of a step with this work: that of its operations or of its traffic, the longer."""
         return 1e3 * max((work.flops + work.refresh) / self.flops, work.traffic / self.traffic)
 
 
 def _seconds(run: Callable[[], object], device: torch.device, clock: Callable[[], float]) -> float:
-    """Seconds of one run, the least of some repetitions.
+    """Return the seconds of one run, the least of RATE_REPEATS.
 
-    On a device several runs are launched before the host waits, so that the time of launches and of the wait is hidden.
+    On a device several runs are launched before the host waits, so that launches and the wait take no extra time.
     """
     runs = 16 if device.type == "cuda" else 1
     least = math.inf
@@ -94,7 +94,7 @@ def _seconds(run: Callable[[], object], device: torch.device, clock: Callable[[]
 
 
 def step_work(optimizer: Optimizer) -> StepWork:
-    """The work of one step of all parameters of an optimizer that this process holds."""
+    """Return the work of one step of all parameters of an optimizer on this process."""
     total = StepWork()
     for param_set in optimizer.param_sets:
         for parameter in param_set.parameters:
@@ -111,14 +111,16 @@ def step_work(optimizer: Optimizer) -> StepWork:
 
 
 def stage_work(stage: Stage, block: tuple[int, ...]) -> StepWork:
-    """Products and refreshes of one stage for one block, without the stages inside it; traffic is not counted here."""
+    """Return the products and refreshes of one stage for one block, without inner stages and without traffic."""
     if isinstance(stage, Spectral):
         return StepWork(flops=_polar(stage, block))
     if not isinstance(stage, Factored):
         return StepWork()
     n, axes = math.prod(block), [a for a in stage.factor_axes(block) if stage.statistic.axes.full(block, a)]
     statistics = sum(float(block[axis]) * n for axis in axes) / stage.statistic.interval
-    if stage.statistic.needs_power is not None:  # each axis sees the gradient whitened on all others
+    if (
+        stage.statistic.needs_power is not None
+    ):  # the contribution of each axis is of the gradient whitened on all others
         statistics += sum(2.0 * block[other] * n for axis in axes for other in axes if other != axis)
     there_and_back = 2 if isinstance(stage, Eigenbasis) else 1
     products = sum(2.0 * there_and_back * block[axis] * n for axis in axes)
@@ -126,7 +128,7 @@ def stage_work(stage: Stage, block: tuple[int, ...]) -> StepWork:
 
 
 def _refresh(stage: Factored, block: tuple[int, ...], axis: int) -> float:
-    """Operations of one refresh of one axis: the decomposition, and what follows the new basis."""
+    """Return the operations of one refresh of one axis: decomposition and change of basis of the slots."""
     d = float(block[axis])
     if not isinstance(stage, Eigenbasis):
         return (EIGH + 1) * d**3
@@ -139,7 +141,7 @@ def _refresh(stage: Factored, block: tuple[int, ...], axis: int) -> float:
 
 
 def _moved(stage: Eigenbasis) -> tuple[str, ...]:
-    """Frames of slots that products bring to a new basis."""
+    """Return the frames of the slots that products bring to a new basis."""
     return {"none": (), "permute": ("vector",)}.get(stage.transport, ("vector", "square"))
 
 
@@ -149,6 +151,6 @@ def _inner_slots(stage: Eigenbasis, block: tuple[int, ...]) -> Iterator[Slot]:
 
 
 def _polar(stage: Spectral, block: tuple[int, ...]) -> float:
-    """Newton-Schulz: in each step X X^T, its square, and their sum times X."""
+    """Return the operations of Newton-Schulz: in each step X X^T, its square, and their sum times X."""
     m, n = sorted((block[0], math.prod(block[1:])))
     return float(getattr(stage.solver, "steps", 1)) * (m * m * n + m**3 + 2.0 * m * m * n)

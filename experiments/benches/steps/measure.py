@@ -1,4 +1,4 @@
-"""Steps of several optimizers in turn, and what else is measured of each."""
+"""Steps of several optimizers in turn: times, operators, kernels and bytes of each."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 FREE = frozenset(
     {"detach", "lift_fresh", "is_pinned", "empty", "_local_scalar_dense", "_unsafe_view", "_reshape_alias"}
 )
-"""Operators that compute nothing although their schema does not say that they return a view."""
+"""Operators that compute nothing, although their schema does not declare that they return a view."""
 
 
 class Contender(NamedTuple):
-    """An optimizer with its own copy of the parameters, and the seconds that it took to build."""
+    """An optimizer with its own copy of the parameters.
+
+    build: seconds that the construction took.
+    """
 
     optimizer: torch.optim.Optimizer
     parameters: Sequence[Parameter]
@@ -28,11 +31,16 @@ class Contender(NamedTuple):
 
 
 CLOCKS: Mapping[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
-"""Seconds, by the name of the clock."""
+"""Clocks in seconds, by name: the time of day and the processor time."""
 
 
 class Rounds(NamedTuple):
-    """How often everyone steps: `warm` rounds that are not counted, `steps` that are; clock: seconds."""
+    """Numbers of rounds, in each of which every contender takes one step.
+
+    warm: first rounds, which are not measured.
+    steps: rounds that are measured.
+    clock: clock in seconds.
+    """
 
     warm: int
     steps: int
@@ -42,9 +50,9 @@ class Rounds(NamedTuple):
 class StepTime(NamedTuple):
     """Milliseconds of one step.
 
-    total: from the call of `step` until the device has finished.
-    host: until `step` returns. Near `total` on a device, the host takes longer than the device, or waits for it.
-    device: between two CUDA events around the step; None on a CPU.
+    total: time from the call of `step` until the device has finished.
+    host: time until `step` returns. On a device, a value near `total` means that the host takes longer or waits.
+    device: time between two CUDA events around the step; None on a CPU.
     """
 
     total: float
@@ -53,7 +61,7 @@ class StepTime(NamedTuple):
 
 
 class StepTimes(NamedTuple):
-    """Milliseconds; fields as in `StepRow`."""
+    """Milliseconds of the steps of an interval. The columns of `StepBench` describe the fields."""
 
     steady: float
     refresh: float
@@ -65,7 +73,10 @@ class StepTimes(NamedTuple):
 def take_turns(
     contenders: Sequence[Contender], gradients: Sequence[Sequence[Tensor]], rounds: Rounds
 ) -> list[list[StepTime]]:
-    """Milliseconds of each counted step of each contender, one step of everyone in every round."""
+    """Let the contenders take one step each in every round. Return the times of the measured steps of each contender.
+
+    gradients: gradients of all parameters, for rounds in turn.
+    """
     times: list[list[StepTime]] = [[] for _ in contenders]
     _free_activations()
     gc.collect()
@@ -82,20 +93,23 @@ def take_turns(
 
 
 def _free_activations() -> None:
-    """Frees one large tensor, as training does in every step.
+    """Free one large tensor, as training does in every step.
 
-    After that glibc keeps what is freed. Before, it may give pages back after each step and ask for them in the next,
-    which costs some contender up to a seventh of its step, another one in every process.
+    From then on glibc keeps freed memory. Before, it may return pages after each step and request them in the next one.
+    That costs one contender, a different one in every process, up to a seventh of its step.
     """
     torch.empty(_ACTIVATIONS, dtype=torch.uint8)
 
 
 _ACTIVATIONS = (32 << 20) - 8192
-"""Bytes: just below the largest size by which glibc sets what it keeps (M_MMAP_THRESHOLD in mallopt(3))."""
+"""Size of that tensor in bytes.
+
+It is just below the largest size from which glibc learns how much memory to keep (M_MMAP_THRESHOLD in mallopt(3)).
+"""
 
 
 def one_step(contender: Contender, gradients: Sequence[Tensor], clock: Callable[[], float]) -> StepTime:
-    """Milliseconds of one step; gradients are copied before, because some optimizers write to them."""
+    """Return the times of one step. Gradients are copied first, because some optimizers write to them."""
     give(contender, gradients)
     synchronize(gradients)
     cuda: Any = torch.cuda
@@ -113,13 +127,13 @@ def one_step(contender: Contender, gradients: Sequence[Tensor], clock: Callable[
 
 
 def give(contender: Contender, gradients: Sequence[Tensor]) -> None:
-    """Sets the gradients of a contender's parameters."""
+    """Set the gradients of a contender's parameters to copies."""
     for parameter, gradient in zip(contender.parameters, gradients, strict=True):
         parameter.grad = gradient.to(parameter.dtype, copy=True)
 
 
 def synchronize(tensors: Sequence[Tensor]) -> None:
-    """Waits for a device."""
+    """Wait until the device of the tensors has finished, if they are on one."""
     if _on_cuda(tensors):
         torch.cuda.synchronize()
 
@@ -129,7 +143,7 @@ def _on_cuda(tensors: Sequence[Tensor]) -> bool:
 
 
 def step_times(times: Sequence[float], interval: int) -> StepTimes:
-    """What steps cost that repeat every `interval`: each place of an interval counts with its median over intervals."""
+    """Return the times of steps that repeat every `interval`, from the median of each place over intervals."""
     places = [median(times[place::interval]) for place in range(min(interval, len(times)))]
     steady = quantiles(places, n=4)[0] if len(places) > 3 else min(places)
     refresh = sum(max(0.0, own - steady) for own in places)
@@ -137,7 +151,7 @@ def step_times(times: Sequence[float], interval: int) -> StepTimes:
 
 
 def held_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of all tensors in the state, each storage once, wherever it is nested; parameters are left out."""
+    """Return the bytes of all tensors in the state. Each storage counts once; parameters do not count."""
     known = {p.untyped_storage().data_ptr() for group in optimizer.param_groups for p in group["params"]}
     found: dict[int, int] = {}
     for tensor in _tensors(dict(optimizer.state)):
@@ -161,7 +175,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operators that are neither views nor free; a foreach operator counts once."""
+    """A mode that counts operators that are neither views nor in FREE. A foreach operator counts once."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -174,7 +188,7 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def operators(contender: Contender, gradients: Sequence[Tensor]) -> int | None:
-    """Operators of one step; None where the optimizer cannot be followed."""
+    """Return the number of operators of one step, or None if the optimizer cannot run in the counting mode."""
     give(contender, gradients)
     counted = Operators()
     try:
@@ -186,14 +200,14 @@ def operators(contender: Contender, gradients: Sequence[Tensor]) -> int | None:
 
 
 class KernelTotals(NamedTuple):
-    """Kernels that a CUDA device ran, and the milliseconds that they took together, without the gaps between them."""
+    """Number of kernels that a CUDA device ran, and the sum of their milliseconds without the gaps between them."""
 
     kernels: int
     milliseconds: float
 
 
 def kernels(contender: Contender, gradients: Sequence[Tensor]) -> KernelTotals | None:
-    """Kernels of one step as torch's profiler saw them, copies and fills left out; None on a CPU."""
+    """Return the kernels of one step by torch's profiler, without copies and fills; None on a CPU."""
     give(contender, gradients)
     if not _on_cuda(gradients):
         return None
@@ -212,7 +226,7 @@ def kernels(contender: Contender, gradients: Sequence[Tensor]) -> KernelTotals |
 
 
 def peak_bytes(contender: Contender, gradients: Sequence[Tensor]) -> int | None:
-    """Most bytes that one step has allocated at once beyond what there was before; None: the profiler saw none."""
+    """Return the most bytes that one step allocates at once; None if the profiler recorded no allocation."""
     give(contender, gradients)
     if _on_cuda(gradients):
         torch.cuda.synchronize()

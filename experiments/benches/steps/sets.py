@@ -1,4 +1,4 @@
-"""Sets of parameters that steps are measured on, as shapes, and gradients for them."""
+"""Sets of parameters on which steps are measured, as shapes, with initial values and gradients."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from eigengraft.errors import RecipeError
 
 Shapes = list[tuple[int, ...]]
 TURNS = 8
-"""Gradients that are used in turn."""
+"""Number of gradients that are used in turn. With one, statistics would have rank one."""
 
 
 class ShapeSet(NamedTuple):
     """Shapes of parameters.
 
-    name: as it was declared.
-    varied: the dimension that was given, as "layers", or "" for a set as it is.
-    value: that dimension, 0 for a set as it is.
+    name: name as it was declared.
+    shapes: shape of each parameter.
+    varied: the dimension that was given, as "layers"; "" for a set of the default dimensions.
+    value: the value of that dimension; 0 for a set of the default dimensions.
     """
 
     name: str
@@ -32,43 +33,43 @@ class ShapeSet(NamedTuple):
 
     @property
     def numbers(self) -> int:
-        """Entries of all parameters together."""
+        """Return the number of entries of all parameters."""
         return sum(map(math.prod, self.shapes))
 
 
 def gpt(layers: int = 4, width: int = 256, vocabulary: int = 4096) -> Shapes:
-    """A GPT: a table, in each layer query, key and value as one, attention output, two of the network, four norms."""
+    """Return the shapes of a GPT: an embedding and, in each layer, qkv, output, two MLP matrices, four norms."""
     w = width
     layer: Shapes = [(3 * w, w), (w, w), (4 * w, w), (w, 4 * w), (w,), (w,), (w,), (w,)]
     return [(vocabulary, w), *layers * layer, *2 * [(w,)]]
 
 
 def convolutions() -> Shapes:
-    """Kernels like those of a small ResNet, with the norms behind them."""
+    """Return the shapes of a small ResNet: kernels, the norms after them, and the head."""
     kernels: Shapes = [(64, 3, 7, 7), *2 * [(64, 64, 3, 3)], (128, 64, 3, 3), (128, 128, 3, 3), (256, 128, 3, 3)]
     kernels += [(256, 256, 3, 3), (512, 256, 1, 1)]
     return [*kernels, *(norm for kernel in kernels for norm in 2 * [(kernel[0],)]), (10, 512), (10,)]
 
 
 def matrices() -> Shapes:
-    """Sixteen matrices of sides 256 and 512."""
+    """Return the shapes of sixteen matrices of sides 256 and 512."""
     found: Shapes = [*8 * [(256, 256)], *4 * [(512, 256)], *4 * [(256, 512)]]
     return found
 
 
 def squares(blocks: int = 256, size: int = 32) -> Shapes:
-    """Many equal square matrices."""
+    """Return the shapes of many equal square matrices."""
     return [(size, size) for _ in range(blocks)]
 
 
 def embedding(rows: int = 50_000, width: int = 64) -> Shapes:
-    """One long table."""
+    """Return the shape of one long embedding."""
     found: Shapes = [(rows, width)]
     return found
 
 
 def gpt2(layers: int = 12, width: int = 768, vocabulary: int = 50_257) -> Shapes:
-    """GPT-2 small with an untied head: 163 million numbers."""
+    """Return the shapes of GPT-2 small with an untied head: 163 million numbers."""
     return [*gpt(layers, width, vocabulary), (1024, width), (vocabulary, width)]
 
 
@@ -78,30 +79,30 @@ SETS: Mapping[str, Callable[..., Shapes]] = {
 
 
 def shape_set(name: str) -> ShapeSet:
-    """The set called `name`, or "name:dimension=number" with one of its dimensions given, as gpt:layers=8."""
+    """Return the set called `name`, or "name:dimension=number" with one of its dimensions given, as gpt:layers=8."""
     kind, _, given = name.partition(":")
     dimension, _, number = given.partition("=")
     if kind not in SETS:
         near = difflib.get_close_matches(kind, SETS, n=1)
         hint = f", did you mean '{near[0]}'?" if near else ""
-        raise RecipeError(f"sets: one of {', '.join(SETS)} is required, got '{kind}'{hint}")
+        raise RecipeError(f"sets: '{kind}' is no set{hint} (the sets are {', '.join(SETS)})")
     if not given:
         return ShapeSet(name, SETS[kind]())
     known = SETS[kind].__annotations__.keys() - {"return"}
     if dimension not in known or not number.isdecimal() or int(number) == 0:
         options = ", ".join(f"{kind}:{own}=NUMBER" for own in sorted(known)) or f"{kind} alone"
-        raise RecipeError(f"sets: {options} is required, got '{name}'")
+        raise RecipeError(f"sets: '{name}' names no dimension with a number above 0; write {options}")
     return ShapeSet(name, SETS[kind](**{dimension: int(number)}), dimension, int(number))
 
 
 def initial_values(shapes: Sequence[tuple[int, ...]], seed: int) -> list[Tensor]:
-    """Parameters N(0, 0.02^2)."""
+    """Draw parameters from N(0, 0.02^2)."""
     generator = torch.Generator().manual_seed(seed)
     return [0.02 * torch.randn(shape, generator=generator) for shape in shapes]
 
 
 def turns_of_gradients(shapes: Sequence[tuple[int, ...]], seed: int) -> list[list[Tensor]]:
-    """Gradients N(0, 1e-4) with scales i^(-1/2) of rows and columns, as many as are used in turn."""
+    """Draw TURNS gradients from N(0, 1e-4), with scales i^(-1/2) of rows and columns."""
     generator = torch.Generator().manual_seed(seed + 1)
     return [[_scaled(torch.randn(shape, generator=generator)) for shape in shapes] for _ in range(TURNS)]
 
