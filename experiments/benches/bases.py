@@ -23,7 +23,6 @@ from .candidates import (
     MatrixDtypes,
     PositiveInts,
     defaults,
-    dtype_name,
     label,
     listed,
 )  # fmt: skip
@@ -187,7 +186,7 @@ class BasisBench(MatrixBench):
 
 def _quality(a: Tensor, q: Tensor) -> Row:
     """Return the columns of a row that compare a basis with the eigenvectors of the statistic."""
-    dtype, a, q = dtype_name(a), a.double(), q.double()
+    a, q = a.double(), q.double()
     rotated = q.mT @ a @ q
     diagonal = rotated.diagonal(dim1=-2, dim2=-1)
     off = torch.linalg.matrix_norm(rotated - torch.diag_embed(diagonal)) / torch.linalg.matrix_norm(rotated)
@@ -195,7 +194,6 @@ def _quality(a: Tensor, q: Tensor) -> Row:
     distance = (diagonal.sort(-1, descending=True).values - top).abs().sum(-1) / top.sum(-1)
     identity = torch.eye(q.shape[-1], dtype=q.dtype, device=q.device)
     return {
-        "dtype": dtype,
         "columns": q.shape[-1],
         "orthogonality": worst_of((q.mT @ q - identity).abs()),
         "offdiagonal": worst_of(off),

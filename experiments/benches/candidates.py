@@ -75,11 +75,6 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 """Dtypes of matrices by the names that declarations use."""
 
 
-def dtype_name(x: torch.Tensor) -> str:
-    """Return the name of a tensor's dtype, as "float32"."""
-    return str(x.dtype).removeprefix("torch.")
-
-
 def parse_shapes(value: Any) -> Any:
     """Read `[m, n]` and `mxn` as shapes and a single number as a square. One shape stands for a list of one."""
     single = isinstance(value, (list, tuple)) and len(value) == 2 and all(isinstance(item, int) for item in value)

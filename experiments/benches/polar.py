@@ -22,7 +22,6 @@ from .candidates import (
     MatrixDtypes,
     MatrixShapes,
     defaults,
-    dtype_name,
     label,
     listed,
 )  # fmt: skip
@@ -137,7 +136,6 @@ class PolarBench(OwnMatrices):
         x = candidate.polar(g).double()
         values = torch.linalg.svdvals(x)
         yield {
-            "dtype": dtype_name(g),
             "low": float(values.min()),
             "high": float(values.max()),
             "distance": worst_of(relative_error(x, exact)),

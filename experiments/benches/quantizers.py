@@ -84,22 +84,14 @@ def quantizer_label(quantizer: Quantizer) -> str:
 
 def default_quantizers() -> tuple[Quantizer, ...]:
     """Return the preferred quantizers that are registered, and all others that need no field and store factors."""
-    return tuple(
-        quantizer for quantizer in _made(defaults(Quantizer, filter(_known, _PREFERRED))) if _stores_factors(quantizer)
-    )
+    declared = map(without_least_size, defaults(Quantizer, filter(_known, _PREFERRED)))
+    made = (checked(Quantizer, item) for item in declared)  # type: ignore[type-abstract]
+    return tuple(quantizer for quantizer in made if role_of(quantizer, 64, ("statistic", "basis")) is not None)
 
 
 def _known(declared: Declaration) -> bool:
     inner = declared.get("inner")
     return declared["kind"] in Quantizer.members and (inner is None or _known(inner))
-
-
-def _made(declared: Iterable[Declaration]) -> Iterable[Quantizer]:
-    return (checked(Quantizer, without_least_size(item)) for item in declared)  # type: ignore[type-abstract]
-
-
-def _stores_factors(quantizer: Quantizer) -> bool:
-    return role_of(quantizer, 64, ("statistic", "basis")) is not None
 
 
 def role_of(quantizer: Quantizer, size: int, roles: Iterable[Role]) -> Role | None:
@@ -170,10 +162,14 @@ class QuantizerBench(MatrixBench):
         ]  # fmt: skip
 
     def _problem(self, source: MatrixSource, dtype: str, times: dict[Any, dict[str, float]]) -> StorageProblem | None:
-        stack = decompose(source, self.seed)
-        if stack is None:
+        a, spectrum, d = source.stack(), source.spectrum, source.size
+        if a is None:
             return None
-        return StorageProblem(stack, self.exponent, self.ridge, self.target_device(), DTYPES[dtype], times)
+        values, vectors = torch.linalg.eigh(a)
+        if isinstance(spectrum, Synthetic):  # the vectors that were drawn: eigh chooses others for equal eigenvalues
+            values, vectors = spectrum.eigenvalues(d).expand(len(a), d), orthogonal(len(a), d, self.seed)
+        settings = (self.exponent, self.ridge, self.target_device(), DTYPES[dtype], times)
+        return StorageProblem(a, values, vectors, *settings)
 
     def label(self, candidate: Quantizer) -> str:
         return quantizer_label(candidate)
@@ -192,7 +188,7 @@ class QuantizerBench(MatrixBench):
         if key not in given.times:
             given.times[key] = self._times(stored)
         yield {
-            "condition": given.stack.condition(),
+            "condition": given.condition(),
             "role": role,
             **losses(given, role, stored.decode()),
             "bytes": stored.bytes_per_entry(),
@@ -294,17 +290,23 @@ def _fault(row: Row) -> float:
 
 
 @dataclass(frozen=True)
-class DecomposedStack:
-    """A stack A = V Diag(l) V^T in float64.
+class StorageProblem:
+    """A stack A = V Diag(l) V^T to store, in float64, and the root that is computed from the decoded stack.
 
-    a: A `[N, d, d]`.
-    values: l `[N, d]`.
-    vectors: V `[N, d, d]`.
+    a, values, vectors: A `[N, d, d]`, l `[N, d]` and V `[N, d, d]`.
+    exponent, ridge: e and r / lambda_max of the root (A + r I)^-e.
+    device, dtype: device and dtype of the tensor that the quantizer encodes.
+    times: times that were measured before, by quantizer, shape and dtype.
     """
 
     a: Tensor
     values: Tensor
     vectors: Tensor
+    exponent: Fraction
+    ridge: float
+    device: torch.device
+    dtype: torch.dtype
+    times: dict[Any, dict[str, float]]
 
     def condition(self) -> float:
         """Return the condition number; infinity if the smallest eigenvalue is below the rounding of float64."""
@@ -312,44 +314,13 @@ class DecomposedStack:
         rounding = self.a.shape[-1] * torch.finfo(torch.float64).eps * high
         return worst_of(torch.where(low > rounding, high / low, torch.inf))
 
-
-def decompose(source: MatrixSource, seed: int) -> DecomposedStack | None:
-    """Return the matrices of a source with their eigenvalues and eigenvectors.
-
-    Eigenvectors of a synthetic spectrum are those that were drawn. An algorithm would choose others for equal
-    eigenvalues.
-    """
-    a, spectrum, d = source.stack(), source.spectrum, source.size
-    if a is None:
-        return None
-    if isinstance(spectrum, Synthetic):
-        return DecomposedStack(a, spectrum.eigenvalues(d).expand(len(a), d), orthogonal(len(a), d, seed))
-    return DecomposedStack(a, *torch.linalg.eigh(a))
-
-
-@dataclass(frozen=True)
-class StorageProblem:
-    """A stack to store, and the root that is computed from the decoded stack.
-
-    exponent, ridge: e and r / lambda_max of the root (A + r I)^-e.
-    device, dtype: device and dtype of the tensor that the quantizer encodes.
-    times: times that were measured before, by quantizer, shape and dtype.
-    """
-
-    stack: DecomposedStack
-    exponent: Fraction
-    ridge: float
-    device: torch.device
-    dtype: torch.dtype
-    times: dict[Any, dict[str, float]]
-
     def exact(self, role: Role) -> Tensor:
         """Return the matrix that decoded matrices are compared with, in float64."""
-        return self.root(self.stack.a) if role == "root" else self.stack.a
+        return self.root(self.a) if role == "root" else self.a
 
     def to_store(self, role: Role) -> Tensor:
         """Return the tensor that the quantizer encodes."""
-        x = self.stack.vectors if role == "basis" else self.exact(role)
+        x = self.vectors if role == "basis" else self.exact(role)
         return x.to(self.device, self.dtype)
 
     def root(self, b: Tensor) -> Tensor:
@@ -413,7 +384,7 @@ def losses(problem: StorageProblem, role: Role, decoded: Tensor) -> dict[str, fl
     """Return the columns of a row that compare the decoded stack with the encoded one."""
     ok = decoded.isfinite().all(-1).all(-1).cpu()
     y, a = decoded.double().cpu()[ok], problem.exact(role)[ok]
-    b = (y * problem.stack.values[ok].unsqueeze(1)) @ y.mT if role == "basis" else y
+    b = (y * problem.values[ok].unsqueeze(1)) @ y.mT if role == "basis" else y
     even = symmetrized(b)
     basis = y if role == "basis" else torch.linalg.eigh(even.to(problem.dtype)).eigenvectors.double()
     rotated = basis.mT @ a @ basis

@@ -18,7 +18,7 @@ from eigengraft.preconditioners.algebra.exponents import Rational
 
 from . import view
 from .bench import Column, Problem
-from .candidates import DTYPES, Declaration, MatrixDtypes, defaults, dtype_name, label, listed
+from .candidates import DTYPES, Declaration, MatrixDtypes, defaults, label, listed
 from .matrices import MatrixBench, MatrixSource, ridge_for
 from .measures import angle, inverse_power, milliseconds, relative_error, worst_of
 from .view import Panel, Recommendation, Row, Table
@@ -118,7 +118,6 @@ class RootBench(MatrixBench):
         definite = torch.linalg.eigvalsh((x + x.mT) / 2)[:, :1].amin(-1) > 0
         time = milliseconds(lambda: candidate.root(given, exponent), self.threads, self.seconds)
         yield {
-            "dtype": dtype_name(given),
             "condition": worst_of(eigenvalues[:, -1] / eigenvalues[:, 0]),
             "error": worst_of(relative_error(x, reference)),
             "angle": worst_of(angle(x, reference)),
