@@ -7,7 +7,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FIGURES = ("experiments/studies/results", "papers/basis_transport")
-PLACES = {"docs/": "", "CHANGELOG.md": "changelog.md", "papers/README.md": "papers/index.md"}
+PLACES = {
+    "docs/": "",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "papers/README.md": "papers/index.md",
+}
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 
 

@@ -92,7 +92,7 @@ def read_spike_rows(path: Path = RESULTS) -> list[SpikeRow]:
 
 
 def recipe_for(line: str) -> eigengraft.Recipe:
-    """Return the recipe of a line: `published`, or the shipped `soap` with the transport that the line begins with."""
+    """Return the recipe of a line: `published`, or `soap_fitted` with the transport that the line begins with."""
     if line == "published":
         return load_recipe("reference/soap")
     transport, _, more = line.partition(", ")

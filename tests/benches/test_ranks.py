@@ -79,7 +79,7 @@ def test_table_figure_and_advice() -> None:
         ({"ranks": [2, 4]}, "ranks: .*2"),
         ({"threads": 2}, "threads: 2"),
         ({"recipes": ["adamw"]}, "recipes: .*'adamw'"),
-        ({"recipes": ["soap", "soap"]}, "recipes: 'soap'"),
+        ({"recipes": ["soap_fitted", "soap_fitted"]}, "recipes: 'soap_fitted'"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(fields: dict[str, Any], message: str) -> None:

@@ -70,12 +70,14 @@ def test_a_row_says_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_lines_differ_in_what_they_are_called_after() -> None:
-    soap = eigengraft.load_recipe("soap")
+    soap = eigengraft.load_recipe("soap_fitted")
     assert spike.recipe_for("marginals") == soap and spike.recipe_for("published") == eigengraft.load_recipe(
         "reference/soap"
     )
     for transport in ("exact", "permute"):
-        assert spike.recipe_for(transport) == eigengraft.load_recipe("soap", {"update.eigenbasis.transport": transport})
+        assert spike.recipe_for(transport) == eigengraft.load_recipe(
+            "soap_fitted", {"update.eigenbasis.transport": transport}
+        )
     momentum, basis = spike.recipe_for("none, momentum outside").update
     (inside,) = soap.update
     assert (momentum, *basis.chain) == inside.chain  # type: ignore[attr-defined]

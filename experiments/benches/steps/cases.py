@@ -124,7 +124,7 @@ STEP_CASES = (
         name="pytorch-optimizer SOAP",
     ),
     _heavyball("SOAP", "soap"),
-    _recipe("soap", _EIGENBASIS, "soap, permuted", f"{_EIGENBASIS}.transport=permute"),
+    _recipe("soap_fitted", _EIGENBASIS, "soap, permuted", f"{_EIGENBASIS}.transport=permute"),
     _recipe("soap_kl", _EIGENBASIS, "kl_soap"),
     _heavyball("KLSOAP", "kl_soap"),
     _recipe("shampoo", _SHAMPOO, "shampoo"),
