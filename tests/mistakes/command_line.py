@@ -80,7 +80,7 @@ COMMAND_LINES: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("report empty", ("report", "empty")),
     ("bench rots", ("bench", "rots", "roots")),
     ("bench roots --only eihg", ("bench.solvers.eihg", "root_solver", "eihg", "eigh")),
-    ("bench roots --candidate eihg", ("bench.solvers", "root_solver", "eihg", "eigh")),
+    ("bench roots --candidate eihg", ("root_solver", "eihg", "eigh")),
     ("bench roots size=[32]", ("bench.size", "sizes")),
     ("bench storage --from a", ("--from", "storage", "roots")),
     ("bench roots --from nothing.pt", ("checkpoint", "nothing.pt")),
