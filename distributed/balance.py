@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 Held = Mapping[int, int]
-"""Number of entries of an item that each rank holds already, by rank; ranks that are left out hold none."""
+"""Number of entries of an item that each rank already holds, by rank; ranks that are missing hold none."""
 
 
 class Item(NamedTuple):
-    """What an owner carries of a block, or of several blocks that have one owner.
+    """The cost of a block for its owner, or of several blocks with one owner.
 
     constant: work of every step, in any unit.
     state: bytes of state.
@@ -39,7 +39,7 @@ class Item(NamedTuple):
 
 @dataclass
 class Loads:
-    """What each of R ranks carries.
+    """The work and the bytes of each of R ranks.
 
     ranks: R.
     interval: T, steps after which the same refreshes are due again.
@@ -66,11 +66,11 @@ class Loads:
 
     @property
     def critical_path(self) -> float:
-        """Work of an interval in which every step lasts until the last rank is done."""
+        """Work of an interval if every step lasts until the last rank is done."""
         return float((self.constant[:, None] + self.refresh).max(0).sum())
 
     def divide(self, fractions: Sequence[float], work: float, state: float) -> None:
-        """Add a parameter whose entries several ranks update: rank r carries `fractions[r]` of its work and state."""
+        """Add a parameter whose entries several ranks update: rank r has `fractions[r]` of its work and state."""
         self.constant += np.array(fractions) * work
         self.state += np.array(fractions) * state
 
@@ -84,10 +84,10 @@ class Loads:
 
 @dataclass(frozen=True)
 class Balance:
-    """How evenly the work of ranks is divided.
+    """The evenness of the division of work over ranks.
 
     critical_path: work of a refresh interval in which every step lasts until the last rank is done.
-    least: lower bound of the critical path, whoever owns which block and whenever refreshes are due.
+    least: lower bound of the critical path over all owners of blocks and all times of refreshes.
     """
 
     critical_path: float
@@ -100,8 +100,8 @@ class Balance:
 
 
 SLACK = 1.02
-"""How much a rank may work before it gets no more items, in units of the mean over ranks. At 1.00 memory is up to 1.4
-times less even where one item has much state and little work; at 1.08 ranks wait 0.1 % longer in the mean."""
+"""Largest work of a rank that still receives items, in units of the mean over ranks. At 1.00 memory is up to 1.4 times
+less even if one item has much state and little work. At 1.08 ranks wait 0.1 % longer in the mean."""
 
 
 def assign(items: Sequence[Item], loads: Loads, held: Sequence[Held] = ()) -> list[int]:

@@ -1,4 +1,4 @@
-"""Checks between ranks: named numbers that all ranks must share, and named sums, over one all-reduce.
+"""Checks between ranks: named numbers that all ranks must share, and named sums, in one all-reduce.
 
 A field is a few numbers under a name. All fields of a step are packed into one tensor, summed over ranks in one
 all-reduce and unpacked by name. Checks read the sums: if ranks do not agree, all ranks raise the same error, which
@@ -20,23 +20,23 @@ from torch import Tensor
 
 from eigengraft.errors import name_some
 
-from .rank_group import DistributedError, RankGroup
-from .work import HostCopy
+from .rank_group import DistributedError, HostCopy, RankGroup
 
 Name = TypeVar("Name", bound=Hashable)
 Field = Sequence[float] | Tensor
-"""Numbers under a name: known to the host, or a float64 tensor `[n]` on the device of the collective."""
+"""Numbers under a name: on the host, or a float64 tensor `[n]` on the device of the collective."""
 SumCheck = Callable[[RankGroup, Mapping[str, Tensor], str], None]
-"""Raises, on all ranks alike, if sums are wrong. Takes the ranks, the sums on the host, and the end of the error."""
+"""Function of the ranks, the sums on the host, and the end of the error. It raises on all ranks if sums are wrong."""
 
 BITS = 8
-"""Numbers in the field of one number that ranks must share bit by bit: four times 16 bits, and their squares."""
+"""Length of the field of one number that ranks must share bit by bit: four times 16 bits, and their squares."""
 RANKS = "ranks"
 """Name of the field that counts the ranks."""
 NOTHING, LATER = "nothing was changed", "found one step later"
-"""Ends of errors: where sums are read at once, and on a device."""
+"""Ends of errors: if sums are read at once, and on a device."""
 CHUNK, GPU_CHUNK = 1 << 17, 1 << 24
-"""Entries of a tensor whose bits are summed at once: on a CPU they fit into its cache, on a GPU into little memory."""
+"""Entries of a tensor whose bits are summed at once. On a CPU they fit into the cache, on a GPU they need little
+memory."""
 
 
 def pack_fields(fields: Mapping[str, Field], device: torch.device) -> Tensor:
@@ -55,7 +55,10 @@ def unpack_fields(packed: Tensor, lengths: Mapping[str, int]) -> dict[str, Tenso
 def gather_fields(
     ranks: RankGroup | None, fields: Mapping[str, Field], device: torch.device, what: str
 ) -> dict[str, Tensor]:
-    """Gather the fields of all ranks as `[R, n]`, by name; all ranks call it. None: this process, without a wait."""
+    """Gather the fields of all ranks as `[R, n]`, by name; all ranks call it.
+
+    ranks: the ranks; None: this process alone, without a wait.
+    """
     if ranks is None:
         cpu = torch.device("cpu")
         return {
@@ -67,7 +70,7 @@ def gather_fields(
 
 
 class CheckedSums:
-    """Sums over all ranks and checks of them, in one all-reduce a call."""
+    """Sums over all ranks and checks of these sums, in one all-reduce per call."""
 
     def __init__(self, ranks: RankGroup) -> None:
         self.ranks = ranks
@@ -78,7 +81,8 @@ class CheckedSums:
     ) -> dict[str, Tensor]:
         """Return the sum of each field over ranks, by name; all ranks call it.
 
-        Raises the error of the first check that fails, on all ranks; on a device, of a check of the call before.
+        Raises the error of the first check that fails, on all ranks. On a device the checks of the previous call are
+        made, so that the host does not wait.
         """
         self._check(LATER)
         self.ranks.synchronize(what, device=device)
@@ -91,7 +95,7 @@ class CheckedSums:
         return unpack_fields(packed, lengths)
 
     def reads_at_once(self, device: torch.device) -> bool:
-        """Whether the host has the sums without waiting for the device."""
+        """Return True if the host has the sums without waiting for the device."""
         return device.type == "cpu"
 
     def _check(self, outcome: str) -> None:
@@ -106,12 +110,12 @@ class CheckedSums:
 class SameNumbers:
     """Numbers that all ranks must share.
 
-    subject: begins the error.
+    subject: beginning of the error.
     numbers: by name, one number, or `[n]` with a tolerance. The host reads a tensor on a device only if ranks differ.
-    remedy: ends the error.
+    remedy: end of the error.
     entries: names of the n entries; (): every number is a single one.
-    tolerance: standard deviation over ranks, in units of the mean, that is allowed; 0: ranks must share every bit.
-    absent: name of the field that counts the ranks without each number, who give 0; "": all have it.
+    tolerance: allowed standard deviation over ranks, in units of the mean; 0: ranks must share every bit.
+    absent: name of the field that counts the ranks without each number, which give 0; "": all ranks have it.
     """
 
     subject: str
@@ -122,7 +126,7 @@ class SameNumbers:
     absent: str = ""
 
     def fields(self) -> dict[str, Field]:
-        """Return the field of each number: x and x^2, of all entries or of 16 bits each."""
+        """Return the field of each number: x and x^2, of all entries, or of four times 16 bits."""
         return {
             name: torch.cat([x, x.square()]) if isinstance(x, Tensor) and self.tolerance else split_bits(x)
             for name, x in self.numbers.items()
@@ -160,9 +164,10 @@ def split_bits(x: float | Tensor) -> Field:
 
 
 def deviates(sums: Tensor, ranks: Tensor, tolerance: float = 0.0) -> Tensor:
-    """Return whether ranks have different numbers, `[..., n]`; False where a number is not finite.
+    """Return True where ranks have different numbers, `[..., n]`; False where a number is not finite.
 
-    sums: `[..., 2 n]`, numbers and their squares, summed over ranks. ranks: how many ranks have each number.
+    sums: `[..., 2 n]`, numbers and their squares, summed over ranks.
+    ranks: number of ranks that have each number.
     tolerance: largest standard deviation, in units of the mean.
     """
     total, squares = sums.chunk(2, -1)
@@ -172,7 +177,7 @@ def deviates(sums: Tensor, ranks: Tensor, tolerance: float = 0.0) -> Tensor:
 def gather_differences(ranks: RankGroup, values: Mapping[Name, Hashable], what: str) -> dict[Name, dict[int, Hashable]]:
     """Gather small values that all ranks with the name must share; all ranks call it.
 
-    Returns the values that ranks do not share, by name and rank.
+    Return the values that differ between ranks, by name and rank.
     """
     found: dict[Name, dict[int, Hashable]] = {}
     for rank, own in enumerate(ranks.all_gather_object(values, what)):
@@ -182,7 +187,7 @@ def gather_differences(ranks: RankGroup, values: Mapping[Name, Hashable], what: 
 
 
 def by_value(values: Mapping[int, Hashable]) -> str:
-    """Say which ranks have which value. values: by rank."""
+    """Return a text that says which ranks have which value. values: by rank."""
     holders: dict[str, list[int]] = {}
     for rank, value in values.items():
         text = str(value).removesuffix(".0") if isinstance(value, float) else str(value)
@@ -192,7 +197,7 @@ def by_value(values: Mapping[int, Hashable]) -> str:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Say which ranks, as errors do."""
+    """Return the names of ranks as they stand in errors."""
     return f"{'ranks' if len(ranks) > 1 else 'rank'} {name_some([*map(str, ranks)], 8)}"
 
 

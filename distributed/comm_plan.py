@@ -1,13 +1,15 @@
-"""Communication plan of one parameter set: what each rank sends to the owners of blocks, and what comes back.
+"""The messages of one parameter set: which entries each rank sends to the owners of blocks, and which come back.
 
-A block group is the equal blocks of all ranks; the blocks of it that one rank owns are a stack there. Block groups are
-sent in rounds of messages, in the same order on every rank, whether or not a rank owns any of their blocks.
+A block group is the equal blocks of all ranks. The blocks of a group that one rank owns are a stack on that rank. Block
+groups are sent in rounds of messages, in the same order on every rank, whether or not a rank owns any of their blocks.
+A transfer is the entries of one block that are one stretch of a message. The functions at the end read and write
+stretches of messages, as views of blocks and of parameters.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -17,12 +19,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eigengraft.blocking.block_grid import BlockGrid
+from eigengraft.blocking.blocks import BlockGrid
 from eigengraft.errors import name_some
 
-from .layouts import Layout
-from .rank_group import RankGroup
-from .regions import Region, regions
+from .layouts import Layout, Region, regions
+from .rank_group import RankGroup, Work
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class PlacedBlock:
 
 @dataclass(frozen=True)
 class BlockGroup:
-    """Equal blocks of one update, on whatever ranks.
+    """Equal blocks of one update, on all ranks.
 
     path: path of the update in the recipe.
     shape: shape of a block.
@@ -52,7 +53,8 @@ class BlockGroup:
     update_dtype: dtype that updates are sent in.
     device: device of the blocks.
     blocks: the blocks, in the order of their parameters.
-    joined: whether they are computed together with those of the group before, and so are sent in one round with them.
+    joined: True if the blocks are computed together with those of the group before, and are sent in one round with
+        them.
     """
 
     path: str
@@ -65,7 +67,7 @@ class BlockGroup:
     joined: bool = False
 
     def owned(self, rank: int) -> list[PlacedBlock]:
-        """The blocks that a rank owns, by row."""
+        """Return the blocks that a rank owns, by row."""
         return [block for block in self.blocks if block.owner == rank]
 
     @property
@@ -93,7 +95,7 @@ class SentEntries(NamedTuple):
 
     position: position of the parameter.
     shape: shape of the entries.
-    view: takes the entries out of what this rank holds of a tensor, as a view.
+    view: function that returns the entries as a view of this rank's shard.
     """
 
     position: int
@@ -103,14 +105,14 @@ class SentEntries(NamedTuple):
 
 @dataclass
 class Round:
-    """Block groups whose messages are sent together, by one collective. All but `groups` are lists over ranks r.
+    """Block groups whose messages are sent together, by one collective. All fields but `groups` are lists over ranks r.
 
     groups: numbers of the block groups.
-    held[r]: transfers between this rank's shards and blocks that rank r owns, where updates come back to.
+    held[r]: transfers between this rank's shards and blocks that rank r owns; updates return there.
     sent[r]: the subset of held[r] whose gradients this rank sends to r; one replica of each entry sends.
-    owned[r]: transfers between blocks that this rank owns and the shards of rank r, where updates go to.
+    owned[r]: transfers between blocks that this rank owns and the shards of rank r, which receives their updates.
     received[r]: the subset of owned[r] whose gradients this rank receives from r.
-    lengths[r]: entries of all blocks that rank r owns.
+    lengths[r]: number of entries of all blocks that rank r owns.
     """
 
     groups: list[int]
@@ -125,11 +127,11 @@ class CommPlan:
     """All rounds of messages of a parameter set.
 
     rank_group: the ranks that share the parameters.
-    layouts: what each rank holds of each parameter, by position.
+    layouts: the entries of each parameter that each rank holds, by position.
     block_groups: the blocks of all parameters that are exchanged.
-    names: what errors call the parameters, by position.
+    names: names of the parameters in errors, by position.
     limit: bytes of updates of all ranks in a round.
-    starts: number of the first block group that each one is computed together with.
+    starts: for each block group, the number of the first group that it is computed together with.
     """
 
     def __init__(
@@ -147,7 +149,7 @@ class CommPlan:
         self.rounds = [self._round(groups) for groups in pack(block_groups, limit)]
 
     def describe(self, index: int) -> str:
-        """The number of a round, the name of its first parameter, and how many more there are."""
+        """Return the number of a round, the name of its first parameter, and how many more there are."""
         blocks = [block for group in self.rounds[index].groups for block in self.block_groups[group].blocks]
         found = list(dict.fromkeys(self.names[block.position] for block in blocks))
         return f"round {index} ({name_some(found, 1)})"
@@ -187,17 +189,17 @@ class CommPlan:
         return Round(groups, held, sent, owned, received, lengths)
 
     def _transfers(self, group: int, block: PlacedBlock, rank: int) -> list[Transfer]:
-        """What a rank holds of a block."""
+        """Return the transfers of the entries of a block that a rank holds."""
         layout = self.layouts[block.position]
         return [Transfer(group, block, region) for region in regions(layout.shape, block.grid, layout.boxes[rank])]
 
     def _sends(self, rank: int, owner: int, transfer: Transfer) -> bool:
-        """Whether a rank sends the gradients of a transfer to the owner of the block: it is of the same replica."""
+        """Return True if a rank sends the gradients of a transfer to the owner: both belong to one replica."""
         replicas = self.layouts[transfer.block.position].replicas
         return replicas[rank] == replicas[owner]
 
     def empty(self, group: int) -> Tensor:
-        """A stack `[n, *block]` for the blocks of a group that this rank owns."""
+        """Return an uninitialized stack `[n, *block]` for the blocks of a group that this rank owns."""
         own = self.block_groups[group]
         return torch.empty(len(own.owned(self.rank_group.rank)), *own.shape, dtype=own.dtype, device=own.device)
 
@@ -207,7 +209,10 @@ def _whole(x: Tensor) -> Tensor:
 
 
 def pack(block_groups: Sequence[BlockGroup], limit: int) -> list[list[int]]:
-    """Numbers of block groups in order, in lists of one pair of dtypes and `limit` bytes, or of what is joined."""
+    """Return the numbers of block groups in rounds, in order.
+
+    A round has one pair of dtypes and at most `limit` bytes, or holds groups that are joined.
+    """
     rounds: list[list[int]] = []
     size, last = 0, None
     for index, group in enumerate(block_groups):
@@ -218,3 +223,134 @@ def pack(block_groups: Sequence[BlockGroup], limit: int) -> list[list[int]]:
         rounds[-1].append(index)
         size, last = size + group.nbytes, dtypes
     return rounds
+
+
+EntryView = Callable[[Tensor], Tensor]
+"""Function that returns some entries of this rank's shard of a tensor, as a view."""
+EntryReader = Callable[[EntryView], Tensor]
+"""Function that reads the entries of a view from one tensor."""
+Source = Callable[[int], EntryReader | None]
+"""Function that returns the reader of this rank's shard, by position of the parameter; None: there is no tensor."""
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """Updates of some entries of a parameter, received from their owner.
+
+    position: position of the parameter.
+    dtype: dtype that the updates were computed in.
+    values: the updates, views of a message.
+    views: function that returns the same entries of a tensor that is laid out as this rank's shard, as views.
+    complete: True if `values` is one tensor of all entries that this rank holds, in their order.
+    """
+
+    position: int
+    dtype: torch.dtype
+    values: Sequence[Tensor]
+    views: Callable[[Tensor], Sequence[Tensor]]
+    complete: bool
+
+
+class Assembly:
+    """Updates of all entries that this rank holds of parameters, assembled from received updates."""
+
+    def __init__(self) -> None:
+        self._begun: dict[int, Tensor] = {}
+        self._missing: dict[int, int] = {}
+
+    def add(self, arrived: Sequence[Arrived], parameters: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Add received updates. Return the updates of the parameters that are complete now, by position.
+
+        parameters: this rank's shard of each parameter.
+        """
+        complete, targets, sources = dict[int, Tensor](), list[Tensor](), list[Tensor]()
+        for own in arrived:
+            at, parameter = own.position, parameters[own.position]
+            if own.complete:
+                complete[at] = own.values[0].reshape(parameter.shape).to(own.dtype)
+                continue
+            if at not in self._begun:
+                self._begun[at] = torch.empty(parameter.shape, dtype=own.dtype, device=parameter.device)
+                self._missing[at] = parameter.numel()
+            targets += own.views(self._begun[at])
+            sources += own.values
+            self._missing[at] -= sum(value.numel() for value in own.values)
+        copy_all(targets, sources)
+        done = [at for at in self._begun if not self._missing[at]]
+        return {**complete, **{at: self._begun.pop(at) for at in done}}
+
+
+def read(x: Tensor | None) -> EntryReader | None:
+    """Return a reader of the entries of a tensor as they are; None if there is no tensor."""
+    return None if x is None else lambda view: view(x)
+
+
+def reading(tensors: Sequence[Tensor | None]) -> Source:
+    """Return the source that reads tensors as they are."""
+    return lambda position: read(tensors[position])
+
+
+def flattened(transfers: Sequence[Sequence[Transfer]]) -> list[Transfer]:
+    """Return the transfers with all ranks, in the order of the ranks."""
+    return [transfer for own in transfers for transfer in own]
+
+
+def count(transfers: Sequence[Transfer]) -> int:
+    """Return the number of entries of transfers."""
+    return sum(transfer.region.box.numel for transfer in transfers)
+
+
+def stretches(data: Tensor, transfers: Sequence[Transfer]) -> Iterator[Tensor]:
+    """Yield views of a message `[n]`, one for each transfer, in order."""
+    at = 0
+    for transfer in transfers:
+        end = at + transfer.region.box.numel
+        yield data[at:end].view(transfer.region.box.shape)
+        at = end
+
+
+def stack_views(transfers: Sequence[Transfer], stacks: dict[int, Tensor]) -> list[Tensor]:
+    """Return views of stacks `[n, *block]`, one for each transfer. stacks: by number of the block group."""
+    return [transfer.region.in_block(stacks[transfer.group][transfer.block.row]) for transfer in transfers]
+
+
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy each source into its target."""
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def pack_shards(plan: CommPlan, index: int, source: Source) -> Tensor:
+    """Copy this rank's entries of the blocks of a round into one message, `[n]`, in the order of owners.
+
+    Entries of tensors without a reader are zeros.
+
+    index: number of the round.
+    """
+    entries, first = plan.sent_entries[index], plan.block_groups[plan.rounds[index].groups[0]]
+    readers = {position: source(position) for position in dict.fromkeys(one.position for one in entries)}
+    sizes = [math.prod(one.shape) for one in entries]
+    empty = torch.zeros if None in readers.values() else torch.empty
+    out = empty(sum(sizes), dtype=first.gradient_dtype, device=first.device)
+    targets, sources = [], []
+    for one, target in zip(entries, torch.split(out, sizes), strict=True):
+        reader = readers[one.position]
+        if reader is not None:
+            targets.append(target.view(one.shape))
+            sources.append(reader(one.view))
+    copy_all(targets, sources)
+    return out
+
+
+def send_shards(
+    plan: CommPlan, index: int, name: str, message: Tensor, rank_group: RankGroup | None = None
+) -> Work[Tensor]:
+    """Start to send the message of a round, as `pack_shards` returns it, to the owners of its blocks.
+
+    index: number of the round.
+    name: name of the message in errors.
+    rank_group: the ranks; None: the ranks of the plan.
+    """
+    own = plan.rounds[index]
+    sending, receiving = [count(each) for each in own.sent], [count(each) for each in own.received]
+    return (rank_group or plan.rank_group).all_to_all(message, sending, receiving, f"{name} of {plan.describe(index)}")

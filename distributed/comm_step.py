@@ -11,31 +11,42 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from eigengraft.blocking.block_grid import BlockGrid
-from eigengraft.blocking.boxes import Box
+from eigengraft.blocking.blocks import BlockGrid, Box
 
-from .comm_plan import CommPlan, Round
-from .regions import Region
-from .transfers import Arrived, Source, copy_all, count, flattened, pack_shards, send_shards, stack_views, stretches
-from .work import Work
+from .comm_plan import (
+    Arrived,
+    CommPlan,
+    Round,
+    Source,
+    copy_all,
+    count,
+    flattened,
+    pack_shards,
+    send_shards,
+    stack_views,
+    stretches,
+)
+from .layouts import Region
+from .rank_group import Work
 
 IN_FLIGHT = 2
-"""Rounds that are on their way at once: of gradients, one that is computed next and one more; of gathered updates."""
+"""Rounds of messages under way at once. Of gradients: the next round and one more. Of gathered updates: two rounds."""
 
 
 class CommStep:
-    """Messages of one step. Every rank calls `gather` and `deliver` for the block groups that it owns blocks of, in
-    order, and then `close`.
+    """Messages of one step. Every rank calls `gather` and `deliver` for its block groups, in order, and then `close`.
 
-    Legend: G_k, gradients (and what else is sent to owners) of round k; U_k, updates of round k.
-    Every rank starts the collectives in one order, G_0 G_1 U_0 G_2 U_1 G_3 ..., and U_k as soon as its own blocks of
-    round k are computed and U_(k-1) has arrived. So messages travel while blocks are computed, and memory is needed for
-    a few rounds only. Replicated parameters need no G: there a rank computes on while IN_FLIGHT rounds of updates are
-    under way, until more than IN_FLIGHT block groups and rounds of its own are waiting.
+    Legend: G_k, gradients, and other tensors that are sent to owners, of round k; U_k, updates of round k.
 
-    sources: what is sent to owners, by name; nothing if every rank holds all of it.
-    receive: takes the updates of a round when they have arrived; it holds none of them when it returns.
-    begun: messages to owners that are under way already, by name and number of the round.
+    All ranks start the collectives in one order, G_0 G_1 U_0 G_2 U_1 G_3 ... A rank starts U_k as soon as its own
+    blocks of round k are computed and U_(k-1) has arrived. Messages are communicated while blocks are computed, and
+    only a few rounds need memory. Replicated parameters need no G. For them a rank keeps computing while IN_FLIGHT
+    rounds of updates are under way. It waits only if more than IN_FLIGHT finished block groups, larger than IN_FLIGHT
+    rounds, are queued.
+
+    sources: tensors that are sent to owners, by name; ignored if every rank holds all of them.
+    receive: function that is called with the updates of a round when they have arrived. It must not keep them.
+    begun: messages to owners that are already under way, by name and number of the round.
     """
 
     def __init__(
@@ -45,7 +56,7 @@ class CommStep:
         receive: Callable[[Sequence[Arrived]], None],
         begun: Mapping[tuple[str, int], Work[Tensor]] = MappingProxyType({}),
     ) -> None:
-        self.comm_plan, self._take = comm_plan, receive
+        self.comm_plan, self._handle = comm_plan, receive
         self.sources: Mapping[str, Source] = {} if comm_plan.replicated else sources
         self._arriving = dict(begun)
         self._arrived: dict[tuple[str, int], Tensor] = {}
@@ -56,18 +67,18 @@ class CommStep:
             self._send(index)
 
     def carries(self, source: str) -> bool:
-        """Whether that is sent; if not, every rank holds all of it."""
+        """Return True if a source is sent to owners; otherwise every rank holds all of it."""
         return source in self.sources
 
     def _send(self, index: int) -> None:
-        """Starts to send this rank's shards of a round to the owners of blocks, if that has not begun."""
+        """Start to send this rank's shards of a round to the owners of blocks, unless that has begun."""
         for name, source in self.sources.items() if index < len(self.comm_plan.rounds) else ():
             if (name, index) not in self._arriving:
                 message = pack_shards(self.comm_plan, index, source)
                 self._arriving[name, index] = send_shards(self.comm_plan, index, name, message)
 
     def gather(self, group: int, source: str) -> Tensor:
-        """The blocks `[n, *block]` of a block group that this rank owns, from the shards that were sent."""
+        """Return the blocks `[n, *block]` of a block group that this rank owns, from the shards that were sent."""
         if (source, group) not in self._arrived:
             index = self.comm_plan.round_of[group]
             own, data = self.comm_plan.rounds[index], self._arriving.pop((source, index)).wait()
@@ -78,7 +89,7 @@ class CommStep:
         return self._arrived[source, group]
 
     def deliver(self, group: int, rows: Tensor | None, directions: Tensor) -> None:
-        """Takes the directions of some rows of a block group; rows: None for all."""
+        """Accept the directions of some rows of a block group. rows: indices of the rows; None: all rows."""
         if rows is None:
             self._delivered[group] = directions
             return
@@ -87,23 +98,27 @@ class CommStep:
         self._delivered[group].index_copy_(0, rows, directions)
 
     def advance(self, before: int) -> None:
-        """Sends what can be sent and receives what has arrived, as block groups below `before` are delivered."""
+        """Send finished rounds and receive updates that have arrived. Block groups below `before` are delivered."""
         self._advance(before, self._must_wait())
 
     def _must_wait(self) -> bool:
-        """Whether earlier rounds are waited for before a later one is computed."""
+        """Return True if this rank must wait for earlier rounds before it computes a later one."""
         plan, waiting = self.comm_plan, list(self._delivered.values())
         much = sum(x.numel() * x.element_size() for x in waiting) > IN_FLIGHT * plan.limit
         return not plan.replicated or (much and len(waiting) > IN_FLIGHT)
 
     def close(self) -> None:
-        """Waits for all messages."""
+        """Send the remaining rounds and wait for all messages."""
         self._advance(len(self.comm_plan.block_groups), wait=True)
         while self._returning:
             self._receive()
 
     def _advance(self, before: int, wait: bool) -> None:
-        """Sends and receives; wait: whether to wait for earlier rounds where as many as allowed are under way."""
+        """Send finished rounds and receive updates that have arrived.
+
+        before: block groups below this number are delivered.
+        wait: True to wait for earlier rounds if as many as allowed are under way.
+        """
         allowed = IN_FLIGHT if self.comm_plan.replicated else 1
         for key in [key for key in self._arrived if key[1] < before]:
             del self._arrived[key]
@@ -119,8 +134,8 @@ class CommStep:
             self._receive()
 
     def _return(self, index: int) -> None:
-        """Starts to send the updates of a round, and the gradients of the next round but one."""
-        for name in self.sources:  # taken or not: a message must not outlive its buffers
+        """Start to send the updates of a round, and the gradients of the next round but one."""
+        for name in self.sources:  # whether they were gathered or not: a message must not outlive its buffers
             if (name, index) in self._arriving:
                 self._arriving.pop((name, index)).wait()
         self._returning.append((index, self._return_round(index)))
@@ -144,14 +159,14 @@ class CommStep:
         return plan.rank_group.all_to_all(out, sending, receiving, label)
 
     def _receive(self) -> None:
-        """Waits for the updates of the round that was sent first, and hands them over."""
+        """Wait for the updates of the round that was sent first, and pass them on."""
         index, work = self._returning.popleft()
         own, data = self.comm_plan.rounds[index], work.wait()
         arrived = self._shards(own, data) if isinstance(data, Tensor) else self._blocks(own, data)
-        self._take(list(arrived))
+        self._handle(list(arrived))
 
     def _shards(self, own: Round, data: Tensor) -> Iterator[Arrived]:
-        """The updates `[n]` of a round, where they belong in this rank's shards."""
+        """Yield the updates `[n]` of a round with their places in this rank's shards."""
         plan, transfers = self.comm_plan, flattened(own.held)
         for transfer, values in zip(transfers, stretches(data, transfers), strict=True):
             position = transfer.block.position
@@ -160,7 +175,7 @@ class CommStep:
             yield Arrived(position, dtype, [values], partial(_in_shard, transfer.region, held), whole)
 
     def _blocks(self, own: Round, data: Sequence[Tensor]) -> Iterator[Arrived]:
-        """The blocks `[lengths[r]]` of all ranks r, where they belong in parameters that every rank holds."""
+        """Yield the blocks `[lengths[r]]` of all ranks r with their places in parameters that every rank holds."""
         ends = [0] * self.comm_plan.rank_group.size
         for group in (self.comm_plan.block_groups[index] for index in own.groups):
             for block in sorted(group.blocks, key=lambda one: (one.owner, one.row)):
@@ -173,7 +188,7 @@ class CommStep:
 
 
 def _in_shard(region: Region, held: Box, shard: Tensor) -> list[Tensor]:
-    """The entries of a region in a shard that holds a box of its parameter."""
+    """Return the entries of a region in a shard that holds a box of its parameter."""
     return [region.in_shard(shard, held)]
 
 

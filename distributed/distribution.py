@@ -1,4 +1,4 @@
-"""Settings of distribution: what a recipe says about ranks."""
+"""The settings of a recipe for ranks: which parameters are divided, and how they are communicated."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from eigengraft.component import Component
 
 
 class Distribution(Component):
-    """How work is divided over ranks: every block has one owner, which holds its state and computes its update.
+    """The division of work over ranks: every block has one owner, which holds its state and computes its update.
 
-    The result is that of one process. Modes:
-    auto: DTensors are exchanged on their own device mesh; plain parameters are taken to be replicated over all ranks of
-    the default process group, if there is one with more than one rank.
+    The trajectory is that of one process. Modes:
+
+    auto: DTensors are exchanged on their own device mesh. Plain parameters count as replicated over all ranks of the
+        default process group, if there is one with more than one rank.
     replicated: as auto, but DTensors are refused.
     sharded: as auto, but plain tensors are refused.
-    local: every rank updates all of its parameters, whatever other ranks do.
+    local: every rank updates all of its parameters, independently of other ranks.
     """
 
     mode: Literal["auto", "replicated", "sharded", "local"] = Field(
@@ -26,8 +27,8 @@ class Distribution(Component):
     group_size: int | None = Field(
         default=None,
         ge=2,
-        description="consecutive ranks that divide replicated parameters among them, as those of one machine: every "
-        "group computes all updates; none: all ranks are one group",
+        description="number of consecutive ranks that divide replicated parameters among them, such as those of one "
+        "machine; every group computes all updates; default: all ranks are one group",
     )
     dtype: Literal["exact", "bf16"] = Field(
         default="exact",
@@ -36,7 +37,8 @@ class Distribution(Component):
     bucket: int = Field(
         default=1 << 28,
         ge=1,
-        description="bytes, of which a step needs at most twice as many beside the state; a tenth is sent at once",
+        description="memory for messages, in bytes; a step needs at most twice as many beside the state, and sends a "
+        "tenth at once",
     )
     gather: Literal["updates", "parameters"] = Field(
         default="updates",
@@ -44,7 +46,7 @@ class Distribution(Component):
     )
     overlap_backward: bool = Field(
         default=False,
-        description="whether gradients of sharded parameters go to owners during backward, as soon as they are there",
+        description="true: gradients of sharded parameters are sent to owners during backward, once complete",
     )
     timeout: float | None = Field(
         default=None, gt=0, description="seconds to wait for other ranks on a CPU; default: the process group's"
@@ -58,17 +60,21 @@ class Distribution(Component):
     def _sends_what_it_says(self) -> Self:
         if self.group_size is not None and self.mode in ("sharded", "local"):
             raise ValueError(
-                f"group_size: mode 'auto' or 'replicated' is required, got '{self.mode}', where nothing is replicated"
+                f"group_size: cannot be combined with mode '{self.mode}', in which nothing is replicated, "
+                f"got {self.group_size}"
             )
         if self.gather == "parameters" and self.mode in ("sharded", "local"):
             raise ValueError(
-                f"gather: mode 'auto' or 'replicated' is required, got '{self.mode}', where no owner has the parameters"
+                f"gather: cannot be combined with mode '{self.mode}', in which no owner has the parameters, got "
+                "'parameters'"
             )
         if self.gather == "parameters" and self.dtype != "exact":
-            raise ValueError(f"gather: dtype 'exact' is required, got '{self.dtype}', which would round parameters")
+            raise ValueError(
+                f"gather: cannot be combined with dtype '{self.dtype}', which would round parameters, got 'parameters'"
+            )
         if self.overlap_backward and self.mode in ("replicated", "local"):
             raise ValueError(
-                f"overlap_backward: mode 'auto' or 'sharded' is required, got '{self.mode}', where no gradient travels"
+                f"overlap_backward: cannot be combined with mode '{self.mode}', in which no gradient is sent, got True"
             )
         return self
 
@@ -76,16 +82,16 @@ class Distribution(Component):
     def message(self) -> int:
         """Bytes of updates that a rank receives in one round of messages.
 
-        A step holds 3 to 18 times as many: gradients of one round as they are sent and as they are received, updates of
-        another likewise, and one round that is computed, with the products of its update; of `psgd_kron`, in
-        float64, the most.
+        A step holds 3 to 18 times as many bytes: the gradients of one round as they are sent and received, the updates
+            of another round likewise, and the round that is computed, with the products of its update. `psgd_kron` in
+            float64 needs the most.
         """
         return max(1, self.bucket // 10)
 
     def measured(self, block: tuple[int, ...], counted: float) -> float:
-        """Work of one step of a block: the time measured for its shape, else the operations counted.
+        """Return the work of one step of a block: the time measured for its shape, else the counted operations.
 
-        Where some shapes are measured, counted operations become milliseconds at 10^8 operations per millisecond.
+        If some shapes are measured, counted operations become milliseconds at 10^8 operations per millisecond.
         """
         if not self.work:
             return counted

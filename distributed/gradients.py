@@ -1,6 +1,6 @@
-"""Gradients on their way to owners during backward, and whether a step has used them before.
+"""Gradients that are sent to owners during backward, and the detection of gradients that a step has used before.
 
-A gradient is what its placements say, never its local values alone.
+The value of a gradient follows from its placements, never from its local tensor alone.
 """
 
 from __future__ import annotations
@@ -14,26 +14,28 @@ from torch import Tensor
 from eigengraft.errors import warn_user
 
 from .checks import Field
-from .comm_plan import CommPlan
+from .comm_plan import CommPlan, flattened, pack_shards, read, send_shards
 from .layouts import is_dtensor, local
-from .transfers import flattened, pack_shards, read, send_shards
-from .work import Work
+from .rank_group import Work
 
 BEGUN, CHANGED = "rounds begun in backward", "rounds begun with other gradients"
-"""Names of the fields that ranks sum before they use messages sent in backward."""
+"""Names of the fields that ranks sum before they use messages that were sent during backward."""
 
 
 def count_writes(gradient: Tensor) -> tuple[Tensor, int]:
-    """(what this rank holds, number of writes) of a gradient; torch counts writes of a DTensor and of its local tensor
-    apart, and none where gradients are made in inference mode."""
+    """Return this rank's tensor of a gradient, and the number of writes to it.
+
+    Torch counts writes to a DTensor and to its local tensor separately, and none if gradients are made in inference
+    mode.
+    """
     own = local(gradient)
     return own, sum(x._version for x in (own, gradient) if not x.is_inference())
 
 
 class UsedGradients:
-    """The gradients of the last step, to notice a rank that steps again before they are written again.
+    """The gradients of the last step, for the detection of a rank that steps again before they are written again.
 
-    parameters: those that are shared with other ranks, a list that may change.
+    parameters: the parameters that are shared with other ranks, a list that may change.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
@@ -42,7 +44,8 @@ class UsedGradients:
         self._times = 0
 
     def times(self) -> int:
-        """Return how many steps have used the present gradients since one was written; 0 if there is none."""
+        """Return the number of steps that have used the present gradients since one was written; 0 without
+        gradients."""
         found = (count_writes(parameter.grad) for parameter in self.parameters if parameter.grad is not None)
         self._now = [(ref(gradient), writes) for gradient, writes in found]
         pairs = zip(self._used, self._now, strict=False)
@@ -51,22 +54,24 @@ class UsedGradients:
         return self._times
 
     def use(self) -> None:
-        """Note that a step uses the gradients that `times` has counted."""
+        """Record that a step uses the gradients that `times` has counted."""
         self._times, self._used = self._times + 1, self._now
 
 
 class BackwardGather:
-    """Sends gradients to the owners of blocks while backward runs, those of a round as soon as it has all of them.
+    """Communication of gradients to the owners of blocks while backward runs, round by round, as rounds are complete.
 
-    All ranks begin rounds in the order in which they are computed: the last parameters first, because backward comes
-    to them first. A gradient is complete when backward has written it as often as before the last step.
+    All ranks begin rounds in the order in which they are computed. The last parameters come first, because backward
+    computes their gradients first. A gradient counts as complete when backward has written it as often as before the
+    last step.
 
     Anything may write gradients between backward and step(): clipping, a scaler, one more micro-batch, a hook. Torch
-    counts no writes through `.data`, and none of `torch._foreach_*` on DTensors. So every message is kept until the
-    step, packed again there, and compared bit by bit. If any rank finds a difference, all ranks send the round again.
+        counts no writes through `.data`, and none of `torch._foreach_*` on DTensors. So every message is kept until the
+        step, packed again there, and compared bit by bit. If any rank finds a difference, all ranks send the round
+        again.
 
     comm_plan: the rounds of messages.
-    parameters: those of the plan, by position, a list that may change.
+    parameters: the parameters of the plan, by position, a list that may change.
     """
 
     def __init__(self, comm_plan: CommPlan, parameters: Sequence[Tensor]) -> None:
@@ -76,13 +81,13 @@ class BackwardGather:
         self._writes, self._expected = [0] * len(parameters), [1] * len(parameters)
         self._messages: list[Tensor] = []
         self._works: list[Work[Tensor]] = []
-        self._complete = 0  # leading gradients of the next round that are there: none is checked twice
+        self._complete = 0  # leading gradients of the next round that are complete, so that none is checked twice
         self._late = 0
         self._watched: set[int] = set()
         self._watch()
 
     def _watch(self) -> None:
-        """Registers a hook on every parameter that can have a gradient by now, which backward calls."""
+        """Register a hook on every parameter that requires a gradient by now; backward calls it."""
         for position, parameter in enumerate(self.parameters):
             if parameter.requires_grad and position not in self._watched:
                 hook = _hook(ref(self), position)
@@ -90,7 +95,7 @@ class BackwardGather:
                 self._watched.add(position)
 
     def note(self, position: int) -> None:
-        """Counts that backward has written a gradient, and begins the rounds that are complete by now."""
+        """Record that backward has written a gradient, and begin the rounds that are complete by now."""
         self._writes[position] += 1
         while self._next < len(self.comm_plan.rounds):
             positions = self._positions[self._next]
@@ -111,7 +116,7 @@ class BackwardGather:
         return self._writes[position] >= self._expected[position] and self._held(position) is not None
 
     def _held(self, position: int) -> Tensor | None:
-        """What this rank holds of a gradient, if that is laid out as its parameter."""
+        """Return this rank's tensor of a gradient, if the gradient is laid out as its parameter; else None."""
         parameter, gradient = self.parameters[position], self.parameters[position].grad
         if is_dtensor(gradient) and is_dtensor(parameter):
             alike = (gradient.device_mesh, gradient.placements) == (parameter.device_mesh, parameter.placements)
@@ -119,11 +124,11 @@ class BackwardGather:
         return None if is_dtensor(gradient) or is_dtensor(parameter) else gradient
 
     def _pack(self, index: int, held: Mapping[int, Tensor | None]) -> Tensor:
-        """The message of a round with these gradients, by position."""
+        """Return the message of a round with these gradients, by position."""
         return pack_shards(self.comm_plan, index, lambda position: read(held[position]))
 
     def _hold(self, index: int) -> dict[int, Tensor | None]:
-        """What this rank holds of the gradients of a round, by position, as `_held` returns it."""
+        """Return this rank's tensors of the gradients of a round, by position, as `_held` returns them."""
         return {position: self._held(position) for position in self._positions[index]}
 
     @torch.no_grad()
@@ -135,7 +140,7 @@ class BackwardGather:
 
     @torch.no_grad()
     def report(self, device: torch.device) -> dict[str, Field]:
-        """Return which of n rounds are begun here, and which of these with other gradients than now, each `[n]`."""
+        """Return which of n rounds are begun here, and which of them have other gradients than now, each `[n]`."""
         begun, rounds = self._next, len(self.comm_plan.rounds)
         changed = torch.zeros(rounds, dtype=torch.float64, device=device)
         for index, message in enumerate(self._messages):
@@ -145,10 +150,12 @@ class BackwardGather:
         return {BEGUN: [1.0] * begun + [0.0] * (rounds - begun), CHANGED: changed}
 
     @torch.no_grad()
-    def take(self, sums: Mapping[str, Tensor]) -> dict[int, Work[Tensor]]:
-        """End the gathering of this step. Return the messages with its gradients that are on their way, by round.
+    def finish(self, sums: Mapping[str, Tensor]) -> dict[int, Work[Tensor]]:
+        """Finish the communication of this step. Return the messages under way that hold its gradients, by round.
 
-        sums: the fields that `report` returns, summed over all ranks, which all call this.
+        All ranks call it.
+
+        sums: the fields that `report` returns, summed over all ranks.
         """
         begun, changed = torch.stack([sums[BEGUN], sums[CHANGED]]).tolist()
         while self._next < len(begun) and begun[self._next]:  # other ranks wait for it
@@ -158,7 +165,7 @@ class BackwardGather:
         for index, work in enumerate(self._works):
             if index not in good:
                 work.wait()
-            elif work.result.is_cuda:  # it was made on the stream of backward
+            elif work.result.is_cuda:  # the result was made on the stream of backward
                 work.result.record_stream(torch.cuda.current_stream(work.result.device))
         self._late = self._late + 1 if len(good) < len(self._works) else 0
         if self._late == 2 and self.comm_plan.rank_group.rank == 0:
@@ -170,17 +177,20 @@ class BackwardGather:
 
 
 def differ(message: Tensor, now: Tensor) -> Tensor | bool:
-    """Whether two messages of one length and dtype differ in a bit: 0-d on a device, where the host does not wait."""
+    """Return True if two messages of one length and dtype differ in a bit.
+
+    On a device the result is 0-d, so that the host does not wait.
+    """
     one, other = (x.view(_BITS[x.element_size()]) for x in (message, now))
     if one.device.type == "cpu":
         return not torch.equal(one, other)
-    if message.is_cuda:  # it was made on the stream of backward
+    if message.is_cuda:  # the message was made on the stream of backward
         message.record_stream(torch.cuda.current_stream(message.device))
     return (one != other).any()
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers of as many bytes, which are equal where all bits are: nan is, 0 and -0 are not."""
+"""Integer dtypes by size in bytes. Compared as integers, nan equals nan, and 0 differs from -0."""
 
 LATE = (
     "distribution.overlap_backward: gradients were written in two steps after backward had sent them, and were sent "
@@ -189,7 +199,7 @@ LATE = (
 
 
 def _hook(gather: ref[BackwardGather], position: int) -> Callable[[Tensor], None]:
-    """What torch calls after a gradient is written; nothing once the gather is gone."""
+    """Return the function that torch calls after a gradient is written. It does nothing once the gather is gone."""
 
     def written(_: Tensor) -> None:
         found = gather()

@@ -1,18 +1,27 @@
-"""Layouts: which entries of a parameter each rank holds, as DTensor placements say it; a pure function."""
+"""Layouts: which entries of a parameter each rank holds, and which entries of a block lie in a rank's shard.
+
+A `Layout` follows from the placements of a DTensor, without a message. A `Region` is what a block and a shard have in
+common, as views of both. Blocks are cut from a parameter in its merged shape, shards in its own. A run of entries along
+a merged axis is a union of boxes in the axes that were merged, at most 2k - 1 boxes for k axes; along an axis that is
+divided into groups it is one box for each group. A region lies in one such box on every axis.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from eigengraft.blocking.boxes import Box
+from eigengraft.blocking.blocks import BlockGrid, Box, Numbers, Piece, boxes_of_run
 from eigengraft.errors import name_some
 
 from .rank_group import DistributedError, RankGroup
@@ -24,34 +33,34 @@ if TYPE_CHECKING:  # importing it takes as long as all of this library
 
 
 def are_dtensors_known() -> bool:
-    """Whether there can be DTensors: their module is imported."""
+    """Return True if there can be DTensors: their module is imported."""
     return "torch.distributed.tensor" in sys.modules
 
 
 def is_dtensor(x: object) -> TypeIs[DTensor]:
-    """Whether x is a DTensor; nothing is while their module is not imported."""
+    """Return True if x is a DTensor; always False while their module is not imported."""
     known = sys.modules.get("torch.distributed.tensor")
     return known is not None and isinstance(x, known.DTensor)
 
 
 def local(x: Tensor) -> Tensor:
-    """The tensor that this rank holds of a DTensor, as a view; any other tensor as it is."""
+    """Return the tensor that this rank holds of a DTensor, as a view; any other tensor as it is."""
     return x.to_local() if is_dtensor(x) else x
 
 
 def chunk_length(length: int, ranks: int) -> int:
-    """The length of each rank's part of an axis as torch.chunk cuts it; the last parts may be shorter, or empty."""
+    """Return the length of each rank's part of an axis in torch.chunk; the last parts may be shorter, or empty."""
     return -(-length // ranks)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the entries of one parameter lie among R ranks.
+    """The entries of one parameter that each of R ranks holds.
 
     shape: shape of the full parameter.
     boxes: `[R]`, entries that each rank holds; a box may be empty.
-    replicas: `[R]`, number of the replica that each rank belongs to: ranks of one replica hold every entry once.
-    parts: layout in which ranks that hold the same entries have a part of them each; None: they cannot be divided so,
+    replicas: `[R]`, number of the replica that each rank belongs to. The ranks of one replica hold every entry once.
+    parts: layout in which ranks that hold the same entries have one part of them each; None: they cannot be divided so,
         or no entry is held twice.
     """
 
@@ -63,7 +72,7 @@ class Layout:
     @classmethod
     @lru_cache(maxsize=1024)
     def replicate(cls, shape: tuple[int, ...], ranks: int) -> Layout:
-        """The layout of a plain tensor (DDP): every rank holds all entries."""
+        """Return the layout of a plain tensor (DDP): every rank holds all entries."""
         fits = bool(shape) and 0 not in shape and 1 < ranks <= shape[0]
         parts = cls.by_rows(shape, ranks) if fits else None
         return cls(shape, (Box((0,) * len(shape), shape),) * ranks, tuple(range(ranks)), parts)
@@ -71,7 +80,7 @@ class Layout:
     @classmethod
     @lru_cache(maxsize=1024)
     def by_rows(cls, shape: tuple[int, ...], ranks: int) -> Layout:
-        """The layout of a tensor that is cut along its first axis, as torch.chunk cuts."""
+        """Return the layout of a tensor that is cut along its first axis, as by torch.chunk."""
         boxes = tuple(_box(shape, [(0, ranks, rank)]) for rank in range(ranks))
         return cls(shape, boxes, (0,) * ranks)
 
@@ -80,13 +89,13 @@ class Layout:
     def from_placements(
         cls, shape: tuple[int, ...], mesh: tuple[int, ...], placements: tuple[Placement, ...]
     ) -> Layout:
-        """The layout of a DTensor with these placements on a mesh of that shape; ranks in row-major order of the mesh.
+        """Return the layout of a DTensor with these placements on a mesh of that shape.
 
-        Raises ValueError for a placement other than Shard and Replicate.
+        Ranks are in row-major order of the mesh. Raises ValueError for a placement other than Shard and Replicate.
         """
         for placement in placements:
             if placement.is_partial() or not (_cut(placement) is not None or placement.is_replicate()):
-                raise ValueError(f"placement: Shard or Replicate on each mesh axis is required, got {placement}")
+                raise ValueError(f"placement: must be Shard or Replicate on each mesh axis, got {placement}")
         order = _order(mesh, placements)
         copies = [axis for axis, placement in enumerate(placements) if placement.is_replicate()]
         boxes, replicas = [], []
@@ -103,19 +112,19 @@ class Layout:
         return cls(shape, tuple(boxes), tuple(replicas), parts)
 
     def reordered(self, order: Sequence[int]) -> Layout:
-        """The layout with the ranks in another order."""
+        """Return the layout with the ranks in another order."""
         boxes, replicas = [self.boxes[i] for i in order], [self.replicas[i] for i in order]
         parts = self.parts if self.parts is None or self.replicated else self.parts.reordered(order)
         return Layout(self.shape, tuple(boxes), tuple(replicas), parts)
 
     @cached_property
     def replicated(self) -> bool:
-        """Whether every rank holds all entries."""
+        """True if every rank holds all entries."""
         return len(set(self.replicas)) == len(self.replicas)
 
     @property
     def whole_rows(self) -> bool:
-        """Whether the tensor is cut along its first axis alone, if at all."""
+        """True if the tensor is cut along its first axis alone, or not at all."""
         return all(box.numel == 0 or box.shape[1:] == self.shape[1:] for box in self.boxes)
 
     @cached_property
@@ -130,7 +139,7 @@ class Layout:
 
     @cached_property
     def holders(self) -> list[tuple[int, ...]]:
-        """`[R]`, ranks that hold the same entries as each rank, the rank itself among them."""
+        """`[R]`, for each rank, the ranks that hold the same entries, itself among them."""
         found: dict[Box, list[int]] = {}
         for rank, box in enumerate(self.boxes):
             found.setdefault(box, []).append(rank)
@@ -141,8 +150,10 @@ class Layout:
 def divided(
     shape: tuple[int, ...], mesh: tuple[int, ...], placements: Sequence[Placement]
 ) -> tuple[Placement, ...] | None:
-    """Placements in which mesh axes with copies cut an axis of the tensor that no other mesh axis cuts, the first that
-    is long enough; None: there is none, or there are no copies."""
+    """Return placements in which the copies of a tensor are divided; None if there are no copies or no free axis.
+
+    Mesh axes with copies cut an axis of the tensor that no other mesh axis cuts: the first one that is long enough.
+    """
     copies = math.prod(length for length, placement in zip(mesh, placements, strict=True) if placement.is_replicate())
     used = {getattr(placement, "dim", None) for placement in placements}
     free = [axis for axis, length in enumerate(shape) if axis not in used and 1 < copies <= length]
@@ -154,7 +165,7 @@ def divided(
 
 
 def _order(mesh: tuple[int, ...], placements: Sequence[Placement]) -> list[int]:
-    """Mesh axes in the order in which they cut. A strided shard is cut after the axes on its right.
+    """Return the mesh axes in the order in which they cut. A strided shard is cut after the axes on its right.
 
     With fully_shard over tensor parallelism, the tensor-parallel axis stands on the right and cuts first.
     """
@@ -167,7 +178,7 @@ def _order(mesh: tuple[int, ...], placements: Sequence[Placement]) -> list[int]:
         right = [a for a in order if a > axis and getattr(placements[a], "dim", None) == placement.dim]
         if placement.split_factor != math.prod(mesh[a] for a in right):
             raise ValueError(
-                f"placement: a strided shard that later mesh axes make contiguous is required, got {placements} "
+                f"placement: a strided shard must be made contiguous by the mesh axes on its right, got {placements} "
                 f"on a mesh of shape {mesh}"
             )
         order.remove(axis)
@@ -176,12 +187,15 @@ def _order(mesh: tuple[int, ...], placements: Sequence[Placement]) -> list[int]:
 
 
 def _cut(placement: Placement) -> int | None:
-    """The axis of the tensor that a placement cuts, if it does."""
+    """Return the axis of the tensor that a placement cuts; None if it cuts none."""
     return getattr(placement, "dim", None)
 
 
 def _box(shape: tuple[int, ...], cuts: Sequence[tuple[int | None, int, int]]) -> Box:
-    """The box of one rank. cuts: (axis or None, ranks, own rank) of each mesh axis in order; cut by torch.chunk."""
+    """Return the box of one rank, as torch.chunk cuts.
+
+    cuts: (axis or None, ranks, own rank) of each mesh axis, in the order in which they cut.
+    """
     start, stop = [0] * len(shape), list(shape)
     for axis, ranks, rank in cuts:
         if axis is None:
@@ -197,25 +211,29 @@ def _box(shape: tuple[int, ...], cuts: Sequence[tuple[int | None, int, int]]) ->
 def local_gradients(
     names: Sequence[str], parameters: Sequence[Tensor], rank_group: RankGroup | None
 ) -> list[Tensor | None]:
-    """What this rank holds of the gradient of each parameter, laid out as the parameter is; None: it has no gradient.
+    """Return this rank's entries of the gradient of each parameter, laid out as the parameter; None: no gradient.
 
-    A DTensor with other placements, as a partial sum, is redistributed by all ranks of its mesh; `parameter.grad` stays
-    as it is. Raises ValueError for a gradient that cannot be laid out so, DistributedError where ranks fail to do it.
+    A DTensor with other placements, such as a partial sum, is redistributed by all ranks of its mesh. `parameter.grad`
+    is not changed. Raises ValueError for a gradient that cannot be laid out so, and DistributedError if ranks fail to
+    redistribute.
+
+    rank_group: the ranks that share the parameters; None: this process alone.
     """
     if not are_dtensors_known():
         return [parameter.grad for parameter in parameters]
     pairs = list(zip(names, parameters, strict=True))
-    moved = [name for name, parameter in pairs if _lies_elsewhere(name, parameter)]
-    if moved and rank_group is not None:
+    misplaced = [name for name, parameter in pairs if _needs_redistribution(name, parameter)]
+    if misplaced and rank_group is not None:
         none = [name for name, parameter in pairs if parameter.grad is None]
         none_of = f"; none of {', '.join(none[:3])}" if none else ""
-        what = f"redistribution of gradients ({name_some(moved, 1)}{none_of})"
+        what = f"redistribution of gradients ({name_some(misplaced, 1)}{none_of})"
         rank_group.synchronize(what, device=parameters[0].device)
     return [_local_gradient(name, parameter) for name, parameter in pairs]
 
 
-def _lies_elsewhere(name: str, parameter: Tensor) -> bool:
-    """Whether a gradient has other placements than its parameter; ValueError if it cannot get the same."""
+def _needs_redistribution(name: str, parameter: Tensor) -> bool:
+    """Return True if a gradient has other placements than its parameter. Raises ValueError if it cannot get the
+    same."""
     gradient = parameter.grad
     if gradient is None or not (is_dtensor(gradient) or is_dtensor(parameter)):
         return False
@@ -224,7 +242,7 @@ def _lies_elsewhere(name: str, parameter: Tensor) -> bool:
         raise ValueError(f"{name}: the gradient of {kinds[0]} must be one too, got {kinds[1]}")
     if gradient.device_mesh != parameter.device_mesh:
         raise ValueError(
-            f"{name}: a gradient on the parameter's mesh {parameter.device_mesh} is required, got one on "
+            f"{name}: the gradient must be on the parameter's mesh {parameter.device_mesh}, got one on "
             f"{gradient.device_mesh}"
         )
     return gradient.placements != parameter.placements
@@ -243,3 +261,148 @@ def _local_gradient(name: str, parameter: Tensor) -> Tensor | None:
             f"{name}: the gradient could not be redistributed from {gradient.placements} to the parameter's placements "
             f"{parameter.placements}; ranks must do it together. Here: {type(error).__name__}: {error}"
         ) from error
+
+
+Counts = NDArray[np.int64]
+
+
+class Stride(NamedTuple):
+    """Distance in a block from an entry to the next entry along an axis of its parameter.
+
+    axis: axis of the block.
+    places: number of places along that axis.
+    """
+
+    axis: int
+    places: int
+
+
+@dataclass(frozen=True)
+class Region:
+    """Entries that a block and a shard have in common.
+
+    box: the entries, in the axes of the parameter.
+    corner: index of the first entry in the block.
+    strides: for each axis of the parameter, the distance in the block to the next entry.
+    """
+
+    box: Box
+    corner: Numbers
+    strides: tuple[Stride, ...]
+
+    def in_shard(self, shard: Tensor, held: Box) -> Tensor:
+        """Return the entries as a view of a shard that holds the box `held` of the parameter."""
+        return shard[self.box.within(held)]
+
+    def in_block(self, block: Tensor) -> Tensor:
+        """Return the entries as a view of the block, in the shape that `in_shard` returns."""
+        own = block.stride()
+        first = block.storage_offset() + sum(at * stride for at, stride in zip(self.corner, own, strict=True))
+        return torch.as_strided(block, self.box.shape, [own[s.axis] * s.places for s in self.strides], first)
+
+
+class _Run(NamedTuple):
+    """Entries of a piece of a block that are a box along some axes of the parameter.
+
+    start, stop: the box.
+    moves: distance of its first entry from the first entry of the piece, by axis of the merged shape.
+    strides: as in a region.
+    """
+
+    start: Numbers
+    stop: Numbers
+    moves: Mapping[int, int]
+    strides: tuple[Stride, ...]
+
+
+def regions(shape: tuple[int, ...], block: BlockGrid, held: Box) -> Iterator[Region]:
+    """Yield the regions of one block of a parameter of that shape and of a rank's box `held`, in a fixed order."""
+    pairs = list(corresponding(shape, block.merged))
+    for piece in block.pieces:
+        strides = _strides(block, piece)
+        options = [list(_runs([shape[a] for a in own], merged, piece, strides, block.merged)) for own, merged in pairs]
+        for runs in itertools.product(*options):
+            outer = Box(sum((run.start for run in runs), ()), sum((run.stop for run in runs), ()))
+            box = outer.common(held)
+            if box is not None:
+                yield _region(box, outer, piece, runs, strides)
+
+
+def holding(layout: Layout, block: BlockGrid) -> Counts:
+    """Return the number of entries of a block that each rank holds, `[R]`."""
+    start = np.array([box.start for box in layout.boxes]).reshape(len(layout.boxes), -1)  # [R, axes]
+    stop = np.array([box.stop for box in layout.boxes]).reshape(len(layout.boxes), -1)
+    found = np.zeros(len(layout.boxes), dtype=np.int64)
+    for region in regions(layout.shape, block, Box((0,) * len(layout.shape), layout.shape)):
+        common = np.minimum(stop, region.box.stop) - np.maximum(start, region.box.start)
+        found += common.clip(min=0).prod(1).astype(np.int64)
+    return found
+
+
+def _region(box: Box, outer: Box, piece: Piece, runs: tuple[_Run, ...], strides: Mapping[int, Stride]) -> Region:
+    """Return the region of a box. outer: the box of the runs, which contains it."""
+    own, corner = sum((run.strides for run in runs), ()), list(piece.offset)
+    moves = [(strides.get(axis, ALONE), distance) for run in runs for axis, distance in run.moves.items()]
+    inside = [first - start for first, start in zip(box.start, outer.start, strict=True)]
+    for stride, distance in [*moves, *zip(own, inside, strict=True)]:
+        corner[stride.axis] += distance * stride.places
+    return Region(box, tuple(corner), own)
+
+
+ALONE = Stride(0, 0)
+"""Stride along an axis of the parameter of which the block has one entry."""
+
+
+def corresponding(shape: Numbers, merged: Numbers) -> Iterator[tuple[range, range]]:
+    """Yield (axes of a shape, axes of its merged shape) that have the same entries; one of both is a single axis.
+
+    Several axes were merged into one, or one was divided into several. An axis of length 1 belongs to a neighbour.
+    """
+    first, place = 0, 0
+    while place < len(merged):
+        last, end, length, product = first, place + 1, merged[place], 1
+        while last < len(shape) and (product < length or shape[last] == 1 or end == len(merged)):
+            product *= shape[last]
+            last += 1
+        while product > length:
+            length *= merged[end]
+            end += 1
+        yield range(first, last), range(place, end)
+        first, place = last, end
+
+
+def _strides(block: BlockGrid, piece: Piece) -> dict[int, Stride]:
+    """Return the distance in the block to the next entry of a piece, by axis of the merged shape."""
+    found = {}
+    for axis, joined in enumerate(block.joined):
+        places = 1
+        for own in reversed(joined):
+            found[own] = Stride(axis, places)
+            places *= piece.lengths[own]
+    return found
+
+
+def _runs(
+    lengths: list[int], merged: range, piece: Piece, strides: Mapping[int, Stride], merged_shape: Numbers
+) -> Iterator[_Run]:
+    """Yield the runs of a piece along some axes of the parameter.
+
+    lengths: lengths of these axes.
+    merged: the axes of the merged shape that have the same entries.
+    merged_shape: the merged shape.
+    """
+    *groups, axis = merged
+    stride, start = strides.get(axis, ALONE), piece.start[axis]
+    if not groups:
+        inner = [math.prod(lengths[k + 1 :]) for k in range(len(lengths))]
+        own = tuple(Stride(stride.axis, stride.places * length) for length in inner)
+        for first, low, high in boxes_of_run(start, start + piece.lengths[axis], tuple(lengths)):
+            yield _Run(low, high, {axis: first - start}, own)
+        return
+    wide = next((k for k, length in enumerate(lengths) if length > 1), 0)  # the others have length 1
+    for index in itertools.product(*(range(piece.start[a], piece.start[a] + piece.lengths[a]) for a in groups)):
+        first = start + sum(i * math.prod(merged_shape[a + 1 : axis + 1]) for a, i in zip(groups, index, strict=True))
+        lows = tuple(first if k == wide else 0 for k in range(len(lengths)))
+        highs = tuple(first + piece.lengths[axis] if k == wide else 1 for k in range(len(lengths)))
+        moves = {a: i - piece.start[a] for a, i in zip(groups, index, strict=True)}
+        yield _Run(lows, highs, moves, tuple(stride if k == wide else ALONE for k in range(len(lengths))))

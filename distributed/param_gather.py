@@ -1,8 +1,7 @@
-"""Gathering of what several ranks hold and each of them has updated a part of.
+"""Gathering of parameters that several ranks hold, of which each rank has updated one part.
 
-Legend: R ranks; a parameter that all of them hold has n rows, of which rank r updates c = ceil(n / R) rows from row r c
-on, the last ranks fewer, as torch.chunk cuts. Of a shard that some ranks hold, each of these updates some rows or some
-columns.
+Legend: R ranks. A parameter that all ranks hold has n rows. Rank r updates c = ceil(n / R) rows from row r c on, the
+last ranks fewer, as torch.chunk cuts. If only some ranks hold a shard, each of them updates some rows or some columns.
 """
 
 from __future__ import annotations
@@ -17,16 +16,15 @@ from torch import Tensor
 
 from eigengraft.errors import name_some
 
+from .comm_plan import copy_all
 from .comm_step import IN_FLIGHT
 from .layouts import Layout, chunk_length
-from .rank_group import RankGroup
-from .transfers import copy_all
-from .work import Work
+from .rank_group import RankGroup, Work
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of the parts of a parameter that travel in one message of every rank.
+    """Rows of the parts of a parameter that are sent in one message of every rank.
 
     position: position of the parameter.
     start, stop: the rows, counted from the first row that the rank updates.
@@ -37,13 +35,17 @@ class Rows:
     stop: int
 
     def numel(self, shape: tuple[int, ...]) -> int:
-        """Entries of these rows of a part of that shape, which may be shorter."""
+        """Return the number of entries of these rows of a part of that shape, which may be shorter."""
         return max(min(self.stop, shape[0]) - self.start, 0) * math.prod(shape[1:])
 
 
 def pack_rows(layouts: Mapping[int, Layout], dtypes: Mapping[int, torch.dtype], limit: int) -> Iterator[list[Rows]]:
-    """Rows of the parts of parameters, by position, in lists of one dtype with at most `limit` bytes, or one row, of
-    all ranks that hold the same entries."""
+    """Yield the rows of the parts of parameters that are sent in one round of messages.
+
+    A round has one dtype, and at most `limit` bytes, or one row, of all ranks that hold the same entries.
+
+    layouts, dtypes: of each parameter, by position.
+    """
     message, size, last = list[Rows](), 0, None
     for position, layout in layouts.items():
         assert layout.parts is not None
@@ -63,11 +65,11 @@ def pack_rows(layouts: Mapping[int, Layout], dtypes: Mapping[int, torch.dtype], 
 
 
 class ParamGather:
-    """Sends the parts that each rank has updated to all ranks that hold the same entries.
+    """Communication of the parts that each rank has updated, to all ranks that hold the same entries.
 
     rank_group: the ranks.
-    layouts: what each rank holds of each parameter that is updated in parts, by position.
-    names: what errors call the parameters, by position.
+    layouts: layout of each parameter that is updated in parts, by position.
+    names: names of the parameters in errors, by position.
     limit: bytes of all ranks that hold the same entries, in one round of messages.
     """
 
@@ -75,13 +77,15 @@ class ParamGather:
         self.rank_group, self.layouts, self.names, self.limit = rank_group, layouts, names, limit
 
     def run(self, held: Mapping[int, Tensor]) -> None:
-        """Fills in what other ranks have updated, in place; all ranks call it with the same positions.
+        """Copy the entries that other ranks have updated into this rank's shards, in place.
 
-        held: what this rank holds of each parameter.
+        All ranks call it with the same positions.
+
+        held: this rank's shard of each parameter, by position.
         """
-        whole = {position: x for position, x in held.items() if self.layouts[position].replicated}
-        shards = {position: x for position, x in held.items() if position not in whole}
-        self._run(whole, self._send, self._receive)
+        replicated = {position: x for position, x in held.items() if self.layouts[position].replicated}
+        shards = {position: x for position, x in held.items() if position not in replicated}
+        self._run(replicated, self._send, self._receive)
         self._run(shards, self._send_parts, self._receive_parts)
 
     def _run(
@@ -104,7 +108,7 @@ class ParamGather:
         return f"updates of rows of {name_some([self.names[rows.position] for rows in chosen], 1)}"
 
     def _send_parts(self, held: Mapping[int, Tensor], chosen: Sequence[Rows]) -> Work[Tensor]:
-        """Sends this rank's rows to each other rank that holds them."""
+        """Start to send this rank's rows to each other rank that holds them."""
         ranks, me = range(self.rank_group.size), self.rank_group.rank
         own = {rank: [self._view(held, rows, me) for rows in chosen if self._share(rows, rank)] for rank in ranks}
         sources = [x for views in own.values() for x in views]
@@ -116,13 +120,13 @@ class ParamGather:
         return self.rank_group.all_to_all(message, sending, receiving, self._describe(chosen))
 
     def _receive_parts(self, held: Mapping[int, Tensor], chosen: Sequence[Rows], data: Tensor) -> None:
-        """Copies the rows of other ranks to where this rank holds them."""
+        """Copy the rows of other ranks into this rank's shards."""
         ranks = range(self.rank_group.size)
         targets = [self._view(held, rows, rank) for rank in ranks for rows in chosen if self._share(rows, rank)]
         copy_all(targets, _split(data, targets))
 
     def _share(self, rows: Rows, rank: int) -> bool:
-        """Whether another rank holds what this one holds of a parameter."""
+        """Return True if another rank holds the same entries of a parameter as this rank."""
         me = self.rank_group.rank
         return rank != me and rank in self.layouts[rows.position].holders[me]
 
@@ -132,7 +136,7 @@ class ParamGather:
         return rows.numel(parts.boxes[rank].shape)
 
     def _view(self, held: Mapping[int, Tensor], rows: Rows, rank: int) -> Tensor:
-        """Rows of the part of a rank that holds what this one holds."""
+        """Return rows of the part of a rank that holds the same entries as this rank."""
         layout = self.layouts[rows.position]
         assert layout.parts is not None
         part = layout.parts.boxes[rank].within(layout.boxes[self.rank_group.rank])
@@ -164,13 +168,13 @@ class ParamGather:
 
 
 def _split(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """The message in pieces of the shapes of some tensors, in order."""
+    """Return the message in pieces of the shapes of given tensors, in order."""
     pieces = torch.split(message, [x.numel() for x in like])
     return [piece.view(x.shape) for piece, x in zip(pieces, like, strict=True)]
 
 
 def _copy_rows(parameter: Tensor, rows: Rows, data: Tensor) -> None:
-    """Copies rows of all ranks `[R, count, ...]` into a parameter."""
+    """Copy rows of all ranks `[R, count, ...]` into a parameter."""
     each = chunk_length(len(parameter), len(data))
     full = len(parameter) // each
     torch.unflatten(parameter[: full * each], 0, (full, each))[:, rows.start : rows.stop].copy_(data[:full])

@@ -1,20 +1,66 @@
-"""Ranks that share parameters, and the collectives between them."""
+"""Ranks that share parameters, the collectives between them, and the messages of these as bytes."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .work import Work, as_bytes, pads
+from eigengraft.numerics import HostCopy as HostCopy
+
+Received = TypeVar("Received")
+PADDING = 1.1
+"""Largest factor by which padding may lengthen the messages of an all-gather of uneven lengths."""
+
+
+@dataclass
+class Work(Generic[Received]):
+    """A collective under way.
+
+    handles: torch's handles of the collective; none: it is finished.
+    result: the tensors that the collective writes.
+    finish: function that waits for a handle; it raises DistributedError.
+    inputs: tensors that must exist until the collective is finished.
+    """
+
+    handles: Sequence[Any]
+    result: Received
+    finish: Callable[[Any], None]
+    inputs: Sequence[Tensor] = ()
+
+    def done(self) -> bool:
+        """Return True if the collective has finished or failed: `wait` then returns or raises at once."""
+        return all(handle.is_completed() for handle in self.handles)
+
+    def wait(self) -> Received:
+        """Return the result after the collective has finished. Raises DistributedError."""
+        for handle in self.handles:
+            self.finish(handle)
+        self.handles, self.inputs = (), ()
+        return self.result
+
+
+def pads(lengths: Sequence[int]) -> bool:
+    """Return True if messages of these lengths, one of each rank, are padded to the longest and gathered at once.
+
+    If padding would lengthen them by more than a tenth, each rank broadcasts its message instead.
+    """
+    return max(lengths) * len(lengths) <= PADDING * sum(lengths)
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """Return the bytes of a tensor, `[n]` uint8; a view if the tensor is dense."""
+    # `view(-1)` would keep the stride of a single entry, which may be any number
+    return x.contiguous().as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 class DistributedError(RuntimeError):
@@ -22,16 +68,16 @@ class DistributedError(RuntimeError):
 
 
 DIGEST = 16
-"""Bytes that each rank sends each other to synchronize."""
+"""Bytes of the digest that each rank sends to every other rank to synchronize; collisions are as good as impossible."""
 CPU = torch.device("cpu")
 
 
 class RankGroup:
-    """The R ranks of a process group. Tensors are sent as bytes, so that every dtype can be.
+    """The R ranks of a process group. Tensors are sent as bytes, so that every dtype can be sent.
 
     group: the process group.
     timeout: seconds to wait for a collective on a CPU; None: the process group's.
-    all_ranks: all ranks that do the same together, among them these; these themselves unless given.
+    all_ranks: a group with all ranks that execute the same step; None: this group.
     rank: this process, 0 .. R - 1.
     size: R.
     """
@@ -42,15 +88,16 @@ class RankGroup:
         self._mesh: DeviceMesh | None = None
 
     def mesh(self, device: torch.device) -> DeviceMesh:
-        """The ranks as a device mesh of one axis."""
+        """Return the ranks as a device mesh of one axis."""
         if self._mesh is None:
             self._mesh = DeviceMesh.from_group(self.group, device.type)
         return self._mesh
 
     def subgroup(self, size: int) -> RankGroup:
-        """The `size` consecutive ranks that this one is among. Raises ValueError if R is no multiple of the size."""
+        """Return the group of `size` consecutive ranks that contains this one. Raises ValueError if `size` does not
+        divide R."""
         if self.size % size:
-            raise ValueError(f"distribution.group_size: a divisor of {self.size} ranks is required, got {size}")
+            raise ValueError(f"distribution.group_size: must divide the number of ranks, {self.size}, got {size}")
         first = self.rank - self.rank % size
         ranks = dist.get_process_group_ranks(self.group)[first : first + size]
         return self if size == self.size else RankGroup(_process_group(tuple(ranks)), self.timeout, self)
@@ -62,26 +109,28 @@ class RankGroup:
         return RankGroup(dist.new_group(ranks, timeout=span, use_local_synchronization=True), self.timeout)
 
     def all_reduce(self, values: Tensor, what: str) -> Tensor:
-        """Sums `values` over all ranks, in place."""
+        """Sum `values` over all ranks, in place, and return them. what: the name of the collective in errors."""
         with self._named(what):
             self._wait(dist.all_reduce(values, group=self.group, async_op=True), values.device)
         return values
 
     @cached_property
     def gloo_devices(self) -> frozenset[str]:
-        """Types of devices whose tensors gloo sends; `dist.get_backend` names none where a group was made without."""
+        """Types of devices whose tensors gloo sends. `dist.get_backend` knows none if the group was made without a
+        backend."""
         pairs = (pair.split(":") for pair in dist.get_backend_config(self.group).split(","))
         return frozenset(device for device, backend in pairs if backend == "gloo")
 
     def synchronize(self, what: str, remedy: str = "", device: torch.device = CPU) -> None:
         """Raise DistributedError on every rank, with the remedies of all, if ranks are about to do different things.
 
-        gloo ends a process without a word where messages of one kind of collective differ in length. Nothing but the
-        exchange of blocks is an all-to-all: a rank that does something else sends no answer in time. With backends
-        other than gloo nothing is sent, and no rank waits.
+        gloo ends a process without a message if messages of one kind of collective differ in length. Only the exchange
+        of blocks uses an all-to-all: a rank that does something else sends no answer in time. With backends other than
+        gloo nothing is sent, and no rank waits.
 
-        what: the collective that follows, in words. remedy: what this rank's user may do about it.
-        device: where the tensors of that collective are.
+        what: the collective that follows, in words.
+        remedy: advice for the user of this rank.
+        device: device of the tensors of that collective.
         """
         if not {"cpu", device.type} <= self.gloo_devices:
             return
@@ -96,34 +145,35 @@ class RankGroup:
             f"{what}: all ranks must come to it together, got {found}; nothing was changed{remedies}"
         )
 
-    def all_gather(self, mine: Tensor, what: str) -> Work[Tensor]:
-        """Starts to gather `[n]` of every rank, all of one length, as `[R, n]`."""
-        found = mine.new_empty(self.size, mine.numel())
-        if not mine.numel():
-            return Work((), found, self._finish(what, mine.device))
+    def all_gather(self, values: Tensor, what: str) -> Work[Tensor]:
+        """Start to gather `[n]` of every rank, all of one length, as `[R, n]`."""
+        found = values.new_empty(self.size, values.numel())
+        if not values.numel():
+            return Work((), found, self._finish(what, values.device))
         with self._named(what):
-            handle = _all_gather(as_bytes(found), as_bytes(mine), group=self.group, async_op=True)
-        return Work((handle,), found, self._finish(what, mine.device), (mine,))
+            handle = _all_gather(as_bytes(found), as_bytes(values), group=self.group, async_op=True)
+        return Work((handle,), found, self._finish(what, values.device), (values,))
 
-    def all_gather_uneven(self, mine: Tensor, lengths: Sequence[int], what: str) -> Work[list[Tensor]]:
-        """Starts to gather `[lengths[r]]` of every rank r, by rank; mine: what this rank gives."""
+    def all_gather_uneven(self, values: Tensor, lengths: Sequence[int], what: str) -> Work[list[Tensor]]:
+        """Start to gather `[lengths[r]]` of every rank r, by rank. values: the tensor of this rank."""
         if pads(lengths):
-            missing = max(lengths) - mine.numel()
-            work = self.all_gather(torch.cat([mine, mine.new_zeros(missing)]) if missing else mine, what)
+            missing = max(lengths) - values.numel()
+            work = self.all_gather(torch.cat([values, values.new_zeros(missing)]) if missing else values, what)
             found = [row[:length] for row, length in zip(work.result, lengths, strict=True)]
             return Work(work.handles, found, work.finish, work.inputs)
-        found = list(torch.split(mine.new_empty(sum(lengths)), list(lengths)))
-        found[self.rank].copy_(mine)
+        found = list(torch.split(values.new_empty(sum(lengths)), list(lengths)))
+        found[self.rank].copy_(values)
         with self._named(what):
             handles = [
                 dist.broadcast(as_bytes(own), dist.get_global_rank(self.group, rank), self.group, async_op=True)
                 for rank, own in enumerate(found)
                 if own.numel()
             ]
-        return Work(handles, found, self._finish(what, mine.device))
+        return Work(handles, found, self._finish(what, values.device))
 
     def all_to_all(self, sent: Tensor, sending: Sequence[int], receiving: Sequence[int], what: str) -> Work[Tensor]:
-        """Starts to send `sending[r]` entries of `sent` to each rank r and to receive `receiving[r]`, by rank."""
+        """Start to send `sending[r]` entries of `sent` to each rank r and to receive `receiving[r]` of each, in the
+        order of ranks."""
         result, width = sent.new_empty(sum(receiving)), sent.element_size()
         with self._named(what):
             handle = dist.all_to_all_single(
@@ -136,15 +186,15 @@ class RankGroup:
             )
         return Work((handle,), result, self._finish(what, sent.device), (sent,))
 
-    def all_gather_object(self, mine: Any, what: str) -> list[Any]:
-        """A small Python object of every rank, by rank."""
-        self.synchronize(what)  # torch gives what follows no time-out of its own
-        return self._gather_object(mine, what)
+    def all_gather_object(self, values: Any, what: str) -> list[Any]:
+        """Gather a small Python object of every rank, by rank."""
+        self.synchronize(what)  # the collective that follows has no time-out of its own
+        return self._gather_object(values, what)
 
-    def _gather_object(self, mine: Any, what: str) -> list[Any]:
+    def _gather_object(self, values: Any, what: str) -> list[Any]:
         found: list[Any] = [None] * self.size
         with self._named(what):
-            dist.all_gather_object(found, mine, group=self.group)
+            dist.all_gather_object(found, values, group=self.group)
         return found
 
     def _finish(self, what: str, device: torch.device) -> Callable[[Any], None]:
@@ -163,6 +213,7 @@ class RankGroup:
 
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:
+        """Turn an error of torch into a DistributedError that names the collective and the rank."""
         try:
             yield
         except (RuntimeError, ValueError) as error:
@@ -176,7 +227,7 @@ class RankGroup:
 
 
 def mesh_group(mesh: DeviceMesh) -> Any:
-    """The process group of all ranks of a mesh."""
+    """Return the process group of all ranks of a mesh."""
     if mesh.ndim == 1:
         return mesh.get_group()
     ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
@@ -191,7 +242,7 @@ def _process_group(ranks: tuple[int, ...]) -> Any:
 
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""Newer versions of torch give the function another name."""
+"""The all-gather into one tensor; newer versions of torch give it another name."""
 
 _GROUPS: dict[tuple[Any, tuple[int, ...]], Any] = {}
 """Process groups by the default one, of which they are parts, and their ranks, all of which make each of them once."""

@@ -1,8 +1,9 @@
 """Resharding of state between the owners of blocks and checkpoints, which name no rank.
 
-An owner holds full tensors. In a checkpoint a tensor is a DTensor, cut along its first axis over all ranks, as
-torch.chunk cuts; one without axes is a plain tensor on every rank.
-Legend: R ranks; n rows of a tensor, of which rank r holds at most ceil(n / R), from row r ceil(n / R) on.
+An owner holds full tensors. In a checkpoint a tensor is a DTensor that is cut along its first axis over all ranks, as
+torch.chunk cuts. A tensor without axes is a plain tensor on every rank.
+
+Legend: R ranks; n rows of a tensor. Rank r holds at most ceil(n / R) of them, from row r ceil(n / R) on.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .layouts import chunk_length, is_dtensor
-from .rank_group import RankGroup
-from .work import as_bytes
+from .rank_group import RankGroup, as_bytes
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class Entry:
     owner: int | None = None
 
     def rows(self, rank: int, ranks: int) -> tuple[int, int]:
-        """(first, end) of the rows that a rank has in a checkpoint."""
+        """Return (first, end) of the rows that a rank has in a checkpoint."""
         n = self.shape[0]
         size = chunk_length(n, ranks)
         return min(rank * size, n), min((rank + 1) * size, n)
 
     def shard_shape(self, rank: int, ranks: int) -> tuple[int, ...]:
-        """Shape of what a rank has in a checkpoint."""
+        """Return the shape of the shard that a rank has in a checkpoint."""
         if not self.shape:
             return ()
         first, end = self.rows(rank, ranks)
@@ -50,7 +50,10 @@ class Entry:
 def spread(
     rank_group: RankGroup, entries: Sequence[Entry], owned: Mapping[int, Tensor], mesh: DeviceMesh, device: torch.device
 ) -> list[Tensor]:
-    """Entries as a checkpoint holds them, sent by their owners. owned: tensors of this rank, by index of the entry."""
+    """Send entries from their owners to the shards of a checkpoint. Return the shards of this rank as DTensors.
+
+    owned: full tensors of this rank, by index of the entry.
+    """
     ranks, me = rank_group.size, rank_group.rank
     messages: list[list[Tensor]] = [[] for _ in range(ranks)]
     expected = [0] * ranks
@@ -61,19 +64,24 @@ def spread(
             for rank in range(ranks):
                 value = owned[index]
                 messages[rank].append(as_bytes(value[slice(*entry.rows(rank, ranks))] if entry.shape else value))
-    data = _swapped(rank_group, messages, expected, device, "state on its way to a checkpoint")
+    data = _exchange(rank_group, messages, expected, device, "state on its way to a checkpoint")
     at = [sum(expected[:rank]) for rank in range(ranks)]
     found = []
     for entry in entries:
         assert entry.owner is not None
-        found.append(_as_dtensor(entry, _taken(data, at, entry.owner, entry.shard_shape(me, ranks), entry.dtype), mesh))
+        found.append(
+            _as_dtensor(entry, _next_tensor(data, at, entry.owner, entry.shard_shape(me, ranks), entry.dtype), mesh)
+        )
     return found
 
 
 def collect(
     rank_group: RankGroup, entries: Sequence[Entry], saved: Sequence[Tensor], device: torch.device
 ) -> dict[int, Tensor]:
-    """The full tensors of entries that this rank owns, by index. saved: plain tensors, or DTensors cut by rows."""
+    """Send the shards of a checkpoint to owners. Return the full tensors of this rank's entries, by index.
+
+    saved: plain tensors, or DTensors that are cut by rows.
+    """
     ranks, me = rank_group.size, rank_group.rank
     messages: list[list[Tensor]] = [[] for _ in range(ranks)]
     expected = [0] * ranks
@@ -84,32 +92,43 @@ def collect(
             if entry.owner == me:
                 for rank in range(ranks):
                     expected[rank] += math.prod(entry.shard_shape(rank, ranks)) * entry.dtype.itemsize
-    data = _swapped(rank_group, messages, expected, device, "state on its way from a checkpoint")
+    data = _exchange(rank_group, messages, expected, device, "state on its way from a checkpoint")
     at = [sum(expected[:rank]) for rank in range(ranks)]
     found = {}
     for index, (entry, value) in enumerate(zip(entries, saved, strict=True)):
         if entry.owner != me:
             continue
         if is_dtensor(value):
-            shards = [_taken(data, at, rank, entry.shard_shape(rank, ranks), entry.dtype) for rank in range(ranks)]
+            shards = [
+                _next_tensor(data, at, rank, entry.shard_shape(rank, ranks), entry.dtype) for rank in range(ranks)
+            ]
             found[index] = torch.cat(shards)
         else:
             found[index] = value
     return found
 
 
-def _swapped(
+def _exchange(
     rank_group: RankGroup, messages: Sequence[Sequence[Tensor]], expected: list[int], device: torch.device, what: str
 ) -> Tensor:
-    """The bytes that all ranks send to this one; messages: bytes for each rank; expected: sizes, by rank."""
+    """Exchange bytes between all ranks. Return the bytes that this rank receives.
+
+    messages: bytes for each rank.
+    expected: number of bytes from each rank.
+    """
     sizes = [sum(message.numel() for message in own) for own in messages]
     flat = [message.to(device) for own in messages for message in own]
     sent = torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8, device=device)
     return rank_group.all_to_all(sent, sizes, expected, what).wait()
 
 
-def _taken(data: Tensor, at: list[int], rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """The next tensor of a rank's message; a copy, because a view in a dtype must begin at a multiple of its size."""
+def _next_tensor(data: Tensor, at: list[int], rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return a copy of the next tensor of a rank's message.
+
+    A view in another dtype would have to begin at a multiple of its size.
+
+    at: first byte of each rank that was not read yet; updated.
+    """
     size = math.prod(shape) * dtype.itemsize
     start = at[rank]
     at[rank] += size

@@ -1,1 +1,1 @@
-"""Recipes in other people's training loops, one module a host; each imports its host, and public names of ours."""
+"""Recipes in the training loops of other libraries: one module for each library, which it imports."""

@@ -11,11 +11,18 @@ from eigengraft import Optimizer
 
 
 def consolidate_on_save(accelerator: Accelerator, *optimizers: Any) -> RemovableHandle:
-    """Makes `accelerator.save_state` gather the state of optimizers first, of which it asks the main process alone.
+    """Make `accelerator.save_state` gather the state of optimizers first.
 
-    Needed with DDP; one process and FSDP2 do without. Steps of optimizers that all processes share are divided.
+    accelerate asks the main process alone for the state. The function is needed with DDP; one process and FSDP2 do
+    without. Steps of optimizers that all processes share are divided.
 
-    optimizers: default those that the accelerator has prepared; others than eigengraft's are left alone.
+    Args:
+        accelerator: the accelerator.
+        optimizers: the optimizers; none: all that the accelerator has prepared. Optimizers of other libraries are
+            skipped.
+
+    Returns:
+        A handle whose `remove()` undoes the registration.
     """
 
     def gather(*_: Any) -> None:

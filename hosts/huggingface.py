@@ -13,10 +13,17 @@ from eigengraft.optimizers import ConsolidateOnSave, grouped
 
 
 def trainer_options(recipe: Any, args: Any, *, overrides: Any = ()) -> dict[str, Any]:
-    """What a Trainer takes for a recipe: `Trainer(model, args, **trainer_options("soap", args), train_dataset=...)`.
+    """Return the keyword arguments of a Trainer for a recipe.
 
-    args: the `TrainingArguments`, of which `learning_rate` and `weight_decay` are used; `optim` and `adam_*` are not.
-    overrides: changes of the recipe, as `compose` takes them.
+    `Trainer(model, args, **trainer_options("soap", args), train_dataset=...)`
+
+    Args:
+        recipe: the recipe, as `compose` accepts it.
+        args: the `TrainingArguments`. Their `learning_rate` and `weight_decay` are used; `optim` and `adam_*` are not.
+        overrides: changes of the recipe, as `compose` accepts them.
+
+    Returns:
+        The arguments `optimizer_cls_and_kwargs` and `callbacks`.
     """
     chosen = optimizer_factory(recipe, args.learning_rate, args.weight_decay, overrides=overrides)
     return {"optimizer_cls_and_kwargs": chosen, "callbacks": [ConsolidateOnSave()]}
@@ -25,23 +32,33 @@ def trainer_options(recipe: Any, args: Any, *, overrides: Any = ()) -> dict[str,
 def optimizer_factory(
     recipe: Any, lr: float | None = None, weight_decay: float | None = None, *, overrides: Any = ()
 ) -> tuple[Callable[[], Callable[..., Optimizer]], dict[str, Any]]:
-    """The argument `optimizer_cls_and_kwargs` of a Trainer, whose optimizer is made of the model itself.
+    """Return the argument `optimizer_cls_and_kwargs` of a Trainer, which makes the optimizer of the model itself.
 
-    lr, weight_decay: default the recipe's. A Trainer does not tell factories its arguments; `trainer_options` does.
-    Several processes without a sharded model need `ConsolidateOnSave` among the callbacks too.
+    A Trainer does not pass its arguments to factories; `trainer_options` does. Several processes without a sharded
+    model need `ConsolidateOnSave` among the callbacks, too.
+
+    Args:
+        recipe: the recipe, as `compose` accepts it.
+        lr: learning rate; None: that of the recipe.
+        weight_decay: weight decay; None: that of the recipe.
+        overrides: changes of the recipe, as `compose` accepts them.
+
+    Returns:
+        A factory and its keyword arguments.
     """
     return _factory, {"recipe": recipe, "lr": lr, "weight_decay": weight_decay, "overrides": overrides}
 
 
 def _factory() -> Callable[..., Optimizer]:
-    """What a Trainer calls first, without arguments; it calls the result with the model."""
+    """Return the function that makes the optimizer. A Trainer calls the factory without arguments, and its result with
+    the model."""
     return _optimizer
 
 
 def _optimizer(
     model: nn.Module, recipe: Any, lr: float | None, weight_decay: float | None, overrides: Mapping[str, Any]
 ) -> Optimizer:
-    """An optimizer with the two param groups of a Trainer: norms and biases do not decay."""
+    """Return an optimizer with the two param groups of a Trainer: norms and biases do not decay."""
     unused: Any = None
     decaying = set(Trainer.get_decay_parameter_names(unused, model))
     named = list(model.named_parameters())

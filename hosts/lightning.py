@@ -10,42 +10,43 @@ from lightning.pytorch import Callback
 from eigengraft import Optimizer
 
 AVERAGED = "averaged_state_dict"
-"""The key of a checkpoint under which the module is at the averaged iterate."""
+"""Key of a checkpoint under which the module at the averaged iterate is stored."""
 
 
 class AveragedIterates(Callback):
-    """Calls `optimizer.eval()` before validation, test and prediction and `optimizer.train()` after them.
+    """A callback that calls `optimizer.eval()` before validation, test and prediction, and `optimizer.train()` after
+    them.
 
-    Checkpoints hold the iterate that is trained, from which runs resume bit for bit, and under "averaged_state_dict"
-    the module at the averaged one. Recipes without an averaging are left alone.
+    Checkpoints hold the iterate that is trained, from which runs resume bit for bit. Under "averaged_state_dict" they
+    also hold the module at the averaged iterate. Recipes without averaging are not affected.
     """
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Before a validation."""
+        """Switch to the averaged iterate before a validation."""
         _switch(trainer, "eval")
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """After a validation, before callbacks that save, which Lightning calls last."""
+        """Switch back after a validation, before callbacks that save, which Lightning calls last."""
         _switch(trainer, "train")
 
     def on_test_start(self, trainer: Any, pl_module: Any) -> None:
-        """Before a test."""
+        """Switch to the averaged iterate before a test."""
         _switch(trainer, "eval")
 
     def on_test_end(self, trainer: Any, pl_module: Any) -> None:
-        """After a test."""
+        """Switch back after a test."""
         _switch(trainer, "train")
 
     def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
-        """Before a prediction."""
+        """Switch to the averaged iterate before a prediction."""
         _switch(trainer, "eval")
 
     def on_predict_end(self, trainer: Any, pl_module: Any) -> None:
-        """After a prediction."""
+        """Switch back after a prediction."""
         _switch(trainer, "train")
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Adds the module at the averaged iterate to a checkpoint."""
+        """Add the module at the averaged iterate to a checkpoint."""
         if any(optimizer.iterate == "train" for optimizer in _averaging(trainer)):
             _switch(trainer, "eval")
             state = pl_module.state_dict()
@@ -54,7 +55,7 @@ class AveragedIterates(Callback):
 
 
 def _averaging(trainer: Any) -> Iterator[Optimizer]:
-    """The optimizers of a trainer whose recipes average iterates."""
+    """Yield the optimizers of a trainer whose recipes average iterates."""
     for optimizer in trainer.optimizers:
         if isinstance(optimizer, Optimizer) and optimizer.recipe.averaging is not None:
             yield optimizer

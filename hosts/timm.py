@@ -16,17 +16,26 @@ from eigengraft.optimizers import grouped
 
 
 def register(recipe: Any, model: nn.Module, name: str | None = None, *, overrides: Any = ()) -> str:
-    """Makes a recipe an optimizer of timm for a model, and returns its name there.
+    """Register a recipe as an optimizer of timm for a model.
 
     `timm.optim.create_optimizer_v2(model, register("soap", model), lr=3e-3, layer_decay=0.75)`. timm's groups by layer
-    and by decay stay; their `lr_scale` is what timm's schedulers read.
+    and by decay are kept, and timm's schedulers read their `lr_scale`.
 
-    name: what timm is to call it; default "eigengraft." and the recipe's name with "-" for "_", which timm cuts off.
-        A name that was registered before is replaced.
-    overrides: changes of the recipe, as `compose` takes them.
+    Args:
+        recipe: the recipe, as `compose` accepts it.
+        model: the model whose parameters the optimizer receives.
+        name: name in timm, in place of one that was registered before; None: "eigengraft." and the recipe's name, with
+            "-" in place of "_", which timm cuts off.
+        overrides: changes of the recipe, as `compose` accepts them.
+
+    Returns:
+        The name in timm.
+
+    Raises:
+        ValueError: neither `name` is given nor is the recipe a name.
     """
     if name is None and not isinstance(recipe, str):
-        raise ValueError(f"register: a name is required for a recipe without one, got {type(recipe).__name__}")
+        raise ValueError(f"register: a recipe without a name needs `name`, got {type(recipe).__name__}")
     chosen = (name or f"eigengraft.{recipe}").lower().replace("_", "-").replace("/", ".")
     owner = weakref.ref(model)
 
@@ -35,7 +44,7 @@ def register(recipe: Any, model: nn.Module, name: str | None = None, *, override
     ) -> Optimizer:
         model = owner()
         if model is None:
-            raise RuntimeError(f"{chosen}: the model that it was registered for is required, which is gone")
+            raise RuntimeError(f"{chosen}: the model that it was registered for no longer exists; register it again")
         groups = [entry if isinstance(entry, dict) else {"params": [entry]} for entry in params]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "param group: '(lr_scale|use_fallback)' stays", UserWarning)

@@ -13,15 +13,15 @@ from eigengraft import compose, shipped_recipes
 from eigengraft.optimizers import grouped
 
 _CHOICES = ("fused", "foreach")
-"""Implementations that torchtitan asks every group for."""
+"""Options of a group by which torchtitan chooses an implementation; recipes have none, so they are dropped."""
 
 
 class RecipesContainer(OptimizersContainer):
-    """torchtitan's container, in which `optimizer_name` of a group may be a shipped recipe.
+    """torchtitan's container of optimizers, in which `optimizer_name` of a group may be a shipped recipe.
 
     `RecipesContainer.Config(param_groups=[ParamGroupConfig(pattern=".*", optimizer_name="soap", optimizer_kwargs={"lr":
-    3e-3})])`. Changes of a recipe go under its name into `optimizer_factory_kwargs_by_name`, as `overrides`. Groups of
-    one recipe are one optimizer for each part of the model, whose routes see that part.
+    3e-3})])`. Changes of a recipe belong under its name into `optimizer_factory_kwargs_by_name`, as `overrides`. Groups
+    of one recipe are one optimizer for each part of the model, and routes see that part.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -34,9 +34,9 @@ class RecipesContainer(OptimizersContainer):
             return factory
 
         def optimizer(groups: list[dict[str, Any]], **options: Any) -> TorchOptimizer:
-            own = [{key: value for key, value in group.items() if key not in _CHOICES} for group in groups]
-            first = own[0]["params"][0]
-            part = next(part for part in self.model_parts if any(first is own for own in part.parameters()))
-            return compose(name, grouped(part, own), **options)
+            kept = [{key: value for key, value in group.items() if key not in _CHOICES} for group in groups]
+            first = kept[0]["params"][0]
+            part = next(part for part in self.model_parts if any(first is other for other in part.parameters()))
+            return compose(name, grouped(part, kept), **options)
 
         return optimizer

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from eigengraft.distributed.distribution import Distribution
-from eigengraft.slots import State, Storage
-from eigengraft.state_key import StateKey
+from eigengraft.slots import State, StateKey, Storage
 
 from .isolation import isolation
 from .optimizer import Optimizer

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eigengraft.chains import PARTNER
 from eigengraft.component import plain
 from eigengraft.errors import warn_user
+from eigengraft.signals import PARTNER
 
 from .checkpoint.consolidation import consolidate, divided_state, full_state
 from .checkpoint.load_plan import strict_loading
@@ -177,7 +177,7 @@ class Optimizer(Reporting, torch.optim.Optimizer):
         require_values(self.param_sets)
         warn_of_options(self.param_groups, self.recipe)
         self.param_sets.thaw(self.state, "train")
-        if self.param_sets.schedules.ramps:
+        if self.param_sets.schedules.by_path:
             self.param_sets.schedules.follow(self.param_sets)
         hypers = [read_hyper(group, self.param_sets.follows_peak is not None) for group in self.param_groups]
         ready: Steps = [(param_set, param_set.prepare(hypers)) for param_set in self.param_sets]

@@ -14,9 +14,10 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, final
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.chains import ChainOf, Request
+from eigengraft.component import ChainOf
 from eigengraft.errors import ContractError, located
-from eigengraft.ramps import Schedulable
+from eigengraft.schedules import Schedulable
+from eigengraft.signals import Request
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from eigengraft.errors import ContractError
 from eigengraft.numerics import has_values
-from eigengraft.slots import Slot, State, Watch
-from eigengraft.state_key import StateKey
+from eigengraft.slots import Slot, State, StateKey, Watch
 from eigengraft.step_context import StepContext
 
 

@@ -2,16 +2,16 @@
 
 from .base import Quantizer as Quantizer
 from .base import choose as choose
+from .contrib.formats import FP8 as FP8
+from .contrib.formats import Int3 as Int3
+from .contrib.formats import UInt8 as UInt8
 from .formats.codebook_formats import Codebook8 as Codebook8
-from .formats.codebook_formats import Int3 as Int3
 from .formats.codebook_formats import Int4 as Int4
-from .formats.floats import FP8 as FP8
 from .formats.floats import BFloat16 as BFloat16
 from .formats.floats import Float32 as Float32
 from .formats.floats import SplitFloat as SplitFloat
 from .formats.integers import Int8 as Int8
 from .formats.integers import Int16 as Int16
-from .formats.integers import UInt8 as UInt8
 from .structures.cholesky import Cholesky as Cholesky
 from .structures.eigen import Eigen as Eigen
 from .structures.exact_diagonal import ExactDiagonal as ExactDiagonal

@@ -11,18 +11,17 @@ import torch
 from torch import Tensor
 
 from eigengraft.component import Component
-from eigengraft.slots import Encoded, Slot, Uniform
-from eigengraft.state_key import StateKey
+from eigengraft.slots import Encoded, Slot, StateKey, Uniform
 
 FORMAT_VERSION = 2
-"""Goes up when tensors stored by the same declaration change their meaning."""
+"""Version of the stored tensors. Raised when tensors of the same declaration change their meaning."""
 
 
 class Quantizer(Component, ABC, family="quantizer"):
-    """A map between a slot `[N, *shape]` and the plain tensors, `[N, ...]` each, that it is stored in.
+    """A map between a slot `[N, *shape]` and the plain tensors, `[N, ...]` each, that the slot is stored in.
 
     An encoded slot has the state keys "<slot>/<name of a tensor>".
-    Laws: rows are encoded one by one, zero comes back as zero, arguments are not written to.
+    Laws: rows are encoded one by one, zero is decoded as zero, arguments are not changed.
 
     roles: roles of the slots that it can store; (): of all.
     """
@@ -30,53 +29,54 @@ class Quantizer(Component, ABC, family="quantizer"):
     roles: ClassVar[tuple[str, ...]] = ()
 
     def unsupported(self, slot: Slot) -> str | None:
-        """Why this quantizer cannot store the slot, or None."""
+        """Return the reason why this quantizer cannot store the slot; None if it can."""
         return None
 
     @property
     def symmetric(self) -> bool:
-        """Whether every decoded matrix is symmetric."""
+        """True if every decoded matrix is symmetric."""
         return False
 
     def encode_hollow(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
-        """`encode` of x `[N, d, d]` with zeros on its diagonal."""
+        """Return `encode` of x `[N, d, d]` with zeros on its diagonal."""
         rest = x.clone()
         rest.diagonal(dim1=-2, dim2=-1).zero_()
         return self.encode(rest, before, uniform)
 
     @abstractmethod
     def encode(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
-        """x `[N, *shape]` -> tensors `[N, ...]` by name.
+        """Return the tensors `[N, ...]` that stand for x `[N, *shape]`, by name.
 
-        before: the tensors that these replace, for formats that carry an error on; None at the start.
-        uniform: random numbers for stochastic rounding; None: to nearest.
+        before: the tensors that the new ones replace, for formats with error feedback; None at the start.
+        uniform: random numbers for stochastic rounding; None: rounding is to nearest.
         """
 
     @abstractmethod
     def decode(self, encoded: Encoded, slot: Slot, dtype: torch.dtype) -> Tensor:
-        """The slot `[N, *shape]` in `dtype`, in memory of its own."""
+        """Return the slot `[N, *shape]` in `dtype`, in memory of its own."""
 
     def codebook_id(self) -> str:
-        """The values of the codebooks that codes refer to, as text; "" without codebooks."""
+        """Return the values of the codebooks that codes refer to, as text; "" without codebooks."""
         return ""
 
     def format(self) -> int:
-        """A hash of the declaration and its codebooks, stored beside the tensors and checked on loading."""
+        """Return a hash of the declaration and its codebooks. It is stored with the tensors and checked when they are
+        loaded."""
         text = f"{FORMAT_VERSION} {self.model_dump_json()} {self.codebook_id()}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 NEVER_CODED = frozenset({"iterate", "count", "failures"})
-"""Roles of slots that are always stored as they are computed."""
+"""Roles of slots that are never coded: their numbers must be exact."""
 
 
 def require_coded_role(role: str, quantizer: Quantizer, roles: Iterable[str]) -> None:
-    """Raises ValueError for a role in `storage` that no slot has which could be coded by its role, or not so.
+    """Raise ValueError for a role in `storage` by which no slot can be coded, or not by this quantizer.
 
-    roles: of the slots that a recipe may have, read as far as needed.
+    roles: roles of the slots that a recipe may have; they are read as far as needed.
     """
     if quantizer.roles and role not in quantizer.roles:
-        raise ValueError(f"storage.{role}: {_needs(quantizer)}, which stores nothing else, got {role}")
+        raise ValueError(f"storage.{role}: {_can_store(quantizer)}, got {role}")
     others = set[str]()
     for other in roles:
         if other == role:
@@ -85,26 +85,28 @@ def require_coded_role(role: str, quantizer: Quantizer, roles: Iterable[str]) ->
     why = "iterates and counts are always stored as they are computed; remove the entry"
     if role not in NEVER_CODED:
         why = f"there are: {', '.join(sorted(others)) or 'none'}; slots of a graft's magnitude are named by stage path"
-    raise ValueError(f"storage: the role of a slot that can be coded is required ({why}), got '{role}'")
+    raise ValueError(f"storage: no slot can be coded by this role ({why}), got '{role}'")
 
 
 def require_stage_roles(stage: str, quantizer: Quantizer, slots: Iterable[Slot]) -> None:
-    """Raises ValueError for a stage in `storage` with slots of which none has a role that the quantizer can store."""
+    """Raise ValueError for a stage in `storage` if the quantizer can store none of its slots."""
     roles = sorted({slot.role for slot in slots})
     if roles and quantizer.roles and not {*roles} & {*quantizer.roles}:
-        raise ValueError(f"storage.{stage}: {_needs(quantizer)}, got {' and '.join(roles)}")
+        raise ValueError(f"storage.{stage}: {_can_store(quantizer)}, got {' and '.join(roles)}")
 
 
-def _needs(quantizer: Quantizer) -> str:
+def _can_store(quantizer: Quantizer) -> str:
     kind = getattr(quantizer, "kind", type(quantizer).__name__)
-    return f"slots of role {' or '.join(quantizer.roles)} are required by {kind}"
+    return f"{kind} can store only slots of role {' or '.join(quantizer.roles)}"
 
 
 def choose(storage: Mapping[str, Quantizer], key: StateKey, slot: Slot) -> Quantizer | None:
-    """The quantizer of a slot: by its key, else by its stage's path, else by its role if it can be stored so.
+    """Return the quantizer of a slot: by its key, else by the path of its stage, else by its role. None: it is not
+    coded.
 
-    Sensitive slots, the second moments of a graft's magnitude, are never taken by their role: they set the size of
-    every update, and quantizing them is what hurts (DALL-E mini's study).
+    A quantizer that cannot store the slot is ignored, but refused under the slot's own key. Sensitive slots, the second
+    moments of a graft's magnitude, are never coded by their role. They set the size of every update, and coding them
+    does harm (DALL-E mini's study).
     """
     for where in (key.name, key.stage):
         if where in storage:

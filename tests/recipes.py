@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from eigengraft import load_recipe, shipped_recipes
-from eigengraft.chains import requested
 from eigengraft.optimizers.signals import OWN
 from eigengraft.optimizers.signals.signals import listeners
 from eigengraft.preconditioners import walk
+from eigengraft.signals import requested
 
 SHIPPED = shipped_recipes()
 

@@ -12,7 +12,7 @@ import torch
 from pydantic import BeforeValidator, Field, field_validator
 from torch import Tensor
 
-from eigengraft.component import checked
+from eigengraft.component import validated
 from eigengraft.preconditioners import BasisSolver
 
 from . import view
@@ -36,7 +36,7 @@ _PREFERRED: tuple[Declaration, ...] = ({"kind": "eigh"}, {"kind": "power_qr"}, {
 
 
 def _default_solvers() -> tuple[BasisSolver, ...]:
-    return tuple(checked(BasisSolver, dict(item)) for item in defaults(BasisSolver, _PREFERRED))  # type: ignore[type-abstract]
+    return tuple(validated(BasisSolver, dict(item)) for item in defaults(BasisSolver, _PREFERRED))  # type: ignore[type-abstract]
 
 
 class BasisBench(MatrixBench):

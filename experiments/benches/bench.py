@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from pydantic import Field, model_validator
 
-from eigengraft.component import Component, checked
+from eigengraft.component import Component, validated
 from eigengraft.errors import RecipeError
 
 from ..files import write_text
@@ -200,10 +200,10 @@ def load_bench(kind: str, fields: Mapping[str, Any], quick: bool = False, more: 
         defaults = known.quick_fields
     if fields.get("checkpoint") is not None or fields.get("record") is not None:
         defaults = {name: value for name, value in defaults.items() if name not in ("spectra", "sizes", "count")}
-    found = checked(Bench, {"kind": kind, **defaults, **fields}, "bench")  # type: ignore[type-abstract]
+    found = validated(Bench, {"kind": kind, **defaults, **fields}, "bench")  # type: ignore[type-abstract]
     if more:
         both = [*found.contenders(), *more]
-        found = checked(Bench, {**dict(found), found.candidate_field: both}, "bench")  # type: ignore[type-abstract]
+        found = validated(Bench, {**dict(found), found.candidate_field: both}, "bench")  # type: ignore[type-abstract]
     return found
 
 

@@ -16,7 +16,7 @@ import eigengraft
 from eigengraft.errors import RecipeError
 from eigengraft.optimizers import load_recipe
 from eigengraft.preconditioners import chain_slots
-from eigengraft.state_key import StateKey
+from eigengraft.slots import StateKey
 
 from ..files import read_object
 from ..training.loading import load_experiment

@@ -11,7 +11,7 @@ import torch
 from pydantic import BeforeValidator, Field
 from torch import Tensor
 
-from eigengraft.component import checked
+from eigengraft.component import validated
 from eigengraft.preconditioners import PolarSolver
 
 from . import view
@@ -52,7 +52,7 @@ def polar_label(solver: PolarSolver) -> str:
 
 
 def _default_solvers() -> tuple[PolarSolver, ...]:
-    return tuple(checked(PolarSolver, dict(item)) for item in defaults(PolarSolver, _PREFERRED))  # type: ignore[type-abstract]
+    return tuple(validated(PolarSolver, dict(item)) for item in defaults(PolarSolver, _PREFERRED))  # type: ignore[type-abstract]
 
 
 class PolarBench(OwnMatrices):

@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field, field_validator
 from torch import Tensor
 
 from eigengraft import noise
-from eigengraft.component import checked
+from eigengraft.component import validated
 from eigengraft.numerics import identity_like, symmetrized
 from eigengraft.preconditioners.algebra.exponents import Rational
 from eigengraft.quantization import Quantizer
@@ -85,7 +85,7 @@ def quantizer_label(quantizer: Quantizer) -> str:
 def default_quantizers() -> tuple[Quantizer, ...]:
     """Return the preferred quantizers that are registered, and all others that need no field and store factors."""
     declared = map(without_least_size, defaults(Quantizer, filter(_known, _PREFERRED)))
-    made = (checked(Quantizer, item) for item in declared)  # type: ignore[type-abstract]
+    made = (validated(Quantizer, item) for item in declared)  # type: ignore[type-abstract]
     return tuple(quantizer for quantizer in made if role_of(quantizer, 64, ("statistic", "basis")) is not None)
 
 

@@ -12,7 +12,7 @@ import torch
 from pydantic import BeforeValidator, Field, field_validator
 from torch import Tensor
 
-from eigengraft.component import checked
+from eigengraft.component import validated
 from eigengraft.preconditioners import RootSolver
 from eigengraft.preconditioners.algebra.exponents import Rational
 
@@ -46,7 +46,7 @@ def _solvers(value: Any) -> Any:
 
 def _default_solvers() -> tuple[RootSolver, ...]:
     declared = [{**ridgeless(item["kind"]), **item} for item in defaults(RootSolver, _PREFERRED)]
-    return tuple(checked(RootSolver, item) for item in declared)  # type: ignore[type-abstract]
+    return tuple(validated(RootSolver, item) for item in declared)  # type: ignore[type-abstract]
 
 
 class RootBench(MatrixBench):

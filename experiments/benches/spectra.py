@@ -12,7 +12,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.component import Component, checked
+from eigengraft.component import Component
 
 from .candidates import Declaration
 
@@ -173,4 +173,4 @@ SPECTRA: tuple[Declaration, ...] = (
 
 def default_spectra() -> tuple[Spectrum, ...]:
     """Return the spectra that benches have by default."""
-    return tuple(checked(Spectrum, dict(item)) for item in SPECTRA)  # type: ignore[type-abstract]
+    return tuple(validated(Spectrum, dict(item)) for item in SPECTRA)  # type: ignore[type-abstract]

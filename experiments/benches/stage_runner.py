@@ -8,8 +8,7 @@ from torch import Tensor
 
 from eigengraft.blocking.parameter_sums import ParameterSum, run_stacks
 from eigengraft.preconditioners import Stage, chain_slots, run_chain, walk
-from eigengraft.slots import State
-from eigengraft.state_key import StateKey
+from eigengraft.slots import State, StateKey
 from eigengraft.step_context import StepContext
 
 

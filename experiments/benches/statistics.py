@@ -12,7 +12,7 @@ import torch
 from pydantic import BeforeValidator, Field
 from torch import Tensor
 
-from eigengraft.component import checked
+from eigengraft.component import validated
 from eigengraft.preconditioners import Eigh, Every, Shampoo, Statistic
 
 from . import kronecker, view
@@ -42,7 +42,7 @@ def _statistics(value: Any) -> Any:
 
 def _default() -> tuple[Statistic, ...]:
     declared = [{**slow(item["kind"]), **item} for item in defaults(Statistic, _PREFERRED)]
-    found = (checked(Statistic, item) for item in declared)  # type: ignore[type-abstract]
+    found = (validated(Statistic, item) for item in declared)  # type: ignore[type-abstract]
     return tuple(statistic for statistic in found if not statistic.of_inputs)
 
 

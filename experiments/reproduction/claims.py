@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from eigengraft.component import Component, checked
+from eigengraft.component import Component, validated
 from eigengraft.errors import RecipeError
 from eigengraft.optimizers.recipe.loading import read_yaml
 
@@ -117,7 +117,7 @@ def load_claims(folder: Path) -> PaperClaims:
     if not path.is_file():
         raise RecipeError(f"reproduce: a folder with {CLAIMS} is required, got '{folder}'")
     try:
-        claims = checked(PaperClaims, read_yaml(path))
+        claims = validated(PaperClaims, read_yaml(path))
     except RecipeError as error:
         raise RecipeError(f"{path} does not describe claims:\n{error}") from error
     studies = {name: load_study(folder / f"{name}.yaml") for name in claims.studies}

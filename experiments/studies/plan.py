@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eigengraft.component import checked
+from eigengraft.component import validated
 from eigengraft.errors import RecipeError
 
 from ..files import make_directory, short_name
@@ -132,7 +132,7 @@ def refuse_other_provenance(planned: Iterable[PlannedRun], directory: Path) -> N
             task = (run.read("config") or {}).get("task")
             key = json.dumps(task)
             if key not in data:
-                data[key] = checked(Task, task, "task").load().fingerprint  # type: ignore[type-abstract]
+                data[key] = validated(Task, task, "task").load().fingerprint  # type: ignore[type-abstract]
             for fault in provenance_changes(run.read("env") or {}, describe_provenance(data[key], sources)):
                 faults[fault] = faults.get(fault, 0) + 1
     if faults:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
-from eigengraft.component import Component, checked
+from eigengraft.component import Component, validated
 from eigengraft.errors import RecipeError
 from eigengraft.optimizers.recipe.loading import read_yaml
 from eigengraft.optimizers.recipe.overrides import apply_overrides
@@ -159,11 +159,11 @@ def load_study(source: str | Path | Mapping[str, Any] | Study, overrides: Iterab
     if isinstance(source, (str, Path)):
         path = _existing(source)
         try:
-            return checked(Study, apply_overrides(_read(path), overrides))
+            return validated(Study, apply_overrides(_read(path), overrides))
         except RecipeError as error:
             raise RecipeError(f"{path} does not describe a study:\n{error}") from error
     raw = source.model_dump(mode="json") if isinstance(source, Study) else dict(source)
-    return checked(Study, apply_overrides(raw, overrides))
+    return validated(Study, apply_overrides(raw, overrides))
 
 
 def shipped_studies() -> dict[str, Path]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import Field
 
-from eigengraft.component import Component, checked
+from eigengraft.component import Component, validated
 from eigengraft.optimizers.recipe.loading import read_yaml
 
 from ..studies.study import Study, load_study
@@ -42,7 +42,7 @@ class Track(Component):
 
 def load_track(path: Path = LAPTOP) -> Track:
     """The track in a file. Raises RecipeError."""
-    return checked(Track, read_yaml(path))
+    return validated(Track, read_yaml(path))
 
 
 def entry_study(track: Track, recipe: str, imports: Iterable[str] = ()) -> Study:

@@ -10,18 +10,18 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_core.core_schema import ValidationInfo
 
 import eigengraft
-from eigengraft.chains import follows_run
-from eigengraft.component import Component, checked
+from eigengraft.component import Component, validated
 from eigengraft.errors import RecipeError
 from eigengraft.optimizers.recipe.loading import parse_yaml, raw_recipe
 from eigengraft.optimizers.recipe.overrides import override_pairs
+from eigengraft.signals import follows_run
 
 from ..tasks import Task
 from ..tasks.gradient import Autocast, GradientPass
 from .callbacks import Callback
 from .imports import import_component, names_a_file
 from .parallel.modes import Parallelism, SingleProcess
-from .schedule import Constant, Schedule
+from .schedule import Constant, LearningRateSchedule
 
 _REPLACED = {"lr": "lr", "weight_decay.rate": "weight_decay"}
 """Fields of a recipe, and those of an experiment that replace them."""
@@ -60,7 +60,7 @@ class Experiment(Component):
     overrides: tuple[str, ...] = Field(default=(), strict=False, exclude=True, description="dotted.path=value")
     lr: float | None = Field(default=None, ge=0, description="peak learning rate; none: the recipe's")
     weight_decay: float | None = Field(default=None, ge=0, description="weight decay; none: the recipe's")
-    schedule: Schedule = Field(default=Constant(), description="schedule of the learning rate")
+    schedule: LearningRateSchedule = Field(default=Constant(), description="schedule of the learning rate")
     steps: int = Field(default=400, ge=1, description="optimizer steps")
     seed: int = Field(default=0, ge=0, lt=2**63, description="seed of the initial weights and of the order of the data")
     grad_clip: float | None = Field(default=None, gt=0, description="largest norm of the gradient; none: no limit")
@@ -133,7 +133,7 @@ def resolved(data: Mapping[str, Any]) -> dict[str, Any]:
     overrides = data.pop("overrides", None) or ()
     recipe = data.get("recipe")
     if isinstance(recipe, Mapping):
-        recipe = checked(eigengraft.Recipe, raw_recipe(recipe), "recipe")
+        recipe = validated(eigengraft.Recipe, raw_recipe(recipe), "recipe")
     for path, value in override_pairs(overrides, parse_yaml):
         field = _REPLACED.get(path)
         if field is not None and data.get(field) is not None:

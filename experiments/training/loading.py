@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import eigengraft
-from eigengraft.component import Component, checked
+from eigengraft.component import Component, validated
 from eigengraft.errors import OTHER_NAMES, RecipeError
 from eigengraft.optimizers.recipe.loading import parse_yaml, read_yaml
 from eigengraft.optimizers.recipe.overrides import apply_overrides
@@ -45,7 +45,7 @@ def load_experiment(source: ExperimentSource, overrides: Iterable[str] = (), imp
     data["imports"] = [*_listed(data, "imports"), *imports]
     data["overrides"] = [*_listed(data, "overrides"), *recipes]
     try:
-        return checked(Experiment, resolved(apply_overrides(data, own, parse_yaml)))
+        return validated(Experiment, resolved(apply_overrides(data, own, parse_yaml)))
     except RecipeError as error:
         if isinstance(source, (str, Path)):
             raise RecipeError(f"{source} does not describe an experiment:\n{error}") from error

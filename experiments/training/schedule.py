@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from eigengraft.component import Component
 
 
-class Schedule(Component, family="schedule"):
+class LearningRateSchedule(Component, family="schedule"):
     """A factor on the learning rate, a pure function of the step and the length of the run.
 
     For k < warmup_steps the factor is (k + 1) / warmup_steps; after it, `decay(t)` with
@@ -37,7 +37,7 @@ class Schedule(Component, family="schedule"):
         return LambdaLR(optimizer, lambda step: self.factor(step, steps))
 
 
-class Constant(Schedule):
+class Constant(LearningRateSchedule):
     """decay(t) = 1"""
 
     kind: Literal["constant"] = "constant"
@@ -46,7 +46,7 @@ class Constant(Schedule):
         return 1.0
 
 
-class Cosine(Schedule):
+class Cosine(LearningRateSchedule):
     """decay(t) = final + (1 - final) (1 + cos(pi t)) / 2"""
 
     kind: Literal["cosine"] = "cosine"
@@ -56,7 +56,7 @@ class Cosine(Schedule):
         return self.final + (1 - self.final) * (1 + math.cos(math.pi * t)) / 2
 
 
-class Linear(Schedule):
+class Linear(LearningRateSchedule):
     """decay(t) = 1 - (1 - final) t"""
 
     kind: Literal["linear"] = "linear"

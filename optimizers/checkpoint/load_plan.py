@@ -15,7 +15,7 @@ from torch import Tensor
 
 from eigengraft.distributed.checks import gather_differences
 from eigengraft.errors import first_lines, name_some, warn_user
-from eigengraft.state_key import FORMAT, StateKey
+from eigengraft.slots import FORMAT, StateKey
 
 from ..state.composed import ComposedOptimizer
 from ..state.manifest import manifest

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from eigengraft.blocking import Blocking, Pairs
-from eigengraft.chains import PARTNER, asking
 from eigengraft.errors import RecipeError, name_some
+from eigengraft.signals import PARTNER, asking
 
 from ..recipe.expect import expected_updates, parse_expectation
 from ..recipe.recipe import Recipe

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from eigengraft.state_key import StateKey
+from eigengraft.slots import StateKey
 
 from ..stacks.stack import StackState
 from ..state.shown_state import own_state

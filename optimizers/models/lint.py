@@ -17,9 +17,8 @@ from eigengraft.errors import name_some, warn_user
 from eigengraft.numerics import active_fake_mode
 from eigengraft.quantization import Quantizer
 from eigengraft.quantization.base import choose
-from eigengraft.ramps import schedules
-from eigengraft.slots import Slot
-from eigengraft.state_key import StateKey
+from eigengraft.schedules import schedules
+from eigengraft.slots import Slot, StateKey
 
 from ..optimizer import Optimizer
 from ..recipe.recipe import slot_keys
@@ -162,15 +161,15 @@ def _rounded_second_moments(composed: Composition) -> Iterator[str]:
             )
 
 
-@recipe_check("ramp-beyond-run")
-def _long_ramps(composed: Composition) -> Iterator[str]:
+@recipe_check("schedule-beyond-run")
+def _long_schedules(composed: Composition) -> Iterator[str]:
     """A number changes over more steps than the run has, and never reaches its last value."""
     recipe, steps = composed.optimizer.recipe, composed.steps or composed.optimizer.recipe.total_steps
-    for path, ramps in schedules(recipe) if steps is not None else ():
-        length = sum(ramp.length(steps) for ramp in ramps)
+    for path, schedule in schedules(recipe) if steps is not None else ():
+        length = sum(segment.length(steps) for segment in schedule)
         if steps is not None and length > steps:
             yield (
-                f"{path}: its schedule takes {length:g} steps and the run has {steps}, so that {ramps[-1].end:g} is "
+                f"{path}: its schedule takes {length:g} steps and the run has {steps}, so that {schedule[-1].end:g} is "
                 "never reached; give its length as a `fraction` of the run"
             )
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from eigengraft.blocking.boxes import Box
+from eigengraft.blocking.blocks import Box
 from eigengraft.distributed.layouts import Layout, is_dtensor, local
 
 from ..isolation import without_autocast

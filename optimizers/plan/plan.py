@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from eigengraft.chains import asking
 from eigengraft.distributed.balance import Balance, Loads
 from eigengraft.distributed.comm_plan import BlockGroup
 from eigengraft.distributed.layouts import Layout
 from eigengraft.numerics import compute_dtype
+from eigengraft.signals import asking
 from eigengraft.slots import Slot
 
 from ..inspect.reached import require_expected

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from eigengraft.distributed.layouts import Layout
-from eigengraft.distributed.regions import holding
+from eigengraft.distributed.layouts import Layout, holding
 
 from ..recipe.loading import RecipeSource, load_recipe
 from ..recipe.routing import describe_model

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from eigengraft.chains import asking, entries
 from eigengraft.distributed.comm_plan import BlockGroup, pack
 from eigengraft.distributed.layouts import Layout
 from eigengraft.distributed.param_gather import Rows, pack_rows
 from eigengraft.distributed.rank_group import DIGEST
+from eigengraft.signals import asking, entries
 
 from ..recipe.recipe import Recipe
 from ..stacks.block_groups import round_bytes

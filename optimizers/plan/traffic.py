@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from eigengraft.blocking.block_grid import Piece
+from eigengraft.blocking.blocks import Piece
 from eigengraft.distributed.comm_plan import BlockGroup
-from eigengraft.distributed.layouts import Layout
-from eigengraft.distributed.regions import Counts, holding
-from eigengraft.distributed.work import pads
+from eigengraft.distributed.layouts import Counts, Layout, holding
+from eigengraft.distributed.rank_group import pads
 
 AxisNumbers = tuple[int, ...]
 Place = tuple[AxisNumbers, AxisNumbers, tuple[Piece, ...]]

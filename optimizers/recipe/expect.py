@@ -60,12 +60,12 @@ def parse_expectation(text: str) -> Expectation:
     return Expectation(relation, number, share, unit)
 
 
-def _checked(text: str) -> str:
+def _validated(text: str) -> str:
     parse_expectation(text)
     return text
 
 
-ExpectationText = Annotated[str, AfterValidator(_checked), WithJsonSchema({"type": "string", "pattern": PATTERN})]
+ExpectationText = Annotated[str, AfterValidator(_validated), WithJsonSchema({"type": "string", "pattern": PATTERN})]
 """A text that `parse_expectation` takes."""
 
 

@@ -19,8 +19,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, get_args
 
-from eigengraft.chains import ChainOf
-from eigengraft.component import Component, checked, plain
+from eigengraft.component import ChainOf, Component, plain, validated
 from eigengraft.errors import RecipeError
 from eigengraft.preconditioners import Stage
 
@@ -43,17 +42,17 @@ def load_recipe(source: RecipeSource, overrides: Overrides = (), parse: Callable
 
     Raises RecipeError with a line for each fault: path, what was required, what was got.
     """
-    recipe = source if isinstance(source, Recipe) else _checked(source)
+    recipe = source if isinstance(source, Recipe) else _validated(source)
     changes = override_pairs(overrides, parse) if overrides != () else []
-    return checked(Recipe, assign_paths(recipe.model_dump(mode="json"), changes)) if changes else recipe
+    return validated(Recipe, assign_paths(recipe.model_dump(mode="json"), changes)) if changes else recipe
 
 
-def _checked(source: Any) -> Recipe:
+def _validated(source: Any) -> Recipe:
     raw = raw_recipe(source)
     if not (isinstance(source, (str, PathLike)) and str(source).endswith((".yaml", ".yml"))):
-        return checked(Recipe, raw)
+        return validated(Recipe, raw)
     try:
-        return checked(Recipe, raw)
+        return validated(Recipe, raw)
     except RecipeError as error:
         raise RecipeError(f"in {source}:\n{error}") from None
 
@@ -104,7 +103,7 @@ def _inherited(source: Mapping[str, Any], folder: Path | None, derived: tuple[st
 
 def _base(source: RecipeSource, folder: Path | None, derived: tuple[str, ...]) -> Recipe:
     try:
-        return checked(Recipe, raw_recipe(source, folder, derived))
+        return validated(Recipe, raw_recipe(source, folder, derived))
     except RecipeError as error:
         raise RecipeError("\n".join(f"base: {line}" for line in str(error).splitlines())) from None
 

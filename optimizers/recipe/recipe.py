@@ -11,14 +11,13 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 from eigengraft.blocking import Batches, Blocking, View, ViewChoice, Whole
-from eigengraft.blocking.rule import ONE_TENSOR
-from eigengraft.chains import require_signals
+from eigengraft.blocking.blocks import ONE_TENSOR
 from eigengraft.component import FAMILY_MARK, Component
 from eigengraft.distributed.distribution import Distribution
 from eigengraft.preconditioners import RMS, Momentum, Stages, chain_slots, walk
 from eigengraft.quantization.base import NEVER_CODED, Quantizer, require_coded_role, require_stage_roles
-from eigengraft.slots import Role, Slot
-from eigengraft.state_key import StateKey
+from eigengraft.signals import require_signals
+from eigengraft.slots import Role, Slot, StateKey
 
 from ..lr_scale import LRScale
 from ..write import Averaging, Constraints, LineSearch, SharpnessAware

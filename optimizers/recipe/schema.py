@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from eigengraft.component import FAMILY_MARK, Component, families
-from eigengraft.ramps import Ramp, Schedulable
+from eigengraft.schedules import Schedulable, Segment
 
 ELSEWHERE = {
     "storage": "it goes to the top level of a recipe: `storage: {second_moment: int8}`, by role or by stage path",
@@ -97,8 +97,8 @@ def _takes_schedules(cls: type[Component], name: str) -> bool:
 
 
 def _schedule_schema() -> dict[str, Any]:
-    ramp = Ramp.model_json_schema()
-    return {"anyOf": [ramp, {"type": "array", "items": ramp, "minItems": 1}]}
+    segment = Segment.model_json_schema()
+    return {"anyOf": [segment, {"type": "array", "items": segment, "minItems": 1}]}
 
 
 def _linked(node: Any) -> Any:

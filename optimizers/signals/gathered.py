@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from eigengraft.chains import Signal
 from eigengraft.distributed.checks import Field, gather_fields
 from eigengraft.distributed.rank_group import RankGroup
 from eigengraft.errors import warn_user
 from eigengraft.numerics import number_like
+from eigengraft.signals import Signal
 
 MISSING, SOME, ALL = 0.0, 1.0, 2.0
 """Whether a rank lacks what must be there, what may be there, or nothing."""

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from eigengraft.blocking import Factor
-from eigengraft.chains import PARTNER
 from eigengraft.distributed.layouts import is_dtensor, local
-from eigengraft.state_key import PARTNER_STAGE
+from eigengraft.signals import PARTNER
+from eigengraft.slots import PARTNER_STAGE
 
 from ..step.exchange import Step
 from ..step.step import ParamSet

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from eigengraft.blocking import SideMatrix
-from eigengraft.chains import PARTNER, SIDES, Signal, asking, follows_run, known_signals
 from eigengraft.distributed.layouts import local
-from eigengraft.ramps import at as recipe_at
-from eigengraft.ramps import present, schedules
-from eigengraft.state_key import StateKey
+from eigengraft.schedules import component_at, schedules, value_at
+from eigengraft.signals import PARTNER, SIDES, Signal, asking, follows_run, known_signals
+from eigengraft.slots import StateKey
 
 from ..recipe.recipe import Recipe, Route, slot_keys
 from ..recipe.routing import ParamInfo
@@ -251,16 +250,16 @@ def steps_taken(param_sets: Iterable[ParamSet]) -> int:
 
 
 class Schedules:
-    """The schedules of a recipe. ramps: by dotted path."""
+    """The schedules of a recipe. by_path: every schedule, by the dotted path of its field."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self.recipe, self.ramps = recipe, dict(schedules(recipe))
+        self.recipe, self.by_path = recipe, dict(schedules(recipe))
 
     def follow(self, param_sets: Iterable[ParamSet]) -> None:
         """Gives the stages and constraints of all parameters the numbers of the next step."""
-        if not self.ramps:
+        if not self.by_path:
             return
-        updates = recipe_at(self.recipe, steps_taken(param_sets) + 1, self.recipe.total_steps).updates()
+        updates = component_at(self.recipe, steps_taken(param_sets) + 1, self.recipe.total_steps).updates()
         for param_set in param_sets:
             param_set.iterates.constraints = {path: update.constraints for path, update in updates.items()}
             for stack_state in param_set.stack_states:
@@ -269,7 +268,7 @@ class Schedules:
     def values(self, step: int) -> dict[str, float]:
         """The scheduled numbers of a step, by dotted path; before the first step those that it will have."""
         total = self.recipe.total_steps
-        return {path: float(present(ramps, max(step, 1), total)) for path, ramps in self.ramps.items()}
+        return {path: float(value_at(schedule, max(step, 1), total)) for path, schedule in self.by_path.items()}
 
 
 def for_outputs(value: Tensor, param_set: ParamSet, at: int, name: str) -> Tensor:

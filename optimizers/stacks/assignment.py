@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from eigengraft.blocking.rule import ONE_TENSOR
+from eigengraft.blocking.blocks import ONE_TENSOR
 from eigengraft.distributed.balance import Balance, Loads
 from eigengraft.distributed.distribution import Distribution
 from eigengraft.distributed.layouts import is_dtensor

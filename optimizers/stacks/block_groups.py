@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from eigengraft.blocking.block_grid import BlockGrid
+from eigengraft.blocking.blocks import BlockGrid
 from eigengraft.blocking.stacks import Stack, blocks_that_fit, max_blocks, split_ranges
 from eigengraft.distributed.comm_plan import BlockGroup, PlacedBlock
 from eigengraft.distributed.rank_group import RankGroup

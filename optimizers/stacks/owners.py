@@ -12,10 +12,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from eigengraft.blocking.block_grid import BlockGrid
+from eigengraft.blocking.blocks import BlockGrid
 from eigengraft.distributed.balance import Balance, Held, Item, Loads, assign, least_work
-from eigengraft.distributed.layouts import Layout
-from eigengraft.distributed.regions import holding
+from eigengraft.distributed.layouts import Layout, holding
 from eigengraft.errors import warn_user
 from eigengraft.numerics import compute_dtype
 from eigengraft.preconditioners.cadence import Cadence

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eigengraft.blocking import Matrices
-from eigengraft.blocking.rule import ONE_TENSOR
+from eigengraft.blocking.blocks import ONE_TENSOR
 from eigengraft.preconditioners.cadence import ROUNDED, Cadence
 
 from ..recipe.recipe import Recipe, Route

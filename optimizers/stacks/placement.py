@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from eigengraft.blocking import Batches, Matrices, Modules
-from eigengraft.blocking.rule import ONE_TENSOR
-from eigengraft.chains import known_signals, requested
+from eigengraft.blocking.blocks import ONE_TENSOR
 from eigengraft.distributed.layouts import Layout, is_dtensor
 from eigengraft.distributed.rank_group import RankGroup
 from eigengraft.quantization import choose
+from eigengraft.signals import known_signals, requested
 
 from ..recipe.recipe import Recipe, slot_keys
 from ..recipe.routing import ParamInfo

@@ -14,13 +14,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eigengraft.blocking.stacks import Stack
-from eigengraft.chains import requested
-from eigengraft.distributed.work import HostCopy
+from eigengraft.distributed.rank_group import HostCopy
 from eigengraft.numerics import kept_on_device
 from eigengraft.preconditioners.checked_mode import Checks
 from eigengraft.quantization import Quantizer, choose
-from eigengraft.slots import Encoded, EncodedSlot, Slot, State, Storage, Watch
-from eigengraft.state_key import FORMAT, StateKey
+from eigengraft.signals import requested
+from eigengraft.slots import FORMAT, Encoded, EncodedSlot, Slot, State, StateKey, Storage, Watch
 from eigengraft.step_context import StepContext
 
 from ..recipe.recipe import Recipe, Route, slot_keys

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eigengraft.blocking.block_grid import BlockGrid
+from eigengraft.blocking.blocks import BlockGrid
 from eigengraft.blocking.stacks import Stack
 from eigengraft.distributed.layouts import Layout
 from eigengraft.distributed.resharding import Entry
 from eigengraft.numerics import compute_dtype
-from eigengraft.state_key import AVERAGING, StateKey
+from eigengraft.slots import AVERAGING, StateKey
 
 from ..recipe.recipe import slot_keys
 from ..stacks.stack import StackState

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from eigengraft.chains import asking
 from eigengraft.distributed.rank_group import RankGroup
+from eigengraft.signals import asking
 
 from ..param_groups import check_values, first_peak, group_infos, require_facts
 from ..recipe.recipe import Recipe

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from eigengraft.distributed.layouts import is_dtensor
 from eigengraft.errors import first_lines
-from eigengraft.slots import Slot
-from eigengraft.state_key import AVERAGING, FORMAT, StateKey
+from eigengraft.slots import AVERAGING, FORMAT, Slot, StateKey
 
 from ..step.step import ParamSet
 from ..write.averaging import Mode

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eigengraft.blocking import SideMatrix, stacked_rows
-from eigengraft.blocking.side_blocks import side_blocks
-from eigengraft.chains import asking
+from eigengraft.blocking.stacks import side_blocks
 from eigengraft.numerics import compute_dtype
+from eigengraft.signals import asking
 
 from ..recipe.recipe import Recipe
 from ..stacks.placement import ParamSpec

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eigengraft.blocking.parameter_sums import parameter_index
-from eigengraft.chains import asking, known_signals
 from eigengraft.numerics import active_fake_mode, number_like
-from eigengraft.ramps import schedules
+from eigengraft.schedules import schedules
+from eigengraft.signals import asking, known_signals
 from eigengraft.slots import State
 
 from ..recipe.recipe import Recipe, Route

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eigengraft.blocking.stacks import max_blocks
-from eigengraft.distributed.work import HostCopy
+from eigengraft.distributed.rank_group import HostCopy
 from eigengraft.errors import warn_user
 from eigengraft.numerics import compute_dtype, has_values, kept_on_device, norms_by_dtype, squares_are_finite
 

@@ -17,8 +17,7 @@ from eigengraft.blocking.parameter_sums import ParameterSum, run_stacks
 from eigengraft.errors import ContractError
 from eigengraft.numerics import compute_dtype, has_values, per_block
 from eigengraft.preconditioners import run_chain
-from eigengraft.slots import State
-from eigengraft.state_key import StateKey
+from eigengraft.slots import State, StateKey
 from eigengraft.step_context import StepContext
 
 from ..recipe.recipe import Update

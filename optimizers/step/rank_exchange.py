@@ -10,15 +10,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eigengraft.chains import requested
-from eigengraft.distributed.comm_plan import BlockGroup, CommPlan
+from eigengraft.distributed.comm_plan import (
+    Arrived,
+    Assembly,
+    BlockGroup,
+    CommPlan,
+    EntryReader,
+    Source,
+    copy_all,
+    read,
+    reading,
+)
 from eigengraft.distributed.comm_step import CommStep
 from eigengraft.distributed.gradients import BackwardGather, UsedGradients
 from eigengraft.distributed.layouts import is_dtensor, local
 from eigengraft.distributed.param_gather import ParamGather
-from eigengraft.distributed.transfers import Arrived, Assembly, EntryReader, Source, copy_all, read, reading
-from eigengraft.distributed.work import Work
+from eigengraft.distributed.rank_group import Work
 from eigengraft.numerics import compute_dtype
+from eigengraft.signals import requested
 
 from ..recipe.recipe import Recipe
 from ..stacks.block_groups import round_bytes, sends_parameters
@@ -89,7 +98,7 @@ class RankExchange:
             work.wait()
         begun = gather.report(self._parameters[0].device)
         survey = rank_checks.survey(given.gradients, given.present, numbers, self._copied, begun)
-        self._gathering = gather.take(survey.sums)
+        self._gathering = gather.finish(survey.sums)
         return survey
 
     def begin(self, step: Step, moved: NDArray[np.bool_], write: Write) -> None:

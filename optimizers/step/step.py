@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eigengraft.chains import asking
 from eigengraft.distributed.layouts import are_dtensors_known, local, local_gradients
 from eigengraft.distributed.rank_group import RankGroup
-from eigengraft.state_key import StateKey
+from eigengraft.signals import asking
+from eigengraft.slots import StateKey
 from eigengraft.step_context import StepContext
 
 from ..recipe.recipe import Recipe, Route

@@ -24,8 +24,7 @@ from eigengraft.blocking.parameter_sums import sums_over
 from eigengraft.component import Component
 from eigengraft.errors import ContractError, warn_user
 from eigengraft.numerics import upload
-from eigengraft.slots import EncodedSlot, State, Storage
-from eigengraft.state_key import StateKey
+from eigengraft.slots import EncodedSlot, State, StateKey, Storage
 from eigengraft.step_context import TYPICAL_STEP, Question, StepContext
 
 from ..recipe.recipe import Update

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from eigengraft.errors import ContractError
 from eigengraft.numerics import compute_dtype, differs_from_rounded
-from eigengraft.slots import Slot
-from eigengraft.state_key import AVERAGING, PARTNER_STAGE, StateKey
+from eigengraft.slots import AVERAGING, PARTNER_STAGE, Slot, StateKey
 
 from .averaging import Averaging, IterateBatch, Mode
 from .constraints import Constraint, ConstraintContext

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from eigengraft.component import checked
+from eigengraft.component import validated
 from eigengraft.preconditioners.roots import CoupledNewton, PowerIteration
 from eigengraft.quantization import Quantizer
 from eigengraft.slots import Slot
@@ -42,7 +42,7 @@ class Errors(NamedTuple):
 
 def quantizer(**declared: Any) -> Quantizer:
     """A quantizer of the library, declared as a recipe does."""
-    return checked(Quantizer, declared)
+    return validated(Quantizer, declared)
 
 
 def formats(codebook: str) -> dict[str, Quantizer]:

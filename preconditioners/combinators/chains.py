@@ -9,7 +9,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from eigengraft.ramps import Schedulable
+from eigengraft.schedules import Schedulable
 from eigengraft.slots import State
 from eigengraft.step_context import StepContext
 

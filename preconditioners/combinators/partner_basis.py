@@ -9,8 +9,8 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from eigengraft.chains import Request
 from eigengraft.numerics import apply_aligned, signs, tiny
+from eigengraft.signals import Request
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 

@@ -9,8 +9,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.chains import Request
 from eigengraft.numerics import block_norm, per_block, safe_ratio
+from eigengraft.signals import Request
 from eigengraft.slots import State
 from eigengraft.step_context import StepContext
 

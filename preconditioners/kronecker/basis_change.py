@@ -16,10 +16,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from eigengraft.chains import SIDES, known_signals, requested
 from eigengraft.numerics import identity_like, known_to_hold, may_branch_on_values, per_block, tiny, to_power
-from eigengraft.slots import Slot, State
-from eigengraft.state_key import StateKey
+from eigengraft.signals import SIDES, known_signals, requested
+from eigengraft.slots import Slot, State, StateKey
 
 from ..algebra.products import mode_product, reordered, rotate
 from ..base import Stage, chain_slots, walk

@@ -11,8 +11,8 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from eigengraft.chains import Request
 from eigengraft.numerics import block_norm, identity_like, per_block
+from eigengraft.signals import Request
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from eigengraft.numerics import apply_aligned, block_norm, multiplied_in_float32, per_block, safe_ratio, tiny
-from eigengraft.ramps import Schedulable
+from eigengraft.schedules import Schedulable
 from eigengraft.slots import State
 from eigengraft.step_context import StepContext
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from eigengraft.numerics import to_power
-from eigengraft.ramps import Schedulable
+from eigengraft.schedules import Schedulable
 
 
 class Root(NamedTuple):

@@ -24,7 +24,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.ramps import Schedulable
+from eigengraft.schedules import Schedulable
 
 from .base import BasisSolver, RootSolver
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from eigengraft.component import Component
 from eigengraft.numerics import per_block, symmetrized, tiny, to_power
-from eigengraft.ramps import Schedulable
+from eigengraft.schedules import Schedulable
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 

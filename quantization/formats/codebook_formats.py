@@ -1,4 +1,4 @@
-"""Formats with a codebook: 3 and 4 bits, two codes a byte, and 8 bits."""
+"""Formats with a codebook: 4 bits, two codes a byte, and 8 bits."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from eigengraft.slots import Slot, Uniform
 
 from . import codebooks
 from .base import Blockwise
-from .codebooks import Codebook
-from .packing import pack_nibbles
+from .codebooks import Codebook, pack_nibbles
 
 
 class _CodebookFormat(Blockwise, ABC):
@@ -30,11 +29,11 @@ class _CodebookFormat(Blockwise, ABC):
 
     def unsupported(self, slot: Slot) -> str | None:
         if self.levels[0] >= 0 and slot.role != "second_moment":
-            return f"a second moment is required by a codebook without negative values, got a {slot.role}"
+            return f"a codebook without negative values can store only second moments, got a {slot.role}"
         return super().unsupported(slot)
 
 
-class _Nibbles(_CodebookFormat, ABC):
+class Nibbles(_CodebookFormat, ABC):
     """Codes below 16, two a byte: rows of ceil(n / 2) bytes."""
 
     block_size: int = Field(default=64, ge=1, description="Numbers along the last axis that share a scale, B.")
@@ -46,7 +45,7 @@ class _Nibbles(_CodebookFormat, ABC):
         return Codebook(self.levels).pairs(codes, dtype, out if n % 2 == 0 else None)[..., :n]
 
 
-class Int4(_Nibbles):
+class Int4(Nibbles):
     """4 bits a number: the nearest of 15 or 16 levels times the scale of the block (Wang et al. 2024).
 
     unsigned has no zero, so that a second moment stays positive wherever its block has a positive one; dynamic has no
@@ -61,19 +60,6 @@ class Int4(_Nibbles):
     @property
     def levels(self) -> codebooks.Levels:
         return _FOUR_BITS[self.codebook]
-
-
-class Int3(_Nibbles):
-    """3 bits a number, stored in 4: the nearest of 8 levels times the scale of the block (Wang et al. 2024)."""
-
-    kind: Literal["int3"] = "int3"
-    codebook: Literal["linear_square", "dynamic"] = Field(
-        default="linear_square", description="The levels; see `codebooks`."
-    )
-
-    @property
-    def levels(self) -> codebooks.Levels:
-        return _THREE_BITS[self.codebook]
 
 
 class Codebook8(_CodebookFormat):
@@ -98,7 +84,6 @@ class Codebook8(_CodebookFormat):
         return Codebook(self.levels).values(codes, dtype, out)
 
 
-_THREE_BITS = {"linear_square": codebooks.linear_square(3), "dynamic": codebooks.dynamic(3)}
 _FOUR_BITS = {
     "linear_square": codebooks.linear_square(4),
     "dynamic": codebooks.dynamic(4),

@@ -3,26 +3,86 @@
 linear_square, dynamic: 4-bit Shampoo (Wang et al. 2024, appendix C); dynamic is dynamic tree quantization (Dettmers
 2016). nf4: quantiles of the normal law (Dettmers et al. 2023, appendix E). unsigned: the zero-free linear codebook for
 second moments (Li, Chen & Zhu 2023, section 4). symmetric_integer: k / 7.
+
+On a CPU codes are found and looked up in pieces that stay in its cache. On a device, and where code is traced, all
+numbers are processed at once.
 """
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from eigengraft.numerics import cached_tensors, may_branch_on_values
 
-from .chunks import look_up, scratch
+CACHE_ELEMENTS = 1 << 17
+"""Numbers that are processed at once on a CPU. A few float32 copies of them fit into a core's own cache, and the cost
+of calls is small beside the work."""
+
+
+def scratch(name: str, n: int, dtype: torch.dtype) -> Tensor:
+    """Return a buffer `[n]` with arbitrary values, for numbers that are needed while a piece is processed.
+
+    The next call with the same name in the same thread returns the same memory: fresh memory would cost as much as the
+    work.
+    """
+    if n > CACHE_ELEMENTS:
+        return torch.empty(n, dtype=dtype, device="cpu")
+    buffers: dict[str, Tensor] = _BUFFERS.__dict__
+    key = f"{name} {dtype}"
+    if key not in buffers:
+        with torch.inference_mode(False):  # a tensor of inference mode cannot be written to outside of that mode
+            buffers[key] = torch.empty(CACHE_ELEMENTS, dtype=dtype, device="cpu")
+    return buffers[key][:n]
+
+
+_BUFFERS = threading.local()
+
+
+def look_up(table: Tensor, codes: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return the values of codes in a table `[k]`, in the shape of the codes; in `out` if it is given, else fresh."""
+    if not may_branch_on_values(codes):
+        return table.index_select(0, codes.reshape(-1).int()).reshape(codes.shape)
+    result = table.new_empty(codes.shape) if out is None else out
+    source, target = codes.reshape(-1), result.view(-1)
+    for start in range(0, len(source), CACHE_ELEMENTS):
+        some = source[start : start + CACHE_ELEMENTS]
+        places = scratch("places", len(some), torch.int32).copy_(some)
+        torch.index_select(table, 0, places, out=target[start : start + CACHE_ELEMENTS])
+    return result
+
+
+def pack_nibbles(codes: Tensor, out: Tensor | None = None) -> Tensor:
+    """Pack codes `[..., n]` as `[..., ceil(n / 2)]` uint8, in `out` if it is given; even positions in the low half."""
+    codes = codes.to(torch.uint8)
+    if codes.shape[-1] % 2:
+        codes = pad(codes, (0, 1))
+    if (
+        may_branch_on_values(codes) and sys.byteorder == "little"
+    ):  # a 16-bit shift joins two bytes; the low byte is kept
+        pairs = codes.contiguous().view(torch.int16)
+        pairs = (pairs >> 4).bitwise_or_(pairs)
+        return pairs.to(torch.uint8) if out is None else out.copy_(pairs)
+    return torch.add(codes[..., 0::2], codes[..., 1::2], alpha=16)
+
+
+def unpack_nibbles(stored: Tensor, n: int) -> Tensor:
+    """Unpack bytes with two codes each: `[..., ceil(n / 2)] -> [..., n]` uint8."""
+    return torch.stack((stored & 15, stored >> 4), dim=-1).flatten(-2)[..., :n]
+
 
 Levels = tuple[float, ...]
 
 
 def linear_square(bits: int) -> Levels:
-    """sign(t) t^2 with t_j = -1 + 2 j / (2^bits - 1), where the largest negative t is replaced by 0."""
+    """Return the levels sign(t) t^2 with t_j = -1 + 2 j / (2^bits - 1). The largest negative t is replaced by 0."""
     codes = 1 << bits
     t = [-1 + 2 * j / (codes - 1) for j in range(codes)]
     t[codes // 2 - 1] = 0.0
@@ -30,9 +90,11 @@ def linear_square(bits: int) -> Levels:
 
 
 def dynamic(bits: int, signed: bool = True) -> Levels:
-    """0, 1 and, for i < e = bits - 1, the midpoints of 2^i equal encoded of [.1, 1] times 10^(i-e+1), with both signs.
+    """Return the levels of dynamic tree quantization: 0, 1 and, for i < e = bits - 1, 2^i levels with both signs.
 
-    Unsigned: 2^(i+1) encoded.
+    The 2^i levels are the midpoints of 2^i equal parts of [.1, 1], times 10^(i-e+1).
+
+    signed: False for 2^(i+1) parts and positive levels alone.
     """
     powers = bits - 1
     found = [0.0, 1.0]
@@ -55,13 +117,15 @@ UNSIGNED: Levels = tuple((j + 1) / 16 for j in range(16))
 
 @dataclass(frozen=True)
 class Codebook:
-    """Ascending levels; codes are their positions."""
+    """A codebook: ascending levels. A code is the position of a level."""
 
     levels: Levels
 
     def nearest(self, y: Tensor, out: Tensor | None = None) -> Tensor:
-        """Codes uint8, in `out` if it is given, of the nearest values of y, which is not NaN: how many middles are
-        below it."""
+        """Return the codes, uint8, of the levels nearest to y, in `out` if it is given.
+
+        y must not be NaN. A code is the number of midpoints between levels that are below y.
+        """
         if y.dtype == torch.float32 and may_branch_on_values(y):
             found = _found(y, _steps(self.levels))
         else:
@@ -69,21 +133,22 @@ class Codebook:
         return found.to(torch.uint8) if out is None else out.copy_(found)
 
     def values(self, codes: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """The values of integer codes, shaped like them; in `out` if it is given, else fresh."""
+        """Return the levels of integer codes, in the shape of the codes; in `out` if it is given, else fresh."""
         return look_up(_tensor(self.levels, dtype, codes.device), codes, out)
 
     def pairs(self, codes: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """The values `[..., 2 n]` of n bytes with two codes each, the first in the low half; in `out` or fresh."""
+        """Return the levels `[..., 2 n]` of n bytes with two codes each, the first in the low half; in `out` or
+        fresh."""
         table = _pairs(self.levels, dtype, codes.device)
         both = None if out is None else out.view(table.dtype)
         return look_up(table, codes, both).view(dtype)
 
 
 def _found(y: Tensor, steps: Tensor) -> Tensor:
-    """The search as one look-up by the upper half of the bits of y; int32 in memory that is used again.
+    """Return the codes of y by one look-up with the upper half of its bits, as int32 in a shared buffer.
 
     k = |bits as an integer| increases with y on either side of 0 (-0 counts as 2^31, which wraps around). The table
-    holds what makes the upper half of the sum with k the code: `start` becomes the first k of it.
+    holds numbers whose sum with k has the code in its upper half: `start` becomes the first k of the code.
     """
     bits, n = y.reshape(-1).view(torch.int32), y.numel()
     k, codes = scratch("k", n, torch.int32), scratch("codes", n, torch.int32)
@@ -105,9 +170,11 @@ def _middles(levels: Levels, dtype: torch.dtype, device: torch.device) -> Tensor
 
 @cached_tensors(maxsize=64)
 def _steps(levels: Levels) -> Tensor:
-    """The table of `_found`, int32 `[2^15 + 1]`; at most one middle in a cell: they must be 2^-7 of their size apart.
+    """Return the table of `_found`, int32 `[2^15 + 1]`, with at most one midpoint in a cell.
 
-    Cell h < 2^14 holds the floats >= 0 whose upper half is h, k = h 2^16 ...; cell h > 2^14 those < 0, k = ... h 2^16.
+    Midpoints must differ by 2^-7 of their size. Cell h < 2^14 holds the floats >= 0 whose upper half is h, k = h 2^16
+    ...; cell h > 2^14 those < 0, k = ... h 2^16.
+
     Legend: o increases with the float, o = k or, below 0, k - 2^31.
     """
     middles = _middles(levels, torch.float32, torch.device("cpu")).view(torch.int32).long()
@@ -117,16 +184,16 @@ def _steps(levels: Levels) -> Tensor:
     first = torch.where(negative, (h << 16) - 0xFFFF - (1 << 31), h << 16)  # o
     below, upto = torch.searchsorted(middles, first), torch.searchsorted(middles, first + 0xFFFF)
     if bool((upto - below > 1).any()):
-        raise ValueError("a codebook whose levels are farther apart is required")
+        raise ValueError("codebook: two midpoints of levels share the upper 16 bits; use levels that are farther apart")
     start = torch.where(upto > below, torch.cat((middles, middles[-1:]))[below] + 1, first)
     return ((upto << 16) - start - (negative.long() << 31)).int()
 
 
 @cached_tensors(maxsize=256)
 def _pairs(levels: Levels, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`[256]`, the two values of a byte as one number of twice the size: looked up so, they take a quarter of the time.
+    """Return the two levels of each byte as one number of twice the size, `[256]`.
 
-    Codes beyond the codebook, which nothing writes, mean 0.
+    Such a look-up takes a quarter of the time of two. Codes beyond the codebook, which are never written, stand for 0.
     """
     table = list(levels) + [0.0] * (16 - len(levels))
     both = torch.tensor([[table[byte & 15], table[byte >> 4]] for byte in range(256)], dtype=dtype, device=device)

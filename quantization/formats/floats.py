@@ -5,20 +5,19 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from pydantic import Field, field_validator
+from pydantic import Field
 from torch import Tensor
 
 from eigengraft.numerics import may_branch_on_values
 from eigengraft.slots import Encoded, Slot, Uniform
 
-from .base import Blockwise, Format
-from .chunks import look_up
+from .base import Format
 
 _LARGEST = torch.finfo(torch.bfloat16).max
 
 
 class Float32(Format):
-    """The numbers in float32: nothing is lost of float32 parameters. What other formats are compared with."""
+    """The numbers in float32: float32 parameters lose nothing. Other formats are compared with it."""
 
     kind: Literal["float32"] = "float32"
 
@@ -38,7 +37,7 @@ class BFloat16(Format):
 
     kind: Literal["bf16"] = "bf16"
     rounding: Literal["nearest", "stochastic"] = Field(
-        default="nearest", description="How the last of the 8 bits is rounded."
+        default="nearest", description="Rounding of the last of the 8 bits."
     )
 
     def encode(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
@@ -70,58 +69,21 @@ class SplitFloat(Format):
         return rest.add_(high.to(dtype))
 
 
-class FP8(Blockwise):
-    """8-bit floats with a scale for each block, max |x| stored as the largest number of the format.
-
-    e4m3: 4 significant bits, 448 to 2^-9; e5m2: 3 significant bits, 57344 to 2^-16.
-    """
-
-    kind: Literal["fp8"] = "fp8"
-    digits: Literal["e4m3", "e5m2"] = Field(default="e4m3", description="Bits of exponent and of mantissa.")
-
-    @field_validator("digits")
-    @classmethod
-    def _is_there(cls, digits: str) -> str:
-        if not hasattr(torch, _FP8[digits]):
-            raise ValueError(f"a PyTorch with {_FP8[digits]} is required")
-        return digits
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, _FP8[self.digits])
-        return dtype
-
-    @property
-    def span(self) -> float:
-        return torch.finfo(self._dtype).max
-
-    def codes(self, z: Tensor, uniform: Uniform | None, out: Tensor | None = None) -> Tensor:
-        z.clamp_(-self.span, self.span)  # the product may be rounded up to what the format cannot hold
-        if out is None:
-            return z.to(self._dtype).view(torch.uint8)
-        out.view(self._dtype).copy_(z)
-        return out
-
-    def values(self, codes: Tensor, n: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        every = torch.arange(256, dtype=torch.uint8, device=codes.device).view(self._dtype)
-        return look_up(every.to(dtype).div_(torch.finfo(self._dtype).max), codes, out)
-
-
-_FP8 = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
-
-
 def _within(x: Tensor) -> Tensor:
-    """x with finite numbers brought into the range of bfloat16, where rounding would make them infinite."""
+    """Return x with finite numbers clamped to the range of bfloat16, beyond which rounding would make them infinite."""
     return x if _plain(x) else torch.where(x.isfinite(), x.clamp(-_LARGEST, _LARGEST), x)
 
 
 def _plain(x: Tensor) -> bool:
-    """Whether all x are known to be finite and in the range of bfloat16."""
+    """Return True if all x are known to be finite and in the range of bfloat16."""
     return may_branch_on_values(x) and bool(x.amax() <= _LARGEST) and bool(x.amin() >= -_LARGEST)
 
 
 def _nearest(x: Tensor) -> Tensor:
-    """x in bfloat16, halves to even; traced: in integers, as a compiler takes the way there and back for nothing."""
+    """Return x in bfloat16, halves to even.
+
+    In a traced program it is computed in integers: a compiler removes the conversion to bfloat16 and back.
+    """
     if not torch.compiler.is_compiling():
         return x.to(torch.bfloat16)
     x = x.float()
@@ -131,13 +93,13 @@ def _nearest(x: Tensor) -> Tensor:
 
 
 def _stochastic(x: Tensor, uniform: Uniform) -> Tensor:
-    """x in bfloat16: a number below 2^16 is added to its bits before the lower half is cut off."""
+    """Return x in bfloat16: a random number below 2^16 is added to its bits, and the lower half is cut off."""
     added = uniform(x, "rounding").mul_(65536).int()
     bits = (x.view(torch.int32) + added) & -65536
     return torch.where(x.isfinite(), bits.view(torch.float32), x).to(torch.bfloat16)
 
 
 def _half_ulp(high: Tensor) -> Tensor:
-    """ulp(h) / 2 in float32: 2^-8 times the power of two below |h|; one size for all subnormal h."""
+    """Return ulp(h) / 2 in float32: 2^-8 times the power of two below |h|; one size for all subnormal h."""
     exponent = high.float().view(torch.int32) & 0x7F800000
     return exponent.clamp_min(1 << 23).view(torch.float32) * 2.0**-8

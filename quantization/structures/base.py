@@ -1,4 +1,7 @@
-"""The base of structures: a matrix of a known kind is turned into others, which an inner format stores."""
+"""The base of structures: a matrix of a known kind is turned into other matrices, which an inner format stores.
+
+Legend: N matrices of a stack; d rows.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,86 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.numerics import may_branch_on_values, per_block
+from eigengraft.numerics import cached_tensors, may_branch_on_values, per_block
 from eigengraft.slots import Encoded, Slot, Uniform
 
 from ..base import Quantizer
 from ..formats.codebook_formats import Int4
 
 
+def unit_size(a: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (A / s, s) with s `[N]` the largest entry. For a zero matrix s is 0 and A / s is 0."""
+    size = a.abs().amax((-2, -1))
+    return a / per_block(torch.where(size > 0, size, 1.0), a), size
+
+
+def folded_shape(d: int) -> tuple[int, int]:
+    """Return the shape of the rectangle that the strictly lower triangle of a d x d matrix fills; see
+    `lower_places`."""
+    return d // 2, d - 1 + d % 2
+
+
+@cached_tensors(maxsize=64)
+def lower_places(d: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the places of the strictly lower triangle in the flat d x d matrix, and those of the d x d entries in it.
+
+    Both are int32, in the order of the rectangle that the triangle is folded to. Entries outside of the triangle have
+    any place. Row k of the rectangle is the k-th longest row of the triangle, then the k-th shortest. A format that
+    works along rows sees complete rows, of which two share at most one block: rows of factors differ in size.
+    """
+    height, width = folded_shape(d)
+    k, c = (torch.arange(length, dtype=torch.int64, device=device) for length in (height, width))
+    k = k[:, None]
+    row = torch.where(c < d - 1 - k, d - 1 - k, k + d % 2)
+    column = torch.where(c < d - 1 - k, c, c - (d - 1 - k))
+    return _places(row.flatten(), column.flatten(), d)
+
+
+@cached_tensors(maxsize=64)
+def upper_places(d: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the places of the upper triangle in the flat d x d matrix, and those of the d x d entries in it, both
+    int32.
+
+    The triangle is read row by row. Entries below it have the places of their mirror images.
+    """
+    row, column = torch.triu_indices(d, d, dtype=torch.int64, device=device)
+    return _places(row, column, d)
+
+
+def _places(row: Tensor, column: Tensor, d: int) -> tuple[Tensor, Tensor]:
+    entry = torch.zeros(d, d, dtype=torch.int32, device=row.device)
+    entry[row, column] = entry[column, row] = torch.arange(len(row), dtype=torch.int32, device=row.device)
+    return (row * d + column).int(), entry.flatten()
+
+
+def at_places(x: Tensor, places: Tensor) -> Tensor:
+    """Return the entries of x `[N, k]` at places `[p]`, as `[N, p]`. A single row is indexed as a vector, which is
+    faster."""
+    return x.reshape(-1).index_select(0, places)[None] if len(x) == 1 else x.index_select(1, places)
+
+
+def strictly_lower(x: Tensor) -> Tensor:
+    """Return the folded triangle `[N, d // 2, d - 1 + d % 2]` of x `[N, d, d]`."""
+    d = x.shape[-1]
+    return at_places(x.flatten(1), lower_places(d, x.device)[0]).reshape(-1, *folded_shape(d))
+
+
+def lower_triangular(diagonal: Tensor, below: Tensor) -> Tensor:
+    """Return the lower triangular matrices `[N, d, d]` of a diagonal `[N, d]` and a folded triangle."""
+    n, d = diagonal.shape
+    full = at_places(below.flatten(1), lower_places(d, below.device)[1]).reshape(n, d, d).tril_(-1)
+    full.diagonal(dim1=-2, dim2=-1).copy_(diagonal)
+    return full
+
+
 class Structure(Quantizer, ABC):
-    """A quantizer of matrices around another. Tensors beside those of the inner format have the dtype of the matrix."""
+    """A quantizer of matrices around another quantizer.
+
+    Tensors beside those of the inner format have the dtype of the matrix.
+    """
 
     inner: Quantizer = Field(
-        default=Int4(), description="how entries are stored that the structure does not keep exactly"
+        default=Int4(), description="storage of the entries that the structure does not keep exactly"
     )
 
     def unsupported(self, slot: Slot) -> str | None:
@@ -28,14 +99,14 @@ class Structure(Quantizer, ABC):
 
     @abstractmethod
     def shape_error(self, slot: Slot) -> str | None:
-        """Why the slot has not the shape or role of the matrices that this structure stores, or None."""
+        """Return the reason why the slot has not the shape or role of this structure's matrices; None if it has."""
 
     def codebook_id(self) -> str:
         return self.inner.codebook_id()
 
 
 def square_shape_error(slot: Slot, roles: tuple[str, ...], what: str, least: int = 1) -> str | None:
-    """Why a slot is not a square matrix of one of the roles, or None."""
+    """Return the reason why a slot is not a square matrix of one of the roles; None if it is."""
     square = len(slot.shape) == 2 and slot.shape[0] == slot.shape[1] >= least
     if square and slot.role in roles:
         return None
@@ -44,12 +115,12 @@ def square_shape_error(slot: Slot, roles: tuple[str, ...], what: str, least: int
 
 
 def with_prefix(prefix: str, encoded: Encoded) -> dict[str, Tensor]:
-    """Tensors of an inner format under "<prefix>.<name>"."""
+    """Return tensors of an inner format under the names "<prefix>.<name>"."""
     return {f"{prefix}.{name}": tensor for name, tensor in encoded.items()}
 
 
 def without_prefix(prefix: str, encoded: Encoded) -> dict[str, Tensor]:
-    """The tensors "<prefix>.<name>" under the names that the inner format gives them."""
+    """Return the tensors "<prefix>.<name>" under the names of the inner format."""
     start = f"{prefix}."
     return {name.removeprefix(start): tensor for name, tensor in encoded.items() if name.startswith(start)}
 
@@ -57,7 +128,8 @@ def without_prefix(prefix: str, encoded: Encoded) -> dict[str, Tensor]:
 def encode_under(
     encode: Callable[..., Encoded], prefix: str, x: Tensor, before: Encoded | None, uniform: Uniform | None
 ) -> Mapping[str, Tensor]:
-    """x encoded by an inner format, under a prefix, which also keeps the random numbers of two such tensors apart."""
+    """Return x encoded by an inner format, under a prefix. The prefix also separates the random numbers of two such
+    tensors."""
 
     def draw(like: Tensor, purpose: str) -> Tensor:
         assert uniform is not None
@@ -68,7 +140,7 @@ def encode_under(
 
 
 def replaced_where(ok: Tensor, encoded: Encoded, before: Encoded | None) -> Encoded:
-    """The new tensors in rows where ok `[N]`, those before in the others; the new ones if there are none before."""
+    """Return the new tensors in rows where ok `[N]`, and the tensors before in other rows, if there are any."""
     if before is None or (may_branch_on_values(ok) and bool(ok.all())):
         return encoded
     return {name: torch.where(per_block(ok, tensor), tensor, before[name]) for name, tensor in encoded.items()}

@@ -12,8 +12,17 @@ from torch import Tensor
 from eigengraft.numerics import apply_aligned, identity_like, may_branch_on_values, per_block, symmetrized
 from eigengraft.slots import Encoded, Slot, Uniform
 
-from .base import Structure, encode_under, replaced_where, square_shape_error, without_prefix
-from .matrices import folded_shape, lower_triangular, strictly_lower, unit_size
+from .base import (
+    Structure,
+    encode_under,
+    folded_shape,
+    lower_triangular,
+    replaced_where,
+    square_shape_error,
+    strictly_lower,
+    unit_size,
+    without_prefix,
+)
 
 
 class Cholesky(Structure):
@@ -30,7 +39,10 @@ class Cholesky(Structure):
     kind: Literal["cholesky"] = "cholesky"
     eps: float = Field(default=1e-6, gt=0, lt=1, description="ridge in units of the largest entry")
     error_feedback: float | None = Field(
-        default=None, ge=0, lt=1, description="decay of the error carried on; 0 = all of the last one; default: none is"
+        default=None,
+        ge=0,
+        lt=1,
+        description="decay of the error that is fed back; 0 = all of the last error; default: no feedback",
     )
 
     def shape_error(self, slot: Slot) -> str | None:
@@ -63,7 +75,7 @@ class Cholesky(Structure):
         return self.inner.decode(without_prefix(prefix, encoded), slot, dtype)
 
     def _factor(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(C, ok `[N]`); C is 0 where it could not be found."""
+        """Return (C, ok `[N]`). C is 0 where the factorization failed."""
         finite = x.isfinite().flatten(1).all(-1)
         a, size = unit_size(torch.where(per_block(finite, x), x, 0.0))
         eye = identity_like(a)

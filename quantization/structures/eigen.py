@@ -11,8 +11,7 @@ from torch import Tensor
 from eigengraft.numerics import apply_aligned, per_block, rectified, symmetrized, transposed
 from eigengraft.slots import Encoded, Slot, Uniform
 
-from .base import Structure, encode_under, replaced_where, square_shape_error, without_prefix
-from .matrices import unit_size
+from .base import Structure, encode_under, replaced_where, square_shape_error, unit_size, without_prefix
 
 
 class Eigen(Structure):
@@ -27,7 +26,7 @@ class Eigen(Structure):
     roles: ClassVar[tuple[str, ...]] = ("statistic",)
     kind: Literal["eigen"] = "eigen"
     rectify: int = Field(default=1, ge=0, le=16, description="Bjorck steps after decoding; 0 = none")
-    steps: int = Field(default=1, ge=1, le=16, description="power steps for each writing")
+    steps: int = Field(default=1, ge=1, le=16, description="power steps each time the slot is stored")
 
     def shape_error(self, slot: Slot) -> str | None:
         return square_shape_error(slot, self.roles, "positive semi-definite matrices")
@@ -44,7 +43,7 @@ class Eigen(Structure):
         return replaced_where(ok, encoded, before)
 
     def _basis(self, x: Tensor, before: Encoded | None) -> Tensor:
-        """V `[N, d, d]` as it was stored."""
+        """Return V `[N, d, d]` as it was stored."""
         if before is None:
             return torch.eye(x.shape[-1], dtype=x.dtype, device=x.device).expand_as(x)
         return self._vectors(before, Slot(tuple(x.shape[1:]), role="statistic"), x.dtype)

@@ -32,7 +32,7 @@ class ExactDiagonal(Structure):
     def _symmetrize_matters(self) -> Self:
         if self.inner.symmetric and not self.symmetrize:
             kind = getattr(self.inner, "kind", "")
-            raise ValueError(f"symmetrize: true is required with the symmetric inner format '{kind}', got false")
+            raise ValueError(f"symmetrize: has no effect with the symmetric inner format '{kind}', got false")
         return self
 
     @property

@@ -12,15 +12,14 @@ from torch import Tensor
 from eigengraft.slots import Encoded, Slot, Uniform
 
 from ..base import Quantizer
-from .base import encode_under, square_shape_error, without_prefix
-from .matrices import at_places, upper_places
+from .base import at_places, encode_under, square_shape_error, upper_places, without_prefix
 
 
 class Symmetric(Quantizer):
     """The upper triangle `[N, d (d + 1) / 2]` of `[N, d, d]`, row by row: half the bytes.
 
-    The lower triangle is taken to be its mirror image; what it held is lost. Without an inner format nothing is
-    rounded. To one, the triangle is a single row, whose blocks go on from one row of the matrix to the next.
+    The lower triangle becomes its mirror image; its own numbers are lost. Without an inner format nothing is rounded.
+    An inner format sees the triangle as a single row, whose blocks continue from one row of the matrix to the next.
     """
 
     roles: ClassVar[tuple[str, ...]] = ("statistic", "root")
@@ -39,7 +38,7 @@ class Symmetric(Quantizer):
         return self._stored(at_places(x.flatten(1), upper_places(x.shape[-1], x.device)[0]), before, uniform)
 
     def encode_hollow(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
-        """`encode` of x with zeros on its diagonal, without a copy of x."""
+        """Return `encode` of x with zeros on its diagonal, without a copy of x."""
         d = x.shape[-1]
         there, back = upper_places(d, x.device)
         upper = at_places(x.flatten(1), there).index_fill_(1, back[:: d + 1].long(), 0.0)

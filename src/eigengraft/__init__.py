@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     )
     from eigengraft.preconditioners import Inner, Stage, Traits
 
-    from .chains import Request, Signal, register_signal
     from .component import Component
     from .errors import ContractError, RecipeError
+    from .signals import Request, Signal, register_signal
     from .slots import Slot, State
     from .step_context import StepContext
 
@@ -64,7 +64,7 @@ __all__ = [
     "watch_logits",
     "watch_output_gradients",
 ]
-_HOMES = ("optimizers", "preconditioners", "chains", "component", "slots", "step_context")
+_HOMES = ("optimizers", "preconditioners", "component", "signals", "slots", "step_context")
 
 
 def __getattr__(name: str) -> object:

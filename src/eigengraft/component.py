@@ -11,23 +11,25 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError, model_validator
-from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError, model_validator
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from eigengraft.errors import RecipeError, fault_lines, short, with_nearest
+from eigengraft.errors import RecipeError, fault_lines, short, stage_name, with_nearest
 
 FAMILY_MARK = "x-family"
-"""Stands in a generated JSON schema where any member of a family may stand."""
+"""Key that marks the places of a generated JSON schema at which any member of a family may stand."""
 _FAMILIES: dict[str, type[Component]] = {}
 
 
 def plain(value: Any) -> Any:
-    """Data of other libraries as Python's own: mappings as dicts, sequences as lists, numbers of numpy as numbers.
+    """Return data of other libraries as Python's own: mappings as dicts, sequences as lists, numbers of numpy as
+    numbers.
 
-    Nodes of Hydra are such mappings and sequences. Anything else is returned as it is.
+    Nodes of Hydra are such mappings and sequences. Any other value is returned as it is.
     """
     if value is None or type(value) in (str, int, float, bool):
         return value
@@ -45,7 +47,10 @@ def _is_list(value: Any) -> bool:
 
 
 class Component(BaseModel):
-    """Frozen model: unknown fields, non-finite numbers and silent conversions are refused; `replace` validates."""
+    """A frozen pydantic model that refuses unknown fields, non-finite numbers and silent conversions.
+
+    `replace` returns a changed and validated copy.
+    """
 
     model_config = ConfigDict(
         frozen=True,
@@ -61,15 +66,16 @@ class Component(BaseModel):
     family_name: ClassVar[str | None] = None
     members: ClassVar[dict[str, type[Component]]] = {}
     number: ClassVar[tuple[str, str] | None] = None
-    """Kind and field of a family that a bare number most likely stands for, for the error about it."""
+    """Kind and field that a bare number most likely stands for in this family, for the error about the number."""
     elsewhere: ClassVar[Mapping[str, str]] = {}
-    """What to do about fields that are looked for here, but are elsewhere; "." stands for every dotted path."""
+    """Advice about fields that users look for here and that belong elsewhere, by name; "." stands for every dotted
+    path."""
 
     def __new__(cls, *values: object, **fields: object) -> Self:
-        """Raises TypeError for values without names, which pydantic's own error would not say how to give."""
+        """Raise TypeError for values without names; the error shows how to name them."""
         if values:
             example = f"{cls.__name__}({next((k for k in cls.model_fields if k not in ('kind', 'name')), 'name')}=...)"
-            raise TypeError(f"{cls.__name__}: fields are given by name, e.g. {example}, got {short(values[0])}")
+            raise TypeError(f"{cls.__name__}: fields must be given by name, as in {example}, got {short(values[0])}")
         return super().__new__(cls)
 
     def __init_subclass__(cls, *, family: str | None = None, **kwargs: Any) -> None:
@@ -85,11 +91,11 @@ class Component(BaseModel):
             _register(cls)
 
     def __hash__(self) -> int:
-        return hash((type(self), self.model_dump_json()))  # fields may be mappings
+        return hash((type(self), self.model_dump_json()))  # not of the fields themselves: they may be mappings
 
     @classmethod
     def is_family(cls) -> bool:
-        """Whether this class is a family itself, not a member of one."""
+        """Return True if this class is a family itself, not a member of one."""
         return cls.family_name is not None and _FAMILIES.get(cls.family_name) is cls
 
     @model_validator(mode="wrap")
@@ -129,7 +135,10 @@ class Component(BaseModel):
 
     @classmethod
     def member(cls, kind: object) -> type[Component]:
-        """The member of this family called `kind`; an unknown one names the nearest kind and all of them."""
+        """Return the member of this family called `kind`.
+
+        Raises an error for an unknown kind that names the nearest kind and all kinds.
+        """
         found = cls.members.get(kind) if isinstance(kind, str) else None
         if found is None:
             name = kind if isinstance(kind, str) else ""
@@ -150,22 +159,28 @@ class Component(BaseModel):
         return found
 
     def state_meaning(self) -> Mapping[str, Any]:
-        """What the numbers in slots mean, beside their names and shapes: values to compare, by the field that says so.
+        """Return the fields that decide what the numbers in slots mean, beside the names and shapes of slots.
 
-        A checkpoint is refused where one differs: a sum in place of a mean, a statistic of another tensor. All other
-        fields are settings: the state stays what it is, and steps after the load follow the new values.
+        A checkpoint is refused if one of these values differs: a sum in place of a mean, a statistic of another tensor.
+            All other fields are settings: the state remains valid, and steps after the load use the new values.
         """
         return {}
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with fields changed, validated as at construction (pydantic's `model_copy` does not validate)."""
+        """Return a copy with changed fields, validated as at construction.
+
+        pydantic's `model_copy` does not validate.
+        """
         fields = type(self).model_fields
         own = {field.alias or name: getattr(self, name) for name, field in fields.items()}
         aliased = {(fields[name].alias or name) if name in fields else name: value for name, value in changes.items()}
         return type(self).model_validate({**own, **aliased})
 
     def declaration(self) -> dict[str, Any]:
-        """The fields as plain data in the order one would write them, without those that are None by default."""
+        """Return the fields as plain data, in the order in which one would write them.
+
+        Fields that are None by default and have no value are left out.
+        """
         data, written = self.model_dump(mode="json"), dict[str, Any]()
         for name in sorted(type(self).model_fields, key=lambda name: (name != "kind", name != "name")):
             field, value = type(self).model_fields[name], getattr(self, name)
@@ -189,13 +204,16 @@ def _register(cls: type[Component]) -> None:
     for base in cls.__mro__[1:]:
         for name in vars(cls):
             if getattr(vars(base).get(name), "__final__", False):
-                raise TypeError(f"{cls.__name__}: `{name}` of {base.__name__} is final, got an override")
+                raise TypeError(f"{cls.__name__}: `{name}` of {base.__name__} is final and cannot be overridden")
     kind = cls.model_fields["kind"].default if "kind" in cls.model_fields else None
     if not isinstance(kind, str):
         raise TypeError(f"{cls.__name__}: `kind: Literal['name'] = 'name'` is required, got default {kind!r}")
     parents = [base for base in cls.__mro__[1:] if base in cls.members.values()]
     if parents:
-        raise TypeError(f"{cls.__name__}: a member is final, wrap {parents[0].__name__} or add a field to it instead")
+        raise TypeError(
+            f"{cls.__name__}: {parents[0].__name__} is a member of a family and cannot be subclassed; wrap it, or add "
+            "a field to it"
+        )
     known = cls.members.get(kind)
     if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
         raise TypeError(
@@ -206,17 +224,55 @@ def _register(cls: type[Component]) -> None:
 
 
 def families() -> dict[str, type[Component]]:
-    """Every family defined so far, by name."""
+    """Return every family defined so far, by name."""
     return dict(_FAMILIES)
 
 
 C = TypeVar("C", bound=Component)
 
 
-def checked(cls: type[C], data: Any, where: str = "") -> C:
-    """`data` as a `cls`; faults are raised as one `RecipeError` whose paths name stages by their names."""
+def validated(cls: type[C], data: Any, where: str = "") -> C:
+    """Return `data` as a component of class `cls`.
+
+    Raises one RecipeError for all faults, with paths that call stages by their names.
+
+    where: path of the data, in front of all paths in errors.
+    """
     data = plain(data)
     try:
         return cls.model_validate(data)
     except ValidationError as error:
         raise RecipeError("\n".join(fault_lines(error, data, where))) from None
+
+
+@dataclass(frozen=True)
+class ChainOf:
+    """Annotation of a field `tuple[Family, ...]`: a chain of components, whose names must be distinct.
+
+    In YAML the field is a list, or a single component, which is a chain of one.
+
+    family: name of the family.
+    members: the components in plural, for errors.
+    """
+
+    family: str
+    members: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        distinct = core_schema.no_info_after_validator_function(self._distinct, handler(source))
+        return core_schema.no_info_before_validator_function(_as_tuple, distinct)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        component = {FAMILY_MARK: self.family}
+        return {"anyOf": [{"type": "array", "items": component}, component]}
+
+    def _distinct(self, components: tuple[Any, ...]) -> tuple[Any, ...]:
+        names = [stage_name(component) for component in components]
+        twice = sorted({name for name in names if name is not None and names.count(name) > 1})
+        if twice:
+            raise ValueError(f"{self.members} need distinct names, got '{twice[0]}' more than once: set `name` of each")
+        return components
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)

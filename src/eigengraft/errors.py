@@ -1,4 +1,4 @@
-"""Errors and warnings that users read: a path in a declaration, what is required there, and what was got."""
+"""Errors and warnings that users read: the path in a declaration, what is wrong with the value, and what to do."""
 
 from __future__ import annotations
 
@@ -14,19 +14,23 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 
 class RecipeError(ValueError):
-    """A declaration that cannot be used: one line for each fault, with its path, what was required and what was got."""
+    """A declaration that cannot be used. The message has one line for each fault, with its path and the value."""
 
 
 class ContractError(ValueError):
-    """A stage that breaks its contract: `<path of the stage>: <what was required>, got <what was got>`."""
+    """A stage that breaks its contract. The message begins with the path of the stage."""
 
 
 OTHER_NAMES = {"learning_rate": "lr", "betas": "beta", "epsilon": "eps", "wd": "weight_decay", "optimizer": "recipe"}
-"""What others call a field, and its name here."""
+"""Names that other libraries give to fields, and the names of the fields here."""
 
 
 def with_nearest(cls: type[BaseModel], elsewhere: Mapping[str, str], error: ValidationError) -> ValidationError:
-    """The error with, for each unknown field, where it belongs, or which known one is meant."""
+    """Return the error with advice for each unknown field: where the field belongs, or which known one is meant.
+
+    cls: the component that refused the fields.
+    elsewhere: advice by the name of a field; "." stands for every dotted path.
+    """
     details: list[InitErrorDetails] = []
     for fault in error.errors(include_url=False):
         kind, message = fault["type"], fault["msg"]
@@ -46,7 +50,7 @@ def _advice(cls: type[BaseModel], elsewhere: Mapping[str, str], name: str) -> st
 
 
 def _inside(cls: type[BaseModel], name: str) -> Iterator[str]:
-    """Paths of a field in the components that the fields of a component hold by default."""
+    """Yield the paths of a field in the components that the fields of a component hold by default."""
     for field, info in cls.model_fields.items():
         if isinstance(info.default, BaseModel):
             own = type(info.default)
@@ -54,7 +58,7 @@ def _inside(cls: type[BaseModel], name: str) -> Iterator[str]:
 
 
 def fault_lines(error: ValidationError, data: Any, where: str) -> list[str]:
-    """A line for every fault of `data`, whose paths, under `where`, name stages by their names."""
+    """Return one line for each fault of `data`. Paths begin with `where` and call stages by their names."""
     faults = error.errors()
     # a tuple without its wrong items is then also too short
     inside = {fault["loc"][:depth] for fault in faults for depth in range(len(fault["loc"]))}
@@ -68,7 +72,7 @@ _REQUIRED = {
     "tuple_type": "a list is required",
     "too_short": "at least 1 item is required",
 }
-"""What is required, in the words of a file, where pydantic names types of Python."""
+"""Messages by the type of pydantic's error, in the words of a YAML file instead of types of Python."""
 
 
 def _fault(detail: Any, data: Any, where: str) -> str:
@@ -101,7 +105,7 @@ def _names_field(message: str) -> bool:
 
 
 def _names(location: tuple[int | str, ...], data: Any) -> Iterator[str]:
-    """The parts of a pydantic location, with list positions replaced by the name or kind found there."""
+    """Yield the parts of a pydantic location, with positions in lists replaced by the name or kind found there."""
     for part in location:
         alone = isinstance(part, int) and not isinstance(data, (list, tuple))  # a single stage stands for a list of one
         try:
@@ -114,7 +118,7 @@ def _names(location: tuple[int | str, ...], data: Any) -> Iterator[str]:
 
 
 def stage_name(data: Any) -> str | None:
-    """The name of a stage in raw data: its `name`, else its `kind`; a bare string is its kind."""
+    """Return the name of a stage in raw data: its `name`, else its `kind`. A bare string is a kind."""
     if isinstance(data, str):
         return data
     if isinstance(data, Mapping):
@@ -125,7 +129,7 @@ def stage_name(data: Any) -> str | None:
 
 
 def short(value: object) -> str:
-    """The text of a value, at most 80 characters of it."""
+    """Return the text of a value, cut off after 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -136,14 +140,14 @@ def first_lines(lines: Sequence[str]) -> list[str]:
 
 
 def name_some(names: Sequence[str], most: int) -> str:
-    """Return at most so many names, as in a sentence, and how many more there are."""
+    """Return at most `most` names as they stand in a sentence, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def warn_user(message: str) -> None:
     """Issue a UserWarning at the line of the user's code that called the library.
 
-    Frames of the library and of torch, which wraps methods of optimizers, are passed over.
+    Frames of the library, and of torch, which wraps methods of optimizers, are skipped.
     """
     frame, depth = sys._getframe(1), 2
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(("eigengraft.", "torch.")):

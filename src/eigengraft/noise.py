@@ -1,10 +1,10 @@
-"""Random numbers that belong to a block: a function of (seed, step, stream, place in the block) and of nothing else.
+"""Random numbers of a block: a function of (seed, step, stream, place in the block) and of nothing else.
 
-A counter-based generator (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") made of SplitMix64
-(Steele, Lea & Flood 2014, section 4). It holds no state and asks no global generator, so that a number is the same
-however blocks are stacked, in what order, and on which rank or device they lie.
+The generator is counter-based (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") and uses SplitMix64
+(Steele, Lea & Flood 2014, section 4). It has no state and uses no global generator. A number does not depend on how
+blocks are stacked, on their order, or on the rank and device that hold them.
 
-Legend: N blocks; n numbers in a block; all hashing is in int64, whose products and sums wrap around modulo 2^64.
+Legend: N blocks; n numbers in a block. Hashes are computed in int64, whose products and sums wrap around modulo 2^64.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def _signed(word: int) -> int:
-    """The int64 with the bits of an unsigned 64-bit word."""
+    """Return the int64 with the bits of an unsigned 64-bit word."""
     return word - (1 << 64) if word >> 63 else word
 
 
@@ -26,9 +26,12 @@ _SECOND = _signed(0x94D049BB133111EB)
 
 
 def uniform(seeds: Tensor, step: Tensor, shape: tuple[int, ...], dtype: torch.dtype, stream: int = 0) -> Tensor:
-    """`[N, *shape]` in [0, 1): every multiple of 2^-p is equally likely, with p the precision of `dtype` in bits.
+    """Return numbers `[N, *shape]`, uniform in [0, 1).
 
-    seeds, step: int64 `[N]`. stream: what the numbers are for; one purpose, one stream.
+    Every multiple of 2^-p is equally likely, with p the precision of `dtype` in bits.
+
+    seeds, step: int64 `[N]`.
+    stream: number of the purpose of the numbers; each purpose has a stream of its own.
     """
     digits = 1 - round(math.log2(torch.finfo(dtype).eps))
     drawn = _shifted(words(seeds, step, math.prod(shape), stream), 64 - digits)
@@ -36,10 +39,12 @@ def uniform(seeds: Tensor, step: Tensor, shape: tuple[int, ...], dtype: torch.dt
 
 
 def normal(seeds: Tensor, step: Tensor, shape: tuple[int, ...], dtype: torch.dtype, stream: int = 0) -> Tensor:
-    """`[N, *shape]`, standard normal (Box & Muller 1958): sqrt(-2 log u) cos(2 pi w), none beyond 6.7.
+    """Return standard normal numbers `[N, *shape]` (Box & Muller 1958): sqrt(-2 log u) cos(2 pi w), none beyond 6.7.
 
-    u and w are the halves of one word. They are the same everywhere; log and cos may differ in the last place of
+    u and w are the halves of one word. They are the same on every device; log and cos may differ in the last place of
     float64 from one device to another.
+
+    seeds, step, stream: see `uniform`.
     """
     drawn = words(seeds, step, math.prod(shape), stream)
     u = _shifted(drawn, 32).double().add_(1).mul_(2.0**-32)  # in (0, 1]
@@ -48,19 +53,22 @@ def normal(seeds: Tensor, step: Tensor, shape: tuple[int, ...], dtype: torch.dty
 
 
 def words(seeds: Tensor, step: Tensor, count: int, stream: int = 0) -> Tensor:
-    """int64 `[N, count]`, every bit a fair coin."""
+    """Return random words, int64 `[N, count]`: every bit is a fair coin."""
     key = _mixed(_mixed(_mixed(seeds) + step) + stream)
     places = torch.arange(1, count + 1, dtype=torch.int64, device=seeds.device) * _STRIDE
     return _mixed(key[:, None] + places)
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """The finalizer of SplitMix64, a bijection: one flipped bit flips each bit of the result in half of all cases."""
+    """Return the finalizer of SplitMix64 of x, a bijection.
+
+    One flipped bit of x flips each bit of the result in half of all cases.
+    """
     x = (x ^ _shifted(x, 30)) * _FIRST
     x = (x ^ _shifted(x, 27)) * _SECOND
     return x ^ _shifted(x, 31)
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """x >> bits with zeros from the left, where int64 would repeat the sign."""
+    """Return x >> bits with zeros from the left, where int64 would repeat the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,5 +1,7 @@
-"""Guards of numbers: overflow, underflow, division by zero, bits that depend on a place. Also fake tensors, numbers of
-the host on a device, and operations on many tensors in few kernels."""
+"""Numerics: guards against overflow, underflow, division by zero, and bits that depend on a place in memory.
+
+Also fake tensors, numbers of the host on a device, and operations on many tensors in few kernels.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
 def fake_mode(x: object) -> FakeTensorMode | None:
-    """The mode of a fake tensor, or of a DTensor of fake tensors; None: x is anything else."""
+    """Return the mode of a fake tensor, or of a DTensor of fake tensors; None if x is anything else."""
     if type(x) is nn.Parameter:
         return None
     own = getattr(x, "_local_tensor", x)
@@ -30,20 +32,28 @@ def fake_mode(x: object) -> FakeTensorMode | None:
 
 
 def has_values(x: Tensor) -> bool:
-    """Whether a tensor has numbers, as all have but fake tensors and those of a program that is being traced."""
+    """Return True if a tensor has numbers.
+
+    Fake tensors have none. Under `torch.compile` every tensor but a fake one counts as having numbers.
+    """
     if isinstance(x, FakeTensor):
         return False
     return torch.compiler.is_compiling() or active_fake_mode() is None
 
 
 def active_fake_mode() -> FakeTensorMode | None:
-    """The mode in which every new tensor is fake; None: new tensors have numbers."""
+    """Return the mode in which every new tensor is fake; None if new tensors have numbers."""
     found: FakeTensorMode | None = torch._C._get_dispatch_mode(_FAKE)
     return found
 
 
 def cached_tensors(maxsize: int) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """`functools.lru_cache` for functions that make tensors. A fake mode and a traced graph get new ones, not kept."""
+    """Return a decorator like `functools.lru_cache`, for functions that make tensors.
+
+    In a fake mode and in a traced graph the function is called each time, and its result is not kept.
+
+    maxsize: number of results that are kept.
+    """
 
     def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
         kept = lru_cache(maxsize)(function)
@@ -60,32 +70,37 @@ def cached_tensors(maxsize: int) -> Callable[[Callable[_P, _T]], Callable[_P, _T
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that parameters of `dtype` are updated in: float64 stays, everything else is float32."""
+    """Return the dtype that parameters of `dtype` are updated in: float64 for float64, float32 for all others."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def may_branch_on_values(x: Tensor) -> bool:
-    """Whether asking for values of x costs nothing and is allowed.
+    """Return True if the host may read values of x at no cost.
 
-    A device is waited for, a traced graph breaks, and a fake tensor has no values.
+    It may not on a device, which it would wait for, in a traced graph, which would break, and for fake tensors, which
+    have no values.
     """
     return x.is_cpu and may_wait_for_values(x)
 
 
 def may_wait_for_values(x: Tensor) -> bool:
-    """Return whether values of x may be read where a wait for the device is worth it, as between costly iterations."""
+    """Return True if the host may read values of x where a wait for the device is worth it.
+
+    Costly iterations check for convergence so.
+    """
     return has_values(x) and not torch.compiler.is_compiling()
 
 
 def per_block(values: Tensor, like: Tensor) -> Tensor:
-    """`values` `[N]` (or 0-d) shaped to broadcast against `like` `[N, *block]`."""
+    """Return `values` `[N]` (or 0-d) in the shape that broadcasts against `like` `[N, *block]`."""
     return values if values.ndim == 0 else values.reshape(-1, *[1] * (like.ndim - 1))
 
 
 def finite_blocks(x: Tensor) -> Tensor:
-    """`[N]`, whether all entries of a block are finite.
+    """Return for each block, `[N]`, whether all its entries are finite.
 
-    On a CPU the sum says so at once: a finite one has no term with inf or nan. Others are looked at entry by entry.
+    On a CPU the sum of all entries is computed first: if it is finite, no entry is inf or nan. Otherwise every entry is
+        checked.
     """
     if may_branch_on_values(x) and math.isfinite(float(x.sum())):
         return torch.ones(x.shape[0], dtype=torch.bool, device=x.device)
@@ -93,25 +108,26 @@ def finite_blocks(x: Tensor) -> Tensor:
 
 
 def known_to_hold(ok: Tensor) -> bool:
-    """Whether all of ok `[N]` are True; False where asking would wait for a device."""
+    """Return True if all of ok `[N]` are True; False also if the host would have to wait for a device."""
     return may_branch_on_values(ok) and bool(ok.all())
 
 
 def where_blocks(ok: Tensor, x: Tensor, other: Tensor | float) -> Tensor:
-    """x where ok `[N]`, `other` elsewhere; on a CPU x itself where all blocks are ok."""
+    """Return x where ok `[N]` and `other` elsewhere; on a CPU x itself if all blocks are ok."""
     if known_to_hold(ok):
         return x
     return torch.where(per_block(ok, x), x, other)
 
 
 def tiny(dtype: torch.dtype) -> float:
-    """The floor below which a scale counts as 0: its reciprocal is finite in `dtype`, with room to spare."""
+    """Return the floor below which a scale counts as 0. Its reciprocal is finite in `dtype`, with a factor of 16 to
+    spare."""
     return torch.finfo(dtype).tiny * 16
 
 
 def block_norm(x: Tensor) -> Tensor:
-    """Frobenius norm of each block, `[N, *block] -> [N]`, without overflow or underflow of the squares."""
-    # contiguous: entries with a stride are added up in another order, and ranks have the same block with others
+    """Return the Frobenius norm of each block, `[N, *block] -> [N]`, without overflow or underflow of the squares."""
+    # contiguous: torch adds entries with other strides in another order, and strides of a block differ between ranks
     flat = x.reshape(x.shape[0], math.prod(x.shape[1:])).contiguous()
     if flat.shape[1] == 0:
         return flat.new_zeros(flat.shape[0])
@@ -125,22 +141,22 @@ def block_norm(x: Tensor) -> Tensor:
 
 
 def signs(x: Tensor) -> Tensor:
-    """-1 where x < 0 and 1 elsewhere, in the dtype of x."""
+    """Return -1 where x < 0 and 1 elsewhere, in the dtype of x."""
     return torch.where(x < 0, -1.0, x.new_ones(()))
 
 
 def safe_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """numerator / denominator for values >= 0, and 0 where the denominator is too small to divide by."""
+    """Return numerator / denominator for values >= 0, and 0 where the denominator is below `tiny`."""
     floor = tiny(denominator.dtype)
     return torch.where(denominator > floor, numerator / denominator.clamp_min(floor), torch.zeros_like(denominator))
 
 
 def to_power(x: Tensor, exponent: float) -> Tensor:
-    """x^e entry by entry, for spectra and other small tensors: rounded once, from float64.
+    """Return x^e entry by entry, rounded once from float64; for spectra and other small tensors.
 
-    torch's pow rounds the last entries of a tensor differently on a CPU, those that fill no vector register, so that a
-    block's result would depend on the blocks beside it: in float32, which is rounded here, and in float64, where ones
-    are added that fill the last register.
+    On a CPU torch's pow rounds the last entries of a tensor differently if they do not fill a vector register. A
+    block's result would then depend on the other blocks of its stack. In float32 the rounding from float64 removes the
+    difference. In float64 ones are appended that fill the last register.
     """
     if exponent == 1:
         return x
@@ -152,20 +168,20 @@ def to_power(x: Tensor, exponent: float) -> Tensor:
 
 
 _REGISTER = 16
-"""float64 numbers that a CPU's kernel takes at a time, at most: two registers of AVX-512."""
+"""Largest number of float64 entries that a CPU kernel processes at once: two registers of AVX-512."""
 
 
 def transposed(a: Tensor) -> Tensor:
-    """A^T of each matrix of a stack `[N, m, n]`, as a dense tensor."""
+    """Return A^T of each matrix of a stack `[N, m, n]`, as a contiguous tensor."""
     out = a.new_empty(a.shape[0], a.shape[2], a.shape[1])
     return copy_blocks(out, a.mT)
 
 
 def copy_blocks(target: Tensor, source: Tensor) -> Tensor:
-    """target.copy_(source) of stacks `[N, *block]`.
+    """Copy a stack `[N, *block]` into another, and return the target.
 
-    On a CPU large transposed matrices are copied one by one: torch copies a matrix in tiles, a batch of them along long
-    strides.
+    On a CPU large transposed matrices are copied one by one: torch copies a single matrix in tiles, but a batch of
+        matrices along long strides.
     """
     turned = source.ndim == 3 and min(source.shape[1:]) >= _TILED and source.mT.is_contiguous()
     if not (turned and target.is_contiguous() and may_branch_on_values(source)):
@@ -176,26 +192,26 @@ def copy_blocks(target: Tensor, source: Tensor) -> Tensor:
 
 
 _TILED = 256
-"""Sides from which on copies one by one are faster (measured; below they take longer)."""
+"""Smallest side of a matrix, in entries, from which copies one by one are faster than a batched copy (measured)."""
 
 
 def symmetrized(a: Tensor) -> Tensor:
-    """(A + A^T) / 2 for a stack `[N, d, d]`."""
+    """Return (A + A^T) / 2 for a stack `[N, d, d]`."""
     half = a * 0.5  # before the sum, which could overflow
     return transposed(half).add_(half)
 
 
 def identity_like(a: Tensor) -> Tensor:
-    """The identity, expanded to the stack `[N, d, d]` (a view: do not write into it)."""
+    """Return the identity, expanded to the stack `[N, d, d]`. It is a view: do not write to it."""
     return torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand_as(a)
 
 
 def products(a: Tensor, b: Tensor) -> Tensor:
-    """A B of each pair of a stack, `[N, m, k]` and `[N, k, n]`, where m or n may be 1.
+    """Return A B of each pair of a stack, `[N, m, k]` and `[N, k, n]`, where m or n may be 1.
 
-    On a CPU a stack of one pair with one row or column takes another kernel, which rounds otherwise: it is computed
-    twice, so that no result depends on the number of pairs. Iterations for inverse roots amplify such a difference by
-    the condition number of the matrix.
+    On a CPU torch uses another kernel, with another rounding, for a stack of one pair with one row or column. Such a
+    pair is computed twice, so that no result depends on the number of pairs. Iterations for inverse roots would amplify
+    the difference by the condition number of the matrix.
     """
     if len(a) == 1 and 1 in (a.shape[1], b.shape[2]) and a.device.type == "cpu":
         return torch.bmm(a.expand(2, -1, -1), b.expand(2, -1, -1))[:1]
@@ -203,10 +219,10 @@ def products(a: Tensor, b: Tensor) -> Tensor:
 
 
 def in_registers(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """function(*tensors), entry by entry, of tensors of one shape.
+    """Return function(*tensors), entry by entry, of tensors of one shape.
 
-    On a CPU torch rounds the last entries, which fill no vector registers, otherwise: they are computed once more in
-    full registers, so that no entry depends on its place in a tensor.
+    On a CPU torch rounds the last entries differently if they do not fill a vector register. They are computed once
+    more in full registers, so that no entry depends on its place in a tensor.
     """
     found = function(*tensors)
     if not (may_branch_on_values(found) and found.is_contiguous()):
@@ -219,21 +235,21 @@ def in_registers(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
 
 
 _REGISTERS = 32
-"""Numbers that a CPU's kernel takes at a time, at most: two registers of AVX-512 in float32."""
+"""Largest number of float32 entries that a CPU kernel processes at once: two registers of AVX-512."""
 _LINE = 64
-"""Bytes of a cache line: for a matrix that starts inside one LAPACK takes other instructions and rounds differently."""
+"""Bytes of a cache line. If a matrix begins inside one, LAPACK uses other instructions, which round differently."""
 
 
 def apply_aligned(function: Callable[..., Any], *stacks: Tensor) -> Any:
-    """function(*stacks), for decompositions whose last bits depend on where in memory a matrix of a stack begins.
+    """Return function(*stacks), for decompositions whose last bits depend on the address of a matrix in its stack.
 
-    Each of `stacks` is `[N, *matrix]`, and so are the results. On a CPU, where matrices do not fill whole cache lines,
-    the function is called on a copy of each matrix by itself, so that no result depends on its place in the stack.
-    LAPACK takes one matrix at a time anyway. Results have the strides that they would have otherwise.
+    Each of `stacks` is `[N, *matrix]`, and so are the results. If matrices do not fill cache lines, a CPU calls the
+    function on a copy of each matrix alone, so that no result depends on its place in the stack. LAPACK computes one
+    matrix at a time in any case. Results have the strides that a single call would give them.
 
-    Products are not called through here, and some depend on the place in the last bits too (measured, MKL on AVX-512):
-    with a few columns on an odd number of rows; in float64 where a matrix has an odd number of entries; in float32 with
-    sides from 8 to 11. `products` is for those with one column.
+    Products are not computed through this function. Some of them depend on the place in the last bits, too (measured
+    with MKL on AVX-512): products with a few columns on an odd number of rows; in float64 if a matrix has an odd number
+    of entries; in float32 with sides from 8 to 11. `products` makes those with one column independent of it.
     """
     sizes = {math.prod(stack.shape[1:]) * stack.element_size() % _LINE for stack in stacks}
     if stacks[0].device.type != "cpu" or sizes == {0} or len(stacks[0]) == 0:
@@ -245,7 +261,7 @@ def apply_aligned(function: Callable[..., Any], *stacks: Tensor) -> Any:
 
 
 def _joined(parts: Sequence[Any]) -> Any:
-    """Stacks of one matrix each as one stack; the columns of its matrices stay contiguous if they were."""
+    """Return stacks of one matrix each as one stack. The columns of its matrices remain contiguous if they were."""
     if len(parts) == 1:
         return parts[0]
     if parts[0].ndim == 3 and not parts[0].is_contiguous():
@@ -254,7 +270,7 @@ def _joined(parts: Sequence[Any]) -> Any:
 
 
 def has_fast_bfloat16(device: torch.device) -> bool | None:
-    """Whether a device multiplies matrices in bfloat16 by instructions of its own; None: nobody says."""
+    """Return True if a device has instructions for products of matrices in bfloat16; None if that is unknown."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     return _cpu_has_bfloat16() if device.type == "cpu" else None
@@ -267,8 +283,10 @@ def _cpu_has_bfloat16() -> bool:
 
 
 def multiplied_in_float32(x: Tensor) -> bool:
-    """Whether products of x, in bfloat16, are to be taken in float32 and rounded: on a CPU without instructions for
-    bfloat16 torch multiplies 50 times as long, for the same sums in float32 in another order."""
+    """Return True if x is in bfloat16 and its products are faster if they are computed in float32 and rounded.
+
+    On a CPU without instructions for bfloat16 torch takes 50 times as long, for the same sums in another order.
+    """
     return x.dtype == torch.bfloat16 and x.device.type == "cpu" and not _cpu_has_bfloat16()
 
 
@@ -280,7 +298,10 @@ def upload(values: Tensor, device: torch.device) -> Tensor:
 
 
 def kept_on_device(values: NDArray[np.int64], device: torch.device) -> Tensor:
-    """Return int64 numbers as a tensor on a device that is made once for equal numbers: do not write to it."""
+    """Return int64 numbers as a tensor on a device.
+
+    The tensor is made once for equal numbers: do not write to it.
+    """
     if device.type == "cpu":
         return torch.from_numpy(values)
     return _kept(values.tobytes(), device)
@@ -303,7 +324,7 @@ def number_like(value: Tensor | float, like: Tensor) -> Tensor:
 
 
 class HostCopy:
-    """A copy of a tensor on the host, or on its way there, so that the host does not wait for a CUDA device."""
+    """A copy of a tensor on the host, or under way to it. The host does not wait for a CUDA device before `wait`."""
 
     def __init__(self, x: Tensor) -> None:
         self._copy, self._event = x.to("cpu", non_blocking=x.device.type == "cuda"), None
@@ -312,16 +333,16 @@ class HostCopy:
             self._event.record()
 
     def wait(self) -> Tensor:
-        """The copy, after it has arrived."""
+        """Return the copy after it has arrived."""
         if self._event is not None:
             self._event.synchronize()
         return self._copy
 
 
 def on_host(function: Callable[..., tuple[Tensor, ...]], x: Tensor) -> tuple[Tensor, ...]:
-    """Return `function` of a copy of x on the host, its results copied to the device of x.
+    """Return `function` of a copy of x on the host, with its results copied to the device of x.
 
-    The host waits once, for the copy; results are copied without waiting. On the CPU x is given as it is.
+    The host waits once, for the copy of x. Results are copied without a wait. A tensor on the CPU is not copied.
     """
     if x.is_cpu or not has_values(x):
         return function(x)
@@ -329,14 +350,14 @@ def on_host(function: Callable[..., tuple[Tensor, ...]], x: Tensor) -> tuple[Ten
 
 
 _SMALL = 4096
-"""Entries of a tensor that is copied in less time than a kernel of its own takes."""
+"""Largest tensor, in entries, that is copied in less time than a kernel of its own takes."""
 
 
 def scale_tensors_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
-    """Multiply all tensors by one number, in place, as `_foreach_mul_` does.
+    """Multiply all tensors by one number, in place, as `torch._foreach_mul_` does.
 
-    On a CPU that makes a tensor of a Python number for each of its tensors, which takes twice as long as the product of
-    a small one. Here it is made once where that rounds it alike.
+    On a CPU `_foreach_mul_` turns a Python number into a tensor once for each of its tensors, which takes twice as long
+    as the product of a small tensor. Here the number is turned into a tensor once, if that rounds it alike.
     """
     first = tensors[0]
     narrow = first.is_cpu and first.dtype in (torch.float32, torch.float64)
@@ -363,9 +384,10 @@ def copies(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 def norms_by_dtype(
     tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype] | None = None, order: float = 2
 ) -> Iterator[tuple[list[int], Tensor]]:
-    """(places, norms `[n]`) of the tensors that are computed in one dtype, for each; a few kernels.
+    """Yield (indices, norms `[n]`) for each dtype in which norms are computed; a few kernels in all.
 
-    dtypes: of each norm; None: the dtype that the tensor is computed in. order: 2 for Frobenius norms, inf for peaks.
+    dtypes: dtype of each norm; None: the dtype that each tensor is computed in.
+    order: 2 for Frobenius norms, inf for largest sizes of entries.
     """
     dtypes = [compute_dtype(x.dtype) for x in tensors] if dtypes is None else dtypes
     for dtype in dict.fromkeys(dtypes):
@@ -374,11 +396,13 @@ def norms_by_dtype(
 
 
 def squares_are_finite(tensors: Sequence[Tensor], most: Callable[[int, torch.dtype, torch.device], int]) -> bool:
-    """Whether the sum of squares of each tensor is known to be finite in the dtype that it is computed in.
+    """Return True if the sum of squares of each tensor is known to be finite in the dtype that the tensor is computed
+    in.
 
-    False where asking would wait for a device, and where small tensors, which are looked at together, overflow
-    together. Fake tensors on a CPU, which have no numbers, count as finite. most: (entries, dtype, device) of a tensor
-    -> how many such tensors may be copied at once.
+    False if the host would have to wait for a device, and if small tensors, whose norms are computed together, overflow
+    together. Fake tensors on a CPU, which have no numbers, count as finite.
+
+    most: function of (entries, dtype, device) of a tensor that returns how many such tensors may be copied at once.
     """
     if tensors and tensors[0].is_cpu and not has_values(tensors[0]):
         return True
@@ -388,14 +412,14 @@ def squares_are_finite(tensors: Sequence[Tensor], most: Callable[[int, torch.dty
     for x in tensors:
         equal.setdefault((x.dtype, x.shape), []).append(x)
     for norms in (_joint_norms(own, most) for own in equal.values()):
-        bound = torch.finfo(norms.dtype).max ** 0.5 / 2  # half of what would do: whatever the rounding
+        bound = torch.finfo(norms.dtype).max ** 0.5 / 2  # half of the exact bound, to allow for rounding
         if not all(norm < bound for norm in norms.tolist()):
             return False
     return True
 
 
 def _joint_norms(equal: list[Tensor], most: Callable[[int, torch.dtype, torch.device], int]) -> Tensor:
-    """Norms of tensors of one shape and dtype, of small ones together."""
+    """Return the norms of tensors of one shape and dtype; small tensors are stacked first."""
     x = equal[0]
     dtype, at_once = compute_dtype(x.dtype), most(x.numel(), x.dtype, x.device) if x.numel() <= _SMALL else 1
     if at_once == 1 or len(equal) == 1:
@@ -429,21 +453,25 @@ def _stacked(tensors: Sequence[Tensor], places: Sequence[int]) -> Tensor:
 
 
 def _same_bits(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors in 16 bits are equal. Large ones are read as 64-bit numbers, in a sixth of the time."""
+    """Return True if two tensors in 16 bits are equal. Large ones are compared as 64-bit numbers, in a sixth of the
+    time."""
     if x.numel() > _SMALL and x.is_contiguous() and y.is_contiguous() and x.numel() % 4 == y.storage_offset() % 4 == 0:
         x, y = x.view(-1).view(torch.int64), y.view(-1).view(torch.int64)
     return torch.equal(x, y)
 
 
 _SAFE = 2.9
-"""Bounds of |V|_2^2 below this are below 3 in any rounding."""
+"""Bound of |V|_2^2 up to which V is not scaled: below it, |V|_2^2 is below 3 in any rounding."""
 
 
 def rectified(v: Tensor, steps: int, safe: bool = False) -> Tensor:
-    """V <- 3/2 V - 1/2 V V^T V, `steps` times: towards the orthonormal V (V^T V)^(-1/2) (Bjorck & Bowie 1971, order 2).
+    """Apply V <- 3/2 V - 1/2 V V^T V `steps` times: towards the orthonormal V (V^T V)^(-1/2) (Bjorck & Bowie 1971,
+    order 2).
 
-    v `[N, d, r]`, r <= d. Singular values in (0, sqrt 3) converge to 1; after one step none is above 1. Unless V is
-    known to be safe, it is scaled down first where they might reach sqrt 3: |V|_2^2 <= 1 + |E^4|_F^(1/4).
+    v `[N, d, r]`, r <= d. Singular values in (0, sqrt 3) converge to 1; after one step none is above 1. V is scaled
+    down first if its singular values might reach sqrt 3, by the bound |V|_2^2 <= 1 + |E^4|_F^(1/4) with E = V^T V - I.
+
+    safe: True if singular values are known to be below sqrt 3, so that the bound is not computed.
     """
     if steps == 0:
         return v
@@ -456,16 +484,16 @@ def rectified(v: Tensor, steps: int, safe: bool = False) -> Tensor:
 
 
 def safe_factor(v: Tensor) -> Tensor:
-    """c `[N]`, at most 1, so that singular values of c V are below sqrt 3; 1 where the bound says that they are."""
+    """Return c `[N]`, at most 1, such that singular values of c V are below sqrt 3; c = 1 if the bound allows it."""
     return _made_safe(v)[2]
 
 
 def _made_safe(v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(c V, c^2 V^T V, c).
+    """Return (c V, c^2 V^T V, c).
 
     The bounds 1 + |E|_F, 1 + |E^2|_F^(1/2) and 1 + |E^4|_F^(1/4) of |V|_2^2 grow with r^(1/2), r^(1/4) and r^(1/8) for
-    errors of one size: with columns of 3 bits the second one reaches 3 at r = 1024, where |V|_2^2 is 1.7. A CPU stops
-    at the first that is small enough.
+    errors of one size. With columns of 3 bits the second bound reaches 3 at r = 1024, where |V|_2^2 is 1.7. A CPU stops
+    at the first bound that is small enough.
     """
     peak = v.abs().amax((-2, -1)).clamp_min(1.0)  # no entry of an orthonormal matrix is larger
     v = v / per_block(peak, v)
@@ -482,6 +510,6 @@ def _made_safe(v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         bound = 1 + size * torch.linalg.matrix_norm(power) ** (1 / order)
         if branches and bool((bound < _SAFE).all()):
             return v, gram, 1 / peak
-    # From the bound on down to 2, not to 1: the bound is loose, and values near 1 should stay near 1.
+    # Scale the bound down to 2, not to 1: the bound is loose, and singular values near 1 should stay near 1.
     scale = torch.where(bound < _SAFE, torch.ones_like(bound), 2 / bound)
     return v * per_block(scale.sqrt(), v), gram * per_block(scale, gram), scale.sqrt() / peak

@@ -1,9 +1,9 @@
-"""State: what a component declares (`Slot`) and how it reaches it (`State`).
+"""State: slots, which a component declares, and the way in which a component reaches them.
 
-A component declares slots and never allocates. The optimizer allocates each slot once for a whole stack, as `[N,
-*shape]`, and hands every stage a `State`: `state[name]` loads, `state[name] = value` writes back. Between the two a
-component may work in place. What lies behind (all rows, a slice that is due for a refresh, the rows that have a
-gradient, a mask of the rows whose gradient is finite) is the same code for the component.
+A component declares slots (`Slot`) and never allocates. The optimizer allocates each slot once for a whole stack, as
+`[N, *shape]`, under a key (`StateKey`). Every stage receives a `State`: `state[name]` loads a slot, and `state[name] =
+value` writes it back. Between the two a component may work in place. A component does not know which rows it sees: all
+of them, a slice that is due for a refresh, the rows that have a gradient, or the rows of a mask of finite gradients.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, Self
+from typing import Literal, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -20,7 +20,71 @@ from torch import Tensor
 from . import noise
 from .errors import ContractError
 from .numerics import copy_blocks, per_block
-from .state_key import StateKey
+
+FORMAT = "format"
+"""Part of a coded slot that holds the number of its format (`Quantizer.format`)."""
+AVERAGING = "averaging"
+"""Stage of the keys of averaged iterates, which belong to a parameter and to no block."""
+PARTNER_STAGE = "partner"
+"""Stage of the keys of tensors that a parameter keeps for its partner, the other factor of a product."""
+
+
+class StateKey(NamedTuple):
+    """Address of one state tensor of a parameter, as text "<block>/<stage path>/<slot>/<part>".
+
+    block: number of the block in the parameter; None: the tensor belongs to the parameter, and the text has no block.
+    stage: dotted path of a stage or constraint, or "averaging"; "" for `step`, the count of gradients seen.
+    slot: name of the slot.
+    part: name of one of the tensors that a coded slot is stored in; "" for a slot that is stored as it is.
+
+    >>> StateKey.parse("0/update.shampoo/root.1/codes")
+    StateKey(block=0, stage='update.shampoo', slot='root.1', part='codes')
+    >>> str(StateKey(None, "averaging", "mean"))
+    'averaging/mean'
+    """
+
+    block: int | None
+    stage: str
+    slot: str
+    part: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Return the key that a text stands for; `str` is the inverse."""
+        first, slash, rest = text.partition("/")
+        block, path = (int(first), rest) if slash and first.isdecimal() else (None, text)
+        if "/" not in path:
+            return cls(block, "", path)
+        stage, slot, *part = path.split("/", 2)
+        return cls(block, stage, slot, *part)
+
+    def __str__(self) -> str:
+        block = None if self.block is None else str(self.block)
+        return "/".join(text for text in (block, self.stage, self.slot, self.part) if text)
+
+    @staticmethod
+    def join(first: str | int, rest: str) -> str:
+        """Return the text of a key from the texts of its two halves; cheap enough for every step.
+
+        >>> StateKey.join("update.momentum", "m"), StateKey.join(0, "update.momentum/m")
+        ('update.momentum/m', '0/update.momentum/m')
+        """
+        return f"{first}/{rest}"
+
+    @staticmethod
+    def within_block(text: str) -> str:
+        """Return the second half of a key that was joined from a block and the rest.
+
+        >>> StateKey.within_block("0/update.momentum/m")
+        'update.momentum/m'
+        """
+        return text.partition("/")[2]
+
+    @property
+    def name(self) -> str:
+        """Return the key without its block and part: "<stage path>/<slot>", one name for all parameters."""
+        return str(self._replace(block=None, part=""))
+
 
 Role = Literal["statistic", "root", "basis", "first_moment", "second_moment", "iterate", "count", "failures"]
 Frame = Literal["vector", "square", "row", "column", "none"]
@@ -32,21 +96,21 @@ class Slot:
 
     shape: shape per block, without the stack axis.
     fill: initial value, or "identity" for a matrix (its first columns if it is tall).
-    role: what the slot is for; storage is chosen by it. "failures" counts how often in a row a block's root or basis
-        could not be computed: an int32 of shape (), which the optimizer reads after refreshes.
-    frame: how the slot follows a change of basis R = Q_old^T Q_new of the frame it lives in. "vector": rotated;
-        "square": transported by the Hadamard square, v <- (R*R)^T v on each axis; "row" and "column": squares without
-        the last and without the last but one axis; "none": unchanged.
-    dtype: dtype of the slot; default: the dtype that the block is computed in.
-    axes: axes of the block that a "vector" or "square" slot has, in order; default: all of them. Of a matrix without a
-        frame: the axis that it is a factor of, by which a basis and the statistic that it was made of are paired.
+    role: what the slot is for; storage is chosen by the role. "failures" counts how often in a row a block's root or
+        basis could not be computed: an int32 of shape (), which the optimizer reads after refreshes.
+    frame: how the slot follows a change of basis R = Q_old^T Q_new of its frame. "vector": it is rotated. "square": it
+        is transported by the Hadamard square, v <- (R*R)^T v on each axis. "row" and "column": the same for squares
+        without the last and without the last but one axis. "none": it does not change.
+    dtype: dtype of the slot; None: the dtype that the block is computed in.
+    axes: axes of the block that a "vector" or "square" slot has, in order; None: all of them. For a matrix without a
+        frame: the axis that the matrix is a factor of, by which a basis is paired with its statistic.
     scale: factor of the initial identity.
-    sensitive: whether the size of every update depends on the slot, so that no storage takes it by its role.
-    decay: b, if the slot is the running mean or sum of squared gradients of its frame, b^k the weight of the k-th last;
-        None: it is something else.
-    total: whether stages read the slot's sum over all blocks of all parameters as the step began, `context.total`.
-    step_size: whether the stage multiplies its direction by the slot, of shape (), as by a learning rate of its own:
-        weight decay beside the update is multiplied by it too.
+    sensitive: True if the size of every update depends on the slot. Such a slot is never coded by its role.
+    decay: b, if the slot is the running mean or sum of squared gradients of its frame, in which the k-th last gradient
+        has the weight b^k. None: the slot is something else.
+    total: True if stages read `context.total`, the sum of the slot over all blocks of all parameters as the step began.
+    step_size: True if the stage multiplies its direction by the slot, of shape (), as by a learning rate of its own.
+        Weight decay beside the update is then multiplied by the slot too.
     """
 
     shape: tuple[int, ...]
@@ -62,7 +126,8 @@ class Slot:
     step_size: bool = False
 
     def allocate(self, blocks: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The slot of a fresh stack, `[blocks, *shape]`, in its own dtype or else `dtype`."""
+        """Return the initial slot of a stack, `[blocks, *shape]`, in the dtype of the slot, or in `dtype` if it has
+        none."""
         dtype = self.dtype or dtype
         if self.fill == "identity":
             eye = torch.eye(*self.shape, dtype=dtype, device=device).mul_(self.scale)
@@ -71,24 +136,33 @@ class Slot:
 
 
 Encoded = Mapping[str, Tensor]
-"""The plain tensors `[N, ...]` that are kept of a coded slot, by name."""
+"""Tensors `[N, ...]` that a coded slot is stored in, by name."""
 Uniform = Callable[[Tensor, str], Tensor]
 """(like `[N, ...]`, purpose) -> numbers in [0, 1) of its shape and dtype, for stochastic rounding."""
 
 
 class Codec(Protocol):
-    """A way to store a slot as other tensors; see `eigengraft.quantization`."""
+    """A way to store a slot as other tensors; `eigengraft.quantization` holds the implementations."""
 
     def encode(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
-        """`[N, *shape]` -> tensors `[N, ...]` by name; before: the tensors that they replace."""
+        """Return the tensors `[N, ...]` that stand for x `[N, *shape]`, by name.
+
+        before: the tensors that the new ones replace; None at the start.
+        uniform: random numbers for stochastic rounding; None: rounding is to nearest.
+        """
 
     def decode(self, encoded: Encoded, slot: Slot, dtype: torch.dtype) -> Tensor:
-        """The slot `[N, *shape]` that the tensors stand for."""
+        """Return the slot `[N, *shape]` that the tensors stand for, in `dtype`."""
 
 
 @dataclass(frozen=True)
 class EncodedSlot:
-    """A slot that a codec stores in the tensors "<key>/<name>"; dtype: to compute in."""
+    """A slot that a codec stores in the tensors "<key>/<name>".
+
+    slot: the declaration of the slot.
+    names: names of the tensors.
+    dtype: dtype of the decoded slot.
+    """
 
     slot: Slot
     codec: Codec
@@ -97,23 +171,34 @@ class EncodedSlot:
 
 
 class Watch(Protocol):
-    """What follows a stage's use of its state in checked mode; see `eigengraft.preconditioners.checked_mode`."""
+    """An observer of the ways in which stages use their state, such as checked mode
+    (`preconditioners.checked_mode`)."""
 
     def loaded(self, key: str, value: Tensor) -> None:
-        """A slot was loaded; key: "<stage path>/<slot>"."""
+        """Called after a slot was loaded. key: "<stage path>/<slot>"."""
 
     def storing(self, key: str, value: object, rows: int, dtype: torch.dtype) -> None:
-        """A slot of so many rows, loaded in that dtype, is about to be written back. Raises for what does not fit."""
+        """Called before a slot is written back; raises for a value that does not fit.
+
+        value: the assigned value.
+        rows: number of rows of the slot.
+        dtype: dtype that the slot was loaded in.
+        """
 
     def stored(self, state: State, name: str, value: Tensor) -> None:
-        """A slot was written back."""
+        """Called after a slot was written back."""
 
     def call(self, what: str, inputs: Mapping[str, Tensor], state: State) -> AbstractContextManager[None]:
-        """Around a hook of a stage. what: "<stage path>: <hook>() at step <t>". state: of the stage."""
+        """Return the context manager in which a hook of a stage runs.
+
+        what: "<stage path>: <hook>() at step <t>".
+        inputs: the tensors that the hook receives, by name.
+        state: state of the stage.
+        """
         ...
 
     def returned(self, value: object, direction: Tensor) -> None:
-        """The running hook returned this for that direction."""
+        """Called with the value that the running hook returned for a direction."""
 
 
 @dataclass(frozen=True)
@@ -121,9 +206,9 @@ class Storage:
     """Encoded slots of a stack, and the counters behind the random numbers of the selected rows.
 
     encoded: the encoded slots, by key.
-    counters: gives seeds and steps, int64 `[n]`; a random number depends on them, on the slot and on the place in the
-        slot alone. None: rounding is to nearest.
-    watch: checks how stages use their state; None outside checked mode.
+    counters: function that returns the seeds and the steps of the rows, int64 `[n]` each. A random number depends on
+        the seed, the step, the slot and the place in the slot alone. None: rounding is to nearest.
+    watch: observer of the ways in which stages use their state; None: there is none.
     """
 
     encoded: Mapping[str, EncodedSlot]
@@ -131,7 +216,7 @@ class Storage:
     watch: Watch | None = None
 
     def slice_rows(self, start: int, stop: int) -> Storage:
-        """Storage of the selected rows start to stop."""
+        """Return the storage of the rows start to stop of the selected ones."""
         counters = self.counters
         if counters is None:
             return self
@@ -143,7 +228,7 @@ class Storage:
         return replace(self, counters=sliced)
 
     def uniform(self, key: str) -> Uniform | None:
-        """Random numbers for stochastic rounding of one slot; None where rounding is to nearest."""
+        """Return the random numbers for stochastic rounding of one slot; None where rounding is to nearest."""
         counters = self.counters
         if counters is None:
             return None
@@ -157,13 +242,20 @@ class Storage:
 
 
 _STORAGE_STREAM = 1 << 33
-"""Streams of noise from here on belong to storage."""
+"""Number of the first stream of noise that belongs to storage; smaller ones belong to stages."""
 
 
 class State:
     """The slots of one stage for the selected rows of a stack.
 
-    `scope` gives the state of a stage inside it, `slice_rows` a slice of rows.
+    `scope` returns the state of a stage inside this one, `slice_rows` the state of a slice of the rows.
+
+    tensors: the state tensors of the whole stack, by key.
+    block: shape of the blocks that the stage sees.
+    path: path of the stage.
+    rows: the selected rows; None: all rows.
+    mask: `[n]`, the selected rows that are written; None: all of them.
+    storage: encoded slots and random numbers; None: every slot is stored as it is.
     """
 
     def __init__(
@@ -180,7 +272,10 @@ class State:
         self._loaded: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
-        """The slot `[n, *shape]`, safe to work on in place; nothing is kept before it is assigned back."""
+        """Return the slot `[n, *shape]`, which may be changed in place.
+
+        Changes are stored only when the slot is assigned back.
+        """
         value = self._load(name)
         if self.written and (watch := self.storage.watch) is not None:
             watch.loaded(StateKey.join(self.path, name), value)
@@ -239,15 +334,16 @@ class State:
             copy_blocks(self._select(target), value)
 
     def decoded(self, name: str) -> Tensor | None:
-        """What is read of a slot that a codec stores, `[n, *shape]`; None: the slot is stored as it is."""
+        """Return the decoded slot `[n, *shape]` if a codec stores it; None if the slot is stored as it is."""
         return self._load(name) if self.coded(name) else None
 
     def coded(self, name: str) -> bool:
-        """Whether a codec stores the slot: what is loaded is a copy, and what is kept may differ from it."""
+        """Return True if a codec stores the slot. The loaded tensor is then a copy, and the stored slot may differ from
+        it."""
         return StateKey.join(self.path, name) in self.storage.encoded
 
     def copied(self, name: str) -> bool:
-        """Whether what is loaded of the slot is a copy, and not the stored tensor itself."""
+        """Return True if loading the slot returns a copy instead of the stored tensor."""
         return self.coded(name) or self.mask is not None or not self.written or isinstance(self.rows, Tensor)
 
     def __contains__(self, name: str) -> bool:
@@ -259,13 +355,16 @@ class State:
         return tensor.index_select(0, self.rows) if isinstance(self.rows, Tensor) else tensor[self.rows]
 
     def scope(self, part: str, block: tuple[int, ...] | None = None) -> Self:
-        """The state of the stage called `part` inside this one; block: the shape it sees, if it sees another."""
+        """Return the state of the stage called `part` inside this one.
+
+        block: shape of the blocks that the inner stage sees; None: the same as here.
+        """
         path = f"{self.path}.{part}" if self.path else part
         seen = self.block if block is None else block
         return type(self)(self.tensors, seen, path, self.rows, self.mask, self.storage)
 
     def slice_rows(self, start: int, stop: int) -> Self:
-        """The state of rows start to stop of the selected ones."""
+        """Return the state of the rows start to stop of the selected ones."""
         if self.rows is None:
             rows: slice | Tensor = slice(start, stop)
         elif isinstance(self.rows, slice):
@@ -276,7 +375,7 @@ class State:
         return type(self)(self.tensors, self.block, self.path, rows, mask, self.storage.slice_rows(start, stop))
 
     def unwritten(self) -> Self:
-        """This state, with writes that are dropped; the states of stages inside it write as always."""
+        """Return this state with writes that are dropped; the states of stages inside it write as before."""
         own = type(self)(self.tensors, self.block, self.path, self.rows, self.mask, self.storage)
         own.written = False
         return own

@@ -1,4 +1,4 @@
-"""The context of a step: the step of each block, exact bias corrections, and the signals that a stage asked for."""
+"""The context of a step: the step of each block, exact bias corrections, and the requested signals."""
 
 from __future__ import annotations
 
@@ -15,35 +15,36 @@ from torch import Tensor
 
 from .errors import ContractError
 from .numerics import cached_tensors, kept_on_device, number_like, per_block, upload
-from .slots import State
-from .state_key import StateKey
+from .slots import State, StateKey
 
 _OF_A_STEP = frozenset({"steps", "phases", "param_ids", "seeds"})
-"""Fields that are of one step or one stack, which a program that is traced for many must not read."""
+"""Fields that belong to one step or one stack. A program that is traced for many steps must not read them."""
 
 Question = Callable[[NDArray[np.int64]], NDArray[np.bool_]]
-"""Steps `[N]` -> whether something holds at each, `[N]`."""
+"""Function of steps `[N]` that returns, `[N]`, whether something holds at each step."""
 TYPICAL_STEP = np.array([1_000_667], dtype=np.int64)
-"""The step that answers questions while a program is traced: late, and a step in which what has an interval is not due.
-It is a prime, one more than twice a prime, so that neither it nor the step before is a multiple of 3 to 500,000."""
+"""Step at which questions are answered while a program is traced: late in a run, with no interval due. A prime that is
+one more than twice a prime: neither it nor the step before is a multiple of any number from 3 to 500,000."""
 
 
 @dataclass(frozen=True)
 class StepContext:
     """The context of one stack of N blocks at one step.
 
-    steps: `[N]`, how often each block has been updated, this step included: 1 at the first update, 0 while priming,
-    when stages with `timing: lagged` see their first gradient and nothing moves.
-    phases: `[N]` in [0, 1), where in a refresh interval each block is due.
-    param_ids: `[N]`, which parameter a block belongs to; each matrix that a view makes of one counts as one.
+    steps: `[N]`, number of updates of each block, with this one: 1 at the first update. It is 0 while priming, when
+        stages with `timing: lagged` see their first gradient and nothing is updated.
+    phases: `[N]` in [0, 1), place in a refresh interval at which each block is due.
+    param_ids: `[N]`, number of the parameter that each block belongs to. Each matrix of a view counts as a parameter.
+    device: device of the stack.
     seeds: `[N]`, a number made of the parameter's name and the block's key, the same in every run and on every rank.
-    signals: what stages asked for and was there, and the totals of slots.
-    first: set during the first refresh of a block.
-    due: spans of these rows whose refresh is due, by the id of the stage, so that each cadence is asked once a step.
-    kept: what a stage has computed in one hook for the next one of the same step, by its path.
-    numbers: gives numbers that are functions of a step while a chain is traced, 0-d; None: they are computed.
+    signals: the requested signals that were provided, and the totals of slots, by name.
+    first: True during the first refresh of a block.
+    due: spans of these rows whose refresh is due, by the id of the stage. Each cadence is asked once a step.
+    kept: values that a stage has computed in one hook for the next hook of the same step, by the path of the stage.
+    numbers: function that returns numbers that depend on the step, 0-d, while a chain is traced. None: they are
+        computed here.
+    sums: function that adds numbers `[N]` over the blocks of each parameter; None: no stage of the update needs sums.
     questions: questions that `holds` was asked while a chain is traced.
-    sums: adds numbers `[N]` over the blocks of each parameter; None: no stage of the update takes sums.
     """
 
     steps: NDArray[np.int64]
@@ -60,16 +61,21 @@ class StepContext:
     questions: list[Question] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __getattr__(self, name: str) -> Any:
-        """Refuse what a program may not hold, in a context that it is traced through."""
+        """Raise ContractError for a field that a traced program must not read, and AttributeError for unknown names."""
         if name in _OF_A_STEP and self.__dict__.get("numbers") is not None:
-            raise ContractError(f"`context.{name}` is read, which a compiled program would keep from one step on")
+            raise ContractError(
+                f"`context.{name}` cannot be read here: a compiled program would keep its value for all steps; use "
+                "`context.step`, `context.holds` or `context.per_block`"
+            )
         raise AttributeError(f"a StepContext has no attribute '{name}'")
 
     def holds(self, question: Question) -> bool | NDArray[np.bool_]:
         """Return whether something holds at the steps of the blocks: True for all, False for none, else `[N]`.
 
-        question: steps `[N]` -> whether it holds, `[N]`. A compiled program is of the steps that answer every question
-        as one late in the run does: other steps run as they are.
+        A compiled program is made for the steps at which every question has the answer of a late step (`TYPICAL_STEP`).
+        Other steps run without it.
+
+        question: function of steps `[N]` that returns the answers, `[N]`.
         """
         if self.numbers is not None:
             self.questions.append(question)
@@ -79,12 +85,12 @@ class StepContext:
 
     @cached_property
     def priming(self) -> bool:
-        """Whether the gradient is a first one, of which lagged stages make statistics while nothing moves."""
-        return self.numbers is None and self.uniform == 0  # a traced chain has no step, and none that lags
+        """True if this is the first gradient of lagged stages, which make statistics of it while nothing is updated."""
+        return self.numbers is None and self.uniform == 0  # lagged chains are not traced while they prime
 
     @cached_property
     def uniform(self) -> int | None:
-        """The step, if all blocks agree on it."""
+        """The step, if all blocks are at the same one; else None."""
         alike = len(self.steps) == 1 or (self.steps == self.steps[0]).all()
         return int(self.steps[0]) if alike else None
 
@@ -97,13 +103,13 @@ class StepContext:
 
     @cached_property
     def seed(self) -> Tensor:
-        """The seed of each block, int64 `[N]` on the stack's device; not to be written to."""
+        """The seed of each block, int64 `[N]` on the stack's device. Do not write to it."""
         return kept_on_device(self.seeds, self.device)
 
     def per_block(self, function: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
-        """function(step), computed in float64, shaped and typed to multiply `like` `[N, *block]`.
+        """Return function(step), computed in float64, in a shape and dtype that multiplies `like` `[N, *block]`.
 
-        Where all blocks agree the result is a 0-d float64 CPU tensor, which torch applies as an exact scalar.
+        If all blocks are at one step, the result is a 0-d float64 CPU tensor, which torch applies as an exact scalar.
         """
         if self.numbers is not None:
             return self.numbers(function)
@@ -120,10 +126,13 @@ class StepContext:
         exponent: float = 1.0,
         ahead: int = 0,
     ) -> Tensor:
-        """(1 - beta^(step + ahead))^exponent; 1 - beta^step is the sum of the weights of a running mean that started
-        from zero (Adam, section 3).
+        """Return (1 - beta^(step + ahead))^exponent, shaped to divide `like` `[N, *block]`.
 
-        count: how many terms the mean has at a step, if not one for each.
+        1 - beta^step is the sum of the weights of a running mean that started from zero (Adam, section 3).
+
+        count: function from a step to the number of terms of the mean; None: one term for each step.
+        exponent: power of the correction.
+        ahead: number of steps that are added to the step.
         """
         if count is None and self.numbers is None and self.uniform is not None:  # the same bits, with fewer kernels
             return _uniform_correction(beta, self.uniform + ahead, exponent)
@@ -131,45 +140,54 @@ class StepContext:
         return self.per_block(lambda step: (1 - beta ** terms(step)) ** exponent, like)
 
     def signal(self, name: str) -> Tensor | float:
-        """A signal that a stage declared: a number (or 0-d tensor), `[N]`, `[N, *block]` or, for blocks of c inputs,
-        `[N, c, c]`, as its extent says."""
+        """Return a signal that a stage declared.
+
+        It is a number (or 0-d tensor), `[N]`, `[N, *block]` or, for blocks of c inputs, `[N, c, c]`, as the signal's
+        extent says. Raises ContractError for a signal that is not there.
+        """
         try:
             return self.signals[name]
         except KeyError:
             known = ", ".join(sorted(self.signals)) or "none"
             raise ContractError(
-                f"signal '{name}': a name that the stage asks for in its traits is required (provided here: {known})"
+                f"signal '{name}': not there, because the traits of the stage do not request it (there are: {known})"
             ) from None
 
     def tensor(self, name: str, like: Tensor) -> Tensor:
-        """A signal that a stage declared, as a tensor of the dtype and on the device of `like`."""
+        """Return a signal that a stage declared as a tensor of the dtype and on the device of `like`."""
         return number_like(self.signal(name), like)
 
     def total(self, state: State, slot: str) -> Tensor | float:
-        """The sum, as the step began, of a slot with `total=True` over all blocks of all parameters of the update."""
+        """Return the sum of a slot over all blocks of all parameters of the update, as the step began.
+
+        slot: name of a slot with `total=True`.
+        """
         return self.signal(StateKey.join(state.path, slot))
 
     def parameter_sum(self, x: Tensor) -> Tensor:
-        """For each block the sum of numbers `x` `[N]` over all blocks of its parameter, in whatever stacks these are.
+        """Return for each block the sum of numbers `x` `[N]` over all blocks of its parameter, in all stacks.
 
-        A stage takes sums in `apply`, equally many in every step, and says so: `Traits(sums=True)`.
+        Only `apply` may call it, equally often in every step, and only if the traits say `Traits(sums=True)`.
         """
         if self.sums is None:
-            raise ContractError("`sums=True` in the traits is required of a stage which takes sums, got False")
+            raise ContractError(
+                "`context.parameter_sum` cannot be called by a stage whose traits say `sums=False`: return "
+                "`Traits(sums=True)` from traits()"
+            )
         return self.sums(x)
 
     def with_sums(self, sums: Callable[[Tensor], Tensor]) -> Self:
-        """The context of a run that takes its sums from that function."""
+        """Return a context of the same rows whose sums over parameters are computed by that function."""
         return self._changed(sums=sums)
 
     def _changed(self, **fields: object) -> Self:
-        """A context of these rows with other fields; what has been computed of the steps is computed once."""
+        """Return a context of the same rows with other fields. It shares the values that were computed of the steps."""
         changed = object.__new__(type(self))
         changed.__dict__.update(self.__dict__, **fields)
         return changed
 
     def slice_rows(self, start: int, stop: int, first: bool) -> StepContext:
-        """The context of rows start to stop, during their refresh."""
+        """Return the context of the rows start to stop, for their refresh. first: True if it is their first refresh."""
         signals = {k: v[start:stop] if isinstance(v, Tensor) and v.ndim else v for k, v in self.signals.items()}
         cut = slice(start, stop)
         return replace(
@@ -186,6 +204,6 @@ class StepContext:
 
 @cached_tensors(maxsize=64)
 def _uniform_correction(beta: float, step: int, exponent: float) -> Tensor:
-    """(1 - beta^step)^exponent, 0-d: the same of all stacks in a step, and not to be written to."""
+    """Return (1 - beta^step)^exponent, 0-d, made once for all stacks of a step. Do not write to it."""
     weights = 1 - beta**step
     return torch.tensor(math.sqrt(weights) if exponent == 0.5 else weights**exponent, dtype=torch.float64, device="cpu")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from eigengraft.experiments.benches.gradients import GradientRun
 from eigengraft.experiments.benches.spectra import FILE
-from eigengraft.state_key import StateKey
+from eigengraft.slots import StateKey
 
 RECORDED_LAYERS = ("blocks.0.attention.query", "blocks.0.attention.mix", "blocks.1.attention.value", "blocks.1.down")
 RECORDED_STEPS = (10, 100, 300)

@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError
 
 import eigengraft
 from eigengraft import RecipeError, Stage
-from eigengraft.component import Component, checked, families
+from eigengraft.component import Component, families, validated
 from eigengraft.optimizers.recipe.schema import json_schema
 from eigengraft.optimizers.write.write import WeightDecay
 from eigengraft.preconditioners import RMS, Cadence, Chain, Eigenbasis, Every, Gram, Momentum, Shampoo
@@ -67,7 +67,7 @@ def test_components_are_frozen() -> None:
 )
 def test_wrong_fields_are_refused(fields: dict[str, object], says: tuple[object, ...]) -> None:
     with refused(RecipeError, *says):
-        checked(RMS, fields)
+        validated(RMS, fields)
     with pytest.raises(ValidationError):
         RMS(**fields)  # type: ignore[arg-type]
 
@@ -75,7 +75,7 @@ def test_wrong_fields_are_refused(fields: dict[str, object], says: tuple[object,
 @pytest.mark.parametrize("value", [True, "10", 2.5, 10.0])
 def test_whole_numbers_are_whole_numbers(value: object) -> None:
     with refused(RecipeError, "steps"):
-        checked(Every, {"steps": value})
+        validated(Every, {"steps": value})
 
 
 def test_a_whole_number_is_a_number() -> None:
@@ -85,14 +85,14 @@ def test_a_whole_number_is_a_number() -> None:
 def test_a_family_takes_an_instance_a_mapping_or_a_bare_kind() -> None:
     expected = Shampoo(every=Every(steps=10))
     for refresh in (Every(steps=10), {"kind": "every", "steps": 10}, {"kind": "every"}, "every"):
-        assert checked(Shampoo, {"refresh": refresh}) == expected
-    assert checked(Stage, {"kind": "rms"}) == checked(Stage, "rms") == RMS()  # type: ignore[type-abstract]
+        assert validated(Shampoo, {"refresh": refresh}) == expected
+    assert validated(Stage, {"kind": "rms"}) == validated(Stage, "rms") == RMS()  # type: ignore[type-abstract]
 
 
 def test_a_chain_takes_a_list_a_tuple_or_one_stage() -> None:
     expected = Eigenbasis(inner=(RMS(),))
     for inner in ("rms", ["rms"], ("rms",), {"kind": "rms"}, [{"kind": "rms"}], RMS(), [RMS()]):
-        assert checked(Eigenbasis, {"inner": inner}) == expected
+        assert validated(Eigenbasis, {"inner": inner}) == expected
 
 
 @pytest.mark.parametrize(
@@ -122,12 +122,12 @@ def test_a_chain_takes_a_list_a_tuple_or_one_stage() -> None:
 )
 def test_errors_name_the_stage_and_the_remedy(data: dict[str, object], says: tuple[object, ...]) -> None:
     with refused(RecipeError, *says):
-        checked(Eigenbasis, data)
+        validated(Eigenbasis, data)
 
 
 def test_every_fault_gets_a_line_and_a_prefix() -> None:
     with pytest.raises(RecipeError) as caught:
-        checked(Eigenbasis, {"inner": {"kind": "rms", "beta": 2, "epss": 1}, "timing": "later"}, "update.eigenbasis")
+        validated(Eigenbasis, {"inner": {"kind": "rms", "beta": 2, "epss": 1}, "timing": "later"}, "update.eigenbasis")
     lines = str(caught.value).splitlines()
     assert [line.partition(":")[0] for line in lines] == [
         "update.eigenbasis.inner.rms.beta",
@@ -160,8 +160,8 @@ def test_members_are_values(member: type[Component]) -> None:
     family = families()[str(member.family_name)]
     assert one == two and hash(one) == hash(two) and one.replace() == one
     assert pickle.loads(pickle.dumps(one)) == copy.deepcopy(one) == one
-    assert checked(family, one.model_dump()) == one
-    assert checked(family, json.loads(one.model_dump_json())) == one
+    assert validated(family, one.model_dump()) == one
+    assert validated(family, json.loads(one.model_dump_json())) == one
 
 
 def test_a_dump_holds_the_fields_of_the_member_not_of_the_family() -> None:
@@ -193,11 +193,11 @@ def test_an_outsider_registers_by_being_defined(registry: None) -> None:
         ) -> torch.Tensor:
             return direction * (self.factor or 1.0)
 
-    assert checked(Chain, {"stages": "test_halve"}).stages == (Halve(),)
+    assert validated(Chain, {"stages": "test_halve"}).stages == (Halve(),)
     with refused(RecipeError, "stages.test_halves", "test_halve"):
-        checked(Chain, {"stages": "test_halves"})
+        validated(Chain, {"stages": "test_halves"})
     with refused(RecipeError, "stages.test_halve.factor", 0, -1):
-        checked(Chain, {"stages": {"kind": "test_halve", "factor": -1}})
+        validated(Chain, {"stages": {"kind": "test_halve", "factor": -1}})
     definitions = json_schema(eigengraft.Recipe)["$defs"]
     assert definitions["stage.test_halve"]["properties"]["factor"]["anyOf"][0]["exclusiveMinimum"] == 0
     assert {"$ref": "#/$defs/stage.test_halve"} in definitions["stage"]["anyOf"]
@@ -215,9 +215,9 @@ def test_a_family_of_an_outsider(registry: None) -> None:
     class Cake(Component):
         taste: Taste = Sweet()
 
-    assert checked(Cake, {"taste": "sweet"}) == Cake()
+    assert validated(Cake, {"taste": "sweet"}) == Cake()
     with refused(RecipeError, "taste", "test_taste", "sweat", "sweet"):
-        checked(Cake, {"taste": "sweat"})
+        validated(Cake, {"taste": "sweat"})
 
 
 def test_members_are_final(registry: None) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from eigengraft import Optimizer, load_recipe
 from eigengraft.blocking import stacks
-from eigengraft.blocking.block_grid import BlockGrid
+from eigengraft.blocking.blocks import BlockGrid
 
 from ..distributed.ranks.workers.memory import Watch
 from ..laws.quantizers import small

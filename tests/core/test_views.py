@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from eigengraft.blocking import Batches, BlockGrid, Blocking, Matrices, ModuleFacts, Modules, Whole
-from eigengraft.blocking.boxes import Box
-from eigengraft.distributed.regions import regions
+from eigengraft.blocking.blocks import Box
+from eigengraft.distributed.layouts import regions
 
 from ..refusals import refused
 from ..views import matrices_by_hand

@@ -16,13 +16,12 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate
 
 from eigengraft.blocking import Blocking
-from eigengraft.distributed.comm_plan import BlockGroup, CommPlan, PlacedBlock
+from eigengraft.distributed.comm_plan import Arrived, Assembly, BlockGroup, CommPlan, PlacedBlock, reading
 from eigengraft.distributed.comm_step import CommStep
 from eigengraft.distributed.layouts import Layout
-from eigengraft.distributed.transfers import Arrived, Assembly, reading
 
 from ..trajectories import normal
-from .test_regions import all_placements, blockings, meshes, shapes, slices
+from .test_layouts import all_placements, blockings, meshes, shapes, slices
 
 pytestmark = pytest.mark.slow
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from eigengraft import RecipeError
-from eigengraft.component import checked
+from eigengraft.component import validated
 from eigengraft.experiments.tasks import Batch, ByteLM, Digits, Task
 from eigengraft.experiments.tasks.byte_lm import standard_library_files
 from eigengraft.experiments.tasks.digits import read_digits
 from eigengraft.experiments.training.imports import resolve_paths
-from eigengraft.experiments.training.schedule import Constant, Cosine, Linear, Schedule
+from eigengraft.experiments.training.schedule import Constant, Cosine, LearningRateSchedule, Linear
 from eigengraft.testing.laws import Law
 from eigengraft.testing.task_laws import TASK_LAWS, TaskCase
 
@@ -181,7 +181,7 @@ def test_digits_are_split_once_and_an_epoch_shows_every_image_once() -> None:
 )
 def test_wrong_fields_are_refused_with_their_path(fields: dict[str, object], says: tuple[object, ...]) -> None:
     with refused(RecipeError, *says):
-        checked(ByteLM, fields)
+        validated(ByteLM, fields)
 
 
 def test_a_task_may_come_from_outside() -> None:
@@ -200,12 +200,12 @@ def test_a_task_may_come_from_outside() -> None:
         def evaluation(self) -> list[Batch]:
             return [Batch(torch.tensor([[0.0, 1.0], [1.0, 1.0]]), torch.tensor([1, 0]))]
 
-    task = checked(Task, "parity")  # type: ignore[type-abstract]
+    task = validated(Task, "parity")  # type: ignore[type-abstract]
     assert isinstance(task, Parity)
     assert math.isfinite(task.evaluate(task.new_model(0), task.load(), CPU).val_loss)  # type: ignore[arg-type]
 
 
-def rates(schedule: Schedule, steps: int) -> list[float]:
+def rates(schedule: LearningRateSchedule, steps: int) -> list[float]:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
     scheduler = schedule.scheduler(optimizer, steps)
     found = []

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import eigengraft
-from eigengraft.component import checked
+from eigengraft.component import validated
 from eigengraft.numerics import number_like
 from eigengraft.preconditioners import BasisSolver, PolarSolver, RootSolver
 from eigengraft.quantization import Quantizer
@@ -48,7 +48,7 @@ def ids(family: str) -> list[Any]:
 
 @pytest.mark.parametrize("row", ids("quantizer"))
 def test_a_quantizer_stores_the_same_numbers(row: Row) -> None:
-    quantizer = checked(Quantizer, dict(row.make))  # type: ignore[type-abstract]
+    quantizer = validated(Quantizer, dict(row.make))  # type: ignore[type-abstract]
     x = definite(3, 16, torch.float32)
     slot = Slot((16, 16), role="statistic")
     ours, theirs = both(lambda x: quantizer.decode(quantizer.encode(x), slot, torch.float32), x)
@@ -213,7 +213,7 @@ def test_a_moved_model_takes_its_state_along(device: torch.device) -> None:
 
 def test_cholesky_qr_keeps_a_basis_that_it_cannot_improve_without_asking() -> None:
     """A bound that rounding exceeds: a CPU takes Householder QR, a device keeps the columns of Q."""
-    solver = checked(BasisSolver, {"kind": "cholesky_qr", "max_error": 1.0})  # type: ignore[type-abstract]
+    solver = validated(BasisSolver, {"kind": "cholesky_qr", "max_error": 1.0})  # type: ignore[type-abstract]
     q = rotation(6, 1).float()[None]
     u = rotation(6, 2).float()
     a = (u @ torch.diag(torch.tensor([1.0, *[1e-6] * 5])) @ u.mT)[None]
@@ -227,7 +227,7 @@ def test_cholesky_qr_keeps_a_basis_that_it_cannot_improve_without_asking() -> No
 
 @pytest.mark.parametrize("kind", ["coupled_newton", "newton_db", "higher_order"])
 def test_an_iterative_root_stops_early_on_a_device(kind: str) -> None:
-    solver = checked(RootSolver, {"kind": kind})  # type: ignore[type-abstract]
+    solver = validated(RootSolver, {"kind": kind})  # type: ignore[type-abstract]
     a = definite(4, 16, torch.float32).to("cuda")
     with accelerator("cuda") as counts:
         solver.root(a, usual_exponent(solver))

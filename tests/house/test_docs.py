@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import eigengraft
-from eigengraft.component import checked, families
+from eigengraft.component import families, validated
 from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.reproduction.claims import PaperClaims
 from eigengraft.experiments.studies.study import Study, load_study
@@ -54,7 +54,7 @@ def test_yaml_examples_load(page: str) -> None:
 def load(data: Mapping[str, Any]) -> object:
     """Claims, a study, an experiment, a recipe, or a recipe under its key, by the fields that are there."""
     if "claims" in data:
-        return checked(PaperClaims, data)
+        return validated(PaperClaims, data)
     if "axes" in data:
         study: Study = load_study(data)
         return study

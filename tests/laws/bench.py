@@ -3,13 +3,13 @@
 import torch
 
 from eigengraft import Stage
-from eigengraft.component import checked
-from eigengraft.testing.stage_bench import StageBench
+from eigengraft.component import validated
+from eigengraft.testing.stage_case import StageBench
 
 from .rows import Make
 
 
 def bench(make: Make, block: tuple[int, ...], blocks: int = 1, dtype: torch.dtype = torch.float64) -> StageBench:
     """State by the keys "<stage path>/<slot>", without the path of an update before it."""
-    stage = checked(Stage, dict(make))  # type: ignore[type-abstract]
+    stage = validated(Stage, dict(make))  # type: ignore[type-abstract]
     return StageBench(stage, block, blocks, dtype, path="")

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from eigengraft.component import checked
+from eigengraft.component import validated
 from eigengraft.quantization import Quantizer
 
 from .makes import unknown
@@ -111,7 +111,7 @@ WITH_NOISE_INSIDE = (
 
 def small(fields: Any, size: int = 8) -> Quantizer:
     """The quantizer that takes slots of any size, with blocks of `size` numbers where it has blocks; also inside."""
-    quantizer = checked(Quantizer, fields)
+    quantizer = validated(Quantizer, fields)
     known = type(quantizer).model_fields
     changes = {name: value for name, value in (("min_elements", 1), ("block_size", size)) if name in known}
     if getattr(quantizer, "buckets", None) == "column":

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from eigengraft import Stage, StepContext
-from eigengraft.component import checked
+from eigengraft.component import validated
 from eigengraft.preconditioners import BasisSolver, PolarSolver, RootSolver, walk
 from eigengraft.testing.samples import TRAJECTORY_STEPS
 from eigengraft.testing.solver_laws import ROUNDING, SolverCase
@@ -62,18 +62,18 @@ class Row:
 
     def stage(self) -> StageCase:
         """The case of a row about a stage."""
-        stage = checked(Stage, dict(self.make))  # type: ignore[type-abstract]
+        stage = validated(Stage, dict(self.make))  # type: ignore[type-abstract]
         steps = BRIEF if settled_after(stage) < BRIEF else TRAJECTORY_STEPS
         return StageCase(stage, self.blocks, self.degree, bool(self.rotates), self.singular, steps)
 
     def solver(self, family: str) -> SolverCase:
         """The case of a row about a solver of that family."""
         kinds = {kind.family_name: kind for kind in (RootSolver, BasisSolver, PolarSolver)}
-        made: Any = checked(kinds[family], dict(self.make))  # type: ignore[type-abstract]
+        made: Any = validated(kinds[family], dict(self.make))  # type: ignore[type-abstract]
         degree = self.degree(2) if callable(self.degree) else self.degree
         tolerance = 1e-5 if self.kind in STOPPING else ROUNDING
-        settles, cosine = str(self) != RESTLESS, COSINES.get(self.kind, 0.9)
-        return SolverCase(made, degree, self.rotates, tolerance, settles, cosine)
+        converges, cosine = str(self) != RESTLESS, COSINES.get(self.kind, 0.9)
+        return SolverCase(made, degree, self.rotates, tolerance, converges, cosine)
 
     def __str__(self) -> str:
         return f"{self.kind} {self.note}".strip()

@@ -3,7 +3,7 @@
 from .makes import COARSE, EVERY, MOMENTUM, RMS, SAME_DECAY, SPREAD, basis, shampoo, unknown
 from .rows import Fault, Row
 
-RAMP = {"from": 0.8, "to": 0.95, "steps": 6}
+SCHEDULE = {"from": 0.8, "to": 0.95, "steps": 6}
 HEAVY_BALL = {"kind": "heavy_ball", "beta": 0.9, "dampening": 0.3}
 
 STAGES = (
@@ -112,8 +112,8 @@ STAGES = (
             Fault({**HEAVY_BALL, "undamped_nesterov": True}, "undamped_nesterov"),
         ),
     ),
-    Row({**MOMENTUM, "beta": RAMP, "nesterov": True}, "scheduled", degree=1, rotates=True),
-    Row({**RMS, "beta": RAMP}, "scheduled", degree=0),
+    Row({**MOMENTUM, "beta": SCHEDULE, "nesterov": True}, "scheduled", degree=1, rotates=True),
+    Row({**RMS, "beta": SCHEDULE}, "scheduled", degree=0),
     Row({**HEAVY_BALL, "undamped_start": True}, "undamped", degree=1, rotates=True),
     Row({**HEAVY_BALL, "nesterov": True, "undamped_nesterov": True}, "undamped look-ahead", degree=1, rotates=True),
     Row(

@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 
 from eigengraft import Optimizer, State, StepContext
-from eigengraft.component import checked, families
+from eigengraft.component import families, validated
 from eigengraft.preconditioners.statistics import Power, has_data, mean_eigenvalue
 from eigengraft.testing.laws import Law
-from eigengraft.testing.polar_laws import POLAR_LAWS
 from eigengraft.testing.quantizer_laws import QUANTIZER_LAWS, QuantizerCase
-from eigengraft.testing.root_laws import ROOT_LAWS
 from eigengraft.testing.samples import definite
-from eigengraft.testing.solver_laws import BASIS_LAWS, SOLVER_LAWS, SolverCase, usual_exponent
+from eigengraft.testing.solver_laws import BASIS_LAWS, POLAR_LAWS, ROOT_LAWS, SOLVER_LAWS, SolverCase, usual_exponent
 
 from ..trajectories import normal
 from .quantizers import QUANTIZERS, WITH_NOISE_INSIDE, small
@@ -30,7 +28,7 @@ def each(family: str) -> pytest.MarkDecorator:
 
 
 def make(family: str, row: Row) -> Any:
-    return checked(families()[family], dict(row.make))
+    return validated(families()[family], dict(row.make))
 
 
 def close(ours: Tensor, theirs: Tensor, tolerance: float = 1e-10) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from eigengraft import Optimizer, RecipeError, Stage
-from eigengraft.component import Component, checked, families
+from eigengraft.component import Component, families, validated
 from eigengraft.testing.laws import Law
 from eigengraft.testing.stage_case import StageCase
 from eigengraft.testing.stage_laws import CONTRACT, STAGE_LAWS
@@ -64,13 +64,13 @@ FAULTS = [(family, fault) for family, rows in TABLE.items() for row in rows for 
 @pytest.mark.parametrize(("family", "fault"), FAULTS, ids=[f"{family} {fault.fields}" for family, fault in FAULTS])
 def test_wrong_declarations_are_refused_by_name(family: str, fault: Any) -> None:
     with refused(RecipeError, *fault.says):
-        checked(families()[family], dict(fault.fields))
+        validated(families()[family], dict(fault.fields))
 
 
 @pytest.mark.parametrize(("family", "row"), [(f, r) for f, rows in TABLE.items() for r in rows], ids=str)
 def test_a_component_survives_its_own_declaration(family: str, row: Row) -> None:
-    made: Component = checked(families()[family], dict(row.make))
-    assert checked(families()[family], made.model_dump(mode="json")) == made
+    made: Component = validated(families()[family], dict(row.make))
+    assert validated(families()[family], made.model_dump(mode="json")) == made
     assert made.replace() == made
     with refused(ValueError, "frozen"):
         made.kind = "other"  # type: ignore[attr-defined]

@@ -85,11 +85,11 @@ def test_the_remedies_train_where_linear_codes_do_not() -> None:
 
 
 def test_schedules_beyond_the_run_are_named() -> None:
-    ramp = {"update.momentum.beta": [{"from": 0.8, "to": 0.95, "steps": 300}]}
-    (message,) = warned("adamw", model(), overrides=ramp, steps=200)
+    schedule = {"update.momentum.beta": [{"from": 0.8, "to": 0.95, "steps": 300}]}
+    (message,) = warned("adamw", model(), overrides=schedule, steps=200)
     assert message.startswith("update.momentum.beta: ") and "300 steps and the run has 200" in message
-    assert message.endswith("[ramp-beyond-run]")
-    assert warned("adamw", model(), overrides=ramp, steps=300) == warned("adamw", model(), overrides=ramp) == []
+    assert message.endswith("[schedule-beyond-run]")
+    assert warned("adamw", model(), overrides=schedule, steps=300) == warned("adamw", model(), overrides=schedule) == []
 
 
 def test_an_id_silences_its_warning_alone_and_an_unknown_id_is_refused() -> None:

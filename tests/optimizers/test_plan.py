@@ -30,10 +30,8 @@ import eigengraft
 from eigengraft.blocking import Blocking
 from eigengraft.distributed.balance import SLACK, Item, Loads, assign
 from eigengraft.distributed.distribution import Distribution
-from eigengraft.distributed.layouts import Layout
-from eigengraft.distributed.rank_group import RankGroup
-from eigengraft.distributed.regions import holding
-from eigengraft.distributed.work import Work, pads
+from eigengraft.distributed.layouts import Layout, holding
+from eigengraft.distributed.rank_group import RankGroup, Work, pads
 from eigengraft.errors import RecipeError
 from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.tasks.model_shapes import MODELS, parameters_of, read_shapes

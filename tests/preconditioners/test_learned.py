@@ -12,7 +12,7 @@ from torch import Tensor
 from eigengraft import Optimizer, load_recipe, noise
 from eigengraft.preconditioners.learned.base import gram, spectral_norm
 from eigengraft.preconditioners.learned.psgd import PROBE
-from eigengraft.testing.stage_bench import StageBench
+from eigengraft.testing.stage_case import StageBench
 
 from ..laws import bench as benches
 from ..trajectories import normal, rotation

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from eigengraft import Optimizer, RecipeError, State, StepContext, load_recipe
-from eigengraft.component import checked
+from eigengraft.component import validated
 from eigengraft.preconditioners import Eigenbasis, Shampoo, Stage, chain_slots
 from eigengraft.preconditioners.algebra.products import mode_product
 from eigengraft.preconditioners.statistics import bregman
@@ -25,7 +25,7 @@ class Stepper:
     """One block of one stage, stepped by hand."""
 
     def __init__(self, declared: dict[str, Any], block: tuple[int, ...]) -> None:
-        self.stage: Any = checked(Stage, declared)  # type: ignore[type-abstract]
+        self.stage: Any = validated(Stage, declared)  # type: ignore[type-abstract]
         cpu = torch.device("cpu")
         slots = chain_slots((self.stage,), block)
         self.tensors = {f"{p}/{n}": s.allocate(1, torch.float64, cpu) for p, n, s in slots}

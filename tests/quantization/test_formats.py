@@ -14,13 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from eigengraft import Optimizer
-from eigengraft.component import checked
+from eigengraft.component import validated
 from eigengraft.noise import uniform
 from eigengraft.quantization import Quantizer
 from eigengraft.quantization.formats.base import Blockwise, Format
-from eigengraft.quantization.formats.chunks import CACHE_ELEMENTS
-from eigengraft.quantization.formats.codebooks import Codebook
-from eigengraft.quantization.formats.packing import pack_nibbles, unpack_nibbles
+from eigengraft.quantization.formats.codebooks import CACHE_ELEMENTS, Codebook, pack_nibbles, unpack_nibbles
 from eigengraft.slots import Slot
 
 from ..laws.table import TABLE
@@ -35,7 +33,7 @@ FLOAT32 = torch.float32
 
 
 def make(fields: Any, **more: Any) -> Any:
-    return checked(Quantizer, {**fields, "min_elements": 1, **more})
+    return validated(Quantizer, {**fields, "min_elements": 1, **more})
 
 
 def small(fields: Any) -> Any:
@@ -444,7 +442,7 @@ def test_positive_second_moments_stay_positive(kind: str) -> None:
 
 def test_small_slots_stay() -> None:
     """By the shape of the slot alone; and integers, counts and what may be negative are not taken."""
-    q = checked(Quantizer, {"kind": "int8"})
+    q = validated(Quantizer, {"kind": "int8"})
     assert q.unsupported(Slot((64, 64))) is None
     check_said(str(q.unsupported(Slot((63, 64)))), 4096, "min_elements", (63, 64))
     assert "floating-point" in str(make({"kind": "bf16"}).unsupported(Slot((9,), dtype=torch.int64)))

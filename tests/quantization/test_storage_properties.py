@@ -15,7 +15,7 @@ from torch import Tensor
 from eigengraft.numerics import rectified
 from eigengraft.quantization import Cholesky, Eigen, Float32, Int4, Orthogonal, Quantizer
 from eigengraft.quantization.formats.base import Blockwise, Format
-from eigengraft.quantization.formats.packing import unpack_nibbles
+from eigengraft.quantization.formats.codebooks import unpack_nibbles
 from eigengraft.slots import Slot
 
 from ..laws.quantizers import QUANTIZERS, small

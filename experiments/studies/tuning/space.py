@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from eigengraft.component import Component, checked
+from eigengraft.component import Component, validated
 from eigengraft.errors import RecipeError
 
 from ..axes import LABEL
@@ -77,7 +77,7 @@ def read_space(space: Any, interval: type[Component]) -> Any:
             found[path] = _choices(path, list(values))
         elif isinstance(values, (Mapping, Component)):
             try:
-                found[path] = checked(interval, values, path)
+                found[path] = validated(interval, values, path)
             except RecipeError as error:
                 raise ValueError("; ".join(str(error).splitlines())) from None
         else:

@@ -11,9 +11,10 @@ import torch
 from pydantic import AfterValidator, Field
 from torch import Tensor
 
-from eigengraft.chains import ChainOf, Request
+from eigengraft.component import ChainOf
 from eigengraft.numerics import block_norm, compute_dtype
-from eigengraft.ramps import Schedulable
+from eigengraft.schedules import Schedulable
+from eigengraft.signals import Request
 from eigengraft.slots import Slot
 
 Slots = Mapping[str, Sequence[Tensor]]

@@ -1,13 +1,13 @@
 """How a parameter becomes blocks: which of its entries form a matrix (views), then merging and splitting."""
 
-from .block_grid import BlockGrid as BlockGrid
+from .blocks import BlockGrid as BlockGrid
+from .blocks import Blocking as Blocking
 from .module_views import is_convolution as is_convolution
 from .module_views import is_transposed as is_transposed
 from .module_views import module_facts as module_facts
 from .module_views import parametrized_layer as parametrized_layer
-from .rule import Blocking as Blocking
-from .side_blocks import MatrixSide as MatrixSide
-from .side_blocks import SideMatrix as SideMatrix
+from .stacks import MatrixSide as MatrixSide
+from .stacks import SideMatrix as SideMatrix
 from .views import Batches as Batches
 from .views import Factor as Factor
 from .views import Matrices as Matrices

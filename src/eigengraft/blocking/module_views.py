@@ -1,7 +1,7 @@
-"""Facts that the modules of a model tell of its parameters: convolutions, fused projections, heads, experts.
+"""Facts about parameters that follow from the modules of a model: convolutions, fused projections, heads, experts.
 
-Modules are recognised by structure and by names of their attributes, never by names of classes; no library of models is
-imported.
+Modules are recognised by their structure and the names of their attributes, never by the names of classes. No library
+of models is imported.
 
 Legend of attention: h heads of queries, g of keys and values, d the length of a head.
 """
@@ -15,22 +15,26 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import ParametrizationList
 
-from eigengraft.component import checked
+from eigengraft.component import validated
 
 from .views import KERNEL, Factor, Matrices, ModuleFacts
 
 
 def parametrized_layer(modules: Mapping[str, nn.Module], path: str) -> nn.Module:
-    """The layer that a module's parameters belong to: of a list of parametrizations, the parametrized one.
+    """Return the layer that the parameters of a module belong to.
+
+    For a list of parametrizations it is the parametrized layer.
 
     modules: all modules of the model, by path.
+    path: path of the module.
     """
     module = modules[path]
     return modules[path.rpartition(".parametrizations")[0]] if isinstance(module, ParametrizationList) else module
 
 
 def is_convolution(module: nn.Module) -> bool:
-    """Whether a module convolves: a convolution of torch, or one whose weight `[m, n, *kernel]` fits `kernel_size`."""
+    """Return True if a module is a convolution of torch, or has a weight `[m, n, *kernel]` that fits its
+    `kernel_size`."""
     if isinstance(module, _ConvNd):
         return True
     weight, size = own_parameter(module, "weight"), getattr(module, "kernel_size", None)
@@ -41,21 +45,22 @@ def is_convolution(module: nn.Module) -> bool:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether a layer stores its weight as `[inputs, outputs]`, as Conv1D of Hugging Face does with `nf` outputs."""
+    """Return True if a layer stores its weight as `[inputs, outputs]`, as Conv1D of Hugging Face with `nf` outputs."""
     weight, outputs = own_parameter(module, "weight"), getattr(module, "nf", None)
     return weight is not None and weight.ndim == 2 and isinstance(outputs, int) and weight.shape[1] == outputs
 
 
 def weight_of(module: nn.Module, name: str) -> nn.Parameter | None:
-    """The weight of a layer inside a module, if it is a matrix; of a parametrized one, the tensor of its shape."""
+    """Return the weight of a layer inside a module if it is a matrix; if parametrized, the tensor of its shape."""
     weight = own_parameter(getattr(module, name, None), "weight")
     return weight if weight is not None and weight.ndim == 2 else None
 
 
 def own_parameter(module: object, name: str) -> nn.Parameter | None:
-    """The parameter of a module under a name, or the one that a parametrization or an older hook computes it from.
+    """Return the parameter of a module under a name, or the one from which a parametrization or an older hook computes
+    it.
 
-    Of several it is the largest: that of weight_norm with the directions. None if the module has none.
+    Of several parameters it is the largest: with weight_norm the one of the directions. None if the module has none.
     """
     if not isinstance(module, nn.Module):
         return None
@@ -63,14 +68,14 @@ def own_parameter(module: object, name: str) -> nn.Parameter | None:
     if isinstance(lists, nn.ModuleDict) and name in lists:
         originals = list(lists[name].parameters(recurse=False))
         return max(originals, key=nn.Parameter.numel, default=None)
-    value = getattr(module, name, None)  # by attribute, which wrappers of modules pass on
+    value = getattr(module, name, None)  # by attribute: wrappers of modules forward attributes
     names = (f"{name}_orig", f"{name}_v")
     found = [value, *(module._parameters.get(own) for own in names)]
     return next((own for own in found if isinstance(own, nn.Parameter)), None)
 
 
-Told = Iterator[tuple[Tensor, Matrices, str]]
-"""(parameter, its matrices, what it is)"""
+FoundMatrices = Iterator[tuple[Tensor, Matrices, str]]
+"""Iterator of (parameter, its matrices, description)."""
 SEPARATE = (
     ("q_proj", "k_proj", "v_proj"),
     ("query", "key", "value"),
@@ -86,10 +91,10 @@ INTERLEAVED = ("query_key_value", "linear_qkv")
 """Names of fused projections onto queries, keys and values of the first group of heads, then of the next."""
 
 
-def attention_matrices(module: nn.Module) -> Told:
-    """The matrices of the projections of an attention module; nothing for other modules.
+def attention_matrices(module: nn.Module) -> FoundMatrices:
+    """Yield the matrices of the projections of an attention module; nothing for other modules.
 
-    Projections onto queries, keys and values have heads; the projection of the output is one matrix.
+    Projections onto queries, keys and values have heads. The projection of the output is one matrix.
     """
     if isinstance(module, nn.MultiheadAttention):
         yield from _multihead_attention(module)
@@ -106,7 +111,7 @@ def attention_matrices(module: nn.Module) -> Told:
     yield from _interleaved(module, h, d)
 
 
-def _multihead_attention(module: nn.MultiheadAttention) -> Told:
+def _multihead_attention(module: nn.MultiheadAttention) -> FoundMatrices:
     heads, width = module.head_dim, module.embed_dim
     fused = own_parameter(module, "in_proj_weight")
     if fused is not None:
@@ -118,8 +123,9 @@ def _multihead_attention(module: nn.MultiheadAttention) -> Told:
         yield weight, Matrices(heads=heads), f"heads of {name}"
 
 
-def _latent(module: nn.Module, h: int) -> Told:
-    """Multi-head latent attention (DeepSeek-V2): heads of queries, and of what latent vectors become."""
+def _latent(module: nn.Module, h: int) -> FoundMatrices:
+    """Multi-head latent attention (DeepSeek-V2): heads of queries, and heads of keys and values made of latent
+    vectors."""
     nope, rope = _number(module, "qk_nope_head_dim") or 0, _number(module, "qk_rope_head_dim") or 0
     values, rank = _number(module, "v_head_dim") or 0, _number(module, "kv_lora_rank") or 0
     for name in ("q_proj", "q_b_proj"):
@@ -134,7 +140,7 @@ def _latent(module: nn.Module, h: int) -> Told:
         yield weight, Matrices(sections=(rank, rope)), "latent vectors and rotated keys"
 
 
-def _separate(module: nn.Module, h: int, d: int | None) -> Told:
+def _separate(module: nn.Module, h: int, d: int | None) -> FoundMatrices:
     for names in SEPARATE:
         weights = [weight_of(module, name) for name in names]
         if any(weight is None for weight in weights):
@@ -150,7 +156,7 @@ def _separate(module: nn.Module, h: int, d: int | None) -> Told:
                 yield weight, Matrices(outputs=outputs, heads=length), f"heads of {name}"
 
 
-def _sectioned(module: nn.Module, h: int, d: int | None) -> Told:
+def _sectioned(module: nn.Module, h: int, d: int | None) -> FoundMatrices:
     g = _number(module, "num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head") or h
     for name in SECTIONED:
         weight = weight_of(module, name)
@@ -164,8 +170,8 @@ def _sectioned(module: nn.Module, h: int, d: int | None) -> Told:
             yield weight, Matrices(outputs=outputs, sections=sections, heads=length), f"{name}, by head"
 
 
-def _interleaved(module: nn.Module, h: int, d: int | None) -> Told:
-    """GPT-NeoX and BLOOM: [q k v] for each head; Falcon: [q ... q k v] for each group, or one group; Megatron alike."""
+def _interleaved(module: nn.Module, h: int, d: int | None) -> FoundMatrices:
+    """GPT-NeoX and BLOOM: [q k v] for each head; Falcon and Megatron: [q ... q k v] for each group, or one group."""
     for name in INTERLEAVED:
         weight = weight_of(module, name)
         if weight is None:
@@ -182,7 +188,7 @@ def _interleaved(module: nn.Module, h: int, d: int | None) -> Told:
 
 
 def _number(module: nn.Module, *names: str) -> int | None:
-    """The first of these attributes that is a positive whole number, of a module or else of its `config`."""
+    """Return the first of these attributes of a module, or else of its `config`, that is a positive whole number."""
     for owner in (module, getattr(module, "config", None)):
         for name in names:
             value = getattr(owner, name, None)
@@ -192,58 +198,67 @@ def _number(module: nn.Module, *names: str) -> int | None:
 
 
 def _outputs(module: nn.Module, name: str) -> Literal["first", "last"]:
-    """Which axis of the weight of a layer holds the outputs; `Conv1D` of Hugging Face stores `[inputs, outputs]`."""
+    """Return which axis of a layer's weight holds the outputs; `Conv1D` of Hugging Face stores `[inputs, outputs]`."""
     return "last" if is_transposed(getattr(module, name)) else "first"
 
 
 def module_facts(model: nn.Module) -> dict[int, ModuleFacts]:
-    """The facts of every parameter of a model by `id`. What a module itself tells goes before what is recognised."""
+    """Return the facts of every parameter of a model, by the `id` of the parameter.
+
+    `parameter_views()` of a module has precedence over recognised layouts.
+    """
     modules = dict(model.named_modules())
-    told: dict[int, tuple[Matrices, str]] = {}
+    known: dict[int, tuple[Matrices, str]] = {}
     for path, module in modules.items():
         for parameter, matrices, source in _published(path, module):
-            told.setdefault(id(parameter), (matrices, source))
+            known.setdefault(id(parameter), (matrices, source))
     for module in modules.values():
         for recognised in RECOGNISED:
             for parameter, matrices, source in recognised(module):
                 if _fits(matrices, tuple(parameter.shape)):
-                    told.setdefault(id(parameter), (matrices, f"{source} of {type(module).__name__}"))
+                    known.setdefault(id(parameter), (matrices, f"{source} of {type(module).__name__}"))
     convolutions, factors = _convolutions(modules), _factors(model)
     facts = dict[int, ModuleFacts]()
     for parameter in model.parameters():
         key = id(parameter)
-        found: tuple[Matrices | None, str] = told.get(key, (None, ""))
+        found: tuple[Matrices | None, str] = known.get(key, (None, ""))
         facts[key] = ModuleFacts(key in convolutions, *found, factors.get(key))
     return facts
 
 
 def _factors(model: nn.Module) -> dict[int, Factor]:
-    """The factors, by `id`, that modules tell by `parameter_pairs()`: pairs of names, first that of `[r, n]`."""
+    """Return the factors that modules declare by `parameter_pairs()`, by the `id` of the parameter.
+
+    The method returns pairs of names, with the factor `[r, n]` first.
+    """
     names, found = {id(parameter): name for name, parameter in model.named_parameters()}, dict[int, Factor]()
     for path, module in model.named_modules():
         pairs = getattr(module, "parameter_pairs", None)
         for pair in pairs() if callable(pairs) else ():
-            where, known = f"{path or type(module).__name__}.parameter_pairs", [_reached(module, name) for name in pair]
-            if len(known) != 2 or not all(isinstance(parameter, nn.Parameter) for parameter in known):
-                raise ValueError(f"{where}: pairs of names of parameters of the module are required, got {pair!r}")
-            inputs, outputs = map(id, known)
+            where, given = f"{path or type(module).__name__}.parameter_pairs", [_reached(module, name) for name in pair]
+            if len(given) != 2 or not all(isinstance(parameter, nn.Parameter) for parameter in given):
+                raise ValueError(f"{where}: must return pairs of names of parameters of the module, got {pair!r}")
+            inputs, outputs = map(id, given)
             found[inputs], found[outputs] = Factor("inputs", names[outputs]), Factor("outputs", names[inputs])
     return found
 
 
-def _published(path: str, module: nn.Module) -> Told:
-    """What a module's own `parameter_views()` says: {parameter name: matrices, or a mapping of their fields}."""
+def _published(path: str, module: nn.Module) -> FoundMatrices:
+    """Yield the matrices that a module declares by `parameter_views()`.
+
+    The method returns {parameter name: matrices, or a mapping of their fields}.
+    """
     views = getattr(module, "parameter_views", None)
     if not callable(views):
         return
     where, found = f"{path or type(module).__name__}.parameter_views", views()
     if not isinstance(found, Mapping):
-        raise ValueError(f"{where}: a mapping from names of parameters to matrices is required, got {found!r}")
+        raise ValueError(f"{where}: must return a mapping from names of parameters to matrices, got {found!r}")
     for name, fields in found.items():
         parameter = _reached(module, name)
         if not isinstance(parameter, nn.Parameter):
-            raise ValueError(f"{where}: names of parameters of the module are required, got '{name}'")
-        matrices = fields if isinstance(fields, Matrices) else checked(Matrices, fields, f"{where}.{name}")
+            raise ValueError(f"{where}: '{name}' is not the name of a parameter of the module")
+        matrices = fields if isinstance(fields, Matrices) else validated(Matrices, fields, f"{where}.{name}")
         try:
             matrices.require_fit(tuple(parameter.shape))
         except ValueError as error:
@@ -252,9 +267,9 @@ def _published(path: str, module: nn.Module) -> Told:
 
 
 def _reached(module: nn.Module, name: object) -> object:
-    """The attribute at a dotted path, which wrappers of modules pass on, or the parameter that it is computed from.
+    """Return the attribute at a dotted path, or the parameter that it is computed from; None if there is none.
 
-    None: there is no such attribute.
+    Attributes are read by name, because wrappers of modules forward them.
     """
     found: object = module
     *path, last = str(name).split(".")
@@ -273,9 +288,9 @@ def _fits(matrices: Matrices, shape: tuple[int, ...]) -> bool:
 
 
 def _convolutions(modules: Mapping[str, nn.Module]) -> set[int]:
-    """Parameters, by `id`, that are convolved with their inputs.
+    """Return the `id`s of the parameters that are convolved with their inputs.
 
-    That is all of a convolution, and by its shape a tensor of four or more axes in a module of another kind.
+    They are all parameters of convolutions, and tensors of four or more axes with small kernels in other modules.
     """
     found = set()
     for path, module in modules.items():
@@ -287,11 +302,11 @@ def _convolutions(modules: Mapping[str, nn.Module]) -> set[int]:
 
 
 GATED_LAYERS = (("gate_up_proj", "down_proj"), ("Wi", "Wo"), ("w12", "w3"))
-"""Names of a projection onto gates and values, one after the other, and of the projection that follows."""
+"""Names of a fused projection onto gates and values, and of the projection that follows it."""
 
 
-def _gated_layer(module: nn.Module) -> Told:
-    """Fused gates and values of a feed-forward layer, as in Phi 3 and ModernBERT."""
+def _gated_layer(module: nn.Module) -> FoundMatrices:
+    """Yield the fused gates and values of a feed-forward layer, as in Phi 3 and ModernBERT."""
     for name, following in GATED_LAYERS:
         weight, after = weight_of(module, name), weight_of(module, following)
         if weight is None or after is None:
@@ -300,8 +315,8 @@ def _gated_layer(module: nn.Module) -> Told:
             yield weight, Matrices(sections=(after.shape[1],) * 2), f"gates and values {name}"
 
 
-def _experts(module: nn.Module) -> Told:
-    """Stacked experts `[E, m, n]` with fused gates and values, as in Mixtral, Llama 4 and gpt-oss."""
+def _experts(module: nn.Module) -> FoundMatrices:
+    """Yield stacked experts `[E, m, n]` with fused gates and values, as in Mixtral, Llama 4 and gpt-oss."""
     fused, after = own_parameter(module, "gate_up_proj"), own_parameter(module, "down_proj")
     if fused is None or after is None or not fused.ndim == after.ndim == 3:
         return
@@ -317,5 +332,5 @@ def _experts(module: nn.Module) -> Told:
         yield after, Matrices(batch=1, outputs="last"), "experts [inputs, outputs]"
 
 
-RECOGNISED: tuple[Callable[[nn.Module], Told], ...] = (attention_matrices, _gated_layer, _experts)
-"""What recognises modules, in order; the first that tells of a parameter counts."""
+RECOGNISED: tuple[Callable[[nn.Module], FoundMatrices], ...] = (attention_matrices, _gated_layer, _experts)
+"""Functions that recognise layouts of modules, in order. The first that yields a parameter decides."""

@@ -1,11 +1,11 @@
-"""Sums over parameters: what `context.parameter_sum` of a stage gives, also where a parameter has blocks in stacks.
+"""Sums over parameters: the values of `context.parameter_sum`, also for parameters with blocks in several stacks.
 
-The chain of a stack is a plain function. Where all blocks of its parameters lie in the stack, a sum is an `index_add`
-there and then. Stacks that share parameters run side by side instead, each in a greenlet of this thread: a sum switches
-to the caller, which adds the numbers of all stacks as soon as each has arrived at its sum, and switches back. Threads
-would do the same with locks; generators would make one of every function between the sum and the step.
+The chain of a stack is a plain function. If all blocks of its parameters are in the stack, a sum is an `index_add`.
+Stacks that share parameters run side by side instead, each in a greenlet of this thread. A sum switches to the caller,
+which adds the numbers of all stacks as soon as each stack has arrived at its sum, and switches back. Threads would need
+locks for that. Generators would make a generator of every function between the sum and the step.
 
-Between two sums no other stack runs, so that a context manager must not be open across one.
+A context manager must not be open across a sum: other stacks run before the sum returns.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 ParameterSum = Callable[[Tensor], Tensor]
-"""Numbers `[N]` of a stack's blocks -> for each block the sum over all blocks of its parameter, `[N]`."""
+"""Function of numbers `[N]` of a stack's blocks that returns for each block the sum over its parameter, `[N]`."""
 
 
 def run_stacks(runs: Sequence[Callable[[ParameterSum], _T]], param_ids: Sequence[NDArray[np.int64]]) -> list[_T]:
     """Run a computation on each of the stacks that share parameters, and return the results.
 
-    runs: the computation of each stack, which takes its sums from the function that it is given.
-    param_ids: of each stack `[N]`, which parameter a block belongs to. Numbers are added in the order of stacks, rows.
+    Numbers are added in the order of stacks and rows. An exception of one run ends the others. Raises ContractError
+    unless all stacks compute equally many sums.
 
-    Raises ContractError unless all stacks take equally many sums. An exception of one run ends the others.
+    runs: the computation of each stack, which receives the function that computes its sums.
+    param_ids: for each stack `[N]`, the number of the parameter that each block belongs to.
     """
     if len(runs) == 1:
         return [runs[0](lambda values: _sums([values], param_ids)[0])]
-    from greenlet import getcurrent, greenlet  # of a step in which stacks share sums, and of no other
+    from greenlet import getcurrent, greenlet  # only stacks that share parameters need greenlets
 
     caller = getcurrent()
     workers = [greenlet(run, parent=caller) for run in runs]
@@ -51,8 +52,9 @@ def run_stacks(runs: Sequence[Callable[[ParameterSum], _T]], param_ids: Sequence
         while waiting := [worker for worker in workers if not worker.dead]:
             if len(waiting) < len(workers):
                 raise ContractError(
-                    "sums over parameters: equally many are required of all stacks that share parameters, got "
-                    f"{len(workers) - len(waiting)} of {len(workers)} stacks that end before the others"
+                    "sums over parameters: all stacks that share parameters must compute equally many, but "
+                    f"{len(workers) - len(waiting)} of {len(workers)} stacks ended while others wait for a sum; call "
+                    "`context.parameter_sum` equally often for blocks of every shape"
                 )
             found = [worker.switch(own) for worker, own in zip(workers, _sums(found, param_ids), strict=True)]
         return found
@@ -61,14 +63,14 @@ def run_stacks(runs: Sequence[Callable[[ParameterSum], _T]], param_ids: Sequence
 
 
 def _end(workers: Sequence[greenlet]) -> None:
-    """End the runs that an exception has left at a sum."""
+    """End the runs that wait at a sum after an exception."""
     for worker in workers:
         if worker and not worker.dead:
             worker.throw()
 
 
 def _sums(values: Sequence[Tensor], param_ids: Sequence[NDArray[np.int64]]) -> Sequence[Tensor]:
-    """The sums over the blocks of the same parameter; every block gets its parameter's sum."""
+    """Return for each stack the sums over the blocks of the same parameter; every block has its parameter's sum."""
     added = values[0] if len(values) == 1 else torch.cat(list(values))
     ids = param_ids[0] if len(param_ids) == 1 else np.concatenate(param_ids)
     parameters, index = parameter_index(ids, added.device)
@@ -78,15 +80,18 @@ def _sums(values: Sequence[Tensor], param_ids: Sequence[NDArray[np.int64]]) -> S
 def sums_over(index: Tensor, parameters: int, values: Tensor) -> Tensor:
     """Return for each block the sum of `values` `[N]` over the blocks of its parameter.
 
-    index: `[N]`, the place of each block's parameter among so many `parameters`.
+    index: `[N]`, number of each block's parameter, from 0 to parameters - 1.
+    parameters: number of parameters.
     """
     return values.new_zeros(parameters).index_add_(0, index, values)[index]
 
 
 def parameter_index(param_ids: NDArray[np.int64], device: torch.device) -> tuple[int, Tensor]:
-    """Return the number of parameters, and the place of each block's parameter among them, `[N]` on a device.
+    """Return the number of parameters, and the index of each block's parameter among them, `[N]` on a device.
 
-    param_ids: `[N]`, which parameter a block belongs to. The tensor is made once for equal numbers.
+    The tensor is made once for equal numbers.
+
+    param_ids: `[N]`, number of the parameter that each block belongs to.
     """
     return _index(param_ids.tobytes(), device)
 

@@ -1,49 +1,61 @@
-"""Stacks: equal blocks as one tensor `[N, *block]`, gathered from parameters and scattered back."""
+"""Stacks: equal blocks as one tensor `[N, *block]`, gathered from parameters and scattered back.
+
+Signals over the inputs or outputs of a parameter are matrices; `side_blocks` gathers the parts that belong to blocks.
+
+Legend: a parameter has B matrices along its batch axes, of n inputs or n outputs each; a block has c of these.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .block_grid import BlockGrid
+from ..numerics import has_values, kept_on_device
+from .blocks import BlockGrid
+from .views import Matrices
 
 BYTES_ON_CPU, BYTES_ELSEWHERE = 2 << 20, 1 << 28
-"""Bytes of the largest tensor of a stack. A step needs memory for a few such tensors: decoded slots and products.
+"""Largest tensor of a stack, in bytes. A step needs memory for a few such tensors: decoded slots and products.
 
-On a CPU several of them must fit into a cache. Fewer stacks take less Python: steps of mid-size models take 0.96 of
-their time with 1 MiB. With 4 MiB they take 0.98 of that, but 1.1 times as long in a process that has freed nothing
-larger, as training does, where glibc gives the pages back and asks for them anew (measured). A device runs faster with
-fewer and larger kernels.
+On a CPU several of them must fit into a cache, but fewer stacks take less time in Python. With 2 MiB steps of mid-size
+models take 0.96 of their time with 1 MiB (measured). With 4 MiB they take 0.98 of that, but 1.1 times as long in a
+process that has freed nothing larger, such as training: glibc then returns the pages and requests them again. A device
+runs faster with fewer and larger kernels.
 """
 
 
 ALIGNMENT = 16
-"""Bytes that a stack's address is a multiple of. Elsewhere, products of small matrices add in another order: MKL with
-AVX-512 does so for a side of at most 11 in float32."""
+"""Alignment of a stack's address, in bytes. At other addresses products of small matrices add in another order. MKL
+with AVX-512 does so for sides of at most 11 in float32."""
 
 
 def max_blocks(numbers: int, dtype: torch.dtype, device: torch.device) -> int:
-    """The largest number of blocks in a stack; numbers: entries of a block's largest tensor, itself or a slot."""
+    """Return the largest number of blocks in a stack.
+
+    numbers: entries of a block's largest tensor, which is the block itself or a slot.
+    """
     return blocks_that_fit(BYTES_ON_CPU if device.type == "cpu" else BYTES_ELSEWHERE, numbers, dtype)
 
 
 def blocks_that_fit(size: int, numbers: int, dtype: torch.dtype) -> int:
-    """The number of blocks with `numbers` entries that fit into `size` bytes; at least one."""
+    """Return the number of blocks with `numbers` entries each that fit into `size` bytes; at least one."""
     return max(1, size // max(numbers * dtype.itemsize, 1))
 
 
 def split_ranges(param_ids: Sequence[int], most: int, together: bool) -> list[tuple[int, int]]:
-    """Ranges (start, stop) of nearly equal length, at most `most`, that blocks are split into.
+    """Return ranges (start, stop) of nearly equal length, at most `most`, that blocks are split into.
 
     param_ids: position of the parameter that each block belongs to.
-    together: whether all blocks of a parameter stay in one range, which may then be longer.
+    together: True if all blocks of a parameter must be in one range, which may then be longer.
     """
     blocks = len(param_ids)
     ranges = -(-blocks // most)
@@ -60,7 +72,7 @@ class Stack:
     block: shape of a block.
     dtype: dtype that the stack is computed in.
     device: device of the stack.
-    grids: blocks of one parameter each, with the position of the parameter; rows are in this order.
+    grids: the blocks of each parameter, with the position of the parameter. Rows of the stack are in this order.
     """
 
     block: tuple[int, ...]
@@ -85,24 +97,28 @@ class Stack:
 
     @cached_property
     def of_parameters(self) -> bool:
-        """Whether each block is a parameter as it is."""
+        """True if each block is a parameter as it is."""
         return all(grid.is_parameter for _, grid in self.grids)
 
     @cached_property
     def matrix_ids(self) -> NDArray[np.int64]:
-        """`[N]`, a number for the matrix that each block belongs to: a parameter, or what its view makes of it."""
+        """`[N]`, number of the matrix that each block belongs to: of its parameter, or of one matrix of its view."""
         return np.array([(param_id << 32) + own for param_id, grid in self.grids for own in grid.matrices], np.int64)
 
     def select(self, active: NDArray[np.bool_]) -> Stack:
-        """Return the stack of the blocks of active parameters; active: `[P]`, by position of the parameter."""
+        """Return the stack of the blocks of active parameters.
+
+        active: `[P]`, whether each parameter is active, by position.
+        """
         grids = tuple((param_id, grid) for param_id, grid in self.grids if active[param_id])
         return Stack(self.block, self.dtype, self.device, grids)
 
     def gather(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The blocks of tensors, given by position, as `[N, *block]`.
+        """Return the blocks of tensors, given by position, as `[N, *block]`.
 
-        The result may be a view of the only tensor: do not write to it. An unaligned tensor is copied, as the views of
-        buckets are that `DistributedDataParallel(..., gradient_as_bucket_view=True)` leaves in `grad`.
+        The result may be a view of the only tensor: do not write to it. A tensor at an unaligned address is copied. The
+            views of buckets that `DistributedDataParallel(..., gradient_as_bucket_view=True)` puts into `grad` can be
+            such tensors.
         """
         if self.of_parameters:
             held = (tensors[param_id] for param_id in self._positions)
@@ -117,7 +133,11 @@ class Stack:
         return out
 
     def scatter(self, rows: Tensor, buffers: Mapping[int, Tensor]) -> None:
-        """Writes blocks `[N, *block]` into buffers of merged shape, given by position."""
+        """Write blocks `[N, *block]` into buffers.
+
+        rows: the blocks.
+        buffers: tensors of the merged shape of their parameters, by position.
+        """
         targets = [view for param_id, grid in self.grids for view in grid.in_parameter(buffers[param_id])]
         split = zip(self._split(rows), self.grids, strict=True)
         torch._foreach_copy_(targets, [view for blocks, (_, grid) in split for view in grid.in_blocks(blocks)])
@@ -140,3 +160,93 @@ class Stack:
 def _is_aligned(x: Tensor) -> bool:
     """Whether a tensor starts where matrix products of it round as those of a fresh tensor."""
     return x.storage_offset() * x.element_size() % ALIGNMENT == 0
+
+
+MatrixSide = Literal["inputs", "outputs"]
+"""The side of a parameter that a matrix `[n, n]` is over: columns of the parameter are inputs, rows are outputs."""
+
+
+@dataclass(frozen=True)
+class SideMatrix:
+    """A matrix over the inputs, or over the outputs, of one parameter.
+
+    value: `[n, n]`, or `[*batch, n, n]`.
+    index: for each entry of the parameter, in its shape, the row of `[B n, n]` of its input or output; a view.
+    side: inputs or outputs.
+    """
+
+    value: Tensor
+    index: Tensor
+    side: MatrixSide
+
+    @classmethod
+    def of(cls, value: Tensor, shape: tuple[int, ...], matrices: Matrices, side: MatrixSide) -> SideMatrix:
+        """Return the matrix of a parameter of that shape.
+
+        Raises ValueError if the parameter has another number of inputs or outputs.
+        """
+        wanted = side_shape(shape, matrices, side)
+        if tuple(value.shape) != wanted:
+            raise ValueError(f"a tensor of shape {wanted} is required for {shape}, got {tuple(value.shape)}")
+        return cls(value, side_index(shape, matrices, side, value.device), side)
+
+    def blocks(self, own: Tensor) -> Tensor:
+        """Return the rows and columns of k blocks, `[k, c, c]`. own: entries of `index`, `[k, c]`."""
+        n = self.value.shape[-1]
+        return self.value.reshape(-1, n)[own[:, :, None], (own % n)[:, None, :]]
+
+
+def side_shape(shape: tuple[int, ...], matrices: Matrices, side: MatrixSide) -> tuple[int, ...]:
+    """Return the shape `[*batch, n, n]` of a matrix over the inputs or outputs of a parameter of that shape."""
+    n = math.prod(shape[axis] for axis in _axes(shape, matrices, side))
+    return (*shape[: matrices.batch], n, n)
+
+
+def side_index(shape: tuple[int, ...], matrices: Matrices, side: MatrixSide, device: torch.device) -> Tensor:
+    """Return for each entry of a parameter the number of its input or output, counted over the batch axes.
+
+    The result has the shape of the parameter and is a view.
+    """
+    counted = sorted([*range(matrices.batch), *_axes(shape, matrices, side)])
+    lengths = [shape[axis] if axis in counted else 1 for axis in range(len(shape))]
+    return torch.arange(math.prod(lengths), dtype=torch.int64, device=device).reshape(lengths).expand(shape)
+
+
+def _axes(shape: tuple[int, ...], matrices: Matrices, side: MatrixSide) -> tuple[int, ...]:
+    axes = matrices.matrix_axes(shape)
+    return axes[1:] if side == "inputs" else axes[:1]
+
+
+def side_of_blocks(index: Tensor, side: MatrixSide) -> Tensor:
+    """Return the inputs or outputs of blocks, `[N, c]`.
+
+    Raises ValueError if rows of a block differ in their inputs, or columns in their outputs.
+
+    index: the numbers of the inputs or outputs of all entries, `[N, r, *c]`.
+    """
+    flat = index.flatten(2) if index.ndim > 2 else index.unsqueeze(-1)
+    flat = flat if side == "inputs" else flat.mT
+    if has_values(flat) and bool((flat != flat[:, :1]).any()):
+        raise ValueError(
+            f"the first axis of blocks must be of outputs alone, got blocks of shape {tuple(index.shape[1:])} that mix "
+            "inputs into it; set `blocking: {merge: ..., keep_axes: 2}`"
+        )
+    return flat[:, 0].long()
+
+
+def side_blocks(stack: Stack, matrices: Sequence[SideMatrix | None]) -> Tensor:
+    """Return the parts of matrices over inputs or outputs that belong to the blocks of a stack, `[N, c, c]`.
+
+    matrices: the matrix of each parameter, by position; None: blocks of the parameter receive zeros.
+    """
+    known = {int(at): matrix for at in np.unique(stack.param_ids) if (matrix := matrices[at]) is not None}
+    zero = torch.zeros((), dtype=torch.int64, device=stack.device)
+    nothing = {at: zero.expand(grid.merged) for at, grid in stack.grids}
+    indices = [known[at].index if at in known else nothing.get(at, zero) for at in range(len(matrices))]
+    side = next(matrix.side for matrix in matrices if matrix is not None)
+    own = side_of_blocks(stack.gather(indices), side)
+    out = torch.zeros((*own.shape, own.shape[-1]), dtype=stack.dtype, device=stack.device)
+    for at, matrix in known.items():
+        rows = kept_on_device(np.flatnonzero(stack.param_ids == at), stack.device)
+        out[rows] = matrix.blocks(own[rows]).to(out.dtype)
+    return out

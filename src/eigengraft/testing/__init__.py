@@ -1,8 +1,7 @@
-"""The laws that every component keeps, for one's own: `check_stage(MyStage())` says which law is broken, and how.
+"""The laws that every component keeps, for components of your own: `check_stage(MyStage())` names each broken law.
 
-The functions here run the same laws as the package's own tests and need no test runner: they raise a `LawError` (an
-`AssertionError`) that names the component, the law, what was required and what was got, and return a short report
-otherwise.
+The functions run the same laws as the package's own tests and need no test runner. They return a short report, or raise
+a `LawError` (an `AssertionError`) that names the component, the law, and the wrong value.
 
 `with accelerator("cuda") as counts:` counts host waits, copies, kernels and bytes on a simulated device.
 """

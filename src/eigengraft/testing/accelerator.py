@@ -9,15 +9,15 @@
     step.waits, step.uploads, step.kernels, step.traffic    # totals
     step.by_line()                                          # the same by "file:line operation"
 
-A test suite without a GPU asks here whether steps stay on the device. Numbers are those of the CPU, bit for bit, where
-code takes the same branches. Like CUDA, the device refuses operations that mix devices; the host waits for values, for
-sizes that depend on values, and for copies from or to pageable memory. Time, streams, the rounding of CUDA's kernels
-and the cost of a fragmented memory are left out.
+A test suite without a GPU can check with it that steps stay on the device. Numbers are those of the CPU, bit for bit,
+if the code takes the same branches. Like CUDA, the device refuses operations that mix devices. The host waits for
+values, for sizes that depend on values, and for copies from or to pageable memory. Time, streams, the rounding of
+CUDA's kernels and the cost of fragmented memory are not simulated.
 
-The kind "cuda" takes branches on `device.type == "cuda"` and leaves nothing behind in the process; it has no backward,
-so that gradients are given. The kind "sim" uses torch's PrivateUse1: it has backward, hooks and autocast, stays
-registered, and must be entered before the first backward of a process. Both rely on names that are private to torch;
-`missing_names` lists those that this version of torch has not.
+The kind "cuda" takes branches on `device.type == "cuda"` and changes nothing in the process after its block. It has no
+backward, so gradients must be assigned. The kind "sim" uses torch's PrivateUse1. It has backward, hooks and autocast,
+stays registered, and must be entered before the first backward of a process. Both use names that are private to torch;
+`missing_names` returns those that are missing in this version of torch.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ AcceleratorKind = Literal["cuda", "sim"]
 
 @dataclass(eq=False)
 class LineCounts:
-    """Work that one line of code asked a device for.
+    """Work of a device that one line of code caused.
 
-    waits: times that the host waited for the device.
-    uploads, downloads: copies to and from the device, those that do not wait included.
-    kernels: kernels launched, at least.
-    traffic: bytes of the tensors given to and made by kernels.
+    waits: number of times that the host waited for the device.
+    uploads, downloads: number of copies to and from the device, those without a wait included.
+    kernels: number of launched kernels, at least.
+    traffic: bytes of the tensors that kernels read and wrote.
     """
 
     waits: int = 0
@@ -68,11 +68,12 @@ class LineCounts:
 
 @dataclass(eq=False)
 class DeviceCounts(LineCounts):
-    """Work that the code inside `with accelerator(...)` asked the device for.
+    """Work of the device that the code inside `with accelerator(...)` caused.
 
-    device: where tensors of the accelerator are.
-    live: bytes that tensors on the device hold now, beyond those held at the start; negative: fewer than then.
-    peak: the largest value that `live` had.
+    device: device of the accelerator's tensors.
+    live: bytes that tensors on the device hold now, minus those at the start of the block.
+    peak: the largest value of `live`.
+    lines: the work of each line, by code, line number and operation.
     """
 
     device: torch.device = torch.device("cuda:0")
@@ -83,7 +84,15 @@ class DeviceCounts(LineCounts):
     )
 
     def by_line(self, *names: str) -> dict[str, LineCounts]:
-        """DeviceCounts by "file:line operation". names: fields of which at least one is not 0; default: all lines."""
+        """Return the work of each line.
+
+        Args:
+            names: fields of `LineCounts`; only lines with at least one of them above 0 are returned. None given: all
+                lines.
+
+        Returns:
+            The counts by "file:line operation", with most waits first.
+        """
         found = defaultdict[str, LineCounts](LineCounts)
         for (code, line, operation), counts in self.lines.items():
             if not names or any(getattr(counts, name) for name in names):
@@ -94,13 +103,22 @@ class DeviceCounts(LineCounts):
 
 @contextmanager
 def accelerator(kind: AcceleratorKind = "cuda") -> Iterator[DeviceCounts]:
-    """Enter a simulated accelerator, and count the work that it is asked for until the end of the block.
+    """Enter a simulated accelerator, and count its work until the end of the block.
 
-    Inside another block of the same kind, the device is that one; both blocks count.
+    Inside another block of the same kind the device is the same, and both blocks count.
+
+    Args:
+        kind: "cuda", without backward, or "sim", with it; see the module.
+
+    Returns:
+        A context manager that returns the counts.
+
+    Raises:
+        RuntimeError: a block of the other kind is open.
     """
     device = _Device.current
     if device is not None and device.place.type != kind:
-        raise RuntimeError(f"accelerator: kind '{device.place.type}' is required in its own block, got '{kind}'")
+        raise RuntimeError(f"accelerator: kind '{kind}' cannot be entered inside a block of kind '{device.place.type}'")
     with ExitStack() as stack:
         if device is None:
             device = stack.enter_context(_Device(kind))
@@ -111,7 +129,10 @@ def accelerator(kind: AcceleratorKind = "cuda") -> Iterator[DeviceCounts]:
 
 
 class SimulatedTensor(torch.Tensor):
-    """A tensor on a simulated accelerator. host: a CPU tensor with its numbers; views share its memory."""
+    """A tensor on a simulated accelerator.
+
+    host: CPU tensor with its numbers; views share its memory.
+    """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     host: Tensor
@@ -130,7 +151,7 @@ class SimulatedTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        return _entered().__torch_dispatch__(func, types, args, kwargs)  # of the thread that runs backward
+        return _entered().__torch_dispatch__(func, types, args, kwargs)  # backward runs in a thread of its own
 
     @property
     def data(self) -> Tensor:
@@ -143,7 +164,7 @@ class SimulatedTensor(torch.Tensor):
         self.host, self._memory = value.host, value._memory
 
     def data_ptr(self) -> int:
-        """The address of the first entry."""
+        """Return the address of the first entry."""
         return self.host.data_ptr()
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -165,7 +186,7 @@ class SimulatedTensor(torch.Tensor):
 
 
 class _Memory:
-    """Bytes of the storage of a tensor, held until the last tensor that shares the storage is gone."""
+    """The bytes of a tensor's storage, counted until the last tensor that shares the storage is deleted."""
 
     def __init__(self, device: _Device, host: Tensor) -> None:
         storage = host.untyped_storage()
@@ -182,7 +203,7 @@ class _Memory:
 
 
 class _Event:
-    """What `torch.cuda.Event` does for copies to the host: it waits for work of the innermost block, not of others."""
+    """A replacement of `torch.cuda.Event` for copies to the host: it waits for work of the innermost block alone."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         self._section: DeviceCounts | None = None
@@ -199,7 +220,7 @@ class _Event:
 
 
 def _cuda_answers() -> dict[str, Any]:
-    """Attributes of `torch.cuda` while the device is entered."""
+    """Return replacements of attributes of `torch.cuda` while the device is entered."""
     wait = mock.Mock(side_effect=lambda *device: _entered().note("synchronize", waits=1))
     answers = {"is_available": True, "is_bf16_supported": True, "device_count": 1, "current_device": 0}
     values = {name: mock.Mock(return_value=value) for name, value in (answers | {"_lazy_init": None}).items()}
@@ -207,7 +228,7 @@ def _cuda_answers() -> dict[str, Any]:
 
 
 class _Device(TorchDispatchMode):
-    """The accelerator while it is entered: runs each operation on the CPU and counts what it costs.
+    """The accelerator while it is entered. It runs each operation on the CPU and counts its cost.
 
     sections: counts of the blocks that are entered, the innermost last.
     held: number of tensors by storage.
@@ -226,7 +247,7 @@ class _Device(TorchDispatchMode):
             if self.place.type == "cuda":
                 set_cuda_guard(stack)
                 stack.enter_context(mock.patch.multiple(torch.cuda, **_cuda_answers()))
-            # `model.to(device)` keeps its parameters, `torch.tensor(x, device=...)` is a copy that modes are shown
+            # `model.to(device)` must keep its parameters, and modes must see the copy of `torch.tensor(x, device=...)`
             swapping = torch.__future__.get_swap_module_params_on_conversion()
             stack.callback(torch.__future__.set_swap_module_params_on_conversion, swapping)
             torch.__future__.set_swap_module_params_on_conversion(True)
@@ -242,13 +263,13 @@ class _Device(TorchDispatchMode):
         self._undo.close()
 
     def hold(self, size: int) -> None:
-        """Count bytes that are held from now on, or no longer."""
+        """Add bytes to the held ones; a negative size removes them."""
         for counts in self.sections:
             counts.live += size
             counts.peak = max(counts.peak, counts.live)
 
     def note(self, operation: str, **numbers: int) -> None:
-        """Add numbers to the counts of all blocks and of the line that asked."""
+        """Add numbers to the counts of all open blocks and of the calling line."""
         code, line = _site()
         for counts in self.sections:
             counts.add(numbers)
@@ -259,7 +280,9 @@ class _Device(TorchDispatchMode):
         own = [x for x in tensors if isinstance(x, SimulatedTensor)]
         target = torch.device(kwargs["device"]).type if kwargs.get("device") is not None else None
         here = target == self.place.type
-        kwargs.pop("pin_memory", None)  # no memory is pinned without a device: copies that do not block are counted
+        kwargs.pop(
+            "pin_memory", None
+        )  # memory cannot be pinned without a device; non-blocking copies are counted instead
         if not own and not here:
             if name in ("_pin_memory", "is_pinned"):
                 return args[0].clone() if name == "_pin_memory" else False
@@ -279,7 +302,7 @@ class _Device(TorchDispatchMode):
         return result
 
     def _copies(self, name: str, args: Any, kwargs: Any, tensors: tuple[Any, Any], target: str | None) -> bool:
-        """Count a copy between host and device. Return whether the operation is one."""
+        """Count a copy between host and device. Return True if the operation is one."""
         own, given = tensors
         up = not own if name == "_to_copy" else isinstance(_tensors(args[:1])[0], SimulatedTensor) if given else False
         if name == "_to_copy":
@@ -329,7 +352,7 @@ def _to_host(x: Tensor) -> Tensor:
 
 
 def _sums_in_float(func: Any) -> bool:
-    """Whether an operation is a product of matrices of low precision with sums in float32, which CUDA alone has."""
+    """Return True for a product of matrices of low precision with sums in float32, which only CUDA has."""
     return bool(func.overloadpacket.__name__ == "bmm" and func._overloadname == "dtype")
 
 
@@ -338,7 +361,7 @@ def _float_sums(args: Any) -> Tensor:
 
 
 def _tensors(x: Any) -> list[Tensor]:
-    """All tensors among the arguments or results of an operation."""
+    """Return all tensors among the arguments or results of an operation."""
     if isinstance(x, Tensor):
         return [x]
     if isinstance(x, dict):
@@ -347,7 +370,7 @@ def _tensors(x: Any) -> list[Tensor]:
 
 
 def _mapped(function: Callable[[Tensor], Any], x: Any) -> Any:
-    """Arguments or results with function(tensor) in place of each tensor."""
+    """Return arguments or results with each tensor replaced by function(tensor)."""
     if isinstance(x, Tensor):
         return function(x)
     if isinstance(x, (tuple, list)):
@@ -359,7 +382,7 @@ _OWN_FILES = (__file__, costs.__file__, mock.__file__)
 
 
 def _site() -> tuple[CodeType, int]:
-    """The code and line of the innermost caller outside of torch and of this file."""
+    """Return the code and line of the innermost caller outside of torch and of this file."""
     frame: Any = sys._getframe(1)
     while frame.f_back is not None and _is_inner(frame.f_code.co_filename):
         frame = frame.f_back

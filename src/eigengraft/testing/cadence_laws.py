@@ -16,14 +16,19 @@ from .laws import Law, require, the_declaration_survives
 _PHASES = (0.0, 0.95, 0.3, 0.31, 0.5, 0.0, 0.77)
 """Phases of the blocks of a stack: distinct ones, neighbours and an equal pair."""
 _REFRESHES = 12
-"""Intervals that are tried. A random cadence has 1 to 36 refreshes of a block in so many, but for one run in 10^5."""
+"""Number of intervals to try. A random cadence has 1 to 36 refreshes of a block in them, with 1 exception in 10^5
+runs."""
 
 _DueSpan = tuple[int, int, bool]
 
 
 @dataclass(frozen=True)
 class CadenceCase:
-    """cadence: to be checked. steps: updates of the blocks that are tried; 0: twelve of its intervals."""
+    """A cadence under test.
+
+    cadence: the cadence to check.
+    steps: number of updates of the blocks to try; 0: twelve intervals of the cadence.
+    """
 
     cadence: Cadence
     steps: int = 0
@@ -38,19 +43,24 @@ class CadenceCase:
 
     @property
     def last(self) -> int:
-        """The last update that is tried."""
+        """Number of the last update to try."""
         start = getattr(self.cadence, "start", None) or 1
         return self.steps or start + max(24, round(_REFRESHES * self.cadence.interval))
 
     def spans(self, steps: Iterable[int], earliest: int, rows: slice = slice(None)) -> list[_DueSpan]:
-        """The spans of blocks at these steps, one for each block, or of some rows of them."""
+        """Return the spans that are due.
+
+        steps: step of each block.
+        earliest: first step at which a refresh may be due.
+        rows: the rows to ask for.
+        """
         seeds = np.arange(1, 1 + len(_PHASES), dtype=np.int64) * 7919
         updates, blocks = np.array(list(steps), dtype=np.int64), np.arange(len(_PHASES))
         context = StepContext(updates[rows], np.array(_PHASES)[rows], blocks[rows], seeds=seeds[rows])
         return list(self.cadence.due(context, earliest))
 
     def history(self, earliest: int) -> Iterator[tuple[int, dict[int, bool]]]:
-        """(step, row -> whether it is said to be the first refresh) of blocks that are updated together."""
+        """Yield (step, {row: True if its first refresh}) of blocks that are updated together."""
         for step in range(earliest, self.last + 1):
             yield step, _rows(self.spans([step] * len(_PHASES), earliest))
 
@@ -68,7 +78,7 @@ def spans_are_inside_the_stack_in_order_and_apart(case: CadenceCase) -> None:
 
 
 def the_first_refresh_of_a_block_says_so_and_no_other(case: CadenceCase) -> None:
-    """Stages start what they keep at the refresh with `first`. Every block has one."""
+    """Every block has one first refresh, and only that one is marked `first`. Stages then initialize their state."""
     for earliest in (0, 1):
         seen: set[int] = set()
         for step, found in case.history(earliest):
@@ -81,7 +91,8 @@ def the_first_refresh_of_a_block_says_so_and_no_other(case: CadenceCase) -> None
 
 
 def blocks_are_due_as_often_as_the_interval_says(case: CadenceCase) -> None:
-    """With a `period` at the same steps of each; without one, within a factor of three on average."""
+    """With a `period`, blocks are due at the same steps of each period; without one, as often as the interval up to a
+    factor of three."""
     period, interval = case.cadence.period, case.cadence.interval
     places = None if period is None else case.cadence.steps_due(np.array(_PHASES)).tolist()
     times: list[list[int]] = [[] for _ in _PHASES]
@@ -101,7 +112,8 @@ def blocks_are_due_as_often_as_the_interval_says(case: CadenceCase) -> None:
 
 
 def a_step_that_is_not_possible_has_no_refresh(case: CadenceCase) -> None:
-    """Ranks and programs ask `possible(step)` before a stack exists."""
+    """No block is due at a step for which `possible(step)` is False. Ranks and programs call it before a stack
+    exists."""
     for earliest in (0, 1):
         for step, found in case.history(earliest):
             possible = case.cadence.possible(step, earliest)
@@ -109,7 +121,7 @@ def a_step_that_is_not_possible_has_no_refresh(case: CadenceCase) -> None:
 
 
 def a_block_is_due_by_its_own_step_and_phase_alone(case: CadenceCase) -> None:
-    """Asked twice, in a slice of the stack, and beside blocks at other steps the answer is the same."""
+    """The spans are the same if they are requested twice, in a slice of the stack, and beside blocks at other steps."""
     together = dict(case.history(1))
     whole, count = [3] * len(_PHASES), len(_PHASES)
     require(case.spans(whole, 1) == case.spans(whole, 1), "equal spans for equal steps are required, got others")

@@ -9,10 +9,8 @@ from eigengraft.quantization import Quantizer
 
 from .cadence_laws import CADENCE_LAWS, SPANS, CadenceCase
 from .laws import Report, check
-from .polar_laws import POLAR_LAWS
 from .quantizer_laws import QUANTIZER_LAWS, QuantizerCase
-from .root_laws import ROOT_LAWS
-from .solver_laws import BASIS_LAWS, ROUNDING, SOLVER_LAWS, SolverCase
+from .solver_laws import BASIS_LAWS, POLAR_LAWS, ROOT_LAWS, ROUNDING, SOLVER_LAWS, SolverCase
 from .stage_case import BLOCKS, Degree, StageCase
 from .stage_laws import CONTRACT, STAGE_LAWS
 
@@ -28,14 +26,23 @@ def check_stage(
     rotates: bool = False,
     singular: bool = False,
 ) -> Report:
-    """Tries a stage on the contract and the laws of stages; raises one `LawError` that names what is broken.
+    """Check a stage against the contract and the laws of stages.
 
-    blocks: the shapes to try, all axes after the stack axis.
-    degree: d if scaling all gradients by c scales the direction by c^d (Adam: 0, momentum: 1), a number or a function
-    of the number of axes; default: not asked.
-    rotates: whether U G V^T gives U D V^T; default: not asked.
-    singular: whether bases or roots are taken of singular matrices; then laws that compare two computations are not
-    asked.
+    Args:
+        stage: the stage.
+        blocks: shapes of the blocks to try, without the stack axis.
+        degree: d if scaling all gradients by c scales the direction by c^d (Adam: 0, momentum: 1); a number, or a
+            function of the number of axes. None: the law is not checked.
+        rotates: True to check that gradients U G V^T give directions U D V^T.
+        singular: True if the stage computes bases or roots of singular matrices. Laws that compare two computations are
+            then not checked.
+
+    Returns:
+        A report of the laws that hold and of those that do not apply.
+
+    Raises:
+        LawError: laws are broken. The message names all of them, or the first broken rule of the contract.
+        TypeError: `stage` is not an instance of Stage.
     """
     _require_instance(stage, Stage, "check_stage")
     return check(StageCase(stage, blocks, degree, rotates, singular), [CONTRACT], STAGE_LAWS)
@@ -47,44 +54,80 @@ def check_solver(
     degree: float | None = None,
     rotates: bool | None = None,
     tolerance: float = ROUNDING,
-    settles: bool = True,
+    converges: bool = True,
 ) -> Report:
-    """Tries a root, basis or polar solver on the laws of its family; raises one `LawError` that names what is broken.
+    """Check a root, basis or polar solver against the laws of its family.
 
-    degree: of a root solver, -1 if (c A)^-e = c^-e A^-e, which an absolute ridge breaks; default: not asked.
-    rotates: of a root solver, whether (U A U^T)^-e = U A^-e U^T; default: not asked. Of a polar solver, whether
-    P(U X V^T) = U P(X) V^T; default: asked.
-    tolerance: of these two laws; 1e-5 for solvers that stop at a tolerance.
-    settles: of a basis solver, whether repeated refreshes of one matrix converge to its eigenvectors.
+    Args:
+        solver: the solver.
+        degree: for a root solver, -1 if (c A)^-e = c^-e A^-e, which an absolute ridge breaks. None: the law is not
+            checked.
+        rotates: for a root solver, True to check that (U A U^T)^-e = U A^-e U^T. For a polar solver, False to skip the
+            law P(U X V^T) = U P(X) V^T. None: the law is checked for polar solvers alone.
+        tolerance: relative tolerance of the two laws of a root solver; 1e-5 for solvers that stop at a tolerance.
+        converges: for a basis solver, False if repeated refreshes of one matrix do not converge to its eigenvectors.
+
+    Returns:
+        A report of the laws that hold and of those that do not apply.
+
+    Raises:
+        LawError: laws are broken. The message names all of them.
+        TypeError: `solver` is not an instance of a solver.
     """
     _require_instance(solver, (RootSolver, BasisSolver, PolarSolver), "check_solver")
     bases_or_polar = BASIS_LAWS if isinstance(solver, BasisSolver) else POLAR_LAWS
     own = ROOT_LAWS if isinstance(solver, RootSolver) else bases_or_polar
-    return check(SolverCase(solver, degree, rotates, tolerance, settles), [], (*SOLVER_LAWS, *own))
+    return check(SolverCase(solver, degree, rotates, tolerance, converges), [], (*SOLVER_LAWS, *own))
 
 
 def check_quantizer(quantizer: Quantizer, size: int = 9) -> Report:
-    """Tries a quantizer on the laws of quantizers; raises one `LawError` that names what is broken.
+    """Check a quantizer against the laws of quantizers.
 
-    size: of the matrices `[size, size]` that are stored; give a larger one to a quantizer that refuses small slots.
+    Args:
+        quantizer: the quantizer.
+        size: d of the matrices `[d, d]` that are stored; choose a larger one for a quantizer that refuses small slots.
+
+    Returns:
+        A report of the laws that hold and of those that do not apply.
+
+    Raises:
+        LawError: laws are broken. The message names all of them.
+        TypeError: `quantizer` is not an instance of Quantizer.
     """
     _require_instance(quantizer, Quantizer, "check_quantizer")
     return check(QuantizerCase(quantizer, size), [], QUANTIZER_LAWS)
 
 
 def check_cadence(cadence: Cadence, steps: int = 0) -> Report:
-    """Tries a cadence on the laws of cadences; raises one `LawError` that names what is broken.
+    """Check a cadence against the laws of cadences.
 
-    steps: updates of the blocks that are tried; 0: twelve intervals of the cadence.
+    Args:
+        cadence: the cadence.
+        steps: number of updates of the blocks to try; 0: twelve intervals of the cadence.
+
+    Returns:
+        A report of the laws that hold and of those that do not apply.
+
+    Raises:
+        LawError: laws are broken. The message names all of them, or says that spans of blocks are not valid.
+        TypeError: `cadence` is not an instance of Cadence.
     """
     _require_instance(cadence, Cadence, "check_cadence")
     return check(CadenceCase(cadence, steps), [SPANS], CADENCE_LAWS)
 
 
 def check_task(task: Task) -> Report:
-    """Tries a task on the laws of tasks; raises one `LawError` that names what is broken.
+    """Check a task against the laws of tasks. It needs `eigengraft[experiments]`.
 
-    Data are read and a model is built several times, so give a small one. Needs `eigengraft[experiments]`.
+    Args:
+        task: the task. Its data are read and its model is built several times, so both should be small.
+
+    Returns:
+        A report of the laws that hold and of those that do not apply.
+
+    Raises:
+        LawError: laws are broken. The message names all of them.
+        TypeError: `task` is not an instance of Task.
     """
     from eigengraft.experiments.tasks import Task
 
@@ -97,5 +140,5 @@ def check_task(task: Task) -> Report:
 def _require_instance(value: object, kinds: type | tuple[type, ...], who: str) -> None:
     if not isinstance(value, kinds):
         names = " or ".join(kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))
-        got = f"the class {value.__name__}: give an instance" if isinstance(value, type) else repr(value)
+        got = f"the class {value.__name__}; pass an instance" if isinstance(value, type) else repr(value)
         raise TypeError(f"{who}: an instance of {names} is required, got {got}")

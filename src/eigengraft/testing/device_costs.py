@@ -1,4 +1,4 @@
-"""Waits and kernels of operations on a CUDA device, as far as their names, shapes and strides tell.
+"""Waits and kernels of operations on a CUDA device, as far as they follow from names, shapes and strides.
 
 The simulated accelerator counts by these rules. Each one was read in torch's sources (2.13); kernels are lower bounds.
 """
@@ -24,7 +24,7 @@ ONE_DEVICE = {
     "cat", "stack", "gather", "scatter", "scatter_", "index_select", "index_copy_", "bmm", "mm",
     "_foreach_norm",
 }  # fmt: skip
-"""Operations that refuse a 0-d tensor of the host too. Entry-wise ones take it as a kernel argument."""
+"""Operations that refuse a 0-d tensor of the host. Entry-wise operations receive it as a kernel argument."""
 
 INDEXING = {
     "index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_",
@@ -42,7 +42,7 @@ _LOOPED |= {"linalg_householder_product": 1, "linalg_lstsq": 4}
 
 
 def launched_kernels(func: Any, args: Sequence[Any], lists: Sequence[Sequence[Tensor]]) -> int:
-    """The number of kernels that an operation launches. lists: its arguments that are lists of tensors."""
+    """Return the number of kernels that an operation launches. lists: its arguments that are lists of tensors."""
     name = func.overloadpacket.__name__
     if name in _NO_KERNEL or func.is_view:
         return 0
@@ -55,7 +55,8 @@ def launched_kernels(func: Any, args: Sequence[Any], lists: Sequence[Sequence[Te
 
 
 def _multi_tensor_kernels(name: str, lists: Sequence[Sequence[Tensor]]) -> int:
-    """Kernels of an operation on lists: few by its fast route (MultiTensorApply.cuh), else one for each tensor."""
+    """Return the kernels of an operation on lists: few on its fast path (MultiTensorApply.cuh), else one for each
+    tensor."""
     if not lists:
         return 0
     dtypes = [{x.dtype for x in tensors} for tensors in lists]
@@ -70,7 +71,7 @@ def _multi_tensor_kernels(name: str, lists: Sequence[Sequence[Tensor]]) -> int:
 
 
 def _is_dense(x: Tensor) -> bool:
-    """Whether the entries of x fill its memory, in any order of axes."""
+    """Return True if the entries of x fill its memory, in any order of axes."""
     if x.is_contiguous():
         return True
     expected = 1
@@ -82,11 +83,12 @@ def _is_dense(x: Tensor) -> bool:
 
 
 def traffic(func: Any, given: Sequence[Tensor], made: Sequence[Tensor]) -> int:
-    """Bytes of tensors given to and made by an operation; a tensor that is written in place counts once."""
+    """Return the bytes of the tensors that an operation reads and makes. A tensor that is written in place counts
+    once."""
     known = {id(x) for x in given}
     return sum(x.numel() * x.element_size() for x in (*given, *(x for x in made if id(x) not in known)))
 
 
 def is_mask(indices: Tensor) -> bool:
-    """Whether an index selects entries by True and False."""
+    """Return True if an index selects entries by True and False."""
     return indices.dtype in (torch.bool, torch.uint8)

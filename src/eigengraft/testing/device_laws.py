@@ -7,17 +7,16 @@ import torch
 from .accelerator import accelerator, missing_names
 from .device_costs import DECOMPOSITIONS
 from .laws import require
-from .stage_bench import StageBench
-from .stage_case import StageCase, on
+from .stage_case import StageBench, StageCase, on
 
 _WARM_UP = 2
-"""Steps in which a stage may copy tables to the device that later steps use again."""
+"""Number of first steps in which a stage may copy tables to the device for later steps."""
 
 
 def a_steady_step_stays_on_the_device(case: StageCase) -> None:
-    """In steps without a refresh the host neither waits for a device nor copies numbers there.
+    """In steps without a refresh the host neither waits for the device nor copies numbers to it.
 
-    A stage may decompose in every step, for which torch waits.
+    A stage may decompose matrices in every step, for which torch waits.
     """
     block = case.blocks[0]
     with on(block, "on a simulated accelerator"), accelerator("cuda") as run, run.device:
@@ -30,13 +29,13 @@ def a_steady_step_stays_on_the_device(case: StageCase) -> None:
                 found = [x for x in counts.by_line("waits", "uploads") if x.split()[-1] not in DECOMPOSITIONS]
                 require(
                     not found,
-                    f"no wait for the device and no copy to it are required in step {number}, which has no refresh, "
-                    f"got some at {', '.join(found)} (`context.step`, `context.seed` and `context.tensor(...)` are on "
+                    f"step {number} has no refresh, but the host waits for the device or copies to it at "
+                    f"{', '.join(found)} (`context.step`, `context.seed` and `context.tensor(...)` are on "
                     "the device)",
                 )
 
 
 def without_accelerator(case: StageCase) -> str | None:
-    """Return why no simulated accelerator can be made."""
+    """Return the reason why no accelerator can be simulated; None if it can."""
     missing = missing_names()
     return f"torch {torch.__version__} has no {missing[0]}" if missing else None

@@ -1,4 +1,4 @@
-"""How torch is told of the simulated accelerator: guards, hooks, autocast. All of it is private to torch."""
+"""Registration of the simulated accelerator with torch: guards, hooks, autocast. All names are private to torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _GUARDS = "_ZN3c104impl26device_guard_impl_registryE"
 """c10::impl::device_guard_impl_registry, the table of device guards by type of device."""
 _AUTOCAST = "AutocastPrivateUse1"
 _KEPT: list[Any] = []
-"""Guards that torch has the address of, and registrations of operators."""
+"""Guards whose address torch has, and registrations of operators, kept alive."""
 _TORCH: Any = torch
 """torch without its types, which do not know all private names."""
 

@@ -1,4 +1,4 @@
-"""A law, what is raised by what breaks it, and the report on a component that breaks none."""
+"""Laws, the error about a broken law, and the report on a component that breaks none."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from eigengraft.component import Component, checked, families
+from eigengraft.component import Component, families, validated
 from eigengraft.errors import ContractError
 
 
 class LawError(AssertionError):
-    """A component that breaks a law: `<component>: <what was required>, got <what was got>  [law: <name>]`."""
+    """A component breaks a law. The message has the component, the problem, and the name of the law."""
 
 
 class Case(Protocol):
-    """A component, and what it declares about itself. who: its name in errors."""
+    """A component, and the properties that it declares.
+
+    who: name of the component in errors.
+    """
 
     @property
     def who(self) -> str: ...
@@ -35,8 +38,8 @@ AnyCase = TypeVar("AnyCase", bound=Case)
 class Law(Generic[AnyCase]):
     """A statement about every component of a family.
 
-    check: raises a LawError, or whatever the component raises, if the case breaks the law.
-    skip: why the law does not apply to a case, or None.
+    check: function that raises a LawError if the case breaks the law. Any exception of the component breaks it, too.
+    skip: function that returns the reason why the law does not apply to a case, or None if it applies.
     """
 
     check: Callable[[AnyCase], None]
@@ -50,7 +53,7 @@ class Law(Generic[AnyCase]):
         return self.name
 
     def require(self, case: AnyCase) -> None:
-        """Raises a LawError that names the case and this law if the law is broken."""
+        """Raise a LawError that names the case and this law if the law is broken."""
         try:
             self.check(case)
         except LawError as error:
@@ -69,7 +72,12 @@ class Law(Generic[AnyCase]):
 
 @dataclass(frozen=True)
 class Report:
-    """held: laws that a component keeps. skipped: laws that do not apply to it, with the reason."""
+    """The result of checking a component that breaks no law.
+
+    who: name of the component.
+    held: names of the laws that the component keeps.
+    skipped: laws that do not apply to the component, with the reason.
+    """
 
     who: str
     held: tuple[str, ...]
@@ -77,12 +85,15 @@ class Report:
 
     def __str__(self) -> str:
         lines = [f"{self.who}: {len(self.held)} laws hold", *(f"  {law}" for law in self.held)]
-        return "\n".join([*lines, *(f"  not asked: {law} ({reason})" for law, reason in self.skipped.items())])
+        return "\n".join([*lines, *(f"  not checked: {law} ({reason})" for law, reason in self.skipped.items())])
 
 
 def check(case: AnyCase, first: Iterable[Law[AnyCase]], laws: Iterable[Law[AnyCase]]) -> Report:
-    """Tries laws on a case: the first ones stop at once, because what breaks them breaks others too; of the rest all
-    that are broken are named in one LawError."""
+    """Check laws on a case and return a report.
+
+    first: laws that stop at once if they are broken, because others would break with them.
+    laws: the other laws. One LawError names all of them that are broken.
+    """
     held, skipped, broken = [], {}, []
     for law in first:
         law.require(case)
@@ -105,24 +116,28 @@ def check(case: AnyCase, first: Iterable[Law[AnyCase]], laws: Iterable[Law[AnyCa
 
 
 def require(fine: object, problem: str) -> None:
-    """Raises a LawError that says the problem unless all is fine."""
+    """Raise a LawError with the problem unless `fine` is true."""
     if not fine:
         raise LawError(problem)
 
 
 def require_close(ours: Tensor, theirs: Tensor, tolerance: float, what: str) -> None:
-    """Raises a LawError unless two tensors agree up to a tolerance relative to the largest entry of the second."""
+    """Raise a LawError unless two tensors agree.
+
+    tolerance: largest difference, relative to the largest entry of `theirs`.
+    what: beginning of the error.
+    """
     largest = max(float(theirs.abs().max()), 1e-300)
     error = float((ours - theirs).abs().max()) / largest
     require(error <= tolerance, f"{what} within {tolerance:g} of the largest entry is required, got {error:.2g}")
 
 
 def the_declaration_survives(case: Case) -> None:
-    """Written as plain data and read again a component is the same, and nothing can change its fields."""
+    """A component that is written as plain data and read again is the same, and its fields cannot be changed."""
     component = case.component
     family = families()[str(component.family_name)]
-    again = checked(family, component.model_dump(mode="json"))
-    require(again == component, f"the same component from its own declaration is required, got {again!r}")
+    again = validated(family, component.model_dump(mode="json"))
+    require(again == component, f"the declaration gives another component, {again!r}")
     require(
         component.replace() == component, f"an equal copy from `replace()` is required, got {component.replace()!r}"
     )

@@ -21,9 +21,10 @@ _DTYPES = (torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class QuantizerCase:
-    """quantizer: to be checked.
+    """A quantizer under test.
 
-    size: of the matrices to try; larger ones where a quantizer leaves small slots alone.
+    quantizer: the quantizer to check.
+    size: d of the matrices `[d, d]` to try; larger for a quantizer that refuses small slots.
     """
 
     quantizer: Quantizer
@@ -38,12 +39,12 @@ class QuantizerCase:
         return f"quantizer.{getattr(self.quantizer, 'kind', '?')}"
 
     def example(self, blocks: int = 4) -> tuple[Slot, Tensor]:
-        """(a slot that the quantizer takes, a float32 stack `[blocks, d, d]` of such matrices)."""
+        """Return a slot that the quantizer can store, and a float32 stack `[blocks, d, d]` of such matrices."""
         return example(self.quantizer, blocks, self.size)
 
 
 def example(quantizer: Quantizer, blocks: int, d: int, seed: int = 0) -> tuple[Slot, Tensor]:
-    """(a slot that the quantizer takes, a float32 stack `[blocks, d, d]` of such matrices)."""
+    """Return a slot that the quantizer can store, and a float32 stack `[blocks, d, d]` of such matrices."""
     x = standard_normal(blocks, d, 2 * d, seed=seed)
     matrices: dict[Role, Callable[[], Tensor]] = {
         "statistic": lambda: x @ x.mT / d,
@@ -67,7 +68,7 @@ def _nearly_one(like: Tensor, purpose: str) -> Tensor:
 
 
 def parts_are_plain_tensors_with_a_leading_axis(case: QuantizerCase) -> None:
-    """`[N, ...]` each, contiguous, with names, dtypes and shapes that do not depend on the numbers."""
+    """The stored tensors are `[N, ...]` and contiguous; their names, dtypes and shapes do not depend on the numbers."""
     _, x = case.example()
     one, two = case.quantizer.encode(x), case.quantizer.encode(x.flip(0) * 3, case.quantizer.encode(x))
     require(len(one) > 0, "at least one part is required, got none")
@@ -80,7 +81,7 @@ def parts_are_plain_tensors_with_a_leading_axis(case: QuantizerCase) -> None:
 
 
 def shape_and_dtype_come_back(case: QuantizerCase) -> None:
-    """In the dtype that is asked for, in memory of their own."""
+    """Decoded tensors have the requested dtype, the shape of the slot, and memory of their own."""
     slot, x = case.example()
     for dtype in _DTYPES:
         parts = case.quantizer.encode(x.to(dtype))
@@ -93,7 +94,7 @@ def shape_and_dtype_come_back(case: QuantizerCase) -> None:
 
 
 def nothing_given_is_written_to(case: QuantizerCase) -> None:
-    """Neither the numbers, nor the parts that are replaced, nor those that are decoded."""
+    """Neither the numbers, nor the tensors that are replaced, nor those that are decoded, are changed."""
     slot, x = case.example()
     copy, before = x.clone(), case.quantizer.encode(x.flip(0))
     old = _copies(before)
@@ -106,7 +107,7 @@ def nothing_given_is_written_to(case: QuantizerCase) -> None:
 
 
 def the_same_numbers_have_the_same_codes(case: QuantizerCase) -> None:
-    """Encoding depends on nothing but its arguments, strides not counted."""
+    """Encoding depends on nothing but its arguments, and not on strides."""
     _, x = case.example()
     strided = torch.stack((x, -x), -1)[..., 0]
     one, two, three = case.quantizer.encode(x), case.quantizer.encode(x.clone()), case.quantizer.encode(strided)
@@ -115,7 +116,7 @@ def the_same_numbers_have_the_same_codes(case: QuantizerCase) -> None:
 
 
 def rows_are_coded_one_by_one(case: QuantizerCase) -> None:
-    """A block in a stack comes back as it does alone. 1e-5: coding may take products and eigenvectors."""
+    """A block in a stack is decoded as it is alone. 1e-5: encoding may compute products and eigenvectors."""
     slot, x = case.example()
     stacked = case.quantizer.encode(x)
     everything = case.quantizer.decode(stacked, slot, _FLOAT32)
@@ -128,7 +129,8 @@ def rows_are_coded_one_by_one(case: QuantizerCase) -> None:
 
 
 def zero_is_zero_beside_what_is_not(case: QuantizerCase) -> None:
-    """A zero matrix in a stack, at the start and in place of something else, with and without random numbers."""
+    """A zero matrix in a stack is decoded as zero, at the start and in place of other numbers, with and without random
+    numbers."""
     slot, x = case.example()
     zero = x.clone()
     zero[2] = 0.0
@@ -143,7 +145,7 @@ def zero_is_zero_beside_what_is_not(case: QuantizerCase) -> None:
 
 
 def what_is_not_finite_is_seen_or_kept_out(case: QuantizerCase) -> None:
-    """A matrix with such an entry comes back with one, or as it was stored before; the others are not touched."""
+    """A matrix with such an entry is decoded with one, or as it was stored before. Other matrices are not affected."""
     slot, x = case.example()
     for value in (torch.nan, torch.inf, -torch.inf):
         for i, j in ((3, 3), (5, 2)):
@@ -161,7 +163,8 @@ def what_is_not_finite_is_seen_or_kept_out(case: QuantizerCase) -> None:
 
 
 def numbers_come_back_nearly(case: QuantizerCase) -> None:
-    """Within half of their size: whatever the format, a slot that is stored is still that slot."""
+    """Decoded numbers differ by at most half of their size: a stored slot is still the same slot, whatever the
+    format."""
     slot, x = case.example()
     y = case.quantizer.decode(case.quantizer.encode(x), slot, _FLOAT32)
     error = float(((y - x).flatten(1).norm(dim=1) / x.flatten(1).norm(dim=1)).max())

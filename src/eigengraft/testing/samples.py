@@ -1,4 +1,4 @@
-"""Tensors that laws are tried on: drawn in float64 on the host, the same numbers for every dtype and default device."""
+"""Tensors for laws: drawn in float64 on the host, the same numbers for every dtype and default device."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ import torch
 from torch import Tensor
 
 TRAJECTORY_STEPS = 12
-"""Steps of a trajectory: enough for a cadence to come round."""
+"""Length of a trajectory in steps: enough for every cadence to be due."""
 
 
 def standard_normal(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Standard normal numbers."""
+    """Return standard normal numbers."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
     return x.to(torch.get_default_device(), dtype)
 
 
 def rotation(d: int, seed: int) -> Tensor:
-    """A random orthogonal matrix, float64."""
+    """Return a random orthogonal matrix `[d, d]`, float64."""
     q: Tensor = torch.linalg.qr(standard_normal(d, d, seed=seed)).Q
     return q
 
 
 def definite(n: int = 4, d: int = 6, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Positive definite matrices `[n, d, d]` of condition up to 1e3."""
+    """Return positive definite matrices `[n, d, d]` with condition numbers up to 1e3."""
     x = standard_normal(n, d, 2 * d, seed=n + d)
     return (x @ x.mT / d).to(dtype)
 
 
 def gradients(block: tuple[int, ...], blocks: int = 3, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
-    """Standard normal gradients `[TRAJECTORY_STEPS, blocks, *block]`."""
+    """Return standard normal gradients `[TRAJECTORY_STEPS, blocks, *block]`."""
     return standard_normal(TRAJECTORY_STEPS, blocks, *block, seed=seed + sum(block), dtype=dtype)
 
 
 def difficult(block: tuple[int, ...]) -> Iterator[tuple[str, Tensor]]:
-    """Gradients that are hard on numbers, by name, float32."""
+    """Yield numerically difficult gradients, float32, with a name for each."""
     base = gradients(block, dtype=torch.float32)
     yield "zero", torch.zeros_like(base)
     yield "huge", base * 1e12

@@ -1,4 +1,4 @@
-"""The laws of all solvers and those of bases, in float64 unless a law says otherwise."""
+"""The laws of root, basis and polar solvers, in float64 unless a law says otherwise."""
 
 from __future__ import annotations
 
@@ -11,26 +11,29 @@ from torch import Tensor
 from eigengraft.component import Component
 from eigengraft.preconditioners import BasisSolver, PolarSolver, RootSolver
 
-from .laws import Law, require, require_close, the_declaration_survives
-from .samples import definite, rotation
+from .laws import Law, LawError, require, require_close, the_declaration_survives
+from .samples import definite, rotation, standard_normal
 
 ROUNDING = 1e-10
-"""Relative, float64: some thousand roundings."""
+"""Relative tolerance in float64 for results that differ by some thousand roundings."""
 EQUAL = 1e-5
-"""Relative, float64: iterations stop at 1e-6, and their ridge is in units of an estimate of the largest eigenvalue."""
+"""Relative tolerance in float64 of equal solvers. Iterations stop at 1e-6, and their ridge is in units of an estimate
+of the largest eigenvalue."""
 EXPONENTS = (Fraction(1, 4), Fraction(1, 2), Fraction(1))
 Solver = RootSolver | BasisSolver | PolarSolver
 
 
 @dataclass(frozen=True)
 class SolverCase:
-    """solver: to be checked.
+    """A solver and the properties that it declares.
 
-    degree: for roots, -1 if (c A)^-e = c^-e A^-e, which an absolute ridge breaks; None: no such law.
-    rotates: for roots, whether (U A U^T)^-e = U A^-e U^T; for polar factors, whether P(U X V^T) = U P(X) V^T. None: no
-    for roots, yes for polar factors.
-    tolerance: for roots, of these two laws; solvers that stop at a tolerance take a step more for other roundings.
-    settles: for bases, whether repeated refreshes of one matrix converge to its eigenvectors.
+    solver: the solver to check.
+    degree: for roots, -1 if (c A)^-e = c^-e A^-e, which an absolute ridge breaks; None: the law does not apply.
+    rotates: for roots, True if (U A U^T)^-e = U A^-e U^T; for polar factors, False if P(U X V^T) = U P(X) V^T does not
+        hold. None: the law applies to polar factors alone.
+    tolerance: for roots, relative tolerance of these two laws. Solvers that stop at a tolerance may need a step more
+        after other roundings.
+    converges: for bases, True if repeated refreshes of one matrix converge to its eigenvectors.
     cosine: for polar factors, the least cosine between the result and U V^T.
     """
 
@@ -38,7 +41,7 @@ class SolverCase:
     degree: float | None = None
     rotates: bool | None = None
     tolerance: float = ROUNDING
-    settles: bool = True
+    converges: bool = True
     cosine: float = 0.9
 
     @property
@@ -51,12 +54,12 @@ class SolverCase:
 
 
 def usual_exponent(solver: RootSolver) -> Fraction:
-    """The first of `EXPONENTS` that a solver takes."""
+    """Return the first of `EXPONENTS` that a solver accepts."""
     return next((exponent for exponent in EXPONENTS if solver.check(exponent) is None), EXPONENTS[0])
 
 
 def solve(solver: Solver, a: Tensor) -> Tensor:
-    """What a solver makes of a stack, from a cold start; a basis follows its matrix once."""
+    """Return the result of a solver for a stack, from a cold start. A basis follows its matrix once."""
     if isinstance(solver, PolarSolver):
         return solver.polar(a)
     if isinstance(solver, RootSolver):
@@ -71,7 +74,7 @@ def solve(solver: Solver, a: Tensor) -> Tensor:
 
 
 def cold(solver: BasisSolver, a: Tensor) -> Tensor:
-    """The basis before the first refresh."""
+    """Return the basis before the first refresh."""
     d = a.shape[-1]
     return torch.eye(d, solver.columns(d), dtype=a.dtype).expand(len(a), -1, -1)
 
@@ -85,7 +88,7 @@ def a_stack_is_solved_as_its_matrices(case: SolverCase) -> None:
 
 
 def dtype_and_device_are_kept_and_nothing_is_written_to(case: SolverCase) -> None:
-    """In float32 and float64."""
+    """In float32 and float64 the result has the dtype and device of the matrix, and the matrix is not changed."""
     for dtype in (torch.float32, torch.float64):
         a = definite(dtype=dtype)
         before = a.clone()
@@ -106,7 +109,7 @@ def strided_and_expanded_stacks_are_taken(case: SolverCase) -> None:
 
 
 def bad_matrices_are_marked_and_leave_the_others_alone(case: SolverCase) -> None:
-    """A matrix with nan in it is marked in `ok`, nothing is raised, and the other matrices keep their results."""
+    """A matrix with nan is marked in `ok`. Nothing is raised, and other matrices keep their results."""
     a = definite(3)
     spoiled = a.clone()
     spoiled[1] = torch.nan
@@ -123,7 +126,7 @@ def bad_matrices_are_marked_and_leave_the_others_alone(case: SolverCase) -> None
 
 
 def _equals(case: SolverCase) -> list[RootSolver | BasisSolver]:
-    """Solvers of other classes, or with other settings, that call themselves equal to the one that is checked."""
+    """Return solvers of other classes, or with other settings, that declare themselves equal to the checked one."""
     if isinstance(case.solver, PolarSolver):
         return []
     members = [member for member in case.solver.members.values() if issubclass(member, (RootSolver, BasisSolver))]
@@ -132,7 +135,8 @@ def _equals(case: SolverCase) -> list[RootSolver | BasisSolver]:
 
 
 def equal_solvers_compute_the_same(case: SolverCase) -> None:
-    """A solver that calls itself equal to this one has its results, but for rounding and for where it stops."""
+    """A solver that declares itself equal to this one has its results, up to rounding and the point at which it
+    stops."""
     a = definite()
     for solver in _equals(case):
         name = getattr(solver, "kind", type(solver).__name__)
@@ -175,8 +179,10 @@ def bases_are_orthonormal_and_know_no_scale(case: SolverCase) -> None:
 
 
 def bases_converge_to_the_eigenvectors(case: SolverCase) -> None:
-    """By 200 refreshes of one matrix Q^T A Q becomes diag(leading eigenvalues): a step shrinks what is off it by a gap
-    of 1.5."""
+    """After 200 refreshes of one matrix Q^T A Q is diag(leading eigenvalues).
+
+    Eigenvalues have ratios of 1.5, by which each step shrinks the entries beside the diagonal.
+    """
     values, solver = 1.5 ** torch.arange(6.0, dtype=torch.float64), _basis(case)
     a = (rotation(6, 1) @ torch.diag_embed(values) @ rotation(6, 1).T)[None]
     q = cold(solver, a)
@@ -190,11 +196,129 @@ def bases_converge_to_the_eigenvectors(case: SolverCase) -> None:
     require_close(diagonal.sort().values, values[None, 6 - q.shape[-1] :], 1e-10, "the leading eigenvalues in Q^T A Q")
 
 
-def _settles(case: SolverCase) -> str | None:
-    return None if case.settles else "settles=False"
+def _converges(case: SolverCase) -> str | None:
+    return None if case.converges else "converges=False"
 
 
 BASIS_LAWS: tuple[Law[SolverCase], ...] = (
     Law(bases_are_orthonormal_and_know_no_scale),
-    Law(bases_converge_to_the_eigenvectors, _settles),
+    Law(bases_converge_to_the_eigenvectors, _converges),
+)
+
+
+def _root(case: SolverCase) -> RootSolver:
+    assert isinstance(case.solver, RootSolver)
+    return case.solver
+
+
+def roots_turn_and_scale_with_the_matrix(case: SolverCase) -> None:
+    """(U A U^T)^-e = U A^-e U^T and (c A)^-e = c^-e A^-e, and roots are symmetric."""
+    a, u, solver = definite(), rotation(6, 1), _root(case)
+    root = solve(solver, a)
+    require_close(root, root.mT, 1e-14, "a symmetric root")
+    if case.rotates:
+        require_close(solve(solver, u @ a @ u.T), u @ root @ u.T, case.tolerance, "a root that turns with its matrix")
+    if case.degree is not None:
+        scaled = solve(solver, a * 1e6) * 1e6 ** (-case.degree * float(usual_exponent(solver)))
+        require_close(scaled, root, case.tolerance, "a root that scales with its matrix")
+
+
+def a_root_undoes_its_matrix(case: SolverCase) -> None:
+    """A^-e A^e = I up to the ridge, whose unit, the size of A, is up to 60 times the smallest eigenvalue.
+
+    1e-2 allows for the residual of the solver, which is below its `max_error`. An exponent that a solver does not
+    support is refused with a message.
+    """
+    a, solver = definite(), _root(case)
+    values, q = torch.linalg.eigh(a)
+    for exponent in (Fraction(1, 4), Fraction(1, 2), Fraction(2, 3), Fraction(1)):
+        problem = solver.check(exponent)
+        if problem is not None:
+            fine = f"{getattr(solver, 'kind', '?')} takes exponents" in problem and problem.endswith(f"got {exponent}")
+            require(fine, f"check(): '<kind> takes exponents ..., got {exponent}' is required, got '{problem}'")
+            continue
+        power = (q * values.pow(float(exponent)).unsqueeze(1)) @ q.mT
+        root, ok = solver.root(a, exponent)[:2]
+        error, bound = float((root @ power - torch.eye(6)).abs().max()), max(1e-2, 60 * getattr(solver, "eps", 0.0))
+        require(ok.all(), f"roots of definite matrices to the power -{exponent} are required, got ok = {ok.tolist()}")
+        require(error <= bound, f"A^-e A^e = I up to {bound:g} for e = {exponent} is required, got {error:.2g}")
+
+
+def roots_come_with_a_report(case: SolverCase) -> None:
+    """A root has one number of each kind for each matrix, and a definite matrix has a definite root with a small
+    residual."""
+    for dtype in (torch.float32, torch.float64):
+        root = _root(case).root(definite(dtype=dtype), usual_exponent(_root(case)))
+        for name, want in (("iterations", torch.int32), ("residual", dtype), ("definite", torch.bool)):
+            x = getattr(root, name)
+            got = f"{x.dtype} of shape {list(x.shape)}"
+            require((x.shape, x.dtype) == ((4,), want), f"{name}: {want} of shape [4] is required, got {got}")
+        limit, worst = getattr(case.solver, "max_error", 1), float(root.residual.max())
+        require(worst < limit, f"a residual below {limit} is required, got {worst:.2g}")
+        require(root.definite.all(), f"definite roots are required, got definite = {root.definite.tolist()}")
+
+
+def roots_of_diagonals_are_elementwise(case: SolverCase) -> None:
+    """Roots of diagonals are (a + r)^-e with the ridge r of a matrix: 60 times a relative eps. A bad row alone is
+    rejected."""
+    a, solver = torch.tensor([[4.0, 1.0, 0.25], [1e6, 1e6, 1e5]], dtype=torch.float64), _root(case)
+    exponent = usual_exponent(solver)
+    root = solver.diagonal_root(a, exponent)
+    fine = bool(root.ok.all()) and bool(root.definite.all()) and root.iterations.dtype == torch.int32
+    require(fine, f"ok and definite roots with int32 iterations are required, got {root}")
+    error, bound = (
+        float((root.value * a ** float(exponent) - 1).abs().max()),
+        max(1e-10, 60 * getattr(solver, "eps", 0.0)),
+    )
+    require(error <= bound, f"a^-{exponent} up to {bound:g} is required, got a relative error of {error:.2g}")
+    spoiled = solver.diagonal_root(torch.cat([a, torch.full((1, 3), torch.nan, dtype=torch.float64)]), exponent)
+    same = spoiled.ok.tolist() == [True, True, False] and torch.equal(spoiled.value[:2], root.value)
+    require(same, f"a row of nan rejected alone is required, got ok = {spoiled.ok.tolist()}")
+
+
+ROOT_LAWS: tuple[Law[SolverCase], ...] = (
+    Law(roots_turn_and_scale_with_the_matrix),
+    Law(a_root_undoes_its_matrix),
+    Law(roots_come_with_a_report),
+    Law(roots_of_diagonals_are_elementwise),
+)
+
+
+def polar_factors_are_odd_blind_to_scale_and_turn_with_the_matrix(case: SolverCase) -> None:
+    """P(-X) = -P(X), P(X^T) = P(X)^T, P(c X) = P(X), P(U X V^T) = U P(X) V^T, and P is near U V^T.
+
+    With rotates=False neither rotated matrices are compared nor square ones with their transposes.
+    """
+    for shape in ((6, 4), (4, 6), (5, 5), (1, 7), (7, 1)):
+        x, u, v = standard_normal(3, *shape, seed=sum(shape)), rotation(shape[0], 1), rotation(shape[1], 2)
+        polar, where = solve(case.solver, x), f"for matrices {shape}"
+        if case.rotates is not False:
+            require_close(
+                solve(case.solver, u @ x @ v.T), u @ polar @ v.T, ROUNDING, f"P(U X V^T) = U P(X) V^T {where}"
+            )
+        if case.rotates is not False or x.shape[1] != x.shape[2]:
+            require_close(solve(case.solver, x.mT), polar.mT, ROUNDING, f"P(X^T) = P(X)^T {where}")
+        require_close(solve(case.solver, -x), -polar, ROUNDING, f"P(-X) = -P(X) {where}")
+        require_close(solve(case.solver, x * 2.0**30), polar, ROUNDING, f"P(2^30 X) = P(X) {where}")
+        left, _, right = torch.linalg.svd(x, full_matrices=False)
+        cosine = float((left @ right * polar).sum() / (left @ right).norm() / polar.norm())
+        require(cosine >= case.cosine, f"a cosine with U V^T of {case.cosine} {where} is required, got {cosine:.3g}")
+
+
+def polar_factors_of_difficult_matrices_are_finite(case: SolverCase) -> None:
+    """Polar factors of zero, tiny, huge, denormal and rank-one matrices are finite, float32. Zero gives zero."""
+    x = standard_normal(1, 5, 4, seed=1).float()
+    difficult = {"zero": x * 0, "tiny": x * 1e-30, "huge": x * 1e30, "denormal": x * 1e-42}
+    for name, given in {**difficult, "rank one": x[..., :1] * x[:, :1]}.items():
+        polar = solve(case.solver, given)
+        require(polar.isfinite().all(), f"finite numbers for a matrix that is {name} are required, got nan or inf")
+        norm = float(torch.linalg.matrix_norm(polar, ord=2).max())
+        require(norm <= 1.5, f"a spectral norm of at most 1.5 for a matrix that is {name} is required, got {norm:.3g}")
+    if solve(case.solver, x * 0).any():
+        raise LawError("zero for a zero matrix is required, got something else")
+
+
+POLAR_LAWS: tuple[Law[SolverCase], ...] = (
+    Law(polar_factors_are_odd_blind_to_scale_and_turn_with_the_matrix),
+    Law(polar_factors_of_difficult_matrices_are_finite),
 )

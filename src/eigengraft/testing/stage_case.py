@@ -1,38 +1,229 @@
-"""A stage with what it declares about its mathematics, for the laws of stages."""
+"""A stage under test: a bench that drives it without an optimizer, and a case that declares its mathematics."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from eigengraft.blocking.parameter_sums import ParameterSum, run_stacks
 from eigengraft.component import Component
 from eigengraft.errors import ContractError
-from eigengraft.preconditioners import Stage
+from eigengraft.preconditioners import Stage, chain_slots, walk
+from eigengraft.preconditioners.checked_mode import Checks
+from eigengraft.quantization import Quantizer
+from eigengraft.signals import SIDES, known_signals, requested
+from eigengraft.slots import EncodedSlot, State, StateKey, Storage
+from eigengraft.step_context import StepContext
 
-from .laws import LawError
+from .laws import LawError, require
 from .samples import TRAJECTORY_STEPS, gradients
-from .stage_bench import StageBench
+
+
+class Recorder(dict[str, Tensor]):
+    """State tensors that record which of them were read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used: set[str] = set()
+
+    def __getitem__(self, key: str) -> Tensor:
+        self.used.add(key)
+        return super().__getitem__(key)
+
+
+class StageBench:
+    """A stage with the state of N blocks of one shape.
+
+    counts: `[N]`, number of gradients that each block has received.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        block: tuple[int, ...],
+        blocks: int,
+        dtype: torch.dtype = torch.float64,
+        quantizer: Quantizer | None = None,
+        path: str = "update",
+    ) -> None:
+        """Allocate the state.
+
+        quantizer: storage of every slot that it can store; None: no slot is coded.
+        path: path of the chain in keys and errors.
+        """
+        self.stage: Any = stage
+        self.block, self.blocks, self.dtype, self.quantizer, self.path = block, blocks, dtype, quantizer, path
+        slots = chain_slots((stage,), block, path)
+        self.declared = {StateKey.join(where, name): slot for where, name, slot in slots}
+        self.tensors, self.encoded = Recorder(), dict[str, EncodedSlot]()
+        self.watch: Checks | None = None
+        for key in self.declared:
+            self._allocate(key)
+        self.counts = np.zeros(blocks, dtype=np.int64)
+        self.phases = np.arange(blocks) / blocks
+        self.seeds = np.arange(blocks) * 7919 - 11
+        self.lagging = any(inner.cached_traits().lagged for _, inner in walk((stage,)))
+        asked = frozenset[str]().union(*(requested(inner) for _, inner in walk((stage,))))
+        self.requested = {name: signal for name, signal in known_signals().items() if name in asked}
+
+    def _allocate(self, key: str) -> None:
+        slot = self.declared[key]
+        value = slot.allocate(self.blocks, self.dtype, torch.get_default_device())
+        if self.quantizer is None or self.quantizer.unsupported(slot) is not None:
+            self.tensors[key] = value
+            return
+        parts = self.quantizer.encode(value)
+        self.encoded[key] = EncodedSlot(slot, self.quantizer, tuple(parts), value.dtype)
+        self.tensors.update({StateKey.join(key, part): stored for part, stored in parts.items()})
+
+    def checked(self) -> StageBench:
+        """Switch checked mode on, and return this bench."""
+        self.watch = Checks(self.declared)
+        return self
+
+    def step(
+        self, gradient: Tensor, direction: Tensor | None = None, rows: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """Run one step of the selected rows and return the directions. The first step of a lagged stage only primes and
+        returns zero.
+
+        direction: the incoming direction; None: the gradient.
+        rows: indices of the rows; None: all rows.
+        mask: rows whose state is written; None: all selected rows.
+        """
+        return self.start(gradient, direction, rows, mask)[0]()
+
+    def start(
+        self, gradient: Tensor, direction: Tensor | None = None, rows: Tensor | None = None, mask: Tensor | None = None
+    ) -> tuple[Callable[[], Tensor], StepContext]:
+        """Prepare a step. Return the function that runs it, and its context. Arguments as of `step`."""
+        chosen = np.arange(self.blocks) if rows is None else rows.cpu().numpy()
+        self.counts[chosen] += 1
+        storage = Storage(self.encoded, watch=self.watch)
+        state = State(self.tensors, self.block, self.path, rows, mask, storage).scope(self.stage.label)
+        context = self.context(chosen)
+        if self.lagging and (context.steps == 0).any():
+            assert (context.steps == 0).all()
+            return partial(self._prime, state, gradient, context), context
+        return partial(self._run, state, gradient, gradient if direction is None else direction, context), context
+
+    def _prime(self, state: State, gradient: Tensor, context: StepContext) -> Tensor:
+        self.stage.prime(state, gradient, gradient, context)
+        return torch.zeros_like(gradient)
+
+    def _run(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        def run(sums: ParameterSum | None = None) -> Tensor:
+            own = context if sums is None else context.with_sums(sums)
+            found = self.stage.run(state, gradient, direction, own)
+            assert isinstance(found, Tensor)
+            return found
+
+        sums = any(inner.cached_traits().sums for _, inner in walk((self.stage,)))
+        return run_stacks([run], [context.param_ids])[0] if sums else run()
+
+    def measures(self, rows: slice) -> dict[str, Tensor]:
+        """Return the measures of the stage in some rows."""
+        chosen = np.arange(self.blocks)[rows]
+        nothing_written = torch.zeros(len(chosen), dtype=torch.bool)
+        state = State(self.tensors, self.block, self.path, rows, nothing_written, Storage(self.encoded))
+        context = replace(self.context(chosen), signals={})
+        return dict(self.stage.measures(state.scope(self.stage.label), context))
+
+    def context(self, chosen: Any) -> StepContext:
+        """Return the context of the chosen blocks, with their own steps and every signal that the stage requests."""
+        steps = self.counts[chosen] - int(self.lagging)
+        device, signals = torch.get_default_device(), self._signals(chosen)
+        return StepContext(steps, self.phases[chosen], chosen, device, self.seeds[chosen], signals)
+
+    def _signals(self, chosen: Any) -> dict[str, Tensor | float]:
+        """Return every signal that the stage requests, and 1 for every total of a slot.
+
+        The signal of a block is the same alone as in a stack.
+        """
+        seeds, found = self.seeds[chosen], dict[str, Tensor | float]({"lr": 0.1} if "lr" in self.requested else {})
+        size = torch.from_numpy(0.5 + seeds % 11 / 10).to(torch.get_default_device(), self.dtype)
+        for name, signal in self.requested.items():
+            if signal.extent == "entry":
+                ones = torch.linspace(0.5, 1, max(1, math.prod(self.block)), dtype=self.dtype).reshape(self.block)
+                found[name] = size.reshape(-1, *[1] * len(self.block)) * ones
+            elif signal.extent in SIDES:
+                own = self.block[-1 if SIDES[signal.extent] == "inputs" else 0] if len(self.block) > 1 else 1
+                shape = torch.eye(own, dtype=self.dtype) + torch.full((own, own), 0.5, dtype=self.dtype)
+                found[name] = size[:, None, None] * shape.to(size)
+            elif signal.extent == "partner":
+                rows = torch.linspace(-1, 1, 7 * self.block[-1], dtype=self.dtype).reshape(7, -1).sin()
+                found[name] = size[:, None, None] * (rows + torch.eye(*rows.shape, dtype=self.dtype)).to(size)
+            elif signal.extent != "outputs":  # signals with outputs are for constraints alone
+                found.setdefault(name, 0.5 if signal.extent == "step" else size)
+        return {**found, **{key: 1.0 for key, slot in self.declared.items() if slot.total}}
+
+    def run(self, gradients: Tensor) -> Tensor:
+        """Run one step for each of the gradients `[T, N, *block]`. Return the directions, in the same shape."""
+        return torch.stack(
+            [self.step(gradient).clone() for gradient in gradients]
+        )  # a direction may be the state itself
+
+    def copy(self) -> StageBench:
+        """Return a bench with a copy of the state, at the same step."""
+        copied = StageBench(self.stage, self.block, self.blocks, self.dtype, self.quantizer, self.path)
+        for key, tensor in self.tensors.items():
+            copied.tensors[key] = tensor.clone()
+        copied.counts = self.counts.copy()
+        return copied
+
+    def repeated(self, times: int) -> StageBench:
+        """Return a fresh bench with the blocks of this one several times, for several gradients at once."""
+        many = StageBench(self.stage, self.block, self.blocks * times, self.dtype, self.quantizer, self.path)
+        many.phases, many.seeds = np.tile(self.phases, times), np.tile(self.seeds, times)
+        return many
+
+    def only(self, block: int) -> StageBench:
+        """Return a fresh bench for one block of this one."""
+        alone = StageBench(self.stage, self.block, 1, self.dtype, self.quantizer, self.path)
+        alone.phases, alone.seeds = self.phases[block : block + 1], self.seeds[block : block + 1]
+        return alone
+
+    def require_written(self) -> None:
+        """Raise a LawError for a slot that was not assigned since checked mode began."""
+        assert self.watch is not None
+        for key in sorted(self.declared.keys() - self.watch.written):
+            name = StateKey.parse(key).slot
+            require(
+                False,
+                f"{key} keeps its initial value in {self.counts.max()} steps, because it is never assigned: write "
+                f'`state["{name}"] = ...` (for a slot that refresh() writes: does cadence() return a cadence?)',
+            )
+
+    def require_used(self) -> None:
+        """Raise a LawError for slots that were declared but neither read nor written."""
+        idle = ", ".join(sorted(self.declared.keys() - self.tensors.used))
+        require(not idle, f"slots() declares slots that are neither read nor written: {idle}")
+
 
 BLOCKS = ((6, 5), (7,), (3, 2, 4), (1, 1))
-"""Shapes of blocks to try: matrices, vectors, tensors and single numbers."""
+"""Shapes of the blocks to try: matrices, vectors, tensors and single numbers."""
 Degree = float | Callable[[int], float]
 
 
 @dataclass(frozen=True)
 class StageCase:
-    """stage: to be checked.
+    """A stage and the properties that it declares.
 
-    blocks: the shapes to try.
+    stage: the stage to check.
+    blocks: shapes of the blocks to try.
     degree: d if scaling all gradients by c scales the direction by c^d, a number or a function of the number of axes of
-    the block; None: no such law.
-    rotates: whether U G V^T gives U D V^T.
-    singular: whether bases or roots are taken of singular statistics; in their null space numbers are rounding, so that
-    laws that compare two computations do not apply.
+        the block; None: the law does not apply.
+    rotates: True if gradients U G V^T give directions U D V^T.
+    singular: True if the stage computes bases or roots of singular statistics. Numbers in their null space are rounding
+        errors, so that laws that compare two computations do not apply.
     steps: length of a trajectory.
     """
 
@@ -52,11 +243,11 @@ class StageCase:
         return f"update.{self.stage.label}"
 
     def bench(self, block: tuple[int, ...], blocks: int = 3, dtype: torch.dtype = torch.float64) -> StageBench:
-        """Fresh state for so many blocks."""
+        """Return a bench with fresh state."""
         return StageBench(self.stage, block, blocks, dtype)
 
     def gradients(self, block: tuple[int, ...], blocks: int = 3, dtype: torch.dtype = torch.float64) -> Tensor:
-        """Standard normal gradients `[steps, blocks, *block]`."""
+        """Return standard normal gradients `[steps, blocks, *block]`."""
         return gradients(block, blocks, dtype)[: self.steps]
 
     @cached_property
@@ -64,17 +255,19 @@ class StageCase:
         return {}
 
     def trajectory(self, block: tuple[int, ...], dtype: torch.dtype = torch.float64) -> tuple[Tensor, StageBench]:
-        """The directions of three blocks from fresh state for `gradients`, and the bench after them: what laws
-        compare with. Made once for each shape and dtype; laws do not step the bench."""
+        """Return the directions of three blocks from fresh state for `gradients`, and the bench after them.
+
+        They are made once for each shape and dtype. Laws compare with them and do not step the bench.
+        """
         out, _, bench = self._trajectory(block, dtype)
         return out, bench
 
     def halfway(self, block: tuple[int, ...]) -> StageBench:
-        """A copy of the bench of the trajectory after half of its steps."""
+        """Return a copy of the bench of the trajectory after half of its steps."""
         return self._trajectory(block, torch.float64)[1].copy()
 
     def _trajectory(self, block: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, StageBench, StageBench]:
-        """(directions, copy of the bench after half of the steps, bench after them)."""
+        """Return (directions, copy of the bench after half of the steps, bench after all steps)."""
         if (block, dtype) not in self._trajectories:
             bench, given = self.bench(block, dtype=dtype), self.gradients(block, dtype=dtype)
             first = bench.run(given[: self.steps // 2])
@@ -84,14 +277,14 @@ class StageCase:
         return self._trajectories[block, dtype]
 
     def degree_on(self, block: tuple[int, ...]) -> float:
-        """The degree for blocks of that shape."""
+        """Return the degree for blocks of that shape."""
         assert self.degree is not None
         return self.degree(len(block)) if callable(self.degree) else self.degree
 
 
 @contextmanager
 def on(block: tuple[int, ...], what: str = "") -> Iterator[None]:
-    """Says in a LawError which shape of block, and what else, it was raised for."""
+    """Add to a LawError the shape of the blocks, and `what` else it was raised for."""
     where = f"on blocks of shape {block}" + (f", {what}" if what else "")
     try:
         yield

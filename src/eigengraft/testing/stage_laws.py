@@ -1,37 +1,36 @@
-"""The laws of stages.
+"""The laws of stages: of the directions that a stage computes, and of the state that it keeps.
 
-Tolerances, unless a law says otherwise: 1e-10 relative in float64, thousands of roundings; what must be the same is
-compared bit for bit.
+All state is in the slots, of one dtype, to the byte, and a checkpoint holds it.
+
+Tolerances, unless a law says otherwise: 1e-10 relative in float64, which allows thousands of roundings. Numbers that
+must be the same are compared bit for bit.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import math
 
+import torch
+from torch import Tensor, nn
+
+from eigengraft import Optimizer, Stage
+from eigengraft.optimizers.signals import OWN, Given
+from eigengraft.preconditioners import walk
 from eigengraft.quantization import Float32
+from eigengraft.signals import PARTNER, SIDES, Signal, known_signals, requested
 
 from .device_laws import a_steady_step_stays_on_the_device, without_accelerator
 from .laws import Law, require, require_close, the_declaration_survives
 from .samples import difficult, rotation, standard_normal
-from .stage_bench import StageBench
-from .stage_case import StageCase, on
-from .stage_state_laws import (
-    a_checkpoint_resumes_exactly,
-    a_copy_of_the_state_resumes_exactly,
-    dtype_and_device_are_kept,
-    measures_are_of_each_block_alone,
-    state_is_reported_to_the_byte,
-    storage_makes_no_difference,
-    unpaired,
-)
+from .stage_case import StageBench, StageCase, on
 
 
 def the_contract_is_kept(case: StageCase) -> None:
-    """In checked mode: slots declared and of their shape, state written back, inputs left alone, a direction of the
-    right shape, all finite. Every slot is read or written, and written at least once.
+    """In checked mode a stage breaks no rule of the contract.
 
-    Encoded state is tried on the first shape: `storage_makes_no_difference` tries it on all of them.
+    Slots are declared and have their shape, state is written back, inputs are not changed, the direction has its shape,
+    and all numbers are finite. Every slot is read or written, and written at least once. Encoded state is tried on the
+    first shape; `storage_makes_no_difference` tries it on all of them.
     """
     for block in case.blocks:
         for quantizer in (None, Float32(min_elements=1)) if block == case.blocks[0] else (None,):
@@ -45,7 +44,7 @@ def the_contract_is_kept(case: StageCase) -> None:
 
 
 def a_stack_is_its_blocks(case: StageCase) -> None:
-    """N blocks in a stack get the directions that each gets alone: its first and its last block."""
+    """The first and the last block of a stack get the directions that they get alone."""
     for block in case.blocks:
         with on(block):
             given, (stacked, stack) = case.gradients(block), case.trajectory(block)
@@ -56,7 +55,8 @@ def a_stack_is_its_blocks(case: StageCase) -> None:
 
 
 def blocks_without_a_gradient_wait(case: StageCase) -> None:
-    """Rows by index, each with its own step: a block that was left out is where it would be without that step."""
+    """A block that is left out of a step has the state that it had before. Rows are selected by index, and each has its
+    own step."""
     chosen = [torch.tensor(rows) for rows in ([0, 1, 2], [0, 2], [1], [2, 1], [0, 1, 2], [0], [0, 1], [1, 2])]
     for block in case.blocks:
         with on(block):
@@ -71,7 +71,7 @@ def blocks_without_a_gradient_wait(case: StageCase) -> None:
 
 
 def masked_rows_change_nothing(case: StageCase) -> None:
-    """A row whose gradient is not finite keeps its state bit for bit; the others do not notice it."""
+    """A row whose gradient is not finite keeps its state bit for bit, and other rows are not affected."""
     mask = torch.tensor([True, False, True])
     for block in case.blocks:
         with on(block, "a block with a gradient of nan is computed and then dropped: it must not raise"):
@@ -101,7 +101,8 @@ def inputs_are_never_written_to(case: StageCase) -> None:
 
 
 def numbers_stay_finite(case: StageCase) -> None:
-    """Direction and state, for zero, huge, tiny, rank-deficient, suddenly different gradients, all in one stack."""
+    """Direction and state are finite for zero, huge, tiny, rank-deficient and suddenly different gradients in one
+    stack."""
     for block in case.blocks:
         given = {name: some[: case.steps] for name, some in difficult(block)}
         stack = case.bench(block, 3 * len(given), torch.float32)
@@ -124,7 +125,8 @@ def numbers_stay_finite(case: StageCase) -> None:
 
 
 def a_zero_gradient_moves_nothing(case: StageCase) -> None:
-    """From the first step on; 0 / 0 is the usual fault, which an eps or `numerics.safe_ratio` avoids."""
+    """Zero gradients give zero directions from the first step on. 0 / 0 is the usual fault: an eps or
+    `numerics.safe_ratio` avoids it."""
     for block in case.blocks:
         with on(block):
             out = case.bench(block).run(torch.zeros_like(case.gradients(block)))
@@ -132,7 +134,8 @@ def a_zero_gradient_moves_nothing(case: StageCase) -> None:
 
 
 def scaling_all_gradients_scales_the_direction(case: StageCase) -> None:
-    """By the degree. The last step counts: roots and bases are no longer the identity they start from."""
+    """Gradients times c give directions times c^degree. The last step is compared: there roots and bases are not the
+    identity."""
     scales = (2.0**-10, 2.0**10)
     for block in case.blocks:
         with on(block):
@@ -155,7 +158,7 @@ def rotating_all_gradients_rotates_the_direction(case: StageCase) -> None:
 
 
 def traits_follow_from_no_shape(case: StageCase) -> None:
-    """What the engine asks with the empty block is the same for every block."""
+    """The traits of the empty block are those of every block."""
     for block in case.blocks:
         with on(block):
             for fact in ("signals", "lagged", "entrywise", "matrices", "sums", "learns"):
@@ -177,7 +180,7 @@ def entries_are_updated_alone(case: StageCase) -> None:
 
 
 def _odd(x: Tensor) -> str:
-    """What an error shows of x: the first entry that is not finite, or else the largest."""
+    """Return the text of the first entry of x that is not finite, or else of the largest."""
     bad = x[~x.isfinite()]
     return f"{float(bad[0] if len(bad) else x.abs().max()):g}"
 
@@ -199,6 +202,142 @@ def _mixes(case: StageCase) -> str | None:
     if traits.signals:
         return "it asks for signals, whose entries have places"
     return None if traits.entrywise else "it does not say that it is entry-wise"
+
+
+def a_copy_of_the_state_resumes_exactly(case: StageCase) -> None:
+    """A copy of the slots is enough to continue a trajectory."""
+    for block in case.blocks:
+        with on(block):
+            given, twin, (expected, _) = case.gradients(block), case.halfway(block), case.trajectory(block)
+            same = torch.equal(twin.run(given[case.steps // 2 :]), expected[case.steps // 2 :])
+            require(
+                same, "the same directions from a copy of the state are required, got others; is there other memory?"
+            )
+
+
+def dtype_and_device_are_kept(case: StageCase) -> None:
+    """Direction and state keep dtype, device and shape, in float32 and float64."""
+    for block in case.blocks:
+        for dtype in (torch.float32, torch.float64):
+            with on(block, str(dtype)):
+                want = _kind(case.gradients(block, dtype=dtype))
+                before = {key: _kind(tensor) for key, tensor in case.bench(block, dtype=dtype).tensors.items()}
+                out, stack = case.trajectory(block, dtype)
+                require(
+                    _kind(out) == want, f"directions of (dtype, device, shape) {want} are required, got {_kind(out)}"
+                )
+                after = {key: _kind(tensor) for key, tensor in stack.tensors.items()}
+                require(after == before, f"state of {before} is required, got {after}")
+
+
+def _kind(x: Tensor) -> tuple[str, str, tuple[int, ...]]:
+    return str(x.dtype), str(x.device), tuple(x.shape)
+
+
+def storage_makes_no_difference(case: StageCase) -> None:
+    """State that is encoded and decoded without loss gives the same bits as state that is not encoded, in float32."""
+    for block in case.blocks:
+        with on(block):
+            coder = StageBench(case.stage, block, 3, torch.float32, Float32(min_elements=1))
+            plain, coded = (
+                case.trajectory(block, torch.float32)[0],
+                coder.run(case.gradients(block, dtype=torch.float32)),
+            )
+            require(torch.equal(plain, coded), "the same directions from encoded state are required, got others")
+
+
+def state_is_reported_to_the_byte(case: StageCase) -> None:
+    """The reported bytes of state are those of the declared slots, and all of them are used."""
+    for block in case.blocks:
+        with on(block):
+            _, stack = case.trajectory(block)
+            stack.require_used()
+            size = sum(tensor[0].numel() * tensor.element_size() for tensor in stack.tensors.values())
+            parameter = nn.Parameter(torch.zeros(block, dtype=torch.float64))
+            optimizer = Optimizer(
+                [parameter], {"update": [case.stage], "routes": [], "view": "whole", "total_steps": 1}
+            )
+            (route,) = optimizer.routing_table()
+            step = 8  # the int64 count of steps
+            found = (optimizer.state_bytes(), route.state_bytes)
+            require(found == (size + step,) * 2, f"{size + step} bytes of state are required, got (all, route) {found}")
+
+
+def a_checkpoint_resumes_exactly(case: StageCase) -> None:
+    """Two parameters that are cut into blocks, in float32, continue from a `state_dict` bit for bit."""
+    for block in ((6, 6), (8,)):
+        with on(block):
+            blocking = {"size": 2}
+            declared = {"update": [case.stage], "routes": [], "blocking": blocking, "total_steps": case.steps}
+            given = case.gradients(block, 2, torch.float32)
+            parameters = [nn.Parameter(standard_normal(*block, seed=i).float()) for i in range(2)]
+            optimizer = Optimizer(parameters, declared, lr=0.1)
+            _train(optimizer, parameters, given[: case.steps // 2])
+            copies = [nn.Parameter(parameter.detach().clone()) for parameter in parameters]
+            resumed = Optimizer(copies, declared, lr=0.1)
+            resumed.load_state_dict(optimizer.state_dict())
+            _train(optimizer, parameters, given[case.steps // 2 :])
+            _train(resumed, copies, given[case.steps // 2 :])
+            same = all(torch.equal(a, b) for a, b in zip(parameters, copies, strict=True))
+            require(
+                same, "the same parameters after a resume are required, got others; is there memory beside the slots?"
+            )
+
+
+def measures_are_of_each_block_alone(case: StageCase) -> None:
+    """The measures of a block are numbers `[N]`, the same as for that block alone, and change no state."""
+    for block in case.blocks if type(case.stage).measures is not Stage.measures else ():
+        with on(block):
+            stack = case.trajectory(block)[1].copy()
+            before, together = (
+                {key: tensor.clone() for key, tensor in stack.tensors.items()},
+                stack.measures(slice(0, 3)),
+            )
+            for name, values in together.items():
+                what = f"measures() '{name}': a tensor of shape [N] with N = 3 is required, got "
+                known = isinstance(values, Tensor)
+                require(known and values.shape == (3,), what + (f"{list(values.shape)}" if known else f"{values!r}"))
+            for i in range(3):
+                alone = stack.measures(slice(i, i + 1))
+                require(
+                    alone.keys() == together.keys(), f"measures(): the names {[*together]} are required, got {[*alone]}"
+                )
+                for name, values in alone.items():
+                    # a residual may be a rounding error, and a product of a single matrix is rounded differently
+                    close = torch.isclose(values[0], together[name][i], rtol=1e-6, atol=1e-8, equal_nan=True)
+                    require(
+                        bool(close), f"measures() '{name}': {values[0]} is required, got {together[name][i]} in a stack"
+                    )
+            same = all(torch.equal(before[key], tensor) for key, tensor in stack.tensors.items())
+            require(same, "measures(): unchanged state is required, got other values")
+
+
+def unpaired(case: object) -> str | None:
+    """Return the reason why laws with one parameter do not apply; None if they do."""
+    asks = isinstance(case, StageCase) and any(requested(stage) & PARTNER for _, stage in walk((case.stage,)))
+    return "a pair of parameters is required" if asks else None
+
+
+def _train(optimizer: Optimizer, parameters: list[nn.Parameter], given: Tensor) -> None:
+    """Run one optimizer step for each of the given gradients, `[T, parameters, *shape]`."""
+    for step in given:
+        for parameter, gradient in zip(parameters, step, strict=True):
+            parameter.grad = gradient.clone()
+        for name, signal in known_signals().items():
+            if name not in OWN:
+                by_parameter: Given = {parameter: _half(signal, parameter) for parameter in parameters}
+                optimizer.provide(name, 0.5 if signal.extent == "step" else by_parameter)
+        optimizer.step()
+
+
+def _half(signal: Signal, parameter: Tensor) -> Tensor | float:
+    """Return a signal of a parameter that is 1/2 everywhere, or 1/2 times the identity."""
+    if signal.extent in SIDES:
+        own = parameter.shape[1:] if SIDES[signal.extent] == "inputs" else parameter.shape[:1]
+        return torch.eye(math.prod(own), dtype=parameter.dtype) / 2
+    if signal.extent == "outputs":
+        return torch.full((1,), 0.5)
+    return torch.full_like(parameter, 0.5) if signal.extent == "entry" else 0.5
 
 
 CONTRACT: Law[StageCase] = Law(the_contract_is_kept)

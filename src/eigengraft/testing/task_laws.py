@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 _CPU = torch.device("cpu")
 _BATCHES = 50
-"""Training batches whose numbers are checked: enough to see most rows of a small data set."""
+"""Number of training batches to check: enough to contain most rows of a small data set."""
 
 
 @dataclass(frozen=True)
 class TaskCase:
-    """task: to be checked; its data are read, so give a small one."""
+    """A task under test. Its data are read, so it should be small."""
 
     task: Task
 
@@ -63,14 +63,14 @@ def the_data_are_finite(case: TaskCase) -> None:
 
 
 def the_data_have_a_fingerprint(case: TaskCase) -> None:
-    """Equal whenever the data are read, with the sha256 of their content."""
+    """The fingerprint is the same each time the data are read, and has the sha256 of their content."""
     one, two = case.task.load().fingerprint, case.task.load().fingerprint
     require(one == two, f"the same fingerprint whenever the data are read is required, got {one} and {two}")
     require(len(one.sha256) == 64, f"sha256: 64 hexadecimal digits are required, got '{one.sha256}'")
 
 
 def initial_weights_depend_on_the_seed_alone(case: TaskCase) -> None:
-    """Building a model leaves torch's global generator as it was."""
+    """Building a model does not change the state of torch's global generator."""
     before = torch.get_rng_state()
     first = case.task.new_model(1).state_dict()
     same = torch.equal(before, torch.get_rng_state())
@@ -98,7 +98,7 @@ def batches_leave_the_global_generator_alone(case: TaskCase) -> None:
 
 
 def the_loss_is_a_mean_over_targets(case: TaskCase) -> None:
-    """A batch in two parts: the mean of their losses, weighted by targets, is that of the whole. 1e-4: float32."""
+    """The mean of the losses of two halves of a batch, weighted by targets, is the loss of the batch. 1e-4: float32."""
     inputs, targets = case.task.load().batch(0, 0)
     model, half = case.task.new_model(0).eval(), len(inputs) // 2
     require(half > 0, f"batches of two rows or more are required, got {len(inputs)}")
@@ -112,7 +112,7 @@ def the_loss_is_a_mean_over_targets(case: TaskCase) -> None:
 
 
 def the_loss_is_a_number_with_gradients(case: TaskCase) -> None:
-    """Finite, one number, and every trainable parameter gets a finite gradient from it."""
+    """The loss is one finite number, and every trainable parameter gets a finite gradient."""
     inputs, targets = case.task.load().batch(0, 0)
     model = case.task.new_model(0)
     loss = case.task.loss(model(inputs), targets)

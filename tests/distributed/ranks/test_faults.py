@@ -222,7 +222,7 @@ def test_groups_of_ranks_agree_with_each_other(outcomes: dict[str, list[Outcome]
         )
         assert found["changed"] == [] and values in found["values"]
         size, kind = (
-            "a divisor of 4 ranks is required, got 3",
+            "must divide the number of ranks, 4, got 3",
             "plain tensors are required, got a DTensor",
         )
         assert f"distribution.group_size: {size}" in found["size"]

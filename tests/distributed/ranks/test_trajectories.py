@@ -26,8 +26,8 @@ CODED = [
 ]
 SHAMPOO = [f"update.graft.direction.shampoo.refresh.{field}" for field in ("steps=3", "at_once=1")]
 RECORD = ["radial_brake", "row_floor", "radius_pin", {"kind": "late_decay", "rate": 0.5}]
-RAMP = {"from": 0.7, "to": 0.99, "steps": 7}
-SCHEDULED = [{"kind": "momentum", "beta": RAMP}, {"kind": "rms", "beta": RAMP}]
+SCHEDULE = {"from": 0.7, "to": 0.99, "steps": 7}
+SCHEDULED = [{"kind": "momentum", "beta": SCHEDULE}, {"kind": "rms", "beta": SCHEDULE}]
 CASES: dict[str, dict[str, Any]] = {
     "adamw": {"recipe": "adamw"},
     "soap": {"recipe": "soap_fitted", "overrides": SOAP},
@@ -412,5 +412,5 @@ def test_a_gradient_that_cannot_be_laid_out_is_refused(outcomes: dict[str, list[
     for outcome in outcomes["partial"]:
         plain, other, sharded = outcome.result["refused"]
         assert plain == "w: the gradient of a DTensor must be one too, got a plain tensor"
-        assert other.startswith("w: a gradient on the parameter's mesh DeviceMesh(")
+        assert other.startswith("w: the gradient must be on the parameter's mesh DeviceMesh(")
         assert sharded == "w: the gradient of a plain tensor must be one too, got a DTensor"

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from eigengraft import RecipeError
-from eigengraft.component import checked
+from eigengraft.component import validated
 from eigengraft.experiments.tasks import Examples, ModularAddition, SequenceToSequence, Task
 from eigengraft.testing import check_task
 
@@ -35,7 +35,7 @@ def test_every_pair_trains_or_validates_once_with_its_sum(fraction: float) -> No
 
 @pytest.mark.parametrize("operation", ["sort", "reverse", "copy"])
 def test_sequences_are_changed_as_asked_and_the_decoder_gets_what_was_before(operation: str) -> None:
-    task = checked(SequenceToSequence, {"operation": operation, "symbols": 9, "length": 5})
+    task = validated(SequenceToSequence, {"operation": operation, "symbols": 9, "length": 5})
     data = task.load()
     for rows, y in [data.batch(3, 1), *data.evaluation()]:
         x = rows[:, :5]
@@ -75,4 +75,4 @@ def test_impossible_sizes_of_tasks_are_refused(
     kind: type[Task], fields: dict[str, object], says: tuple[object, ...]
 ) -> None:
     with refused(RecipeError, *says):
-        checked(kind, fields)
+        validated(kind, fields)

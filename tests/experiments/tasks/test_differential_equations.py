@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from eigengraft import RecipeError
-from eigengraft.component import checked
 from eigengraft.experiments import Tick, load_experiment, train
 from eigengraft.experiments.tasks import DifferentialEquation
 from eigengraft.experiments.tasks.equations import AllenCahn, Burgers, Equation, KortewegDeVries, Poisson, Wave
@@ -194,7 +193,7 @@ def test_the_validation_loss_is_the_relative_error() -> None:
 )
 def test_options_without_effect_are_refused(fields: dict[str, object], says: tuple[object, ...]) -> None:
     with refused(RecipeError, *says):
-        checked(DifferentialEquation, fields)
+        validated(DifferentialEquation, fields)
 
 
 class _StoppedError(Exception):

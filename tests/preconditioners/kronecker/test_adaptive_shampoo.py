@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from eigengraft.preconditioners import AdaptiveShampoo
-from eigengraft.testing.stage_bench import StageBench
+from eigengraft.testing.stage_case import StageBench
 
 from ...trajectories import distance, follow, normal, recipe
 

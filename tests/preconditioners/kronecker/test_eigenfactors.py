@@ -11,7 +11,7 @@ from torch import Tensor
 from eigengraft import Optimizer, load_recipe
 from eigengraft.experiments import Tick, load_experiment, train
 from eigengraft.testing.samples import gradients
-from eigengraft.testing.stage_bench import StageBench
+from eigengraft.testing.stage_case import StageBench
 
 from ...laws import bench as benches
 from ...trajectories import distance, follow, normal, random_gradients, recipe, rotation

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.component import checked, families
+from eigengraft.component import families, validated
 from eigengraft.preconditioners import (
     CANS,
     Chebyshev,
@@ -136,7 +136,7 @@ SURE = ("rank one", "huge", "tiny", "indefinite by rounding")
 
 def taken(row: Row) -> list[Fraction]:
     """The exponents 1/4 and 1/2, and 1 for a solver that takes neither."""
-    solver: Any = checked(RootSolver, dict(row.make))  # type: ignore[type-abstract]
+    solver: Any = validated(RootSolver, dict(row.make))  # type: ignore[type-abstract]
     return [e for e in (QUARTER, HALF) if not solver.check(e)] or [ONE]
 
 
@@ -147,7 +147,7 @@ every_row = pytest.mark.parametrize("row", TABLE["root_solver"], ids=str)
 def test_no_matrix_is_too_difficult(row: Row, exponent: Fraction) -> None:
     """No exception; what is called ok is finite, symmetric and definite; what is not finite is rejected, and the
     neighbours in the stack keep every bit. Each difficult matrix stands between two harmless ones, all in one stack."""
-    solver: Any = checked(RootSolver, dict(row.make))  # type: ignore[type-abstract]
+    solver: Any = validated(RootSolver, dict(row.make))  # type: ignore[type-abstract]
     given = difficult()
     harmless = given["harmless"].repeat(len(given), 1, 1)
     root, plain = solver.root(torch.cat([*given.values()]), exponent), solver.root(harmless, exponent)
@@ -175,7 +175,7 @@ def test_no_matrix_is_too_difficult(row: Row, exponent: Fraction) -> None:
 @every_row
 def test_a_matrix_alone_is_the_same_as_in_a_stack_up_to_rounding(row: Row) -> None:
     """Products of one matrix and of a stack may sum in another order: 1e-4 is that in float32 at condition 1e2."""
-    solver: Any = checked(RootSolver, dict(row.make))  # type: ignore[type-abstract]
+    solver: Any = validated(RootSolver, dict(row.make))  # type: ignore[type-abstract]
     a = difficult()["harmless"]
     together = solver.root(a, QUARTER)
     alone = [solver.root(a[i : i + 1], QUARTER) for i in range(3)]
@@ -621,7 +621,7 @@ BOUNDS = ("guaranteed", "frobenius", "infinity", "trace")
 
 
 def bound(kind: str, **fields: Any) -> Any:
-    return checked(families()["eigenvalue_bound"], {"kind": kind, **fields})
+    return validated(families()["eigenvalue_bound"], {"kind": kind, **fields})
 
 
 @st.composite

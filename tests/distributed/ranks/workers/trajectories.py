@@ -53,7 +53,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     found = {}
     for name, case in job.items():
         early = Early() if case.pop("early", False) else None
-        with nullcontext() if early is None else patch.object(BackwardGather, "take", early.take):
+        with nullcontext() if early is None else patch.object(BackwardGather, "finish", early.finish):
             found[name] = follow(**case, early=early)
     return found
 
@@ -174,15 +174,15 @@ class Early:
 
     def __init__(self) -> None:
         self.counts: dict[str, tuple[int, int]] = {}
-        self.kind, take = "", BackwardGather.take
+        self.kind, finish = "", BackwardGather.finish
 
         def counted(gather: BackwardGather, reports: Sequence[float]) -> Any:
-            begun, good = len(gather._works), take(gather, reports)
+            begun, good = len(gather._works), finish(gather, reports)
             before = self.counts.get(self.kind, (0, 0))
             self.counts[self.kind] = before[0] + begun, before[1] + len(good)
             return good
 
-        self.take = counted
+        self.finish = counted
 
     def backward(self, module: nn.Module, step: int) -> None:
         """The gradients that are there, by backward; at every other step something happens to them on one rank."""

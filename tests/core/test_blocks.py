@@ -13,7 +13,6 @@ from torch import Tensor
 from eigengraft import RecipeError
 from eigengraft.blocking import BlockGrid, Blocking
 from eigengraft.blocking.stacks import Stack
-from eigengraft.component import checked
 
 from ..refusals import refused
 
@@ -184,4 +183,4 @@ def test_selecting_parameters_selects_their_rows(
 )
 def test_faults_name_the_field(data: dict[str, object], says: tuple[object, ...]) -> None:
     with refused(RecipeError, *says):
-        checked(Blocking, data)
+        validated(Blocking, data)

@@ -8,7 +8,7 @@ from torch import nn
 
 import eigengraft
 from eigengraft import Optimizer
-from eigengraft.state_key import FORMAT, StateKey
+from eigengraft.slots import FORMAT, StateKey
 
 from ..house.test_house import sources
 from ..trajectories import named

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from eigengraft import Optimizer, RecipeError, Stage, load_recipe
 from eigengraft.optimizers.recipe.schema import json_schema
 from eigengraft.preconditioners import Momentum
-from eigengraft.ramps import Ramp, present, read_ramps
+from eigengraft.schedules import Segment, read_schedule, value_at
 
 from ..refusals import refused
 from ..trajectories import normal
@@ -67,18 +67,18 @@ def test_a_schedule_that_stays_where_it_is_is_a_constant() -> None:
 
 
 def test_the_numbers_of_a_schedule() -> None:
-    pieces = read_ramps([{"from": 0.0, "to": 1.0, "steps": 4}, {"from": 3.0, "to": 2.0, "fraction": 0.2}])
+    pieces = read_schedule([{"from": 0.0, "to": 1.0, "steps": 4}, {"from": 3.0, "to": 2.0, "fraction": 0.2}])
     assert pieces is not None
-    assert [present(pieces, t, 20) for t in range(1, 10)] == [0.25, 0.5, 0.75, 3.0, 2.75, 2.5, 2.25, 2.0, 2.0]
-    (cosine,) = read_ramps({"from": 1.0, "to": 0.0, "steps": 4, "shape": "cosine"}) or ()
+    assert [value_at(pieces, t, 20) for t in range(1, 10)] == [0.25, 0.5, 0.75, 3.0, 2.75, 2.5, 2.25, 2.0, 2.0]
+    (cosine,) = read_schedule({"from": 1.0, "to": 0.0, "steps": 4, "shape": "cosine"}) or ()
     assert [cosine.at(x) for x in (0.0, 0.5, 1.0)] == [1.0, 0.5, 0.0]
 
 
 def test_a_half_life_goes_linearly_as_in_ademamix() -> None:
     """f^-1((1 - x) f(from) + x f(to)) with f the half-life ln(1/2) / ln(b) - 1 of the published code."""
-    ramp, x = Ramp.model_validate({"from": 0.9, "to": 0.9999, "steps": 10, "shape": "half_life"}), 0.3
+    segment, x = Segment.model_validate({"from": 0.9, "to": 0.9999, "steps": 10, "shape": "half_life"}), 0.3
     lives = [math.log(0.5) / math.log(b) - 1 for b in (0.9, 0.9999)]
-    assert math.isclose(ramp.at(x), 0.5 ** (1 / ((1 - x) * lives[0] + x * lives[1] + 1)), rel_tol=1e-12)
+    assert math.isclose(segment.at(x), 0.5 ** (1 / ((1 - x) * lives[0] + x * lives[1] + 1)), rel_tol=1e-12)
 
 
 def test_numbers_deep_inside_follow_too() -> None:

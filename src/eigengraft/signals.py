@@ -1,4 +1,4 @@
-"""Chains: components of one family in order, and the signals that they ask for."""
+"""Signals: everything that stages and constraints may ask for beside the gradient."""
 
 from __future__ import annotations
 
@@ -7,59 +7,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
-from pydantic_core import CoreSchema, core_schema
-
-from .blocking.side_blocks import MatrixSide
-from .component import FAMILY_MARK
-from .errors import stage_name
-from .ramps import schedules
-
-
-@dataclass(frozen=True)
-class ChainOf:
-    """Annotation of a field `tuple[Family, ...]`: in YAML a list, or a single component; names must be distinct.
-
-    family: name of the family.
-    members: what errors call the components, in plural.
-    """
-
-    family: str
-    members: str
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        distinct = core_schema.no_info_after_validator_function(self._distinct, handler(source))
-        return core_schema.no_info_before_validator_function(_as_tuple, distinct)
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        component = {FAMILY_MARK: self.family}
-        return {"anyOf": [{"type": "array", "items": component}, component]}
-
-    def _distinct(self, components: tuple[Any, ...]) -> tuple[Any, ...]:
-        names = [stage_name(component) for component in components]
-        twice = sorted({name for name in names if name is not None and names.count(name) > 1})
-        if twice:
-            raise ValueError(f"{self.members} need distinct names: give each '{twice[0]}' its own `name`")
-        return components
-
-
-def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+from .blocking.stacks import MatrixSide
+from .schedules import schedules
 
 
 @dataclass(frozen=True)
 class Signal:
-    """What stages may ask for besides the gradient; `register_signal` makes it known.
+    """A value that stages may request beside the gradient. `register_signal` makes a signal known.
 
-    name: what stages ask for.
-    extent: "step": one number; "parameter": one for each parameter; "entry": one for each entry of a parameter;
-        "input_matrix", "output_matrix": a matrix `[n, n]` for a parameter with n inputs or outputs, `[*batch, n, n]`
-        for a batch of matrices, of which a block is given the rows and columns of its own; "outputs": one for each of
-        equally many outputs of a parameter, such as heads, which constraints alone ask for; "partner": what the other
-        factor of a product has, `[p, r]`, the shared axis last, for parameters that the view `pairs` shows as `[q, r]`.
-    about: what it is.
-    reduce: what becomes of numbers that several ranks give, or several calls of `provide` before a step.
-    by: what provides it beside `optimizer.provide`, as errors say it.
+    name: the name in requests.
+    extent: shape of the value. "step": one number; "parameter": one number for each parameter; "entry": one number for
+        each entry of a parameter; "input_matrix", "output_matrix": a matrix `[n, n]` for a parameter with n inputs or
+        outputs, `[*batch, n, n]` for a batch of matrices, of which a block receives its own rows and columns;
+        "outputs": one number for each of equally many outputs of a parameter, such as heads, for constraints alone;
+        "partner": a tensor `[p, r]` of the other factor of a product, the shared axis last, for parameters that the
+        view `pairs` shows as `[q, r]`.
+    about: meaning of the value.
+    reduce: how numbers are combined that several ranks provide, or several calls of `provide` before a step.
+    by: the function that provides the signal beside `optimizer.provide`, for errors; "" if there is none.
     """
 
     name: str
@@ -73,14 +38,26 @@ _SIGNALS: dict[str, Signal] = {}
 
 
 def register_signal(signal: Signal) -> Signal:
-    """Makes a signal known, so that stages may ask for it; the same name may only be registered alike."""
+    """Make a signal known, so that stages may request it.
+
+    A name may be registered again only by an equal signal.
+
+    Args:
+        signal: the signal.
+
+    Returns:
+        The signal.
+
+    Raises:
+        ValueError: another signal has the name.
+    """
     if _SIGNALS.setdefault(signal.name, signal) != signal:
-        raise ValueError(f"signal '{signal.name}': a new name is required, got that of {_SIGNALS[signal.name]}")
+        raise ValueError(f"signal '{signal.name}': the name already belongs to {_SIGNALS[signal.name]}; choose another")
     return signal
 
 
 def known_signals() -> Mapping[str, Signal]:
-    """Every registered signal, by name."""
+    """Return every registered signal, by name."""
     return dict(_SIGNALS)
 
 
@@ -124,19 +101,21 @@ for _signal in (
 ):
     register_signal(_signal)
 PARTNER = frozenset(name for name, signal in _SIGNALS.items() if signal.extent == "partner")
-"""Signals of the other factor of a product."""
+"""Names of the signals that are about the other factor of a product."""
 SIDES: Mapping[str, MatrixSide] = {"input_matrix": "inputs", "output_matrix": "outputs"}
-"""The side of a matrix that signals are over, by their extent."""
+"""The side of a parameter that a signal's matrix is over, by the extent of the signal."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A signal that a stage asks for.
+    """A request of a stage for a signal.
 
-    name: of a registered signal.
-    when: the steps in which a step without it is an error. "always": every `interval`-th, from the first; "refresh":
-        those in which a refresh may be due; "first": the first of an optimizer; "if_given": none. In other steps the
-        signal is on the context if it was provided, as `name in context.signals` says.
+    name: name of a registered signal.
+    when: steps at which the signal is required. "always": every `interval`-th step, from the first; "refresh": steps at
+        which a refresh may be due; "first": the first step of an optimizer; "if_given": none. A step without a required
+        signal raises an error. At other steps the signal is in the context if it was provided: `name in
+        context.signals`.
+    interval: number of steps between two required ones, with "always".
     """
 
     name: str
@@ -145,11 +124,12 @@ class Request:
 
     @property
     def optional(self) -> bool:
-        """Whether steps take the signal if it is there, and most steps need not have it."""
+        """True if most steps do not require the signal."""
         return self.when in ("first", "if_given")
 
     def needed_at(self, step: int, refreshes: bool) -> bool:
-        """Whether the signal must be there at a step of a block; refreshes: whether a refresh may be due then."""
+        """Return True if the signal is required at a step of a block. refreshes: True if a refresh may be due at the
+        step."""
         if self.when == "always":
             return step <= 1 or (step - 1) % self.interval == 0
         return self.when == "refresh" and refreshes
@@ -165,21 +145,25 @@ class Asks(Protocol):
 
 
 def requested(own: Asks) -> frozenset[str]:
-    """The names of all signals that a stage or a constraint asks for."""
+    """Return the names of all signals that a stage or a constraint requests."""
     return frozenset(request.name for request in own.requests)
 
 
 def require_signals(stages: Iterable[tuple[str, Asks]], constraints: Sequence[tuple[str, Asks]] = ()) -> None:
-    """Raises ValueError for a signal that nobody has registered, or that is for others; each with its path."""
+    """Raise ValueError for a request of an unknown signal, or of a signal of the wrong extent.
+
+    stages: every stage with its path. Stages cannot request signals with outputs.
+    constraints: every constraint with its path. Constraints can request signals with outputs alone.
+    """
     known, stages = known_signals(), list(stages)
     for path, asks in stages:
         for name in sorted(name for name in requested(asks) if name in known):
             if known[name].extent == "outputs":
-                raise ValueError(f"{path}: a signal for stages is required, got '{name}', which constraints alone see")
+                raise ValueError(f"{path}: a stage cannot request the signal '{name}', which is for constraints alone")
     for path, asks in constraints:
         for name in sorted(name for name in requested(asks) if name in known):
             if known[name].extent != "outputs":
-                raise ValueError(f"{path}: a signal with outputs is required, got '{name}', which stages alone see")
+                raise ValueError(f"{path}: a constraint cannot request the signal '{name}', which is for stages alone")
     for path, stage in [*stages, *constraints]:
         for name in sorted(requested(stage) - known.keys()):
             near = difflib.get_close_matches(name, known, n=1)
@@ -190,7 +174,7 @@ def require_signals(stages: Iterable[tuple[str, Asks]], constraints: Sequence[tu
 
 
 def asking(stages: Iterable[tuple[str, Asks]]) -> dict[str, str]:
-    """The path of the first stage that asks for each signal, by the signal's name."""
+    """Return the path of the first stage that requests each signal, by the name of the signal."""
     found: dict[str, str] = {}
     for path, stage in stages:
         for name in sorted(requested(stage)):
@@ -199,12 +183,15 @@ def asking(stages: Iterable[tuple[str, Asks]]) -> dict[str, str]:
 
 
 def entries(asked: Iterable[str]) -> int:
-    """How many signals, by name, have a number for each entry of parameters."""
+    """Return the number of signals, given by name, that have a number for each entry of a parameter."""
     return sum(known_signals()[name].extent == "entry" for name in asked)
 
 
 def follows_run(updates: Mapping[str, Any]) -> str | None:
-    """The path of what needs to know the length of the run, if anything does; updates of a recipe, by path."""
-    fractions = [path for path, ramps in schedules(updates[""]) if any(ramp.fraction for ramp in ramps)]
+    """Return the path of a field or stage that needs the length of the run; None if there is none.
+
+    updates: updates of a recipe, by path; "" is the recipe itself.
+    """
+    fractions = [path for path, schedule in schedules(updates[""]) if any(segment.fraction for segment in schedule)]
     found = asking(pair for where, update in updates.items() for pair in update.stages(where))
     return next(iter(fractions), found.get("step_fraction"))

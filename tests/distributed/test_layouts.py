@@ -17,9 +17,8 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from eigengraft.blocking import BlockGrid, Blocking
-from eigengraft.blocking.boxes import Box, grouping
-from eigengraft.distributed.layouts import Layout
-from eigengraft.distributed.regions import regions
+from eigengraft.blocking.blocks import Box, grouping
+from eigengraft.distributed.layouts import Layout, regions
 
 from ..refusals import refused
 

@@ -1,0 +1,479 @@
+"""Blocks of parameters: matrices of a parameter, after small axes are merged and long ones split.
+
+`Blocking` is the rule that a recipe declares (Shi et al. 2023, section 3.3). It covers a parameter with grids of equal
+blocks (`BlockGrid`). Matrices that are whole axes of the parameter are cut into even grids. Matrices that are sections
+or heads of the parameter, or are stored transposed, are cut by `divided_grids`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any, Literal, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from eigengraft.component import Component
+
+from .views import Matrices
+
+
+@dataclass(frozen=True)
+class Box:
+    """Entries of a tensor with start <= index < stop on every axis."""
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Lengths of the box along each axis, at least 0."""
+        return tuple(max(b - a, 0) for a, b in zip(self.start, self.stop, strict=True))
+
+    @property
+    def numel(self) -> int:
+        """Number of entries."""
+        return math.prod(self.shape)
+
+    def common(self, other: Box) -> Box | None:
+        """Return the intersection of two boxes; None if it is empty."""
+        box = Box(tuple(map(max, self.start, other.start)), tuple(map(min, self.stop, other.stop)))
+        return box if box.numel else None
+
+    def within(self, outer: Box) -> tuple[slice, ...]:
+        """Return the index of this box in a tensor that holds the box `outer`."""
+        corners = zip(self.start, self.stop, outer.start, strict=True)
+        return tuple(slice(a - origin, b - origin) for a, b, origin in corners)
+
+
+def grouping(shape: tuple[int, ...], merged: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the number of axes of `shape` that each axis of `merged` was made of.
+
+    An axis of length 1 belongs to a neighbour.
+    """
+    groups, first = [], 0
+    for place, length in enumerate(merged):
+        last, product = first, 1
+        final = place == len(merged) - 1
+        while last < len(shape) and (product < length or shape[last] == 1 or final):
+            product *= shape[last]
+            last += 1
+        groups.append(last - first)
+        first = last
+    return tuple(groups)
+
+
+def boxes_of_run(
+    start: int, stop: int, lengths: tuple[int, ...]
+) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """Yield the boxes that cover the entries start <= i < stop of flattened axes, in order.
+
+    Each is (first i, box start, box stop). There are at most 2k - 1 boxes for k axes.
+
+    lengths: lengths of the axes that were flattened.
+    """
+    if not lengths:
+        yield 0, (), ()
+        return
+    if len(lengths) == 1:
+        yield start, (start,), (stop,)
+        return
+    inner = math.prod(lengths[1:])
+    at = start
+    while at < stop:
+        row, column = divmod(at, inner)
+        if column == 0 and stop - at >= inner:
+            rows = (stop - at) // inner
+            yield at, (row, *(0 for _ in lengths[1:])), (row + rows, *lengths[1:])
+            at += rows * inner
+            continue
+        end = min(stop, (row + 1) * inner)
+        for first, low, high in boxes_of_run(column, column + end - at, lengths[1:]):
+            yield row * inner + first, (row, *low), (row + 1, *high)
+        at = end
+
+
+Numbers = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a block that is a box of its parameter too.
+
+    start: first index of the piece of the first block, along each axis of the parameter.
+    lengths: lengths along the axes of the parameter.
+    offset: first index of the piece in its block, along each axis of the block.
+    """
+
+    start: Numbers
+    lengths: Numbers
+    offset: Numbers
+
+
+@dataclass(frozen=True)
+class BlockGrid:
+    """An even grid of equal blocks of one parameter.
+
+    The parameter is in a shape in which blocks are made of boxes: small axes are merged, or an axis is divided into
+        equal groups.
+
+    merged: that shape.
+    count: number of blocks along each axis of the parameter.
+    step: distance of neighbouring blocks along each axis of the parameter.
+    pieces: the boxes that a block is made of.
+    joined: for each axis of a block, the axes of the parameter that it is made of, the last one fastest. A block has
+        length 1 along the axes that are in none of them, such as one of experts.
+    keys: number of each block among all blocks of the parameter, in row-major order of the grid.
+    matrices: number of the matrix of the parameter that each block belongs to, in the same order.
+    """
+
+    merged: Numbers
+    count: Numbers
+    step: Numbers
+    pieces: tuple[Piece, ...]
+    joined: tuple[Numbers, ...]
+    keys: Numbers
+    matrices: Numbers
+
+    @classmethod
+    def single(cls, shape: Numbers) -> BlockGrid:
+        """Return the grid of one block that is a parameter of that shape."""
+        zeros, axes = (0,) * len(shape), tuple((axis,) for axis in range(len(shape)))
+        return cls(shape, (1,) * len(shape), shape, (Piece(zeros, shape, zeros),), axes, (0,), (0,))
+
+    @cached_property
+    def shape(self) -> Numbers:
+        """Shape of a block."""
+        ends = [[at + n for at, n in zip(p.offset, self._flat_lengths(p), strict=True)] for p in self.pieces]
+        return tuple(map(max, zip(*ends, strict=True)))
+
+    @cached_property
+    def is_parameter(self) -> bool:
+        """True if the only block is the parameter, reshaped."""
+        axes = [axis for own in self.joined for axis in own]
+        return len(self.pieces) == 1 and self.pieces[0].lengths == self.merged and axes == sorted(axes)
+
+    def block(self, index: int) -> BlockGrid:
+        """Return the grid of one block of this grid."""
+        at = [int(i) for i in np.unravel_index(index, self.count)]
+        shift = [i * step for i, step in zip(at, self.step, strict=True)]
+        moved = tuple(
+            Piece(tuple(s + d for s, d in zip(piece.start, shift, strict=True)), piece.lengths, piece.offset)
+            for piece in self.pieces
+        )
+        ones, key, matrix = (1,) * len(self.count), self.keys[index], self.matrices[index]
+        return BlockGrid(self.merged, ones, self.step, moved, self.joined, (key,), (matrix,))
+
+    def in_parameter(self, x: Tensor) -> list[Tensor]:
+        """Return the pieces of all blocks as views of x, which has the merged shape: `[*count, *lengths]` each.
+
+        The lengths are in the order of `joined`; axes in none of its entries are left out.
+        """
+        return self._views(x, self._pieces_of_parameter)
+
+    def in_blocks(self, blocks: Tensor) -> list[Tensor]:
+        """Return the pieces of blocks `[n, *shape]`, in the shapes that `in_parameter` returns.
+
+        They are views if `blocks` is contiguous.
+        """
+        return self._views(blocks, self._pieces_of_blocks) if blocks.is_contiguous() else self._pieces_of_blocks(blocks)
+
+    def _views(self, x: Tensor, cut: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
+        """Return cut(x), which are views of x.
+
+        The layout of each view is kept by the strides of x, so that one operation makes a view the next time.
+        """
+        key, start = (cut.__name__, x.stride()), x.storage_offset()
+        if key not in self._layouts:
+            found = cut(x)
+            self._layouts[key] = [(view.shape, view.stride(), view.storage_offset() - start) for view in found]
+            return found
+        return [x.as_strided(shape, stride, start + offset) for shape, stride, offset in self._layouts[key]]
+
+    @cached_property
+    def _layouts(self) -> dict[tuple[str, Numbers], list[tuple[Numbers, Numbers, Any]]]:
+        """Shape, strides and offset of each view, by the name of the cut and the strides of its argument."""
+        return {}
+
+    def _pieces_of_parameter(self, x: Tensor) -> list[Tensor]:
+        return [self._view(x, piece) for piece in self.pieces]
+
+    def _pieces_of_blocks(self, blocks: Tensor) -> list[Tensor]:
+        grid, order = blocks.reshape(*self.count, *self.shape), len(self.count)
+        found = []
+        for piece in self.pieces:
+            view = grid
+            for axis in reversed(range(len(self.joined))):
+                own = tuple(piece.lengths[a] for a in self.joined[axis])
+                if math.prod(own) != self.shape[axis]:
+                    view = view.narrow(order + axis, piece.offset[axis], math.prod(own))
+                if len(own) != 1:
+                    view = torch.unflatten(view, order + axis, own) if own else view.squeeze(order + axis)
+            found.append(view)
+        return found
+
+    def _view(self, x: Tensor, piece: Piece) -> Tensor:
+        for axis, (start, length) in enumerate(zip(piece.start, piece.lengths, strict=True)):
+            span = (self.count[axis] - 1) * self.step[axis] + length
+            if span != x.shape[axis]:
+                x = x.narrow(axis, start, span)
+            x = x.unfold(axis, length, self.step[axis])  # the count stays at the axis, the length is appended
+        order = len(self.merged)
+        used = [axis for own in self.joined for axis in own]
+        alone = [axis for axis in range(order) if axis not in used]
+        x = x.permute(*range(order), *(order + axis for axis in (*used, *alone)))
+        for _ in alone:
+            x = x.squeeze(-1)
+        return x
+
+    def _flat_lengths(self, piece: Piece) -> list[int]:
+        return [math.prod(piece.lengths[axis] for axis in own) for own in self.joined]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Entries start <= i < start + length along one axis of a parameter."""
+
+    axis: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class EqualMatrices:
+    """Equal matrices of one parameter.
+
+    lattice: (count, step) from one matrix to the next, by axis of the parameter.
+    axes: for each axis of the first matrix, the spans of axes of the parameter that it is made of, the last one
+        fastest.
+    """
+
+    lattice: Mapping[int, tuple[int, int]]
+    axes: tuple[tuple[Span, ...], ...]
+
+    @property
+    def shape(self) -> Numbers:
+        """Shape of a matrix."""
+        return tuple(math.prod(span.length for span in spans) for spans in self.axes)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Equal tiles of one axis of a block.
+
+    first: number of the first tile.
+    boxes: the boxes of the first tile: (first index in the tile, {axis of the parameter: (start, length)}).
+    lattice: (count, step) from one tile to the next, by axis of the parameter.
+    """
+
+    first: int
+    boxes: tuple[tuple[int, Mapping[int, tuple[int, int]]], ...]
+    lattice: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+
+
+def equal_runs(d: int, size: int) -> list[tuple[int, int, int, int]]:
+    """Return runs of equal tiles along an axis of length d, as (first grid index, number of tiles, start, tile
+    length)."""
+    full = d // size
+    runs = [(0, full, 0, size)] if full else []
+    return [*runs, (full, 1, full * size, d - full * size)] if d % size else runs
+
+
+def divided_grids(
+    shape: Numbers, matrices: Matrices, merge: Callable[[Numbers], Numbers], size: int | None
+) -> Iterator[BlockGrid]:
+    """Yield the grids of the blocks of all matrices of a parameter. Each matrix is merged and cut like a parameter.
+
+    Keys count sections, then the matrices of a section, then the blocks of a matrix in row-major order.
+
+    merge: function from the shape of a matrix to its merged shape.
+    size: longest axis of a block; None: matrices are not cut.
+    """
+    axis, keys, numbers = matrices.axis(shape), 0, 0
+    groups = (matrices.groups, shape[axis] // matrices.groups) if matrices.groups > 1 else (shape[axis],)
+    factored = (*shape[:axis], *groups, *shape[axis + 1 :])
+    for equal in _equal_matrices(shape, matrices):
+        merged = merge(equal.shape)
+        ends = list(itertools.accumulate(grouping(equal.shape, merged), initial=0))
+        joined = [sum(equal.axes[a:b], ()) for a, b in itertools.pairwise(ends)]
+        sides = [min(d, size or d) for d in merged]
+        tiles = [math.ceil(d / side) for d, side in zip(merged, sides, strict=True)]
+        for chosen in itertools.product(
+            *(_tiles(spans, side, equal) for spans, side in zip(joined, sides, strict=True))
+        ):
+            yield _grid(factored, equal, joined, chosen, tiles, (keys, numbers))
+        found = math.prod(count for count, _ in equal.lattice.values())
+        keys, numbers = keys + found * math.prod(tiles), numbers + found
+
+
+def _equal_matrices(shape: Numbers, matrices: Matrices) -> Iterator[EqualMatrices]:
+    """Yield the equal matrices of each section.
+
+    Axes are those of the parameter. If the matrices have groups, the divided axis counts as two: groups, and entries of
+    a group.
+    """
+    cut, grouped, start = matrices.axis(shape), matrices.groups > 1, 0
+    moved = {axis: axis + (grouped and axis > cut) for axis in range(len(shape))}
+    inner = cut + grouped
+    for length, head in zip(matrices.parts(shape), matrices.head_lengths, strict=True):
+        lattice = {axis: (shape[axis], 1) for axis in range(matrices.batch)}
+        spans: dict[int, tuple[Span, ...]] = {
+            axis: (Span(moved[axis], 0, shape[axis]),) for axis in matrices.matrix_axes(shape)
+        }
+        if head:
+            lattice |= {cut: (matrices.groups, 1)} if grouped else {}
+            lattice[inner] = (length // head, head)
+            spans[cut] = (Span(inner, start, head),)
+        else:
+            spans[cut] = (*([Span(cut, 0, matrices.groups)] if grouped else []), Span(inner, start, length))
+        yield EqualMatrices(lattice, tuple(spans[axis] for axis in matrices.matrix_axes(shape)))
+        start += length
+
+
+def _tiles(spans: Sequence[Span], side: int, equal: EqualMatrices) -> Iterator[Tiles]:
+    """Yield the tiles of one axis of a block; equal tiles together if they are evenly spaced along one axis."""
+    lengths = tuple(span.length for span in spans)
+    for first, count, start, length in equal_runs(math.prod(lengths), side):
+        even = len(spans) == 1 and spans[0].axis not in equal.lattice
+        for tile in [0] if even else range(count):
+            at = start + tile * length
+            boxes = tuple(
+                (begin - at, {s.axis: (s.start + a, b - a) for s, a, b in zip(spans, low, high, strict=True)})
+                for begin, low, high in boxes_of_run(at, at + length, lengths)
+            )
+            yield Tiles(first + tile, boxes, {spans[0].axis: (count, length)} if even else {})
+
+
+def _grid(
+    factored: Numbers,
+    equal: EqualMatrices,
+    joined: Sequence[Sequence[Span]],
+    chosen: Sequence[Tiles],
+    tiles: Sequence[int],
+    before: tuple[int, int],
+) -> BlockGrid:
+    """Return the grid of the chosen tiles of equal matrices.
+
+    factored: shape of the parameter, with one axis divided into groups if the matrices have groups.
+    joined: spans of axes of the parameter that each axis of a block is made of.
+    chosen: the tiles along each axis of a block.
+    tiles: number of tiles along each axis of a matrix.
+    before: number of keys and number of matrices that earlier sections have used.
+    """
+    order = len(factored)
+    lattice = dict(equal.lattice)
+    for own in chosen:
+        lattice.update(own.lattice)
+    pieces = tuple(_piece(order, boxes) for boxes in itertools.product(*(own.boxes for own in chosen)))
+    count = tuple(lattice.get(axis, (1, 1))[0] for axis in range(order))
+    step = tuple(lattice.get(axis, (1, pieces[0].lengths[axis]))[1] for axis in range(order))
+    matrix, block = np.zeros((2, *count), dtype=np.int64)
+    for axis, (number, _) in equal.lattice.items():
+        matrix = matrix * number + _along(axis, count)
+    for own, number in zip(chosen, tiles, strict=True):
+        block = block * number + own.first + sum(_along(axis, count) for axis in own.lattice)
+    keys = (before[0] + matrix * math.prod(tiles) + block).ravel().tolist()
+    matrices = (before[1] + matrix).ravel().tolist()
+    axes = tuple(tuple(span.axis for span in spans) for spans in joined)
+    return BlockGrid(factored, count, step, pieces, axes, tuple(keys), tuple(matrices))
+
+
+def _piece(order: int, boxes: Sequence[tuple[int, Mapping[int, tuple[int, int]]]]) -> Piece:
+    """Return the piece of the first block that is the given box along each of its axes."""
+    where = {axis: own for _, box in boxes for axis, own in box.items()}
+    start, lengths = zip(*(where.get(axis, (0, 1)) for axis in range(order)), strict=True)
+    return Piece(start, lengths, tuple(offset for offset, _ in boxes))
+
+
+def _along(axis: int, count: Numbers) -> NDArray[np.int64]:
+    """Return the index along one axis, in a shape that broadcasts over a grid of shape `count`."""
+    return np.arange(count[axis]).reshape(*(-1 if k == axis else 1 for k in range(len(count))))
+
+
+ONE_TENSOR = Matrices()
+"""The view of a parameter as one tensor."""
+
+
+class Blocking(Component):
+    """The rule by which a parameter becomes blocks. By default the parameter is one block."""
+
+    size: int | None = Field(
+        default=None, ge=1, description="longest axis of a block; longer axes are split; default: no splitting"
+    )
+    merge: int | None = Field(
+        default=None,
+        ge=1,
+        description="merge adjacent axes while their product is at most this; default: none",
+    )
+    merge_from: Literal["last", "first"] = Field(default="last", description="the axis that merging begins at")
+    keep_axes: int = Field(default=1, ge=1, description="merging stops when so many axes are left")
+
+    @model_validator(mode="after")
+    def _merges(self) -> Self:
+        for name in ("merge_from", "keep_axes"):
+            value = getattr(self, name)
+            if self.merge is None and value != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"{name}: has no effect without `merge`, got {value!r}; set `merge`, or remove `{name}`"
+                )
+        return self
+
+    def merged(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape after merging.
+
+        With merging, axes of length 1 vanish. A scalar is a vector of length 1.
+        """
+        if self.merge is None or 0 in shape:
+            return shape or (1,)
+        axes = [d for d in shape if d != 1] or [1]
+        axes = axes if self.merge_from == "last" else axes[::-1]
+        out = [axes[-1]]
+        for done, d in enumerate(reversed(axes[:-1]), start=1):
+            left = len(out) + len(axes) - done
+            if left > self.keep_axes and out[-1] * d <= self.merge:
+                out[-1] *= d
+            else:
+                out.append(d)
+        return tuple(out[::-1] if self.merge_from == "last" else out)
+
+    def __hash__(self) -> int:
+        return hash((self.size, self.merge, self.merge_from, self.keep_axes))
+
+    def grids(self, shape: tuple[int, ...], matrices: Matrices = ONE_TENSOR) -> tuple[BlockGrid, ...]:
+        """Return the grids of equal blocks that cover a parameter of that shape. Each of its matrices is cut alone.
+
+        An empty parameter has no grids.
+        """
+        return _grids(self, tuple(shape), matrices)
+
+
+@lru_cache(maxsize=128)  # an optimizer calls it several times, and parameters of a model have few shapes
+def _grids(rule: Blocking, shape: tuple[int, ...], matrices: Matrices) -> tuple[BlockGrid, ...]:
+    if 0 in shape:
+        return ()
+    matrices.require_fit(shape)
+    divided = matrices.divides or matrices.outputs == "last"
+    return tuple(divided_grids(shape, matrices, rule.merged, rule.size) if divided else _even(rule, shape, matrices))
+
+
+def _even(rule: Blocking, shape: tuple[int, ...], matrices: Matrices) -> Iterator[BlockGrid]:
+    """Yield the grids of matrices that are whole axes of a parameter."""
+    batch, inner = shape[: matrices.batch], rule.merged(shape[matrices.batch :])
+    merged, size = (*batch, *inner), [*(1 for _ in batch), *(min(d, rule.size or d) for d in inner)]
+    grid = tuple(math.ceil(d / s) for d, s in zip(merged, size, strict=True))
+    joined = tuple((axis,) for axis in range(len(batch), len(merged)))
+    for box in itertools.product(*(equal_runs(d, s) for d, s in zip(merged, size, strict=True))):
+        first, count, start, tile = zip(*box, strict=True)
+        corner = np.ix_(*(np.arange(f, f + c) for f, c in zip(first, count, strict=True)))
+        keys = np.ravel_multi_index(np.broadcast_arrays(*corner), grid).ravel()
+        piece = Piece(start, tile, (0,) * len(inner))
+        blocks = math.prod(grid[len(batch) :])  # of each matrix
+        own = tuple(int(k) // blocks for k in keys)
+        yield BlockGrid(merged, count, tile, (piece,), joined, tuple(int(k) for k in keys), own)
