@@ -12,7 +12,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from eigengraft.component import Component
+from eigengraft.component import Component, validated
 
 from .candidates import Declaration
 

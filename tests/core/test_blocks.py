@@ -13,6 +13,7 @@ from torch import Tensor
 from eigengraft import RecipeError
 from eigengraft.blocking import BlockGrid, Blocking
 from eigengraft.blocking.stacks import Stack
+from eigengraft.component import validated
 
 from ..refusals import refused
 

@@ -38,8 +38,8 @@ QUANTIZERS = (
         faults=(
             unknown("int8"),
             too_small("int8"),
-            Fault({"kind": "int8", "buckets": "column", "scale": "double"}, "scale", "float32", "column", "double"),
-            Fault({"kind": "int8", "buckets": "column", "block_size": 64}, "block_size", "buckets: row"),
+            Fault({"kind": "int8", "buckets": "column", "scale": "double"}, "scale", "column", "double"),
+            Fault({"kind": "int8", "buckets": "column", "block_size": 64}, "block_size"),
         ),
     ),
     Row({"kind": "int8", "buckets": "column"}, "columns"),
@@ -69,7 +69,6 @@ QUANTIZERS = (
             Fault(
                 {"kind": "exact_diagonal", "inner": {"kind": "symmetric", "inner": SMALL}, "symmetrize": False},
                 "symmetrize",
-                "true",
                 "symmetric",
                 "false",
             ),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from eigengraft import RecipeError
+from eigengraft.component import validated
 from eigengraft.experiments import Tick, load_experiment, train
 from eigengraft.experiments.tasks import DifferentialEquation
 from eigengraft.experiments.tasks.equations import AllenCahn, Burgers, Equation, KortewegDeVries, Poisson, Wave
