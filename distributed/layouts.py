@@ -60,8 +60,8 @@ class Layout:
     shape: shape of the full parameter.
     boxes: `[R]`, entries that each rank holds; a box may be empty.
     replicas: `[R]`, number of the replica that each rank belongs to. The ranks of one replica hold every entry once.
-    parts: layout in which ranks that hold the same entries have one part of them each; None: they cannot be divided so,
-        or no entry is held twice.
+    parts: layout in which ranks that hold the same entries have one part of them each, which may be empty; None if the
+        parameter is a single number or has no entries, or if no entry is held twice.
     """
 
     shape: tuple[int, ...]
@@ -73,8 +73,7 @@ class Layout:
     @lru_cache(maxsize=1024)
     def replicate(cls, shape: tuple[int, ...], ranks: int) -> Layout:
         """Return the layout of a plain tensor (DDP): every rank holds all entries."""
-        fits = bool(shape) and 0 not in shape and 1 < ranks <= shape[0]
-        parts = cls.by_rows(shape, ranks) if fits else None
+        parts = cls.by_rows(shape, ranks) if shape and 0 not in shape and ranks > 1 else None
         return cls(shape, (Box((0,) * len(shape), shape),) * ranks, tuple(range(ranks)), parts)
 
     @classmethod
@@ -107,8 +106,13 @@ class Layout:
             replicas.append(number)
         if len(set(replicas)) == len(replicas):
             return cls(shape, tuple(boxes), tuple(replicas), cls.replicate(shape, len(boxes)).parts)
-        cut = divided(shape, mesh, placements)
-        parts = None if cut is None else cls.from_placements(shape, mesh, cut)
+        cut, parts = divided(shape, mesh, placements), None
+        if cut is not None:
+            parts = cls.from_placements(shape, mesh, cut)
+        elif (number := math.prod(mesh[axis] for axis in copies)) > 1 and 0 not in shape:
+            # each box by its rows, of which some ranks may get none
+            pairs = zip(boxes, replicas, strict=True)
+            parts = cls(shape, tuple(_rows(box, number, replica) for box, replica in pairs), (0,) * len(boxes))
         return cls(shape, tuple(boxes), tuple(replicas), parts)
 
     def reordered(self, order: Sequence[int]) -> Layout:
@@ -206,6 +210,14 @@ def _box(shape: tuple[int, ...], cuts: Sequence[tuple[int | None, int, int]]) ->
         start[axis] = first + min(rank * size, length)
         stop[axis] = first + min((rank + 1) * size, length)
     return Box(tuple(start), tuple(stop))
+
+
+def _rows(box: Box, ranks: int, rank: int) -> Box:
+    """The part of a box that a rank has if its first axis is cut by torch.chunk."""
+    part = _box(box.shape, [(0, ranks, rank)])
+    first = box.start[0]
+    start, stop = (first + part.start[0], *box.start[1:]), (first + part.stop[0], *box.stop[1:])
+    return Box(start, stop)
 
 
 def local_gradients(

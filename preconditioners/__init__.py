@@ -1,6 +1,8 @@
 """Stages that map a gradient to a direction, and the components that they are made of."""
 
+from .base import FirstMoment as FirstMoment
 from .base import Inner as Inner
+from .base import SecondMoment as SecondMoment
 from .base import Stage as Stage
 from .base import Stages as Stages
 from .base import Traits as Traits

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, final
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, final
 
 from pydantic import Field
 from torch import Tensor
@@ -23,6 +23,29 @@ from eigengraft.step_context import StepContext
 
 from .cadence import Cadence
 from .checked_mode import CheckedHooks, Hooks
+
+
+class FirstMoment(NamedTuple):
+    """The first stage of Adam:  m <- b m + (1 - b) d;  it returns m / (1 - b^t).
+
+    slot: name of m, which has the shape of the block and begins as 0.
+    beta: b.
+    """
+
+    slot: str
+    beta: float
+
+
+class SecondMoment(NamedTuple):
+    """The second stage of Adam:  v <- b v + (1 - b) g^2;  it returns d / (sqrt(v / (1 - b^t)) + eps).
+
+    slot: name of v, which has the shape of the block and begins as 0.
+    beta: b.
+    """
+
+    slot: str
+    beta: float
+    eps: float
 
 
 @dataclass(frozen=True)
@@ -48,6 +71,8 @@ class Traits:
     spectral_norm: upper bound of the spectral norm of the stage's direction. None: no bound of its own is known.
     spectral_gain: upper bound of the ratio of the spectral norms of the outgoing and the incoming direction. None: no
         bound is known.
+    moment: stage of Adam that `apply` computes exactly while none of its fields is scheduled. A chain of a first and a
+        second moment runs by torch's fused kernels. None: `apply` computes something else.
     """
 
     signals: tuple[Request, ...] = ()
@@ -61,6 +86,7 @@ class Traits:
     left_out: tuple[str, ...] = ()
     spectral_norm: float | None = None
     spectral_gain: float | None = None
+    moment: FirstMoment | SecondMoment | None = None
 
 
 _T = TypeVar("_T")

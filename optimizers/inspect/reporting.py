@@ -40,7 +40,7 @@ class RoutedParameter:
     blocks: shapes of its blocks.
     state_bytes: bytes of all its state.
     left_out: what stages leave alone of its blocks, and why, each once: axes that are too long for a factor.
-    fallbacks: why its steps are not compiled, or not taken in chunks, though this is asked for or worth it.
+    fallbacks: why its steps are not compiled, not fused, or not taken in chunks, though this is asked for or worth it.
     lr_factors: what `lr_scale` multiplies the directions of its matrices by, each once; (): nothing.
     """
 
@@ -97,6 +97,11 @@ def describe(param_sets: ParamSets, groups: Sequence[Mapping[str, Any]], iterate
         where = ", ".join(f"{count} by {path}" for path, count in own.items())
         rates = f"lr={float(group['lr']):g}, weight_decay={float(group['weight_decay']):g}"
         lines.append(f"  group {index}: {len(group['params'])} parameters ({where}), {rates}")
+    fused = [own for each in param_sets for own in each.stack_states if each.execution(own).adam is not None]
+    if fused:
+        lines.append(
+            f"  fused: steps of {sum(len(own.stack.grids) for own in fused)} parameters by torch's kernel of Adam"
+        )
     if any(update.compile for update in recipe.updates().values()):
         compiled = [own for each in param_sets for own in each.stack_states if each.execution(own).compiled]
         kernels = sum(len(own.stack.grids) for own in compiled)

@@ -19,21 +19,24 @@ from ..step.step import ParamSet
 
 
 def fallbacks(param_set: ParamSet) -> dict[int, tuple[str, ...]]:
-    """Why steps of parameters are not compiled, though their update asks for it, or not taken in chunks, though their
-    size is worth it; by position of the parameter."""
+    """Why steps of parameters are not compiled, though their update asks for it, not fused, though it is Adam's chain,
+    or not taken in chunks, though their size is worth it; by position of the parameter."""
     found: dict[int, dict[str, None]] = {}
     for own in param_set.stack_states:
         for position in dict.fromkeys(own.stack.param_ids.tolist()):
-            if (reason := _fallback(own, param_set, position)) is not None:
+            for reason in _fallbacks(own, param_set, position):
                 found.setdefault(position, {})[reason] = None
     return {position: tuple(reasons) for position, reasons in found.items()}
 
 
-def _fallback(own: StackState, param_set: ParamSet, position: int) -> str | None:
+def _fallbacks(own: StackState, param_set: ParamSet, position: int) -> Iterator[str]:
     how, reason = param_set.execution(own), param_set.execution(own).reason
     if reason is None and (how.chunks or how.entries) and not param_set.local[position].is_contiguous():
         reason = "it is not contiguous"
-    return None if reason is None else f"{'not compiled' if own.rule.compile else 'not in chunks'}: {reason}"
+    if how.not_fused is not None:
+        yield f"not fused: {how.not_fused}"
+    if reason is not None and (own.rule.compile or reason != how.not_fused):
+        yield f"{'not compiled' if own.rule.compile else 'not in chunks'}: {reason}"
 
 
 def slow_products(recipe: Recipe, devices: Iterable[torch.device]) -> Iterator[str]:

@@ -25,12 +25,18 @@ from .stack import FreshCodes, StackState
 
 
 class BlockKind(NamedTuple):
-    """What equal blocks have in common: the path of their update, shape, dtype to compute in, device."""
+    """What equal blocks have in common.
+
+    path: path of their update.
+    dtype: dtype that they are computed in.
+    of_numbers: whether their parameters are single numbers, without an axis. Ranks cannot divide these.
+    """
 
     path: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    of_numbers: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,11 @@ def cut_blocks(
         if spec.in_place:
             continue
         for grid in recipe.updates()[spec.path].blocking.grids(spec.shape, spec.matrices):
-            yield BlockKind(spec.path, grid.shape, compute_dtype(spec.dtype), spec.device), position, grid
+            yield (
+                BlockKind(spec.path, grid.shape, compute_dtype(spec.dtype), spec.device, not spec.shape),
+                position,
+                grid,
+            )
 
 
 def blocks_in_place(specs: Sequence[ParamSpec], rank: int) -> Iterator[tuple[BlockKind, int, BlockGrid]]:
@@ -187,7 +197,7 @@ def _place(
     blocks: EqualBlocks, specs: Sequence[ParamSpec], recipe: Recipe, ranks: int, dtypes: Set[torch.dtype]
 ) -> BlockGroup:
     """The block group of equal blocks: the owner of each, and its row in the owner's stack; dtypes: of parameters."""
-    path, shape, dtype, device = blocks.kind
+    path, shape, dtype, device, _ = blocks.kind
     rows = [0] * ranks
     placed = []
     for position, grid in blocks.single():
@@ -243,7 +253,7 @@ def _stack_state(
     blocks: EqualBlocks, specs: Sequence[ParamSpec], recipe: Recipe, fresh: FreshCodes, block_group: int | None = None
 ) -> StackState:
     """One stack with its state; fresh, block_group: as of `StackState`."""
-    path, shape, dtype, device = blocks.kind
+    path, shape, dtype, device, _ = blocks.kind
     stack = Stack(shape, dtype, device, tuple(blocks.grids))
     owners = zip(stack.param_ids.tolist(), stack.keys, strict=True)
     seeds = np.array([_seed(specs[position].name, key) for position, key in owners], dtype=np.int64)

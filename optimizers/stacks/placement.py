@@ -137,7 +137,7 @@ def place(recipe: Recipe, path: str, layout: Layout, matrices: Matrices = ONE_TE
             raise ValueError(f"{where}: whole {kind} are required, got a parameter whose {kind} are sharded")
     if not _updates_in_place(recipe, path, layout.shape, matrices):
         return ParamPlacement(layout, {})
-    if layout.copies == 1 < len(layout.boxes):
+    if layout.copies == 1:
         return ParamPlacement(layout, None)
     if layout.parts is not None and recipe.averaging is None:  # else a rank needs the others' parts between steps
         return ParamPlacement(layout, None, layout.parts)

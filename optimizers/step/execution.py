@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from ..recipe.recipe import Recipe, Route
 from ..stacks.stack import ActiveBlocks, StackState
 from ..write.write import StepScale, WeightDecay
 from .exchange import Step
+from .fused import FusedAdam, fused_adam, moments_of_adam, not_fused
 from .program import StackStep, move
 from .traced import BlockProgram, EntryProgram, Program, WriteNumbers, program_of
 
@@ -48,8 +50,12 @@ class Execution:
     blocks: the compiled program of the stack.
     reason: what keeps the stack from chunks that it is large enough for, or from a compiled program that its update
         asks for; None: nothing does.
+    adam: Adam's chain of the stack, if a fused kernel computes it.
+    not_fused: what keeps Adam's chain from a fused kernel; None: nothing does, or the chain is another one.
     """
 
+    adam: FusedAdam | None = None
+    not_fused: str | None = None
     chunks: bool = False
     entries: Mapping[torch.dtype, Program] = field(default_factory=dict)
     blocks: Program | None = None
@@ -89,13 +95,26 @@ class Execution:
         return found
 
 
-def choose_execution(own: StackState, recipe: Recipe, stored: Iterable[torch.dtype], shared: bool) -> Execution:
+def choose_execution(
+    own: StackState, recipe: Recipe, stored: Iterable[torch.dtype], shared: bool, of_numbers: bool
+) -> Execution:
     """Choose how a stack runs.
 
     stored: dtypes of its parameters. shared: whether stages take sums over parameters of several stacks.
+    of_numbers: whether its parameters have no axis.
 
     Raises ValueError for a compiled program that cannot be traced, RuntimeError where no compiler is found.
     """
+    if (moments := moments_of_adam(own)) is None:
+        return _choose_program(own, recipe, stored, shared)
+    reason = next(chain(not_fused(own, moments, recipe, of_numbers), not_in_place(own, recipe)), None)
+    if reason is None:
+        return Execution(adam=fused_adam(own, *moments))
+    return replace(_choose_program(own, recipe, stored, shared), not_fused=reason)
+
+
+def _choose_program(own: StackState, recipe: Recipe, stored: Iterable[torch.dtype], shared: bool) -> Execution:
+    """Choose between the whole stack, chunks and a compiled program."""
     worth = own.stack.device.type == "cpu" and math.prod(own.stack.block) >= _LEAST and own.rule.entrywise()
     if not own.rule.compile and not worth:
         return Execution()

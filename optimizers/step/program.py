@@ -151,6 +151,18 @@ class StackStep:
         require_finite(found, self.gradient, self.state("update").path, self.context)
         return found
 
+    def rehearse(self) -> None:
+        """Run the program on a copy of the state, for a watch of the stages in a step that a fused kernel computes."""
+        copies = {name: tensor.clone() for name, tensor in self.blocks.stack_state.tensors.items()}
+
+        def state_of(chain: ChainName) -> State:
+            state = self.state(chain)
+            state.tensors = copies
+            return state
+
+        found = direction(self.blocks.stack_state.rule, state_of, self.gradient, self.context)
+        require_finite(found, self.gradient, self.state("update").path, self.context)
+
     def _add_decay(self, found: Tensor) -> Tensor:
         own, ids = self.blocks.stack_state, self.blocks.stack.param_ids
         assert self.decaying is not None

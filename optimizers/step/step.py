@@ -29,6 +29,7 @@ from ..write.averaging import Mode
 from ..write.write import EntryUpdates, Hyper, Rates, RouteRates, write
 from .exchange import BlockExchange, LocalExchange, Step, decay_source, find_signals
 from .execution import Execution, choose_execution
+from .fused import FusedStep
 from .gradients import FiniteCheck, GivenGradients
 from .program import StackStep, active_blocks, run_together, sharing_sums
 from .rank_exchange import RankExchange
@@ -73,11 +74,9 @@ class ParamSet:
         self.stack_states, self.block_groups = build(specs, recipe, phases, rank_group)
         for number, own in enumerate(self.stack_states):
             own.number = number
-        stored = [{specs[position].dtype for position, _ in own.stack.grids} for own in self.stack_states]
         self._together = sharing_sums(self.stack_states)
         shared = {own.number for together in self._together if len(together) > 1 for own in together}
-        own_dtypes = zip(self.stack_states, stored, strict=True)
-        self.executions = [choose_execution(own, recipe, held, own.number in shared) for own, held in own_dtypes]
+        self.executions = [self._choose_execution(own, own.number in shared) for own in self.stack_states]
         constraints, paths = {at: rule.constraints for at, rule in self.updates.items()}, [spec.path for spec in specs]
         squaring = {path for path, update in self.updates.items() if update.squares()}
         self._linear = np.array([spec.path not in squaring for spec in specs], dtype=np.bool_)
@@ -189,11 +188,18 @@ class ParamSet:
             self.iterates.adopt_writes(np.flatnonzero(moved & (self.update_counts > 1)).tolist())
             self.iterates.begin(np.flatnonzero(moved & (self.update_counts == 1)).tolist())
         self.exchange.begin(step, moved, partial(self._write, step=step, moved=moved))
+        fused = FusedStep(step, self.step_counts, self.local)
         for states in self._together:
             for together, priming in active_blocks(states, step.active, self.step_counts):
-                how = self.execution(together[0].stack_state)
-                if len(together) > 1 or not how.in_place(together[0], step, self.step_counts, self.local):
+                blocks, how = together[0], self.execution(together[0].stack_state)
+                if how.adam is not None:
+                    if blocks.stack_state.watched:
+                        self._stack_step(blocks, step).rehearse()
+                    if fused.add(how.adam, blocks):
+                        continue
+                if len(together) > 1 or not how.in_place(blocks, step, self.step_counts, self.local):
                     self._advance(together, step, priming)
+        fused.run()
         self.exchange.finish()
 
     def _advance(self, together: Sequence[ActiveBlocks], step: Step, priming: bool) -> None:
@@ -208,6 +214,11 @@ class ParamSet:
         for one in steps:
             one.note_failures(self.recipe.failure.roots)
             self._report_failed_roots(one.blocks.stack_state, wait=False)
+
+    def _choose_execution(self, own: StackState, shared: bool) -> Execution:
+        specs = [self.specs[position] for position, _ in own.stack.grids]
+        of_numbers = any(spec.shape == () for spec in specs)
+        return choose_execution(own, self.recipe, {spec.dtype for spec in specs}, shared, of_numbers)
 
     def execution(self, own: StackState) -> Execution:
         """Return how the steps of a stack of this set run."""

@@ -16,7 +16,7 @@ from eigengraft.slots import Frame, Slot, State
 from eigengraft.step_context import StepContext
 
 from ..algebra.exponents import Exponents, exponent_of
-from ..base import Stage, Traits
+from ..base import FirstMoment, SecondMoment, Stage, Traits
 
 PRODUCT = Slot((), fill=1.0, role="count", dtype=torch.float64)
 """Slot of the product b_1 ... b_t of a scheduled decay, in place of b^t."""
@@ -55,7 +55,8 @@ class Momentum(Stage):
         return self
 
     def traits(self, block: tuple[int, ...]) -> Traits:
-        return Traits(entrywise=True, spectral_gain=1.0)
+        plain = self.bias_correction and not self.nesterov and self.beta3 is None
+        return Traits(entrywise=True, spectral_gain=1.0, moment=FirstMoment("m", self.beta) if plain else None)
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
         own = {"m": Slot(block, fill=0.0, role="first_moment", frame="vector")}
@@ -196,7 +197,12 @@ class RMS(Stage):
 
     def traits(self, block: tuple[int, ...]) -> Traits:
         bounded = self.beta < 1 and self.damped and self.source == "gradient" and self.exponent is None
-        return Traits(entrywise=self.per == "entry", spectral_norm=math.prod(block) ** 0.5 if bounded else None)
+        plain = bounded and self._corrected() and self.eps_on == "corrected" and self._per(block) == "entry"
+        return Traits(
+            entrywise=self.per == "entry",
+            spectral_norm=math.prod(block) ** 0.5 if bounded else None,
+            moment=SecondMoment("v", self.beta, self.eps) if plain else None,
+        )
 
     def _per(self, block: tuple[int, ...]) -> str:
         """Return the entries that share one v in blocks of this shape."""

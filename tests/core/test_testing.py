@@ -213,6 +213,7 @@ def test_a_sound_stage_gets_a_report_of_laws_held_and_not_asked(late: bool) -> N
         "scaling all gradients scales the direction": "no degree is given",
         "rotating all gradients rotates the direction": "rotates=False",
         "entries are updated alone": "it does not say that it is entry-wise",
+        "a declared moment is adams": "its traits declare no moment of Adam",
     }
     assert str(report).startswith("update.broken_for_test: 16 laws hold\n  the contract is kept\n")
 

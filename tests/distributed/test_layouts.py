@@ -214,10 +214,14 @@ def test_ranks_in_another_order_hold_and_update_what_they_did() -> None:
         assert list(own.replicas) == [other.replicas[rank] for rank in order]
 
 
-def test_copies_divide_an_axis_down_to_one_entry_each() -> None:
+def test_copies_divide_a_free_axis_or_else_the_rows_of_each_shard() -> None:
     parts = Layout.from_placements((8, 2), (2, 2), (Replicate(), Shard(0))).parts
     assert parts is not None and {box.shape for box in parts.boxes} == {(4, 1)}
-    assert Layout.from_placements((8, 1), (2, 2), (Replicate(), Shard(0))).parts is None
+    parts = Layout.from_placements((8, 1), (2, 2), (Replicate(), Shard(0))).parts
+    assert parts is not None and [box.start for box in parts.boxes] == [(0, 0), (4, 0), (2, 0), (6, 0)]
+    parts = Layout.from_placements((2,), (2, 2), (Replicate(), Shard(0))).parts
+    assert parts is not None and [box.numel for box in parts.boxes] == [1, 1, 0, 0]
+    assert Layout.from_placements((), (2, 2), (Replicate(), Replicate())).parts is None
 
 
 def test_placements_that_nobody_owns_are_refused() -> None:

@@ -11,8 +11,12 @@ and made by kernels, peak: most bytes held beyond state and gradients, both with
 bytes. refresh: most waits of a step from the first on, with the first refreshes and with checks of new stages, those of
 decompositions on the device left out.
 
-Aims: no wait and no upload but of a step's numbers; 12 layers cost the kernels of 4; adamw 40 kernels and 16 times
-traffic, muon 200 kernels, soap 260, shampoo 350. torch's AdamW takes 7 kernels and 4 times (fused) or 21 and 14 times.
+A call of a fused kernel is counted as CUDA launches it, once for 36 tensors (or 320 pieces of 65,536 entries), and its
+traffic is the bytes of parameters, gradients and both moments; as everywhere, what is written in place counts once.
+
+Aims: no wait and no upload but of a step's numbers; 12 layers cost the kernels of 4, with one more for 36 tensors of
+Adam's chain; adamw 40 kernels and 16 times traffic, muon 200 kernels, soap 260, shampoo 350. torch's AdamW takes 7
+kernels and 4 times (fused) or 21 and 14 times.
 """
 
 from __future__ import annotations

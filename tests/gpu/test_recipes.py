@@ -43,6 +43,8 @@ ROUNDING: dict[str, tuple[float, str]] = {
     "soap_muon": (1e-6, CHOLESKY),
     "track3": (1e-6, CHOLESKY),
 }
+FUSED = (1e-6, "a CPU's fused kernel rounds the ends of tensors otherwise, which are updated in a buffer there alone")
+"""Of recipes with Adam's chain."""
 STEPS, HALF = 4, 2
 
 
@@ -50,8 +52,10 @@ STEPS, HALF = 4, 2
     "name", [pytest.param(name, marks=() if name in COVER else pytest.mark.slow) for name in ALONE]
 )
 def test_a_recipe_runs_on_a_device_as_on_a_cpu(name: str) -> None:
-    given, tolerance = gradients(STEPS), ROUNDING.get(name, (0.0, ""))[0]
-    reference, to_host = Run(name), Run(name)
+    given, reference, to_host = gradients(STEPS), Run(name), Run(name)
+    sets = reference.optimizer.param_sets
+    fused = any(each.execution(own).adam is not None for each in sets for own in each.stack_states)
+    tolerance = max(ROUNDING.get(name, (0.0, ""))[0], FUSED[0] if fused else 0.0)
     reference.step(*given[:HALF])
     with accelerator("cuda") as run:
         moved = Run(name, run.device, moved=True)

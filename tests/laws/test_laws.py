@@ -11,7 +11,7 @@ from eigengraft import Optimizer, RecipeError, Stage
 from eigengraft.component import Component, families, validated
 from eigengraft.testing.laws import Law
 from eigengraft.testing.stage_case import StageCase
-from eigengraft.testing.stage_laws import CONTRACT, STAGE_LAWS
+from eigengraft.testing.stage_laws import CONTRACT, STAGE_LAWS, a_declared_moment_is_adams
 
 from ..refusals import refused
 from .rows import Row
@@ -96,7 +96,8 @@ def test_a_law_of_stages(law: Law[Any], case: StageCase) -> None:
 
 @pytest.mark.parametrize("law", STAGE_LAWS, ids=str)
 def test_every_law_of_stages_is_asked_of_many(law: Law[Any]) -> None:
-    assert sum(law.skip(case) is None for _, case in CASES) > 20
+    asked = sum(law.skip(case) is None for _, case in CASES)
+    assert asked > (3 if law.check is a_declared_moment_is_adams else 20)
 
 
 def test_a_third_party_stage_works_from_a_recipe() -> None:

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from eigengraft import Optimizer, Stage
 from eigengraft.optimizers.signals import OWN, Given
-from eigengraft.preconditioners import walk
+from eigengraft.preconditioners import FirstMoment, SecondMoment, walk
 from eigengraft.quantization import Float32
+from eigengraft.schedules import schedules
 from eigengraft.signals import PARTNER, SIDES, Signal, known_signals, requested
 
 from .device_laws import a_steady_step_stays_on_the_device, without_accelerator
@@ -177,6 +178,27 @@ def entries_are_updated_alone(case: StageCase) -> None:
                 return x.flatten(2)[..., order].reshape(x.shape)
 
             require_close(case.bench(block).run(mixed(given)), mixed(straight), 1e-10, "entries in another order, each")
+
+
+def a_declared_moment_is_adams(case: StageCase) -> None:
+    """A stage whose traits declare a moment of Adam computes exactly that formula, because a fused kernel replaces it."""
+    for block in case.blocks:
+        if (moment := case.stage.cached_traits(block).moment) is None:
+            continue
+        with on(block, f"whose traits declare {moment}"):
+            bench, first = case.bench(block), isinstance(moment, FirstMoment)
+            key = f"{case.who}/{moment.slot}"
+            require([*bench.tensors] == [key], f"the slot {key} alone is required, got {[*bench.tensors]}")
+            mean, beta = torch.zeros_like(bench.tensors[key]), moment.beta
+            for t, gradient in enumerate(case.gradients(block), start=1):
+                direction = standard_normal(*gradient.shape, seed=t)
+                mean = beta * mean + (1 - beta) * (direction if first else gradient.square())
+                wanted = corrected = mean / (1 - beta**t)
+                if isinstance(moment, SecondMoment):
+                    wanted = direction / (corrected.sqrt() + moment.eps)
+                found = bench.step(gradient, direction)
+                require_close(found, wanted, 1e-10, "the direction of the declared moment")
+                require_close(bench.tensors[key], mean, 1e-10, f"{key} of the declared moment")
 
 
 def _odd(x: Tensor) -> str:
@@ -340,6 +362,13 @@ def _half(signal: Signal, parameter: Tensor) -> Tensor | float:
     return torch.full_like(parameter, 0.5) if signal.extent == "entry" else 0.5
 
 
+def _no_moment(case: StageCase) -> str | None:
+    declared = any(case.stage.cached_traits(block).moment is not None for block in case.blocks)
+    if declared and any(True for _ in schedules(case.stage)):
+        return "a number of it is scheduled"
+    return None if declared else "its traits declare no moment of Adam"
+
+
 CONTRACT: Law[StageCase] = Law(the_contract_is_kept)
 
 
@@ -355,6 +384,7 @@ STAGE_LAWS: tuple[Law[StageCase], ...] = (
     Law(rotating_all_gradients_rotates_the_direction, _rotates),
     Law(traits_follow_from_no_shape),
     Law(entries_are_updated_alone, _mixes),
+    Law(a_declared_moment_is_adams, _no_moment),
     Law(dtype_and_device_are_kept),
     Law(a_steady_step_stays_on_the_device, without_accelerator),
     Law(a_copy_of_the_state_resumes_exactly),

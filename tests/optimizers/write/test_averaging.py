@@ -341,7 +341,11 @@ def test_a_gradient_that_only_primes_is_no_iterate() -> None:
 def test_means_never_feed_back(kind: str, name: str) -> None:
     declared = load_recipe(name).model_dump(mode="json")
     averaged = [trained for trained, _ in follow({**declared, "averaging": kind}, decay=RATE)]
-    assert all(torch.equal(a, b) for a, b in zip(averaged, base_path(declared, RATE), strict=True))
+    path = base_path(declared, RATE)
+    if name == "adamw":  # without averaging a fused kernel, which rounds in another order
+        torch.testing.assert_close(averaged, path, rtol=1e-12, atol=1e-12)
+    else:
+        assert all(torch.equal(a, b) for a, b in zip(averaged, path, strict=True))
 
 
 # the switch

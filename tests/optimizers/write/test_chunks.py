@@ -13,12 +13,14 @@ from eigengraft.optimizers.step.execution import Execution
 
 from ...trajectories import normal
 
+ADAM = {"base": "adamw", "set": {"update.momentum.nesterov": True}}
+"""Two moments that no fused kernel computes."""
 RECIPES: dict[str, Any] = {
-    "adamw": "adamw",
+    "adam": ADAM,
     "sgd": "sgd",
     "l2": {"base": "sgd", "weight_decay": {"kind": "l2", "rate": 0.1}},
     "cautious": {"base": "lion", "weight_decay": {"kind": "cautious", "rate": 0.1}},
-    "scaled by width": {"base": "adamw", "lr_scale": {}},
+    "scaled by width": {**ADAM, "lr_scale": {}},
 }
 
 
@@ -70,14 +72,14 @@ def test_blocks_that_differ_in_their_steps_are_a_stack(moved: list[int]) -> None
     def given(i: int, step: int) -> bool:
         return i == 0 or step != 1
 
-    assert all(map(torch.equal, run("adamw", torch.float32, True, given), run("adamw", torch.float32, False, given)))
+    assert all(map(torch.equal, run(ADAM, torch.float32, True, given), run(ADAM, torch.float32, False, given)))
     assert moved == [128, 128, 64] * 3  # both in the first step, one alone in the second
 
 
 def test_a_gradient_that_only_a_device_knows_to_be_bad_moves_nothing(moved: list[int]) -> None:
     """The mask of usable gradients is on the device, and chunks are written without one."""
     held = parameters(torch.float32)
-    recipe = {"base": "adamw", "failure": {"detect": "device"}}
+    recipe = {**ADAM, "failure": {"detect": "device"}}
     optimizer = Optimizer([(f"p{i}", p) for i, p in enumerate(held)], recipe, lr=0.01)
     before = [parameter.detach().clone() for parameter in held]
     held[0].grad, held[1].grad = torch.full((10, 32), torch.nan), torch.ones(10, 32)
@@ -89,7 +91,7 @@ def test_a_gradient_that_only_a_device_knows_to_be_bad_moves_nothing(moved: list
 def test_checked_steps_are_of_stacks(moved: list[int]) -> None:
     """What checks a stage follows the state of a stack; a chunk has none that is followed."""
     (held, _) = parameters(torch.float32)
-    optimizer = Optimizer([held], "adamw", lr=0.01, checked=True)
+    optimizer = Optimizer([held], ADAM, lr=0.01, checked=True)
     held.grad = torch.ones(10, 32)
     optimizer.step()
     assert not moved and optimizer.state[held]["step"] == 1
@@ -97,14 +99,14 @@ def test_checked_steps_are_of_stacks(moved: list[int]) -> None:
 
 def test_stages_after_decay_see_it_in_large_parameters_too(moved: list[int]) -> None:
     """Chunks are decayed by their write, after all stages: a sign after the decay would not see it."""
-    recipe = {"base": "adamw", "after_decay": ["sign"]}
+    recipe = {**ADAM, "after_decay": ["sign"]}
     found, wanted = (run(recipe, torch.float64, in_chunks, lambda i, step: True) for in_chunks in (True, False))
     assert all(map(torch.equal, found, wanted)) and not moved
 
 
 def test_a_transposed_parameter_is_a_stack(moved: list[int]) -> None:
     held = nn.Parameter(normal(32, 10, seed=0).mT)
-    optimizer = Optimizer([held], "adamw", lr=0.01)
+    optimizer = Optimizer([held], ADAM, lr=0.01)
     held.grad = torch.ones_like(held)
     optimizer.step()
     assert not moved

@@ -18,8 +18,10 @@ from eigengraft.optimizers.step import execution, traced
 from ...refusals import refused, warned
 from ...trajectories import normal
 
+ADAM = {"base": "adamw", "set": {"update.momentum.nesterov": True}}
+"""Two moments that no fused kernel computes."""
 RECIPES: dict[str, Any] = {
-    "adamw": "adamw",
+    "adam": ADAM,
     "l2": {"base": "sgd", "weight_decay": {"kind": "l2"}},
     "cautious": {"base": "lion", "weight_decay": {"kind": "cautious"}},
     "decay after": {"base": "adamw", "weight_decay": {"kind": "decoupled", "placed": "after"}, "lr_scale": {}},
@@ -82,7 +84,7 @@ def test_traced_kernels_are_the_chain_and_its_write(name: str, as_traced: list[i
     torch.testing.assert_close(state, wanted_state, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("name", ["adamw", "l2"])
+@pytest.mark.parametrize("name", ["adam", "l2"])
 def test_parameters_of_a_stack_have_the_rates_of_their_groups(name: str, as_traced: list[int]) -> None:
     found, wanted = (trained(recipe, groups=2)[0] for recipe in (compiled_recipe(name), RECIPES[name]))
     assert as_traced
@@ -121,7 +123,7 @@ def test_updates_that_a_program_is_not_of_run_as_they_are(as_traced: list[int]) 
 
 
 def test_parameters_in_bfloat16_are_rounded_once(as_traced: list[int]) -> None:
-    found, wanted = (trained(recipe, torch.bfloat16)[0] for recipe in (compiled_recipe("adamw"), "adamw"))
+    found, wanted = (trained(recipe, torch.bfloat16)[0] for recipe in (compiled_recipe("adam"), ADAM))
     assert as_traced
     # float32 sums that differ in last bits may round to neighbours in bfloat16, whose spacing is 2^-8
     torch.testing.assert_close(found, wanted, rtol=2**-7, atol=0)
@@ -129,7 +131,7 @@ def test_parameters_in_bfloat16_are_rounded_once(as_traced: list[int]) -> None:
 
 def test_equal_updates_are_traced_once(as_traced: list[int]) -> None:
     for _ in range(2):
-        Optimizer([nn.Parameter(normal(3, 4, seed=0))], {"base": "adamw", "compile": True})
+        Optimizer([nn.Parameter(normal(3, 4, seed=0))], compiled_recipe("adam"))
     assert len(traced._PROGRAMS) == 1
 
 
@@ -137,7 +139,7 @@ def test_updates_that_differ_in_one_thing_are_traced_apart(as_traced: list[int])
     decays = ["decoupled", {"kind": "decoupled", "placed": "after"}, "cautious", "l2"]
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2**-7)):
         for decay in decays:
-            recipe = {"base": "adamw", "weight_decay": decay}
+            recipe = {**ADAM, "weight_decay": decay}
             found, wanted = trained({**recipe, "compile": True}, dtype)[0], trained(recipe, dtype)[0]
             # roundings of sums in another order; in bfloat16 to a neighbour, 2^-7 apart
             torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance / 100)
@@ -145,7 +147,7 @@ def test_updates_that_differ_in_one_thing_are_traced_apart(as_traced: list[int])
 
 def test_small_equal_parameters_take_one_call(as_traced: list[int]) -> None:
     held = [nn.Parameter(normal(3, seed=i)) for i in range(5)]
-    optimizer = Optimizer(held, {"base": "adamw", "compile": True})
+    optimizer = Optimizer(held, compiled_recipe("adam"))
     as_traced.clear()
     for parameter in held:
         parameter.grad = torch.ones_like(parameter)
@@ -190,7 +192,8 @@ def test_parts_that_a_program_would_freeze_are_refused(recipe: dict[str, Any], g
 
 def test_the_adam_route_of_a_recipe_is_compiled(as_traced: list[int]) -> None:
     model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 8))
-    optimizer = compose("soap_fitted", model, overrides={"routes.adam.compile": True})
+    nesterov = {"routes.adam.compile": True, "routes.adam.update.momentum.nesterov": True}
+    optimizer = compose("soap_fitted", model, overrides=nesterov)
     assert {own.path for each in optimizer.param_sets for own in each.stack_states if each.execution(own).compiled} == {
         "routes.adam"
     }
@@ -203,7 +206,7 @@ def test_without_a_compiler_construction_says_so(as_traced: list[int], monkeypat
 
     monkeypatch.setattr(traced, "generate", broken)
     with refused(RuntimeError, "compile"):
-        Optimizer([nn.Parameter(normal(3, 4, seed=0))], {"base": "adamw", "compile": True})
+        Optimizer([nn.Parameter(normal(3, 4, seed=0))], compiled_recipe("adam"))
 
 
 @pytest.mark.skipif("EIGENGRAFT_COMPILE" not in os.environ, reason="compiles for half a minute: set EIGENGRAFT_COMPILE")

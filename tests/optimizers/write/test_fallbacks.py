@@ -19,12 +19,34 @@ def told(recipe: Any, *held: torch.Tensor) -> list[tuple[str, ...]]:
 def test_parameters_that_are_not_compiled_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traced, "generate", lambda graph, symbolic: lambda tensors: None)
     monkeypatch.setattr(traced, "_PROGRAMS", {})
-    assert told({"base": "adamw", "compile": True}, torch.zeros(4, 3), torch.zeros(()), torch.zeros(4, 3).mT) == [
+    nesterov = {"base": "adamw", "set": {"update.momentum.nesterov": True}, "compile": True}
+    assert told(nesterov, torch.zeros(4, 3), torch.zeros(()), torch.zeros(4, 3).mT) == [
         (),
         ("not compiled: a single number would need a kernel of its own",),
         ("not compiled: it is not contiguous",),
     ]
-    assert told({"base": "adamw", "compile": True, "blocking": {"size": 2}}, torch.zeros(4, 4)) == [()]
+    assert told({**nesterov, "blocking": {"size": 2}}, torch.zeros(4, 4)) == [()]
+
+
+def test_adams_chain_says_why_it_is_not_fused() -> None:
+    apart = "not fused: a single number has an owner where several ranks hold it"
+    assert told("adamw", torch.zeros(4, 3), torch.zeros(()), torch.zeros(4, 3).mT) == [(), (apart,), ()]
+    ramp = {"from": 0.9, "to": 0.99, "steps": 5}
+    for changes, why in (
+        ({"weight_decay": "cautious"}, "its weight decay is cautious, or acts after the update"),
+        ({"set": {"update.momentum.beta": ramp}}, "numbers of its stages are scheduled"),
+        (
+            {"storage": {"second_moment": {"kind": "int8", "min_elements": 1}}},
+            "its state is coded, or more than two moments",
+        ),
+        ({"averaging": "ema"}, "an averaging or a constraint is in the recipe"),
+        ({"blocking": {"size": 2}}, "its blocks are parts of it"),
+        ({"set": {"update.rms.eps": ramp}}, "numbers of its stages are scheduled"),
+        ({"failure": {"detect": "device"}}, "the device alone knows which gradients are usable"),
+    ):
+        assert told({"base": "adamw", **changes}, torch.zeros(4, 3)) == [(f"not fused: {why}",)]
+    for other in ({"update.momentum.nesterov": True}, {"update.rms.bias_correction": False}, {"update.rms.per": "row"}):
+        assert told({"base": "adamw", "set": other}, torch.zeros(4, 3)) == [()]
 
 
 @pytest.mark.parametrize(
@@ -33,19 +55,19 @@ def test_parameters_that_are_not_compiled_say_why(monkeypatch: pytest.MonkeyPatc
         ({}, ()),
         ({"averaging": "ema"}, ("not in chunks: an averaging or a constraint is in the recipe",)),
         ({"constraints": "rounding"}, ("not in chunks: it has constraints",)),
-        ({"storage": {"second_moment": "int8"}}, ("not in chunks: its state is coded",)),
+        ({"storage": {"first_moment": "int8"}}, ("not in chunks: its state is coded",)),
         ({"blocking": {"size": 256}}, ("not in chunks: its blocks are parts of it",)),
     ],
     ids=str,
 )
 def test_large_parameters_that_are_not_in_chunks_say_why(changes: Any, why: tuple[str, ...]) -> None:
-    assert told({"base": "adamw", **changes}, torch.zeros(512, 512), torch.zeros(8, 8)) == [why, ()]
+    assert told({"base": "lion", **changes}, torch.zeros(512, 512), torch.zeros(8, 8)) == [why, ()]
 
 
 def test_odd_sizes_are_in_chunks_alone() -> None:
     reason = "not in chunks: its size is no multiple of 64, and others share its stack"
-    assert told("adamw", torch.zeros(183, 183)) == [()]
-    assert told("adamw", torch.zeros(183, 183), torch.zeros(183, 183)) == [(reason,), (reason,)]
+    assert told("lion", torch.zeros(183, 183)) == [()]
+    assert told("lion", torch.zeros(183, 183), torch.zeros(183, 183)) == [(reason,), (reason,)]
 
 
 def test_parameters_that_no_update_takes_in_chunks_say_nothing() -> None:

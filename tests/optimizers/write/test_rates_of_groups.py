@@ -99,15 +99,17 @@ def test_groups_in_one_stack_take_the_steps_of_groups_apart(recipe: str, dtype: 
 
 
 @pytest.mark.parametrize("decay", ["decoupled", "l2"])
-def test_large_parameters_have_the_rates_of_their_groups(decay: str) -> None:
-    """Of 2^15 entries and more, which a step takes chunk by chunk where they lie."""
+@pytest.mark.parametrize("fused", [True, False])
+def test_large_parameters_have_the_rates_of_their_groups(decay: str, fused: bool) -> None:
+    """Of 2^15 entries and more, which a step takes where they lie: by a fused kernel, or chunk by chunk."""
+    chain = CHAIN if fused else [{"kind": "momentum", "nesterov": True}, "rms"]
     runs = []
     for make in (Optimizer, apart):
         params = [nn.Parameter(normal(256, 128, seed=i, dtype=torch.float32)) for i in range(2 * PER_GROUP)]
-        runs.append(make(declared(params, RATES[2:]), {"update": CHAIN, "weight_decay": decay}))
+        runs.append(make(declared(params, RATES[2:]), {"update": chain, "weight_decay": decay}))
         for t in range(2):
             step(runs[-1], t)
-        assert all(how.chunks for param_set in runs[-1].param_sets for how in param_set.executions)
+        assert all(how.chunks is not fused for param_set in runs[-1].param_sets for how in param_set.executions)
     assert [len(one.stack_states()) for one in runs] == [1, 2]
     assert same(*map(everything, runs))
 

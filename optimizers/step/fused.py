@@ -1,0 +1,315 @@
+"""Adam's chain by torch's fused kernels, which read and write every number once.
+
+A chain of two stages that declare the first and the second moment of Adam (`Traits.moment`), whose update is written
+plainly into the parameter, is what `torch._fused_adam_` and `torch._fused_adamw_` compute. All parameters with the same
+numbers (rates, step, betas, eps) are updated by one call, whatever stacks hold their state.
+
+On a CPU these kernels round the last entries of a tensor, which fill no vector register, otherwise than the entries
+before them. A trajectory may not depend on how a parameter is divided between ranks. Tensors are therefore cut after
+the last multiple of 64 entries, and the rest of all tensors is updated in one padded buffer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from eigengraft.blocking.stacks import BYTES_ELSEWHERE, BYTES_ON_CPU
+from eigengraft.numerics import active_fake_mode, fake_mode
+from eigengraft.preconditioners import FirstMoment, SecondMoment
+from eigengraft.ramps import schedules
+from eigengraft.state_key import StateKey
+
+from ..recipe.recipe import Recipe, Route
+from ..stacks.stack import ActiveBlocks, StackState
+from ..write.write import StepScale
+from .exchange import Step
+
+VECTOR = 64
+"""Entries that a CPU's kernel rounds alike come in multiples of this number, at most: vector registers hold fewer."""
+_JOINED = 1 << 14
+"""Entries of a block below which a CPU updates a copy of a whole stack: one tensor of the call takes as long as the
+copy of so many entries."""
+_PIECE = 1 << 18
+"""Entries of a piece of a parameter that is copied into another dtype on a CPU, so that the copy stays in a cache."""
+_DEVICES = ("cpu", "cuda")
+"""Devices whose fused kernels are known to compute this formula."""
+
+
+@dataclass(frozen=True, eq=False)
+class FusedAdam:
+    """Adam's chain of one stack.
+
+    first, second: its moments m and v, `[N, *block]` each.
+    beta1, beta2, eps: constants of the formula.
+    factors: `[N]`, factor of the learning rate of each block; None: 1.
+    """
+
+    first: Tensor
+    second: Tensor
+    beta1: float
+    beta2: float
+    eps: float
+    factors: tuple[float, ...] | None = None
+
+    @cached_property
+    def rows(self) -> list[tuple[Tensor, Tensor]]:
+        """m and v of each block, as views."""
+        return list(zip(self.first.unbind(), self.second.unbind(), strict=True))
+
+
+def moments_of_adam(own: StackState) -> tuple[FirstMoment, SecondMoment] | None:
+    """Return the moments that the stages of a stack declare, if they are Adam's chain."""
+    if len(own.rule.update) != 2 or own.rule.after_decay:
+        return None
+    first, second = (stage.cached_traits(own.stack.block).moment for stage in own.rule.update)
+    return (first, second) if isinstance(first, FirstMoment) and isinstance(second, SecondMoment) else None
+
+
+def fused_adam(own: StackState, first: FirstMoment, second: SecondMoment) -> FusedAdam:
+    """Return Adam's chain of a stack, of which nothing keeps a fused kernel."""
+    m, v = (own.tensors[name] for name in _slots(own, first, second))
+    factors = None if own.lr_factors is None else tuple(own.lr_factors.tolist())
+    return FusedAdam(m, v, first.beta, second.beta, second.eps, factors)
+
+
+def _slots(own: StackState, *moments: FirstMoment | SecondMoment) -> list[str]:
+    path = f"{own.path}.update" if own.path else "update"
+    pairs = zip(own.rule.update, moments, strict=True)
+    return [StateKey.join(f"{path}.{stage.label}", moment.slot) for stage, moment in pairs]
+
+
+def not_fused(
+    own: StackState, moments: tuple[FirstMoment, SecondMoment], recipe: Recipe, of_numbers: bool
+) -> Iterator[str]:
+    """Why Adam's chain of a stack whose parameters may be updated in place is not what a fused kernel computes.
+
+    of_numbers: whether the parameters have no axis: where several ranks hold these, updates are sent between ranks.
+    """
+    rule, failure = own.rule, recipe.failure
+    decay = rule.weight_decay if isinstance(rule, Route) and rule.weight_decay is not None else recipe.weight_decay
+    device = own.stack.device
+    reasons = {
+        f"torch's fused kernels are not tried on the device '{device.type}'": device.type not in _DEVICES,
+        "a single number has an owner where several ranks hold it": of_numbers,
+        "its weight decay is cautious, or acts after the update": decay.cautious or decay.after,
+        "numbers of its stages are scheduled": any(True for stage in rule.update for _ in schedules(stage)),
+        "its state is coded, or more than two moments": own.tensors.keys() != {*_slots(own, *moments)},
+        "the device alone knows which gradients are usable": failure.detect == "device"
+        and failure.nonfinite != "ignore",
+        "fake tensors have no numbers to compute with": active_fake_mode() is not None
+        or any(fake_mode(x) is not None for x in own.tensors.values()),
+    }
+    return (reason for reason, holds in reasons.items() if holds)
+
+
+class _Numbers(NamedTuple):
+    """The numbers of one call; lr: the learning rate, or the id of the tensor that holds it and a factor of that."""
+
+    lr: float | tuple[int, float]
+    decay: float
+    in_gradient: bool
+    step: int
+    beta1: float
+    beta2: float
+    eps: float
+    dtype: torch.dtype
+
+
+Entries = tuple[Tensor, Tensor, Tensor, Tensor]
+"""A parameter, its gradient, m and v, of one shape."""
+
+
+@dataclass
+class _Call:
+    """Tensors that one call of a kernel updates.
+
+    lr: learning rate.
+    entries: contiguous tensors of one dtype, which the kernel updates where they are.
+    copied: tensors of which parameter or gradient have another dtype or other strides: the kernel updates copies.
+    back: (parameter, copy that the kernel updates).
+    nbytes: size of the copies.
+    """
+
+    numbers: _Numbers
+    lr: float | Tensor
+    device: torch.device
+    entries: list[Entries] = field(default_factory=list)
+    copied: list[Entries] = field(default_factory=list)
+    back: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    nbytes: int = 0
+
+    def add(self, parameter: Tensor, gradient: Tensor, m: Tensor, v: Tensor) -> None:
+        """Add one parameter, with its state."""
+        if parameter.shape != m.shape:
+            m, v = m.view(parameter.shape), v.view(parameter.shape)
+        same_strides = parameter.stride() == m.stride() == gradient.stride()
+        if same_strides and parameter.dtype is m.dtype and gradient.dtype is m.dtype:
+            self.entries.append((parameter, gradient, m, v))
+            return
+        pieces = [(parameter, gradient, m, v)]
+        if self.device.type == "cpu" and parameter.is_contiguous() and gradient.is_contiguous():
+            pieces = list(zip(*(torch.split(x.view(-1), _PIECE) for x in pieces[0]), strict=True))
+        for own in pieces:
+            self.copied.append(own)
+            self._count(own[2])
+
+    def add_stack(self, parameters: Sequence[Tensor], joined: Entries) -> None:
+        """Add the small parameters of a whole stack; joined: copies of them and their gradients, with their state."""
+        rows = joined[0].unbind()
+        self.back += [(own, row.view(own.shape)) for own, row in zip(parameters, rows, strict=True)]
+        self.entries.append(joined)
+        self._count(joined[2])
+
+    def _count(self, copied: Tensor) -> None:
+        self.nbytes += 2 * copied.numel() * copied.element_size()
+        if self.nbytes > (BYTES_ON_CPU if self.device.type == "cpu" else BYTES_ELSEWHERE):
+            self.run()
+
+    def run(self) -> None:
+        """Update the tensors, and forget them."""
+        if self.copied:
+            self._copy()
+        ends = self._cut_ends() if self.device.type == "cpu" else []
+        padded = _padded(ends)
+        if self.entries or padded:
+            self._launch(*(list(column) for column in zip(*self.entries, *padded, strict=True)))
+        if ends:
+            sizes, ((p, _, m, v),), own = [p.numel() for p, *_ in ends], padded, list(zip(*ends, strict=True))
+            for targets, buffer in ((own[0], p), (own[2], m), (own[3], v)):
+                torch._foreach_copy_(list(targets), list(torch.split(buffer[: sum(sizes)], sizes)))
+        if self.back:
+            targets, sources = zip(*self.back, strict=True)
+            torch._foreach_copy_(list(targets), list(sources))
+        self.entries, self.copied, self.back, self.nbytes = [], [], [], 0
+
+    def _copy(self) -> None:
+        """Make contiguous copies of parameters and gradients, in the dtype of their state."""
+        parameters, gradients, first, second = zip(*self.copied, strict=True)
+        ours, given = ([torch.empty_like(m) for m in first] for _ in range(2))
+        torch._foreach_copy_(ours, list(parameters))
+        torch._foreach_copy_(given, list(gradients))
+        self.entries += zip(ours, given, first, second, strict=True)
+        self.back += zip(parameters, ours, strict=True)
+
+    def _cut_ends(self) -> list[Entries]:
+        """Cut the entries that fill no multiple of `VECTOR` off the tensors, and return them."""
+        kept, ends = list[Entries](), list[Entries]()
+        for own in self.entries:
+            size = own[0].numel()
+            if not (rest := size % VECTOR):
+                kept.append(own)
+                continue
+            p, g, m, v = (x.view(-1) for x in own)
+            if size > rest:
+                kept.append((p[:-rest], g[:-rest], m[:-rest], v[:-rest]))
+            ends.append((p[-rest:], g[-rest:], m[-rest:], v[-rest:]))
+        self.entries = kept
+        return ends
+
+    def _launch(self, parameters: list[Tensor], gradients: list[Tensor], m: list[Tensor], v: list[Tensor]) -> None:
+        own, lr = self.numbers, self.lr
+        if isinstance(lr, Tensor):
+            lr = float(lr) if lr.is_cpu else lr.to(torch.float32)
+        step = torch.full((), float(own.step), dtype=torch.float32, device=self.device)
+        kernel = torch._fused_adam_ if own.in_gradient else torch._fused_adamw_
+        kernel(
+            parameters,
+            gradients,
+            m,
+            v,
+            [],
+            [step] * len(parameters),
+            lr=lr,
+            beta1=own.beta1,
+            beta2=own.beta2,
+            weight_decay=own.decay,
+            eps=own.eps,
+            amsgrad=False,
+            maximize=False,
+        )
+
+
+def _padded(ends: Sequence[Entries]) -> list[Entries]:
+    """Join the ends of tensors to one tensor whose length is a multiple of `VECTOR`; [] if there are none."""
+    if not ends:
+        return []
+    missing = -sum(p.numel() for p, *_ in ends) % VECTOR
+    p, g, m, v = (torch.cat([*own, own[0].new_zeros(missing)]) for own in zip(*ends, strict=True))
+    return [(p, g, m, v)]
+
+
+class FusedStep:
+    """One step of the stacks of a parameter set that fused kernels update: first all are added, then they run.
+
+    step: gradients and rates.
+    counts: `[P]`, gradients that each parameter has had, this one included.
+    held: P tensors, what this rank holds of each parameter.
+    """
+
+    def __init__(self, step: Step, counts: NDArray[np.int64], held: Sequence[Tensor]) -> None:
+        self._step, self._counts, self._held = step, counts, held
+        self._calls: dict[_Numbers, _Call] = {}
+
+    def add(self, adam: FusedAdam, blocks: ActiveBlocks) -> bool:
+        """Add the active blocks of a stack. Return False, and add nothing, if this step of it is not fused."""
+        own, stack, rates = blocks.stack_state, blocks.stack, self._step.rates
+        if self._step.mask is not None:
+            return False
+        chosen = list(self._equal(adam, blocks))
+        scales = [rates.step_scale(own.path, int(stack.param_ids[rows[0]])) for rows, _, _ in chosen]
+        if any(isinstance(scale.alpha, Tensor) for scale in scales):
+            return False
+        positions, places, gradients = stack.param_ids.tolist(), blocks.row_numbers, self._step.gradients
+        small = stack.device.type == "cpu" and math.prod(stack.block) < _JOINED
+        whole = blocks.places is None and len(chosen) == 1 and len(positions) > 1
+        for (rows, step, factor), scale in zip(chosen, scales, strict=True):
+            call = self._call(adam, scale, step, factor)
+            if small and whole:
+                # contiguous: tensors in the format channels_last are joined in that format
+                ours, given = (stack.gather(tensors).contiguous() for tensors in (self._held, gradients))
+                held = [self._held[position] for position in positions]
+                call.add_stack(held, (ours, given, adam.first, adam.second))
+                continue
+            for row in rows:
+                position = positions[row]
+                gradient = gradients[position]
+                call.add(self._held[position], gradient, *adam.rows[places[row]])
+        return True
+
+    def run(self) -> None:
+        """Update all that has been added."""
+        for call in self._calls.values():
+            call.run()
+
+    def _equal(self, adam: FusedAdam, blocks: ActiveBlocks) -> Iterator[tuple[Sequence[int], int, float]]:
+        """Yield (rows of the active blocks, step, factor of the learning rate) for those that share these and rates."""
+        ids = blocks.stack.param_ids
+        groups, steps, factors = self._step.rates.alike[ids], self._counts[ids], adam.factors
+        if factors is None and (groups == groups[0]).all() and (steps == steps[0]).all():
+            yield range(len(ids)), int(steps[0]), 1.0
+            return
+        own = [1.0] * len(ids) if factors is None else [factors[place] for place in blocks.row_numbers]
+        kinds: dict[tuple[int, int, float], list[int]] = {}
+        for row, kind in enumerate(zip(groups.tolist(), steps.tolist(), own, strict=True)):
+            kinds.setdefault(kind, []).append(row)
+        yield from ((rows, step, factor) for (_, step, factor), rows in kinds.items())
+
+    def _call(self, adam: FusedAdam, scale: StepScale, step: int, factor: float) -> _Call:
+        """Return the call with the numbers of a block. Its factor changes the step, and not the decay."""
+        lr, in_gradient = scale.lr, scale.decay.in_gradient
+        decay = float(scale.gradient_rate if in_gradient else scale.alpha / factor)
+        rate = (id(lr), factor) if isinstance(lr, Tensor) else lr * factor
+        constants = adam.beta1, adam.beta2, adam.eps, adam.first.dtype
+        numbers = _Numbers(rate, decay, in_gradient, step, *constants)
+        if numbers not in self._calls:
+            self._calls[numbers] = _Call(numbers, lr if factor == 1 else lr * factor, adam.first.device)
+        return self._calls[numbers]
