@@ -25,8 +25,8 @@ from torch import Tensor
 from eigengraft.blocking.stacks import BYTES_ELSEWHERE, BYTES_ON_CPU
 from eigengraft.numerics import active_fake_mode, fake_mode
 from eigengraft.preconditioners import FirstMoment, SecondMoment
-from eigengraft.ramps import schedules
-from eigengraft.state_key import StateKey
+from eigengraft.schedules import schedules
+from eigengraft.slots import StateKey
 
 from ..recipe.recipe import Recipe, Route
 from ..stacks.stack import ActiveBlocks, StackState

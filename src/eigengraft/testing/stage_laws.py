@@ -181,7 +181,7 @@ def entries_are_updated_alone(case: StageCase) -> None:
 
 
 def a_declared_moment_is_adams(case: StageCase) -> None:
-    """A stage whose traits declare a moment of Adam computes exactly that formula, because a fused kernel replaces it."""
+    """A stage whose traits declare a moment of Adam computes that formula, for which a fused kernel is run."""
     for block in case.blocks:
         if (moment := case.stage.cached_traits(block).moment) is None:
             continue
