@@ -1,6 +1,6 @@
 """Recipes, and the optimizers they become."""
 
-from .checkpoint.trainer_callback import ConsolidateOnSave as ConsolidateOnSave
+from .checkpoint.consolidation import ConsolidateOnSave as ConsolidateOnSave
 from .convert_storage import convert_storage as convert_storage
 from .inspect.reporting import RoutedParameter as RoutedParameter
 from .inspect.table import Inspection as Inspection

@@ -1,4 +1,4 @@
-"""Conversion of a state dict to another `storage`: explicit, because another rounding is another trajectory."""
+"""Conversion of a state dict to another `storage`. It is explicit, because another rounding is another trajectory."""
 
 from __future__ import annotations
 
@@ -20,11 +20,20 @@ from .state.shown_state import is_host_key
 
 
 def convert_storage(state_dict: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """The state dict of a run with another `storage`, as `optimizer.load_state_dict` takes it; nothing is changed.
+    """Convert a state dict to the `storage` of an optimizer.
 
-    Every slot is decoded from the storage that it was saved in and encoded, to nearest, in the optimizer's. The recipes
-    must be the same but for `storage`, the parameters the same and trained on both sides, and the checkpoint must have
-    been taken in training mode. Raises ValueError otherwise.
+    Every slot is decoded from its saved storage and encoded, rounding to nearest, in the optimizer's storage.
+
+    Args:
+        state_dict: state dict of a run whose recipe differs in `storage` only. It is not changed.
+        optimizer: an optimizer of the same parameters. It is not changed.
+
+    Returns:
+        A state dict for `optimizer.load_state_dict`.
+
+    Raises:
+        ValueError: the recipes differ in more than `storage`, the trained parameters differ, or the state dict was
+            saved in evaluation mode.
     """
     with isolation(optimizer):
         return _converted(state_dict, optimizer)
@@ -35,16 +44,19 @@ def _converted(state_dict: Mapping[str, Any], optimizer: Optimizer) -> dict[str,
     texts = {str(group.get("recipe")) for group in groups}
     modes = {group.get("iterate", "train") for group in groups}
     if len(texts) != 1 or modes != {"train"}:
-        raise ValueError("state_dict: one recipe for all groups, and iterates to train, are required for a conversion")
+        raise ValueError(
+            "state_dict: a conversion needs one recipe in all groups and the iterate of training; save after "
+            "optimizer.train()"
+        )
     recipe = load_recipe(texts.pop())
     _require_alike(recipe, optimizer.recipe)
-    source, target = _twin(optimizer, recipe), _twin(optimizer, optimizer.recipe)
+    source, target = _fresh_copy(optimizer, recipe), _fresh_copy(optimizer, optimizer.recipe)
     source.load_state_dict(dict(state_dict))
     pairs = list(zip(source.stack_states(), target.stack_states(), strict=False))
     if len(source.stack_states()) != len(target.stack_states()) or any(
         a.stack.grids != b.stack.grids for a, b in pairs
     ):
-        raise ValueError("state_dict: the same parameters must be trained on both sides of a conversion")
+        raise ValueError("state_dict: the trained parameters differ from the optimizer's; freeze the same ones")
     for old, new in pairs:
         _recode(old, new)
     for parameter, state in source.state.items():
@@ -68,11 +80,13 @@ def _require_alike(saved: Recipe, wanted: Recipe) -> None:
     ]
     changed = differences(*plain)
     if changed:
-        raise ValueError("state_dict: another recipe than its storage alone (saved -> wanted):\n" + "\n".join(changed))
+        raise ValueError(
+            "state_dict: the recipes differ in more than storage (saved -> wanted):\n" + "\n".join(changed)
+        )
 
 
-def _twin(optimizer: Optimizer, recipe: Recipe) -> Optimizer:
-    """An optimizer of the same parameters with fresh state, which is never stepped."""
+def _fresh_copy(optimizer: Optimizer, recipe: Recipe) -> Optimizer:
+    """Return an optimizer of the same parameters with new state. It is never stepped."""
     infos, groups = {}, []
     for index, group in enumerate(optimizer.param_groups):
         names = group.get("param_names")

@@ -1,10 +1,10 @@
-"""Isolation of what an optimizer computes from the contexts that its caller is in.
+"""Isolation of an optimizer's computations from the contexts of its caller.
 
-A step under `torch.autocast`, `torch.inference_mode`, a `FakeTensorMode` or `torch.compile` is the step outside of
-them: every public method that computes enters `isolation` or is `isolated`. Default dtype and default device are left
-as they are, because the first belongs to all threads: every tensor in this package is made with both named, which a
-test checks in the source. Global settings of accuracy (`torch.set_float32_matmul_precision`,
-`torch.use_deterministic_algorithms`) are the user's wish and stay.
+A step under `torch.autocast`, `torch.inference_mode`, a `FakeTensorMode` or `torch.compile` equals the step outside of
+them. For that, every public method that computes enters `isolation` or is decorated with `isolated`. The default dtype
+belongs to all threads and is not changed; instead, every tensor in this package is made with an explicit dtype and
+device, which a test checks in the source. Global settings of accuracy (`torch.set_float32_matmul_precision`,
+`torch.use_deterministic_algorithms`) are the user's choice and stay.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from eigengraft.numerics import active_fake_mode, fake_mode
 
 
 class _Grouped(Protocol):
-    """An optimizer, of which only the parameters are read."""
+    """An optimizer. Only its parameters are read."""
 
     param_groups: list[dict[str, Any]]
 
@@ -36,8 +36,8 @@ _T = TypeVar("_T")
 def kept_from_compiler(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """Keep torch.compile from tracing a function and the functions that it calls.
 
-    `torch.compiler.disable` does the same, and imports the compiler, which takes a second. Here nothing is imported:
-    before somebody else has imported the compiler nothing can be traced.
+    `torch.compiler.disable` does the same but imports the compiler, which takes a second. This function imports
+    nothing: as long as nobody has imported the compiler, nothing can be traced.
     """
     disabled = _disable_dynamo(function)
 
@@ -49,9 +49,10 @@ def kept_from_compiler(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def without_dynamo(method: Callable[_P, _T]) -> Callable[_P, _T]:
-    """A bound method without `torch._disable_dynamo`, whose first call imports torch.compile, which takes a second.
+    """Return a bound method without its decorator `torch._disable_dynamo`.
 
-    Where torch.compile is imported already, or something else has wrapped the method too, it stays as it is.
+    The first call of the decorated method would import torch.compile, which takes a second. The method is returned
+    unchanged if torch.compile is imported already, or if something else has wrapped it too.
     """
     plain: Callable[..., _T] | None = getattr(method, "__wrapped__", None)
     if "torch._dynamo" in sys.modules or plain is None or hasattr(plain, "__wrapped__"):
@@ -71,9 +72,9 @@ def isolated(method: Callable[Concatenate[_O, _P], _T]) -> Callable[Concatenate[
 
 
 def isolation(optimizer: _Grouped) -> AbstractContextManager[Any]:
-    """A context without gradients, autocast and inference mode, in the fake mode of the optimizer's parameters if any.
+    """Return a context without gradients, autocast and inference mode, in the fake mode of the parameters if any.
 
-    What is off already is not entered: in ordinary surroundings this is `torch.no_grad()`.
+    Modes that are off already are not entered. In ordinary surroundings the context is `torch.no_grad()`.
     """
     contexts: list[AbstractContextManager[Any]] = []
     own = next((parameter for group in optimizer.param_groups for parameter in group["params"]), None)
@@ -88,15 +89,16 @@ def isolation(optimizer: _Grouped) -> AbstractContextManager[Any]:
 
 
 def without_autocast() -> AbstractContextManager[Any]:
-    """A context without autocast, on devices of any type."""
+    """Return a context without autocast, for all types of devices."""
     contexts = _without_autocast()
     return _entered(contexts) if contexts else nullcontext()
 
 
 def in_surroundings(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """The function as it would run if it were called here: under the autocast and inference mode of this place.
+    """Return a function that runs under the autocast and inference mode that are active now.
 
-    For a closure, which a step calls within its isolation. It runs with gradients, unless inference mode forbids them.
+    It serves closures, which a step calls within its isolation. They run with gradients, unless inference mode forbids
+    gradients.
     """
     devices = {device: torch.get_autocast_dtype(device) for device in _autocast_devices()}
     inference, cached = torch.is_inference_mode_enabled(), torch.is_autocast_cache_enabled()
@@ -113,13 +115,13 @@ def in_surroundings(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def _without_autocast() -> list[AbstractContextManager[Any]]:
-    """Contexts that end the autocast of this place."""
+    """Return contexts that disable the active autocast."""
     return [torch.autocast(device, enabled=False) for device in _autocast_devices()]
 
 
 @contextmanager
 def _fresh_casts() -> Iterator[None]:
-    """Make autocast cast parameters anew after this context, which changes them: it keeps casts of the old values."""
+    """Clear autocast's cache of casted parameters at the end of the context, in which the parameters change."""
     try:
         yield
     finally:
@@ -127,7 +129,7 @@ def _fresh_casts() -> Iterator[None]:
 
 
 def _autocast_devices() -> list[str]:
-    """Types of devices under autocast now."""
+    """Return the types of devices for which autocast is active."""
     if not torch._C._is_any_autocast_enabled():
         return []
     accelerator = torch.accelerator.current_accelerator()
@@ -137,7 +139,7 @@ def _autocast_devices() -> list[str]:
 
 @contextmanager
 def _entered(contexts: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
-    """All of the contexts, entered in their order."""
+    """Enter all contexts in their order."""
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)

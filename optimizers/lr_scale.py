@@ -1,4 +1,4 @@
-"""Learning rates that carry over to other widths: a factor for every matrix, from its role, shape and update."""
+"""Learning rates that transfer between widths: a factor for every matrix, from its role, shape and update."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from eigengraft.preconditioners import Stage
 from eigengraft.preconditioners.base import chain_bounds
 
 MATRIX_ROLES = ("hidden", "head")
-"""Roles of parameters that sum over as many inputs as a matrix has columns; all others take one input at a time."""
+"""Roles whose outputs sum over all columns of the matrix. Parameters of other roles read one input at a time."""
 
 
 class LearningRateScale(Component):
@@ -23,7 +23,7 @@ class LearningRateScale(Component):
     outputs and n inputs has the spectral norm sqrt(m / n). s is that of a direction of the chain at its largest:
     sqrt(m n) where entries have the size 1 (Adam, SOAP, signs), so that f = 1 / n; 1 after `spectral` (Muon), so that
     f = sqrt(m / n). Factors of stages (`scale`) count in s and so cancel. m and n are those of the whole matrix, as its
-    view tells them, before blocks and shards. Embeddings, vectors and biases take one input at a time, n = 1.
+    view defines them, before blocks and shards. Embeddings, vectors and biases read one input at a time, n = 1.
     Decoupled weight decay is not scaled.
     base_width: b.  f(m, n) / f(b, b) for matrices, 1 for all else: learning rates relative to a model of width b, where
     hidden matrices b x b keep the recipe's own. This is muP (Yang et al. 2021, arXiv:2203.03466, Table 3) for Adam.
@@ -36,9 +36,12 @@ class LearningRateScale(Component):
     )
 
     def factor(self, chain: Sequence[Stage], role: str, matrix: tuple[int, ...], path: str = "update") -> float:
-        """f for one matrix [m, ...] of a parameter with that role. Raises ValueError for a chain of unknown size.
+        """Return f for one matrix [m, ...] of a parameter with a role.
 
-        path: what errors call the chain.
+        path: path of the chain, for errors.
+
+        Raises:
+            ValueError: the spectral norm of the chain's directions is unknown.
         """
         m, n = (matrix[0] if matrix else 1), math.prod(matrix[1:])
         if role == "embedding":
@@ -55,8 +58,8 @@ def _spectral(chain: Sequence[Stage], m: int, n: int, path: str) -> float:
     size, _ = chain_bounds(tuple(chain), (m, n))
     if size is None:
         raise ValueError(
-            f"lr_scale: directions whose spectral norm follows from their shape are required, as Adam's, SOAP's and "
-            f"Muon's, got those of {path}: {', '.join(stage.label for stage in chain)}"
+            f"lr_scale: the spectral norm of the directions of {path} ({', '.join(stage.label for stage in chain)}) "
+            "does not follow from their shape, as it does for Adam, SOAP and Muon; remove lr_scale or change the chain"
         )
     return math.sqrt(m / n) / size
 
@@ -69,4 +72,4 @@ LRScale = Annotated[
     LearningRateScale | None,
     BeforeValidator(_named, json_schema_input_type=LearningRateScale | Literal["spectral"] | None),
 ]
-"""How learning rates follow shapes: the word `spectral`, or `base_width`; None: not at all."""
+"""The field `lr_scale` of a recipe: the word `spectral`, or a mapping with `base_width`; None for no scaling."""

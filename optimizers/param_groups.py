@@ -1,4 +1,4 @@
-"""Checks of param groups: options, keys, values, and what routes must be told."""
+"""Checks of param groups: options, keys, values, and the names that routes need."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .write.write import Hyper
 
 _KEYS = ("params", "param_names", "lr", "weight_decay", "name", "initial_lr", "peak_lr", "recipe", "iterate", SCALE)
 _MEANT = ("params", "param_names", "lr", "weight_decay", "peak_lr")
-"""Keys that a user may misspell."""
+"""Keys that a user writes, and may misspell."""
 _NUMBERS = ("lr", "weight_decay", "peak_lr", "initial_lr", "max_lr")
 _OTHER_NAMES = {"learning_rate": "lr", "wd": "weight_decay", "decay": "weight_decay"}
 _IGNORED = ("foreach", "fused", "capturable")
@@ -31,38 +31,44 @@ _OFF = {
     "maximize": "minimize the negative of the loss",
     "differentiable": "no gradient passes through a step",
 }
-"""Options of torch's optimizers that a step has no other way for: what may be done about each."""
+"""Options of torch's optimizers that are not supported, with the advice for each."""
 _OF_WRAPPERS = frozenset({"rho", "alpha"})
-"""Options of torch's Adadelta, RMSprop and ASGD that are also keys which wrappers of optimizers (SAM, LookSAM) put into
-the groups of the optimizer that they wrap."""
+"""Options of torch's Adadelta, RMSprop and ASGD whose names wrappers of optimizers (SAM, LookSAM) also write into the
+groups of the wrapped optimizer."""
 _TAKEN = frozenset((*_KEYS, *_IGNORED, *_OFF))
 WHOLE_SHARDS = "use torch.distributed.fsdp.fully_shard (FSDP2)"
-"""What to do instead where a host cuts flat pieces."""
+"""Remedy for wrappers that shard parameters as flat pieces."""
 
 
 def check_options(given: Mapping[str, Any], who: str) -> None:
-    """Says once what has no effect, among options of torch's optimizers; raises for one that would have.
+    """Warn of options of torch's optimizers that have no effect here.
 
-    `TypeError` for any other option, `ValueError` for one that must be off.
+    Raises:
+        TypeError: an option is unknown.
+        ValueError: an option is not supported and not off.
     """
     for key, value in given.items():
         if key not in (*_IGNORED, *_OFF):
-            raise TypeError(f"{who}: lr and weight_decay are the options, got '{key}'; the recipe says the rest")
+            raise TypeError(f"{who}: '{key}' is no option; lr and weight_decay are, the recipe declares all else")
         if key in _OFF and value:
-            raise ValueError(f"{who}: {key}=False is required, got {value!r}; {_OFF[key]}")
+            raise ValueError(f"{who}: {key} is not supported, got {value!r}; {_OFF[key]}")
     asked = [key for key in _IGNORED if given.get(key)]
     if asked:
         warn_user(f"{who}: {', '.join(asked)}: no effect, all blocks of a shape are computed at once")
 
 
 def own_keys(group: Mapping[str, Any], recipe: str) -> dict[str, Any]:
-    """A param group without options of torch's optimizers that have no effect. Keys of the user's stay.
+    """Return a param group without options of torch's optimizers that have no effect. The user's own keys stay.
 
-    recipe: what the optimizer writes into its groups. Raises ValueError for another recipe there, and for a key that
-    would have an effect elsewhere: an option of torch's optimizers, a field of recipes, a key that is misspelt.
+    recipe: JSON text of the optimizer's recipe.
+
+    Raises:
+        ValueError: the group has another recipe, or a key that the user expects to have an effect: an option of torch's
+            optimizers, a field of recipes, or a misspelt key.
+        TypeError: the group is no mapping.
     """
     if not isinstance(group, Mapping):
-        raise TypeError(f"param group: a mapping with 'params' is required, got a {type(group).__name__}")
+        raise TypeError(f"param group: it must be a mapping with 'params', got a {type(group).__name__}")
     options = {key: group[key] for key in (*_IGNORED, *_OFF) if key in group}
     check_options(options, "param group")
     for key in group:
@@ -73,41 +79,43 @@ def own_keys(group: Mapping[str, Any], recipe: str) -> dict[str, Any]:
         if meant or key in _elsewhere():
             hint = f", did you mean '{meant}'?" if meant else ""
             raise ValueError(
-                f"param group: the keys are params, lr and weight_decay, got '{key}'{hint}; the recipe says the rest"
+                f"param group: '{key}' is no key of a group{hint or ';'} the keys are params, lr and weight_decay, "
+                "and the recipe declares all else"
             )
         warn_user(f"param group: '{key}' stays in the group, and has no effect on steps")
     if "params" not in group:
-        raise ValueError(f"param group: a mapping with 'params' is required, got the keys {[*group]}")
+        raise ValueError(f"param group: 'params' is missing, got the keys {[*group]}")
     if group.get("recipe", recipe) != recipe:
         raise ValueError(
-            "param group: one recipe for all groups is required (its `routes` tell parameters apart), got 'recipe'"
+            "param group: 'recipe' cannot differ between groups; an optimizer has one recipe, whose `routes` send "
+            "parameters to different updates"
         )
     return {key: plain(value) if key in _NUMBERS else value for key, value in group.items() if key not in options}
 
 
 def warn_of_options(groups: Iterable[Mapping[str, Any]], recipe: Recipe) -> None:
-    """Warns of what was put into a group by hand and belongs to the recipe; other keys are the user's.
+    """Warn of keys in a group that have no effect because the recipe declares them. Other keys are the user's.
 
-    That is an option of torch's optimizers (`group["momentum"] = 0.5`), a field of recipes or one of a stage of this
-    recipe (`group["beta"] = 0.5`), which the warning has the path of.
+    Such a key is an option of torch's optimizers (`group["momentum"] = 0.5`), a field of recipes, or a field of one of
+    this recipe's stages (`group["beta"] = 0.5`). The warning names the path in the recipe.
     """
     for group in groups:
         for key in sorted(group.keys() - _TAKEN):
             paths = _paths_of(key, recipe)
             if paths or key in _elsewhere():
-                there = f"{', '.join(paths)} of the recipe says it" if paths else "the recipe says it"
+                there = f"change {', '.join(paths)} in the recipe" if paths else "change the recipe instead"
                 warn_user(f"param group: '{key}' has no effect on steps; {there}")
 
 
 def _paths_of(key: str, recipe: Recipe) -> list[str]:
-    """Dotted paths of the stages' fields of this name."""
+    """Return the dotted paths of the stages' fields with this name."""
     stages = [found for at, rule in recipe.updates().items() for found in rule.stages(at)]
     return [f"{path}.{key}" for path, stage in stages if key in type(stage).model_fields]
 
 
 @cache
 def _elsewhere() -> frozenset[str]:
-    """Options of torch's optimizers and fields of recipes, but for names that wrappers and schedulers use."""
+    """Return options of torch's optimizers and fields of recipes, without names that wrappers and schedulers use."""
     classes = [cls for cls in vars(torch.optim).values() if isinstance(cls, type)]
     options = [key for cls in classes if issubclass(cls, torch.optim.Optimizer) for key in signature(cls).parameters]
     return (frozenset(options) - _OF_WRAPPERS) | (Recipe.model_fields.keys() - {"lr_scale"})
@@ -116,37 +124,39 @@ def _elsewhere() -> frozenset[str]:
 def check_values(group: Mapping[str, Any]) -> None:
     """Raise ValueError for a learning rate, weight decay or parameter that cannot be used.
 
-    Integer parameters, as quantized base weights are, can have no gradient: they pass and stay frozen.
+    Integer parameters, such as quantized base weights, can have no gradient. They are accepted and stay frozen.
     """
     for key in ("lr", "weight_decay", *(["peak_lr"] if "peak_lr" in group else [])):
         value = number(group, key)
         if not math.isfinite(value):
-            raise ValueError(f"{key}: a finite number >= 0 is required, got {float(value)}")
+            raise ValueError(f"{key}: it must be a finite number >= 0, got {float(value)}")
     names, first = group.get("param_names", ()), dict[int, str]()
     for position, parameter in enumerate(group["params"]):
         name = names[position] if names else f"parameter {position}"
         if parameter.is_inference():
             raise ValueError(
-                f"params: {name}: a parameter made outside of torch.inference_mode is required, got one made inside, "
-                "which has no gradient and cannot be changed outside; make or load the model before entering it"
+                f"params: {name} was made in torch.inference_mode, so it has no gradient and cannot be updated; make "
+                "or load the model outside of torch.inference_mode"
             )
         if id(parameter) in first:
             raise ValueError(
-                f"params: each parameter once is required, got {first[id(parameter)]} again as {name}; "
-                "model.named_parameters() lists a shared parameter once"
+                f"params: {first[id(parameter)]} is there again as {name}; pass every parameter once, as "
+                "model.named_parameters() does"
             )
         first[id(parameter)] = name
 
 
 def first_peak(group: Mapping[str, Any]) -> float:
-    """The largest learning rate that a new group and the schedulers before it speak of."""
+    """Return the largest learning rate in a new group: its `lr`, or a rate that a scheduler has written into it."""
     return max(float(group[key]) for key in ("lr", "initial_lr", "max_lr") if _is_number(group.get(key)))
 
 
 def read_hyper(group: MutableMapping[str, Any], relative: bool) -> Hyper:
-    """Values of a param group at one step. Rates of numpy become Python's, so that weights_only reads a checkpoint.
+    """Read the hyper-parameters of a param group for one step.
 
-    relative: whether the recipe depends on the peak of the learning rate, which follows it then.
+    Numbers of numpy are replaced by Python's, so that `torch.load(weights_only=True)` reads a checkpoint.
+
+    relative: True if the recipe depends on the peak of the learning rate. The peak is then updated.
     """
     for key in ("lr", "weight_decay"):
         if isinstance(group.get(key), np.number):
@@ -157,10 +167,10 @@ def read_hyper(group: MutableMapping[str, Any], relative: bool) -> Hyper:
 
 
 def peak_at(group: Mapping[str, Any], lr: float | Tensor) -> float:
-    """The peak of the group's learning rate in a step with `lr`.
+    """Return the peak of the group's learning rate in a step with `lr`.
 
-    It is the group's `peak_lr`, its `max_lr`, which OneCycleLR writes into groups, or an `lr` that is larger by more
-    than rounding. An lr on a device is not read.
+    The peak is the largest of `peak_lr`, `max_lr` (which OneCycleLR writes into groups), and `lr` if it is larger by
+    more than rounding. An lr on a device is not read.
     """
     known = float(group["peak_lr"])
     peak = max(known, float(group["max_lr"])) if _is_number(group.get("max_lr")) else known
@@ -172,10 +182,10 @@ def _is_number(value: Any) -> bool:
 
 
 def flat_piece(parameter: Tensor) -> str:
-    """What a tensor is that FSDP1 or DeepSpeed's ZeRO has in place of matrices, and the remedy; empty: it is none.
+    """Return an error text if a tensor is a flat shard of FSDP1 or of DeepSpeed's ZeRO-3, else "".
 
-    Both put marks on their tensors: torch `_fsdp_flattened`, DeepSpeed's stage 3 `ds_id` and, on parameters of the
-    model, `ds_shape`, whose values are on other ranks most of the time.
+    Both mark their tensors. FSDP1 sets `_fsdp_flattened`. ZeRO-3 sets `ds_id`, and on parameters of the model also
+    `ds_shape`; their values are on other ranks most of the time.
     """
     if getattr(parameter, "_fsdp_flattened", False):
         return f"a flat one of FullyShardedDataParallel (FSDP1); {WHOLE_SHARDS}"
@@ -187,37 +197,42 @@ def flat_piece(parameter: Tensor) -> str:
 def group_infos(
     group: Mapping[str, Any], known: Mapping[int, ParamInfo] | None, taken: Container[str]
 ) -> list[ParamInfo]:
-    """Descriptions of a group's parameters; known: by id, what was found before; taken: names of other parameters."""
+    """Return descriptions of a group's parameters.
+
+    known: descriptions by id of the parameter, from `describe_model`; None if the model is unknown.
+    taken: names of parameters in other groups.
+    """
     if known is None:
         known = describe_named(list(zip(group.get("param_names", ()), group["params"], strict=False)), taken)
     return [known.get(id(parameter)) or describe_unnamed(parameter) for parameter in group["params"]]
 
 
 def require_facts(recipe: Recipe, infos: Iterable[ParamInfo]) -> None:
-    """Raises ValueError for a parameter with two axes or more of which routes ask what nobody has told.
+    """Raise ValueError if routes select by name, role or module and a parameter of two or more axes has no name.
 
-    What has fewer axes is a vector or a scalar under any name; a matrix may be an embedding, a head or neither.
+    Without a name, nobody knows whether a matrix is an embedding, an output head or neither. Vectors and scalars need
+    no name.
     """
     matches = {route.name: route.match for route in recipe.routes}
     telling = [name for name, m in matches.items() if m.role or m.name or m.module or m.pair is not None]
     unknown = next((info for info in infos if info.name is None and not info.modules and len(info.shape) > 1), None)
     if telling and unknown is not None:
         raise ValueError(
-            f"params: names are required, because routes.{telling[0]} of the recipe takes parameters by what they are, "
-            f"got a parameter of shape {unknown.shape} without a name; pass the model to eigengraft.compose, or pass "
+            f"params: a parameter of shape {unknown.shape} has no name, and routes.{telling[0]} of the recipe selects "
+            "parameters by name, role or module; pass the model to eigengraft.compose, or pass "
             "model.named_parameters(), or set `routes` (`[]` updates all parameters alike)"
         )
 
 
 def number(group: Mapping[str, Any], key: str) -> float | Tensor:
-    """The value of a group as a float; a tensor on a device is returned unread, so that the host never waits for it."""
+    """Return a number of a group as a float. A tensor on a device is returned unread, so that the host never waits."""
     value = group.get(key)
     if isinstance(value, Tensor) and value.numel() != 1:
-        raise ValueError(f"{key}: a number or a tensor with one element is required, got shape {tuple(value.shape)}")
+        raise ValueError(f"{key}: it must be a number or a tensor with one element, got shape {tuple(value.shape)}")
     if isinstance(value, bool) or not isinstance(value, (int, float, Tensor, np.number)):
-        raise ValueError(f"{key}: a number is required, got {value!r}")
+        raise ValueError(f"{key}: it must be a number, got {value!r}")
     if isinstance(value, Tensor) and value.device.type != "cpu":
         return value
     if not float(value) >= 0:
-        raise ValueError(f"{key}: a finite number >= 0 is required, got {float(value)}")
+        raise ValueError(f"{key}: it must be a finite number >= 0, got {float(value)}")
     return float(value)

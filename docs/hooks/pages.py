@@ -9,6 +9,7 @@ from mkdocs.structure.files import File, Files
 
 import commands
 import components
+import gallery
 import recipes
 import repository
 
@@ -25,11 +26,12 @@ def reference() -> tuple[Pages, list[Any]]:
     pages |= families | declared | shipped
     pages["reference/families.md"] = components.index_page()
     pages["reference/recipes/index.md"] = recipes.index_page()
+    pages["reference/gallery.md"] = gallery.page()
     navigation = [
         "reference/commands.md",
         *declared,
         {"Families": ["reference/families.md", *families]},
-        {"Recipes": ["reference/recipes/index.md", *shipped]},
+        {"Recipes": ["reference/recipes/index.md", {"Gallery": "reference/gallery.md"}, *shipped]},
     ]
     return pages, navigation
 

@@ -1,8 +1,8 @@
-"""The full state of an optimizer that is divided over ranks, gathered on all of them or on one."""
+"""The full state of an optimizer whose state is sharded over ranks, gathered on all ranks or on one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,31 +12,32 @@ from torch import Tensor
 
 from eigengraft.distributed.rank_group import DistributedError, RankGroup
 
-from ..state.composed import ComposedOptimizer
+from ..state.param_sets import ComposedOptimizer
 from ..state.shown_state import host_state
 from .sharded_state import ShardedStateDict, full_tensor, gathered, shard_hook, sharded_state
 
 GATHER_FIRST = (
-    "where a host asks one rank alone for the state dict, all ranks must gather it there before: with Hugging Face's "
+    "if a training framework saves on one rank alone, all ranks must gather the state first: with Hugging Face's "
     "Trainer add `callbacks=[eigengraft.optimizers.ConsolidateOnSave()]` to its arguments, with accelerate "
     "`accelerator.register_save_state_pre_hook(lambda *_: optimizer.consolidate_state_dict())`, elsewhere call "
     "`optimizer.consolidate_state_dict()` on every rank"
 )
+"""Remedy in errors of collectives that not every rank has called."""
 
 
 @dataclass(frozen=True)
 class ConsolidatedState:
-    """The full state on one rank, until it changes.
+    """The full state, gathered on one rank. It is valid until the next change of the state.
 
-    rank: which rank has it.
-    state: by index of the parameter; None on other ranks.
+    rank: the rank that stores it.
+    state: state by index of the parameter; None on all other ranks.
     """
 
     rank: int
     state: dict[int, dict[str, Tensor]] | None
 
     def shown(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """A state dict with the state; on other ranks one without, which cannot be pickled."""
+        """Return the state dict with the full state. On other ranks its state is empty, and it cannot be pickled."""
         if self.state is None:
             return ShardedStateDict({**state_dict, "state": {}})
         return {**state_dict, "state": self.state}
@@ -44,7 +45,7 @@ class ConsolidatedState:
 
 @contextmanager
 def divided_state(optimizer: ComposedOptimizer) -> Iterator[None]:
-    """Makes torch's `state_dict` show state that is divided over ranks, and names without wrappers."""
+    """Make torch's `state_dict` contain DTensors for sharded state, and names without wrappers, within the context."""
     handle = optimizer.register_state_dict_post_hook(_state_hook, prepend=True)
     try:
         yield
@@ -53,7 +54,7 @@ def divided_state(optimizer: ComposedOptimizer) -> Iterator[None]:
 
 
 def full_state(optimizer: ComposedOptimizer) -> dict[str, Any]:
-    """The state dict of an optimizer with plain tensors on the CPU; all ranks call it."""
+    """Return the state dict of an optimizer with plain tensors on the CPU. All ranks must call it."""
     optimizer.param_sets.consolidated = None
     state_dict = optimizer.state_dict()
     with _all_ranks("full_state_dict"):
@@ -62,12 +63,21 @@ def full_state(optimizer: ComposedOptimizer) -> dict[str, Any]:
 
 
 def consolidate(optimizer: ComposedOptimizer, to: int) -> None:
-    """Gathers the state on rank `to` of the default process group, which keeps it on the CPU; all ranks call it."""
+    """Gather the state on rank `to` of the default process group, on the CPU. All ranks must call it.
+
+    The next `state_dict()` of that rank returns the gathered state.
+
+    Raises:
+        ValueError: rank `to` does not share all parameters.
+        DistributedError: a rank does not call it.
+    """
     param_sets = optimizer.param_sets
     rank_groups = _rank_groups(optimizer)
     for rank_group in rank_groups:
         if to not in dist.get_process_group_ranks(rank_group.all_ranks.group):
-            raise ValueError(f"consolidate_state_dict: a rank that shares all parameters is required, got {to}")
+            raise ValueError(
+                f"consolidate_state_dict: rank {to} does not share all parameters; choose a rank that does"
+            )
     if not rank_groups:
         return
     here = dist.get_rank() == to
@@ -88,7 +98,7 @@ def consolidate(optimizer: ComposedOptimizer, to: int) -> None:
 
 
 def _state_hook(optimizer: ComposedOptimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-    """State dict hook: names without wrappers, and state as this rank has it to show."""
+    """Complete a state dict (a hook of torch): names without wrappers, and sharded or consolidated state."""
     for saved, infos in zip(state_dict["param_groups"], optimizer.param_sets.infos, strict=True):
         if "param_names" in saved:
             # Names of a loaded checkpoint stay where there are none.
@@ -103,22 +113,57 @@ def _state_hook(optimizer: ComposedOptimizer, state_dict: dict[str, Any]) -> dic
 
 
 def _rank_groups(optimizer: ComposedOptimizer) -> list[RankGroup]:
-    """The ranks that share parameters, each group of ranks once."""
+    """Return the groups of ranks that share parameters, each group once."""
     found = (param_set.rank_group for param_set in optimizer.param_sets)
     return list(dict.fromkeys(rank_group for rank_group in found if rank_group is not None))
 
 
 def _synchronize(rank_groups: list[RankGroup], what: str) -> None:
-    """Wait for all ranks before anything is gathered, so that a rank that never comes does no harm."""
+    """Wait for all ranks before anything is gathered, so that a missing rank leads to an error and not to a hang."""
     for rank_group in rank_groups:
         rank_group.all_ranks.synchronize(what, GATHER_FIRST)
 
 
 @contextmanager
 def _all_ranks(what: str) -> Iterator[None]:
-    """Says of a collective that fails that all ranks must call `what`."""
+    """Add to the error of a failed collective that all ranks must call `what`."""
     try:
         yield
     except DistributedError as error:
         remedy = "" if GATHER_FIRST in str(error) else f"; {GATHER_FIRST}"
         raise DistributedError(f"{what}: all ranks must call it{remedy}. Here: {error}") from error
+
+
+class ConsolidateOnSave:
+    """A callback for Hugging Face's Trainer that gathers the state before Trainer saves.
+
+    Use it as `Trainer(callbacks=[ConsolidateOnSave()])`. Under DDP, Trainer asks one rank alone for the optimizer's
+    state dict. The callback calls `consolidate_state_dict` on all ranks before. It does not import transformers, and
+    ignores all events but three.
+    """
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Gather after a step that Trainer saves."""
+        _consolidate(args, control.should_save, others)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Gather after an epoch that Trainer saves."""
+        _consolidate(args, control.should_save, others)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Gather after an evaluation if Trainer saves the best model, which it chooses only after this event."""
+        _consolidate(args, getattr(args, "save_strategy", None) == "best", others)
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if not name.startswith("on_"):
+            raise AttributeError(name)
+        return lambda *_, **__: None
+
+
+def _consolidate(args: Any, saves: bool, others: dict[str, Any]) -> None:
+    """Gather the state of an event's optimizer on rank 0. accelerate may have wrapped the optimizer."""
+    optimizer = others.get("optimizer")
+    while optimizer is not None and not hasattr(optimizer, "consolidate_state_dict"):
+        optimizer = getattr(optimizer, "optimizer", None)
+    if saves and optimizer is not None and not getattr(args, "save_only_model", False):
+        optimizer.consolidate_state_dict(to=0)

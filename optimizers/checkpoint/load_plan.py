@@ -1,4 +1,4 @@
-"""Loading of state dicts: strict, bit-exact, the same on all ranks, and without torch's casts of state."""
+"""Loading of state dicts: strict, bit-exact, equal on all ranks, and without torch's casts of state."""
 
 from __future__ import annotations
 
@@ -17,26 +17,24 @@ from eigengraft.distributed.checks import gather_differences
 from eigengraft.errors import first_lines, name_some, warn_user
 from eigengraft.slots import FORMAT, StateKey
 
-from ..state.composed import ComposedOptimizer
 from ..state.manifest import manifest
-from ..state.param_sets import StateValues
+from ..state.param_sets import ComposedOptimizer, StateValues
 from ..state.shown_state import host_state, is_host_key, own_state
 from ..step.step import ParamSet
 from ..write.averaging import Mode
-from .compare_groups import compare_groups, saved_mode
-from .compare_recipes import RecipeChange
+from .compare import RecipeChange, compare_groups, saved_mode
 from .sharded_state import full_tensor, local_state
 
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """A state dict that was checked against an optimizer and is not loaded yet.
+    """A state dict that has been checked against an optimizer and is not loaded yet.
 
-    mode: which iterate the saved parameters hold.
-    batches: for each batch of param groups, the parameter sets it will have and the values of their state.
-    state: the mapping that the optimizer showed before the load and shows after it.
-    extra: entries of the state that belong to no parameter, but to a user.
-    rest: the state dict without its state, which torch loads.
+    mode: iterate that the saved parameters hold.
+    batches: for each batch of param groups, its parameter sets after the load and the values of their state.
+    state: the optimizer's `state` mapping, which stays the same object.
+    extra: entries of the user in the saved state that belong to no parameter.
+    rest: the state dict without its state, for torch to load.
     """
 
     mode: Mode
@@ -47,7 +45,11 @@ class LoadPlan:
 
     @classmethod
     def check(cls, optimizer: ComposedOptimizer, state_dict: Any) -> Self:
-        """The plan to load a state dict; ValueError on all ranks, and nothing changed, if it does not fit on one."""
+        """Check a state dict and return the plan to load it. Nothing changes.
+
+        Raises:
+            ValueError: the state dict does not fit on this rank or on another one. All ranks raise.
+        """
         _require_state_dict(state_dict)
         saved = state_dict["param_groups"]
         keys, change = compare_groups(optimizer.param_groups, optimizer.param_sets.infos, saved)
@@ -69,14 +71,14 @@ class LoadPlan:
         param_sets = [*optimizer.param_sets, *(one for own, _ in batches for one in own)]
         faults += _absent_elsewhere(param_sets, [values for _, values in batches])
         _refuse(faults, param_sets, change)
-        for word in filter(None, (change.word(), _word_of_fresh(batches))):
-            warn_user(word)
+        for warning in filter(None, (change.warning(), _fresh_warning(batches))):
+            warn_user(warning)
         local = [(param_sets, _local_values(param_sets, values, mode)) for param_sets, values in batches]
         rest = [_loaded_group(*pair) for pair in zip(optimizer.param_groups, saved, strict=True)]
         return cls(mode, local, optimizer.state, extra, {**state_dict, "state": {}, "param_groups": rest})
 
     def install(self, optimizer: ComposedOptimizer) -> None:
-        """Puts the values into the optimizer, whose param groups torch has just replaced by the saved ones."""
+        """Copy the values into the optimizer, after torch has replaced its param groups by the saved groups."""
         optimizer.state = self.state
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -91,10 +93,10 @@ class LoadPlan:
 
 @contextmanager
 def strict_loading(optimizer: ComposedOptimizer, state_dict: Any) -> Iterator[None]:
-    """Makes torch's `load_state_dict` check the state dict last before it loads, and install the plan first after it.
+    """Add the check of a state dict, and the installation of its plan, to torch's `load_state_dict` in this context.
 
-    Load hooks of the user see what they see in torch: earlier ones may change the state dict, later ones find the
-    loaded state.
+    The check is the last hook before the load and the installation the first one after it. So hooks of the user work as
+    in torch: pre-hooks may change the state dict, and post-hooks find the loaded state.
     """
     _require_state_dict(state_dict)
     with ExitStack() as hooks:
@@ -112,12 +114,15 @@ def _require_state_dict(given: Any) -> None:
     if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
         hint = "; torch.load reads it from a file" if isinstance(given, str | PathLike) else ""
         raise ValueError(
-            f"state_dict: a mapping with 'state' and 'param_groups' is required, got a {type(given).__name__}{hint}"
+            f"state_dict: it must be a mapping with 'state' and 'param_groups', got a {type(given).__name__}{hint}"
         )
 
 
 def _loaded_group(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """What torch is to load of a saved group: own names before saved ones, and what older versions did not save."""
+    """Return the entries of a saved group for torch to load.
+
+    The optimizer's own parameter names replace saved ones. Entries that older versions did not save are added.
+    """
     filled = {"peak_lr": group["peak_lr"], **saved}
     if "param_names" in group:
         filled.pop("param_names", None)
@@ -125,7 +130,10 @@ def _loaded_group(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[st
 
 
 def _as_saved(parameter: Tensor, state: Any) -> Any:
-    """The state of a parameter, whose number of steps other tools write as a number; entries of hosts on its device."""
+    """Return the saved state of a parameter with its step as a tensor and entries of hosts on its device.
+
+    Some tools save the step as a plain number.
+    """
     if not isinstance(state, Mapping):
         return state
     step = state.get("step")
@@ -135,7 +143,7 @@ def _as_saved(parameter: Tensor, state: Any) -> Any:
 
 
 def _fitting(optimizer: ComposedOptimizer, batch: int, values: Mapping[Tensor, Any]) -> list[ParamSet]:
-    """The parameter sets of a batch, or fresh ones if other parameters were trained there than here."""
+    """Return the parameter sets of a batch, or new ones if the checkpoint trained other parameters."""
     built, saved = optimizer.param_sets.built[batch], {id(p) for p in values if not _is_absent(values[p])}
     if saved == {id(p) for one in built for p in one.parameters}:
         return built
@@ -143,7 +151,7 @@ def _fitting(optimizer: ComposedOptimizer, batch: int, values: Mapping[Tensor, A
 
 
 def _local_values(param_sets: list[ParamSet], values: StateValues, mode: Mode) -> StateValues:
-    """What this rank holds of the values of a batch, which fit; the formats of coded slots are checked too."""
+    """Return this rank's shards of the values of a batch, and check the formats of coded slots."""
     local = dict(values)
     for param_set in param_sets:
         if param_set.rank_group is None:
@@ -158,8 +166,8 @@ def _local_values(param_sets: list[ParamSet], values: StateValues, mode: Mode) -
 
 
 def _refuse(faults: list[str], param_sets: list[ParamSet], change: RecipeChange | None = None) -> None:
-    """Raises ValueError if there are faults, here or on another rank."""
-    message = "\n".join(["state_dict: it does not fit, nothing was loaded:", *first_lines(faults)]) if faults else None
+    """Raise ValueError if there are faults on this rank or on another one."""
+    message = "\n".join(["state_dict does not fit, and nothing was loaded:", *first_lines(faults)]) if faults else None
     if faults and change is not None and change.settings:
         message = change.refusal(first_lines(faults))
     rank_groups = [param_set.rank_group for param_set in param_sets if param_set.rank_group is not None]
@@ -173,19 +181,21 @@ def _refuse(faults: list[str], param_sets: list[ParamSet], change: RecipeChange 
 
 
 def _absent_elsewhere(param_sets: Sequence[ParamSet], batches: Sequence[Mapping[Tensor, Any]]) -> list[str]:
-    """The fault that another rank was given state of other parameters; all ranks call it."""
+    """Return a fault if ranks received the state of different parameters. All ranks must call it."""
     absent = [
         place for place, got in enumerate(chain.from_iterable(own.values() for own in batches)) if _is_absent(got)
     ]
     groups = dict.fromkeys(one.rank_group.all_ranks for one in param_sets if one.rank_group is not None)
     found = [gather_differences(group, {"absent": tuple(absent)}, "agreement on a state dict") for group in groups]
     return (
-        [] if not any(found) else ["state of the same parameters is required on all ranks, got others on another rank"]
+        []
+        if not any(found)
+        else ["another rank received the state of other parameters; load the same file on all ranks"]
     )
 
 
-def _word_of_fresh(batches: Sequence[tuple[list[ParamSet], Mapping[Tensor, Any]]]) -> str:
-    """The warning about parameters without saved state, as ones that were frozen there; empty if there are none."""
+def _fresh_warning(batches: Sequence[tuple[list[ParamSet], Mapping[Tensor, Any]]]) -> str:
+    """Return the warning about parameters without saved state, such as frozen ones, or "" if there are none."""
     fresh = [
         name
         for param_sets, values in batches
@@ -193,7 +203,7 @@ def _word_of_fresh(batches: Sequence[tuple[list[ParamSet], Mapping[Tensor, Any]]
         for name, parameter in zip(one.names, one.parameters, strict=True)
         if _is_absent(values[parameter])
     ]
-    return f"state_dict: no state of {name_some(fresh, 8)}; their state begins afresh" if fresh else ""
+    return f"state_dict: it has no state of {name_some(fresh, 8)}; their state starts from zero" if fresh else ""
 
 
 def _set_faults(param_set: ParamSet, values: Mapping[Tensor, Any], mode: Mode) -> list[str]:
@@ -206,21 +216,21 @@ def _set_faults(param_set: ParamSet, values: Mapping[Tensor, Any], mode: Mode) -
 
 
 def _is_absent(got: Any) -> bool:
-    """Whether a parameter had no state, as one that was frozen there."""
+    """Return True if a parameter has no saved state, as a frozen parameter."""
     return isinstance(got, Mapping) and not own_state(got)
 
 
 def _faults(own: Mapping[str, Any], got: Any) -> list[str]:
-    """What distinguishes the keys, shapes, dtypes and formats of saved state from the optimizer's own."""
+    """Return the differences in keys, shapes, dtypes and formats between saved state and the optimizer's own."""
     if not isinstance(got, Mapping):
-        return [f"a mapping of slots is required, got {type(got).__name__}"]
+        return [f"state must be a mapping of slots, got {type(got).__name__}"]
     faults = [f"missing '{key}'" for key in own if key not in got]
     faults += [f"unexpected '{key}'" for key in got if key not in own and not is_host_key(key)]
     for text in own.keys() & got.keys():
         mine, other, key = own[text], got[text], StateKey.parse(text)
         if not isinstance(other, Tensor) or other.shape != mine.shape or other.dtype != mine.dtype:
             kind = f"{other.dtype} {tuple(other.shape)}" if isinstance(other, Tensor) else type(other).__name__
-            faults.append(f"'{text}' of {mine.dtype} {tuple(mine.shape)} is required, got {kind}")
+            faults.append(f"'{text}' must be {mine.dtype} {tuple(mine.shape)}, got {kind}")
         elif key.part == FORMAT and isinstance(mine, Tensor) and not torch.equal(mine.cpu(), other.cpu()):
             faults.append(f"'{key._replace(part='')}' is stored in another format or with another codebook")
     return sorted(faults)

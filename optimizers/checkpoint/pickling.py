@@ -1,4 +1,4 @@
-"""Pickles and copies of an optimizer: its declaration and state, from which the parameter sets are built again."""
+"""Pickles and copies of an optimizer: its declaration and state, from which parameter sets are built again."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from typing import Any, TypeVar
 import torch
 
 from ..isolation import isolation
-from ..state.composed import ComposedOptimizer
-from ..state.param_sets import ParamSets
+from ..state.param_sets import ComposedOptimizer, ParamSets
 from ..state.shown_state import own_state
 
 T = TypeVar("T", bound=ComposedOptimizer)
 
 
 def snapshot(optimizer: ComposedOptimizer) -> dict[str, Any]:
-    """What a pickle of an optimizer holds."""
+    """Return the contents of an optimizer's pickle."""
     param_sets = optimizer.param_sets
     param_sets.resolve_deferred()
     return {
@@ -35,7 +34,7 @@ def snapshot(optimizer: ComposedOptimizer) -> dict[str, Any]:
 
 
 def restored(cls: type[T], saved: dict[str, Any]) -> T:
-    """The optimizer of a snapshot."""
+    """Build an optimizer from a snapshot."""
     optimizer = cls.__new__(cls)
     state = defaultdict[Any, Any](dict, {key: own for key, own in saved["state"].items() if not torch.is_tensor(key)})
     param_sets = ParamSets(saved["recipe"], saved["checked"], saved["others"])
@@ -47,9 +46,9 @@ def restored(cls: type[T], saved: dict[str, Any]) -> T:
 
 
 def _build(optimizer: ComposedOptimizer, saved: dict[str, Any], state: defaultdict[Any, Any]) -> None:
-    """Builds the parameter sets of an optimizer again, with the state of a snapshot."""
+    """Build the parameter sets of an optimizer again, with the state of a snapshot."""
     param_sets, groups = optimizer.param_sets, optimizer.param_groups
-    for first, end in pairwise([0, *saved["batches"]]):  # owners depend on what was there before
+    for first, end in pairwise([0, *saved["batches"]]):  # owners of a batch depend on the batches before it
         for index in range(first, end):
             param_sets.declare(groups[index]["params"], saved["infos"][index], saved["frozen"][index])
         param_sets.assign(first)

@@ -16,8 +16,7 @@ from eigengraft.numerics import fake_mode
 from ..isolation import kept_from_compiler
 from ..param_groups import WHOLE_SHARDS, check_values, flat_piece
 from ..stacks.placement import ParamSpec
-from ..state.composed import ComposedOptimizer
-from ..state.param_sets import ParamSets, inherit_counts
+from ..state.param_sets import ComposedOptimizer, ParamSets, inherit_counts
 
 
 def adopt_parameters(optimizer: ComposedOptimizer) -> bool:
@@ -77,7 +76,10 @@ def _stepped(param_sets: ParamSets) -> bool:
 def _require_alike(groups: Sequence[Mapping[str, Any]], param_sets: ParamSets) -> None:
     if len(groups) != len(param_sets.parameters):
         made = len(param_sets.parameters)
-        raise ValueError(f"param_groups: {made} groups are required, got {len(groups)}; call optimizer.add_param_group")
+        raise ValueError(
+            f"param_groups: the optimizer was made with {made} groups, got {len(groups)}; add a group with "
+            "optimizer.add_param_group"
+        )
     stepped = _stepped(param_sets)
     for index, (group, own, infos) in enumerate(zip(groups, param_sets.parameters, param_sets.infos, strict=True)):
         found, names = group["params"], param_sets.labels(index)
@@ -85,23 +87,27 @@ def _require_alike(groups: Sequence[Mapping[str, Any]], param_sets: ParamSets) -
         _require_no_pieces(found, dict(zip(names, own, strict=True)), matrices)
         if len(found) != len(own):
             hint = (
-                "add parameters with optimizer.add_param_group" if len(found) > len(own) else "freeze, not remove, them"
+                "add parameters with optimizer.add_param_group"
+                if len(found) > len(own)
+                else "to stop training parameters, freeze them instead of removing them"
             )
-            raise ValueError(f"param group {index}: {len(own)} parameters are required, got {len(found)}; {hint}")
+            raise ValueError(f"param group {index}: it was made with {len(own)} parameters, got {len(found)}; {hint}")
         replaced = [name for name, new, old in zip(names, found, own, strict=True) if new is not old]
         if replaced and {*map(id, found)} == {*map(id, own)}:
             raise ValueError(
-                f"param group {index}: its parameters must stay in order, got others from {replaced[0]} on"
+                f"param group {index}: the order of its parameters changed, from {replaced[0]} on; restore the order"
             )
         if replaced and stepped:
             raise ValueError(
-                f"param group {index}: after a step the parameter {replaced[0]} must stay, got another in its place; "
-                "wrap or shard the model before the first step and before load_state_dict, or compose an "
-                "optimizer of the new parameters and load the state dict into that"
+                f"param group {index}: the parameter {replaced[0]} was replaced after a step; wrap or shard the model "
+                "before the first step and before load_state_dict, or compose an optimizer of the new parameters and "
+                "load the state dict into it"
             )
         for name, new, info in zip(names, found, infos, strict=True):
             if tuple(new.shape) != info.shape:
-                raise ValueError(f"{name}: a parameter of shape {info.shape} is required, got {tuple(new.shape)}")
+                raise ValueError(
+                    f"{name}: the parameter had shape {info.shape}, its replacement has {tuple(new.shape)}"
+                )
         check_values(group)
 
 
@@ -132,17 +138,18 @@ def require_values(param_sets: ParamSets) -> None:
 
 
 def _require_no_pieces(found: Sequence[Tensor], own: Mapping[str, Tensor], matrices: Sequence[str]) -> None:
-    """Raises ValueError for flat pieces in place of parameters: marked ones, and one vector alone in place of matrices.
+    """Raise ValueError if a group holds flat pieces of parameters in place of the parameters.
 
-    The second is what DeepSpeed's stages 1 and 2, and its optimizer for bfloat16, leave in a group, without a mark.
+    Some wrappers mark their pieces. DeepSpeed's stages 1 and 2, and its optimizer for bfloat16, leave a single vector
+    without a mark in place of matrices.
 
-    found: what the group holds.
-    own: what the optimizer was made for, by name.
-    matrices: names of those with two axes or more.
+    found: tensors in the group.
+    own: parameters of the group when the optimizer was made, by name.
+    matrices: names of the parameters of `own` with two axes or more.
     """
     for name, old in own.items():
         if piece := flat_piece(old):
-            raise ValueError(f"{name}: a parameter of its own shape is required, got {piece}")
+            raise ValueError(f"{name}: the parameter must have its own shape, got {piece}")
     if not own or all(any(new is old for old in own.values()) for new in found):
         return
     piece = next(filter(None, map(flat_piece, found)), "")
@@ -151,15 +158,15 @@ def _require_no_pieces(found: Sequence[Tensor], own: Mapping[str, Tensor], matri
     if piece:
         first = matrices[0] if matrices else next(iter(own))
         others = f" and {len(own) - 1} more" if len(own) > 1 else ""
-        raise ValueError(f"{first}{others}: parameters of their own shape are required, got {piece}")
+        raise ValueError(f"{first}{others}: parameters must have their own shape, got {piece}")
 
 
 class ModelLink:
     """The model of an optimizer, and the names of the parameters in its groups.
 
-    Only a parameter that should have a gradient and has none is looked up in the model. The model is not kept alive.
-    No parameter is referenced: torch refuses to swap a parameter that has weak references, as `model.to` does with
-    DTensors. `check` is a hook of torch optimizers, called before each step.
+    Only a parameter that should have a gradient and has none is searched in the model. The model is referenced weakly.
+    Parameters are not referenced: torch refuses to swap a parameter with weak references, as `model.to` does with
+    DTensors. `check` is a pre-step hook of torch's optimizers.
     """
 
     def __init__(self, model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -169,9 +176,9 @@ class ModelLink:
 
     @kept_from_compiler
     def check(self, optimizer: torch.optim.Optimizer, args: Any = (), kwargs: Any = None) -> None:
-        """Raise RuntimeError if a gradient belongs to a parameter of the model that the optimizer does not have.
+        """Raise RuntimeError if a parameter of the model has a gradient and is not in the optimizer.
 
-        Weights that were tied after the optimizer was made share a parameter that it has: they pass.
+        Weights that were tied after the optimizer was made share one of its parameters, and are accepted.
         """
         model = self._model()
         if model is None:
@@ -184,12 +191,12 @@ class ModelLink:
     def _require_held(self, optimizer: torch.optim.Optimizer, model: nn.Module, name: str, parameter: Tensor) -> None:
         try:
             held = model.get_parameter(name)
-        except AttributeError:  # it was removed, and no other is trained in its place
+        except AttributeError:  # the parameter was removed, and no other is trained in its place
             return
         if held.grad is None or held is parameter:
             return
         if all(held is not other for group in optimizer.param_groups for other in group["params"]):
             raise RuntimeError(
-                f"{name}: the model has another parameter there than the optimizer, and its gradient would be ignored; "
-                "replace parameters (sharding, resizing) before the optimizer is made, or compose another optimizer"
+                f"{name}: the model's parameter was replaced after the optimizer was made, so its gradient would be "
+                "ignored; replace parameters (sharding, resizing) before, or compose another optimizer"
             )

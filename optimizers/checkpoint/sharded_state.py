@@ -1,4 +1,4 @@
-"""State of a parameter set that is divided over ranks, as checkpoints hold it: no key or shape depends on a rank."""
+"""Sharded state in checkpoints, as DTensors whose keys and shapes do not depend on ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from eigengraft.distributed.layouts import divided, is_dtensor, local
 from eigengraft.distributed.rank_group import RankGroup
 from eigengraft.distributed.resharding import collect, spread
 
-from ..state.composed import ComposedOptimizer
 from ..state.manifest import (
     empty_state,
     is_divided,
@@ -24,6 +23,7 @@ from ..state.manifest import (
     manifest,
     numbers_of_holders,
 )
+from ..state.param_sets import ComposedOptimizer
 from ..state.shown_state import host_state, own_state
 from ..step.step import ParamSet
 from ..write.averaging import Mode
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
 
 
 class ShardedStateDict(dict[str, Any]):
-    """A state dict of which this rank holds one shard. torch.distributed.checkpoint takes it; pickling is refused.
+    """A state dict of which this rank holds one shard. torch.distributed.checkpoint saves it.
 
-    A pickle would pass for the state of all ranks.
+    It cannot be pickled, because the file would look like the state of all ranks.
     """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise RuntimeError(
-            "state_dict: this is one rank's part of the state, which would be saved as if it were the whole; call "
-            "optimizer.full_state_dict() on every rank and save that on one, or use torch.distributed.checkpoint with "
-            "get_optimizer_state_dict"
+            "state_dict: it holds one rank's shard of the state and cannot be pickled as if it were all state; call "
+            "optimizer.full_state_dict() on every rank and save the result on one, or use torch.distributed.checkpoint "
+            "with get_optimizer_state_dict"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedStateDict:
@@ -50,7 +50,7 @@ class ShardedStateDict(dict[str, Any]):
 
 
 def sharded_state(param_set: ParamSet) -> list[dict[str, Tensor]]:
-    """The state of each parameter as DTensors of the shapes that a checkpoint has; all ranks call it."""
+    """Return the state of each parameter as DTensors of the shapes of a checkpoint. All ranks must call it."""
     rank_group = _rank_group(param_set)
     entries = manifest(param_set)
     where = [(p, key) for p, own in enumerate(entries) for key, entry in own.items() if entry.owner is not None]
@@ -77,9 +77,9 @@ def sharded_state(param_set: ParamSet) -> list[dict[str, Tensor]]:
 def local_state(
     param_set: ParamSet, values: Mapping[Tensor, Mapping[str, Tensor]], mode: Mode
 ) -> dict[Tensor, dict[str, Any]]:
-    """The tensors that this rank holds, by parameter, of a checkpoint's state that fits; all ranks call it.
+    """Return this rank's tensors of a checkpoint's state, by parameter. All ranks must call it.
 
-    Parameters without saved state have none here either.
+    The state must have been checked. A parameter without saved state has an empty mapping.
     """
     rank_group = _rank_group(param_set)
     entries = manifest(param_set, mode)
@@ -101,7 +101,7 @@ def local_state(
 
 
 def shard_hook(optimizer: ComposedOptimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-    """State dict hook: replaces state that is divided over ranks, of which this rank shows its own, by DTensors."""
+    """Replace the local tensors of sharded state in a state dict by DTensors (a hook of torch)."""
     groups, index = zip(optimizer.param_groups, state_dict["param_groups"], strict=True), dict[int, Any]()
     for group, saved in groups:
         index.update(zip(map(id, group["params"]), saved["params"], strict=True))
@@ -113,7 +113,7 @@ def shard_hook(optimizer: ComposedOptimizer, state_dict: dict[str, Any]) -> dict
 
 
 def gathered(state_dict: Any) -> Any:
-    """A state dict with plain tensors on the CPU in place of DTensors; all ranks call it."""
+    """Return a state dict with plain tensors on the CPU in place of DTensors. All ranks must call it."""
     if isinstance(state_dict, Mapping):
         return {key: gathered(value) for key, value in state_dict.items()}
     if isinstance(state_dict, (list, tuple)):
@@ -122,7 +122,7 @@ def gathered(state_dict: Any) -> Any:
 
 
 def full_tensor(x: Any) -> Any:
-    """A DTensor as a plain tensor, which all its ranks must ask for; anything else as it is."""
+    """Return a DTensor as a plain tensor, a collective of its ranks, and anything else unchanged."""
     return x.full_tensor() if is_dtensor(x) else x
 
 
@@ -142,7 +142,7 @@ def _as_parameter(tensor: Tensor, param_set: ParamSet, position: int) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
-        tensor.clone(),  # of its own storage: asynchronous saving cannot stage rows of a stack
+        tensor.clone(),  # asynchronous saving cannot stage rows of a stack, so the tensor gets storage of its own
         mesh,
         placements,
         run_check=False,
@@ -152,7 +152,10 @@ def _as_parameter(tensor: Tensor, param_set: ParamSet, position: int) -> Tensor:
 
 
 def _division(param_set: ParamSet, position: int, lead: int) -> tuple[DeviceMesh, list[Placement]]:
-    """How state with an entry for each entry of a parameter is divided: as the parameter is, or what copies update.
+    """Return the mesh and placements of state that has an entry for each entry of a parameter.
+
+    Such state is sharded as the parameter is. If replicas divide the update of a parameter, its state is sharded over
+    the replicas.
 
     lead: number of axes of the state before those of the parameter.
     """
@@ -168,7 +171,7 @@ def _division(param_set: ParamSet, position: int, lead: int) -> tuple[DeviceMesh
 
 
 def _after(lead: int, placement: Placement) -> Placement:
-    """A placement of a tensor as one of a tensor that has more axes before those."""
+    """Return a placement for a tensor with `lead` more leading axes."""
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -178,7 +181,7 @@ def _after(lead: int, placement: Placement) -> Placement:
 
 
 def _evenly(value: Tensor, rank_group: RankGroup, device: torch.device) -> Tensor:
-    """A DTensor cut along its first axis over the ranks, whatever it was; a plain tensor as it is."""
+    """Return a DTensor as one that is sharded evenly along its first axis, or as a plain tensor; keep plain tensors."""
     if not is_dtensor(value):
         return value
     mesh = rank_group.mesh(device)
@@ -187,7 +190,7 @@ def _evenly(value: Tensor, rank_group: RankGroup, device: torch.device) -> Tenso
 
 
 def _shard(value: Tensor, param_set: ParamSet, position: int, like: Tensor) -> Tensor:
-    """The shard that this rank holds of a value divided as its parameter is; any other value as a plain tensor."""
+    """Return this rank's shard of a value that is sharded like its parameter, and any other value as a plain tensor."""
     if not is_divided(like, param_set, position):
         return local(value)
     if is_dtensor(value):

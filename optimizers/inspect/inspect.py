@@ -1,22 +1,32 @@
-"""The inspection of an optimizer: rows of its state and of its last watched step, gathered from all ranks."""
+"""`Optimizer.inspect()`: measurements of the present state and of the last watched step, gathered from all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from eigengraft.errors import ContractError
 from eigengraft.numerics import fake_mode
+from eigengraft.preconditioners import Stages
+from eigengraft.preconditioners.algebra.spectra import condition, off_diagonal_share, orthogonality, turning_angle
+from eigengraft.preconditioners.base import walk_blocks
+from eigengraft.slots import Slot, State, Watch
+from eigengraft.step_context import StepContext
 
 from ..isolation import kept_from_compiler
-from ..stacks.stack import StackState
+from ..stacks.stack import ActiveBlocks, StackState
 from ..state.param_sets import ParamSets
 from ..step.step import ParamSet
-from .state_rows import measured
-from .step_watch import Sample, StepWatch
 from .table import Inspection, Measurement
 
 
@@ -34,7 +44,7 @@ class Watched(Protocol):
 
 
 def watch_next_step(optimizer: Watched) -> None:
-    """Measures the next step of an optimizer by a hook that is gone after it; `watched_rows` has then what it found."""
+    """Measure the next step of an optimizer, and store the measurements in its `watched_rows`."""
     _require_numbers(optimizer.param_sets, "watch_next_step")
     watched = [
         (param_set, stack_state, StepWatch(stack_state.checks))
@@ -58,7 +68,7 @@ def watch_next_step(optimizer: Watched) -> None:
 
 
 def inspect(param_sets: ParamSets, watched: Sequence[Measurement]) -> Inspection:
-    """Return the table of all parameters; ranks that share parameters call it together, and each gets all their rows.
+    """Return the table of all parameters. Ranks that share parameters call it together and receive the same rows.
 
     watched: rows of the step that was watched last.
     """
@@ -82,11 +92,11 @@ def _require_numbers(param_sets: Iterable[ParamSet], who: str) -> None:
     """Raise ValueError for fake tensors. They have no values to measure."""
     for param_set in param_sets:
         if fake_mode(param_set.parameters[0]) is not None:
-            raise ValueError(f"{who}: parameters with numbers are required, got a fake tensor, {param_set.names[0]}")
+            raise ValueError(f"{who}: {param_set.names[0]} is a fake tensor, which has no values to measure")
 
 
 def _of_step(param_set: ParamSet, stack_state: StackState, samples: Iterable[Sample]) -> Iterator[Measurement]:
-    """The rows of what a step was seen to do with the blocks of a stack; of a block that was seen twice, the later."""
+    """Yield the rows of a watched step for the blocks of a stack. Of two rows of a block, the later one counts."""
     blocks, found = list(stack_state.rows()), dict[tuple[object, ...], Measurement]()
     for stage, slot, measure, rows, mask, sums in samples:
         if isinstance(rows, torch.Tensor):
@@ -102,7 +112,7 @@ def _of_step(param_set: ParamSet, stack_state: StackState, samples: Iterable[Sam
 
 
 def _of_state(param_set: ParamSet) -> Iterator[Measurement]:
-    """The rows of the state of all parameters that have been updated."""
+    """Yield the rows of the state of all parameters that have been updated at least once."""
     for stack_state in param_set.stack_states:
         blocks = stack_state.select(param_set.update_counts > 0)
         if blocks is None:
@@ -112,3 +122,203 @@ def _of_state(param_set: ParamSet) -> Iterator[Measurement]:
         for stage, slot, measure, values in measured(blocks, context):
             for name, key, value in zip(names, blocks.stack.keys, values, strict=True):
                 yield Measurement(name, key, stage, slot, measure, (value, 1.0, 1.0))
+
+
+class Sample(NamedTuple):
+    """Sums of one measure over some rows of a stack.
+
+    stage: dotted path of the stage.
+    slot: name of the slot; "" for a measure of the direction.
+    measure: name of the measure.
+    rows: rows of the stack, as a slice or a tensor of indices; None means all rows.
+    mask: `[n]`, True for rows whose state the step writes; None means all rows.
+    sums: `[n, 3]` float64, the numbers a, b, c of the measure a / sqrt(b c) for each row.
+    """
+
+    stage: str
+    slot: str
+    measure: str
+    rows: slice | Tensor | None
+    mask: Tensor | None
+    sums: Tensor
+
+
+class StepWatch(Watch):
+    """Measures directions and storage errors of the stages of one stack during one step, and changes nothing.
+
+    update_rms: root mean square of a direction. For a chain it is the direction of the last stage.
+    cosine: cosine of the direction and the gradient that the stage received.
+    storage_error: ||stored - written||_F / ||written||_F of a coded slot, at its last write.
+    """
+
+    def __init__(self, inner: Watch | None) -> None:
+        """inner: another watch, such as checked mode, that receives the same calls; None for none."""
+        self.inner = inner
+        self.samples: dict[tuple[str, str, str, tuple[int, ...] | None], Sample] = {}
+        self._calls: list[tuple[State, Mapping[str, Tensor]]] = []
+        self._given: tuple[weakref.ref[Tensor], Tensor] | None = None
+
+    def loaded(self, key: str, value: Tensor) -> None:
+        if self.inner is not None:
+            self.inner.loaded(key, value)
+
+    def storing(self, key: str, value: object, rows: int, dtype: torch.dtype) -> None:
+        if self.inner is not None:
+            self.inner.storing(key, value, rows, dtype)
+
+    def stored(self, state: State, name: str, value: Tensor) -> None:
+        if self.inner is not None:
+            self.inner.stored(state, name, value)
+        kept = state.decoded(name)
+        if kept is not None:
+            error, written = _wide(kept - value), _wide(value)
+            square = _dot(error, error)
+            self._add(state, state.path, (name, "storage_error"), (square, square, _dot(written, written)))
+
+    @contextmanager
+    def call(self, what: str, inputs: Mapping[str, Tensor], state: State) -> Iterator[None]:
+        self._calls.append((state, inputs))
+        try:
+            with nullcontext() if self.inner is None else self.inner.call(what, inputs, state):
+                yield
+        finally:
+            self._calls.pop()
+
+    def returned(self, value: object, direction: Tensor) -> None:
+        if self.inner is not None:
+            self.inner.returned(value, direction)
+        if not isinstance(value, Tensor):
+            return
+        state, inputs = self._calls[-1]
+        update, gradient = _wide(value), _wide(inputs["gradient"])
+        square, product = _dot(update, update), _dot(update, gradient)
+        squares = self._squares(inputs["gradient"], gradient)
+        paths = (state.path, *([] if len(self._calls) > 1 else [state.path.rpartition(".")[0]]))
+        for path in paths:  # outside of all stages the last direction that returns is that of the chain
+            self._add(state, path, ("", "update_rms"), (square, square, torch.full_like(square, update.shape[1])))
+            self._add(state, path, ("", "cosine"), (product, square, squares))
+
+    def _squares(self, gradient: Tensor, wide: Tensor) -> Tensor:
+        """Return the sums of squares `[N]` of a gradient. Stages that share the gradient share the result.
+
+        wide: the gradient in float64.
+        """
+        if self._given is None or self._given[0]() is not gradient:
+            self._given = weakref.ref(gradient), _dot(wide, wide)
+        return self._given[1]
+
+    def _add(self, state: State, path: str, what: tuple[str, str], sums: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Store a sample. It replaces an earlier sample of the same rows."""
+        (slot, measure), rows = what, state.rows
+        place = tuple(rows.tolist()) if isinstance(rows, Tensor) else rows and (rows.start, rows.stop)
+        sample = Sample(path, slot, measure, rows, state.mask, torch.stack(sums, -1))
+        self.samples.pop((path, slot, measure, place), None)
+        self.samples[path, slot, measure, place] = sample
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Return the entries of each block in float64: `[N, *block] -> [N, n]`."""
+    return x.flatten(1).double() if x.ndim > 1 else x[:, None].double()
+
+
+def _dot(x: Tensor, y: Tensor) -> Tensor:
+    """Return the sum of products of entries, `[N, n] -> [N]`, without allocating the products."""
+    return torch.bmm(x.unsqueeze(1), y.unsqueeze(2)).flatten()
+
+
+Found = dict[tuple[str, str], Tensor]
+"""Values of shape `[n]`, one for each block, by (slot, measure)."""
+LONGEST_WAIT = 32
+"""How far back the last refresh of a random cadence is searched, in mean intervals. A share of e^-32 is older."""
+
+
+def measured(blocks: ActiveBlocks, context: StepContext) -> Iterator[tuple[str, str, str, list[float]]]:
+    """Yield (stage path, slot, measure, value of each block) for the state of some blocks."""
+    stack_state = blocks.stack_state
+    nothing_written = torch.zeros(len(blocks.stack.param_ids), dtype=torch.bool, device=context.device)
+    slots: dict[str, dict[str, Slot]] = {}
+    for key, slot in stack_state.slots():
+        slots.setdefault(key.stage, {})[key.slot] = slot
+    update = stack_state.state("update", blocks.rows, nothing_written, context)
+    after_decay = stack_state.state("after_decay", blocks.rows, nothing_written, context)
+    for stages, state in ((stack_state.rule.update, update), (stack_state.rule.after_decay, after_decay)):
+        for stage, own in _walk(stages, state):
+            found = {
+                **of_slots(slots.get(own.path, {}), own),
+                **_staleness(stage, context),
+                **_own(stage, own, context),
+            }
+            for (slot_name, measure), values in found.items():
+                yield own.path, slot_name, measure, values.tolist()
+
+
+def of_slots(slots: Mapping[str, Slot], state: State) -> Found:
+    """Return the measures that follow from the roles of slots.
+
+    condition: condition number of a statistic.
+    root_condition: condition number of a root or a learned factor.
+    orthogonality: distance of a basis from an orthogonal matrix.
+    off_diagonal, angle: how far a basis is from diagonalizing the statistic of the same axis.
+    failures: consecutive failures of a root or basis solver.
+    """
+    found: Found = {}
+    for name, slot in slots.items():
+        symmetric = slot.role == "statistic"
+        if slot.role in ("statistic", "root") and (_is_factor(slot) or len(slot.shape) == 1):
+            found[name, "condition" if symmetric else "root_condition"] = condition(state[name], symmetric)
+        elif slot.role == "basis" and len(slot.shape) == 2:
+            q = state[name]
+            found[name, "orthogonality"] = orthogonality(q)
+            for a in (state[other] for other, one in slots.items() if _pairs(slot, one)):
+                found[name, "off_diagonal"] = off_diagonal_share(q.double().mT @ a.double() @ q.double())
+                found[name, "angle"] = turning_angle(a, q)
+        elif slot.role == "failures":
+            found[name, "failures"] = state[name].double()
+    return found
+
+
+def _is_factor(slot: Slot) -> bool:
+    """Return True if a slot is a square matrix of its own, not one number for each entry of a square block."""
+    return len(slot.shape) == 2 and slot.shape[0] == slot.shape[1] and slot.frame == "none"
+
+
+def _pairs(basis: Slot, other: Slot) -> bool:
+    """Return True if a slot is the statistic from which a basis is computed."""
+    same = basis.axes is not None and basis.axes == other.axes
+    return same and other.role == "statistic" and _is_factor(other) and other.shape[0] == basis.shape[0]
+
+
+def _staleness(stage: Any, context: StepContext) -> Found:
+    """Return the number of updates since the last due refresh of each block, or since the first update."""
+    cadence = stage.cadence()
+    if cadence is None:
+        return {}
+    age = np.asarray(context.steps, dtype=np.float64).copy()
+    unknown = np.ones(len(age), dtype=np.bool_)
+    longest = cadence.period or LONGEST_WAIT * math.ceil(cadence.interval)
+    for back in range(min(longest, int(context.steps.max())) + 1):
+        for start, stop, _ in stage.due(replace(context, steps=context.steps - back)):
+            now = unknown[start:stop].copy()
+            age[start:stop][now] = back
+            unknown[start:stop] = False
+        if not unknown.any():
+            break
+    return {("", "staleness"): torch.from_numpy(age)}
+
+
+def _own(stage: Any, state: State, context: StepContext) -> Found:
+    """Return the measures that the stage itself defines."""
+    found: Found = {}
+    for name, values in stage.measures(state, context).items():
+        if not isinstance(values, Tensor) or values.shape != (len(context.steps),):
+            got = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            raise ContractError(f"{state.path}: measures() '{name}' must be a tensor of shape [N], got {got}")
+        slot, _, measure = name.rpartition("/")
+        found[slot, measure] = values
+    return found
+
+
+def _walk(stages: Stages, state: State) -> Iterator[tuple[Any, State]]:
+    """Yield every stage of a chain, and of the chains inside it, with its state."""
+    for path, stage, block in walk_blocks(stages, state.block):
+        yield stage, state.scope(path, block)

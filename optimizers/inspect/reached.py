@@ -1,4 +1,4 @@
-"""What routes reach: rules that must match, partners that must be there, and expectations of a recipe."""
+"""Checks of routes against a model: rules that must match, partners that must exist, expectations of a recipe."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ..recipe.routing import ParamInfo
 
 
 def require_matches(recipe: Recipe, infos: Iterable[ParamInfo]) -> None:
-    """Raises ValueError for a route that must match a parameter and matches none."""
+    """Raise ValueError for a route that is not optional and matches no parameter."""
     taken = {recipe.route(info)[0] for info in infos}
     for route in recipe.routes:
         if not route.optional and f"routes.{route.name}" not in taken:
             raise ValueError(
-                f"routes.{route.name}: a rule must match at least one parameter, got none "
-                "(earlier rules match first; names need named_parameters; set `optional: true` if that is meant)"
+                f"routes.{route.name}: the rule matches no parameter. Earlier rules match first, and rules about names "
+                "need named_parameters; set `optional: true` if no match is intended"
             )
 
 
 def require_partners(recipe: Recipe, infos: Iterable[ParamInfo]) -> None:
-    """Raises ValueError for a parameter whose update asks for its partner, which is not there or does not fit it."""
+    """Raise ValueError for a parameter whose update needs a partner that is missing or has a wrong shape."""
     infos, updates = list(infos), recipe.updates()
     named = {info.name: info for info in infos if info.name is not None}
     asked = {path: asking(update.stages(path)).keys() & PARTNER for path, update in updates.items()}
@@ -37,26 +37,29 @@ def require_partners(recipe: Recipe, infos: Iterable[ParamInfo]) -> None:
             continue
         if not isinstance(rule.view, Pairs) or rule.blocking != Blocking():
             got = f"{rule.view!r} and {rule.blocking!r}"
-            raise ValueError(f"{where}view: 'pairs', without blocking, is required by '{min(asked[path])}', got {got}")
+            raise ValueError(f"{where}view: '{min(asked[path])}' needs `view: pairs` without blocking, got {got}")
         partner = None if factor is None else named.get(factor.partner)
         if factor is None or partner is None:
-            got = "no such parameter" if factor else "a parameter of no pair"
-            wanted = factor.partner if factor else "by the names lora_A and lora_B or by `parameter_pairs()`"
-            raise ValueError(f"{info.name}: its partner, {wanted}, is required by '{min(asked[path])}', got {got}")
+            why = f"there is no parameter {factor.partner}" if factor else "the parameter belongs to no pair"
+            raise ValueError(
+                f"{info.name}: '{min(asked[path])}' needs the partner of the parameter, but {why}; "
+                "pairs are found by the names lora_A and lora_B or by a module's `parameter_pairs()`"
+            )
         pair = (info, partner) if factor.side == "inputs" else (partner, info)
         if len(partner.shape) != 2 or pair[0].shape[0] != pair[1].shape[1]:
             shapes = f"{pair[0].shape} and {pair[1].shape}"
-            raise ValueError(f"{info.name}: shapes (r, n) and (m, r) are required of the pair, got {shapes}")
+            raise ValueError(f"{info.name}: the shapes of a pair must be (r, n) and (m, r), got {shapes}")
 
 
 @dataclass(frozen=True)
 class Reached:
-    """What reaches a stage or a route of which the recipe expects something.
+    """How much of a model a stage or a route receives, beside an expectation of the recipe.
 
-    key, text: the expectation.
-    found: parameters, by entries, or tensors that reach it.
-    total: all there are.
-    holds: whether the expectation is met.
+    key: the stage or route, as in `expect`.
+    text: the expected bound, such as ">= 90% of parameters".
+    found: number of entries, or of tensors, that the stage or route receives.
+    total: number of entries, or of tensors, of the model.
+    holds: True if the expectation is met.
     """
 
     key: str
@@ -67,7 +70,7 @@ class Reached:
 
     @property
     def share(self) -> str:
-        """What was found, in percent and in numbers."""
+        """Return `found` as a percentage of `total`, and both numbers."""
         return f"{100 * self.found / max(self.total, 1):.3g}% ({self.found:,} of {self.total:,})"
 
     def __str__(self) -> str:
@@ -75,7 +78,7 @@ class Reached:
 
 
 def reached(recipe: Recipe, infos: Iterable[ParamInfo]) -> list[Reached]:
-    """What the routes make of each expectation of a recipe."""
+    """Return, for each expectation of a recipe, how much of the model its stage or route receives."""
     if not recipe.expect:
         return []
     rows, updates = [(recipe.route(info)[0], info.numel) for info in infos], recipe.updates()
@@ -89,10 +92,10 @@ def reached(recipe: Recipe, infos: Iterable[ParamInfo]) -> list[Reached]:
 
 
 def require_expected(recipe: Recipe, infos: Iterable[ParamInfo]) -> None:
-    """Raises RecipeError, with the largest tensors that went elsewhere, if routes do not do what the recipe expects."""
+    """Raise RecipeError if an expectation is not met, and name the largest tensors that went elsewhere."""
     infos = list(infos)
     faults = [
-        f"expect.{row.key}: {row.text} is required, got {row.share}; {_astray(recipe, row.key, infos)}"
+        f"expect.{row.key}: the recipe expects {row.text}, got {row.share}; {_astray(recipe, row.key, infos)}"
         for row in reached(recipe, infos)
         if not row.holds
     ]
@@ -101,7 +104,7 @@ def require_expected(recipe: Recipe, infos: Iterable[ParamInfo]) -> None:
 
 
 def _astray(recipe: Recipe, key: str, infos: Iterable[ParamInfo]) -> str:
-    """The largest tensors that do not reach a stage; those that do, where too much of them may be the fault."""
+    """Name the largest tensors that do not reach a stage, or that do reach it if the expectation is an upper bound."""
     paths, upper = expected_updates(key, recipe.updates()), parse_expectation(recipe.expect[key]).upper
     rows = [(info, *recipe.route(info)) for info in infos]
     chosen = sorted((row for row in rows if (row[1] in paths) == upper), key=lambda row: -row[0].numel)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self, overload
 
 Sums = tuple[float, float, float]
-"""a, b, c of a measurement a / sqrt(b c): sums over entries, which add up over blocks and ranks."""
+"""The numbers a, b, c of a measurement a / sqrt(b c). They are sums over entries and add up over blocks and ranks."""
 
 
 @dataclass(frozen=True)
@@ -16,11 +16,11 @@ class Measurement:
     """One measure of one block.
 
     parameter: name of the parameter.
-    block: number of the block in it; None: all of the parameter.
-    stage: dotted path of the stage, or of a chain for what left the chain; "" for what belongs to the parameter.
-    slot: name of the slot that is measured; "" for none.
+    block: index of the block in the parameter; None for the whole parameter.
+    stage: dotted path of the stage, or of a chain for its final direction; "" for measures of the parameter.
+    slot: name of the measured slot; "" for none.
     measure: name of the measure.
-    sums: a, b, c; a value that is no ratio of sums has (value, 1, 1), and joined ones are means.
+    sums: the numbers a, b, c. A value that is no ratio of sums has (value, 1, 1), so that joined values are means.
     """
 
     parameter: str
@@ -32,14 +32,14 @@ class Measurement:
 
     @property
     def value(self) -> float:
-        """a / sqrt(b c); 0 for a ratio of zeros, nan or inf where the state is not finite or says nothing."""
+        """Return a / sqrt(b c): 0 if all are 0, nan or inf if the state is not finite or the ratio is undefined."""
         a, b, c = self.sums
         below = math.sqrt(b * c) if 0 < b * c < math.inf else math.sqrt(b) * math.sqrt(c)
         return a / below if below else 0.0 if a == 0 else math.nan
 
     @property
     def key(self) -> tuple[str, int | None, str, str, str]:
-        """What is measured where: (parameter, block, stage, slot, measure)."""
+        """Return (parameter, block, stage, slot, measure), which identifies a row."""
         return self.parameter, self.block, self.stage, self.slot, self.measure
 
 
@@ -48,13 +48,13 @@ COLUMNS = ("parameter", "block", "stage", "slot", "measure", "value")
 
 @dataclass(frozen=True)
 class Inspection(Sequence[Measurement]):
-    """A table of measurements, read-only. It is printed aligned; `columns()` is what data frames are made of."""
+    """A read-only table of measurements. `print` aligns it, and `pandas.DataFrame(table.columns())` reads it."""
 
     rows: tuple[Measurement, ...] = ()
 
     @classmethod
     def joined(cls, rows: Iterable[Measurement]) -> Self:
-        """The table in which rows of the same key are one, whose sums are theirs together."""
+        """Return a table with one row for each key. Sums of rows with equal keys are added."""
         found: dict[tuple[str, int | None, str, str, str], Measurement] = {}
         for row in rows:
             known = found.get(row.key)
@@ -65,7 +65,7 @@ class Inspection(Sequence[Measurement]):
         return cls(tuple(found.values()))
 
     def by_parameter(self) -> Self:
-        """One row for all blocks of a parameter: ratios of sums over all its entries, means of other values."""
+        """Return one row for all blocks of a parameter: ratios of sums over all entries, and means of other values."""
         return self.joined(replace(row, block=None) for row in self.rows)
 
     def select(
@@ -75,22 +75,29 @@ class Inspection(Sequence[Measurement]):
         slot: str | None = None,
         measure: str | None = None,
     ) -> Self:
-        """The rows that have all that is given; a stage by its path, or by its last part."""
+        """Return the rows that match every argument that is given.
+
+        Args:
+            parameter: name of the parameter.
+            stage: dotted path of the stage, or its last component.
+            slot: name of the slot.
+            measure: name of the measure.
+        """
         wanted = {"parameter": parameter, "slot": slot, "measure": measure}
         asked = {name: value for name, value in wanted.items() if value is not None}
         rows = (row for row in self.rows if all(getattr(row, name) == value for name, value in asked.items()))
         return type(self)(tuple(row for row in rows if stage in (None, row.stage, row.stage.rpartition(".")[2])))
 
     def values(self) -> list[float]:
-        """The value of every row."""
+        """Return the value of every row."""
         return [row.value for row in self.rows]
 
     def columns(self) -> dict[str, list[Any]]:
-        """Lists by column: parameter, block, stage, slot, measure, value."""
+        """Return a list for each column: parameter, block, stage, slot, measure, value."""
         return {name: [getattr(row, name) for row in self.rows] for name in COLUMNS}
 
     def records(self) -> list[dict[str, Any]]:
-        """A mapping for each row, with None for values that JSON has no number for."""
+        """Return a mapping for each row. Values that JSON cannot represent (nan, inf) are None."""
         rows = ({name: getattr(row, name) for name in COLUMNS} for row in self.rows)
         return [{**row, "value": row["value"] if math.isfinite(row["value"]) else None} for row in rows]
 

@@ -1,4 +1,4 @@
-"""An optimizer and its model: composition, and the signals that cost a forward or a backward. Users come in here."""
+"""An optimizer and its model: `compose`, and signals that cost a forward or a backward. Users import from here."""
 
 from .composer import compose as compose
 from .composer import grouped as grouped

@@ -1,4 +1,4 @@
-"""Errors of arguments to what watches models and estimates curvature, by name."""
+"""Checks of arguments to the functions that watch models or estimate curvature."""
 
 from __future__ import annotations
 
@@ -11,45 +11,45 @@ from ..optimizer import Optimizer
 
 
 def require_optimizer(who: str, optimizer: object) -> None:
-    """Raises TypeError for what is no optimizer of a recipe."""
+    """Raise TypeError if an argument is no `eigengraft.Optimizer`."""
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"{who}: an eigengraft.Optimizer is required first, got {_described(optimizer)}")
+        raise TypeError(f"{who}: the first argument must be an eigengraft.Optimizer, got {_described(optimizer)}")
 
 
 def require_watchable(who: str, optimizer: object, model: object) -> None:
-    """Raises TypeError for what is no optimizer of a recipe, or no model."""
+    """Raise TypeError if the arguments are no `eigengraft.Optimizer` and no `nn.Module`."""
     require_optimizer(who, optimizer)
     if not isinstance(model, nn.Module):
-        raise TypeError(f"{who}: a model, an nn.Module, is required, got {_described(model)}")
+        raise TypeError(f"{who}: the model must be an nn.Module, got {_described(model)}")
 
 
 def require_function(who: str, loss: object) -> None:
-    """Raises TypeError for a loss that is no function."""
+    """Raise TypeError if `loss` is not callable."""
     if not callable(loss):
-        raise TypeError(f"{who}: a function that returns the loss is required as loss, got {_described(loss)}")
+        raise TypeError(f"{who}: loss must be a function that returns the loss, got {_described(loss)}")
 
 
 def require_integer(who: str, name: str, value: Any) -> None:
-    """Raises TypeError for a number that is no integer."""
+    """Raise TypeError if a value is no integer."""
     try:
         operator.index(value)
     except TypeError:
-        raise TypeError(f"{who}: an integer is required as {name}, got {_described(value)}") from None
+        raise TypeError(f"{who}: {name} must be an integer, got {_described(value)}") from None
 
 
 def require_loss(who: str, loss: object) -> None:
-    """Raises TypeError or ValueError for what is no differentiable number."""
+    """Raise TypeError or ValueError if the result of a loss function is no differentiable number."""
     if not isinstance(loss, Tensor):
-        raise TypeError(f"{who}: a tensor is required from the function loss, got {_described(loss)}")
+        raise TypeError(f"{who}: the function loss must return a tensor, got {_described(loss)}")
     if loss.numel() != 1:
-        raise ValueError(f"{who}: one number is required from the function loss, got shape {tuple(loss.shape)}")
+        raise ValueError(f"{who}: the function loss must return one number, got shape {tuple(loss.shape)}")
     if not loss.requires_grad:
         raise ValueError(
-            f"{who}: a loss that depends on parameters is required, got one without a gradient; the function loss "
-            "makes a forward of its own, without `no_grad` or `detach`"
+            f"{who}: the loss has no gradient; the function loss must run a forward of its own, without `no_grad` or "
+            "`detach`"
         )
 
 
 def _described(value: object) -> str:
-    """A number or a text as it is, anything else by its type."""
+    """Return the text of a number or string, and the type of anything else."""
     return repr(value) if isinstance(value, (int, float, str, type(None))) else type(value).__name__

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
+
+from eigengraft.errors import warn_user
 
 from ..checkpoint.replaced_params import ModelLink
 from ..optimizer import Optimizer
@@ -14,7 +18,6 @@ from ..recipe.loading import RecipeSource
 from ..recipe.overrides import Overrides
 from ..recipe.param_names import canonical_names
 from ..recipe.routing import DescribedParameters, ParamInfo, describe_model
-from .evaluation import watch_evaluation
 from .layer_grams import INPUT_GRAM, OUTPUT_GRAM, watch_inputs, watch_output_gradients
 from .lint import warn_of_faults
 from .logits import watch_logits
@@ -24,7 +27,7 @@ _WATCHES: Mapping[str, Callable[[Optimizer, nn.Module], object]] = {
     OUTPUT_GRAM: watch_output_gradients,
     "max_logit": watch_logits,
 }
-"""Signals that come from hooks in a model, and what registers the hooks."""
+"""Signals that are collected by hooks in a model, with the function that registers the hooks."""
 
 
 def compose(  # noqa: PLR0913  its arguments after the model are options
@@ -38,18 +41,26 @@ def compose(  # noqa: PLR0913  its arguments after the model are options
     steps: int | None = None,
     silence: Iterable[str] = (),
 ) -> Optimizer:
-    """The optimizer of a recipe for a model, or for named parameters or groups.
+    """Compose the optimizer of a recipe for a model, or for named parameters or groups.
 
-    model: a model, of which routes see module types, tied weights and output heads; or named parameters or groups, of
-        which routes see names and shapes only; or what `grouped` or `submodel` return. Frozen parameters take no state
-        until they are thawed. From a model come also the signals `activation_gram`, `output_gradient_gram` and
-        `max_logit`, where the recipe asks for them, and a warning if it is evaluated at another iterate than the one
-        that the recipe averages.
-    lr, weight_decay: default the recipe's.
-    overrides: changes of the recipe, as a mapping {dotted path: value} or as strings "path=value".
-    checked: check at every step that each stage keeps its contract, and raise a `ContractError` that names it; slower.
-    steps: length of the run, by which schedules are checked; None: it is not known.
-    silence: ids of warnings that are not given. A warning ends with its id, as `[storage-unused]`.
+    With a model, routes see module types, tied weights and output heads. The optimizer then also provides the signals
+    `activation_gram`, `output_gradient_gram` and `max_logit` if the recipe requests them, and warns if the model is
+    evaluated without `optimizer.eval()` although the recipe averages iterates. With named parameters, routes see names
+    and shapes only. Frozen parameters have no state until they are thawed.
+
+    Args:
+        recipe: name of a shipped recipe, path of a YAML file, mapping, list of stages, or `Recipe`.
+        model: an `nn.Module`; named parameters or groups; or the result of `grouped` or `submodel`.
+        lr: learning rate; None means the recipe's.
+        weight_decay: weight decay; None means the recipe's.
+        overrides: changes of the recipe, as a mapping {dotted path: value} or as strings "path=value".
+        checked: True to check at every step that each stage keeps its contract, which is slower.
+        steps: number of steps of the run, against which schedules are checked; None if it is unknown.
+        silence: ids of warnings to suppress. A warning ends with its id, such as `[storage-unused]`.
+
+    Raises:
+        RecipeError: the recipe is invalid, or an expectation of it is not met.
+        ValueError: the recipe does not fit the parameters.
     """
     described = grouped(model, None) if isinstance(model, nn.Module) else model
     optimizer = Optimizer(described, recipe, lr, weight_decay, overrides=overrides, checked=checked)
@@ -65,12 +76,17 @@ def compose(  # noqa: PLR0913  its arguments after the model are options
 
 
 def grouped(model: nn.Module, groups: Iterable[Mapping[str, Any]] | None) -> DescribedParameters:
-    """Param groups of a model as `compose` takes them: `compose("soap", grouped(model, groups))`.
+    """Describe param groups of a model for `compose`: `compose("soap", grouped(model, groups))`.
 
-    Routes see module types, tied weights and output heads, and steps take signals, as with the model itself.
+    Routes and signals work as with the model itself.
 
-    groups: mappings with `params`, tensors or (name, tensor) pairs, and their `lr`, `weight_decay` and keys of a user's
-        own; None: one group of all parameters. Raises ValueError for a parameter that the model does not have.
+    Args:
+        model: the model that has the parameters.
+        groups: mappings with `params` (tensors or (name, tensor) pairs), optional `lr` and `weight_decay`, and any keys
+            of the user's own; None for one group of all parameters.
+
+    Raises:
+        ValueError: a parameter of a group is not in the model, or the model has no trainable parameters.
     """
     named = list(model.named_parameters())
     _require_trainable(named)
@@ -83,40 +99,87 @@ def grouped(model: nn.Module, groups: Iterable[Mapping[str, Any]] | None) -> Des
         tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in given]
         for place, own in enumerate(tensors):
             if id(own) not in names:
-                what = f"parameters of the model are required, got another of shape {tuple(own.shape)} at {place}"
-                raise ValueError(f"grouped: group {index}: {what}")
+                raise ValueError(
+                    f"grouped: group {index}: the tensor of shape {tuple(own.shape)} at position {place} is no "
+                    "parameter of the model"
+                )
         rest = {key: value for key, value in group.items() if key != "param_names"}
         found.append({**rest, "params": [(names[id(own)], own) for own in tensors]})
     return DescribedParameters(found, infos, model=model)
 
 
 def _require_trainable(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raises ValueError for a parameter without a shape, or if all are frozen."""
+    """Raise ValueError for a parameter without a shape, or if all parameters are frozen."""
     for name, parameter in named:
         if isinstance(parameter, UninitializedParameter):
-            raise ValueError(
-                f"{name}: a parameter with a shape is required, got a lazy one; call the model once before"
-            )
+            raise ValueError(f"{name}: the parameter is lazy and has no shape yet; call the model once before")
     if not any(parameter.requires_grad for _, parameter in named):
-        raise ValueError("compose: a model with trainable parameters is required, got none")
+        raise ValueError("compose: the model has no trainable parameters")
 
 
 def submodel(model: nn.Module, full: nn.Module) -> DescribedParameters:
-    """Some layers of a model as `compose` takes them, for pipeline stages: `compose("soap", submodel(layers, full))`.
+    """Describe some layers of a model for `compose`, for pipeline stages: `compose("soap", submodel(layers, full))`.
 
-    Their optimizer does what one optimizer of the full model would do with these parameters, whose routes and refreshes
-    depend on all of them. `compose` raises ValueError for a recipe that takes a sum over all parameters, such as their
-    norm, unless the layers are the full model.
+    Routes and refreshes depend on all parameters of a model. The optimizer of the layers updates them exactly as one
+    optimizer of the full model would. `compose` refuses recipes that need a sum over all parameters, such as a norm,
+    unless the layers are the full model.
 
-    full: the model that the layers are of, under the same names. Its values play no role, so that it may be on the meta
-        device. Raises ValueError for a parameter that it does not have.
+    Args:
+        model: the layers that this optimizer updates.
+        full: the model that contains the layers under the same names. It may be on the meta device, because its values
+            are not read.
+
+    Raises:
+        ValueError: `full` has no parameter of that name and shape.
     """
     known = {info.name: info for info in describe_model(full).values()}
     named, own = list(model.named_parameters()), dict[int, ParamInfo]()
     for name, (_, parameter) in zip(canonical_names([name for name, _ in named], model), named, strict=True):
         info, shape = known.pop(name, None), tuple(parameter.shape)
         if info is None or info.shape != shape:
-            got = "none of that name" if info is None else f"one of shape {info.shape}"
-            raise ValueError(f"submodel: {name}: a parameter of shape {shape} in `full` is required, got {got}")
+            found = "no parameter of that name" if info is None else f"it with shape {info.shape}"
+            raise ValueError(f"submodel: {name}: the layers have it with shape {shape}, `full` has {found}")
         own[id(parameter)] = info
     return DescribedParameters(named, own, tuple(known.values()))
+
+
+def watch_evaluation(optimizer: Optimizer, model: nn.Module) -> None:
+    """Warn once if a model is evaluated without `optimizer.eval()`. Without averaging, nothing is watched.
+
+    An evaluation is a forward of the model in evaluation mode and without gradients, after a step.
+    """
+    if optimizer.recipe.averaging is not None:
+        hook = EvaluationHook(optimizer)
+        hook.handle = model.register_forward_pre_hook(hook)
+        weakref.finalize(optimizer, hook.handle.remove)
+
+
+class EvaluationHook:
+    """A forward-pre-hook of a model. It removes itself after its warning, or when the optimizer is deleted.
+
+    Copies and pickles of the hook do nothing.
+    """
+
+    def __init__(self, optimizer: Optimizer | None = None) -> None:
+        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
+        self.handle: Any = None
+
+    def __reduce__(self) -> tuple[type[EvaluationHook], tuple[()]]:
+        return EvaluationHook, ()
+
+    def __call__(self, model: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling() or model.training or torch.is_grad_enabled():
+            return
+        optimizer = self._optimizer() if self._optimizer is not None else None
+        if optimizer is not None and optimizer.iterate == "train":
+            if not any(bool(param_set.step_counts.any()) for param_set in optimizer.param_sets):
+                return
+            kind = getattr(optimizer.recipe.averaging, "kind", "")
+            warn_user(
+                f"the recipe averages iterates ({kind}), but the model is evaluated with the iterate of training; call "
+                "optimizer.eval() before an evaluation and optimizer.train() after it"
+            )
+        elif optimizer is not None:
+            return
+        if self.handle is not None:
+            self.handle.remove()

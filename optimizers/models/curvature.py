@@ -1,4 +1,4 @@
-"""The signal `hessian_diagonal`: estimates of the Hessian's diagonal that a training loop makes every few steps."""
+"""The signal `hessian_diagonal`: estimates of the Hessian's diagonal, called by a training loop every few steps."""
 
 from __future__ import annotations
 
@@ -20,25 +20,33 @@ from .arguments import require_function, require_integer, require_loss, require_
 
 _NAME = "hessian_diagonal"
 PROBES = 1 << 34
-"""First of the streams of random signs."""
+"""Index of the first random stream for probes. It is larger than those of all other random numbers."""
 
 
 @kept_from_compiler
 def hutchinson(optimizer: Optimizer, loss: Callable[[], Tensor], samples: int = 1) -> bool:
     """D = mean of u * (H u),  u random signs, H the Hessian of the loss: provided to the next step.
 
-    Hutchinson's estimator as in Sophia-H (Liu et al. 2023, arXiv:2305.14342, algorithm 1) and AdaHessian; unbiased, and
-    exact for a diagonal H. Every rank calls it with the loss of its own batch, whose mean over ranks the estimate is
-    of; u follows from names and steps, so that it is the same on all ranks. Buffers of a model that the optimizer was
-    composed with are left as they were. Returns whether a stage asks; if none does, `loss` is not called.
+    Hutchinson's estimator as in Sophia-H (Liu et al. 2023, arXiv:2305.14342, algorithm 1) and AdaHessian. It is
+    unbiased, and exact for a diagonal H. Every rank calls it with the loss of its own batch, and the result is the mean
+    over ranks. The probes u follow from names and steps, so that they are equal on all ranks. Buffers of the model that
+    the optimizer was composed with are restored.
 
-    loss: makes a forward and returns the loss, without a backward; all of it must be differentiable twice (attention by
-        `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`).
-    samples: number of probes u.
+    Args:
+        optimizer: the optimizer that receives the signal.
+        loss: runs a forward and returns the loss, without a backward. It must be differentiable twice (for attention,
+            use `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`).
+        samples: number of probes u.
+
+    Returns:
+        True if a stage requests the signal. If none does, `loss` is not called.
+
+    Raises:
+        ValueError: the loss does not depend on the parameters, a parameter is a DTensor, or `samples` < 1.
     """
     _require("hutchinson", optimizer, loss, samples=samples)
     if samples < 1:
-        raise ValueError(f"hutchinson: at least one sample is required, got {samples}")
+        raise ValueError(f"hutchinson: samples must be at least 1, got {samples}")
 
     def estimate(parameters: Sequence[Tensor], names: Sequence[str]) -> list[Tensor]:
         gradients = _gradients("hutchinson", loss(), parameters, names, create_graph=True)
@@ -58,13 +66,20 @@ def gauss_newton_bartlett(optimizer: Optimizer, loss: Callable[[], Tensor], coun
     """D = count G * G,  G the gradient of the mean loss of labels that the model draws: provided to the next step.
 
     The Gauss-Newton-Bartlett estimator of Sophia-G (Liu et al. 2023, arXiv:2305.14342, algorithm 2): an unbiased
-    estimate of the diagonal of the Gauss-Newton matrix, never negative. Every rank calls it with its own batch; the
-    mean over ranks is taken. Buffers of a model that the optimizer was composed with are left as they were. Returns
-    whether a stage asks; if none does, `loss` is not called.
+    estimate of the diagonal of the Gauss-Newton matrix, never negative. Every rank calls it with its own batch, and the
+    result is the mean over ranks. Buffers of the model that the optimizer was composed with are restored.
 
-    loss: makes a forward, draws a label for each example from the model's distribution and returns the mean of their
-        negative log-likelihoods, without a backward.
-    count: number of examples in that mean.
+    Args:
+        optimizer: the optimizer that receives the signal.
+        loss: runs a forward, draws a label for each example from the model's distribution, and returns the mean of
+            their negative log-likelihoods, without a backward.
+        count: number of examples in that mean.
+
+    Returns:
+        True if a stage requests the signal. If none does, `loss` is not called.
+
+    Raises:
+        ValueError: the loss does not depend on the parameters, or a parameter is a DTensor.
     """
     _require("gauss_newton_bartlett", optimizer, loss, count=count)
     if count < 1:
@@ -79,7 +94,7 @@ def gauss_newton_bartlett(optimizer: Optimizer, loss: Callable[[], Tensor], coun
 
 
 def _require(who: str, optimizer: Optimizer, loss: Callable[[], Tensor], **integers: int) -> None:
-    """Raises TypeError for arguments that are of another kind; integers: by name."""
+    """Raise TypeError for arguments of a wrong type. integers: arguments that must be integers, by name."""
     require_optimizer(who, optimizer)
     require_function(who, loss)
     for name, value in integers.items():
@@ -89,16 +104,20 @@ def _require(who: str, optimizer: Optimizer, loss: Callable[[], Tensor], **integ
 def _gradients(
     who: str, loss: Tensor, parameters: Sequence[Tensor], names: Sequence[str], create_graph: bool = False
 ) -> Sequence[Tensor | None]:
-    """The gradients of a loss, None for parameters that it does not depend on; it must depend on one."""
+    """Return the gradients of a loss, with None for parameters that it does not depend on.
+
+    Raises:
+        ValueError: there are no trained parameters, or the loss depends on none of them.
+    """
     if not parameters:
-        raise ValueError(f"{who}: parameters that are trained are required, got none with `requires_grad`")
+        raise ValueError(f"{who}: no parameter has `requires_grad`")
     require_loss(who, loss)
     found: Sequence[Tensor | None] = torch.autograd.grad(loss, parameters, create_graph=create_graph, allow_unused=True)
     if all(gradient is None for gradient in found):
         more = " and more" if len(names) > 3 else ""
         raise ValueError(
-            f"{who}: a loss that depends on parameters of the optimizer is required, got one that depends on none of "
-            f"{', '.join(names[:3])}{more}"
+            f"{who}: the loss depends on none of the optimizer's parameters ({', '.join(names[:3])}{more}); use the "
+            "model that the optimizer was composed with"
         )
     return found
 
@@ -106,7 +125,7 @@ def _gradients(
 def _provide(
     who: str, optimizer: Optimizer, estimate: Callable[[Sequence[Tensor], Sequence[str]], list[Tensor]]
 ) -> bool:
-    """Provides what is estimated for the trained parameters whose update asks, as the mean over ranks."""
+    """Estimate the signal for the trained parameters whose update requests it, and provide its mean over ranks."""
     listeners = optimizer.param_sets.signals.listeners
     if _NAME not in listeners.asking:
         return False
@@ -125,19 +144,19 @@ def _provide(
 
 
 def _rows(who: str, param_set: ParamSet, takers: set[int]) -> Iterator[tuple[ParamSet, str, Tensor]]:
-    """(parameter set, name, parameter) of those that are estimated."""
+    """Yield (parameter set, name, parameter) for the parameters to estimate."""
     for name, parameter in zip(param_set.names, param_set.parameters, strict=True):
         if id(parameter) in takers and parameter.requires_grad:
             if is_dtensor(parameter):
                 raise ValueError(
-                    f"{who}: {name}: a parameter that every rank holds is required, got a DTensor; provide the signal "
-                    f"by optimizer.provide('{_NAME}', ...)"
+                    f"{who}: {name} is a DTensor, and only replicated parameters are supported; provide the signal "
+                    f"with optimizer.provide('{_NAME}', ...)"
                 )
             yield param_set, name, parameter
 
 
 def _average(param_set: ParamSet, tensors: Sequence[Tensor], who: str) -> None:
-    """The mean over ranks, in place."""
+    """Replace tensors by their mean over ranks, in place."""
     if param_set.rank_group is None or not tensors:
         return
     ranks = param_set.rank_group.all_ranks
@@ -149,12 +168,12 @@ def _average(param_set: ParamSet, tensors: Sequence[Tensor], who: str) -> None:
 
 
 def _step(optimizer: Optimizer) -> int:
-    """The largest number of steps that a parameter has made."""
+    """Return the largest number of steps of any parameter."""
     return max((int(param_set.step_counts.max()) for param_set in optimizer.param_sets), default=0)
 
 
 def _signs(like: Tensor, name: str, step: int, sample: int) -> Tensor:
-    """Random signs of the shape of a tensor, which follow from name, step and sample."""
+    """Return random signs of the shape of a tensor. They follow from name, step and sample."""
     seed = zlib.crc32(name.encode())
     seeds, steps = (torch.full((1,), one, dtype=torch.int64, device=like.device) for one in (seed, step))
     drawn = uniform(seeds, steps, tuple(like.shape), torch.float32, PROBES + sample)[0]
@@ -164,7 +183,7 @@ def _signs(like: Tensor, name: str, step: int, sample: int) -> Tensor:
 def _products(
     gradients: Sequence[Tensor | None], parameters: Sequence[Tensor], probes: Sequence[Tensor]
 ) -> Sequence[Tensor]:
-    """H u for each parameter; None for gradients that do not depend on parameters."""
+    """Return H u for each parameter. gradients: None for gradients that do not depend on parameters."""
     rows = [(g, u) for g, u in zip(gradients, probes, strict=True) if g is not None]
     if not rows:
         return [torch.zeros_like(parameter) for parameter in parameters]

@@ -1,4 +1,4 @@
-"""Sums of what backwards contribute, tied to the gradients that they are accumulated in."""
+"""Sums of contributions of backward passes, tied to the gradients that the same passes accumulate."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import Tensor
 from eigengraft.distributed.layouts import is_dtensor, local
 
 Join = Callable[[Tensor, Tensor], Tensor]
-"""How two values are joined: `torch.add` or `torch.maximum`."""
+"""The operation that joins two values: `torch.add` or `torch.maximum`."""
 
 
 @dataclass
 class _Sum:
-    """A joined value and the number of rows in it, which is a tensor where a device has decided about earlier rows."""
+    """A joined value and its number of rows. The number is a tensor if a mask on the device decided about rows."""
 
     value: Tensor
     count: int | Tensor
@@ -28,14 +28,14 @@ class _Sum:
         return self if other is None else _Sum(join(self.value, other.value), self.count + other.count)
 
     def where(self, keep: Tensor) -> _Sum:
-        """This sum where `keep` is true, else a sum of 0 rows, whose value is 0 also in place of inf and nan."""
+        """Return this sum if `keep` is true, else a sum of 0 rows with value 0, even if this value is not finite."""
         zero = torch.zeros((), dtype=self.value.dtype, device=self.value.device)
         return _Sum(torch.where(keep, self.value, zero), torch.where(keep, self.count, 0))
 
 
 @dataclass
 class _Running:
-    """What a backward under way has contributed for one parameter; stamp: of its gradient before."""
+    """The contribution of a running backward for one parameter. stamp: stamp of its gradient before the backward."""
 
     parameter: Tensor
     stamp: tuple[int, ...]
@@ -43,22 +43,26 @@ class _Running:
 
 
 class _Backward(dict[Hashable, _Running]):
-    """What one backward under way has contributed, by key; its callback alone keeps it, so that one that fails is
-    forgotten."""
+    """The contributions of one running backward, by key.
+
+    Only the callback at its end references this object. So the contributions of a backward that fails are dropped.
+    """
 
 
 class GradientSums:
-    """For each key the sum over the backwards that the present gradient of its parameter was accumulated in.
+    """Sums by key over the backward passes that accumulated the present gradient of the key's parameter.
 
-    `add` is called inside a backward, before the parameter's gradient is accumulated. A gradient that is then None or
-    zero begins a new sum: what was thrown away by `zero_grad`, by hand or by a skipped step is not in it. A backward
-    that changes no gradient (`torch.autograd.grad`) counts only if none does until the step. Nothing is read on the
-    host: whether a gradient is zero is decided by a mask, and only where it is not None.
+    `add` is called inside a backward, before the parameter's gradient is accumulated. If the gradient is None or zero
+    at that time, a new sum begins. So contributions to gradients that were dropped by `zero_grad`, by hand or by a
+    skipped step are not included. A backward that changes no gradient (`torch.autograd.grad`) counts only if no other
+    backward changes one before the step. A mask decides whether a gradient is zero, so that the host reads nothing.
 
-    `factor` is what gradients were multiplied by between the last backward and the step, as GradScaler's `unscale_` and
-    `clip_grad_norm_` do: the factor of more than half of the entries on the diagonals of gradients, else 1.
+    `factor` is the number by which gradients were multiplied between the last backward and the step, by GradScaler's
+    `unscale_` or by `clip_grad_norm_`: the ratio that more than half of the entries on the diagonals of gradients
+    share, else 1.
 
-    join: how values are joined. measured: whether `factor` is asked for.
+    join: operation that joins values.
+    measured: True if `factor` is needed, for which samples of gradients are kept.
     """
 
     def __init__(self, join: Join, measured: bool = False) -> None:
@@ -72,7 +76,7 @@ class GradientSums:
         return len(self._held.keys() | self._loose.keys() | {key for found in self._running.values() for key in found})
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Drop all sums."""
         for running in self._running.values():
             running.clear()
         self._held.clear()
@@ -80,20 +84,20 @@ class GradientSums:
         self._left.clear()
 
     def add(self, key: Hashable, parameter: Tensor, value: Tensor, count: int = 1) -> None:
-        """Joins what one layer contributes to the gradient of a parameter; only inside a backward."""
+        """Join the contribution of one layer to the gradient of a parameter. Call it inside a backward only."""
         task = torch._C._current_graph_task_id()
         if (running := self._running.get(task)) is None:
             running = self._running[task] = _Backward()
             end = partial(self._end, running)
-            _after_backward(partial(_after_backward, end))  # after those of wrappers, which reduce gradients
+            _after_backward(partial(_after_backward, end))  # after the callbacks of wrappers, which reduce gradients
         if key not in running:
             self._begin(key, parameter)
             running[key] = _Running(parameter, _stamp(parameter.grad))
         running[key].found = _Sum(value, count).joined(running[key].found, self._join)
 
     def take(self) -> Mapping[Any, tuple[Tensor, int | Tensor]]:
-        """(value, rows) for each key, and forgets them; those whose gradient is None by now are left out."""
-        for running in list(self._running.values()):  # of a step inside a backward
+        """Return (value, number of rows) by key, without keys whose gradient is None now, and drop all sums."""
+        for running in list(self._running.values()):  # the step may run inside a backward
             self._end(running)
         found = {**self._loose, **self._held}
         gone = {key for key, (parameter, _) in self._left.items() if parameter.grad is None}
@@ -101,18 +105,18 @@ class GradientSums:
         return {key: (own.value, own.count) for key, own in found.items() if key not in gone}
 
     def factor(self) -> Tensor | None:
-        """0-d: what the gradients were multiplied by since backwards left them; None where none is known."""
+        """Return the factor of gradients since the last backward, 0-d; None if it was not measured."""
         rows = [(p.grad, sample) for p, sample in self._left.values() if sample is not None and p.grad is not None]
         return _common_factor([sample for _, sample in rows], [_sample(grad) for grad, _ in rows]) if rows else None
 
     def _begin(self, key: Hashable, parameter: Tensor) -> None:
-        """Drops what belongs to a gradient that is there no more."""
+        """Drop the sum of a gradient that was removed or zeroed."""
         grad, held = parameter.grad, self._held.pop(key, None)
         if grad is not None and held is not None:
             self._held[key] = held.where(local(grad.detach()).any())
 
     def _end(self, backward: _Backward) -> None:
-        """Gives what a backward has contributed to the gradients that it has changed."""
+        """Join the contributions of a finished backward to the sums of the gradients that it has changed."""
         found, changed = dict(backward), list[tuple[Hashable, Tensor]]()
         backward.clear()
         for key, running in found.items():
@@ -121,7 +125,9 @@ class GradientSums:
                 self._loose[key] = running.found.joined(self._loose.get(key), self._join)
                 continue
             loose = self._loose.pop(key, None)
-            if is_dtensor(running.parameter):  # backwards before ranks reduce (`set_requires_gradient_sync(False)`)
+            if is_dtensor(
+                running.parameter
+            ):  # earlier backwards without reduction (`set_requires_gradient_sync(False)`)
                 running.found = running.found.joined(loose, self._join)
             self._held[key] = running.found.joined(self._held.get(key), self._join)
             changed.append((key, running.parameter))
@@ -133,22 +139,22 @@ class GradientSums:
 
 
 def _after_backward(call: Callable[[], None]) -> None:
-    """Has a function called at the end of the backward that runs, after those that wait already."""
+    """Call a function at the end of the running backward, after all callbacks that are queued already."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def _stamp(grad: Tensor | None) -> tuple[int, ...]:
-    """Equal for a gradient that no backward has changed since."""
+    """Return a stamp of a gradient that changes with every backward that changes the gradient."""
     return () if grad is None else (id(grad), grad._version, local(grad)._version)
 
 
 def _sample(grad: Tensor) -> Tensor:
-    """Entries of every row or of every column of a gradient, as a view if it has two axes."""
+    """Return the entries on the diagonal of a gradient, as a view if it has two axes."""
     return local(grad.detach()).diagonal().flatten()
 
 
 def _samples(parameters: Sequence[Tensor]) -> Sequence[Tensor]:
-    """A copy of the sample of each gradient, by one launch."""
+    """Return a copy of the sample of each gradient, made by one kernel."""
     own = [
         _sample(p.grad) if p.grad is not None else torch.empty(0, dtype=p.dtype, device=p.device) for p in parameters
     ]
@@ -156,7 +162,7 @@ def _samples(parameters: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def _common_factor(before: Sequence[Tensor], now: Sequence[Tensor]) -> Tensor:
-    """The median of the ratios of entries if more than half of them are like it, else 1; 0-d float32."""
+    """Return the median ratio of entries, 0-d float32, if more than half of the ratios are close to it, else 1."""
     device = before[0].device
     old, new = (torch.cat([x.to(device) for x in own]).float() for own in (before, now))
     ratios = torch.where(old == 0, torch.nan, new / old)
@@ -166,6 +172,6 @@ def _common_factor(before: Sequence[Tensor], now: Sequence[Tensor]) -> Tensor:
 
 
 _MEASURED = 16
-"""Parameters of a backward whose gradients are sampled: what scales gradients scales all of them."""
+"""Number of parameters whose gradients are sampled. Scaling applies to all gradients alike, so a few are enough."""
 _TOLERANCE = 0.01
-"""Relative difference of factors that are taken to be one: above the rounding of bfloat16, 2^-8, of both gradients."""
+"""Relative difference below which ratios count as equal. It is above the rounding of two bfloat16 numbers, 2 * 2^-8."""

@@ -1,7 +1,7 @@
 """The signals `activation_gram` and `output_gradient_gram`: sums of outer products that hooks collect from layers.
 
-Second moments of the inputs of a layer are known after a forward, those of the gradients in its outputs during
-backward. Both wait for the next step of the optimizer.
+Second moments of a layer's inputs are known after a forward, those of the gradients of its outputs during the backward.
+Both are stored until the next step of the optimizer.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from .arguments import require_watchable
 from .gradient_sums import GradientSums
 
 CallRows = Callable[[Tensor], tuple[Tensor, int]]
-"""The gradient in an output of a layer -> (the Gram of the rows of that call, what they add to N)."""
+"""Function of the gradient of a layer's output that returns (Gram of the rows of that call, their share of N)."""
 INPUT_GRAM, OUTPUT_GRAM = "activation_gram", "output_gradient_gram"
 """Names of the two signals."""
 ParamPlace = tuple[int, int]
-"""A parameter of an optimizer: its param group, and its position in that."""
+"""Place of a parameter in an optimizer: index of its param group, and position in the group."""
 
 
 class LayerGrams:
-    """X^T X for every layer with a weight whose update asks for a signal, X `[N, n]` its rows.
+    """X^T X for every layer with a weight whose update requests a signal, X `[N, n]` the rows of the layer.
 
-    X has the rows of all calls whose backward the present gradient of the weight was accumulated in: of micro-batches,
-    of several calls of a module in one forward, and of modules that share the weight. A forward whose backward does not
-    run, or whose gradient is thrown away, adds none; a forward that activation checkpointing repeats adds its rows
-    once. Collected is only where a stage takes the signal in the next step.
+    X has the rows of all calls whose backward contributed to the present gradient of the weight: of micro-batches, of
+    several calls of a module in one forward, and of modules that share the weight. A forward without a backward, or
+    with a gradient that is dropped, adds no rows. A forward that activation checkpointing repeats adds its rows once.
+    Rows are collected only if a stage needs the signal in the next step.
 
-    The optimizer and the model keep this object alive, which keeps neither. Copies and pickles of the model do not
-    collect: their hooks do nothing.
+    The optimizer and the model reference this object, and it references both weakly. In copies and pickles of the model
+    the hooks do nothing.
 
-    name: of the signal. made: the signal of a layer, of X^T X and N. of_gradients: whether rows are in the unit of
-    gradients; X^T X then is in the unit of the gradients that the step takes, also where they were scaled since the
-    backward.
+    name: name of the signal.
+    made: computes the signal of a layer from X^T X and N.
+    of_gradients: True if rows are gradients. If gradients are scaled after the backward, X^T X is scaled with them.
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class LayerGrams:
         weakref.finalize(optimizer, _remove, self._handles)
 
     def watch(self, model: nn.Module, see: Callable[..., tuple[CallRows, Tensor | None]]) -> None:
-        """Registers a hook at each layer whose update asks, and that no other object watches for this optimizer.
+        """Register a hook at each layer whose update requests the signal, unless another object has done so.
 
-        see: of a layer's path, the layer, its arguments and what it returned: the rows of that call, and the tensor in
-        whose gradient they are known.
+        see: function of a layer's path, the layer, its arguments and its output. It returns the rows of the call, and
+            the tensor whose gradient hook collects them.
         """
         optimizer = self._optimizer()
         assert optimizer is not None
@@ -81,12 +81,12 @@ class LayerGrams:
                 self._handles.append(module.register_forward_hook(LayerHook(self, path, see)))
 
     def remove(self) -> None:
-        """Removes the hooks; steps that need the signal are refused from now on."""
+        """Remove the hooks. From now on, steps that need the signal are refused."""
         _remove(self._handles)
         self._sums.clear()
 
     def _is_watched(self, module: nn.Module) -> bool:
-        """Whether another object collects the same for the same optimizer."""
+        """Return True if another object collects the same signal for the same optimizer."""
         found = (hook.grams for hook in module._forward_hooks.values() if isinstance(hook, LayerHook))
         return any(g is not None and g.name == self.name and g._optimizer() is self._optimizer() for g in found)
 
@@ -95,7 +95,7 @@ class LayerGrams:
         self._due = None
 
     def wants(self, module: nn.Module) -> bool:
-        """Whether rows of a layer are to be collected now."""
+        """Return True if the rows of a layer should be collected now."""
         optimizer, weight = self._optimizer(), module._parameters.get("weight")
         if optimizer is None or weight is None or not (weight.requires_grad and torch.is_grad_enabled()):
             return False
@@ -108,12 +108,12 @@ class LayerGrams:
         if (place := self._places.get(module)) not in self._due or place is None:
             return False
         parameter = parameter_at(optimizer, place)
-        return weight is parameter or is_dtensor(parameter)  # else a weight that `functional_call` was given
+        return weight is parameter or is_dtensor(parameter)  # otherwise `functional_call` passed another weight
 
     def add(self, module: nn.Module, rows: CallRows, output: Tensor) -> None:
-        """Has the rows of one call added when the backward makes the gradient of its output.
+        """Add the rows of one call when the backward computes the gradient of its output.
 
-        A hook of the tensor leaves the graph as it is, also where the next layer writes into the output.
+        A hook of the tensor does not change the graph, even if the next layer writes into the output.
         """
         output.register_hook(partial(self._add, self._places[module], rows))  # type: ignore[no-untyped-call]
 
@@ -122,7 +122,7 @@ class LayerGrams:
             self._sums.add(place, parameter_at(optimizer, place), *rows(gradient))
 
     def take(self) -> Mapping[Tensor, Tensor] | None:
-        """The signal of the step, for each parameter whose layer had rows; what was collected is forgotten."""
+        """Return the signal of the step for each parameter whose layer has rows, and drop the collected rows."""
         optimizer = self._optimizer()
         assert optimizer is not None
         factor, found = self._sums.factor(), self._sums.take()
@@ -136,10 +136,11 @@ class LayerGrams:
 
 
 class LayerHook:
-    """A forward hook of one layer, while its rows are wanted. Copies of it do nothing.
+    """A forward hook that collects the rows of one layer. Copies of it do nothing.
 
-    path: of the layer, for errors. see: of path, layer, arguments and output, the rows of a call and the tensor in
-    whose gradient they are known.
+    grams: the object that stores the rows; None in a copy.
+    path: path of the layer, for errors.
+    see: as in `LayerGrams.watch`.
     """
 
     def __init__(self, grams: LayerGrams | None, path: str, see: Callable[..., tuple[CallRows, Tensor | None]]) -> None:
@@ -157,37 +158,37 @@ class LayerHook:
 
 
 def gram_of(rows: Tensor) -> Tensor:
-    """X^T X of rows `[k, n]`, in the dtype that they are computed in, also under autocast."""
+    """Return X^T X of rows X `[k, n]`, in their compute dtype even under autocast."""
     rows = rows.detach().to(compute_dtype(rows.dtype))
     with without_autocast():
         return rows.mT @ rows
 
 
 def differentiable(output: Any) -> Tensor | None:
-    """The first tensor in what a layer returned that has a gradient."""
+    """Return the first tensor in a layer's output that requires a gradient, or None."""
     leaves = (output,) if isinstance(output, Tensor) else pytree.tree_leaves(output)
     return next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad), None)
 
 
 def whole(x: Tensor) -> Tensor:
-    """All of a tensor that ranks hold parts of, as layers under tensor parallelism are given it."""
+    """Return the full tensor of a DTensor, as layers under tensor parallelism receive them; keep plain tensors."""
     return x.full_tensor() if is_dtensor(x) else x
 
 
 def places(optimizer: Optimizer) -> Iterator[tuple[int, ParamPlace]]:
-    """(id, place) of the parameters that an optimizer was made for; a host may have put others in their places."""
+    """Yield (id, place) of the parameters that an optimizer was made for. A framework may have replaced them since."""
     for index, parameters in enumerate(optimizer.param_sets.parameters):
         yield from ((id(parameter), (index, at)) for at, parameter in enumerate(parameters))
 
 
 def parameter_at(optimizer: Optimizer, place: ParamPlace) -> Tensor:
-    """The parameter that a param group holds now."""
+    """Return the present parameter at a place."""
     parameter: Tensor = optimizer.param_groups[place[0]]["params"][place[1]]
     return parameter
 
 
 def _multiplies(module: nn.Module) -> bool:
-    """Whether a layer multiplies inputs by its weight, as far as can be told."""
+    """Return True if a layer is known to multiply its inputs by its weight."""
     weight = module._parameters.get("weight")
     if weight is None or isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return False
@@ -202,12 +203,18 @@ def _remove(handles: list[Any]) -> None:
 
 
 def watch_inputs(optimizer: Optimizer, model: nn.Module) -> LayerGrams | None:
-    """Provides `activation_gram` in every step that needs it, from the inputs of a model's layers; `compose` calls it.
+    """Provide the signal `activation_gram` from the inputs of a model's layers. `compose` calls this function.
 
-    A = X^T X / N for every layer `y = W x`, X `[N, n]` the inputs whose outputs the gradient of the step was taken
-    through: of matrices, of which x is the last axis of the first argument, and of 1-d and 2-d convolutions of one
-    group, of which x are patches. Returns None, and no hook is there, if no stage asks. The model may be wrapped (DDP)
-    or sharded before or after.
+    A = X^T X / N for every layer `y = W x`. X `[N, n]` has the inputs of all calls that contribute to the gradient of
+    the step. For matrices, x is the last axis of the first argument. For 1-d and 2-d convolutions of one group, the x
+    are patches.
+
+    Args:
+        optimizer: the optimizer that receives the signal.
+        model: the model. It may be wrapped (DDP) or sharded before or after.
+
+    Returns:
+        The collector, or None if no stage requests the signal. Without a request no hook is registered.
     """
     require_watchable("watch_inputs", optimizer, model)
     if INPUT_GRAM not in optimizer.param_sets.signals.listeners.asking:
@@ -219,7 +226,7 @@ def watch_inputs(optimizer: Optimizer, model: nn.Module) -> LayerGrams | None:
 
 
 def _see_inputs(path: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> tuple[CallRows, Tensor | None]:
-    """The inputs of one call, kept until backward as a copy or as their Gram, whichever is smaller."""
+    """Return the inputs of one call, stored until the backward as a copy or as their Gram, whichever is smaller."""
     rows = _input_rows(path, module, args)
     few = len(rows) < rows.shape[1]
     return partial(_kept_rows, rows.clone() if few else gram_of(rows), len(rows), few), differentiable(output)
@@ -238,12 +245,12 @@ def _input_rows(path: str, module: nn.Module, args: tuple[Any, ...]) -> Tensor:
     n = int(weight.shape[0 if is_transposed(module) else 1])
     if x is None or x.shape[-1] != n:
         got = "no tensor" if x is None else f"shape {tuple(x.shape)}"
-        raise ValueError(f"{path}: inputs of length {n} as first argument are required by '{INPUT_GRAM}', got {got}")
+        raise ValueError(f"{path}: '{INPUT_GRAM}' needs inputs of length {n} as the first argument, got {got}")
     return x.reshape(-1, n)
 
 
 def _patches(module: nn.Conv1d | nn.Conv2d, x: Tensor) -> Tensor:
-    """What a kernel is multiplied by at every place, `[places, channels * kernel]`; one axis is a row of an image."""
+    """Return the patches that a kernel is applied to, `[positions, channels * kernel]`."""
     padding: Any = (0,) * len(module.kernel_size) if module.padding == "valid" else module.padding
     how = [module.kernel_size, module.dilation, padding, module.stride]
     if isinstance(module, nn.Conv1d):
@@ -253,17 +260,23 @@ def _patches(module: nn.Conv1d | nn.Conv2d, x: Tensor) -> Tensor:
 
 
 def watch_output_gradients(optimizer: Optimizer, model: nn.Module) -> LayerGrams | None:
-    """Provides `output_gradient_gram` in every step that needs it, from a model's backward; `compose` calls it.
+    """Provide the signal `output_gradient_gram` from a model's backward. `compose` calls this function.
 
-    N sum_i g_i g_i^T for every layer `y = W x`, g_i the gradient of the loss in the i-th of all y that the gradient of
-    the step was taken through: the mean of the products of each row's own gradient, where the loss is the mean over N
-    rows, as the losses of language models over tokens are. N counts the rows of a matrix, and the images, not the
-    places, of a 1-d or 2-d convolution. Where a loss is the mean over fewer, such as sequences, it is larger by the
-    rows of each.
+    N sum_i g_i g_i^T for every layer `y = W x`, where g_i is the gradient of the loss with respect to the i-th output y
+    that contributes to the gradient of the step. If the loss is the mean over N rows, as the losses of language models
+    over tokens, this is the mean of the outer products of each row's own gradient. N counts the rows of a matrix, and
+    the images (not the positions) of a 1-d or 2-d convolution. If the loss is the mean over fewer items, such as
+    sequences, the result is larger by the number of rows of an item.
 
-    The g_i are in the unit of the gradient that the step takes: a factor that it was multiplied by since the backward,
-    by GradScaler's `unscale_` or by `clip_grad_norm_`, multiplies them too. Returns None, and no hook is there, if no
-    stage asks. The model may be wrapped (DDP) or sharded before or after.
+    The g_i have the scale of the step's gradient: if gradients were scaled after the backward, by GradScaler's
+    `unscale_` or by `clip_grad_norm_`, so are the g_i.
+
+    Args:
+        optimizer: the optimizer that receives the signal.
+        model: the model. It may be wrapped (DDP) or sharded before or after.
+
+    Returns:
+        The collector, or None if no stage requests the signal. Without a request no hook is registered.
     """
     require_watchable("watch_output_gradients", optimizer, model)
     if OUTPUT_GRAM not in optimizer.param_sets.signals.listeners.asking:
@@ -281,8 +294,8 @@ def _see_outputs(path: str, module: nn.Module, args: tuple[Any, ...], output: An
     if not isinstance(output, Tensor) or output.shape[axis] != m:
         got = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
         raise ValueError(
-            f"{path}: an output of length {m} is required by '{OUTPUT_GRAM}', got {got}; under tensor parallelism say "
-            "`use_local_output=False`, so that it is a DTensor"
+            f"{path}: '{OUTPUT_GRAM}' needs an output of length {m}, got {got}; under tensor parallelism set "
+            "`use_local_output=False`, so that the output is a DTensor"
         )
     return partial(_gradient_rows, axis), output if output.requires_grad else None
 
@@ -295,5 +308,5 @@ def _gradient_rows(axis: int, gradient: Tensor) -> tuple[Tensor, int]:
 
 
 def _channels(module: nn.Module) -> int:
-    """The axis of an output that the rows of the weight belong to."""
+    """Return the axis of an output that corresponds to the rows of the weight."""
     return -1 - len(module.kernel_size) if isinstance(module, (nn.Conv1d, nn.Conv2d)) else -1

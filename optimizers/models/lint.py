@@ -1,6 +1,6 @@
-"""Warnings of combinations that are allowed and rarely meant, each with the remedy and an id that silences it.
+"""Warnings about combinations that are valid but rarely intended, each with a remedy and an id that silences it.
 
-`compose` runs every registered check once. A check of one's own is a function with `@recipe_check("some-id")`.
+`compose` runs every registered check once. To add a check, decorate a function with `@recipe_check("some-id")`.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from ..recipe.recipe import slot_keys
 from ..state.shown_state import own_state
 
 _MOST = 256
-"""Bytes of state for each entry above which a parameter is called costly; Adam holds 8, SOAP on squares 24."""
+"""Bytes of state per entry above which a parameter is reported as costly. Adam has 8, SOAP on square matrices 24."""
 _SMALL = 1e-4
-"""A second moment in units of the largest of its block: that of a gradient a hundred times smaller, which is common."""
+"""A small second moment, relative to the largest of its block: of a gradient 100 times smaller, which is common."""
 
 
 @dataclass(frozen=True)
 class Composition:
-    """What checks see.
+    """The argument of a check.
 
-    optimizer: with its recipe and described parameters.
-    steps: length of the run; None: unknown.
+    optimizer: the composed optimizer, with its recipe and described parameters.
+    steps: number of steps of the run; None if it is unknown.
     """
 
     optimizer: Optimizer
     steps: int | None
 
     def slots(self) -> dict[StateKey, dict[Slot, None]]:
-        """The slots of all blocks of the model, on all ranks, by a key that names no block."""
+        """Return the slots of all blocks of the model, on all ranks, by a key without a block index."""
         recipe, found = self.optimizer.recipe, dict[StateKey, dict[Slot, None]]()
         rows = self.optimizer.routing_table()
         for path, block in dict.fromkeys((row.route, block) for row in rows for block in row.blocks):
@@ -52,12 +52,12 @@ class Composition:
 
 
 RecipeCheck = Callable[[Composition], Iterable[str]]
-"""Yields a sentence for each fault: what has no effect or goes wrong, and the remedy."""
+"""A check: it yields a sentence for each fault, with what has no effect or goes wrong, and the remedy."""
 _CHECKS: dict[str, RecipeCheck] = {}
 
 
 def recipe_check(name: str) -> Callable[[RecipeCheck], RecipeCheck]:
-    """Register a check under an id of lower-case words with hyphens; the same id again replaces the check."""
+    """Register a check under an id of lower-case words with hyphens. A second check with the same id replaces it."""
 
     def register(check: RecipeCheck) -> RecipeCheck:
         _CHECKS[name] = check
@@ -67,15 +67,19 @@ def recipe_check(name: str) -> Callable[[RecipeCheck], RecipeCheck]:
 
 
 def known_checks() -> tuple[str, ...]:
-    """The ids of all checks."""
+    """Return the ids of all checks."""
     return tuple(sorted(_CHECKS))
 
 
 def warn_of_faults(optimizer: Optimizer, steps: int | None = None, silence: Iterable[str] = ()) -> None:
-    """Warn of every fault that the checks find. Raises ValueError for an id in `silence` that no check has."""
+    """Warn of every fault that the checks find.
+
+    Raises:
+        ValueError: `silence` contains an unknown id.
+    """
     silent = [silence] if isinstance(silence, str) else list(silence)
     if unknown := sorted(set(silent) - _CHECKS.keys()):
-        raise ValueError(f"silence: ids of checks ({', '.join(known_checks())}) are required, got '{unknown[0]}'")
+        raise ValueError(f"silence: there is no check '{unknown[0]}', the ids are {', '.join(known_checks())}")
     composed = Composition(optimizer, steps)
     for name, check in _CHECKS.items():
         for message in check(composed) if name not in silent else ():
@@ -84,9 +88,9 @@ def warn_of_faults(optimizer: Optimizer, steps: int | None = None, silence: Iter
 
 @recipe_check("head-unclear")
 def _unclear_head(composed: Composition) -> Iterator[str]:
-    """The recipe sends heads elsewhere, and the last layer goes to its own update though it may be a head.
+    """Warn if the recipe routes output heads elsewhere, and the last layer, perhaps a head, goes to its main update.
 
-    Nothing is said of models whose head is found, frozen or tied, of adapters, and of stacks of equal blocks.
+    There is no warning if the head is found, frozen or tied, nor for adapters and stacks of equal blocks.
     """
     recipe, sets = composed.optimizer.recipe, composed.optimizer.param_sets
     rows = [row for own, infos in zip(sets.parameters, sets.infos, strict=True) for row in zip(own, infos, strict=True)]
@@ -104,7 +108,7 @@ def _unclear_head(composed: Composition) -> Iterator[str]:
 
 @recipe_check("state-large")
 def _large_state(composed: Composition) -> Iterator[str]:
-    """Parameters hold state out of proportion, as factors of long axes of thin matrices are."""
+    """Warn if the state of a parameter is out of proportion to its size, as factors of long axes of thin matrices."""
     optimizer = composed.optimizer
     sets, costly = optimizer.param_sets, list[tuple[float, str, tuple[int, ...]]]()
     labels = chain.from_iterable(sets.labels(index) for index in range(len(sets.parameters)))
@@ -123,9 +127,9 @@ def _large_state(composed: Composition) -> Iterator[str]:
 
 @recipe_check("storage-unused")
 def _unused_storage(composed: Composition) -> Iterator[str]:
-    """Entries of the storage store no slot of this model, as all are too small or of another shape.
+    """Warn if an entry of `storage` applies to no slot of this model, because all are too small or of a wrong shape.
 
-    Nothing is said of an entry for a route that no parameter takes.
+    There is no warning for an entry of a route without parameters.
     """
     storage, unused = composed.optimizer.recipe.storage, dict[str, str]()
     slots = composed.slots() if storage else {}
@@ -143,7 +147,7 @@ def _unused_storage(composed: Composition) -> Iterator[str]:
 
 @recipe_check("storage-rounds-to-zero")
 def _rounded_second_moments(composed: Composition) -> Iterator[str]:
-    """Second moments are stored in a format that rounds small ones to 0, by whose root updates are then divided."""
+    """Warn if second moments, by whose roots updates are divided, have a storage that rounds small values to 0."""
     storage = {} if active_fake_mode() is not None else composed.optimizer.recipe.storage  # fake codes have no values
     found: dict[Quantizer, list[str]] = {}
     for key, own in (composed.slots() if storage else {}).items():
@@ -163,7 +167,7 @@ def _rounded_second_moments(composed: Composition) -> Iterator[str]:
 
 @recipe_check("schedule-beyond-run")
 def _long_schedules(composed: Composition) -> Iterator[str]:
-    """A number changes over more steps than the run has, and never reaches its last value."""
+    """Warn if a schedule is longer than the run, so that its last value is never reached."""
     recipe, steps = composed.optimizer.recipe, composed.steps or composed.optimizer.recipe.total_steps
     for path, schedule in schedules(recipe) if steps is not None else ():
         length = sum(segment.length(steps) for segment in schedule)
@@ -175,13 +179,13 @@ def _long_schedules(composed: Composition) -> Iterator[str]:
 
 
 def _takes(storage: dict[str, Quantizer], text: str, key: StateKey, slot: Slot) -> bool:
-    """Whether the entry `text` of a storage is the one that decides on a slot."""
+    """Return True if the entry `text` of a storage decides on a slot."""
     named = next((where for where in (key.name, key.stage) if where in storage), None)
     return text == named if named is not None else text == slot.role and not slot.sensitive
 
 
 def _rounds_to_zero(quantizer: Quantizer) -> bool:
-    """Whether a small second moment beside a large one comes back as 0."""
+    """Return True if a quantizer rounds a small second moment beside a large one to 0."""
     slot = Slot((64, 64))
     x = torch.full((1, *slot.shape), _SMALL, dtype=torch.float32, device="cpu")
     x[..., 0] = 1.0

@@ -1,4 +1,4 @@
-"""The signal `max_logit`: the largest attention logit of each head, recorded by attention modules that ask for it."""
+"""The signal `max_logit`: the largest attention logit of each head, recorded by `MaxLogits` in attention modules."""
 
 from __future__ import annotations
 
@@ -31,21 +31,27 @@ _NAME = "max_logit"
 
 
 class MaxLogits(nn.Module):
-    """S_h = scale max_(i, j) q_i . k_j for each head h, over all calls that the gradient of a step was taken through.
+    """S_h = scale max_(i, j) q_i . k_j for each head h, over all calls that contribute to the gradient of a step.
 
-    A part of an attention module that its forward calls with queries and keys, `self.max_logits(q, k, scale)`; it
-    returns nothing and costs nothing unless an optimizer takes the signal. Names are those of weights in the module
-    that holds it, whose outputs are heads: `query` and `key`, or `fused` for queries, keys and values one after the
-    other. A key head that several query heads share has the largest of theirs.
+    It is a submodule of an attention module, whose forward calls `self.max_logits(q, k, scale)`. The call returns
+    nothing, and costs nothing unless an optimizer requests the signal. `query`, `key` and `fused` are names of weights
+    in the attention module. The outputs of these weights are heads; the outputs of `fused` are queries, keys and values
+    in this order. A key head that several query heads share gets the largest of their S.
 
-    Under tensor parallelism a rank calls it with its own heads, plain tensors or DTensors, and every weight has the
-    numbers of all heads. A rank's heads are the outputs of its shard of the weights: of `fused`, its queries, keys and
-    values one after the other. Keys that are not sharded, since there are fewer than ranks, are those of a rank's
-    queries. The numbers are those of logits that some rank computes: under context parallelism, of gathered keys.
+    Under tensor parallelism a rank calls it with its own heads, as plain tensors or DTensors, and the signal of a
+    weight has the numbers of all heads. A rank's heads are the outputs of its shard of the weights. The shard of
+    `fused` has the rank's queries, keys and values in this order. If keys are not sharded, because there are fewer key
+    heads than ranks, a rank passes the keys of its own queries. Every logit must be computed by some rank; under
+    context parallelism, from gathered keys.
 
-    query, key: the weights of queries and keys.
-    fused: the weight of queries, keys and values.
-    causal: whether queries see no later key.
+    Args:
+        query: name of the weight of queries.
+        key: name of the weight of keys.
+        fused: name of the weight of queries, keys and values, in place of the other two.
+        causal: True if a query attends to no later key.
+
+    Raises:
+        ValueError: neither `query` and `key` nor `fused` are given, or all of them are.
     """
 
     def __init__(
@@ -53,7 +59,10 @@ class MaxLogits(nn.Module):
     ) -> None:
         super().__init__()
         if (query is None) is not (key is None) or (query is None) is (fused is None):
-            raise ValueError(f"MaxLogits: query and key, or fused, is required, got {query}, {key} and {fused}")
+            raise ValueError(
+                f"MaxLogits: give the names of either query and key, or fused; got query={query}, key={key}, "
+                f"fused={fused}"
+            )
         self.query, self.key, self.fused, self.causal = query, key, fused, causal
         self._source: weakref.ref[LogitSource] | None = None
         self._holder: weakref.ref[nn.Module] | None = None
@@ -61,13 +70,19 @@ class MaxLogits(nn.Module):
 
     @_disable_dynamo  # what torch.compiler.disable does, without importing the compiler before a call
     def forward(self, q: Tensor, k: Tensor, scale: float | None = None) -> None:
-        """q `[batch, H, T, d]`, k `[batch, H_k, S, d]`, H a multiple of H_k; scale: default d^(-1/2)."""
+        """Record the largest logits of one call.
+
+        Args:
+            q: queries `[batch, H, T, d]`.
+            k: keys `[batch, H_k, S, d]`. H is a multiple of H_k.
+            scale: factor of the products; None means d^(-1/2).
+        """
         source, trained = None if self._source is None else self._source(), differentiable((q, k))
         if source is None or trained is None or not source.wants():
             return
         holder = None if self._holder is None else self._holder()
         assert holder is not None
-        # here, where `fully_shard` has gathered its shards, those that are left are of tensor parallelism
+        # `fully_shard` has gathered its shards at this point, so the remaining shards are of tensor parallelism
         shards = {name: _shard(holder.get_parameter(name)) for name in self.weights}
         queries, keys = local(q.detach()), local(k.detach())
         with torch.no_grad(), without_autocast():
@@ -77,7 +92,7 @@ class MaxLogits(nn.Module):
         trained.register_hook(partial(source.add, self, found))  # type: ignore[no-untyped-call]
 
     def _found(self, q: Tensor, k: Tensor) -> Tensor:
-        """The largest products `[H]`; one sequence after another, so that few products are held at once."""
+        """Return the largest products `[H]`. Sequences are processed one by one to save memory."""
         k, found = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1), []
         for queries, keys in zip(q.float(), k.float(), strict=True):
             products = queries @ keys.mT  # [H, T, S]
@@ -88,20 +103,22 @@ class MaxLogits(nn.Module):
         return torch.stack(found).amax(0)
 
     def listen(self, source: LogitSource, holder: nn.Module) -> None:
-        """Records from now on, for this source; holder: the module that the names of weights are of."""
+        """Start recording for a source. holder: the module in which the names of weights are found."""
         self._source, self._holder = weakref.ref(source), weakref.ref(holder)
 
     @property
     def weights(self) -> tuple[str, ...]:
-        """Names of the weights, in the module that holds this one."""
+        """Return the names of the weights in the attention module."""
         return (self.fused,) if self.fused is not None else (str(self.query), str(self.key))
 
     def signal(self, largest: Tensor, axis_of: Callable[[str], int]) -> Mapping[str, Tensor]:
         """Return the signal by name of the weight: numbers of all its heads, 0 for heads of other ranks.
 
         largest: S `[H]` of this rank's heads.
-        axis_of: (name of a weight) -> the axis along which its outputs are.
-        Raises ValueError where it is not known which outputs of a weight make the heads of a rank.
+        axis_of: function from the name of a weight to the axis of its outputs.
+
+        Raises:
+            ValueError: the outputs of a weight that form this rank's heads are unknown.
         """
         seen = self._seen
         assert seen is not None
@@ -121,34 +138,35 @@ class MaxLogits(nn.Module):
         total = seen.all_key_heads(seen.outputs(key, axis_of(key)))
         if not total or len(largest) % total:
             raise ValueError(
-                f"MaxLogits: '{key}': heads that {len(largest)} heads of queries share evenly are required, got {total}"
+                f"MaxLogits: '{key}': {total} heads of keys cannot be shared evenly by {len(largest)} heads of queries"
             )
         return {query: largest, key: largest.view(total, -1).amax(1)}
 
     def __getstate__(self) -> dict[str, object]:
-        # copies record for nobody
+        # copies do not record
         return {**self.__dict__, "_source": None, "_holder": None, "_seen": None}
 
 
 @dataclass(frozen=True)
 class _Span:
-    """What a rank has of things in a row: `length` of `full`, from `start` on."""
+    """A rank's contiguous range of `full` items: `length` items from `start` on."""
 
     start: int
     length: int
     full: int
 
     def place(self, numbers: Tensor, name: str) -> Tensor:
-        """Numbers of equal parts of the span among those of the whole row, which are 0.
+        """Return numbers for equal parts of all items: the given numbers for the span, and 0 elsewhere.
 
-        Raises ValueError if the span is everything, so that others see other parts of nothing, or cuts a part.
+        Raises:
+            ValueError: the span has all items, so that ranks would not differ, or its ends cut a part.
         """
         each, rest = divmod(self.length, max(len(numbers), 1))
         if self.length == self.full or not each or rest or self.start % each or self.full % each:
             raise ValueError(
-                f"MaxLogits: '{name}': a shard that makes all heads of its rank is required, got {len(numbers)} heads "
+                f"MaxLogits: '{name}': the rank's shard is not made of its heads: it has {len(numbers)} heads "
                 f"and outputs {self.start} to {self.start + self.length} of {self.full}; shard the weight along its "
-                "outputs over a number of ranks that divides its heads, or give all heads on every rank"
+                "outputs over a number of ranks that divides its heads, or pass all heads on every rank"
             )
         found = numbers.new_zeros(self.full // each)
         found[self.start // each : self.start // each + len(numbers)] = numbers
@@ -157,12 +175,12 @@ class _Span:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What the last call of a `MaxLogits` was given, and the weights at that time.
+    """The arguments of the last call of a `MaxLogits`, and the weights at that time.
 
-    width: entries of a head.
-    key_heads: heads of keys on this rank.
-    heads: which heads of queries and of keys this rank has, if they are DTensors; None: plain tensors.
-    shards: the shape of each weight and what this rank has of it, by name.
+    width: number of entries of a head.
+    key_heads: number of key heads on this rank.
+    heads: this rank's spans of query heads and key heads if they are DTensors; None for plain tensors.
+    shards: shape and local box of each weight, by name.
     """
 
     width: int
@@ -171,27 +189,27 @@ class _Seen:
     shards: Mapping[str, tuple[tuple[int, ...], Box]]
 
     def outputs(self, name: str, axis: int) -> _Span:
-        """The outputs of a weight that this rank has."""
+        """Return this rank's span of the outputs of a weight."""
         shape, box = self.shards[name]
         return _Span(box.start[axis], box.shape[axis], shape[axis])
 
     def has_all(self, heads: int, own: _Span) -> bool:
-        """Whether so many heads are those of all ranks: a weight is not sharded, or its outputs were gathered."""
+        """Return True if `heads` counts the heads of all ranks: the weight is not sharded, or outputs were gathered."""
         if self.heads is not None:
             return self.heads[0].length == self.heads[0].full
         return own.length == own.full or heads * self.width == own.full
 
     def all_key_heads(self, own: _Span) -> int:
-        """How many heads of keys all ranks have together."""
+        """Return the number of key heads of all ranks together."""
         if self.heads is not None:
             return self.heads[1].full
         if own.length == own.full:
-            return own.full // self.width  # of which a rank has those of its queries
+            return own.full // self.width  # a rank passes only the key heads of its queries
         return self.key_heads * own.full // max(own.length, 1)
 
 
 def _shard(weight: Tensor) -> tuple[tuple[int, ...], Box]:
-    """The shape of a weight and what this rank has of it, but for what `fully_shard` divides beside others."""
+    """Return the shape of a weight and its local box, without the sharding of `fully_shard`."""
     shape = tuple(weight.shape)
     if not is_dtensor(weight):
         return shape, Box((0,) * len(shape), shape)
@@ -203,13 +221,16 @@ def _shard(weight: Tensor) -> tuple[tuple[int, ...], Box]:
 
 
 def _heads(q: Tensor, k: Tensor) -> tuple[_Span, _Span]:
-    """Which heads of queries and of keys this rank has. Raises ValueError unless both are divided alike, by sequences
-    of the batch or by heads."""
+    """Return this rank's spans of query heads and key heads.
+
+    Raises:
+        ValueError: queries and keys are not DTensors with equal placements along the batch or the heads.
+    """
     if not (is_dtensor(q) and is_dtensor(k) and q.placements == k.placements) or not all(
         placement.is_replicate() or placement.is_shard(0) or placement.is_shard(1) for placement in q.placements
     ):
         found = [getattr(x, "placements", "a plain tensor") for x in (q, k)]
-        raise ValueError(f"MaxLogits: DTensors that are both divided by sequences or heads are required, got {found}")
+        raise ValueError(f"MaxLogits: q and k must be sharded alike, along the batch or the heads, got {found}")
     boxes = [_box(tuple(x.shape), x.device_mesh, tuple(x.placements)) for x in (q, k)]
     queries, keys = (_Span(box.start[1], box.shape[1], x.shape[1]) for box, x in zip(boxes, (q, k), strict=True))
     return queries, keys
@@ -222,9 +243,13 @@ def _box(shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, 
 
 
 def watch_logits(optimizer: Optimizer, model: nn.Module) -> None:
-    """Provides `max_logit` in every step from the `MaxLogits` in a model; `compose` calls it.
+    """Provide the signal `max_logit` from the `MaxLogits` in a model. `compose` calls this function.
 
-    Nothing is recorded if no constraint asks. The model may be wrapped (DDP) or sharded before or after.
+    Nothing is recorded if no constraint requests the signal.
+
+    Args:
+        optimizer: the optimizer that receives the signal.
+        model: the model. It may be wrapped (DDP) or sharded before or after.
     """
     require_watchable("watch_logits", optimizer, model)
     if _NAME in optimizer.param_sets.signals.listeners.asking:
@@ -232,7 +257,7 @@ def watch_logits(optimizer: Optimizer, model: nn.Module) -> None:
 
 
 class LogitSource:
-    """What the `MaxLogits` of a model have recorded, by parameter of an optimizer; it keeps neither alive."""
+    """The recordings of all `MaxLogits` of a model, by parameter of an optimizer. It references both weakly."""
 
     def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
         self._optimizer, self._sums = weakref.ref(optimizer), GradientSums(torch.maximum)
@@ -246,14 +271,14 @@ class LogitSource:
                 recorder.listen(self, module)
 
     def wants(self) -> bool:
-        """Whether calls are to be recorded now."""
+        """Return True if calls should be recorded now."""
         optimizer = self._optimizer()
         if optimizer is None or optimizer.param_sets.signals.listeners.paused or not torch.is_grad_enabled():
             return False
         return torch._C._functorch.peek_interpreter_stack() is None
 
     def add(self, recorder: MaxLogits, largest: Tensor, gradient: Tensor) -> None:
-        """Joins the S of one call with those of others whose backward the same gradients are accumulated in."""
+        """Join the S of one call with those of other calls that contribute to the same gradients."""
         if (optimizer := self._optimizer()) is not None:
             parameters = [parameter_at(optimizer, place) for place in self._places[recorder].values()]
             for parameter in [parameter for parameter in parameters if parameter.requires_grad][:1]:

@@ -17,17 +17,22 @@ from ..recipe.recipe import Recipe
 from ..recipe.routing import ParamInfo
 
 WARM_UP = 3
-"""Steps that are not timed: the first steps allocate, and refresh."""
+"""Number of first steps that are not timed, because they allocate memory and refresh."""
 LARGEST = 1 << 24
-"""Entries of the largest block that is measured."""
+"""Size of the largest block that is measured, in entries. Larger blocks would take minutes."""
 
 
 def measured_work(recipe: RecipeSource, infos: Iterable[ParamInfo], device: str = "cpu") -> dict[str, float]:
-    """Milliseconds per step of a block by its shape, as '1024x256': least of three means over full refresh intervals.
+    """Measure the milliseconds per step of each block shape, as a table for `distribution.work` of a recipe.
 
-    infos: what is known of the parameters of a model. Where two updates cut blocks of one shape, the slower one counts;
-    blocks of more than 2^24 entries are left out. Every rank must be given the same table, because owners follow from
-    it.
+    Keys are shapes, such as '1024x256'. A value is the least of three means, each over whole refresh intervals. If two
+    updates have blocks of one shape, the slower one counts. Blocks of more than 2^24 entries are left out. Owners of
+    blocks follow from the table, so every rank must receive the same one.
+
+    Args:
+        recipe: name, file, mapping or `Recipe`.
+        infos: descriptions of the parameters, as `describe_model` returns them.
+        device: device on which to measure.
     """
     recipe = load_recipe(recipe)
     shapes: dict[tuple[str, tuple[int, ...]], None] = {}
@@ -44,7 +49,7 @@ def measured_work(recipe: RecipeSource, infos: Iterable[ParamInfo], device: str 
 
 
 def _alone(recipe: Recipe, path: str) -> Recipe:
-    """The update at a path as a recipe of its own, for one process."""
+    """Return a recipe for one process that applies the update at a path to every parameter."""
     rule = recipe.updates()[path]
     prefix = f"{path}." if path else ""
     roles = {key: how for key, how in recipe.storage.items() if "." not in key and "/" not in key}
@@ -75,7 +80,7 @@ def _milliseconds(recipe: Recipe, block: tuple[int, ...], device: str) -> float:
 
 
 def _timed(optimizer: Optimizer, steps: int, device: torch.device) -> float:
-    """Milliseconds per step, over `steps` steps."""
+    """Return the mean milliseconds per step over `steps` steps."""
     _wait(device)
     start = time.perf_counter()
     for _ in range(steps):

@@ -1,6 +1,6 @@
-"""A plan: what each rank of a divided optimizer owns, holds, computes and sends; no process, no tensor.
+"""Plans of sharded optimizers: the blocks, bytes, work and messages of each rank, computed without processes.
 
-Blocks and owners come from the functions that the optimizer uses; parameters have shapes and no values.
+Blocks and owners come from the functions that the optimizer itself uses. Parameters have shapes and no values.
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ from ..stacks.block_groups import divide
 from ..stacks.owners import Advice, advise, assign_owners, block_cost, common_interval
 from ..stacks.phases import refresh_phases
 from ..stacks.placement import ParamPlacement, ParamSpec, place
-from .step_traffic import step_traffic
-from .traffic import Traffic
+from .traffic import Traffic, step_traffic
 
 DataParallelKind = Literal["ddp", "fsdp2", "hsdp"]
 Floats = NDArray[np.float64]
 EFFICIENT = 0.9
-"""Efficiency below which a plan looks for larger waves of refreshes."""
+"""Efficiency (mean work / largest work at a step) below which a plan searches for larger waves of refreshes."""
 STEP_COUNT = 8
 """Bytes of the step count that every rank stores for each parameter."""
 
@@ -45,17 +44,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plan:
-    """What each of R ranks has to do.
+    """The share of each of R ranks.
 
-    placements: layout and owners of each parameter, by name; of one group of ranks, if a recipe has `group_size`.
-    blocks: `[R]`, blocks that each rank owns.
+    placements: layout and owners of each parameter, by name. With `group_size` they are those of one group of ranks.
+    blocks: `[R]`, number of blocks that each rank owns.
     state: `[R]`, bytes of state.
     work: `[R]`, operations per step, or milliseconds if the recipe has measured times.
-    traffic: messages of a step: "gradients" to owners, "updates" back, the "agreement" on gradients, and the
-        "synchronization" before it, which gloo alone has.
-    interval: steps after which the same refreshes are due again.
-    balance: how even the work is at every step of an interval.
-    advice: where ranks wait for each other, how many refreshes at once would change that.
+    traffic: messages of a step by purpose: "gradients" to owners, "updates" back, "agreement" for the checks of
+        gradients, and "synchronization", which only gloo needs.
+    interval: number of steps after which the same refreshes are due again.
+    balance: evenness of the work at every step of an interval.
+    advice: number of simultaneous refreshes that would shorten waiting; None if ranks hardly wait.
     """
 
     placements: Mapping[str, ParamPlacement]
@@ -69,22 +68,22 @@ class Plan:
 
     @property
     def bound(self) -> float:
-        """The largest work that no assignment of owners can avoid."""
+        """Return a lower bound of the largest work per step over all assignments of owners."""
         return self.balance.least / self.interval
 
     @property
     def imbalance(self) -> float:
-        """Largest work / mean work."""
+        """Return largest work / mean work."""
         return float(self.work.max() / self.work.mean()) if self.work.any() else 1.0
 
     @property
     def least_imbalance(self) -> float:
-        """The bound / mean work: the imbalance of the best assignment there may be."""
+        """Return bound / mean work, a lower bound of the imbalance over all assignments of owners."""
         return self.bound / float(self.work.mean()) if self.work.any() else 1.0
 
     @property
     def state_imbalance(self) -> float:
-        """Largest state / mean state."""
+        """Return largest state / mean state."""
         return float(self.state.max() / self.state.mean()) if self.state.any() else 1.0
 
 
@@ -95,22 +94,32 @@ def plan(
     parallel: DataParallelKind | Sequence[Placement] = "fsdp2",
     dtype: torch.dtype | Sequence[torch.dtype] = torch.float32,
 ) -> Plan:
-    """How a recipe is divided over the ranks of a device mesh.
+    """Compute how a recipe is divided over the ranks of a device mesh.
 
-    parameters: names and shapes, or infos (what `describe_model` returns).
-    mesh: shape of the device mesh.
-    parallel: how parameters lie on the mesh. "ddp": every rank holds all; "fsdp2": cut along the first axis; "hsdp":
-        cut over the second axis of the mesh, copied over the first; or a placement for each axis of the mesh.
-    dtype: dtype of parameters and gradients, or one for each parameter.
+    Args:
+        recipe: name, file, mapping or `Recipe`.
+        parameters: pairs of name and shape, or descriptions as `describe_model` returns them.
+        mesh: shape of the device mesh.
+        parallel: placement of parameters on the mesh. "ddp": replicated; "fsdp2": sharded along the first axis;
+            "hsdp": sharded over the second axis of the mesh and replicated over the first; or a DTensor placement for
+            each axis of the mesh.
+        dtype: dtype of parameters and gradients, or one dtype for each parameter.
+
+    Returns:
+        The plan, with arrays indexed by rank.
+
+    Raises:
+        ValueError: there are no parameters, two have one name, or the mesh does not fit `parallel` or the recipe.
+        RecipeError: an expectation of the recipe is not met.
     """
     recipe = load_recipe(recipe)
     infos = known(parameters)
     if not infos:
-        raise ValueError("plan: at least one parameter is required, got none")
+        raise ValueError("plan: there are no parameters; pass pairs of name and shape, or describe_model(model)")
     require_expected(recipe, infos)
     names = [info.name or f"parameter {position}" for position, info in enumerate(infos)]
     if names.count(twice := max(names, key=names.count)) > 1:
-        raise ValueError(f"plan: a name of its own for each parameter is required, got '{twice}' twice")
+        raise ValueError(f"plan: two parameters are named '{twice}'; names must differ")
     layouts = _layouts(recipe, names, [info.shape for info in infos], mesh, parallel)
     dtypes = [dtype] * len(infos) if isinstance(dtype, torch.dtype) else dtype
     specs = [_spec(recipe, *row) for row in zip(names, infos, layouts, dtypes, strict=True)]
@@ -132,7 +141,7 @@ def plan(
 
 
 def known(parameters: Iterable[tuple[str, Sequence[int]] | ParamInfo]) -> list[ParamInfo]:
-    """Infos of parameters, where only names and shapes may be given; names are canonical, as an optimizer's."""
+    """Describe parameters that may be given by name and shape alone. Names become canonical, as in an optimizer."""
     rows = list(parameters)
     named = [(given[0], _empty(*given)) for given in rows if not isinstance(given, ParamInfo)]
     infos = iter(describe_named(named).values())
@@ -151,7 +160,7 @@ def _spec(recipe: Recipe, name: str, info: ParamInfo, layout: Layout, dtype: tor
 
 def _empty(name: str, shape: Sequence[int]) -> torch.Tensor:
     if any(length < 0 for length in shape):
-        raise ValueError(f"{name}: a shape without negative lengths is required, got {tuple(shape)}")
+        raise ValueError(f"{name}: lengths of a shape cannot be negative, got {tuple(shape)}")
     return torch.empty(tuple(shape), dtype=torch.float32, device="meta")
 
 
@@ -162,15 +171,15 @@ def _layouts(
     mesh: tuple[int, ...],
     parallel: DataParallelKind | Sequence[Placement],
 ) -> list[Layout]:
-    """The layout of each parameter; found once for each shape."""
+    """Return the layout of each parameter. Parameters of one shape share a layout."""
     placements = _placements(mesh, parallel)
     mode = recipe.distribution.mode
     if mode == "local" or mode == ("replicated" if placements else "sharded"):
-        raise ValueError(f"distribution.mode: '{mode}' does not divide such parameters, got parallel {parallel}")
+        raise ValueError(f"distribution.mode: '{mode}' cannot be combined with parallel {parallel}")
     found, ranks, size = dict[tuple[int, ...], Layout](), math.prod(mesh), recipe.distribution.group_size
     if size is not None and (placements or ranks % size):
         got = f"parallel {parallel}" if placements else f"{ranks} ranks"
-        raise ValueError(f"distribution.group_size: ddp on a multiple of {size} ranks is required, got {got}")
+        raise ValueError(f"distribution.group_size: {size} needs ddp on a multiple of {size} ranks, got {got}")
     for name, shape in zip(names, shapes, strict=True):
         if shape in found:
             continue
@@ -178,33 +187,33 @@ def _layouts(
             found[shape] = Layout.replicate(shape, size or ranks)
             continue
         if any(getattr(placement, "dim", -1) >= len(shape) for placement in placements):
-            raise ValueError(f"{name}: an axis to cut is required by {placements}, got shape {shape}")
+            raise ValueError(f"{name}: shape {shape} has no axis for the placements {placements}")
         found[shape] = Layout.from_placements(shape, mesh, placements)
     return [found[shape] for shape in shapes]
 
 
 def _placements(mesh: tuple[int, ...], parallel: DataParallelKind | Sequence[Placement]) -> Sequence[Placement]:
-    """A placement for each axis of the mesh; none for plain tensors."""
+    """Return a placement for each axis of the mesh, or () for plain tensors."""
     from torch.distributed.tensor import Replicate, Shard
 
     known: Mapping[Any, Sequence[Placement]] = {"ddp": (), "fsdp2": (Shard(0),), "hsdp": (Replicate(), Shard(0))}
     placements = known[parallel] if isinstance(parallel, str) else parallel
     if not mesh or min(mesh) < 1:
-        raise ValueError(f"mesh: at least one axis, each of at least one rank, is required, got {mesh}")
+        raise ValueError(f"mesh: a mesh has at least one axis, and each axis at least one rank, got {mesh}")
     if parallel != "ddp" and len(placements) != len(mesh):
-        raise ValueError(f"mesh: {len(placements)} axes are required by {parallel}, got {mesh}")
+        raise ValueError(f"mesh: {parallel} needs {len(placements)} axes, got {mesh}")
     return placements
 
 
 def _count_owned(block_group: BlockGroup, ranks: int) -> NDArray[np.int64]:
-    """`[R]`, blocks of a block group that each rank owns."""
+    """Return `[R]`, the number of blocks of a block group that each rank owns."""
     return np.bincount([block.owner for block in block_group.blocks], minlength=ranks).astype(np.int64)
 
 
 def _state_bytes(
     recipe: Recipe, specs: Sequence[ParamSpec], block_groups: Sequence[BlockGroup], ranks: int
 ) -> NDArray[np.int64]:
-    """`[R]`, bytes of owned blocks, of parameters updated in place, of iterates, and of all step counts."""
+    """Return `[R]`, the bytes of owned blocks, of shards that are updated in place, of iterates and of step counts."""
     updates = recipe.updates()
     state = np.full(ranks, STEP_COUNT * len(specs), dtype=np.int64)
     for block_group in block_groups:
@@ -213,7 +222,7 @@ def _state_bytes(
         state += cost.state * _count_owned(block_group, ranks)
     found: dict[tuple[str, tuple[int, ...]], NDArray[np.int64]] = {}
     for spec in specs:
-        key = spec.path, spec.shape  # parameters of one shape and update lie and are updated in one way
+        key = spec.path, spec.shape  # parameters of one shape and update have one placement
         if key not in found:
             found[key] = _local_bytes(recipe, spec)
         state += found[key]
@@ -221,7 +230,7 @@ def _state_bytes(
 
 
 def _local_bytes(recipe: Recipe, spec: ParamSpec) -> NDArray[np.int64]:
-    """`[R]`, bytes that lie where a parameter's shards lie: iterates, and the state of an update in place."""
+    """Return `[R]`, the bytes of state that stay with a parameter's shards: iterates, and state of in-place updates."""
     rule, computed, placement = recipe.updates()[spec.path], compute_dtype(spec.dtype), spec.placement
     assert placement is not None
 

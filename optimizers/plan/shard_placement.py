@@ -1,4 +1,4 @@
-"""Axes along which `fully_shard` may cut parameters so that ranks hold whole blocks, which then need not travel."""
+"""Shard placements for `fully_shard` under which ranks hold whole blocks, so that a step communicates less."""
 
 from __future__ import annotations
 
@@ -19,15 +19,19 @@ if TYPE_CHECKING:
 
 
 def whole_block_shards(recipe: RecipeSource, model: nn.Module, ranks: int) -> Callable[[Tensor], Shard]:
-    """What `fully_shard(..., shard_placement_fn=...)` takes: for each parameter the axis that cuts fewest blocks.
+    """Return a `shard_placement_fn` for `fully_shard` that shards each parameter where the fewest blocks are cut.
 
-    Owners of blocks are ranks that hold them, if they can be, so that less travels in a step; results are the same.
-    Ties go to the first axis, which torch cuts by default; it cuts others only into equal parts, and copies once more
-    for these when it gathers parameters and reduces gradients.
+    A block that one rank holds whole is owned by that rank, so that a step communicates less. Results are the same. The
+    first axis, torch's default, wins ties. Along another axis torch shards only into equal parts, and makes one more
+    copy when it gathers parameters and reduces gradients.
 
-    recipe: declares the blocks of each parameter.
-    model: the model before it is sharded, with its own parameters.
-    ranks: number of ranks that a parameter is cut over.
+    Args:
+        recipe: name, file, mapping or `Recipe`, which declares the blocks of each parameter.
+        model: the model before it is sharded.
+        ranks: number of ranks over which a parameter is sharded.
+
+    Raises:
+        ValueError: the returned function receives a tensor that was no parameter of `model`.
     """
     from torch.distributed.tensor import Shard
 
@@ -49,8 +53,8 @@ def whole_block_shards(recipe: RecipeSource, model: nn.Module, ranks: int) -> Ca
     def placement(parameter: Tensor) -> Shard:
         if id(parameter) not in infos:
             raise ValueError(
-                "whole_block_shards: a parameter of the model before it is sharded is required, got another one of "
-                f"shape {tuple(parameter.shape)}"
+                f"whole_block_shards: a tensor of shape {tuple(parameter.shape)} is no parameter of the model; call "
+                "whole_block_shards with the model before it is sharded"
             )
         info = infos[id(parameter)]
         return Shard(best(declared.route(info)[0], tuple(info.shape)))

@@ -1,34 +1,43 @@
-"""Bytes and messages of one step of a divided optimizer, computed for all ranks without running any.
+"""Bytes and messages of one step of a sharded optimizer, computed for all ranks without running one.
 
-Legend: R ranks; o, r: one of the ranks; c[r]: entries of a block that rank r holds.
+Legend: R is the number of ranks, o and r are ranks, c[r] is the number of entries of a block that rank r holds.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from eigengraft.blocking.blocks import Piece
-from eigengraft.distributed.comm_plan import BlockGroup
+from eigengraft.distributed.comm_plan import BlockGroup, pack
 from eigengraft.distributed.layouts import Counts, Layout, holding
-from eigengraft.distributed.rank_group import pads
+from eigengraft.distributed.param_gather import Rows, pack_rows
+from eigengraft.distributed.rank_group import DIGEST, pads
+from eigengraft.signals import asking, entries
+
+from ..recipe.recipe import Recipe
+from ..stacks.block_groups import round_bytes
+from ..stacks.placement import ParamSpec
+from ..stacks.rank_checks import numbers_sent
+from ..step.exchange import decay_source
 
 AxisNumbers = tuple[int, ...]
 Place = tuple[AxisNumbers, AxisNumbers, tuple[Piece, ...]]
-"""Where a block lies: shape of its parameter, merged shape, and pieces of the block."""
+"""Position of a block: shape of its parameter, merged shape, and pieces of the block."""
 
 
 @dataclass
 class Traffic:
-    """Messages of some collectives. All but `ranks` are `[R]`.
+    """Messages of a set of collectives. All fields but `ranks` have shape `[R]`.
 
     ranks: number of ranks.
-    sent: bytes to other ranks.
-    received: bytes from other ranks.
+    sent: bytes sent to other ranks.
+    received: bytes received from other ranks.
     messages: number of other ranks that a rank sends to, summed over collectives.
-    buffers: bytes that collectives read and write, messages of a rank to itself included.
+    buffers: bytes that collectives read and write, including messages of a rank to itself.
     """
 
     ranks: int
@@ -41,10 +50,10 @@ class Traffic:
         self.sent, self.received, self.messages, self.buffers = np.zeros((4, self.ranks), dtype=np.int64)
 
     def add_all_to_all(self, out: Counts, into: Counts, itself: Counts, receivers: Counts) -> None:
-        """Adds an all-to-all.
+        """Add an all-to-all.
 
-        out: bytes that each rank sends, to itself too.
-        into: bytes that each rank receives, from itself too.
+        out: bytes that each rank sends, including those to itself.
+        into: bytes that each rank receives, including those from itself.
         itself: bytes that each rank sends to itself.
         receivers: number of other ranks that each rank sends to.
         """
@@ -54,7 +63,7 @@ class Traffic:
         self.buffers += out + into
 
     def add_all_gather(self, each: int) -> None:
-        """Adds an all-gather of `each` bytes from every rank."""
+        """Add an all-gather of `each` bytes from every rank."""
         others = self.ranks - 1
         self.sent += others * each
         self.received += others * each
@@ -62,7 +71,7 @@ class Traffic:
         self.buffers += (1 + self.ranks) * each
 
     def add_all_gather_uneven(self, lengths: Counts) -> None:
-        """Adds an all-gather of `lengths[r]` bytes from each rank r, padded or as broadcasts."""
+        """Add an all-gather of `lengths[r]` bytes from each rank r, padded or as broadcasts."""
         if pads(lengths.tolist()):
             self.add_all_gather(int(lengths.max()))
             return
@@ -73,7 +82,7 @@ class Traffic:
 
 
 def together(first: Traffic, second: Traffic) -> Traffic:
-    """The messages of both."""
+    """Return the sum of two sets of messages."""
     found = Traffic(first.ranks)
     for name in ("sent", "received", "messages", "buffers"):
         setattr(found, name, getattr(first, name) + getattr(second, name))
@@ -81,7 +90,7 @@ def together(first: Traffic, second: Traffic) -> Traffic:
 
 
 def repeated(one: Traffic, times: int) -> Traffic:
-    """The messages of as many groups of ranks, each of which sends what one does."""
+    """Return the messages of `times` groups of ranks, each of which sends the messages of `one`."""
     found = Traffic(one.ranks * times)
     for name in ("sent", "received", "messages", "buffers"):
         setattr(found, name, np.tile(getattr(one, name), times))
@@ -89,7 +98,7 @@ def repeated(one: Traffic, times: int) -> Traffic:
 
 
 def all_reduced(vectors: Sequence[int], ranks: int) -> Traffic:
-    """All-reduces of float64 vectors of these lengths in a ring: a rank sends 2 (R - 1) / R of each to a neighbour."""
+    """Return ring all-reduces of float64 vectors of these lengths: a rank sends 2 (R - 1) / R of each vector."""
     found = Traffic(ranks)
     for numbers in vectors if ranks > 1 else ():
         each = -(-2 * (ranks - 1) * 8 * numbers // ranks)
@@ -103,12 +112,12 @@ def all_reduced(vectors: Sequence[int], ranks: int) -> Traffic:
 def wire(
     block_groups: Sequence[BlockGroup], rounds: Sequence[Sequence[int]], layouts: Sequence[Layout], times: int
 ) -> tuple[Traffic, Traffic]:
-    """(to owners, from owners) of one step.
+    """Return the messages of one step (to owners, from owners).
 
     block_groups: the blocks that are exchanged.
-    rounds: numbers of the block groups that are sent together.
+    rounds: for each round, the indices of the block groups that are sent together.
     layouts: layout of each parameter, by position, all over the same ranks.
-    times: how often tensors are sent to owners: once for gradients, once more if a stage needs parameters.
+    times: number of tensors that are sent to owners for each block: its gradient, and its parameter if stages read it.
     """
     ranks = len(layouts[0].boxes)
     there, back = Traffic(ranks), Traffic(ranks)
@@ -123,7 +132,7 @@ def wire(
 
 
 def _lengths(block_groups: Sequence[BlockGroup], ranks: int) -> Counts:
-    """`[R]`, bytes of the updates that each rank computes."""
+    """Return `[R]`, the bytes of the updates that each rank computes."""
     total = np.zeros(ranks, dtype=np.int64)
     for block_group in block_groups:
         each = block_group.nbytes // max(len(block_group.blocks), 1)
@@ -138,7 +147,7 @@ def _exchange(
     traffic: tuple[Traffic, Traffic],
     times: int,
 ) -> None:
-    """Adds one round: owner o receives a block from the ranks of its own replica and sends it to all holders."""
+    """Add one round: owner o receives a block from the ranks of its replica, and sends the update to all holders."""
     ranks, replicas = len(layouts[0].boxes), np.array(layouts[0].replicas)
     there, back = traffic
     meets = np.zeros((ranks, ranks), dtype=np.bool_)  # [o, r]: rank r holds something of what o owns
@@ -163,7 +172,7 @@ def _exchange(
 def _alike(
     block_group: BlockGroup, layouts: Sequence[Layout], holdings: dict[Place, Counts]
 ) -> Iterator[tuple[Counts, Counts]]:
-    """(c, number that each rank owns), `[R]` each, of blocks at one place of parameters of one shape."""
+    """Yield (c, number of owned blocks), `[R]` each, for blocks at one position in parameters of one shape."""
     owners: dict[Place, list[int]] = {}
     for block in block_group.blocks:
         grid, shape = block.grid, layouts[block.position].shape
@@ -173,3 +182,79 @@ def _alike(
         owners.setdefault(place, []).append(block.owner)
     for where, own in owners.items():
         yield holdings[where], np.bincount(own, minlength=len(holdings[where])).astype(np.int64)
+
+
+def step_traffic(
+    recipe: Recipe,
+    specs: Sequence[ParamSpec],
+    block_groups: Sequence[BlockGroup],
+    layouts: Sequence[Layout],
+    plain: bool,
+    groups: int = 1,
+) -> dict[str, Traffic]:
+    """Return the messages of a step by purpose: "gradients", "updates", "agreement" and "synchronization".
+
+    "gradients" includes everything that is sent to owners: gradients, parameters if weight decay is added to
+    directions, and entry signals. "updates" returns from the owners. "agreement" is the all-reduce of the checks.
+    "synchronization" precedes it on gloo.
+
+    plain: True if parameters are plain tensors, whose gradients ranks compare by norms.
+    groups: number of groups of ranks, each of which computes all updates.
+    """
+    used, ranks = [recipe.updates()[path] for path in dict.fromkeys(s.path for s in specs)], len(layouts[0].boxes)
+    replicated = all(layouts[block.position].replicated for group in block_groups for block in group.blocks)
+    asked = asking(pair for rule in used for pair in rule.stages())
+    decays = any(decay_source(recipe, path) == "parameters" for path in dict.fromkeys(s.path for s in specs))
+    norms = "parameter_rms" in asked and not replicated
+    rounds = pack(block_groups, round_bytes(specs, recipe, ranks)) if ranks > 1 else []
+    begun = 2 * len(rounds) if recipe.distribution.overlap_backward and not replicated else 0
+    there, back = wire(block_groups, rounds, layouts, 1 + decays + entries(asked))
+    rows = gathered_parts(specs, ranks, recipe.distribution.message)
+    return {
+        "gradients": repeated(there, groups),
+        "updates": repeated(together(back, rows), groups),
+        "agreement": all_reduced([numbers_sent(len(specs), plain) + begun, *[len(specs)] * norms], groups * ranks),
+        "synchronization": _synchronization(groups * ranks),
+    }
+
+
+def gathered_parts(specs: Sequence[ParamSpec], ranks: int, limit: int) -> Traffic:
+    """Return the messages that gather entry-wise updates of shards that several ranks hold.
+
+    Each holder updates a part of the shard, and sends the part to the other holders.
+    """
+    found, dtypes = Traffic(ranks), {position: spec.dtype for position, spec in enumerate(specs)}
+    placed = [(position, spec.placement) for position, spec in enumerate(specs) if spec.placement is not None]
+    own = {position: placement.layout for position, placement in placed if placement.parts is not None}
+    whole = {position: layout for position, layout in own.items() if layout.replicated}
+    for message in pack_rows(whole, dtypes, limit):
+        entries = sum((rows.stop - rows.start) * math.prod(whole[rows.position].shape[1:]) for rows in message)
+        found.add_all_gather(entries * dtypes[message[0].position].itemsize)
+    for message in pack_rows({position: own[position] for position in own if position not in whole}, dtypes, limit):
+        _add_parts(found, [(rows, own[rows.position]) for rows in message], dtypes[message[0].position].itemsize)
+    return found
+
+
+def _add_parts(found: Traffic, message: Sequence[tuple[Rows, Layout]], width: int) -> None:
+    """Add an all-to-all of rows of parts of shards. width: bytes of an entry."""
+    out, into = np.zeros((2, found.ranks), dtype=np.int64)
+    others: list[set[int]] = [set() for _ in range(found.ranks)]
+    for rows, layout in message:
+        assert layout.parts is not None
+        sizes = np.array([width * rows.numel(box.shape) for box in layout.parts.boxes], dtype=np.int64)
+        for same in set(layout.holders):
+            here = list(same)
+            out[here] += (len(here) - 1) * sizes[here]
+            into[here] += sizes[here].sum() - sizes[here]
+            for rank in here:
+                others[rank].update(here if sizes[rank] else ())
+    receivers = np.array([len(own - {rank}) for rank, own in enumerate(others)])
+    found.add_all_to_all(out, into, np.zeros(found.ranks, dtype=np.int64), receivers)
+
+
+def _synchronization(ranks: int) -> Traffic:
+    """Return the all-to-all in which every rank sends a digest of its next collective to every other rank."""
+    found = Traffic(ranks)
+    each = np.full(ranks, DIGEST, dtype=np.int64)
+    found.add_all_to_all(ranks * each, ranks * each, each, np.full(ranks, ranks - 1))
+    return found if ranks > 1 else Traffic(ranks)

@@ -1,1 +1,1 @@
-"""What a user declares: the recipe, its routes, the files and overrides it is read from, the shipped recipes."""
+"""The recipe, the declaration of an optimizer: its fields, routes and roles, files and overrides, shipped recipes."""

@@ -1,4 +1,4 @@
-"""Expectations of a recipe: how much of a model must reach a stage or a route, as short texts."""
+"""The field `expect` of a recipe: bounds on how much of a model a stage or a route receives, as short texts."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _COMPARED: Mapping[str, Callable[[float, float], bool]] = {
 
 
 class Expectation(NamedTuple):
-    """A bound on what reaches a stage or a route.
+    """A bound on how much of a model a stage or a route receives.
 
     relation: ">=", "<=", "==", ">" or "<".
-    number: what is compared with; percent if `share`.
-    share: whether it is a share of all parameters or tensors, not a number of them.
-    unit: "parameters", which are counted by entries, or "tensors", which count as one each.
+    number: the bound, in percent if `share`.
+    share: True if the bound is a share of the model, False if it is an absolute number.
+    unit: "parameters" to count entries of tensors, or "tensors" to count tensors.
     """
 
     relation: str
@@ -35,28 +35,28 @@ class Expectation(NamedTuple):
     unit: str
 
     def holds(self, found: int, total: int) -> bool:
-        """Whether a number out of a total fits."""
+        """Return True if a number out of a total satisfies the bound."""
         return _COMPARED[self.relation](100 * found / max(total, 1) if self.share else found, self.number)
 
     @property
     def upper(self) -> bool:
-        """Whether too much may reach the stage, but never too little."""
+        """Return True if this is an upper bound."""
         return self.relation in ("<=", "<")
 
 
 def parse_expectation(text: str) -> Expectation:
-    """The expectation that a text stands for; ValueError if it stands for none."""
+    """Parse an expectation. Raise ValueError if the text is none."""
     match = re.fullmatch(PATTERN, text)
     if match is None:
         raise ValueError(
-            "an expectation such as '>= 90% of parameters', '> 1000000 parameters' or '== 4 tensors' is required "
-            "(>=, <=, ==, > or <; parameters count by entries)"
+            "an expectation looks like '>= 90% of parameters', '> 1000000 parameters' or '== 4 tensors' "
+            "(relations are >=, <=, ==, > and <; parameters are counted by entries)"
         )
     relation, number, share, unit = match[1], float(match[2]), match[4] is not None, match[5]
     if share and number > 100:
-        raise ValueError("a share of at most 100% is required")
+        raise ValueError("a share cannot be larger than 100%")
     if not share and not number.is_integer():
-        raise ValueError("a whole number is required, or a share: 'N% of ...'")
+        raise ValueError("the number must be whole, or a share: 'N% of ...'")
     return Expectation(relation, number, share, unit)
 
 
@@ -66,14 +66,17 @@ def _validated(text: str) -> str:
 
 
 ExpectationText = Annotated[str, AfterValidator(_validated), WithJsonSchema({"type": "string", "pattern": PATTERN})]
-"""A text that `parse_expectation` takes."""
+"""A text that `parse_expectation` accepts."""
 
 
 def expected_updates(key: str, updates: Mapping[str, Any]) -> frozenset[str]:
-    """The paths of the updates that a key of `expect` means; updates: of a recipe, by path.
+    """Return the paths of the updates that a key of `expect` refers to.
 
-    A key is the path, name or kind of a stage, the path or name of a route, or `update` for what no route takes.
-    Raises ValueError for a key that means nothing, or both a stage and a route.
+    key: path, name or kind of a stage; path or name of a route; or `update` for the recipe's own update.
+    updates: updates of a recipe by path.
+
+    Raises:
+        ValueError: the key refers to nothing, or to both a stage and a route.
     """
     routes = {
         name: where for where in updates for name in ((where, where.rpartition(".")[2]) if where else ("update",))
@@ -84,13 +87,11 @@ def expected_updates(key: str, updates: Mapping[str, Any]) -> frozenset[str]:
             for name in {path, stage.label, str(stage.kind)}:
                 stages.setdefault(name, set()).add(where)
     if key in routes and key in stages:
-        raise ValueError(
-            f"expect: a stage or a route is required, got '{key}', which is both; give the path of one of them"
-        )
+        raise ValueError(f"expect: '{key}' is both a stage and a route; give the path of one of them")
     if key in routes:
         return frozenset({routes[key]})
     if key not in stages:
         near = difflib.get_close_matches(key, [*routes, *stages], n=1)
         hint = f", did you mean '{near[0]}'?" if near else ""
-        raise ValueError(f"expect: the path, name or kind of a stage, or a route is required, got '{key}'{hint}")
+        raise ValueError(f"expect: '{key}' is no path, name or kind of a stage, and no route{hint}")
     return frozenset(stages[key])

@@ -1,4 +1,4 @@
-"""Writes `shipped/shipped.json` from the YAML recipes: `python -m eigengraft.optimizers.recipe.export_shipped`."""
+"""Export of the YAML recipes to `shipped/shipped.json`: `python -m eigengraft.optimizers.recipe.export_shipped`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .loading import read_yaml, recipe_folder
 
 
 def shipped_json() -> str:
-    """All YAML recipes as JSON text, what `shipped.json` must hold. A test keeps the two equal."""
+    """Return all YAML recipes as JSON text, the required contents of `shipped.json`. A test compares the two."""
     folder = recipe_folder()
     names = sorted(folder.rglob("*.yaml"))
     data = {path.relative_to(folder).with_suffix("").as_posix(): read_yaml(path) for path in names}

@@ -1,4 +1,4 @@
-"""Loading of recipes: what a name, a file, a mapping or a list of stages says, completed by the recipe it is based on.
+"""Loading of recipes from names, files, mappings and lists of stages, completed by the recipe in `base`.
 
 base: shampoo_4bit                       a shipped name, the path of a YAML file, or a mapping
 lr: 0.001                                fields that replace those of the base
@@ -31,16 +31,20 @@ RecipeSource = str | PathLike[str] | Mapping[str, Any] | Sequence[Any] | Recipe
 
 
 def shipped_recipes() -> tuple[str, ...]:
-    """Names of the recipes that come with the package."""
+    """Return the names of the recipes that come with the package."""
     return tuple(sorted(shipped()))
 
 
 def load_recipe(source: RecipeSource, overrides: Overrides = (), parse: Callable[[str], Any] = json_value) -> Recipe:
-    """The recipe that `source` names, with every override applied in order.
+    """Load a recipe and apply overrides to it in order.
 
-    overrides: a mapping {dotted path: value}, or strings "dotted.path=value" whose values `parse` reads.
+    Args:
+        source: name of a shipped recipe, path of a YAML file, JSON text, mapping, list of stages, or `Recipe`.
+        overrides: a mapping {dotted path: value}, or strings "dotted.path=value".
+        parse: function that converts the value of a string override.
 
-    Raises RecipeError with a line for each fault: path, what was required, what was got.
+    Raises:
+        RecipeError: the recipe is invalid. The message has a line for each fault, with its path.
     """
     recipe = source if isinstance(source, Recipe) else _validated(source)
     changes = override_pairs(overrides, parse) if overrides != () else []
@@ -58,10 +62,10 @@ def _validated(source: Any) -> Recipe:
 
 
 def raw_recipe(source: Any, folder: Path | None = None, derived: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The fields that a `RecipeSource` stands for, its base resolved; they are not validated yet.
+    """Return the fields of a recipe with its base resolved. They are not validated.
 
-    folder: what the path of a file is relative to; default: the working directory.
-    derived: the names of the recipes that this one is the base of.
+    folder: folder to which the path of a file is relative; None means the working directory.
+    derived: names of the recipes that lead to this one by `base`.
     """
     if isinstance(source, Recipe):
         return source.model_dump(mode="json")
@@ -74,26 +78,26 @@ def raw_recipe(source: Any, folder: Path | None = None, derived: tuple[str, ...]
         _require_stages("update", source)
         return {"update": source}
     raise RecipeError(
-        f"recipe: a name, path, mapping, list of stages or Recipe is required, got {type(source).__name__}"
+        f"recipe: it must be a name, path, mapping, list of stages or Recipe, got {type(source).__name__}"
     )
 
 
 def _inherited(source: Mapping[str, Any], folder: Path | None, derived: tuple[str, ...]) -> dict[str, Any]:
-    """The fields of a mapping and those of its base that it does not replace."""
+    """Return the fields of a mapping, and the fields of its base that it does not replace."""
     if source.get("schema", SCHEMA_VERSION) != SCHEMA_VERSION:
-        raise RecipeError(f"schema: version {SCHEMA_VERSION} is required, got {source['schema']!r}")
+        raise RecipeError(f"schema: this version of eigengraft reads schema {SCHEMA_VERSION}, got {source['schema']!r}")
     _require_stages("update", source.get("update"))
     own = {key: value for key, value in source.items() if key not in ("schema", "base", "set")}
     changes = source.get("set", {})
     if not isinstance(changes, Mapping):
-        raise RecipeError(f"set: a mapping of dotted paths to values is required, got {changes!r}")
+        raise RecipeError(f"set: it must be a mapping of dotted paths to values, got {changes!r}")
     if "base" not in source:
         if "set" in source:
-            raise RecipeError("set: a `base` whose values it changes is required, got none")
+            raise RecipeError("set: it changes values of a `base`, but there is no `base`")
         return own
     twice = next((path for path in changes if str(path).partition(".")[0] in own), None)
     if twice is not None:
-        raise RecipeError(f"set: paths into fields of the base are required, got {twice}, which is replaced beside it")
+        raise RecipeError(f"set: {twice} cannot be set, because the same recipe replaces that field of the base")
     base = _base(source["base"], folder, derived)
     try:
         return {**apply_overrides(base.model_dump(mode="json"), changes), **own}
@@ -113,16 +117,16 @@ def _named(text: str, folder: Path | None, derived: tuple[str, ...]) -> dict[str
         try:
             return raw_recipe(json.loads(text), folder, derived)
         except json.JSONDecodeError as error:
-            raise RecipeError(f"recipe: JSON text is required, got something malformed ({error})") from None
+            raise RecipeError(f"recipe: malformed JSON text ({error})") from None
     if text in shipped():
         return _inherited({"name": text, **shipped()[text]}, None, _longer(derived, text))
     if text.endswith((".yaml", ".yml")):
         path = Path(text) if folder is None else folder / text
         data = read_yaml(path)
         if isinstance(data, Mapping) and "axes" in data:
-            raise RecipeError(f"{path}: a recipe is required, got a study; run it with `eigengraft ablate {path}`")
+            raise RecipeError(f"{path}: this is a study, not a recipe; run it with `eigengraft ablate {path}`")
         if not isinstance(data, Mapping):
-            raise RecipeError(f"{path}: a mapping with `update` or `base` is required, got {type(data).__name__}")
+            raise RecipeError(f"{path}: it must be a mapping with `update` or `base`, got {type(data).__name__}")
         try:
             return _inherited({"name": path.stem, **data}, path.parent, _longer(derived, str(path.resolve())))
         except RecipeError as error:
@@ -131,28 +135,28 @@ def _named(text: str, folder: Path | None, derived: tuple[str, ...]) -> dict[str
     hint = f", did you mean '{near[0]}'?" if near else ""
     listed = ", ".join(near) if near else ", ".join(name for name in sorted(shipped()) if "/" not in name)
     raise RecipeError(
-        f"recipe '{text}': a shipped recipe or the path of a .yaml file is required{hint} "
+        f"recipe '{text}': there is no shipped recipe of that name, and it is no path of a .yaml file{hint} "
         f"(shipped{' and near it' if near else ''}: {listed}; eigengraft.shipped_recipes() has all)"
     )
 
 
 def _longer(derived: tuple[str, ...], name: str) -> tuple[str, ...]:
-    """The recipes that lead to a base, with its own name; a name that comes back is refused."""
+    """Append the name of a base to the recipes that lead to it. Raise RecipeError for a cycle."""
     if name in derived:
-        raise RecipeError(f"a recipe that is not based on itself is required, got {' -> '.join([*derived, name])}")
+        raise RecipeError(f"the recipe is based on itself: {' -> '.join([*derived, name])}")
     return (*derived, name)
 
 
 def _require_stages(path: str, chain: Any) -> None:
-    """Raises RecipeError for a recipe's name where a stage is required, which the nearest stage would not explain."""
+    """Raise RecipeError for the name of a recipe in the place of a stage. The nearest stage would be no help there."""
     for name in _kinds(chain):
         if name in shipped() and name not in Stage.members:
             stages = f"write `base: {name}`, or its stages, which `eigengraft show {name}` prints"
-            raise RecipeError(f"{path}.{name}: a stage is required, got the name of a recipe; {stages}")
+            raise RecipeError(f"{path}.{name}: this is the name of a recipe, not of a stage; {stages}")
 
 
 def _kinds(chain: Any) -> Iterator[str]:
-    """The kinds of the stages of a raw chain, and of the chains inside them."""
+    """Yield the kinds of the stages of a raw chain, and of the chains inside them."""
     for stage in chain if isinstance(chain, (list, tuple)) else (chain,):
         kind = stage.get("kind") if isinstance(stage, Mapping) else stage
         if isinstance(kind, str):
@@ -161,7 +165,7 @@ def _kinds(chain: Any) -> Iterator[str]:
 
 
 def _inside(component: type[Component] | None, raw: Any) -> Iterator[str]:
-    """The kinds of the stages in fields that hold chains, or components with chains of their own, as `sum` does."""
+    """Yield the kinds of stages in the fields of a component: in its chains, and in those of components inside it."""
     if component is None or not isinstance(raw, Mapping):
         return
     for name, field in component.model_fields.items():
@@ -176,24 +180,28 @@ def _inside(component: type[Component] | None, raw: Any) -> Iterator[str]:
 
 
 def read_yaml(path: str | Path) -> Any:
-    """The plain data of a YAML 1.2 file; RecipeError names the file and, when it is malformed, line and column."""
+    """Return the plain data of a YAML 1.2 file.
+
+    Raises:
+        RecipeError: the file does not exist, cannot be read, or is malformed. The message has line and column.
+    """
     path = Path(path)
     if not path.is_file():
-        raise RecipeError(f"{path}: an existing YAML file is required, got nothing there")
+        raise RecipeError(f"{path}: there is no such file")
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path}: a readable UTF-8 file is required ({error})") from None
+        raise RecipeError(f"{path}: the file cannot be read as UTF-8 ({error})") from None
     return parse_yaml(text, str(path))
 
 
 def parse_yaml(text: str, source: str = "value") -> Any:
-    """The plain data of YAML 1.2 text; `source` is what errors call it."""
+    """Return the plain data of YAML 1.2 text. source: name of the text in errors."""
     try:
         from ruamel.yaml import YAML
         from ruamel.yaml.error import MarkedYAMLError, YAMLError
     except ModuleNotFoundError:
-        raise RecipeError(f"{source}: reading YAML needs ruamel.yaml, install eigengraft[cli]") from None
+        raise RecipeError(f"{source}: reading YAML needs ruamel.yaml; install eigengraft[cli]") from None
     try:
         return YAML(typ="safe", pure=True).load(text)
     except MarkedYAMLError as error:
@@ -205,12 +213,12 @@ def parse_yaml(text: str, source: str = "value") -> Any:
 
 
 def recipe_folder() -> Path:
-    """The folder of the shipped YAML recipes."""
+    """Return the folder of the shipped YAML recipes."""
     return Path(str(resources.files("eigengraft.optimizers"))) / "recipe" / "shipped"
 
 
 @cache
 def shipped() -> dict[str, Any]:
-    """Raw data of every shipped recipe by name. Read from JSON, so that the core needs no YAML library."""
+    """Return the raw data of every shipped recipe by name, from JSON, so that the core needs no YAML library."""
     data: dict[str, Any] = json.loads((recipe_folder() / "shipped.json").read_text(encoding="utf-8"))
     return data

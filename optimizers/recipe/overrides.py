@@ -1,4 +1,4 @@
-"""Changes of declarations by dotted path: `update.eigenbasis.refresh.steps=1`.
+"""Overrides, changes of declarations by dotted path: `update.eigenbasis.refresh.steps=1`.
 
 Stages are addressed by name, never by position.
 """
@@ -22,7 +22,7 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
 def json_value(text: str) -> Any:
-    """The value of a text: what it says as JSON (numbers, true, null, lists), else the text itself."""
+    """Return the value of a text: its JSON value (numbers, true, null, lists) if it is JSON, else the text itself."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:
@@ -32,34 +32,35 @@ def json_value(text: str) -> Any:
 def apply_overrides(
     data: Mapping[str, Any], overrides: Overrides, parse: Callable[[str], Any] = json_value
 ) -> dict[str, Any]:
-    """A copy of raw `data` with every override applied in order. Setting a `kind` drops the old kind's fields.
+    """Return a copy of raw `data` with every override applied in order. Setting a `kind` drops the old kind's fields.
 
-    Raises RecipeError naming the path, the part that is not there and the nearest one that is.
+    Raises:
+        RecipeError: a path does not exist. The message names the missing part and the nearest existing one.
     """
     return assign_paths(data, override_pairs(overrides, parse))
 
 
 def override_pairs(overrides: Overrides, parse: Callable[[str], Any] = json_value) -> list[tuple[str, Any]]:
-    """(dotted path, value) of every override; `parse` reads the values of strings."""
+    """Return (dotted path, value) of every override. parse: function that converts values of strings."""
     if isinstance(overrides, Mapping):
         for path in overrides:
             if not str(path).strip():
-                raise RecipeError(f"overrides: the path of a field is required for every value, got {path!r}")
+                raise RecipeError(f"overrides: every value needs the path of a field, got {path!r}")
         return [(str(path).strip(), _written(plain(value))) for path, value in overrides.items()]
     if not isinstance(overrides, Iterable):
-        required = "a mapping {path: value} or strings path.to.field=value are required"
+        required = "they must be a mapping {path: value} or strings path.to.field=value"
         raise RecipeError(f"overrides: {required}, got {type(overrides).__name__}")
     pairs = []
     for override in [overrides] if isinstance(overrides, str) else overrides:
         path, equals, text = str(override).partition("=")
         if not equals or not path.strip():
-            raise RecipeError(f"override '{override}': the form path.to.field=value is required")
+            raise RecipeError(f"override '{override}': it must have the form path.to.field=value")
         pairs.append((path.strip(), parse(text.strip())))
     return pairs
 
 
 def _written(value: Any) -> Any:
-    """A copy of a value with components as plain data, into which later paths can lead."""
+    """Return a copy of a value with components as plain data, so that later overrides can change their fields."""
     if isinstance(value, Component):
         return value.model_dump(mode="json")
     if isinstance(value, Mapping):
@@ -68,7 +69,7 @@ def _written(value: Any) -> Any:
 
 
 def assign_paths(data: Mapping[str, Any], pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """A copy of raw `data` with every (dotted path, value) assigned in order."""
+    """Return a copy of raw `data` with every (dotted path, value) assigned in order."""
     result = copy.deepcopy(dict(data))
     for path, value in pairs:
         _assign(result, _split(result, path), value, path)
@@ -76,7 +77,7 @@ def assign_paths(data: Mapping[str, Any], pairs: Iterable[tuple[str, Any]]) -> d
 
 
 def _split(data: Mapping[str, Any], path: str) -> list[str]:
-    """The names in a dotted path. A key of `storage` is one name, also where it is the path of a stage or slot."""
+    """Split a dotted path into names. A key of `storage` is one name, even if it is the path of a stage or slot."""
     first, _, rest = path.partition(".")
     if first != "storage" or not rest.startswith(_CHAINS):
         return path.split(".")
@@ -120,7 +121,7 @@ def _child(node: Any, part: str) -> Any:
 
 
 def _expand(node: Any, part: str, kind: str) -> dict[str, Any]:
-    """Turns a bare kind into a mapping, so that fields can be set on it."""
+    """Replace a bare kind by a mapping, so that its fields can be set."""
     expanded = {"kind": kind}
     node[_position(node, part) if isinstance(node, list) else part] = expanded
     return expanded
@@ -129,7 +130,9 @@ def _expand(node: Any, part: str, kind: str) -> dict[str, Any]:
 def _position(stages: list[Any], name: str) -> int | None:
     found = [i for i, stage in enumerate(stages) if stage_name(stage) == name]
     if len(found) > 1:
-        raise RecipeError(f"'{name}' is ambiguous, {len(found)} stages are called so: give each its own `name`")
+        raise RecipeError(
+            f"'{name}' is ambiguous, because {len(found)} stages have that name; give each its own `name`"
+        )
     return found[0] if found else None
 
 
@@ -138,7 +141,7 @@ def _missing(node: Any, part: str, where: str) -> str:
         known = [name for name in map(stage_name, node) if name]
     elif isinstance(node, dict):
         if part in node:
-            return f"'{part}' is not set here, so it has no fields; set it whole first"
+            return f"'{part}' is not set here, so it has no fields; set all of it first"
         known = list(node)
     else:
         return f"'{where}' is the value {node!r} and has no fields"
@@ -149,7 +152,7 @@ def _missing(node: Any, part: str, where: str) -> str:
 
 
 def flatten(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted path, value) of every leaf of a declaration; stages by name, `None` and empty chains left out."""
+    """Yield (dotted path, value) of every leaf of a declaration, without `None` and empty chains. Stages are named."""
     if isinstance(data, Mapping):
         for key, value in data.items():
             yield from flatten(value, f"{path}.{key}" if path else str(key))
@@ -162,7 +165,7 @@ def flatten(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def differences(old: Any, new: Any) -> list[str]:
-    """Paths at which two declarations differ, as lines "path: old -> new"."""
+    """Return the differences of two declarations, as lines "path: old -> new"."""
     before, after = dict(flatten(old)), dict(flatten(new))
     return [
         f"{path}: {before.get(path, 'absent')!s} -> {after.get(path, 'absent')!s}"

@@ -1,4 +1,4 @@
-"""Names of parameters without what wrappers of modules put into them, so that no result depends on a wrapper."""
+"""Canonical names of parameters, without the attributes that wrappers add, so that no result depends on a wrapper."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-"""Attributes in which torch.compile, activation checkpointing and FSDP keep the module that they wrap."""
+"""Attributes in which torch.compile, activation checkpointing and FSDP store the wrapped module."""
 _PARALLEL = "module"
-"""The attribute in which DistributedDataParallel and DataParallel keep theirs: a name that any module may use."""
+"""The attribute in which DistributedDataParallel and DataParallel store it. Any other module may use this name too."""
 
 
 def canonical_name(name: str) -> str:
-    """A qualified name without the attributes of wrappers; `module` counts as one where it comes first.
+    """Return a qualified name without the attributes of wrappers, and without a leading `module`.
 
-    "module._orig_mod.blocks.0._checkpoint_wrapped_module.up.weight" is "blocks.0.up.weight".
+    "module._orig_mod.blocks.0._checkpoint_wrapped_module.up.weight" becomes "blocks.0.up.weight".
     """
     *path, own = name.split(".")
     path = [attribute for attribute in path if attribute not in _WRAPPERS]
@@ -28,14 +28,15 @@ def canonical_name(name: str) -> str:
 
 
 def canonical_path(path: str) -> str:
-    """The path of a module without the attributes of wrappers; "" for the model itself."""
+    """Return the path of a module without the attributes of wrappers; "" for the model itself."""
     return canonical_name(f"{path}.weight").rpartition(".")[0]
 
 
 def canonical_names(names: Sequence[str], model: nn.Module | None = None) -> list[str]:
-    """The canonical names of all parameters of an optimizer, or of a model; names that would be equal stay as they are.
+    """Return the canonical names of parameters. Names that would become equal are not changed.
 
-    model: what the names are of; wrappers for data parallelism inside of it are known by their types.
+    model: the model of all parameters; None if it is unknown. Wrappers for data parallelism inside it are recognized by
+        their types.
     """
     inside = [] if model is None else _inside(model)
     found = [canonical_name(_without(inside, name)) for name in names]
@@ -44,20 +45,20 @@ def canonical_names(names: Sequence[str], model: nn.Module | None = None) -> lis
 
 
 def canonical_paths(model: nn.Module) -> dict[str, str]:
-    """The canonical path of every module of a model, by path; several may be equal."""
+    """Return the canonical path of every module of a model, by path. Several may be equal."""
     inside = _inside(model)
     return {path: canonical_path(_without(inside, f"{path}.")[:-1]) for path, _ in model.named_modules()}
 
 
 def _inside(model: nn.Module) -> list[str]:
-    """Prefixes of names inside of each wrapper for data parallelism in a model, the longest first."""
+    """Return the prefixes of names inside each wrapper for data parallelism in a model, longest first."""
     kinds = (DistributedDataParallel, DataParallel)
     found = [f"{path}." for path, module in model.named_modules() if path and isinstance(module, kinds)]
     return sorted(found, key=len, reverse=True)
 
 
 def _without(inside: Iterable[str], name: str) -> str:
-    """A name without the `module` that follows each of the prefixes."""
+    """Return a name without the `module` that follows each prefix."""
     for prefix in inside:
         if name.startswith(f"{prefix}{_PARALLEL}."):
             name = prefix + name.removeprefix(f"{prefix}{_PARALLEL}.")
@@ -65,9 +66,9 @@ def _without(inside: Iterable[str], name: str) -> str:
 
 
 def group_with_names(entry: Any) -> Any:
-    """A param group whose parameters can be read twice; anything else as it is, for torch to take or refuse.
+    """Return a param group whose parameters can be iterated twice, as (name, parameter) pairs if it has `param_names`.
 
-    Names beside the parameters, under `param_names` as torch keeps them, are those of the parameters.
+    Anything that is no param group is returned unchanged, for torch to accept or refuse.
     """
     if not isinstance(entry, dict) or not isinstance(entry.get("params"), Iterable):
         return entry

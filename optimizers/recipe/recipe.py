@@ -1,4 +1,4 @@
-"""The whole declaration of an optimizer, as one frozen model. YAML and Python say the same."""
+"""`Recipe`, the declaration of an optimizer as one frozen model. YAML and Python have the same fields."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from .schema import ELSEWHERE, with_base
 SCHEMA_VERSION = 1
 _STORAGE = {"type": "object", "additionalProperties": {FAMILY_MARK: "quantizer"}}
 _SHAPES = ((1,), (2,), (2, 2), (2, 3), (3, 2), (64, 64), (2, 2, 2), (2, 3, 4), (2, 2, 2, 2))
-"""Shapes of blocks over which a recipe is asked for the slots it may have."""
+"""Sample shapes of blocks, over which the possible slots of a chain are collected."""
 
 
 def possible_slots(stages: Stages) -> Iterator[Slot]:
-    """The slots of a chain over blocks of some shapes; most come several times."""
+    """Yield the slots of a chain over blocks of sample shapes. Most slots are repeated."""
     for block in _SHAPES:
-        with suppress(ValueError):  # a stage may refuse a shape; building says so if a parameter has it
+        with suppress(ValueError):  # a stage may refuse a shape; composing raises if a parameter has that shape
             yield from [slot for _, _, slot in chain_slots(stages, block)]
 
 
@@ -52,45 +52,49 @@ class Update(Component):
     compile: bool = Field(default=False, description="compile the steps of each kind of stack, by Inductor")
 
     def stages(self, path: str = "") -> Iterator[tuple[str, Any]]:
-        """(dotted path, stage) of every stage, those inside other stages included."""
+        """Yield (dotted path, stage) of every stage, including stages inside other stages."""
         prefix = f"{path}." if path else ""
         yield from walk(self.update, f"{prefix}update")
         yield from walk(self.after_decay, f"{prefix}after_decay")
 
     def storable_roles(self) -> Iterator[str]:
-        """Roles of the slots that a quantizer can be chosen for by role, over blocks of some shape; some come again."""
+        """Yield the roles for which a quantizer can be chosen. Some are repeated."""
         for slot in (*possible_slots(self.update), *possible_slots(self.after_decay)):
             if not slot.sensitive and slot.role not in NEVER_CODED:
                 yield slot.role
 
     def squares(self) -> bool:
-        """Whether a step may square gradients, as all do but entry-wise chains that keep first moments alone."""
+        """Return True if a step may square gradients. Only entry-wise chains with nothing but first moments do not."""
         kept = {slot.role for slot in (*possible_slots(self.update), *possible_slots(self.after_decay))}
         return bool(self.constraints) or not self.entrywise() or not kept <= {"first_moment", "count"}
 
     def adds_decay(self) -> bool:
-        """Whether weight decay is added to the direction before the write: stages follow it, or a stage has a step size
-        of its own that multiplies it."""
+        """Return True if weight decay is added to the direction before the write.
+
+        It is if stages follow the decay, or if a stage has a step size of its own that multiplies the decay.
+        """
         return bool(self.after_decay) or any(slot.step_size for slot in possible_slots(self.update))
 
     def lagging(self) -> bool:
-        """Whether the first gradient only primes statistics."""
+        """Return True if the first gradient only initializes statistics."""
         return any(stage.cached_traits().lagged for _, stage in self.stages())
 
     def spans(self) -> bool:
-        """Whether a stage takes sums over all blocks of a parameter."""
+        """Return True if a stage needs sums over all blocks of a parameter."""
         return any(stage.cached_traits().sums for _, stage in self.stages())
 
     def entrywise(self) -> bool:
-        """Whether no stage mixes entries, so that it plays no role which of them form a matrix."""
+        """Return True if no stage mixes entries, so that views have no effect."""
         return all(stage.cached_traits().entrywise for _, stage in self.stages())
 
     @model_validator(mode="after")
     def _stages_can_run(self) -> Self:
         if not self.update:
-            raise ValueError("update: a stage is required ('identity' takes the gradient as it is), got none")
+            raise ValueError("update: it has no stage; 'identity' uses the gradient as the direction")
         if self.entrywise() and not isinstance(self.view, (Batches, Whole)):
-            raise ValueError(f"view: a stage that mixes entries is required, or it is idle, got {self.view!r}")
+            raise ValueError(
+                f"view: {self.view!r} has no effect, because no stage of the update mixes entries; remove it"
+            )
         require_signals(self.stages(), [(f"constraints.{own.label}", own) for own in self.constraints])
         return self
 
@@ -106,7 +110,7 @@ class Route(Update):
 
 
 def adam_route() -> Route:
-    """The Adam route: embeddings, output heads, norms, biases and tensors with fewer than two axes go to Adam."""
+    """Return the Adam route, for embeddings, output heads, norms, biases and tensors with fewer than two axes."""
     return Route(
         name="adam",
         match=Match(role=("embedding", "head", "norm", "bias", "scalar", "vector")),
@@ -118,7 +122,7 @@ def adam_route() -> Route:
 def _routes(value: Any) -> Any:
     value = (value,) if isinstance(value, str) else value
     if not isinstance(value, (list, tuple)):
-        raise ValueError("a list of routes is required, each a mapping or 'default'")
+        raise ValueError("routes must be a list, each a mapping or 'default'")
     for route in value:
         if isinstance(route, str) and route != "default":
             raise ValueError(f"a route is a mapping or the word 'default', and '{route}' is neither")
@@ -173,7 +177,7 @@ class Recipe(Update):
             elif stage not in stages:
                 near = difflib.get_close_matches(stage, [*get_args(Role), *stages], n=1)
                 hint = f", did you mean '{near[0]}'?" if near else ""
-                raise ValueError(f"storage: a role, a stage path or a stage path/slot is required, got '{key}'{hint}")
+                raise ValueError(f"storage: '{key}' is no role, no stage path and no stage path/slot{hint}")
         return self
 
     @model_validator(mode="after")
@@ -185,30 +189,30 @@ class Recipe(Update):
         return self
 
     def route(self, info: ParamInfo) -> tuple[str, str]:
-        """(path of the update, reason) of one parameter; the path is "" or "routes.<name>"."""
+        """Return (path of the update, reason) for a parameter. The path is "" or "routes.<name>"."""
         for route in self.routes:
             if (reason := route.match.reason(info)) is not None:
                 return f"routes.{route.name}", reason
-        return "", f"{info.why}, no route takes it"
+        return "", f"{info.why}, no route matches"
 
     def view_of(self, info: ParamInfo) -> ViewChoice:
-        """The matrices of one parameter under its update; ValueError if its view does not fit, or leaves them open."""
+        """Return the matrices of a parameter under its update. Raise ValueError if its view does not fit or decide."""
         rule = self.updates()[self.route(info)[0]]
         needs = next((path for path, stage in rule.stages() if stage.cached_traits().matrices), None)
         choice = ViewChoice(ONE_TENSOR) if rule.entrywise() else rule.view.of(info.shape, info.facts)
         return choice.required_by(needs, info.shape)
 
     def updates(self) -> dict[str, Recipe | Route]:
-        """The updates by path: the recipe's own under "", a route's under "routes.<name>"."""
+        """Return the updates by path: the recipe's own under "", a route's under "routes.<name>"."""
         return {"": self, **{f"routes.{route.name}": route for route in self.routes}}
 
     def decays_in_gradient(self) -> bool:
-        """Whether some weight decay is added to gradients."""
+        """Return True if the weight decay of an update is added to gradients."""
         rules = [self.weight_decay, *(route.weight_decay for route in self.routes)]
         return any(rule is not None and rule.in_gradient for rule in rules)
 
     def follows_peak(self) -> str | None:
-        """The path of a part that depends on the peak of the learning rate; None: no part does."""
+        """Return the path of a component that depends on the peak of the learning rate, or None."""
         decays = {
             "weight_decay": self.weight_decay,
             **{f"routes.{r.name}.weight_decay": r.weight_decay for r in self.routes},
@@ -218,12 +222,12 @@ class Recipe(Update):
         return next(iter(relative), None)
 
     def to_json(self) -> str:
-        """The resolved recipe as JSON text, with the schema version; `load_recipe` reads it back."""
+        """Return the resolved recipe as JSON text with the schema version. `load_recipe` reads it."""
         return json.dumps({"schema": SCHEMA_VERSION, **self.model_dump(mode="json")})
 
 
 def slot_keys(rule: Recipe | Route, path: str, block: tuple[int, ...]) -> dict[StateKey, Slot]:
-    """The slots of a block under the update at `path` of a recipe, by a key that names no block."""
+    """Return the slots of a block under the update at `path` of a recipe, by a key without a block index."""
     found = {}
     for stages, chain in ((rule.update, "update"), (rule.after_decay, "after_decay")):
         for stage, name, slot in chain_slots(stages, block, f"{path}.{chain}" if path else chain):
@@ -232,10 +236,9 @@ def slot_keys(rule: Recipe | Route, path: str, block: tuple[int, ...]) -> dict[S
 
 
 def require_slots(recipe: Recipe, blocks: Iterable[tuple[str, tuple[int, ...]]]) -> None:
-    """Raises ValueError for a storage key "<stage path>/<slot>" whose stage is there, but not the slot, and for a stage
-    none of whose slots can be stored so.
+    """Raise ValueError for a `storage` key of a slot that its stage does not have, or of a stage with no such slots.
 
-    blocks: (path of the update, shape) of the blocks that there are.
+    blocks: (path of the update, shape) of all blocks.
     """
     if not recipe.storage:
         return
@@ -246,4 +249,4 @@ def require_slots(recipe: Recipe, blocks: Iterable[tuple[str, tuple[int, ...]]])
         key = StateKey.parse(text)
         near = sorted(str(slot) for slot in slots if slot.stage == key.stage)
         if near and key not in slots:
-            raise ValueError(f"storage: a slot of the stage is required ({', '.join(near)}), got '{text}'")
+            raise ValueError(f"storage: '{text}' is no slot; the stage has {', '.join(near)}")

@@ -1,9 +1,9 @@
-"""Roles of parameters: what a tensor is for, by the type and the sizes of the layer that holds it, else by its name.
+"""Roles of parameters, from the type and sizes of the layer that holds a parameter, else from its name.
 
-Output heads are found among all layers of a model: by its own methods, by names, by sizes, by where they stand. A name
-counts only at a place where it means an output: `proj` beside the embedding and the blocks is a head, `proj` of each
-attention is not. Two facts tell hidden layers that have such a name: other layers consume as many inputs as they have
-outputs, or they stand in blocks that are repeated. Nothing here depends on values, wrappers, ranks or devices.
+Output heads are searched among all layers of a model: by the model's own methods, by names, by sizes, and by position.
+A name counts only where it means an output: `proj` beside the embedding and the blocks is a head, `proj` of each
+attention is not. Two facts identify a hidden layer with such a name: other layers have as many inputs as it has
+outputs, or it is in blocks that are repeated. Nothing here depends on values, wrappers, ranks or devices.
 """
 
 from __future__ import annotations
@@ -22,52 +22,53 @@ from eigengraft.blocking import is_convolution, is_transposed, parametrized_laye
 from .param_names import canonical_path
 
 Attributes = tuple[str, ...]
-"""Attributes that lead from the model to a layer."""
+"""Path of a layer: the attributes that lead from the model to it."""
 
 _CLEAR = re.compile(
     r"lm_head|mlp_head|head|head_dist|classifier|cls|logits|to_logits|embed_out|unembed|unembedding"
     r"|(text|visual|vision|image|audio)_projection"
 )
-"""Names of output heads, wherever they stand."""
+"""Names of output heads at any position."""
 _SUFFIXED = re.compile(r"(?!conv_).+_(head|classifier|logits|unembed)|qa_outputs|seq_relationship|predict_.+")
-"""Names of output heads, outside of lists of blocks, unless other layers consume their outputs."""
+"""Names of output heads outside lists of blocks, unless other layers consume their outputs."""
 _SEVERAL = re.compile(r"(.+_)?(heads|classifiers|predictors|readouts|exits)|outputs|(output|final)_layers")
-"""Names of containers each element of which is an output head."""
+"""Names of containers in which each element is an output head."""
 _AUXILIARY = re.compile(r"[Aa]ux(iliary)?_?([Ll]ogits|[Hh]ead|\d*)")
-"""Names of heads beside the head of the model, as Inception has them."""
+"""Names of auxiliary heads, as in Inception."""
 _LIKELY = re.compile(
     r"out|outc|output|readout|proj|projection|score|fc|linear|dense|decoder|generator|predictor|regressor|final|last"
     r"|(?!.*norm).+_(out|output|outputs|pred|prediction)"
     r"|(out|output|final|last|pred|prediction|vocab|lm|class|action|value|policy)"
     r"_?(proj|projection|projector|layer|linear|fc|dense|conv|net)"
 )
-"""Names of output heads of the model itself, not of its parts, where nothing else tells one."""
+"""Names of output heads at the top of a model. They are used only if no head is found otherwise."""
 _NEVER_LAST = re.compile(r"out|out_proj|proj|projection|(out|output)_?(proj|projection)")
-"""Likely names that attention has too: standing last does not make them heads if others consume their outputs."""
+"""Likely names that attention layers have too. At the last position they are still no heads if others consume them."""
 _NUMBERED = re.compile(r"(fc|lin|linear|dense)_?(\d+)")
 _FINAL = re.compile(
     r"head|fc|fc_?\d|proj|out|out_proj|output|decoder|linear|final|conv|conv_seg|classifier|cls|logits"
     r"|.+_(out|pred|score|logits)"
 )
-"""Names of the last layer in a head of several."""
+"""Names of the last layer in a head of several layers."""
 _HIDDEN = frozenset(("dense", "pre_logits"))
-"""Names of hidden layers in a head of several."""
+"""Names of hidden layers in a head of several layers."""
 _PARTS = frozenset(("model", "module", "backbone", "net", "network", "base_model", "student", "transformer"))
-"""Names of attributes that hold a whole model."""
+"""Names of attributes that contain a complete model."""
 MOST_PADDING = 256
-"""Most rows by which a vocabulary is padded: tables of 50,257 are used with heads of 50,304."""
+"""Largest number of rows by which a vocabulary is padded. A table of 50,257 rows is used with a head of 50,304."""
 
 
 @dataclass(frozen=True)
 class Layer:
     """A layer whose weight has at least two axes longer than 1.
 
-    key: which parameter the weight is.
-    path: where it stands, without wrappers, adapters and parametrizations.
-    kind: "linear" and "conv" may be heads, "other" only by a clear name: attention, recurrent cells, experts.
-    inputs: lengths that the layer may consume.
-    outputs: number of outputs, 0 if unknown.
-    tied: whether the weight is that of an embedding.
+    key: `id` of the weight.
+    path: path of the layer, without wrappers, adapters and parametrizations.
+    kind: "linear" and "conv" may be heads. "other" (attention, recurrent cells, experts) may be one by a clear name
+    only.
+    inputs: numbers of inputs that the layer may have.
+    outputs: number of outputs; 0 if it is unknown.
+    tied: True if the weight is shared with an embedding.
     """
 
     key: int
@@ -82,10 +83,10 @@ class Layer:
 class DeclaredHeads:
     """Heads that a module itself declares.
 
-    path: where the module stands.
-    keys: the weights of the heads; none, if it has no head.
+    path: path of the module.
+    keys: `id` of the weights of the heads; empty if the module declares that it has no head.
     why: how the module declares them.
-    complete: whether the module has no other heads.
+    complete: True if the module has no other heads.
     """
 
     path: Attributes
@@ -96,9 +97,10 @@ class DeclaredHeads:
 
 @dataclass(frozen=True)
 class ModelStructure:
-    """Facts that names and shapes do not have.
+    """Facts about the modules of a model that names and shapes do not contain.
 
-    sequentials, lists: paths of modules that call their children in order, and of lists of modules.
+    sequentials: paths of modules that call their children in order.
+    lists: paths of lists of modules.
     declared: heads that modules declare.
     """
 
@@ -109,10 +111,10 @@ class ModelStructure:
 
 @dataclass(frozen=True)
 class Heads:
-    """Output heads.
+    """The output heads of a model.
 
-    why: how each was found, by key.
-    unclear: the last layer, if it may be a head and nothing decides it.
+    why: for each head, by key, how it was found.
+    unclear: the last layer if it may be a head and nothing decides; else None.
     """
 
     why: dict[int, str]
@@ -120,19 +122,20 @@ class Heads:
 
 
 def output_heads(layers: Sequence[Layer], rows: Collection[int], structure: ModelStructure | None = None) -> Heads:
-    """The output heads among the layers of a model, in the order of registration.
+    """Find the output heads among the layers of a model.
 
+    layers: layers in the order of registration.
     rows: numbers of rows of the embeddings.
-    structure: facts of the modules; None: `layers` are named parameters, perhaps not all of a model. Then the place of
-        the last layer decides nothing without a name.
+    structure: facts about the modules; None if only named parameters are known, perhaps not all of a model. Then the
+        last position alone makes no head.
     """
     return _Search(layers, rows, structure).heads()
 
 
 class _Search:
-    """The search for heads among the layers of one model, from the surest sign to the weakest.
+    """The search for heads among the layers of one model, from the strongest evidence to the weakest.
 
-    Signs are: heads that modules declare; clear names; a vocabulary; likely names at the top; the last place.
+    The evidence is: heads that modules declare; clear names; a vocabulary; likely names at the top; the last position.
     """
 
     def __init__(self, layers: Sequence[Layer], rows: Collection[int], structure: ModelStructure | None) -> None:
@@ -163,30 +166,30 @@ class _Search:
         return Heads(self.found, unclear)
 
     def consumed(self, layer: Layer) -> bool:
-        """Whether another layer may consume the outputs of a layer."""
+        """Return True if another layer may consume the outputs of a layer."""
         if any(other.path != layer.path for other in self.consumers[layer.outputs]):
             return True
         after = self.layers[self.places[layer] + 1 :] if layer.kind == "conv" and layer.outputs > 1 else ()
         return any(other.kind == "linear" and other.inputs[0] % layer.outputs == 0 for other in after)
 
     def repeated(self, layer: Layer) -> bool:
-        """Whether a layer stands in an element of a list whose other elements have it too."""
+        """Return True if a layer is in an element of a list whose other elements have the same layer."""
         return any(self.elements[pattern] > 1 for pattern in _lists(layer.path))
 
     def _declared(self) -> list[Attributes]:
-        """Take the heads that modules declare. Return the paths of modules that declare all of theirs."""
+        """Add the heads that modules declare. Return the paths of modules that declare all their heads."""
         complete = []
         for declared in self.structure.declared:
             heads = [layer for layer in self.layers if layer.key in declared.keys and not layer.tied]
             part = not _within(self.root, declared.path)
             if part and any(self.consumed(layer) for layer in heads):
-                continue  # the model has layers after this part of it
+                continue  # the model has layers after this module
             self.found.update((layer.key, declared.why) for layer in heads)
             complete += [declared.path] if declared.complete else []
         return complete
 
     def _named(self, layers: Sequence[Layer], names: re.Pattern[str], accepts: Callable[[Layer, int], bool]) -> None:
-        """Take the last layer at or below each attribute with such a name, if `accepts(layer, depth of the name)`."""
+        """Add the last layer at or below each attribute that matches `names` if `accepts(layer, depth of the name)`."""
         named = dict[Attributes, list[Layer]]()
         for layer in layers:
             for depth, attribute in enumerate(layer.path):
@@ -197,18 +200,18 @@ class _Search:
             if head is not None and not head.tied and accepts(head, len(path) - 1):
                 direct = len(head.path) == len(path)
                 self.found.setdefault(head.key, "output head by name" if direct else f"last layer of {'.'.join(path)}")
-                for layer in inside:  # copies of the head, as adapters keep them
+                for layer in inside:  # copies of the head, which adapters store
                     if layer.path == head.path and layer.kind == head.kind:
                         self.found.setdefault(layer.key, self.found[head.key])
 
     def _last(self, layers: Sequence[Layer], depth: int) -> Layer | None:
-        """The last of the layers inside of a head whose path has that depth."""
+        """Return the last of the layers inside a head whose path has length `depth`."""
         direct = [layer for layer in layers if len(layer.path) == depth]
         if direct:
             return direct[-1]
         inside = [layer for layer in layers if layer.kind != "other" and not self.repeated(layer)]
         free = [layer for layer in inside if not layer.tied and not self.consumed(layer)]
-        if any(layer.tied for layer in inside):  # the head is an embedding; others may stand beside it
+        if any(layer.tied for layer in inside):  # the head is an embedding; other heads may be beside it
             inside = free
         final = [layer for layer in free if _is_final(layer.path[depth:]) and not _HIDDEN.intersection(layer.path)]
         final = final or [layer for layer in inside if not _names(layer.path[depth:])]
@@ -225,7 +228,7 @@ class _Search:
         return layer.kind != "other" and free and not _has_number(layer.path[:depth])
 
     def _several(self, layers: Sequence[Layer]) -> None:
-        """Take the last layer of each element of a container of heads."""
+        """Add the last layer of each element of a container of heads."""
         groups = dict[Attributes, list[Layer]]()
         for layer in layers:
             for depth, attribute in enumerate(layer.path[:-1]):
@@ -245,7 +248,7 @@ class _Search:
         return inside[-1] if inside else None
 
     def _vocabulary(self) -> None:
-        """Take the last Linear with as many outputs as an embedding has rows, or slightly more."""
+        """Add the last Linear with as many outputs as an embedding has rows, or slightly more."""
         for layer in reversed(self.layers):
             fits = layer.kind == "linear" and any(rows > 1 and _pads(layer.outputs, rows) for rows in self.rows)
             exact = layer is self.layers[-1] and layer.outputs in self.rows and layer.inputs != (layer.outputs,)
@@ -254,7 +257,7 @@ class _Search:
                 return
 
     def _likely(self) -> Layer | None:
-        """Take heads by likely names, else by place. Return the last layer if nothing decides whether it is a head."""
+        """Add heads by likely names, else by position. Return the last layer if nothing decides about it."""
         if not self.layers:
             return None
         last = self.layers[-1]
@@ -279,7 +282,7 @@ class _Search:
         return None
 
     def _at_top(self, layer: Layer, depth: int) -> bool:
-        """Whether a likely name stands at the top of the model, on a layer whose outputs others do not consume."""
+        """Return True if a likely name is at the top of the model, on a layer whose outputs no layer consumes."""
         inner = layer.path[len(self.root) : depth]
         if depth < len(self.root) or not _PARTS.issuperset(inner) or layer.kind == "other" or self.repeated(layer):
             return False
@@ -287,7 +290,7 @@ class _Search:
         return waived or not self.consumed(layer)
 
     def _numbered(self, last: Layer) -> Layer | None:
-        """The last layer, if it is the last of `fc1`, `fc2`, `fc3` at the top of the model."""
+        """Return the last layer if it is the last of layers such as `fc1`, `fc2`, `fc3` at the top of the model."""
         matched = _NUMBERED.fullmatch(last.path[-1]) if last.path else None
         if matched is None or last.kind == "other" or _has_number(last.path[:-1]) or self.consumed(last):
             return None
@@ -297,7 +300,7 @@ class _Search:
         return last if before and max(before) < int(matched[2]) else None
 
     def _parallel(self, head: Layer) -> None:
-        """Take the ends of parts of the model just before the head that read the same features, or write as many."""
+        """Add the last layers of modules just before the head that have as many inputs or outputs as the head."""
         depth = len(self.root)
         parts = dict[Attributes, Layer]()
         for layer in self.layers:
@@ -309,14 +312,14 @@ class _Search:
             self.found[end.key] = f"last layer of {'.'.join(part)}, beside {'.'.join(head.path)}"
 
     def _beside(self) -> None:
-        """Take layers beside a head that read the same features: after it, or before it in a part of the model.
+        """Add layers beside a head with as many inputs as the head: after it, or before it in a submodule.
 
-        In a list that is no sequence they may read others, as the heads of detectors for several scales do.
+        In a list that is no sequence their inputs may differ, as those of detection heads for several scales.
         """
         for head in [layer for layer in self.layers if layer.key in self.found and self.known and layer.path]:
             stack, place = head.path[:-1], self.places[head]
             if head.path[-1].isdigit() and stack not in self.structure.lists:
-                continue  # layers of a sequence are hidden but for the last
+                continue  # all layers of a sequence but the last are hidden
             before = self.layers[:place][::-1] if len(stack) > len(self.root) else ()
             for direction in (self.layers[place + 1 :], before if stack not in self.structure.sequentials else ()):
                 for layer in direction:
@@ -326,20 +329,20 @@ class _Search:
                     self.found.setdefault(layer.key, f"output head beside {'.'.join(head.path)}")
 
     def _hidden(self, layer: Layer) -> bool:
-        """Whether a layer that stands beside a head is hidden."""
+        """Return True if a layer beside a head is hidden."""
         named = layer.path[-1] in _HIDDEN or layer.tied or layer.kind == "other"
         return named or self.consumed(layer) or self.repeated(layer)
 
 
 def _lists(path: Attributes) -> Iterator[tuple[Attributes, Attributes]]:
-    """(path of the list, path in the element) for each list of parts that a layer stands in."""
+    """Yield (path of the list, path in the element) for each list of modules that contains a layer."""
     for depth, attribute in enumerate(path[:-1]):
         if attribute.isdigit():
             yield path[:depth], path[depth + 1 :]
 
 
 def _common(paths: Sequence[Attributes]) -> Attributes:
-    """The path of the innermost module that holds all layers, not one of the layers itself."""
+    """Return the path of the innermost module that contains all layers and is none of them."""
     shared = list[str]()
     for attributes in zip(*(path[:-1] for path in paths), strict=False):
         if len(set(attributes)) > 1 or (attributes[0].isdigit() and shared):
@@ -357,7 +360,7 @@ def _has_number(path: Iterable[str]) -> bool:
 
 
 def _is_final(path: Attributes) -> bool:
-    """Whether a path inside of a head is that of a last layer: nothing but numbers, or a name of last layers."""
+    """Return True if a path inside a head belongs to a last layer: it has only numbers, or a name of last layers."""
     names = _names(path)
     return not names or _FINAL.fullmatch(names[-1]) is not None
 
@@ -367,7 +370,7 @@ def _names(path: Attributes) -> list[str]:
 
 
 def _pads(outputs: int, rows: int) -> bool:
-    """Return whether `outputs` equals `rows`, or is `rows` padded to a multiple of a power of two."""
+    """Return True if `outputs` equals `rows`, or is `rows` padded to a multiple of a power of two."""
     power = outputs & -outputs  # the largest power of two that divides it
     return outputs == rows or (power >= 8 and 0 < outputs - rows < min(power, MOST_PADDING, rows))
 
@@ -380,27 +383,27 @@ _EMBEDDING = re.compile(
 )
 _NORM = re.compile(r"(^|\.|_)((layer|rms|batch|group|instance)?_?norm|bn|ln)(_?\d+|_[a-z])?$", re.IGNORECASE)
 _NAMED_NORM = re.compile(r"(^|\.|_)(layer|rms|batch|group|instance)_?norm(_?\d+|_[a-z])?$", re.IGNORECASE)
-"""Paths of norms whose gains may have two axes, as those of a LayerNorm over several axes."""
+"""Paths of norms whose gains may have two axes, such as those of a LayerNorm over several axes."""
 _BIAS = re.compile(r"(^|_)bias$")
 _HELD = re.compile(r"(?P<own>\w*weight\w*)_(orig|v|bar)")
-"""The tensor in which torch.nn.utils.spectral_norm and weight_norm keep a weight that they compute from it."""
+"""Name of the tensor from which torch.nn.utils.spectral_norm and weight_norm compute a weight."""
 _ORIGINAL = re.compile(r"original\d*")
 _KEPT = ("base_layer", "original_module")
-"""Attributes in which adapters (peft) keep the layer that they wrap."""
+"""Attributes in which adapters (peft) store the layer that they wrap."""
 _COPIES = "modules_to_save"
-"""The attribute in which adapters (peft) keep copies of a layer by the name of the adapter."""
+"""The attribute in which adapters (peft) store copies of a layer, by the name of the adapter."""
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
 """Norms of torch.nn."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """One place of a model that holds a parameter.
+    """A module that holds a parameter.
 
-    path: attributes that lead to its layer, without wrappers, adapters and parametrizations.
+    path: path of the layer, without wrappers, adapters and parametrizations.
     own: the attribute of the layer that is the parameter, or is computed from it.
-    module: the layer; None: its names alone are known.
-    magnitude: whether the parameter scales the rows of a weight, as weight_norm has it.
+    module: the layer; None if only its name is known.
+    magnitude: True if the parameter scales the rows of a weight, as in weight_norm.
     """
 
     path: Attributes
@@ -410,7 +413,7 @@ class Holder:
 
     @classmethod
     def of(cls, path: str, own: str, module: nn.Module | None = None, magnitude: bool = False) -> Holder:
-        """The holder of a parameter under the attribute `own` of the module with that canonical path."""
+        """Return the holder of a parameter that is the attribute `own` of the module with a canonical path."""
         attributes, kept = path.split(".") if path else [], list[str]()
         if _ORIGINAL.fullmatch(own) and attributes[-2:-1] == ["parametrizations"]:
             magnitude, own = own == "original0", attributes[-1]
@@ -426,19 +429,19 @@ class Holder:
 
     @property
     def is_weight(self) -> bool:
-        """Whether the parameter is the weight of a layer, by the attribute's name."""
+        """Return True if the attribute is called `weight`."""
         return self.own == "weight"
 
     @property
     def is_layer(self) -> bool:
-        """Whether the module multiplies its inputs by the weight: a Linear, a convolution or a module like these."""
+        """Return True if the module multiplies its inputs by the weight, as a Linear or a convolution does."""
         module = self.module
         linear = all(isinstance(getattr(module, name, None), int) for name in ("in_features", "out_features"))
         return module is not None and self.is_weight and (linear or is_convolution(module) or is_transposed(module))
 
 
 def plain_role(holders: Sequence[Holder], shape: tuple[int, ...]) -> tuple[ParamRole, str] | None:
-    """(role, reason) of a parameter by its holders and shape; None for the weight of a layer, hidden or head."""
+    """Return (role, reason) of a parameter by its holders and shape, or None for the weight of a layer."""
     thin = sum(length > 1 for length in shape) < 2
     if any(_is_table(holder, thin) for holder in holders):
         return "embedding", "embedding"
@@ -456,7 +459,7 @@ def plain_role(holders: Sequence[Holder], shape: tuple[int, ...]) -> tuple[Param
 
 
 def layer_of(key: int, holder: Holder, shape: tuple[int, ...], tied: bool = False) -> Layer:
-    """The layer that a weight belongs to, with as many inputs and outputs as its module or else its shape says."""
+    """Return the layer of a weight, with its numbers of inputs and outputs from the module, or else from the shape."""
     module, path = holder.module, holder.path
     if not holder.is_weight or "parametrizations" in path:
         return Layer(key, (*path, holder.own) if not holder.is_weight else path, "other", shape, 0, tied)
@@ -475,13 +478,13 @@ def layer_of(key: int, holder: Holder, shape: tuple[int, ...], tied: bool = Fals
 
 
 def _sizes(module: nn.Module | None, names: tuple[str, str], stored: tuple[int, int]) -> tuple[int, int]:
-    """Numbers of inputs and outputs by the attributes of a module, or else as they are stored."""
+    """Return the numbers of inputs and outputs by the attributes of a module, or else by the stored shape."""
     n, m = (getattr(module, name, None) for name in names)
     return (n, m) if isinstance(n, int) and isinstance(m, int) else stored
 
 
 def model_structure(model: nn.Module, paths: dict[str, str]) -> ModelStructure:
-    """Facts of the modules of a model; paths: the canonical path of each, by path."""
+    """Collect facts about the modules of a model. paths: canonical path of each module, by path."""
     sequentials, lists, declared = set[Attributes](), set[Attributes](), list[DeclaredHeads]()
     for path, module in model.named_modules():
         place = Holder.of(paths[path], "weight").path
@@ -500,7 +503,7 @@ def model_structure(model: nn.Module, paths: dict[str, str]) -> ModelStructure:
 
 
 def input_embeddings(model: nn.Module) -> set[int]:
-    """Weights, by `id`, that modules return by `get_input_embeddings()` as tables of rows, not as layers."""
+    """Return the `id` of weights of modules that `get_input_embeddings()` returns, without those of layers."""
     found = set[int]()
     for module in model.modules():
         for table in _returned(module, "get_input_embeddings") or ():
@@ -511,19 +514,19 @@ def input_embeddings(model: nn.Module) -> set[int]:
 
 
 def _returned(module: nn.Module, method: str) -> list[nn.Module] | None:
-    """The modules that a method of a module's class returns; None if there is none, or it does not say."""
+    """Return the modules that a method of a module returns, or None if it has no such method or the method fails."""
     if not callable(getattr(type(module), method, None)):
         return None
     try:
         value = getattr(module, method)()
-    except Exception:  # a method of the user's that asks for more, or is not implemented: it says nothing
+    except Exception:  # the user's method needs arguments or is not implemented, so it gives no information
         return None
     values = value if isinstance(value, (tuple, list)) else (value,)
     return list(values) if all(isinstance(own, nn.Module) for own in values) else None
 
 
 def _weights(heads: Sequence[nn.Module]) -> frozenset[int]:
-    """The last weight of each head, by `id`."""
+    """Return the `id` of the last weight of each head."""
     weights = [[p for p in head.parameters() if sum(length > 1 for length in p.shape) > 1] for head in heads]
     return frozenset(id(own[-1]) for own in weights if own)
 
@@ -557,13 +560,13 @@ def _may_be_matrix(holder: Holder) -> bool:
 
 
 def _is_named_table(holder: Holder, shape: tuple[int, ...]) -> bool:
-    """Whether a name is that of an embedding, and the shape of a weight is that of a table."""
+    """Return True if a name is a name of embeddings and the shape of a weight fits a table."""
     names = holder.path if holder.is_weight else (*holder.path, holder.own)
     return _EMBEDDING.search(".".join(names)) is not None and (not holder.is_weight or len(shape) == 2)
 
 
 def parameter_holders(model: nn.Module, paths: dict[str, str]) -> list[tuple[int, Holder]]:
-    """(`id` of a parameter, its holder) of all modules in their order; paths: the canonical path of each, by path."""
+    """Return (`id` of a parameter, its holder) for all modules in order. paths: canonical path of each, by path."""
     modules, found = dict(model.named_modules()), list[tuple[int, Holder]]()
     for path, module in modules.items():
         layer = parametrized_layer(modules, path)
@@ -573,6 +576,6 @@ def parameter_holders(model: nn.Module, paths: dict[str, str]) -> list[tuple[int
 
 
 def named_holder(name: str) -> Holder:
-    """The holder of a parameter of which only the name is known."""
+    """Return the holder of a parameter of which only the name is known."""
     path, _, own = name.rpartition(".")
     return Holder.of(canonical_path(path), own)

@@ -1,4 +1,4 @@
-"""Which parameter goes to which update: roles, and rules that match them."""
+"""Routing of parameters to updates: descriptions of parameters, and rules that match them."""
 
 from __future__ import annotations
 
@@ -31,13 +31,16 @@ from .roles import (
 
 @dataclass(frozen=True)
 class ParamInfo:
-    """Description of a parameter, which rules match.
+    """Description of a parameter, against which rules are matched.
 
-    name: qualified name, without the attributes of wrappers; None: unnamed.
-    shape, numel: of the whole parameter.
-    role, why: what the parameter is for, and how that was found.
-    modules, facts: class names of the modules that hold it and of their bases; what these tell of its matrices.
-    unclear: whether it is the weight of the last layer, which may be an output head that nothing tells.
+    name: qualified name without the attributes of wrappers; None for a parameter without a name.
+    shape: global shape.
+    numel: global number of entries.
+    role: role of the parameter, such as "embedding" or "hidden".
+    why: how the role was found.
+    modules: class names of the modules that hold the parameter, and of their base classes.
+    facts: matrices and factors of the parameter, as far as its modules define them.
+    unclear: True for the weight of the last layer if it may be an output head and nothing decides.
     """
 
     name: str | None
@@ -52,12 +55,12 @@ class ParamInfo:
 
 @dataclass(frozen=True)
 class DescribedParameters:
-    """What a torch optimizer takes as parameters, with what routes are told about them in place of names and shapes.
+    """Parameters of an optimizer with their descriptions.
 
-    params: tensors, (name, tensor) pairs, or groups.
-    infos: descriptions by the `id` of the parameter; one that is missing is made of name and shape.
-    others: parameters of the same model that other optimizers have.
-    model: the model of all these parameters, if they are of one that is known.
+    params: tensors, (name, tensor) pairs, or param groups.
+    infos: descriptions by `id` of the parameter. A missing description is made from name and shape.
+    others: descriptions of parameters of the same model that other optimizers update.
+    model: the model of all these parameters; None if it is unknown.
     """
 
     params: Iterable[Any]
@@ -67,16 +70,16 @@ class DescribedParameters:
 
     @classmethod
     def of(cls, params: Iterable[Any] | DescribedParameters) -> Self:
-        """Parameters with a description of every one that has a name; names are canonical among all of them."""
+        """Return parameters with descriptions of all that have a name. Names become canonical."""
         if isinstance(params, nn.Module):
-            raise TypeError("params: parameters are required, got a module; use eigengraft.compose(recipe, model)")
+            raise TypeError("params: got a module in place of parameters; use eigengraft.compose(recipe, model)")
         given = params if isinstance(params, DescribedParameters) else cls(params)
         return cls(given.params, given.infos) if isinstance(given.params, Tensor) else cls._completed(given)
 
     @classmethod
     def _completed(cls, given: DescribedParameters) -> Self:
         if not isinstance(given.params, Iterable):
-            raise TypeError(f"params: tensors, (name, tensor) pairs or groups are required, got {given.params!r:.60}")
+            raise TypeError(f"params: they must be tensors, (name, tensor) pairs or groups, got {given.params!r:.60}")
         entries = (dict(entry) if isinstance(entry, Mapping) else entry for entry in given.params)
         params = [group_with_names(entry) for entry in entries]
         groups = [entry.get("params", ()) if isinstance(entry, dict) else [entry] for entry in params]
@@ -88,10 +91,10 @@ class DescribedParameters:
 
 @dataclass(frozen=True)
 class _Described:
-    """A parameter before it is known which layers are heads.
+    """A parameter before output heads are found.
 
-    holders: the places that hold it, several if it is tied.
-    plain: its role and how that was found; None: it is the weight of a layer, hidden or head.
+    holders: the modules that hold the parameter, several if it is tied.
+    plain: role of the parameter, and how it was found; None for the weight of a layer, hidden or head.
     """
 
     name: str | None
@@ -107,7 +110,7 @@ class _Described:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """The number of rows of an embedding; () for others."""
+        """Return the number of rows of an embedding as a 1-tuple, and () for other parameters."""
         table = self.plain is not None and self.plain[0] == "embedding" and self.parameter.ndim == 2
         return tuple(self.parameter.shape[:1]) if table else ()
 
@@ -135,7 +138,10 @@ class _Described:
 
 
 def describe_named(named: Sequence[tuple[str, Tensor]], taken: Container[str] = ()) -> dict[int, ParamInfo]:
-    """ParamInfo of named parameters by `id`, under canonical names; a name that is taken already stays as it is."""
+    """Describe named parameters. Return their descriptions by `id`, with canonical names.
+
+    taken: names of other parameters. A canonical name among them is not used, and the given name stays.
+    """
     given = [name for name, _ in named]
     names = [name if new in taken else new for name, new in zip(given, canonical_names(given), strict=True)]
     rows = [
@@ -148,12 +154,12 @@ def describe_named(named: Sequence[tuple[str, Tensor]], taken: Container[str] = 
 
 
 def describe_unnamed(parameter: Tensor) -> ParamInfo:
-    """ParamInfo of a parameter of which the shape alone is known."""
+    """Describe a parameter of which only the shape is known."""
     return _Described.of(None, parameter, [], ModuleFacts()).info(Heads({}))
 
 
 def describe_model(model: nn.Module) -> dict[int, ParamInfo]:
-    """ParamInfo of every parameter of a model by `id`."""
+    """Describe every parameter of a model. Return the descriptions by `id`."""
     paths = canonical_paths(model)
     places, facts, found = parameter_holders(model, paths), module_facts(model), dict(model.named_parameters())
     canonical = dict(zip(found, canonical_names(list(found), model), strict=True))
@@ -162,8 +168,8 @@ def describe_model(model: nn.Module) -> dict[int, ParamInfo]:
         holders.setdefault(key, []).append(holder)
     for given, parameter in found.items():
         key, name = id(parameter), canonical[given]
-        told = facts[key].factor
-        factor = replace(told, partner=canonical[told.partner]) if told else named_factor(name)
+        known = facts[key].factor
+        factor = replace(known, partner=canonical[known.partner]) if known else named_factor(name)
         row = _Described.of(name, parameter, holders[key], replace(facts[key], factor=factor))
         rows[key] = replace(row, plain=("embedding", "embedding by get_input_embeddings")) if key in tables else row
     layers = [layer for key, holder in places for layer in rows[key].layer(holder)]
@@ -184,7 +190,7 @@ AxisCounts = Annotated[tuple[int, ...], BeforeValidator(_as_tuple, json_schema_i
 
 
 class Match(Component):
-    """Conditions on a parameter. Every condition given must hold; of the values in one condition, any."""
+    """Conditions on a parameter. All given conditions must hold. A condition holds for any of its values."""
 
     module: Strings = Field(default=(), description="class names of the owning module or its bases, e.g. Linear")
     name: Strings = Field(default=(), description="regular expressions searched in the parameter's qualified name")
@@ -202,11 +208,11 @@ class Match(Component):
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise ValueError(f"a regular expression is required ({error})") from None
+                raise ValueError(f"it is no regular expression ({error})") from None
         return patterns
 
     def reason(self, info: ParamInfo) -> str | None:
-        """Why a parameter matches, in a few words; None if it does not match."""
+        """Return in a few words why a parameter matches, or None if it does not match."""
         modules = [kind for kind in self.module if kind in info.modules]
         names = [pattern for pattern in self.name if info.name is not None and re.search(pattern, info.name)]
         longest, most = max(info.shape, default=1), info.numel if self.max_size is None else self.max_size

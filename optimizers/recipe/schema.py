@@ -1,4 +1,4 @@
-"""JSON schema of a declaration, generated from the registry; a third-party member is in it once it is defined."""
+"""JSON schema of a declaration, generated from the registry of components. It includes third-party components."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ ELSEWHERE = {
     ),
     **dict.fromkeys(("foreach", "fused", "capturable", "maximize"), "no recipe has this option of torch's"),
 }
-"""Where the things are that users look for in a recipe or a route."""
+"""Advice for names that users try as fields of a recipe or a route: where the setting is."""
 
 
 def json_schema(cls: type[Component]) -> dict[str, Any]:
-    """JSON schema (draft 2020-12) of a component; every family it may hold is one definition with all its members."""
+    """Return the JSON schema (draft 2020-12) of a component. Each family is one definition with all its members."""
     definitions: dict[str, Any] = {"scheduled_number": _schedule_schema()}
     for name, family in sorted(families().items()):
         members = []
@@ -55,7 +55,7 @@ def json_schema(cls: type[Component]) -> dict[str, Any]:
 
 
 def _needed(node: Any, definitions: Mapping[str, Any]) -> set[str]:
-    """Names of all definitions that a schema refers to, directly or through others."""
+    """Return the names of all definitions that a schema refers to, directly or through others."""
     found: set[str] = set()
     waiting = [node]
     while waiting:
@@ -80,17 +80,17 @@ def _own_schema(cls: type[Component], definitions: dict[str, Any]) -> dict[str, 
 
 
 def _with_schedules(cls: type[Component], schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a component, with schedules beside the numbers whose place they may take."""
+    """Add schedules as alternatives to the numbers of a component's schema that may be scheduled."""
     for name in [name for name in schema.get("properties", {}) if _takes_schedules(cls, name)]:
         own = schema["properties"][name]
-        told = {key: own.pop(key) for key in ("default", "description", "title") if key in own}
+        moved = {key: own.pop(key) for key in ("default", "description", "title") if key in own}
         kinds = own.get("anyOf", [own])
-        schema["properties"][name] = {"anyOf": [*kinds, {"$ref": "#/$defs/scheduled_number"}], **told}
+        schema["properties"][name] = {"anyOf": [*kinds, {"$ref": "#/$defs/scheduled_number"}], **moved}
     return schema
 
 
 def _takes_schedules(cls: type[Component], name: str) -> bool:
-    """Whether a field may be a schedule in place of a number."""
+    """Return True if a field may be a schedule in place of a number."""
     field = cls.model_fields.get(name)
     number = field is not None and field.annotation in (float, float | None)
     return number and issubclass(cls, Schedulable) and name not in cls.constants
@@ -102,7 +102,7 @@ def _schedule_schema() -> dict[str, Any]:
 
 
 def _linked(node: Any) -> Any:
-    """Family marks as references to the family's definition (pydantic refuses references it did not make itself)."""
+    """Replace family marks by references to the family's definition. pydantic refuses references of others."""
     if isinstance(node, list):
         return [_linked(item) for item in node]
     if not isinstance(node, dict):
@@ -112,7 +112,7 @@ def _linked(node: Any) -> Any:
 
 
 def with_base(schema: dict[str, Any]) -> None:
-    """Adds `base` and `set` to the schema of a recipe, which `inheritance` resolves before validation."""
+    """Add `base` and `set` to the schema of a recipe. They are resolved before validation (`loading`)."""
     schema["properties"]["base"] = {
         "anyOf": [{"type": "string"}, {"type": "object"}],
         "description": "the recipe whose fields these replace: a shipped name, the path of a YAML file, or a recipe",

@@ -1,4 +1,4 @@
-"""Signals that one parameter set asks for, gathered from all ranks and reduced as each signal declares."""
+"""Signals of one parameter set, gathered from all ranks and reduced as each signal declares."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from eigengraft.numerics import number_like
 from eigengraft.signals import Signal
 
 MISSING, SOME, ALL = 0.0, 1.0, 2.0
-"""Whether a rank lacks what must be there, what may be there, or nothing."""
+"""Level of a signal on a rank: a required value is missing, only optional values are missing, or all are there."""
 TENSORS = ("input_matrix", "output_matrix", "outputs")
-"""Extents of signals that are tensors, of the same shapes on all ranks, which are reduced."""
+"""Extents of signals that are tensors of equal shapes on all ranks and are reduced over ranks."""
 
 
 @dataclass(frozen=True)
 class SignalCall:
-    """One signal that a parameter set asks for in one step, and the values that this rank was provided.
+    """One signal that a parameter set requests in one step, with this rank's values.
 
-    values: by position of the parameter; where nothing was provided none.
-    wanted: positions whose update asks for it.
-    needed: those of `wanted` where it must be there in this step.
+    values: provided values by position of the parameter.
+    wanted: positions whose update requests the signal.
+    needed: positions in `wanted` for which the signal is required in this step.
     """
 
     signal: Signal
@@ -35,7 +35,7 @@ class SignalCall:
     needed: Sequence[int]
 
     def fields(self, positions: int, device: torch.device) -> dict[str, Field]:
-        """The level, MISSING, SOME or ALL, and numbers `[1]`, `[P]` or sizes of tensors `[P]`, for other ranks."""
+        """Return the fields to gather: the level, and numbers `[1]` or `[P]`, or the sizes `[P]` of tensors."""
         name, extent = self.signal.name, self.signal.extent
         level = ALL if all(position in self.values for position in self.wanted) else SOME
         level = MISSING if any(position not in self.values for position in self.needed) else level
@@ -51,16 +51,17 @@ class SignalCall:
 
     @property
     def level(self) -> str:
-        """Name of the field that holds the level."""
+        """Return the name of the field of the level."""
         return f"level of {self.signal.name}"
 
     def used(self, level: float, sizes: Tensor | None) -> Sequence[int]:
-        """Return the positions that have the signal on all ranks.
+        """Return the positions that receive the signal.
 
-        Numbers for outputs may be there for some parameters alone; anything else is there for all that want it, or for
-        those that need it.
+        Numbers for outputs may be provided for some parameters only. All other signals are used for all positions in
+        `wanted`, or, if a value is missing on some rank, for those in `needed`.
 
-        level: the lowest of all ranks. sizes: `[R, P]` of tensors.
+        level: lowest level of all ranks.
+        sizes: `[R, P]`, sizes of tensors; None for signals without sizes.
         """
         if self.signal.extent == "outputs" and sizes is not None:
             there = (sizes > 0).all(0).tolist()
@@ -73,8 +74,8 @@ class GatheredSignals:
     """The signals of one parameter set in one step.
 
     numbers: `[P]` or 0-d float64, by name.
-    tensors: signals with tensors, by name and position; for a signal with entries, the entries that this rank updates.
-    missing: signals that must be there and are not on some rank.
+    tensors: tensor signals by name and position. For entry signals a tensor has the entries that this rank updates.
+    missing: required signals that are missing on some rank.
     """
 
     numbers: dict[str, Tensor] = field(default_factory=dict)
@@ -85,9 +86,9 @@ class GatheredSignals:
 def gather_signals(
     calls: Sequence[SignalCall], positions: int, device: torch.device, ranks: RankGroup | None, what: str
 ) -> GatheredSignals:
-    """Reduce the values that all ranks were provided as each signal declares; all ranks of the group call it.
+    """Gather the values of all ranks and reduce them as each signal declares. All ranks of the group must call it.
 
-    Warns of a signal that some parameters have and others lack, which no parameter gets in this step.
+    A signal that some parameters have and others lack is used by no parameter in this step, with a warning.
     """
     fields: dict[str, Field] = {}
     for call in calls:
@@ -105,14 +106,14 @@ def gather_signals(
                 gathered.tensors[name] = _tensors(call, used, values, ranks)
         elif call.values and call.signal.extent != "outputs":
             warn_user(
-                f"provide: the signal '{name}' is left out of a step: values for all parameters that ask "
-                f"for it are required, on all ranks, got {len(call.values)} of {len(call.wanted)} here ({what})"
+                f"provide: the signal '{name}' is not used in this step, because some parameters have no value on some "
+                f"rank; here {len(call.values)} of {len(call.wanted)} have one ({what})"
             )
     return gathered
 
 
 def _tensors(call: SignalCall, used: Sequence[int], sizes: Tensor | None, ranks: RankGroup | None) -> dict[int, Tensor]:
-    """Return the tensors of the used positions, reduced over ranks; ValueError on all ranks if sizes differ."""
+    """Return the tensors of the used positions, reduced over ranks. Raise ValueError on all ranks if sizes differ."""
     tensors, signal = {at: call.values[at] for at in used}, call.signal
     if ranks is None or sizes is None:
         return tensors

@@ -1,4 +1,4 @@
-"""Signals of partners: what the other factor of a product has, given to the parameter that is one of its factors."""
+"""Partner signals: a parameter that is one factor of a product receives values or gradients of the other factor."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ Steps = Sequence[tuple[ParamSet, Step | None]]
 
 
 class AskedSets(DescribedSets, Protocol):
-    """All parameter sets of an optimizer, with the signals that their stages ask for."""
+    """All parameter sets of an optimizer, with the signals that their stages request."""
 
     signals: Signals
 
 
 @dataclass(frozen=True)
 class PairedParameter:
-    """A parameter with its partner, and where it is stepped.
+    """A parameter that may have a partner.
 
-    factor: what its name or module tells of its partner.
-    param_set, position, step: the parameter set, the one in it and its step; None: the parameter is frozen.
+    factor: its partner and side, as found from its name or module; None without a partner.
+    param_set: its parameter set; None if the parameter is frozen.
+    position: its position in the parameter set.
+    step: the present step of the parameter set; None if the set makes no step.
     """
 
     parameter: Tensor
@@ -42,7 +44,7 @@ class PairedParameter:
     step: Step | None = None
 
     def full(self, mine: Tensor, what: str) -> Tensor:
-        """A whole tensor that lies as the parameter does, of which this rank holds `mine`; all that hold it call it."""
+        """Return the full tensor of a local shard `mine` that is sharded as the parameter is. All its ranks call it."""
         if self.param_set is None:
             return self.parameter.full_tensor() if is_dtensor(self.parameter) else mine
         spec, ranks = self.param_set.specs[self.position], self.param_set.rank_group
@@ -59,12 +61,12 @@ class PairedParameter:
 
     @property
     def partner(self) -> str:
-        """The name of the other factor."""
+        """Return the name of the other factor."""
         assert self.factor is not None
         return self.factor.partner
 
     def signal(self, name: str, partner: PairedParameter) -> Tensor:
-        """The signal of that name, a copy `[p, r]`, for stacks that are computed when others have moved."""
+        """Return the signal `name` `[p, r]`, as a copy because the partner may be updated before it is used."""
         assert self.factor is not None and self.param_set is not None
         if name == "partner_gradient":
             mine = partner.gradient
@@ -75,18 +77,18 @@ class PairedParameter:
 
     @property
     def value(self) -> Tensor:
-        """What this rank holds of the parameter."""
+        """Return this rank's shard of the parameter."""
         return local(self.parameter.detach())
 
     @property
     def kept(self) -> Tensor:
-        """What this rank holds of the parameter as its partner's last update saw it; itself, if nothing is kept."""
+        """Return this rank's shard as it was at its partner's last update, or the present shard if none is stored."""
         slots = {} if self.param_set is None else self.param_set.iterates.tensors[self.position]
         return slots[PARTNER_STAGE]["before"] if PARTNER_STAGE in slots else self.value
 
     @property
     def gradient(self) -> Tensor:
-        """What this rank holds of the gradient, 0 if it is not there or of no use."""
+        """Return this rank's shard of the gradient, or zeros if the gradient is missing or not finite."""
         step = self.step
         given = None if step is None or not step.active[self.position] else step.gradients[self.position]
         if given is None or step is None:
@@ -95,7 +97,7 @@ class PairedParameter:
         return mine if step.mask is None else torch.where(step.mask[self.position], mine, 0.0)
 
     def remember(self, partner: PairedParameter) -> None:
-        """Keeps the partner as it is, if this parameter takes its gradient now; nothing where nothing is kept."""
+        """Store the partner's present value if this parameter is updated in this step."""
         assert self.step is not None
         if self.step.active[self.position]:
             now, kept, mask = partner.value, partner.kept, self.step.mask
@@ -103,7 +105,10 @@ class PairedParameter:
 
 
 def with_partners(param_sets: AskedSets, steps: Steps) -> Steps:
-    """The steps with what their stages ask of partners; param_sets: all of an optimizer, whose ranks all call it."""
+    """Return the steps with their partner signals. All ranks of the optimizer must call it.
+
+    param_sets: all parameter sets of the optimizer.
+    """
     asked = param_sets.signals.listeners.asked
     if not any(PARTNER & names.keys() for names in asked.values()):
         return steps
@@ -126,7 +131,7 @@ def with_partners(param_sets: AskedSets, steps: Steps) -> Steps:
 
 
 def _paired(param_sets: AskedSets, steps: Steps) -> dict[int | str, PairedParameter]:
-    """Every parameter by `id` and by name."""
+    """Return every parameter by `id` and by name."""
     stepped = {id(p): (own, at, step) for own, step in steps for at, p in enumerate(own.parameters)}
     found: dict[int | str, PairedParameter] = {}
     for infos, parameters in zip(param_sets.infos, param_sets.parameters, strict=True):

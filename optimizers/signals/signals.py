@@ -1,4 +1,4 @@
-"""Signals of an optimizer: who asks for them, what is provided from outside, and how a step takes them."""
+"""Signals of an optimizer: requests of stages and constraints, provided values, and their way into a step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ from .gathered import GatheredSignals, SignalCall, gather_signals
 class DescribedSets(Protocol):
     """All parameter sets of an optimizer.
 
-    infos, parameters: for each param group, a description of each of its parameters, and these.
+    infos: for each param group, a description of each of its parameters.
+    parameters: for each param group, its parameters.
     """
 
     infos: list[list[ParamInfo]]
@@ -40,12 +41,12 @@ class DescribedSets(Protocol):
 
 
 class Listeners:
-    """What asks for signals in a recipe.
+    """The stages and constraints of a recipe that request signals.
 
-    asking: path of the first stage or constraint that asks for each signal, by name.
+    asking: for each requested signal, the path of the first stage or constraint that requests it.
     asked: the same for each update, by the update's path.
-    somewhere: path of the first constraint that asks for each signal which some parameter must have, by name.
-    paused: whether forwards are trials, of which nothing is to be collected.
+    somewhere: for each signal that at least one parameter must have, the path of the first constraint that requests it.
+    paused: True during trial forwards, from which no signal is collected.
     """
 
     paused = False
@@ -59,7 +60,7 @@ class Listeners:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Makes forwards trials inside."""
+        """Treat forwards in this context as trials."""
         before, self.paused = self.paused, True
         try:
             yield
@@ -67,20 +68,23 @@ class Listeners:
             self.paused = before
 
     def needed(self, path: str, step: int) -> frozenset[str]:
-        """The signals that must be there at a step of a parameter of that update."""
+        """Return the signals that are required at a step of a parameter of the update at `path`."""
         asks = [own.signals_at(step) for _, own in listeners(self._rules[path], path)]
         return frozenset().union(*asks)
 
     def takers(self, name: str, param_sets: DescribedSets) -> set[int]:
-        """The ids of all parameters whose update asks for a signal; param_sets: all of an optimizer."""
+        """Return the ids of all parameters whose update requests a signal. param_sets: all of the optimizer."""
         rows = zip(param_sets.infos, param_sets.parameters, strict=True)
         pairs = ((p, info) for infos, parameters in rows for p, info in zip(parameters, infos, strict=True))
         return {id(p) for p, info in pairs if name in self.asked[self.recipe.route(info)[0]]}
 
     def next(self, name: str, param_sets: DescribedSets) -> set[int]:
-        """The ids of parameters whose update takes a signal in its next step; param_sets: all of an optimizer.
+        """Return the ids of parameters whose update uses a signal in its next step.
 
-        On a device also of those that would if their last gradient turns out to have been of no use.
+        On an accelerator the finite check may still reject the last gradient of a parameter, which takes its step count
+        back by one. The result includes parameters that would use the signal then.
+
+        param_sets: all parameter sets of the optimizer.
         """
         due, seen = set[int](), set[int]()
         for param_set in param_sets:
@@ -98,7 +102,7 @@ class Listeners:
         return zip(param_set.parameters, param_set.specs, (param_set.update_counts + 1).tolist(), strict=True)
 
     def _takes(self, path: str, name: str, step: int) -> bool:
-        """Whether an update takes a signal at that step of a parameter: it must have it, or may at every step."""
+        """Return True if an update uses a signal at a step of a parameter: it is required then, or always optional."""
         if name not in self.asked[path]:
             return False
         own = [listener for _, listener in listeners(self._rules[path], path)]
@@ -107,31 +111,31 @@ class Listeners:
         )
 
     def _takes_first(self, info: ParamInfo, name: str) -> bool:
-        """Whether the first step of a parameter takes a signal, which has no state before it."""
+        """Return True if the first step of a parameter, which has no state before it, uses a signal."""
         path = self.recipe.route(info)[0]
         return self._takes(path, name, 1 - int(self._rules[path].lagging()))
 
 
 def listeners(rule: Recipe | Route, path: str) -> Iterator[tuple[str, Any]]:
-    """(dotted path, stage or constraint) of everything in an update that may ask for signals."""
+    """Yield (dotted path, stage or constraint) of everything in an update that may request signals."""
     yield from rule.stages(path)
     yield from constraints(rule, path)
 
 
 def constraints(rule: Recipe | Route, path: str) -> Iterator[tuple[str, Constraint]]:
-    """(dotted path, constraint) of every constraint of an update."""
+    """Yield (dotted path, constraint) of every constraint of an update."""
     prefix = f"{path}." if path else ""
     yield from ((f"{prefix}constraints.{constraint.label}", constraint) for constraint in rule.constraints)
 
 
 Given = float | Tensor | Mapping[Tensor, float | Tensor]
-"""A signal as it is provided: a number, or numbers or tensors by parameter."""
+"""A provided value of a signal: a number, or numbers or tensors by parameter."""
 SignalSource = Callable[[], Given | None]
-"""What is asked for a signal in every step; None: there is none in this one."""
+"""A function that is called in every step and returns the value of a signal, or None for no value in this step."""
 
 
 class Provided:
-    """The values of signals before one step, by name and parameter, and the sources that are asked in every step."""
+    """Values of signals for the next step, by name and parameter, and functions that return values in every step."""
 
     def __init__(self) -> None:
         self.sources: dict[str, list[SignalSource]] = {}
@@ -139,19 +143,20 @@ class Provided:
 
     @property
     def names(self) -> set[str]:
-        """Names of the signals that have a value."""
+        """Return the names of the signals that have a value."""
         return {name for name, values in self._kept.items() if values}
 
     def add(self, signal: Signal, value: Given, parameters: Iterable[Tensor]) -> None:
-        """Joins a value of the required form with those before it, as the signal declares; ValueError if it does not
-        fit."""
+        """Join a value with earlier ones of the same step, as the signal declares.
+
+        Raises:
+            ValueError: a key is no parameter of the optimizer, or a value has a wrong shape.
+        """
         kept = self._kept.setdefault(signal.name, {})
         known = {id(parameter): parameter for parameter in parameters}
         for key, one in _by_id(value):
             if key is not None and key not in known:
-                raise ValueError(
-                    f"provide: parameters of the optimizer are required for '{signal.name}', got another tensor"
-                )
+                raise ValueError(f"provide: '{signal.name}' has a key that is no parameter of the optimizer")
             one = one.detach() if isinstance(one, Tensor) else float(one)
             if key is not None:
                 _require_shape(signal, known[key], one)
@@ -160,7 +165,7 @@ class Provided:
             kept[key] = (one if before is None else joined(_as_tensor(before), _as_tensor(one)), count + 1)
 
     def get(self, signal: Signal, parameter: Tensor) -> Tensor | None:
-        """What was provided for one parameter, or for all."""
+        """Return the provided value for a parameter, or the one for all parameters; None if there is none."""
         kept = self._kept.get(signal.name, {}).get(None if signal.extent == "step" else id(parameter))
         if kept is None:
             return None
@@ -168,26 +173,26 @@ class Provided:
         return value / kept[1] if signal.reduce == "mean" and kept[1] > 1 else value
 
     def clear(self) -> list[str]:
-        """Forgets the values, and returns their names; the sources stay."""
+        """Drop the values and return their names. The sources stay."""
         names = list(self.names)
         self._kept.clear()
         return names
 
 
 def require_form(signal: Signal, value: Given) -> None:
-    """Raises ValueError for a mapping where one number is required, and the other way round."""
+    """Raise ValueError for a mapping in place of one number, and the other way round."""
     if (signal.extent == "step") is isinstance(value, Mapping):
         wanted = "a number" if signal.extent == "step" else "a mapping {parameter: value}"
-        raise ValueError(f"provide: {wanted} is required for the signal '{signal.name}', got {type(value).__name__}")
+        raise ValueError(f"provide: the signal '{signal.name}' must be {wanted}, got {type(value).__name__}")
 
 
 def _as_tensor(value: Tensor | float) -> Tensor:
-    """A number as float64 on the CPU; a tensor as it is."""
+    """Return a number as a float64 tensor on the CPU, and a tensor unchanged."""
     return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64, device="cpu")
 
 
 def _by_id(value: Given) -> Iterator[tuple[int | None, float | Tensor]]:
-    """The numbers of a signal by the id of their parameter; None for the only one."""
+    """Yield the values of a signal by the id of their parameter, or by None if there is one value for all."""
     if isinstance(value, Mapping):
         yield from ((id(parameter), one) for parameter, one in value.items())
     else:
@@ -211,9 +216,9 @@ def _require_shape(signal: Signal, parameter: Tensor, value: Tensor | float) -> 
 
 
 class FirstStep:
-    """The signals that stages ask for in the first step, until parameters that take them have had a gradient.
+    """The signals that stages require in the first step only.
 
-    open: paths of the updates whose parameters must have a signal in the next step, by its name.
+    open: for each such signal, the paths of the updates whose parameters have made no step yet.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -224,28 +229,28 @@ class FirstStep:
                     self.open.setdefault(name, set()).add(path)
 
     def follow(self, param_sets: Iterable[ParamSet]) -> None:
-        """Leaves the signals of which no parameter that takes them has had a gradient, be it before a checkpoint."""
+        """Remove signals whose parameters have made a step, here or before a checkpoint was loaded."""
         if self.open:
             rows = [row for own in param_sets for row in zip(own.specs, own.step_counts.tolist(), strict=True)]
             trained = {spec.path for spec, count in rows if count}
             self.open = {name: paths for name, paths in self.open.items() if not paths & trained}
 
     def close(self, names: Iterable[str]) -> None:
-        """Takes out signals that were provided, also to a step that had no usable gradient."""
+        """Remove signals that were provided, even if the step had no usable gradient."""
         for name in names:
             self.open.pop(name, None)
 
     def asks(self, name: str, path: str) -> bool:
-        """Whether a parameter of an update must have a signal in the next step."""
+        """Return True if the parameters of an update require a signal in the next step."""
         return path in self.open.get(name, ())
 
     def when(self, name: str) -> str:
-        """The steps in which a signal that is missing must be there, for errors."""
+        """Return a text for errors: the steps in which a missing signal is required."""
         return "the first step" if name in self.open else "every step"
 
 
 def steps_taken(param_sets: Iterable[ParamSet]) -> int:
-    """Steps of the run so far: gradients of the parameter that has had most. It follows from the state alone."""
+    """Return the number of steps of the run: the largest step count of a parameter. It follows from the state alone."""
     return max((int(param_set.step_counts.max()) for param_set in param_sets), default=0)
 
 
@@ -256,7 +261,7 @@ class Schedules:
         self.recipe, self.by_path = recipe, dict(schedules(recipe))
 
     def follow(self, param_sets: Iterable[ParamSet]) -> None:
-        """Gives the stages and constraints of all parameters the numbers of the next step."""
+        """Set the scheduled numbers of the next step in the stages and constraints of all parameters."""
         if not self.by_path:
             return
         updates = component_at(self.recipe, steps_taken(param_sets) + 1, self.recipe.total_steps).updates()
@@ -266,23 +271,23 @@ class Schedules:
                 stack_state.rule = updates[stack_state.path]
 
     def values(self, step: int) -> dict[str, float]:
-        """The scheduled numbers of a step, by dotted path; before the first step those that it will have."""
+        """Return the scheduled numbers of a step by dotted path; for step 0, those of the first step."""
         total = self.recipe.total_steps
         return {path: float(value_at(schedule, max(step, 1), total)) for path, schedule in self.by_path.items()}
 
 
 def for_outputs(value: Tensor, param_set: ParamSet, at: int, name: str) -> Tensor:
-    """The numbers `[parts]` of equal parts of the outputs, so that they multiply what this rank holds of a parameter.
+    """Return the numbers `[parts]` of equal parts of the outputs in a shape that broadcasts to this rank's shard.
 
-    Raises ValueError if there are not that many outputs for each.
+    Raises:
+        ValueError: the number of outputs is no multiple of the number of parts.
     """
     spec = param_set.specs[at]
     axis = spec.matrices.matrix_axes(spec.shape)[0]
     length, parts = spec.shape[axis], len(value)
     if not parts or length % parts:
         raise ValueError(
-            f"provide: '{name}' of {spec.name}: a number for each of equally many outputs is required, of which there "
-            f"are {length}, got {parts} numbers"
+            f"provide: '{name}' of {spec.name}: {parts} numbers cannot be divided evenly over {length} outputs"
         )
     rows = value.repeat_interleave(length // parts)
     if spec.placement is not None and param_set.rank_group is not None:
@@ -293,16 +298,16 @@ def for_outputs(value: Tensor, param_set: ParamSet, at: int, name: str) -> Tenso
 
 
 PER_STACK = frozenset({"lr", "parameter_rms"})
-"""Signals that are found for each stack."""
+"""Signals that are computed for each stack."""
 OWN = PER_STACK | PARTNER | {"parameter", "step_fraction", "gradient_norm"}
-"""Signals that the optimizer knows; any other is provided."""
+"""Signals that the optimizer computes. All others are provided."""
 
 
 class Signals:
-    """The signals of an optimizer, from `provide` to the step that takes them.
+    """The signals of an optimizer, from `provide` to the step that uses them.
 
-    listeners: which stages and constraints ask for which signals, and when.
-    provided: the values for the next step, and the sources of values.
+    listeners: the stages and constraints that request signals.
+    provided: values for the next step, and functions that return values in every step.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -311,14 +316,16 @@ class Signals:
         self._totals: WeakKeyDictionary[ParamSet, Mapping[str, str]] = WeakKeyDictionary()
         rules = recipe.updates()
         if follows_run(rules) and recipe.total_steps is None:
-            raise ValueError(f"{follows_run(rules)}: `total_steps` of the recipe is required, got none")
+            raise ValueError(
+                f"{follows_run(rules)}: it depends on the length of the run; set `total_steps` of the recipe"
+            )
 
     def provide(self, name: str, value: Given | SignalSource, parameters: Iterable[Tensor]) -> bool:
-        """Keeps a signal for the next step, or its source for every step, if anything asks for it, and says so."""
+        """Store a signal for the next step, or its source for every step. Return True if a stage requests it."""
         signal = known_signals().get(name)
         if signal is None or name in OWN:
             free = ", ".join(sorted(known_signals().keys() - OWN))
-            raise ValueError(f"provide: a registered signal is required ({free}), got '{name}'")
+            raise ValueError(f"provide: '{name}' is no signal that can be provided; these are {free}")
         asked = name in self.listeners.asking
         if callable(value):
             if asked:
@@ -330,7 +337,7 @@ class Signals:
         return asked
 
     def unprovided(self, param_sets: Iterable[ParamSet]) -> list[tuple[str, str, bool]]:
-        """(signal, path of what asks for it, whether it must be there) of signals without a source or a value."""
+        """Return (signal, path that requests it, True if it is required) for signals without a source or a value."""
         self.first_step.follow(param_sets)
         known = OWN | {"loss"} | self.provided.sources.keys() | self.provided.names
         rules = self.recipe.updates().items()
@@ -340,11 +347,11 @@ class Signals:
         return [(name, path, name in needed) for name, path in left.items()]
 
     def asked_by(self, param_sets: Iterable[ParamSet]) -> bool:
-        """Whether steps of parameter sets take anything but signals that are found for each stack."""
+        """Return True if steps of parameter sets use any signal that is not computed for each stack."""
         return not self.listeners.asking.keys() <= PER_STACK or any(map(self._total_keys, param_sets))
 
     def take(self, steps: Sequence[tuple[ParamSet, Step | None]]) -> list[tuple[ParamSet, Step | None]]:
-        """The steps with their signals. Raises ValueError, on all ranks, for one that is required and not there."""
+        """Return the steps with their signals. Raise ValueError on all ranks if a required signal is missing."""
         parameters = [parameter for param_set, _ in steps for parameter in param_set.parameters]
         for name, sources in self.provided.sources.items():
             for given in [source() for source in sources]:
@@ -362,9 +369,9 @@ class Signals:
         return found
 
     def require_all_parameters(self, param_sets: Iterable[ParamSet], others: Sequence[ParamInfo]) -> None:
-        """Raises ValueError if an update of these parameters takes a sum over all parameters of a model.
+        """Raise ValueError if an update needs a sum over all parameters of a model and others have some of them.
 
-        others: parameters of the model that other optimizers have, which such a sum would leave out.
+        others: descriptions of the model's parameters that other optimizers update.
         """
         if not others:
             return
@@ -382,12 +389,12 @@ class Signals:
             paths |= {StateKey.parse(key).stage: f"; {remedy}" for key, path in totals if path in elsewhere}
         for path, what in paths.items():
             raise ValueError(
-                f"{path}: all parameters of the model are required, over which it takes a sum, got a part of them "
-                f"(submodel), without {len(others)} that other optimizers have{what}"
+                f"{path}: it needs a sum over all parameters of the model, but {len(others)} of them belong to other "
+                f"optimizers (submodel){what}"
             )
 
     def _total_keys(self, param_set: ParamSet) -> Mapping[str, str]:
-        """The slots of which stages read the sum, on whatever rank their blocks are, and the path of their update."""
+        """Return the slots whose sum over all blocks and ranks stages read, with the path of their update."""
         if param_set not in self._totals:
             kinds = {(group.path, group.shape) for group in param_set.block_groups}
             kinds |= {(state.path, state.stack.block) for state in param_set.stack_states}
@@ -397,7 +404,7 @@ class Signals:
         return self._totals[param_set]
 
     def _of_all(self, ready: Sequence[tuple[ParamSet, Step]]) -> Iterator[tuple[str, Tensor | float]]:
-        """The numbers that all parameters together have."""
+        """Yield the signals that are numbers of all parameters together."""
         if ready and "step_fraction" in self.listeners.asking:
             assert self.recipe.total_steps is not None
             taken = steps_taken(param_set for param_set, _ in ready)
@@ -412,7 +419,7 @@ class Signals:
         yield from totals.items()
 
     def _of_one(self, param_set: ParamSet, step: Step, shared: Mapping[str, Tensor | float]) -> Step:
-        """A step with its signals, those of this parameter set included."""
+        """Return the step of a parameter set with its signals. shared: signals of all parameters together."""
         asked = {name for spec in param_set.specs for name in self.listeners.asked[spec.path]}
         entries: dict[str, Sequence[Tensor | None]] = {}
         entries |= {"parameter": param_set.iterates.parameters} if "parameter" in asked else {}
@@ -428,10 +435,10 @@ class Signals:
         return _with_tensors(step, gathered, param_set)
 
     def _call(self, signal: Signal, param_set: ParamSet, step: Step) -> SignalCall:
-        """What this rank was provided of a signal, and which parameters of the step ask for it."""
+        """Return this rank's values of a signal, and the parameters of the step that request it."""
         wanted, needed, values = list[int](), list[int](), dict[int, Tensor]()
         counts = (param_set.update_counts + 1).tolist()
-        due = cache(self.listeners.needed)  # the same for all parameters of an update at one step
+        due = cache(self.listeners.needed)  # equal for all parameters of an update at one step
         for at, (spec, parameter) in enumerate(zip(param_set.specs, param_set.parameters, strict=True)):
             if not step.active[at] or signal.name not in self.listeners.asked[spec.path]:
                 continue
@@ -443,7 +450,7 @@ class Signals:
         return SignalCall(signal, values, wanted, needed)
 
     def _missing(self, call: SignalCall, param_set: ParamSet) -> ValueError:
-        """The error of a signal that must be there for some parameters."""
+        """Return the error of a signal that is required and missing for some parameters."""
         names = [param_set.names[at] for at in call.needed if at not in call.values]
         got = f"none for {', '.join(names[:3])}{' and more' if len(names) > 3 else ''}" if names else "none on a rank"
         name = call.signal.name
@@ -451,13 +458,13 @@ class Signals:
 
 
 def _error(signal: Signal, where: str, when: str, got: str) -> ValueError:
-    """The error of a signal that must be there; where: the path of what asks for it, when: the steps."""
-    by = f"optimizer.provide('{signal.name}', ...) before it{f', or by {signal.by}' if signal.by else ''}"
-    return ValueError(f"{where}: the signal '{signal.name}' is required in {when}, by {by}, got {got}")
+    """Return the error of a missing signal. where: path that requests it; when: the steps that require it."""
+    by = f"optimizer.provide('{signal.name}', ...) before the step{f', or with {signal.by}' if signal.by else ''}"
+    return ValueError(f"{where}: the signal '{signal.name}' is required in {when}, got {got}; provide it with {by}")
 
 
 def _with_tensors(step: Step, gathered: GatheredSignals, param_set: ParamSet) -> Step:
-    """A step with the signals that are tensors, in the form that blocks or constraints take them from."""
+    """Return a step with its tensor signals, in the form that blocks and constraints read."""
     entries, matrices = dict(step.entries), dict[str, list[SideMatrix | None]]()
     outputs = dict[str, list[Tensor | None]]()
     for name, tensors in gathered.tensors.items():
@@ -482,7 +489,7 @@ def _side_matrix(value: Tensor, param_set: ParamSet, at: int, name: str) -> Side
 
 
 def _used_squares(step: Step) -> Tensor:
-    """The sum of squares of all gradients that the step uses."""
+    """Return the sum of squares of all gradients that the step uses."""
     squares = step.survey.squares
     used = torch.from_numpy(step.active).to(squares.device)
     used = used if step.mask is None else used & step.mask
@@ -490,7 +497,7 @@ def _used_squares(step: Step) -> Tensor:
 
 
 def _slot_totals(param_set: ParamSet, keys: Sequence[str]) -> dict[str, Tensor]:
-    """The sums of slots over all blocks of a parameter set, on all ranks, 0-d float64."""
+    """Return the sums of slots over all blocks of a parameter set and all ranks, 0-d float64."""
     if not keys:
         return {}
     totals = torch.zeros(len(keys), dtype=torch.float64, device=param_set.parameters[0].device)

@@ -1,1 +1,1 @@
-"""All parameter sets of an optimizer, and their state as torch is shown it."""
+"""All parameter sets of an optimizer, and their state in `optimizer.state`."""

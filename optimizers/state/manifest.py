@@ -1,4 +1,4 @@
-"""The list of all state of a parameter set, the same on every rank."""
+"""The manifest of a parameter set: shape, dtype and owner of every state tensor, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..write.averaging import Mode
 
 
 def manifest(param_set: ParamSet, mode: Mode | None = None) -> list[dict[str, Entry]]:
-    """Shape, dtype and owner of every state tensor of each parameter, by position and state key; equal on all ranks."""
+    """Return shape, dtype and owner of every state tensor, by position of the parameter and by state key."""
     entries: list[dict[str, Entry]] = [{} for _ in param_set.parameters]
     for block_group, template in zip(param_set.block_groups, _templates(param_set), strict=True):
         for block in block_group.blocks:
@@ -40,7 +40,7 @@ def manifest(param_set: ParamSet, mode: Mode | None = None) -> list[dict[str, En
 
 
 def empty_state(param_set: ParamSet, position: int) -> dict[str, Tensor]:
-    """State without entries, of a parameter that ranks update in place and of which this rank holds no entry."""
+    """Return empty state tensors for a parameter that ranks update in place, if this rank's shard of it is empty."""
     spec, shard = param_set.specs[position], param_set.local[position]
     assert spec.placement is not None
     if spec.placement.owners is not None or shard.numel() or not math.prod(spec.shape):
@@ -51,22 +51,25 @@ def empty_state(param_set: ParamSet, position: int) -> dict[str, Tensor]:
 
 
 def is_divided(tensor: Tensor, param_set: ParamSet, position: int) -> bool:
-    """Whether a state tensor without an owner is divided as its parameter is.
+    """Return True if a state tensor without an owner is sharded as its parameter is.
 
-    Such a tensor is a number, which every rank has, or has the axes of the parameter last: iterates and constraints
-    declare no other slots (`IterateStore`), and stages with others are not updated in place (`place`).
+    Such a tensor is either a number, which every rank stores, or ends with the parameter's axes. Averagings and
+    constraints declare no other slots (`IterateStore`), and stages with other slots are not updated in place (`place`).
     """
     return tensor.ndim > 0 and not layout_of_parameter(param_set, position).replicated
 
 
 def leading_axes(tensor: Tensor, parameter: Tensor) -> int:
-    """Number of axes of a divided state tensor before those of its parameter."""
+    """Return the number of axes of a sharded state tensor before those of its parameter."""
     return tensor.ndim - parameter.ndim
 
 
 def numbers_of_holders(param_set: ParamSet, views: Sequence[Mapping[str, Tensor]]) -> dict[int, dict[str, Tensor]]:
-    """The iterates' numbers of parameters of which some ranks hold no entry, by position: such a rank takes no part in
-    their updates, and a checkpoint may take a number from any rank."""
+    """Return scalar averaging state of parameters of which some ranks hold an empty shard, by position.
+
+    A rank with an empty shard never updates these scalars, and a checkpoint may read them from any rank. So a rank with
+    a shard that is not empty broadcasts them.
+    """
     rank_group = param_set.rank_group
     assert rank_group is not None
     if not param_set.iterates:
@@ -90,21 +93,21 @@ def numbers_of_holders(param_set: ParamSet, views: Sequence[Mapping[str, Tensor]
 
 
 def _is_number(key: str, x: Tensor) -> bool:
-    """Whether a state tensor is a number of the iterates."""
+    """Return True if a state tensor is a scalar of the averaging."""
     return x.ndim == 0 and StateKey.parse(key).stage == AVERAGING
 
 
 def layout_of_parameter(param_set: ParamSet, position: int) -> Layout:
-    """The boxes of a parameter that ranks hold, or update in place; its entry-wise state lies there."""
+    """Return the boxes of a parameter that ranks hold or update in place. Its entry-wise state is stored there."""
     placement = param_set.specs[position].placement
     assert placement is not None
     return placement.updated
 
 
 def _templates(param_set: ParamSet) -> Iterator[dict[str, tuple[tuple[int, ...], torch.dtype]]]:
-    """(shape, dtype) of the state of one block by "<stage path>/<slot>", for each block group in order.
+    """Yield (shape, dtype) of the state of one block by "<stage path>/<slot>", for each block group in order.
 
-    A stack of one block is built where this rank has no block of the group.
+    If this rank owns no block of the group, a stack of one block is built to find out.
     """
     stack_states = {
         stack_state.block_group: stack_state

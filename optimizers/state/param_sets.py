@@ -1,15 +1,16 @@
-"""The parameter sets of all param groups: how they are built, shown to torch, and built again."""
+"""The parameter sets of all param groups: built, shown in `optimizer.state`, and built again after changes."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from eigengraft.distributed.rank_group import RankGroup
 from eigengraft.signals import asking
@@ -30,19 +31,22 @@ StateValues = Mapping[Tensor, Mapping[str, Tensor]]
 
 
 class ParamSets:
-    """All parameter sets of an optimizer: of all param groups that were there when state was made, together.
+    """All parameter sets of an optimizer. Groups that were added together, a batch, share parameter sets.
 
-    recipe, recipe_text: declares the updates, as an object and as the JSON text that every param group holds.
-    follows_peak: path of a part of the recipe that depends on the peak of the learning rate; None: no part does.
-    checked: whether the contract of every stage is checked at every step.
-    others: parameters of the same model that other optimizers have.
-    infos, parameters: for each group, a description of each of its parameters, and these.
-    frozen: for each group, which of its parameters had no gradients when it was added.
-    batches: how many groups there were each time when owners were decided.
-    built: for each of these times, the parameter sets of the groups since the one before, as `build` makes them.
-    signals, schedules: what stages ask for besides gradients, and their numbers that change during the run.
-    asks_signals: whether a step takes anything from `signals`.
-    consolidated: what `consolidate` has gathered of the present state; None: nothing.
+    recipe: declares the updates.
+    recipe_text: the recipe as JSON, which every param group holds.
+    follows_peak: path of a part of the recipe that depends on the peak of the learning rate; None without one.
+    checked: True if the contract of every stage is checked at every step.
+    others: descriptions of parameters of the same model that other optimizers update.
+    infos: for each group, a description of each of its parameters.
+    parameters: for each group, its parameters.
+    frozen: for each group, which of its parameters had `requires_grad=False` when it was added.
+    batches: number of groups after each batch was added. Owners of blocks are decided once for each batch.
+    built: for each batch, its parameter sets, as `build` makes them.
+    signals: signals that stages request.
+    schedules: scheduled fields of stages.
+    asks_signals: True if a step needs any signal.
+    consolidated: the state as `consolidate` has gathered it; None if it has not, or if the state has changed since.
     """
 
     def __init__(self, recipe: Recipe, checked: bool = False, others: Sequence[ParamInfo] = ()) -> None:
@@ -63,7 +67,7 @@ class ParamSets:
         return chain.from_iterable(self.built)
 
     def declare_group(self, groups: Sequence[dict[str, Any]], known: Mapping[int, ParamInfo] | None) -> None:
-        """Adds the last of the param groups, with what every group holds; known: what describes its parameters."""
+        """Add the last of the param groups, and complete its entries. known: descriptions of parameters, by id."""
         group = groups[-1]
         check_values(group)
         group.setdefault("peak_lr", first_peak(group))
@@ -74,23 +78,31 @@ class ParamSets:
         self.declare(group["params"], infos)
 
     def declare(self, parameters: Sequence[Tensor], infos: list[ParamInfo], frozen: list[bool] | None = None) -> None:
-        """Adds a group without state, whose blocks have no owners yet; frozen: default, those that are frozen now."""
+        """Add a group without state and without owners.
+
+        frozen: which parameters count as frozen; None means those with `requires_grad=False` now.
+        """
         self.infos.append(infos)
-        self.parameters.append(list(parameters))  # a host may put others into the group's list
+        self.parameters.append(list(parameters))  # a copy, because a framework may change the group's list
         self.frozen.append([not p.requires_grad for p in parameters] if frozen is None else frozen)
         self._assignments.add(parameters, infos, self.labels(len(self.infos) - 1), self.frozen[-1])
 
     def assign(self, index: int) -> None:
-        """Decides which rank owns which block of the groups from `index` on, and when the blocks of all are due."""
+        """Assign owners to the blocks of the groups from `index` on, and refresh phases to the blocks of all groups."""
         self._assignments.assign(index)
         self.batches.append(len(self.infos))
         self.built.append([])
 
     def complete(self, index: int, groups: Sequence[Mapping[str, Any]], state: MutableMapping[Tensor, Any]) -> None:
-        """Gives owners and fresh state to the groups from `index` on, all at once, so that no number depends on groups.
+        """Assign owners and create state for the groups from `index` on, as one batch.
 
-        groups: all param groups. Raises ValueError on every rank if ranks were not given the same recipe and groups, or
-            if the recipe takes sums over all parameters of a model of which other optimizers have some.
+        One batch, because then no result depends on how parameters are grouped.
+
+        groups: all param groups.
+
+        Raises:
+            ValueError: ranks have different recipes or groups (on every rank), or the recipe needs sums over all
+                parameters of a model and another optimizer has some of them.
         """
         for place in range(index, len(groups)):
             self._assignments.check(place, groups[place])
@@ -105,35 +117,36 @@ class ParamSets:
         self._spread_refreshes(last)
 
     def _spread_refreshes(self, end: int) -> None:
-        """Tells blocks of the batches before `end`, which have state, when they are due now that there are more."""
+        """Update the refresh phases of the blocks of the batches before `end`, because new blocks were added."""
         for param_set in chain.from_iterable(self.built[:end]):
             phases = [self._assignments.phases[spec.key] for spec in param_set.specs]
             for one in param_set.stack_states:
                 one.phases = np.array([phases[position][key] for _, position, key in one.rows()], dtype=np.float64)
 
     def forget(self, index: int) -> None:
-        """Removes the groups from `index` on."""
+        """Remove the groups from `index` on."""
         del self.infos[index:], self.parameters[index:], self.frozen[index:]
         self.batches = [groups for groups in self.batches if groups <= index]
         del self.built[len(self.batches) :]
         self._assignments.forget(index)
 
     def names(self) -> set[str]:
-        """Names of all parameters that have one."""
+        """Return the names of all parameters that have a name."""
         return {info.name for infos in self.infos for info in infos if info.name is not None}
 
     def labels(self, index: int) -> list[str]:
-        """What errors and counts call the parameters of a group."""
+        """Return the names of a group's parameters for errors and counts, with a position for those without a name."""
         return [info.name or f"group {index} parameter {place}" for place, info in enumerate(self.infos[index])]
 
     def groups_of(self, batch: int) -> range:
-        """The groups of a batch."""
+        """Return the indices of the groups of a batch."""
         return range(self.batches[batch - 1] if batch else 0, self.batches[batch])
 
     def build(self, batch: int, wanted: set[int]) -> list[ParamSet]:
-        """Fresh parameter sets for the parameters of a batch of groups whose id is wanted, which depend on that alone.
+        """Build new parameter sets for the parameters of a batch whose id is in `wanted`.
 
-        One for each device and set of ranks, and for each group where stages ask for its learning rate.
+        There is a parameter set for each device and each group of ranks, and for each param group if stages request its
+        learning rate. The result depends on nothing else.
         """
         found: dict[tuple[object, ...], list[tuple[Tensor, ParamSpec, RankGroup | None]]] = {}
         with_lr = {path for path, rule in self.recipe.updates().items() if "lr" in asking(rule.stages())}
@@ -159,7 +172,7 @@ class ParamSets:
         mode: Mode,
         values: StateValues | None = None,
     ) -> None:
-        """Makes parameter sets those of a batch, shows their state in `state`, and copies `values` into it."""
+        """Store the parameter sets of a batch, show their state in `state`, and copy `values` into it."""
         for param_set in param_sets:
             param_set.iterates.hold(mode)
             for stack_state in param_set.stack_states if self.checked else ():
@@ -178,7 +191,7 @@ class ParamSets:
         self._shown = ShownState(state, self, self.parameters)
 
     def thaw(self, state: MutableMapping[Tensor, Any], mode: Mode) -> None:
-        """Gives state to parameters that were frozen and now have a gradient, or whose state was taken out."""
+        """Create state for parameters with a gradient but no state: thawed ones, or ones whose state was removed."""
         thawed = {id(p) for p in self._shown.missing if p.grad is not None}
         if not thawed:
             return
@@ -192,14 +205,17 @@ class ParamSets:
     def follow(
         self, state: MutableMapping[Tensor, Any], mode: Mode, thorough: bool = True, moved: bool = False
     ) -> None:
-        """Takes over what a host has made of the state that torch is shown, before it is stepped or read.
+        """Apply changes that a user or framework made to `optimizer.state`, before state is stepped or read.
 
-        Values are copied into the stacks. A parameter whose entry is empty or was taken out has no state from then on,
-        and begins afresh with its next gradient. Raises ValueError, and nothing changes, for what cannot be state.
+        Changed values are copied into the stacks. A parameter whose entry was emptied or removed has no state from then
+        on, and starts again with its next gradient.
 
         mode: iterate that the parameters hold.
-        thorough: whether `x.data = y` is looked for in all tensors, or in the largest alone.
-        moved: whether to build the stacks again on the devices where the parameters are now.
+        thorough: True to search all tensors for `x.data = y`, False to search only the largest.
+        moved: True to build the stacks again on the present devices of the parameters.
+
+        Raises:
+            ValueError: a value cannot be state. Nothing changes then.
         """
         if not moved and self._shown.is_held(state, thorough) and not any(one.counts_set_back().any() for one in self):
             return
@@ -229,12 +245,12 @@ class ParamSets:
         self._note_shown(state)
 
     def resolve_deferred(self) -> None:
-        """Takes back the steps of parameters whose last gradient turned out, on the device, to be unusable."""
+        """Undo the step counts of parameters whose last gradient was found on the device to be non-finite."""
         for param_set in self:
             param_set.resolve_deferred()
 
     def swap_iterate(self, mode: Mode, state: MutableMapping[Tensor, Any]) -> None:
-        """Makes all parameters hold the iterate of a mode."""
+        """Write the iterate of a mode, training or evaluation, into all parameters."""
         self.resolve_deferred()
         self.consolidated = None
         for param_set in self:
@@ -243,15 +259,15 @@ class ParamSets:
         self._note_shown(state)
 
     def skipped(self) -> Counter[str]:
-        """How often the gradient of each parameter was not finite, by name."""
+        """Return how many times the gradient of each parameter was not finite, by name."""
         self.resolve_deferred()
         return sum((param_set.skipped for param_set in self), Counter())
 
 
 def require_pairs(recipe: Recipe, spec: ParamSpec, rank_group: RankGroup | None) -> None:
-    """Raise ValueError unless a complex parameter can be updated as pairs of real numbers, as torch's optimizers do.
+    """Raise ValueError unless a complex parameter can be updated as pairs of real numbers, as in torch's optimizers.
 
-    Entry-wise chains can. A stage that works on matrices, and a constraint, would mix the two parts of a number.
+    Entry-wise chains can do that. Stages on matrices, and constraints, would mix the two parts of a number.
     """
     rule = recipe.updates()[spec.path]
     mixing = next((path for path, stage in rule.stages(spec.path) if not stage.cached_traits().entrywise), None)
@@ -263,15 +279,37 @@ def require_pairs(recipe: Recipe, spec: ParamSpec, rank_group: RankGroup | None)
         return
     fault = "it is divided over ranks" if mixing is None else f"{mixing} does not update entries one by one"
     raise ValueError(
-        f"{spec.name}: the parameter is complex, and {fault}; send it to an entry-wise update with a route, or make "
-        "the parameter torch.view_as_real of it and take torch.view_as_complex of that in the forward"
+        f"{spec.name}: the parameter is complex, and {fault}; send it to an entry-wise update with a route, or store "
+        "torch.view_as_real of it as the parameter and apply torch.view_as_complex in the forward"
     )
 
 
 def inherit_counts(param_sets: Iterable[ParamSet], before: Iterable[ParamSet]) -> None:
-    """Adds to new parameter sets what was counted of their parameters in the sets before."""
+    """Add to new parameter sets the counts of skipped gradients of their parameters in the previous sets."""
     counts = {param_set: dict(param_set.skipped) for param_set in before}
     for param_set in param_sets:
         for other, skipped in counts.items():
             if other is not param_set:
                 param_set.skipped.update({name: count for name, count in skipped.items() if name in param_set.names})
+
+
+Hook = Callable[..., Any]
+
+
+class ComposedOptimizer(Protocol):
+    """A torch optimizer with its recipe and its parameter sets.
+
+    state: state by parameter, and entries under any other keys that a user adds.
+    """
+
+    recipe: Recipe
+    param_sets: ParamSets
+    param_groups: list[dict[str, Any]]
+    state: defaultdict[Any, Any]
+    defaults: dict[str, Any]
+
+    def __setstate__(self, state: dict[str, Any]) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def register_state_dict_post_hook(self, hook: Hook, prepend: bool = False) -> RemovableHandle: ...
+    def register_load_state_dict_pre_hook(self, hook: Hook, prepend: bool = False) -> RemovableHandle: ...
+    def register_load_state_dict_post_hook(self, hook: Hook, prepend: bool = False) -> RemovableHandle: ...

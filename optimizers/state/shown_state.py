@@ -1,9 +1,10 @@
-"""State as `optimizer.state` shows it, and changes of it by hosts.
+"""`optimizer.state` as users and training frameworks see it, and the changes that they make to it.
 
-The engine steps stacks of blocks. `optimizer.state` shows each parameter's part of them: tensors over the same memory,
-each with a storage of its own size, so that one parameter's state is saved and copied alone. Hosts replace these
-tensors (an offload to the CPU and back), write zeros into them (a reset), or take entries out. Such changes are found
-before state is next stepped or read: values are copied into the stacks, and what cannot be state is refused by name.
+A step updates stacks of blocks. `optimizer.state` has the entries of each parameter: tensors over the memory of the
+stacks, each with a storage of its own size, so that the state of one parameter can be saved and copied alone. A
+framework (a host, below) may replace these tensors (an offload to the CPU and back), zero them (a reset) or remove
+entries. Such changes are found before state is next stepped or read. Changed values are copied into the stacks, and
+values that cannot be state are refused by name.
 """
 
 from __future__ import annotations
@@ -27,28 +28,28 @@ from .manifest import manifest
 
 _END = object()
 _LARGEST = 64
-"""Tensors whose address or version each step compares, 4 microseconds. Hosts that move or reset state in place do so
-with all of it, or with the largest tensors."""
+"""Number of tensors whose address and version each step compares, which takes 4 microseconds. A host that moves or
+resets state in place changes all of it, or at least the largest tensors."""
 _version = attrgetter("_version")
 
 
 def is_host_key(key: object) -> bool:
-    """Whether an entry of a parameter's state is a host's own: all keys of optimizers but `step` have a slash."""
+    """Return True if a key of a parameter's state belongs to a host. The optimizer's keys are `step` or have a "/"."""
     return not isinstance(key, str) or (key != "step" and "/" not in key)
 
 
 def own_state(entry: object) -> dict[str, Any]:
-    """The optimizer's part of what `optimizer.state` or a state dict holds of a parameter; empty if there is none."""
+    """Return the optimizer's own entries of a parameter's state; {} if there are none."""
     return {k: x for k, x in entry.items() if not is_host_key(k)} if isinstance(entry, Mapping) else {}
 
 
 def host_state(entry: object) -> dict[Any, Any]:
-    """The part of a parameter's state that a host keeps there under keys of its own."""
+    """Return the entries of a parameter's state that a host has added under keys of its own."""
     return {k: x for k, x in entry.items() if is_host_key(k)} if isinstance(entry, Mapping) else {}
 
 
 def apart(x: Tensor) -> Tensor:
-    """A tensor over the same memory, in a storage as small as the tensor, so that it is pickled and copied alone.
+    """Return a tensor over the same memory with a storage as small as the tensor, so that it is pickled alone.
 
     The result has its own version counter. Tensors without memory (meta, fake) are returned as views.
     """
@@ -60,15 +61,15 @@ def apart(x: Tensor) -> Tensor:
 
 
 def show(param_set: ParamSet, state: MutableMapping[Tensor, Any]) -> None:
-    """Puts the state of a parameter set where torch looks for it, beside entries of hosts."""
+    """Put the state of a parameter set into `optimizer.state`, beside entries of hosts."""
     for parameter, own in zip(param_set.parameters, visible(param_set), strict=True):
         state[parameter] = {**{key: apart(x) for key, x in own.items()}, **host_state(state.get(parameter))}
 
 
 def visible(param_set: ParamSet, mode: Mode | None = None) -> list[dict[str, Tensor]]:
-    """The state of each parameter as `optimizer.state` shows it: this rank's views, empty tensors for other ranks'.
+    """Return the entries of `optimizer.state`: views of this rank's state, and empty tensors for that of other ranks.
 
-    The keys are the same on every rank; torch.distributed.checkpoint reads them there.
+    The keys are equal on all ranks, because torch.distributed.checkpoint reads them from `optimizer.state`.
     """
     views = param_set.views(mode)
     if param_set.rank_group is None:
@@ -84,28 +85,32 @@ def visible(param_set: ParamSet, mode: Mode | None = None) -> list[dict[str, Ten
 
 
 def fill(state: MutableMapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Copies values into the state of a parameter; ValueError for empty tensors that stand for another rank's."""
+    """Copy values into the state of a parameter.
+
+    Raises:
+        ValueError: a value is the empty tensor that stands for the state of another rank.
+    """
     for key, value in values.items():
         if is_host_key(key):
             state[key] = value
             continue
         if value.shape != state[key].shape:
             raise ValueError(
-                f"state '{key}': {tuple(state[key].shape)} is required, got {tuple(value.shape)}; a pickle of an "
-                "optimizer that is divided over ranks is one rank's part, use torch.distributed.checkpoint"
+                f"state '{key}': shape {tuple(state[key].shape)} is required, got {tuple(value.shape)}; a pickle of an "
+                "optimizer that is sharded over ranks has one rank's shard, use torch.distributed.checkpoint instead"
             )
         state[key].copy_(value)
 
 
 class ShownState:
-    """What `optimizer.state` held when it was last shown, so that a step sees at a glance whether it still does.
+    """A record of `optimizer.state` as the optimizer has written it, to detect changes cheaply at every step.
 
-    tensors: by parameter, the tensors that were shown by key.
+    tensors: for each parameter, its tensors by key.
     missing: parameters without state.
 
-    A look compares objects; addresses, which `x.data = y` changes; and versions, which writes in place raise, where
-    zeros need an answer (`_answered`). A step compares addresses and versions of the largest tensors alone. For 200
-    parameters of 3 tensors each that takes 45 microseconds within a step of 1.1 ms, of which most is memory traffic.
+    The check compares three properties: objects; addresses, which `x.data = y` changes; and, for state in which zeros
+    are no valid value (`_answered`), versions, which in-place writes increase. A step compares addresses and versions
+    of the largest tensors only. For 200 parameters with 3 tensors each this takes 45 microseconds of a step of 1.1 ms.
     """
 
     def __init__(
@@ -133,7 +138,7 @@ class ShownState:
         return [*map(Tensor.data_ptr, self._all if thorough else self._large)]
 
     def is_held(self, state: Mapping[Any, Any], thorough: bool) -> bool:
-        """Whether a state is what was shown; thorough: compare all addresses, which takes as long again."""
+        """Return True if `state` has not changed. thorough: compare all addresses, which doubles the time."""
         return (
             len(state) == len(self._entries)
             and all(map(is_, state.values(), self._entries))
@@ -145,7 +150,7 @@ class ShownState:
         )
 
     def moved(self) -> dict[int, int]:
-        """The former addresses, by id, of tensors that have another now, and of watched ones that were written."""
+        """Return the former addresses, by id, of tensors whose address changed or that were written in place."""
         rows = zip(self._all, self._addresses[True], strict=True)
         moved = {id(x): address for x, address in rows if x.data_ptr() != address}
         rows = zip(self.watched, self._versions, strict=True)
@@ -153,7 +158,7 @@ class ShownState:
 
 
 def _answered(param_set: ParamSet) -> Iterator[tuple[Tensor, str]]:
-    """(parameter, key) of state in which zeros are no value: slots that begin with others, codes, and iterates."""
+    """Yield (parameter, key) of state in which zeros are no valid value: nonzero initial values, codes, iterates."""
     for stack_state in param_set.stack_states:
         begun = [key for key, slot in stack_state.slots() if slot.fill != 0 or _holds_weights(slot)]
         names = [name for key in begun for name in stack_state.names(key)]
@@ -166,18 +171,18 @@ def _answered(param_set: ParamSet) -> Iterator[tuple[Tensor, str]]:
 
 
 def _holds_weights(slot: Slot) -> bool:
-    """Whether a slot of a stage holds the weights of some step."""
+    """Return True if a slot of a stage stores weights of an earlier step."""
     return slot.role == "iterate" and bool(slot.shape)
 
 
 @dataclass
 class HostChanges:
-    """Changes of the state of one parameter set by a host, checked and not taken over yet.
+    """Changes that a host made to the state of one parameter set. They are checked and not applied yet.
 
-    values: for each position, values by key to copy.
-    changed: for each position, the keys whose values are others than before.
-    faults: what cannot be state, by name.
-    replaced: whether some tensor that was shown is another now.
+    values: for each position, the values to copy, by key.
+    changed: for each position, the keys with changed values.
+    faults: errors about values that cannot be state.
+    replaced: True if a tensor of `optimizer.state` was replaced by another tensor.
     """
 
     param_set: ParamSet
@@ -188,13 +193,13 @@ class HostChanges:
 
     @torch.no_grad()
     def copy(self) -> None:
-        """Copies the values into the stacks."""
+        """Copy the values into the stacks."""
         for own, values in zip(self.param_set.views(), self.values, strict=True):
             fill(own, {key: value for key, value in values.items() if key in own})
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Gives slots that were made zero the values that they begin with, where these are others."""
+        """Write initial values into slots that the host has zeroed, if their initial values are not zero."""
         for stack_state in self.param_set.stack_states:
             for row, position, block in stack_state.rows():
                 if keys := self.changed[position]:
@@ -210,9 +215,9 @@ class HostChanges:
 def host_changes(
     param_set: ParamSet, state: Mapping[Tensor, Any], shown: ShownState, mode: Mode, rebuilt: bool
 ) -> HostChanges:
-    """What a host has made of the state of a parameter set; nothing is changed.
+    """Find the changes that a host made to the state of a parameter set. Nothing is changed.
 
-    rebuilt: the set is fresh, and holds none of the values that were shown.
+    rebuilt: True if the parameter set is new and holds none of the earlier values.
     """
     moved, reset, found = shown.moved(), param_set.counts_set_back(), HostChanges(param_set)
     rows = zip(param_set.names, param_set.parameters, visible(param_set, mode), strict=True)
@@ -246,14 +251,14 @@ def host_changes(
 
 
 def _plain(key: str, value: Any) -> Any:
-    """A value as a tensor: hosts write numbers of steps as numbers."""
+    """Return a value as a tensor. Hosts may write `step` as a plain number."""
     number = key == "step" and isinstance(value, (int, float)) and not isinstance(value, bool)
     dtype = torch.int64 if isinstance(value, int) else torch.float64
     return torch.tensor(value, dtype=dtype, device="cpu") if number else value
 
 
 def _fault(param_set: ParamSet, key: str, value: Any, target: Tensor) -> str | None:
-    """Why a value cannot be the state under a key; None: it can."""
+    """Return the reason why a value cannot be the state under a key, or None if it can."""
     value = _plain(key, value)
     if not isinstance(value, Tensor) or is_dtensor(value):
         return f"of {target.dtype} {tuple(target.shape)} is required, got {type(value).__name__}"
@@ -270,7 +275,7 @@ def _fault(param_set: ParamSet, key: str, value: Any, target: Tensor) -> str | N
 
 
 def _zero_iterates(param_set: ParamSet, position: int, state: Mapping[str, Tensor], changed: set[str]) -> list[str]:
-    """The faults that state which holds weights was made zero after steps: the weights would be lost with it."""
+    """Return errors about zeroed state that stores weights: after a step these weights would be lost."""
     steps, weights = int(state["step"]), param_set.local[position]
     if not steps or not changed:
         return []
@@ -282,14 +287,14 @@ def _zero_iterates(param_set: ParamSet, position: int, state: Mapping[str, Tenso
         zero = changed.intersection(keys) and not any(bool(state[key].any()) for key in keys)
         if zero and bool(weights.any()):
             return [
-                f"'{keys[0]}' holds weights, which are not zero, and got zeros after {steps} steps; set 'step' to zero "
-                "too, or `del optimizer.state[parameter]`, to begin afresh at the parameter"
+                f"'{keys[0]}' stores weights, and was set to zero after {steps} steps; to start again from the "
+                "parameter, set 'step' to zero too, or `del optimizer.state[parameter]`"
             ]
     return []
 
 
 def _is_exact(value: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a cast to a dtype loses nothing."""
+    """Return True if a cast to a dtype is exact."""
     if value.dtype is dtype:
         return True
     if value.is_complex() != dtype.is_complex:
@@ -299,11 +304,11 @@ def _is_exact(value: Tensor, dtype: torch.dtype) -> bool:
 
 
 def refuse(changes: Iterable[HostChanges]) -> None:
-    """Raises ValueError that names what cannot be state, if there is any."""
+    """Raise ValueError if there are values that cannot be state, and name them."""
     faults = [fault for one in changes for fault in one.faults]
     if faults:
         fault = (
-            "optimizer.state: values of the keys, shapes and dtypes that the optimizer has made are required, none was "
-            "taken over; load_state_dict replaces all of them, `del optimizer.state[parameter]` begins afresh:"
+            "optimizer.state: values must have the keys, shapes and dtypes that the optimizer has made; no change was "
+            "applied. load_state_dict replaces all state, `del optimizer.state[parameter]` resets a parameter:"
         )
         raise ValueError("\n".join([fault, *first_lines(faults)]))

@@ -50,7 +50,7 @@ SPELLED = re.compile(r"""partition\("/"\)|split\("/"|\}/\{""")
 OTHERS = {
     "eigengraft.slots": "the purpose of random numbers",
     "eigengraft.optimizers.stacks.block_groups": "the seed of a block",
-    "eigengraft.optimizers.inspect.state_rows": "what a stage calls a measure of a slot",
+    "eigengraft.optimizers.inspect.inspect": "what a stage calls a measure of a slot",
 }
 """Modules that put a slash between two texts which are no state key, and what they are."""
 

@@ -1,0 +1,119 @@
+"""The gallery of shipped recipes: for each recipe its loss on two tasks of the laptop track, its bytes and its cost."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+import eigengraft
+from markup import inline
+from recipes import state_bytes
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "papers" / "laptop_track" / "results"
+BUDGETS = ROOT / "tests" / "gpu" / "budgets.csv"
+TASKS = {"python": "Python sources", "digits": "handwritten digits"}
+"""Tasks in the pictures, by their name in the results, with their caption."""
+BASELINE = "adamw"
+WIDTH, HEIGHT = 160, 76
+"""Size of one picture in pixels."""
+HEAD = """# Gallery
+
+Each picture has the validation loss of a recipe (orange) and of AdamW (grey) over the steps of a task of the
+[laptop track](../papers/laptop_track/README.md). It is the mean of three seeds at the best learning rate of a search.
+The axis of losses is logarithmic, and the same for all recipes.
+
+- **state**: bytes of state per parameter of a 1024 x 1024 weight.
+- **traffic**: memory that a step between two refreshes reads and writes on an accelerator, as a multiple of the
+  parameters' bytes. It is counted on GPT-2 small with a simulated accelerator.
+- **steps**: steps to the track's target loss, of 200, on the two tasks.
+"""
+
+Curve = Mapping[int, float]
+"""Validation loss by step."""
+
+
+def page() -> str:
+    """Return the page: a card for each recipe that has been run on the laptop track, and a list of the others."""
+    run = [name for name in eigengraft.shipped_recipes() if curves(name)]
+    others = [f"[`{name}`](recipes/{name}.md)" for name in eigengraft.shipped_recipes() if name not in run]
+    cards = "\n".join(map(card, run))
+    return f'{HEAD}\n<div class="gallery">\n{cards}\n</div>\n\nNot run on the track: {", ".join(others)}.\n'
+
+
+def card(name: str) -> str:
+    """Return the HTML of one recipe: name, summary, two pictures, and three numbers."""
+    about = (eigengraft.load_recipe(name).about or "").partition(" (")[0]
+    pictures = "".join(
+        f"<figure>{picture(task, name)}<figcaption>{caption}</figcaption></figure>" for task, caption in TASKS.items()
+    )
+    traffic = traffics().get(name)
+    facts = [f"state {state_bytes(name):.1f}", f"traffic {traffic:.0f}" if traffic is not None else ""]
+    steps = [str(steps_to_target(name).get(task) or "not reached") for task in TASKS]
+    facts.append(f"steps {' / '.join(steps)}")
+    return (
+        f'<div class="card"><a href="recipes/{name}.html"><code>{name}</code></a><p>{inline(about)}</p>'
+        f"<div>{pictures}</div><p>{' · '.join(filter(None, facts))}</p></div>"
+    )
+
+
+@cache
+def curves(name: str) -> dict[str, Curve]:
+    """Return the mean curve of a recipe for each task in the pictures; {} if one of them was not run."""
+    path = RESULTS / f"{name.replace('/', '_')}.json"
+    if not path.is_file():
+        return {}
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    found = {}
+    for task in TASKS:
+        seeds = [dict(zip(*row["curve"], strict=True)) for row in rows if row["labels"].get("task") == task]
+        steps = [step for step in (seeds[0] if seeds else {}) if all(seed.get(step) is not None for seed in seeds)]
+        found[task] = {step: sum(seed[step] for seed in seeds) / len(seeds) for step in steps}
+    return found if all(found.values()) else {}
+
+
+@cache
+def limits(task: str) -> tuple[float, float]:
+    """Return the range of losses in the pictures of a task: from the best of all recipes to AdamW's first."""
+    shown = [curves(name)[task] for name in eigengraft.shipped_recipes() if curves(name)]
+    return min(min(curve.values()) for curve in shown), next(iter(curves(BASELINE)[task].values())) * 1.1
+
+
+def picture(task: str, name: str) -> str:
+    """Return an SVG with the curves of a recipe and of AdamW on a task."""
+    low, high = limits(task)
+
+    def points(curve: Curve) -> str:
+        last = max(curve)
+        places = []
+        for step, loss in curve.items():
+            height = math.log(high / min(max(loss, low), high)) / math.log(high / low)
+            places.append(f"{4 + step / last * (WIDTH - 8):.1f},{4 + height * (HEIGHT - 8):.1f}")
+        return " ".join(places)
+
+    lines = [(curves(BASELINE)[task], "baseline")] + [(curves(name)[task], "own")] * (name != BASELINE)
+    drawn = "".join(f'<polyline class="{kind}" points="{points(curve)}"/>' for curve, kind in lines)
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="loss of {name}, {task}">{drawn}</svg>'
+
+
+@cache
+def traffics() -> dict[str, float]:
+    """Return the traffic of a steady step by recipe, from the table of budgets that the tests check."""
+    with BUDGETS.open(encoding="utf-8", newline="") as file:
+        return {row["recipe"]: float(row["traffic"]) for row in csv.DictReader(file)}
+
+
+@cache
+def steps_to_target(name: str) -> dict[str, int]:
+    """Return the steps of a recipe to the target of each task, from the table of the track."""
+    lines = (ROOT / "papers" / "laptop_track" / "README.md").read_text(encoding="utf-8").splitlines()
+    head = next(line for line in lines if line.startswith("| entry |"))
+    tasks = [cell.split()[0] for cell in head.strip("| ").split(" | ")[2:]]
+    own = f"| `{name.replace('/', '_')}` |"
+    row = next((line for line in lines if line.startswith(own)), "")
+    cells = [cell.split()[0] for cell in row.strip("| ").split(" | ")[2:]]
+    return {task: int(cell) for task, cell in zip(tasks, cells, strict=False) if cell.isdigit()}

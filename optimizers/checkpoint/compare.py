@@ -1,0 +1,281 @@
+"""Comparison of a state dict with an optimizer, before anything is loaded: recipes, param groups, parameters, mode."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from eigengraft.component import Component
+from eigengraft.errors import RecipeError, first_lines, name_some
+from eigengraft.preconditioners import Stage
+from eigengraft.preconditioners.statistics import Statistic
+
+from ..param_groups import check_values
+from ..recipe.loading import load_recipe
+from ..recipe.overrides import differences
+from ..recipe.param_names import canonical_names
+from ..recipe.recipe import SCHEMA_VERSION, Recipe
+from ..recipe.routing import ParamInfo
+from ..write import Averaging
+from ..write.averaging import MODES, Mode
+
+_SILENT = ("schema", "name", "about", "distribution", "expect", "compile")
+"""Fields of a recipe that change no number. A difference in them is ignored."""
+_OF_GROUPS = ("lr", "weight_decay.rate")
+"""Fields that are only defaults of param groups. The saved groups are loaded, as with torch's optimizers."""
+_RENAMED = {"soap": "soap_fitted"}
+"""Shipped names that belonged to another recipe in an earlier version, with the present name of that recipe."""
+
+
+@dataclass(frozen=True)
+class RecipeChange:
+    """Differences between the recipe of a checkpoint and that of an optimizer, as lines "path: old -> new".
+
+    meaning: differences that give the numbers in slots another meaning. They forbid loading.
+    settings: all other differences. The optimizer's settings apply after the load.
+    of_groups: differences in defaults of param groups. The saved values apply after the load.
+    renamed: present name of the saved recipe, if its earlier name now belongs to this optimizer's recipe; else None.
+    """
+
+    meaning: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
+    of_groups: tuple[str, ...] = ()
+    renamed: str | None = None
+
+    def refusal(self, faults: list[str]) -> str:
+        """Return the error for state that does not fit. faults: lines that name the state."""
+        lines = [*self.meaning, *(self.settings if faults else ())]
+        remedy = "compose with the recipe of the checkpoint, `state_dict['param_groups'][0]['recipe']`, to load it"
+        if self.renamed is not None:
+            remedy = f"it is shipped as '{self.renamed}' now, and its earlier name is another recipe's; {remedy}"
+        if all(line.startswith("storage.") for line in lines):
+            remedy = "eigengraft.convert_storage(state_dict, optimizer) makes a state dict that fits"
+        return "\n".join(
+            [
+                f"state_dict was saved with another recipe, and its state does not fit; {remedy}. "
+                "Saved -> this optimizer's:",
+                *first_lines(lines),
+                *faults,
+            ]
+        )
+
+    def warning(self) -> str:
+        """Return the warning about differing settings, or "" if all settings are equal."""
+        found = list[str]()
+        if self.settings:
+            found += [
+                "other settings than the checkpoint's apply from now on (saved -> now):",
+                *first_lines(self.settings),
+            ]
+        if self.of_groups:
+            found += ["param groups keep the saved values, not the recipe's (saved -> recipe):", *self.of_groups]
+        return "\n".join(["state_dict: " + found[0], *found[1:]]) if found else ""
+
+
+def compare_recipes(own: str, got: Any, infos: Sequence[ParamInfo]) -> RecipeChange:
+    """Compare an optimizer's recipe with a saved one. Both are JSON texts.
+
+    infos: descriptions of the optimizer's parameters.
+
+    Raises:
+        ValueError: the saved recipe is no JSON text, has another schema, or cannot be loaded here.
+    """
+    try:
+        mine, other = json.loads(own), json.loads(got)
+    except (TypeError, ValueError):
+        raise ValueError("state_dict: the recipe in a param group must be JSON text, got something else") from None
+    if not isinstance(other, dict) or other.get("schema") != SCHEMA_VERSION:
+        got_version = other.get("schema") if isinstance(other, dict) else None
+        raise ValueError(
+            f"state_dict: its recipe has schema {got_version}, this version of eigengraft reads schema {SCHEMA_VERSION}"
+        )
+    same_name = mine.get("name") == other.get("name")
+    mine, other = _without_silent(mine), _without_silent(other)
+    changed = differences(other, mine)
+    if not changed:
+        return RecipeChange()
+    try:
+        recipes = load_recipe(got), load_recipe(own)
+    except RecipeError as error:
+        raise ValueError(f"state_dict was saved with another recipe, which cannot be loaded here:\n{error}") from error
+    if same_name and (renamed := _renamed(mine, other)) is not None:
+        return RecipeChange(meaning=tuple(changed), renamed=renamed)
+    before, after = map(_meanings, recipes)
+    paths = _views(*recipes, infos)
+    paths += [key for update in before.keys() & after.keys() for key in _differing(before[update], after[update])]
+    found: dict[str, list[str]] = {"meaning": [], "settings": [], "of_groups": []}
+    for line in changed:
+        path = line.partition(": ")[0]
+        refused = any(path == key or path.startswith(f"{key}.") for key in paths)
+        found["meaning" if refused else "of_groups" if path in _OF_GROUPS else "settings"].append(line)
+    return RecipeChange(tuple(found["meaning"]), tuple(found["settings"]), tuple(found["of_groups"]))
+
+
+def _without_silent(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recipe's plain data without the fields that change no number."""
+    found = {key: value for key, value in recipe.items() if key not in _SILENT}
+    if "routes" in found:
+        found["routes"] = [{key: one for key, one in own.items() if key != "compile"} for own in found["routes"]]
+    return found
+
+
+def _renamed(own: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
+    """Return the present name of the saved recipe if `own` is the recipe that has its earlier name now, else None.
+
+    Either recipe may have overrides. Of the two shipped recipes, each is taken to be the one from which it differs in
+    fewer fields.
+    """
+    for name, now in _RENAMED.items():
+        successor, former = (_without_silent(json.loads(load_recipe(one).to_json())) for one in (name, now))
+        excess = [len(differences(one, successor)) - len(differences(one, former)) for one in (own, saved)]
+        if excess[0] < 0 < excess[1]:
+            return now
+    return None
+
+
+def _differing(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    return [key for key in before.keys() | after.keys() if before.get(key) != after.get(key)]
+
+
+def _meanings(recipe: Recipe) -> dict[str, dict[str, Any]]:
+    """Return the fields that give numbers in slots their meaning, by update and dotted path."""
+    found = {}
+    for at, rule in recipe.updates().items():
+        own: dict[str, Any] = {}
+        for path, stage in rule.stages(at):
+            chain = path.rpartition(".")[0]
+            own.setdefault(chain, []).append(stage.label)
+            own.update(_of_component(stage, path))
+        found[at] = own
+    if recipe.averaging is not None:
+        found["averaging"] = dict(_of_component(recipe.averaging, "averaging"))
+    return found
+
+
+def _views(before: Recipe, after: Recipe, infos: Sequence[ParamInfo]) -> list[str]:
+    """Return the paths of views that differ in which entries form a matrix. Entry-wise updates need no view."""
+    found = dict[str, None]()
+    for info in infos:
+        at = after.route(info)[0]
+        rule = before.updates().get(at)
+        if rule is None or rule.entrywise() or before.route(info)[0] != at:
+            continue
+        try:
+            same = before.view_of(info).matrices == after.view_of(info).matrices
+        except ValueError:
+            same = False
+        if not same:
+            found[f"{at}.view" if at else "view"] = None
+    return [*found]
+
+
+def _of_component(component: Component, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(component, Stage | Statistic | Averaging):
+        yield f"{path}.kind", getattr(component, "kind")  # noqa: B009  every member has a kind, the families have none
+    yield from ((f"{path}.{field}", value) for field, value in component.state_meaning().items())
+    for name, value in component:
+        if isinstance(value, Component) and not isinstance(value, Stage):
+            yield from _of_component(value, f"{path}.{name}")
+
+
+def compare_groups(
+    groups: Sequence[Mapping[str, Any]], infos: Sequence[Sequence[ParamInfo]], saved: Any
+) -> tuple[list[list[Any]], RecipeChange]:
+    """Match saved param groups with an optimizer's. Return the saved key of each parameter, and the recipe's changes.
+
+    groups: the optimizer's param groups.
+    infos: descriptions of the parameters of each group. If names are known on both sides, parameters are matched by
+        name, else by order.
+    saved: the 'param_groups' of the state dict.
+
+    Raises:
+        ValueError: the groups, their parameters or the meaning of their state differ.
+    """
+    names = [[info.name for info in own] for own in infos]
+    if not isinstance(saved, list) or not all(isinstance(other, Mapping) and "params" in other for other in saved):
+        raise ValueError("state_dict: 'param_groups' must be a list of groups with 'params'")
+    sizes = [len(group["params"]) for group in groups], [len(other["params"]) for other in saved]
+    keys, changes = list[list[Any]](), dict[Any, RecipeChange]()
+    if len(groups) == len(saved):
+        for index, (own, other, got) in enumerate(zip(names, saved, _saved_names(saved), strict=True)):
+            keys.append(_matched(f"group {index}", own, other, got))
+    if sizes[0] != sizes[1]:
+        raise ValueError(f"state_dict: it has param groups of sizes {sizes[1]}, the optimizer has {sizes[0]}")
+    for index, (group, other) in enumerate(zip(groups, saved, strict=True)):
+        if "recipe" not in other:
+            raise ValueError(f"state_dict: group {index} has no recipe; it was not saved by eigengraft.Optimizer")
+        missing = [key for key in ("lr", "weight_decay") if key not in other]
+        if missing:
+            raise ValueError(f"state_dict: group {index} lacks '{missing[0]}', it has {sorted(other)}")
+        check_values({**other, "params": []})
+        if str(other["recipe"]) not in changes:
+            changes[str(other["recipe"])] = compare_recipes(
+                group["recipe"], other["recipe"], [*chain.from_iterable(infos)]
+            )
+    if len(changes) > 1:
+        raise ValueError("state_dict: its param groups have different recipes; an optimizer has one recipe")
+    change = next(iter(changes.values()), RecipeChange())
+    if change.meaning:
+        raise ValueError(change.refusal([]))
+    return keys, change
+
+
+def saved_mode(groups: Sequence[Mapping[str, Any]], averages: bool) -> Mode:
+    """Return the mode of saved groups: whether parameters hold the iterate of training or of evaluation.
+
+    Raises:
+        ValueError: the groups disagree, or the mode needs an averaging that the optimizer does not have.
+    """
+    found = [group.get("iterate", "train") for group in groups]
+    for index, mode in enumerate(found):
+        if mode not in MODES or mode != found[0]:
+            wanted = "'train' or 'eval', and the same in all groups"
+            raise ValueError(f"state_dict: group {index}: 'iterate' must be {wanted}, got {mode!r}")
+        if mode == "eval" and not averages:
+            raise ValueError(
+                f"state_dict: group {index}: 'iterate' is 'eval', but this optimizer averages no iterates; save after "
+                "optimizer.train(), or compose with the averaging of the checkpoint"
+            )
+    return "eval" if "eval" in found else "train"
+
+
+def _saved_names(saved: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Return canonical names of the parameters of each saved group, or an empty list if names are unknown.
+
+    torch.distributed.checkpoint replaces indices in 'params' by names and does not reorder `param_names`. Names in
+    'params' therefore have precedence.
+    """
+    names: list[list[str]] = []
+    for other in saved:
+        written = other["params"] if _texts(other["params"]) else other.get("param_names", ())
+        known = _texts(written) and len(written) == len(other["params"])
+        names.append(list(written) if known else [])
+    canonical = iter(canonical_names([name for own in names for name in own]))
+    return [[next(canonical) for _ in own] for own in names]
+
+
+def _texts(names: Any) -> bool:
+    return isinstance(names, (list, tuple)) and len(names) > 0 and all(isinstance(name, str) for name in names)
+
+
+def _matched(where: str, own: Sequence[str | None], other: Mapping[str, Any], got: Sequence[str]) -> list[Any]:
+    """Return the saved key of each parameter of a group: by name, or by order if a name is unknown or not unique."""
+    keys, here, there = list(other["params"]), {*own}, {*got}
+    if None in here or not got or len(here) < len(own) or len(there) < len(got):
+        return keys
+    missing, unexpected = [name for name in own if name not in there], [name for name in got if name not in here]
+    if not missing and not unexpected:
+        place = dict(zip(got, keys, strict=True))
+        return [place[str(name)] for name in own]
+    if _texts(keys) and len(keys) == len(own):  # torch has put a model's names there, in the optimizer's order
+        return keys
+    raise ValueError(
+        f"state_dict: {where}: parameters are missing: {_listed(missing)}, unexpected: {_listed(unexpected)}"
+    )
+
+
+def _listed(names: Sequence[str | None]) -> str:
+    return name_some([f"'{name}'" for name in names], 8) or "none"
