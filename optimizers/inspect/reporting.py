@@ -18,7 +18,7 @@ from eigengraft.numerics import has_fast_bfloat16
 from eigengraft.preconditioners import Stages
 from eigengraft.preconditioners.base import walk_blocks
 from eigengraft.preconditioners.roots import ByDevice
-from eigengraft.state_key import StateKey
+from eigengraft.slots import StateKey
 
 from ..isolation import isolated
 from ..recipe.recipe import Recipe
@@ -104,16 +104,16 @@ def describe(param_sets: ParamSets, groups: Sequence[Mapping[str, Any]], iterate
         where = ", ".join(f"{count} by {path}" for path, count in own.items())
         rates = f"lr={float(group['lr']):g}, weight_decay={float(group['weight_decay']):g}"
         lines.append(f"  group {index}: {len(group['params'])} parameters ({where}), {rates}")
-    fused = [own for each in param_sets for own in each.stack_states if each.execution(own).adam is not None]
-    if fused:
-        lines.append(
-            f"  fused: steps of {sum(len(own.stack.grids) for own in fused)} parameters by torch's kernel of Adam"
-        )
     if any(update.compile for update in recipe.updates().values()):
         compiled = [own for each in param_sets for own in each.stack_states if each.execution(own).compiled]
         kernels = sum(len(own.stack.grids) for own in compiled)
         lines.append(
             f"  compiled: steps of {kernels} parameters; `fallbacks` in routing_table() says why others are not"
+        )
+    fused = [own for each in param_sets for own in each.stack_states if each.execution(own).adam is not None]
+    if fused:
+        lines.append(
+            f"  fused: steps of {sum(len(own.stack.grids) for own in fused)} parameters by torch's kernel of Adam"
         )
     lines += (f"  {line}" for line in solver_choices(own for each in param_sets for own in each.stack_states))
     for path, value in param_sets.schedules.values(steps_taken(param_sets)).items():
@@ -311,136 +311,6 @@ def _fallbacks(own: StackState, param_set: ParamSet, position: int) -> Iterator[
         yield f"not fused: {how.not_fused}"
     if reason is not None and (own.rule.compile or reason != how.not_fused):
         yield f"{'not compiled' if own.rule.compile else 'not in chunks'}: {reason}"
-
-
-def slow_products(self) -> list[str]:
-        """Return a line for each device without instructions for the bfloat16 products that the recipe asks for."""
-        devices = (stack_state.stack.device for stack_state in self.stack_states())
-        return list(slow_products(self.recipe, devices))
-
-    def solver_choices(self, device: str | None = None) -> list[str]:
-        """Return a line for each solver that is chosen by device, and each order of its matrices, with the times.
-
-        Args:
-            device: type of the accelerator to choose for, such as "cuda". None means the device of the parameters. On
-                a CPU there is no choice, and no line.
-        """
-        return list(solver_choices(self.stack_states(), device))
-
-    def slot_sizes(self) -> list[SlotSize]:
-        """Return the declared and the stored bytes of each slot, summed over all parameters."""
-        return slot_sizes(self.stack_states(), self.state.values())
-
-    def stack_states(self) -> list[StackState]:
-        """Return all stacks with their state."""
-        return [stack_state for param_set in self.param_sets for stack_state in param_set.stack_states]
-
-    def state_bytes(self) -> int:
-        """Return the bytes of all state tensors."""
-        return sum(slot_bytes(state) for state in self.state.values())
-
-    def __repr__(self) -> str:
-        return describe(self.param_sets, self.param_groups, self.iterate, self.state_bytes())
-
-
-def left_out(stages: Stages, blocks: Iterable[tuple[int, ...]]) -> tuple[str, ...]:
-    """Return one text for each axis that the stages of a chain do not precondition, with the reason.
-
-    blocks: shapes of blocks. Each shape, and each text, is listed once.
-    """
-    shapes = dict.fromkeys(blocks)
-    seen = ((block, stage.cached_traits(own)) for block in shapes for _, stage, own in walk_blocks(stages, block))
-    found = (f"{'x'.join(map(str, block))}: {text}" for block, traits in seen for text in traits.left_out)
-    return tuple(dict.fromkeys(found))
-
-
-@dataclass(frozen=True)
-class SlotSize:
-    """Bytes of one slot, summed over all parameters that have it.
-
-    key: "<stage path>/<slot>", or "averaging/<slot>" and the like.
-    role: role of the slot.
-    storage: kind of the slot's quantizer; "" without one.
-    declared: bytes that the slot takes in the dtype in which it is computed.
-    stored: bytes that the slot takes as it is stored.
-    """
-
-    key: str
-    role: str
-    storage: str
-    declared: int
-    stored: int
-
-
-def slot_sizes(stack_states: Iterable[StackState], states: Iterable[Any]) -> list[SlotSize]:
-    """Return the sizes of all slots in the order of the chains, then of iterates and counts, which belong to no stack.
-
-    states: the state of each parameter, by state key.
-    """
-    found: dict[tuple[str, str, str], list[int]] = {}
-    for stack_state in stack_states:
-        for key, slot in stack_state.slots():
-            coded = stack_state.encoded.get(str(key))
-            kind = str(getattr(coded.codec, "kind", "")) if coded is not None else ""
-            dtype = slot.dtype or stack_state.stack.dtype
-            declared = len(stack_state.stack.param_ids) * math.prod(slot.shape) * dtype.itemsize
-            stored = sum(tensor.numel() * tensor.element_size() for tensor in stack_state.stored(key))
-            sizes = found.setdefault((str(key), slot.role, kind), [0, 0])
-            sizes[0], sizes[1] = sizes[0] + declared, sizes[1] + stored
-    for state in states:
-        for text, tensor in own_state(state).items():
-            if StateKey.parse(text).block is None:
-                size = tensor.numel() * tensor.element_size()
-                sizes = found.setdefault((text, "count" if text == "step" else "iterate", ""), [0, 0])
-                sizes[0], sizes[1] = sizes[0] + size, sizes[1] + size
-    return [SlotSize(*names, *sizes) for names, sizes in found.items()]
-
-
-def slot_bytes(state: Any) -> int:
-    """Return the bytes of one parameter's state, without entries that a host has put there."""
-    return sum(slot.numel() * slot.element_size() for slot in own_state(state).values())
-
-
-def solver_choices(stack_states: Iterable[StackState], device: str | None = None) -> Iterator[str]:
-    """Yield a line for each solver that is chosen by device, and each order of its matrices.
-
-    device: type of the accelerator to choose for. None means the device of each stack. On a CPU there is no choice,
-        and no line.
-
-    A line names the path in the recipe, the chosen solver, the other candidates, and the times that decided.
-    """
-    found: dict[tuple[str, int, str], str] = {}
-    for own in stack_states:
-        place, dtype = device or own.stack.device.type, own.stack.dtype
-        matrices = [(key.stage, slot.shape) for key, slot in own.slots() if slot.role in ("root", "basis")]
-        for path, stage in own.rule.stages(own.path) if place != "cpu" else ():
-            for name, solver in stage:
-                if isinstance(solver, ByDevice) and solver.by_device:
-                    for order in {shape[0] for where, shape in matrices if where == path and len(shape) == 2}:
-                        found[f"{path}.{name}", order, place] = solver.choice(place, order, dtype)
-    for (path, order, place), text in sorted(found.items()):
-        yield f"{path}, order {order} on {place}: {text}"
-
-
-def fallbacks(param_set: ParamSet) -> dict[int, tuple[str, ...]]:
-    """Return the reasons why a parameter's step runs slower than its recipe or its size suggests, by position.
-
-    A reason says why the step is not compiled although the update asks for it, or why it is not run in chunks although
-    the parameter is large enough to gain from chunks.
-    """
-    found: dict[int, dict[str, None]] = {}
-    for own in param_set.stack_states:
-        for position in dict.fromkeys(own.stack.param_ids.tolist()):
-            if (reason := _fallback(own, param_set, position)) is not None:
-                found.setdefault(position, {})[reason] = None
-    return {position: tuple(reasons) for position, reasons in found.items()}
-
-
-def _fallback(own: StackState, param_set: ParamSet, position: int) -> str | None:
-    how, reason = param_set.execution(own), param_set.execution(own).reason
-    if reason is None and (how.chunks or how.entries) and not param_set.local[position].is_contiguous():
-        reason = "it is not contiguous"
-    return None if reason is None else f"{'not compiled' if own.rule.compile else 'not in chunks'}: {reason}"
 
 
 def slow_products(recipe: Recipe, devices: Iterable[torch.device]) -> Iterator[str]:

@@ -19,6 +19,7 @@ from eigengraft.preconditioners import FirstMoment, SecondMoment, walk
 from eigengraft.quantization import Float32
 from eigengraft.schedules import schedules
 from eigengraft.signals import PARTNER, SIDES, Signal, known_signals, requested
+from eigengraft.slots import StateKey
 
 from .device_laws import a_steady_step_stays_on_the_device, without_accelerator
 from .laws import Law, require, require_close, the_declaration_survives
@@ -187,7 +188,7 @@ def a_declared_moment_is_adams(case: StageCase) -> None:
             continue
         with on(block, f"whose traits declare {moment}"):
             bench, first = case.bench(block), isinstance(moment, FirstMoment)
-            key = f"{case.who}/{moment.slot}"
+            key = str(StateKey(None, case.who, moment.slot))
             require([*bench.tensors] == [key], f"the slot {key} alone is required, got {[*bench.tensors]}")
             mean, beta = torch.zeros_like(bench.tensors[key]), moment.beta
             for t, gradient in enumerate(case.gradients(block), start=1):
