@@ -16,7 +16,7 @@ CALLS: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("compose('soap', model, overrides={'refresh.steps': 1})", ("update.eigenbasis.refresh",)),
     ("compose('soap', model, overrides={'update.eigenbasis.refresh.steps': '1'})", ("1",)),
     ("compose('adamw', model.state_dict())", ("Tensors", "str")),
-    ("compose('soap', nn.Sequential())", ("compose", "none")),
+    ("compose('soap', nn.Sequential())", ("compose",)),
     ("compose('soap', nn.LazyLinear(3))", ("weight",)),
     ("compose('soap', nn.Linear(3, 3, device='meta')).step()", ("weight",)),
     (
@@ -108,7 +108,7 @@ CALLS: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("eigengraft.gauss_newton_bartlett(sgd, model, '2')", ("gauss_newton_bartlett", "count", "2")),
     ("load_recipe('soap', ['update.rms.beta=0.9'])", ("rms", "update")),
     ("load_recipe('soap', {'': 1})", ("overrides",)),
-    ("load_recipe('soap.yml')", ("soap.yml", "YAML")),
+    ("load_recipe('soap.yml')", ("soap.yml",)),
     ("load_recipe('')", ("recipe ''",)),
     ("load_recipe('soap').replace(lrr=1)", ("lrr", "lr")),
     ("load_recipe('soap').replace(lr=-1)", ("lr", 0)),

@@ -54,7 +54,7 @@ EXPERIMENTS: tuple[tuple[str, tuple[object, ...]], ...] = (
         "{task: digits, recipe: soap, callbacks: [patence]}",
         ("patence", "patience"),
     ),
-    ("{task: digits, recipe: nowhere.yaml}", ("nowhere.yaml", "YAML")),
+    ("{task: digits, recipe: nowhere.yaml}", ("nowhere.yaml",)),
     ("{task: digits, recipe: [saop]}", ("update.saop", "saop")),
 )
 STUDIES: tuple[tuple[str, tuple[object, ...]], ...] = (

@@ -87,7 +87,7 @@ RECIPES: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("{update: {kind: [momentum, rms]}}", ("update", "momentum", "rms")),
     ("{update: [[momentum, rms]]}", ("update.0",)),
     ("{update: [momentum, null]}", ("update.1", "None")),
-    ("{update: []}", ("update", "identity", "none")),
+    ("{update: []}", ("update", "identity")),
     ("{update: [{kind: eigenbasis, inner: []}]}", ("update.eigenbasis.inner", 1)),
     ("{update: [{kind: rms}, {kind: rms}]}", ("update", "rms")),
     ("{update: momentum, weight_decay: 0.1}", ("decoupled", "weight_decay", 0.1)),
@@ -149,7 +149,7 @@ RECIPES: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("{update: sign, view: {kind: matrices}}", ("view",)),
     (
         "{update: sign, routes: [{name: a, update: rms, match: {name: nothing}}]}",
-        ("routes.a", "none"),
+        ("routes.a",),
     ),
     ("{}", ("update",)),
     ("{update: rmss}", ("update.rmss", "rmss", "rms", "adafactor")),

@@ -135,7 +135,7 @@ def test_the_faults_of_a_file_name_the_file(tmp_path: Path) -> None:
 
 
 def test_a_missing_recipe_file_is_refused() -> None:
-    with refused(RecipeError, "nowhere.yaml", "YAML"):
+    with refused(RecipeError, "nowhere.yaml"):
         eigengraft.load_recipe("nowhere.yaml")
 
 

@@ -96,11 +96,11 @@ def test_a_shipped_recipe_differs_from_its_base_where_it_says(name: str) -> None
         ({"base": "soup"}, ("base", "soup", "soap")),
         ({"base": 3}, ("base", "recipe", "int")),
         ({"base": {"lr": 1}}, ("base", "update")),
-        ({"base": "none.yaml"}, ("base", "none.yaml", "YAML")),
+        ({"base": "none.yaml"}, ("base", "none.yaml")),
         ({"base": "soap_fitted", "lrr": 1}, ("lrr", "lr", 1)),
         ({"base": "soap_fitted", "set": {"lr": "fast"}}, ("lr", "fast")),
         ({"base": "soap_fitted", "set": ["lr=1"]}, ("set", "lr=1")),
-        ({"update": "rms", "set": {"lr": 1}}, ("set", "base", "none")),
+        ({"update": "rms", "set": {"lr": 1}}, ("set", "base")),
         (
             {"base": "soap_fitted", "set": {"update.eigenbase.refresh.steps": 1}},
             ("set", "update.eigenbase.refresh.steps", "eigenbase", "update", "eigenbasis"),

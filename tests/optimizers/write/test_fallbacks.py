@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from eigengraft import Optimizer, load_recipe
-from eigengraft.optimizers.inspect import speed
+from eigengraft.optimizers.inspect import reporting
 from eigengraft.optimizers.step import traced
 
 
@@ -79,10 +79,10 @@ def test_products_in_bfloat16_are_told_where_the_machine_has_none(monkeypatch: p
     devices = [torch.device("cpu"), torch.device("cpu"), torch.device("meta")]
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    (line,) = speed.slow_products(recipe, devices)
-    assert line.startswith("update.eigenbasis.precision: bfloat16 saves no time on this machine, whose cpu has no ")
-    assert list(speed.slow_products(load_recipe("soap_fitted"), devices)) == []
+    (line,) = reporting.slow_products(recipe, devices)
+    assert line.startswith("update.eigenbasis.precision: bfloat16 ") and " cpu " in line
+    assert list(reporting.slow_products(load_recipe("soap_fitted"), devices)) == []
     (line,) = Optimizer([("w", nn.Parameter(torch.zeros(4, 4)))], "muon").slow_products()
     assert line.startswith("update.spectral.solver.precision: ")
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
-    assert list(speed.slow_products(recipe, devices)) == []
+    assert list(reporting.slow_products(recipe, devices)) == []

@@ -278,8 +278,8 @@ REFUSED: dict[str, tuple[Any, tuple[object, ...]]] = {
     "unknown size": ("shampoo", ("hidden.weight", "lr_scale")),
     "length set": ("adam_h", ("hidden.weight", "constraints.hyperball", "lr_scale")),
     "after decay": ({"update": ["rms"], "after_decay": ["momentum"]}, ("after_decay",)),
-    "kernel positions": ("scion", ("those",)),
-    "summed squares": ({"update": [{"kind": "rms", "beta": 1.0}]}, ("those",)),
+    "kernel positions": ("scion", ("lr_scale", "update")),
+    "summed squares": ({"update": [{"kind": "rms", "beta": 1.0}]}, ("lr_scale", "update", "rms")),
 }
 
 
