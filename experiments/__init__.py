@@ -1,6 +1,6 @@
-"""Experiments: tasks, training runs, studies, benches, reports and the command line, above the whole library.
+"""Experiments: tasks, training runs, studies, benches, reports and the command line.
 
-The names below are imported when one of them is asked for, as those of `eigengraft` are.
+The public names below are imported when they are first used, so that importing this package does not import torch.
 """
 
 from importlib import import_module
@@ -8,19 +8,41 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .training.experiment import Experiment
-    from .training.loading import load_experiment
+    from .reports.tables import load_metrics, load_runs
+    from .studies.running import complete_study
+    from .studies.study import Study, load_study
+    from .training.experiment import Experiment, load_experiment
     from .training.outcome import Result, Tick
     from .training.train import train
 
-__all__ = ["Experiment", "Result", "Tick", "load_experiment", "train"]
+__all__ = [
+    "Experiment",
+    "Result",
+    "Study",
+    "Tick",
+    "complete_study",
+    "load_experiment",
+    "load_metrics",
+    "load_runs",
+    "load_study",
+    "train",
+]
+_HOMES = {
+    "reports.tables": ("load_metrics", "load_runs"),
+    "studies.running": ("complete_study",),
+    "studies.study": ("Study", "load_study"),
+    "training.experiment": ("Experiment", "load_experiment"),
+    "training.outcome": ("Result", "Tick"),
+    "training.train": ("train",),
+}
+"""Module -> the public names that it defines."""
 
 
 def __getattr__(name: str) -> object:
-    """A public name, or a module of the experiments; each is asked for here once."""
-    if name in __all__:
-        homes = [vars(import_module(f"{__name__}.training.{home}")) for home in ("train", "loading")]
-        found = next(home[name] for home in homes if name in home)
+    """Import and return a public name or a module of this package, which is stored so that it is imported once."""
+    home = next((home for home, names in _HOMES.items() if name in names), None)
+    if home is not None:
+        found = getattr(import_module(f"{__name__}.{home}"), name)
     elif not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
         found = import_module(f"{__name__}.{name}")
     else:

@@ -1,4 +1,4 @@
-"""Files that commands write and read. Every error names the file, what failed and what to do.
+"""Reading and writing of files. Every error names the file, what failed and what to do.
 
 Neither the operating system nor torch names the file when a write fails on a full disk. The JSON parser does not name a
 file that a power loss has cut short.
@@ -23,7 +23,7 @@ PARTIAL = ".partial"
 
 
 _LONGEST = 255
-"""Bytes of a file's name that common file systems take (ext4, XFS, APFS, NTFS)."""
+"""Longest name of a file in bytes. Common file systems (ext4, XFS, APFS, NTFS) accept no longer ones."""
 
 
 def short_name(name: str, suffix: str = "") -> str:
@@ -39,13 +39,13 @@ def short_name(name: str, suffix: str = "") -> str:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and its parents if they do not exist. Raises RecipeError where that is impossible."""
+    """Create a directory and its parents if they do not exist. Raises RecipeError if that is impossible."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
-        raise RecipeError(f"{path}: a directory is required, got a file") from None
+        raise RecipeError(f"{path}: is a file, not a directory; choose another directory") from None
     except OSError as error:
-        raise RecipeError(f"{path}: the directory cannot be made: {_reason(error)}") from None
+        raise RecipeError(f"{path}: the directory cannot be created: {_reason(error)}") from None
 
 
 @contextmanager
@@ -68,7 +68,7 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield the path of a temporary file; after the block it takes the place of `path`, which is never half written."""
+    """Yield the path of a temporary file, which replaces `path` after the block. `path` is complete at any time."""
     temporary = path.with_name(f".{uuid.uuid4().hex[:12]}{PARTIAL}")
     try:
         with writing(path):
@@ -88,7 +88,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def append_text(path: Path, text: str) -> None:
-    """Append to a text file."""
+    """Append text to a file, which is created if it does not exist."""
     with writing(path), path.open("a", encoding="utf-8") as stream:
         stream.write(text)
 
@@ -104,7 +104,7 @@ def read_object(path: Path) -> dict[str, Any]:
         return {}
     content = read_json(path)
     if not isinstance(content, dict):
-        raise RecipeError(f"{path}: a JSON object is required, got {type(content).__name__}; remove the file")
+        raise RecipeError(f"{path}: contains a JSON {type(content).__name__}, not an object; remove the file")
     return content
 
 

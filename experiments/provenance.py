@@ -1,4 +1,4 @@
-"""The provenance of a run: the code and the data that made its numbers, beside its configuration.
+"""The provenance of a run: the code and the data that produced its numbers.
 
 Runs of one cell of a study are averaged. Their mean has a meaning only if all of them have the same provenance. A run
 or a study whose provenance has changed is therefore refused, and reports keep runs of different provenance apart. The
@@ -16,9 +16,9 @@ REMEDY = "Choose another directory, or remove this one."
 
 
 def provenance_of(environment: Mapping[str, Any]) -> dict[str, str]:
-    """The compared entries of a recorded environment: versions, sha256 of the data and of every imported file.
+    """Return the entries of a recorded environment that are compared: versions, and sha256 of data and imported files.
 
-    An entry that an older version did not record is left out, and so differs from one that is recorded.
+    An entry that an older version did not record is left out. It then differs from an environment that has the entry.
     """
     found = {key: str(environment[key]) for key in _VERSIONS if key in environment}
     data, imports = environment.get("data"), environment.get("imports")
@@ -30,20 +30,21 @@ def provenance_of(environment: Mapping[str, Any]) -> dict[str, str]:
 
 
 def provenance_changes(known: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """Lines "entry: recorded -> present" in which two environments differ."""
-    from eigengraft.optimizers.recipe.overrides import differences  # imports torch, which reports do without
+    """Return a line "entry: recorded -> present" for each entry in which two environments differ."""
+    from eigengraft.optimizers.recipe.overrides import differences  # imports torch, which reports do not need
 
     return differences(provenance_of(known), provenance_of(found))
 
 
 def variants(found: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A name for each of several declarations by the values in which they differ; empty names if all are equal.
+    """Return a name for each of several declarations, made of the values in which they differ.
 
-    Equal declarations have equal names, and declarations that differ have different ones.
+    Equal declarations have equal names, and different declarations have different names. All names are empty if all
+    declarations are equal.
     """
     if all(one == found[0] for one in found):
         return ["" for _ in found]
-    from eigengraft.optimizers.recipe.overrides import flatten  # imports torch, which most reports do without
+    from eigengraft.optimizers.recipe.overrides import flatten  # imports torch, which most reports do not need
 
     flat = [{path: str(value) for path, value in flatten(one)} for one in found]
     paths = sorted({path for one in flat for path in one})
@@ -57,5 +58,5 @@ def variants(found: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _last(path: str) -> str:
-    """The last two attributes of a dotted path; the name of an imported file has dots of its own."""
+    """Return the last two parts of a dotted path. Names of imported files have dots, and are returned whole."""
     return path if path.startswith("imports ") else ".".join(path.split(".")[-2:])

@@ -19,7 +19,7 @@ from eigengraft.preconditioners import chain_slots
 from eigengraft.slots import StateKey
 
 from ..files import read_object
-from ..training.loading import load_experiment
+from ..training.experiment import load_experiment
 from ..training.train import isolated_run
 
 GRADIENT_LAYERS = (

@@ -1,1 +1,1 @@
-"""The command line: one file per group of commands, their tables and progress bars. Nothing imports it."""
+"""The command line: one file for each group of commands, with its tables and progress bars. Nothing imports it."""

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands take."""
+"""Arguments and options that several commands share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Workers = Annotated[int | None, typer.Option(min=1, help="number of processes; d
 
 
 def override_argument(text: str) -> Any:
-    """The argument that takes overrides, `dotted.path=value`; each must still be there when all have been applied."""
+    """Return the argument for overrides, `dotted.path=value`. Overrides that a later one replaces are refused."""
     return typer.Argument(help=text, callback=_all_have_effect)
 
 
@@ -25,19 +25,19 @@ def _all_have_effect(overrides: list[str] | None) -> list[str] | None:
     for first, second in combinations(overrides or (), 2):
         path, later = _path(first), _path(second)
         if "=" in first and _replaces(later, path):
-            remedy = "one of the two is required" if path == later else f"'{second}' is required before it"
+            remedy = "remove one of the two" if path == later else f"put '{second}' before it"
             raise RecipeError(f"override '{first}': has no effect, as '{second}' replaces it; {remedy}")
     return overrides
 
 
 def _path(override: str) -> str:
-    """The path of an override; that of a field deeper in the recipe does without the prefix `recipe.`."""
+    """Return the path of an override, without the prefix `recipe.` if a field inside the recipe follows."""
     path = override.partition("=")[0].strip()
     inner = path.removeprefix("recipe.")
     return inner if "." in inner else path
 
 
 def _replaces(later: str, path: str) -> bool:
-    """Whether setting `later` drops what was set at `path`: the same field, one inside, or one of another kind."""
+    """Return True if setting `later` drops the value at `path`: the same field, a field around it, or another kind."""
     whole = later.removesuffix(".kind")
     return path == later or path.startswith(f"{whole}.")

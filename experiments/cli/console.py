@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def replace_unencodable() -> None:
-    """Make the standard streams write "?" for a character that they cannot encode, where Python would raise.
+    """Make the standard streams write "?" for a character that they cannot encode, instead of raising an error.
 
     Streams without UTF-8 are common: containers and cron jobs without a locale, and pipes on Windows (cp1252).
     """
@@ -32,12 +32,12 @@ def replace_unencodable() -> None:
 
 
 def print_error(title: str, message: str) -> None:
-    """Print a box on standard error; the message is shown literally, brackets included."""
+    """Print a box on standard error. The message is printed literally, brackets included."""
     Console(stderr=True).print(Panel(Text(message), title=title, title_align="left", border_style="red", expand=False))
 
 
 def describe_result(result: Result) -> str:
-    """Describe the result of a run in two lines, or in three if it got worse."""
+    """Return a description of a run's result in two lines, or three if the run got worse."""
     if result.diverged or result.val_loss is None:
         head = f"diverged at step {result.steps}: {result.diagnosis or 'the loss or all gradients are not finite'}"
     else:
@@ -51,7 +51,7 @@ def describe_result(result: Result) -> str:
 
 
 def to_yaml(data: Any) -> str:
-    """Return `data` as YAML that reads back equal, also from a standard output that is not UTF-8."""
+    """Return `data` as YAML that reads back equal, also on a standard output that is not UTF-8."""
     stream = StringIO()
     yaml = YAML(typ="safe")
     yaml.default_flow_style = False
@@ -63,7 +63,7 @@ def to_yaml(data: Any) -> str:
 
 
 def routing_table_of(optimizer: eigengraft.Optimizer) -> Table:
-    """A row per parameter: its route and the reason, its view, its blocks and the bytes of its state."""
+    """Return a table with a row for each parameter: route and reason, view, blocks and bytes of state."""
     rows = optimizer.routing_table()
     table = Table(box=box.SIMPLE_HEAD, show_footer=True)
     table.add_column("parameter", footer=f"{len(rows)} parameters", overflow="fold")
@@ -82,7 +82,7 @@ def routing_table_of(optimizer: eigengraft.Optimizer) -> Table:
 
 
 def storage_table(optimizer: eigengraft.Optimizer) -> Table:
-    """A row per slot: its bytes as declared and as stored, in all and per parameter."""
+    """Return a table with a row for each slot: bytes as declared and as stored, in total and for each parameter."""
     parameters = sum(math.prod(row.shape) for row in optimizer.routing_table())
     rows = [row for row in optimizer.slot_sizes() if row.role not in ("count", "failures")]
     declared, stored = sum(row.declared for row in rows), sum(row.stored for row in rows)
@@ -101,7 +101,7 @@ def storage_table(optimizer: eigengraft.Optimizer) -> Table:
 
 
 def print_table(table: Table) -> None:
-    """Print the table on standard output; in a file or a pipe as YAML comments, so that the file is still a recipe."""
+    """Print the table on standard output, in a file or a pipe as a YAML comment, so that the output is a recipe."""
     if sys.stdout.isatty():
         Console().print(table)
         return
@@ -111,12 +111,12 @@ def print_table(table: Table) -> None:
 
 
 def _encoding() -> str:
-    """The encoding of the standard output."""
+    """Return the encoding of the standard output."""
     return (sys.stdout.encoding or "utf-8").lower()
 
 
 class _Captured(StringIO):
-    """Text for the standard output; rich draws boxes of ASCII where that is not UTF-8."""
+    """Text for the standard output. rich draws boxes with ASCII characters if its encoding is not UTF-8."""
 
     @property
     def encoding(self) -> str:  # type: ignore[override]

@@ -1,7 +1,7 @@
-"""The commands train, show, schema, ablate, report, reproduce, track, demo, bench, plan and costs of `eigengraft`.
+"""The commands train, show, schema, ablate, report, reproduce, track, demo, bench and plan of `eigengraft`.
 
 Commands load, call the library and print. A wrong input ends with one box on standard error and exit code 2, an
-interrupt with exit code 130. What imports torch is imported where it is called, so that help comes at once.
+interrupt with exit code 130. Modules that import torch are imported inside commands, so that help is printed at once.
 """
 
 from __future__ import annotations
@@ -16,12 +16,7 @@ from typer.core import TyperGroup
 import eigengraft
 
 from ..files import short_name
-from . import bench as cli_bench
-from . import costs as cli_costs
-from . import plan as cli_plan
-from . import reproduce as cli_reproduce
-from . import study as cli_study
-from . import track as cli_track
+from . import bench, papers, plan, study
 from .arguments import Imports, override_argument
 from .console import (
     describe_result,
@@ -35,7 +30,7 @@ from .console import (
 
 
 class Commands(TyperGroup):
-    """Show an error that users can repair as one message without a traceback."""
+    """Commands that print an error which a user can repair as one message without a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -44,7 +39,7 @@ class Commands(TyperGroup):
             where = f" the run in {interrupt}" if str(interrupt) else ""
             print_error("interrupted", f"Give the same command again to continue{where}.")
             raise typer.Exit(130) from None
-        except BrokenPipeError:  # the reader of a pipe has closed it: not an error
+        except BrokenPipeError:  # the reader has closed the pipe, which is not an error
             raise
         except Exception as error:
             if ctx.params.get("debug") or not _is_for_users(error):
@@ -54,7 +49,10 @@ class Commands(TyperGroup):
 
 
 def _is_for_users(error: Exception) -> bool:
-    """Whether the message is all that is needed; an error of ranks is known by its module, which imports torch."""
+    """Return True if the message of an error is all that a user needs.
+
+    An error of ranks is recognized by its module, as importing its class would import torch.
+    """
     ranks = type(error).__module__.startswith("eigengraft.") and isinstance(error, RuntimeError)
     return ranks or isinstance(error, (ValueError, OSError, ArithmeticError))
 
@@ -96,10 +94,10 @@ def train_command(
     ] = False,
 ) -> None:
     """Train once; the same command again continues a stopped run."""
-    from ..training.loading import load_experiment
-    from ..training.parallel.ranks import is_first_process
+    from ..training.experiment import load_experiment
+    from ..training.parallel import is_first_process
     from ..training.train import train
-    from .progress import training_progress
+    from .study import training_progress
 
     loaded = load_experiment(experiment, overrides or (), imports or ())
     directory = out or Path("runs") / short_name(loaded.name)
@@ -126,12 +124,12 @@ def show_command(
     """Print the resolved recipe or experiment, the route of every parameter, and the bytes of every slot."""
     from eigengraft.optimizers.recipe.loading import read_yaml
 
-    from ..training.loading import load_experiment
+    from ..training.experiment import load_experiment
 
     path = Path(source)
     if path.is_file() and "task" in (read_yaml(path) or ()):
         if task is not None:
-            raise ValueError(f"--task: a recipe is required beside it, got an experiment, which has a task: {source}")
+            raise ValueError(f"--task: cannot be combined with the experiment {source}, which has a task")
         experiment = load_experiment(path, overrides or (), imports or ())
         typer.echo(to_yaml(experiment.declaration()))
     else:
@@ -174,14 +172,13 @@ def schema_command(
     typer.echo(json.dumps(json_schema(kinds[of]), indent=2))
 
 
-app.command("ablate")(cli_study.ablate_command)
-app.command("report")(cli_study.report_command)
-app.command("reproduce")(cli_reproduce.reproduce_command)
-app.add_typer(cli_track.track_app, name="track")
-app.command("demo")(cli_study.demo_command)
-app.command("bench")(cli_bench.bench_command)
-app.command("plan")(cli_plan.plan_command)
-app.command("costs")(cli_costs.costs_command)
+app.command("ablate")(study.ablate_command)
+app.command("report")(study.report_command)
+app.command("reproduce")(papers.reproduce_command)
+app.add_typer(papers.track_app, name="track")
+app.command("demo")(study.demo_command)
+app.command("bench")(bench.bench_command)
+app.command("plan")(plan.plan_command)
 
 
 def main() -> None:

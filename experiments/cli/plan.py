@@ -1,26 +1,31 @@
-"""The command `eigengraft plan`: what each rank owns, holds, computes and sends; no process is started."""
+"""The command `eigengraft plan`: the blocks, state, work and messages of each rank. No process is started."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from rich import box
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from eigengraft.errors import RecipeError
 
 from .arguments import override_argument
 
 if TYPE_CHECKING:
+    from eigengraft.optimizers.plan.plan import Plan
+    from eigengraft.optimizers.plan.traffic import Traffic
     from eigengraft.optimizers.recipe.recipe import Recipe
 
 DataParallel = Literal["ddp", "fsdp2", "hsdp"]
 WIDE = 200
 """Width of a table in a file or in Markdown, in characters."""
 NODE = 8
-"""Ranks that shard a parameter under hsdp, unless the mesh says otherwise."""
+"""Number of ranks that shard a parameter under hsdp, unless the mesh gives it."""
 
 
 def plan_command(  # noqa: PLR0913  its arguments are the command's options
@@ -47,7 +52,6 @@ def plan_command(  # noqa: PLR0913  its arguments are the command's options
     from eigengraft.optimizers.recipe.loading import load_recipe, parse_yaml
 
     from ..tasks.model_shapes import parameters_of
-    from .plan_tables import growth, ranks_table, remarks
 
     parameters, loaded = list(parameters_of(model)), load_recipe(recipe, overrides or (), parse_yaml)
     if measure:
@@ -70,7 +74,7 @@ def plan_command(  # noqa: PLR0913  its arguments are the command's options
 
 
 def _timed(recipe: Recipe, parameters: Sequence[Any]) -> Recipe:
-    """The recipe with measured work; prints the lines of YAML that declare it."""
+    """Return the recipe with measured work, and print the lines of YAML that declare it."""
     import json
 
     from eigengraft.distributed.distribution import Distribution
@@ -83,21 +87,21 @@ def _timed(recipe: Recipe, parameters: Sequence[Any]) -> Recipe:
 
 
 def _meshes(way: DataParallel, axes: tuple[int, ...], world: int | None, worlds: str | None) -> list[tuple[int, ...]]:
-    """The mesh of every plan to make."""
+    """Return the mesh of every plan to make."""
     if worlds and world is not None:
-        raise RecipeError(f"--world: one of --world and --worlds is required, got {world} and '{worlds}'")
+        raise RecipeError(f"--world {world} cannot be combined with --worlds '{worlds}'")
     if worlds:
         return [_mesh(way, axes[-1:], ranks) for ranks in _numbers("--worlds", worlds, ",")]
     mesh = axes or _mesh(way, (), world or 8)
     if world is not None and world != math.prod(mesh):
-        raise RecipeError(f"--world: the {math.prod(mesh)} ranks of the mesh are required, got {world}")
+        raise RecipeError(f"--world: {world} differs from the {math.prod(mesh)} ranks of the mesh; give one of the two")
     return [mesh]
 
 
 def _numbers(option: str, text: str, between: str) -> tuple[int, ...]:
     words = text.split(between)
     if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
-        raise RecipeError(f"{option}: numbers such as {between.join(('2', '4'))} are required, got '{text}'")
+        raise RecipeError(f"{option}: must be numbers such as {between.join(('2', '4'))}, got '{text}'")
     return tuple(map(int, words))
 
 
@@ -107,6 +111,123 @@ def _mesh(way: DataParallel, shards: tuple[int, ...], ranks: int) -> tuple[int, 
     shard_ranks = shards[0] if shards else NODE
     if ranks % shard_ranks:
         raise RecipeError(
-            f"hsdp: a multiple of {shard_ranks}, the ranks that shard a parameter, is required, got {ranks}"
+            f"hsdp: {ranks} ranks are no multiple of the {shard_ranks} ranks that shard a parameter; give --mesh"
         )
     return ranks // shard_ranks, shard_ranks
+
+
+MAX_ROWS = 16
+"""Largest number of ranks for which the table has a row for each."""
+
+
+def columns(unit: str) -> list[tuple[str, Callable[[Plan], Any], str]]:
+    """Return (title, function of a plan to values [R], unit) of every column."""
+    return [
+        ("blocks", lambda plan: plan.blocks, ""),
+        ("state", lambda plan: plan.state, "B"),
+        ("work per step", lambda plan: plan.work, unit),
+        ("work / mean", lambda plan: plan.work / (plan.work.mean() or 1.0), "x"),
+        ("gradients sent", lambda plan: plan.traffic["gradients"].sent, "B"),
+        ("received", lambda plan: plan.traffic["gradients"].received, "B"),
+        ("updates sent", lambda plan: plan.traffic["updates"].sent, "B"),
+        ("received", lambda plan: plan.traffic["updates"].received, "B"),
+        ("messages", lambda plan: sum(traffic.messages for traffic in _everywhere(plan)), ""),
+        ("buffers", lambda plan: sum(traffic.buffers for traffic in _everywhere(plan)), "B"),
+    ]
+
+
+def _everywhere(plan: Plan) -> list[Traffic]:
+    """Return the messages of a step that every backend sends."""
+    return [traffic for kind, traffic in plan.traffic.items() if kind != "synchronization"]
+
+
+def ranks_table(plan: Plan, title: str, unit: str) -> Table:
+    """Return a table with a row for each rank, or the least, median and largest of each column for many ranks."""
+    import numpy as np
+
+    found = [(name, np.asarray(values(plan)), of) for name, values, of in columns(unit)]
+    ranks = len(plan.work)
+    table = _table(title, ["rank", *(name for name, _, _ in found)])
+    if ranks <= MAX_ROWS:
+        for rank in range(ranks):
+            _row(table, str(rank), ((values[rank], of) for _, values, of in found))
+    else:
+        for name, choose in (("least", np.min), ("median", np.median), ("largest", np.max)):
+            _row(table, name, ((choose(values), of) for _, values, of in found))
+    _row(table, "all", ((values.sum(), of) if of != "x" else (None, of) for _, values, of in found))
+    return table
+
+
+def growth(plans: Sequence[Plan], unit: str) -> Table:
+    """Return a Markdown table with a row for each number of ranks.
+
+    Columns have the largest value over ranks, and the efficiency: the share of an interval that ranks do not spend
+    waiting.
+    """
+    import numpy as np
+
+    titles = ["ranks", "state", "/ mean", f"{unit} per step", "/ mean", "at best", "efficiency"]
+    sent = ["gradients sent", "received", "updates sent", "received", "messages", "buffers"]
+    table = _table("", [*titles, *sent], box.MARKDOWN)
+    for plan in plans:
+        largest = [(np.asarray(values(plan)).max(), of) for _, values, of in columns(unit)]
+        imbalances = plan.state_imbalance, plan.imbalance, plan.least_imbalance, plan.balance.efficiency
+        ratios = [(ratio, "x") for ratio in imbalances]
+        _row(table, str(len(plan.work)), [largest[1], ratios[0], largest[2], *ratios[1:], *largest[4:]])
+    return table
+
+
+def remarks(plan: Plan, unit: str) -> list[str]:
+    """Return lines about imbalance, exceptions and agreement, which the table does not show."""
+    home = [name for name, share in plan.placements.items() if share.owners is None]
+    agreement = plan.traffic["agreement"]
+    lines = [
+        f"imbalance (largest / mean) of work {plan.imbalance:.3f}, at best {plan.least_imbalance:.3f}: the "
+        f"busiest rank has at least {amount(plan.bound, unit)}, however blocks are assigned; "
+        f"of state {plan.state_imbalance:.3f}",
+        f"critical path of {plan.interval} steps, each as long as its busiest rank works: "
+        f"{amount(plan.balance.critical_path, unit)}, at best {amount(plan.balance.least, unit)}: efficiency "
+        f"{plan.balance.efficiency:.3f}",
+        "messages: to other ranks, summed over the collectives of a step; buffers: bytes that these read and write",
+    ]
+    if plan.advice is not None:
+        better = " ".join(f"{name}={plan.advice.at_once}" for name in plan.advice.fields)
+        lines.append(
+            f"ranks wait for the one that refreshes: {better} gives an efficiency of "
+            f"{plan.advice.balance.efficiency:.3f}, in another trajectory (that of one process with the same value)"
+        )
+    if home:
+        lines.append(
+            f"{len(home)} of {len(plan.placements)} parameters are updated by the ranks that hold them and send nothing"
+        )
+    if len(plan.work) > 1:
+        before = amount(int(plan.traffic["synchronization"].sent[0]), "B")
+        lines.append(
+            f"agreement on gradients: {amount(int(agreement.sent[0]), 'B')} per rank, in an all-reduce (ring); before "
+            f"it, with gloo, {before} in an all-to-all"
+        )
+    return lines
+
+
+def amount(value: float | None, unit: str) -> str:
+    """Return a number with three digits and a prefix in powers of 1000, such as 1.62 GB. Counts are written in full."""
+    if value is None:
+        return ""
+    if unit in ("", "x"):
+        return f"{value:,.0f}" if unit == "" else f"{value:.3f}"
+    prefixes = ("", "k", "M", "G", "T", "P", "E")
+    power = 0
+    while abs(value) >= 999.5 and unit != "ms" and power < len(prefixes) - 1:
+        value, power = value / 1000, power + 1
+    return f"{value:.3g} {prefixes[power]}{unit}"
+
+
+def _table(title: str, names: Iterable[str], frame: box.Box = box.SIMPLE_HEAD) -> Table:
+    table = Table(box=frame, title=title or None, title_justify="left", title_style="bold")
+    for name in names:
+        table.add_column(name, justify="right")
+    return table
+
+
+def _row(table: Table, name: str, cells: Iterable[tuple[Any, str]]) -> None:
+    table.add_row(Text(name), *(Text(amount(None if value is None else float(value), of)) for value, of in cells))

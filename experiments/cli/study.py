@@ -1,15 +1,21 @@
-"""The commands about studies: `eigengraft ablate`, `report` and `demo`."""
+"""The commands `eigengraft ablate`, `report` and `demo`, with the tables and progress bars of studies and runs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from time import monotonic
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
 
 from eigengraft.errors import RecipeError
 
@@ -18,8 +24,10 @@ from .arguments import Workers, override_argument
 from .console import print_table
 
 if TYPE_CHECKING:
+    from ..studies.preview import StudyPreview
     from ..studies.running import PreparedStudy, StudyEvent
     from ..studies.study import Study
+    from ..training.outcome import Result, Tick
 
 
 def ablate_command(  # noqa: PLR0913  its arguments are the command's options
@@ -46,16 +54,16 @@ def ablate_command(  # noqa: PLR0913  its arguments are the command's options
 ) -> None:
     """Run every cell of a study with every seed; the same command again continues a stopped study.
 
-    Given several times at once, on any machines that see the directory or the database, it shares the runs among them.
+    Several such commands at once, on all machines that see the directory or the database, share the runs.
     """
     if storage is not None and (dry_run or submit is not None):
-        other = "--dry-run, which runs nothing" if dry_run else "--submit, whose jobs see one directory"
-        raise RecipeError(f"--storage: a study that is run here is required, got it with {other}")
+        other = "--dry-run, which runs nothing" if dry_run else "--submit, whose jobs share a directory"
+        raise RecipeError(f"--storage cannot be combined with {other}")
     if dry_run:
         _print_preview(study, overrides or [], out)
         return
     if submit is None and (option or jobs > 1):
-        raise RecipeError(f"{'--option' if option else '--jobs'}: --submit is required beside it, got none")
+        raise RecipeError(f"{'--option' if option else '--jobs'}: has no effect without --submit")
     if submit is not None:
         from ..studies.study import load_study
 
@@ -105,10 +113,9 @@ def demo_command(
 
 
 def _print_preview(source: str, overrides: list[str], out: Path | None) -> None:
-    """Print what a study would run."""
+    """Print the runs that a study would do."""
     from ..studies.preview import preview_study
     from ..studies.study import load_study
-    from .preview_tables import cells_table, differences_table, sentence
 
     study = load_study(source, overrides)
     preview = preview_study(study, out or Path("runs") / short_name(study.name))
@@ -118,7 +125,7 @@ def _print_preview(source: str, overrides: list[str], out: Path | None) -> None:
 
 
 def _submit(study: Study, out: Path | None, cluster: str, jobs: int, workers: int, options: list[str]) -> None:
-    """Submit workers of a study and say how to follow them."""
+    """Submit workers of a study as jobs, and print how to follow them."""
     from ..studies.workers.submission import submit_study
 
     directory = out or Path("runs") / short_name(study.name)
@@ -130,11 +137,10 @@ def _submit(study: Study, out: Path | None, cluster: str, jobs: int, workers: in
 def run_to_end(
     source: str | Study, overrides: list[str], out: Path | None, workers: int | None, storage: str | None = None
 ) -> Path:
-    """Do the remaining runs of a study, those that tune first; name the runs that failed and exit with code 1."""
+    """Do the remaining runs of a study, searches included. Print the runs that failed, and then exit with code 1."""
     from ..reports.records import read_tuned
     from ..studies.running import complete_study
     from ..studies.study import load_study
-    from .progress import StudyProgress
 
     study = load_study(source, overrides)
     directory = out or Path("runs") / short_name(study.name)
@@ -164,3 +170,143 @@ def run_to_end(
         console.print(f"{len(failed)} of {runs} runs failed; details in {where}/*/*.error.txt")
         raise typer.Exit(1)
     return directory
+
+
+@contextmanager
+def training_progress(name: str) -> Iterator[Callable[[Tick], None]]:
+    """Show a progress bar with loss, step time and time left. Yields the callback for `train`."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[figures]}"),
+        TimeRemainingColumn(),
+    )
+    bar = Progress(*columns, console=Console(stderr=True))
+    task = bar.add_task(name, total=None, figures="")
+    validation = ""
+
+    def on_tick(tick: Tick) -> None:
+        nonlocal validation
+        validation = f"  val {tick.val_loss:.4f}" if tick.val_loss is not None else validation
+        figures = f"loss {tick.loss:.4f}{validation}  {tick.step_ms:.1f} ms"
+        bar.update(task, completed=tick.step, total=tick.steps, figures=figures)
+        bar.start()  # only at the first tick, so that an invalid experiment shows no bar
+
+    try:
+        yield on_tick
+    finally:
+        bar.stop()
+
+
+class StudyProgress:
+    """A context manager with a progress bar for a study and for each run in progress, and a line for each finished run.
+
+    runs: number of runs of the study.
+    left: number of runs that are not done yet.
+    """
+
+    def __init__(self, console: Console, runs: int, left: int) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=16), TextColumn("{task.fields[figures]}"))
+        self.progress = Progress(*columns, console=console, transient=True)
+        self.runs, self.done = runs, runs - left
+        self.began = monotonic()
+        self.start_fraction: float | None = None
+        self.study_bar = self.progress.add_task("study", total=1.0, figures="")
+        self.run_bars: dict[str, TaskID] = {}
+
+    def __enter__(self) -> Self:
+        self.progress.start()
+        if self.done:
+            self.progress.console.print(f"{self.done} of {self.runs} runs are already complete")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.progress.stop()
+
+    def on_event(self, event: StudyEvent) -> None:
+        """Display one event of the study."""
+        key = event.run.directory
+        if event.kind == "started":
+            self.run_bars[key] = self.progress.add_task(
+                escape(event.run.title), total=event.run.experiment.steps, figures=""
+            )
+        elif event.kind in ("elsewhere", "died"):
+            self.progress.remove_task(self.run_bars.pop(key))
+            if event.kind == "died":
+                text = f"{escape(event.run.title)}: {escape(event.value)}; it is begun again"
+                self.progress.console.print(text, highlight=False, soft_wrap=True)
+        elif event.kind == "progress":
+            self.progress.update(self.run_bars[key], completed=event.value.step, figures=_describe_tick(event.value))
+        else:
+            if key in self.run_bars:  # not of another worker
+                self.progress.remove_task(self.run_bars.pop(key))
+            self.done += 1
+            text = _describe_result(event.value) if event.kind == "done" else "[red]failed[/red]"
+            self.progress.console.print(f"{escape(event.run.title)}: {text}", highlight=False, soft_wrap=True)
+        self.progress.update(self.study_bar, completed=event.fraction, figures=self._figures(event.fraction))
+
+    def _figures(self, fraction: float) -> str:
+        """Return the number of finished runs, and the time left at the speed so far."""
+        self.start_fraction = fraction if self.start_fraction is None else self.start_fraction
+        gained, spent = fraction - self.start_fraction, monotonic() - self.began
+        text = f"{self.done} of {self.runs} runs"
+        if gained <= 0 or spent < 5 or fraction >= 1:
+            return text
+        minutes, seconds = divmod(round(spent * (1 - fraction) / gained), 60)
+        return f"{text}, about {minutes}:{seconds:02d} left"
+
+
+def _describe_tick(tick: Tick) -> str:
+    return f"step {tick.step}/{tick.steps}  loss {tick.loss:.3f}  {tick.step_ms:.1f} ms"
+
+
+def _describe_result(result: Result) -> str:
+    if result.val_loss is None:
+        return f"[red]diverged[/red] at step {result.steps}"
+    accuracy = f", accuracy {result.val_accuracy:.3f}" if result.val_accuracy is not None else ""
+    return f"validation loss {result.val_loss:.3f}{accuracy} in {result.seconds:.1f} s of training"
+
+
+def cells_table(preview: StudyPreview) -> Table:
+    """Return a table with a row for each cell: labels, runs, their expected time, and bytes of state."""
+    table = Table(box=box.SIMPLE_HEAD)
+    for axis in preview.cells[0].labels:
+        table.add_column(axis, overflow="fold")
+    for name in ("runs", "complete", "timed", "tuning, at most", "seconds a run", "state bytes", "parameters"):
+        table.add_column(name, justify="right")
+    for cell in preview.cells:
+        counts = (cell.runs, cell.complete, cell.timing, cell.tuning)
+        numbers = (*counts, round(cell.seconds), cell.state_bytes, cell.parameters)
+        table.add_row(*map(Text, cell.labels.values()), *(f"{number:,}" for number in numbers))
+    return table
+
+
+def differences_table(preview: StudyPreview) -> Iterator[Table]:
+    """Yield a table with a row for each field in which the compared labels differ, or nothing."""
+    from ..reports.recipe_diff import diff_recipes
+
+    labels = list(dict.fromkeys(label for panel in preview.configs.values() for label in panel))
+    rows = diff_recipes(preview.configs)
+    if rows:
+        table = Table(box=box.SIMPLE_HEAD)
+        table.add_column("field", overflow="fold", min_width=30)
+        for label in labels:
+            table.add_column(label, overflow="fold")
+        for row in rows:
+            table.add_row(*map(Text, (row.path, *row.values)))
+        yield table
+
+
+def sentence(preview: StudyPreview) -> str:
+    """Return one sentence about the runs that are not done yet."""
+    at_most = "at most " if any(cell.tuning for cell in preview.cells) else ""
+    hours, minutes = divmod(round(preview.seconds / 60), 60)
+    runs = f"{preview.name}: {at_most}{preview.runs} runs in {len(preview.cells)} cells"
+    timed = "; steps of other cells than the baseline's follow from the timed runs"
+    return (
+        f"{runs}, about {hours}:{minutes:02d} hours on one core; such a guess may be off by a factor of a few"
+        f"{timed if any(cell.timing for cell in preview.cells) else ''}"
+    )

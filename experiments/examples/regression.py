@@ -1,4 +1,4 @@
-"""A task of one's own in one file: regression on a noisy curve, and a callback.
+"""A task of your own in one file: regression on a noisy curve, and a callback.
 
 eigengraft train regression.yaml                                        trains it
 python -c "import regression; from eigengraft.testing import check_task; print(check_task(regression.Curve()))"
@@ -6,7 +6,6 @@ python -c "import regression; from eigengraft.testing import check_task; print(c
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from typing import Literal
 
@@ -22,7 +21,7 @@ from eigengraft.experiments.training.outcome import Result
 
 
 class Curve(Task):
-    """y = sin(3 x_1) + x_2 x_3 + noise, squared errors; the noise alone gives a loss of noise^2."""
+    """y = sin(3 x_1) + x_2 x_3 + noise, squared errors. The noise alone gives a loss of noise^2."""
 
     kind: Literal["curve"] = "curve"
     width: int = Field(default=32, ge=1, description="units per hidden layer")
@@ -41,7 +40,7 @@ class Curve(Task):
 
 
 class Points(Dataset):
-    """1200 points [N, 3] and their y [N, 1]; the last 200 validate."""
+    """1200 points [N, 3] and their y [N, 1]. The last 200 validate."""
 
     def __init__(self, noise: float, batch_size: int) -> None:
         random = generator(2026)
@@ -50,7 +49,7 @@ class Points(Dataset):
         y = torch.sin(3 * x[:, :1]) + x[:, 1:2] * x[:, 2:] + errors
         self.train, self.validation, self.batch_size = Batch(x[:1000], y[:1000]), Batch(x[1000:], y[1000:]), batch_size
         content = x.numpy().tobytes() + y.numpy().tobytes()
-        self.fingerprint = Fingerprint("a noisy curve", len(content), hashlib.sha256(content).hexdigest())
+        self.fingerprint = Fingerprint.of("a noisy curve", content)
 
     def batch(self, seed: int, step: int) -> Batch:
         chosen = torch.from_numpy(generator(seed, step).integers(0, 1000, self.batch_size))

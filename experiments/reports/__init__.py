@@ -1,1 +1,1 @@
-"""Reports: read a directory of runs, compare them over seeds, and write an HTML page, figures and a CSV file."""
+"""Reports: reading of run directories, comparison over seeds, and an HTML page, figures and tables."""

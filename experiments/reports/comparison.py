@@ -1,23 +1,33 @@
-"""Runs of a study, compared: panels of equal conditions with one row and one pair of curves per label compared."""
+"""Comparison of the runs of a study.
+
+A panel has the runs of equal conditions, with a row and two curves for each label of the compared axis. A sweep is a
+curve of the final metric over labels that are numbers, such as learning rates or intervals.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
 from typing import Any
 
 from .figures import Curve, LostRun
-from .records import Records
-from .run import Metric, Run
+from .records import Metric, Records, Run, TunedCell, cell_name
 from .seed_statistics import Paired, Summary, Target, holm, paired, reaches, summarize
 
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """All runs of one label in one panel; `baseline` is the row to compare with, None for the baseline itself."""
+    """All runs of one label in one panel.
+
+    label: label on the compared axis, with the variant of the runs.
+    style: number of the colour and the marker in all figures.
+    runs: one run for each seed.
+    metric: metric of the comparison.
+    baseline: row to compare with; None for the baseline itself.
+    """
 
     label: str
     style: int
@@ -25,23 +35,23 @@ class ComparisonRow:
     metric: Metric
     baseline: ComparisonRow | None
     axis: str = ""
-    """The axis compared, which stands before a label that is a number."""
+    """Name of the compared axis. Figures and sentences put it before a label that is a number."""
 
     @property
     def title(self) -> str:
-        """The label as figures and sentences have it."""
+        """Label as figures and sentences show it."""
         return named(self.axis, self.label)
 
     @property
     def comparable(self) -> bool:
-        """Whether all runs, and those of the baseline, are of one task and one provenance, as far as both have it."""
+        """True if all runs, with those of the baseline, have one task and one provenance, as far as it was recorded."""
         runs = [run for run in (*self.runs, *(self.baseline.runs if self.baseline else ())) if run.config]
         entries = {entry for run in runs for entry in run.provenance.items()}
         return len({run.data[0] for run in runs}) < 2 and len(entries) == len({name for name, _ in entries})
 
     @cached_property
     def finals(self) -> dict[int, float]:
-        """The metric at the end, by seed, of the runs that ended."""
+        """Final metric by seed of the runs that ended."""
         return {run.seed: run.final(self.metric) for run in self.runs if run.result}
 
     @property
@@ -50,7 +60,7 @@ class ComparisonRow:
 
     @property
     def ended(self) -> bool:
-        """Whether all runs have ended and none diverged."""
+        """True if all runs have ended and none diverged."""
         return len(self.finals) == len(self.runs) and not self.diverged
 
     @cached_property
@@ -59,13 +69,16 @@ class ComparisonRow:
 
     @cached_property
     def difference(self) -> Paired | None:
-        """This row minus the baseline over the seeds both have; None where a run diverged, or the tasks differ."""
+        """This row minus the baseline over common seeds. None if a run diverged or the rows are not comparable."""
         if self.baseline is None or self.diverged or self.baseline.diverged or not self.comparable:
             return None
         return paired(self.finals, self.baseline.finals)
 
     def reached(self, axis: int) -> dict[int, float | None]:
-        """By seed, the step (axis 0) or second (1) at which the baseline's final metric with that seed is reached."""
+        """Return where each seed reaches the baseline's final metric of that seed, None for a seed that does not.
+
+        axis: 0 for the step, 1 for the second.
+        """
         levels = self.baseline.finals if self.baseline else self.finals
         found = {}
         for run in self.runs if self.comparable else ():
@@ -76,20 +89,20 @@ class ComparisonRow:
         return found
 
     def first(self, target: Target) -> int | None:
-        """The step at which all runs together reach a target; a run that has not come to a step is not there."""
+        """Return the first step at which all runs together reach a target. Steps that a run lacks do not count."""
         curves = (run.curve(self.metric) for run in self.runs)
         return target.first([dict(zip(curve[0], curve[2], strict=True)) for curve in curves], self.metric.sign)
 
     def mean(self, field: str) -> float | None:
-        """Mean over seeds of a number in result.json."""
+        """Return the mean over seeds of a number in result.json, None if no run has it."""
         values = [run.result[field] for run in self.runs if run.result.get(field) is not None]
         summary = summarize(values)
         return summary.mean if summary else None
 
     def curve(self, axis: int) -> Curve | None:
-        """The metric against steps (axis 0) or seconds (1) over the evaluations that all begun runs have.
+        """Return the metric against steps (axis 0) or seconds (1), over the evaluations that all started runs have.
 
-        Runs that diverged are lines of their own.
+        Runs that diverged are separate lines of the curve. Returns None if there is nothing to draw.
         """
         fine = [run for run in self.runs if run.status(self.metric) != "diverged"]
         curves = [curve for run in fine if (curve := run.curve(self.metric))[0]]
@@ -109,7 +122,10 @@ class ComparisonRow:
 
 @dataclass(frozen=True)
 class ComparisonPanel:
-    """Rows that differ only along the axis compared."""
+    """Rows that differ only along the compared axis.
+
+    title: labels on the other axes, or the name of the study.
+    """
 
     title: str
     labels: tuple[str, ...]
@@ -120,7 +136,7 @@ class ComparisonPanel:
 
     @cached_property
     def best(self) -> ComparisonRow | None:
-        """The row with the best mean among those whose runs have all ended and none diverged; none across tasks."""
+        """Row with the best mean among rows whose runs all ended, none diverged. None if rows are not comparable."""
         if not all(row.comparable for row in self.rows):
             return None
         means = [(self.metric.sign * row.final.mean, row) for row in self.rows if row.final and row.ended]
@@ -128,39 +144,39 @@ class ComparisonPanel:
 
     @cached_property
     def corrected(self) -> dict[str, float]:
-        """p of every row's difference by its label, corrected for all comparisons of the panel (Holm)."""
+        """p of every row's difference by label, corrected for all comparisons of the panel (Holm)."""
         tests = {row.label: row.difference.p for row in self.rows if row.difference is not None}
         return holm({label: p for label, p in tests.items() if p is not None})
 
     @property
     def busy(self) -> int:
-        """Number of runs during which the machine did other things too."""
+        """Number of runs during which the machine had other load."""
         return sum(run.busy for row in self.rows for run in row.runs)
 
     @property
     def begun(self) -> bool:
-        """Whether there is anything to draw."""
+        """True if a run has started, so that there is something to draw."""
         return any(run.rows for row in self.rows for run in row.runs)
 
     @property
     def reports_accuracy(self) -> bool:
-        """Whether there is an accuracy to show beside another metric."""
+        """True if the runs have an accuracy that is not the compared metric."""
         return self.metric.key != "val_accuracy" and any(row.mean("val_accuracy") is not None for row in self.rows)
 
     @property
     def configs(self) -> dict[str, Mapping[str, Any]]:
-        """One resolved configuration for each label that has any."""
+        """One resolved configuration for each label that has a started run."""
         found = {row.label: next((run.config for run in row.runs if run.config), None) for row in self.rows}
         return {label: config for label, config in found.items() if config}
 
 
 def compare(records: Records) -> list[ComparisonPanel]:
-    """Group the runs: one panel for each combination of labels on the axes that are not compared."""
+    """Group the runs into panels, one for each combination of labels on the axes that are not compared."""
     groups: dict[tuple[str, ...], list[Run]] = {}
     for run in records.runs:
         others = tuple(named(axis, label) for axis, label in run.labels.items() if axis != records.compare)
         groups.setdefault(others, []).append(run)
-    # The baseline has the first colour wherever it stands.
+    # The baseline has the first colour, at whatever position it is listed.
     first = [_row_label(run, records) for run in records.runs if run.labels[records.compare] == records.baseline]
     labels = dict.fromkeys([*first, *(_row_label(run, records) for run in records.runs)])
     styles = {label: i for i, label in enumerate(labels)}
@@ -187,13 +203,13 @@ def _panel(
 
 
 def _row_label(run: Run, records: Records) -> str:
-    """The label of a run on the compared axis, with its variant where runs of one cell differ."""
+    """Return the label of a run on the compared axis, with its variant if runs of one cell differ."""
     label = run.labels[records.compare]
     return f"{label} [{run.variant}]" if run.variant else label
 
 
 def named(axis: str, label: str) -> str:
-    """A label that is a number with the name of its axis, the last two parts of its path; another label as it is."""
+    """Return a label for readers. A label that is a number follows the last two parts of the name of its axis."""
     try:
         float(label)
     except ValueError:
@@ -202,8 +218,133 @@ def named(axis: str, label: str) -> str:
 
 
 def _lost(run: Run, metric: Metric, axis: int) -> LostRun:
-    """The evaluations of a run that diverged, as far as they are finite, and where it ended."""
+    """Return the finite evaluations of a run that diverged, and where it ended."""
     curve = run.curve(metric)
     points = [(x, y) for x, y in zip(curve[axis], curve[2], strict=True) if math.isfinite(y)]
     end = float(run.rows[-1]["step"]) if axis == 0 else run.seconds()[-1]
     return LostRun([float(x) for x, _ in points], [y for _, y in points], end)
+
+
+RATE = "lr"
+"""The axis whose best label each method may choose for itself, whichever axis the study compares."""
+
+
+def swept(records: Records) -> Records:
+    """Return the runs compared along the learning rate, if that is an axis other than the one that the study compares.
+
+    The label of the method is then the last of the other labels, and the runs of the baseline come first. Other records
+    are returned unchanged.
+    """
+    if records.compare == RATE or not all(RATE in run.labels for run in records.runs):
+        return records
+    runs = [replace(run, labels=_rate_last(run.labels, records.compare)) for run in records.runs]
+    runs.sort(key=lambda run: run.labels[records.compare] != records.baseline)
+    return replace(records, runs=tuple(runs), compare=RATE, baseline=runs[0].labels[RATE])
+
+
+def _rate_last(labels: Mapping[str, str], method: str) -> dict[str, str]:
+    others = {axis: label for axis, label in labels.items() if axis not in (method, RATE)}
+    return {**others, method: labels[method], RATE: labels[RATE]}
+
+
+def sweeps(records: Records) -> dict[str, list[Curve]]:
+    """Return curves by title, one curve for each panel. Panels that differ only in the last label share a title.
+
+    Empty unless there are at least three labels and all are numbers. Diverged runs leave a gap, and rows without a
+    finished run are left out.
+    """
+    panels = compare(records)
+    numbers = {row.label: _number(row.label) for panel in panels for row in panel.rows}
+    if len(numbers) < 3 or not all(map(math.isfinite, numbers.values())):
+        return {}
+    styles: dict[str, int] = {}
+    found: dict[str, list[Curve]] = {}
+    for panel in panels:
+        *outer, last = panel.labels or (records.name,)
+        ended = sorted(((numbers[r.label], r) for r in panel.rows if r.finals), key=lambda pair: pair[0])
+        values = [[v if math.isfinite(v) else math.nan for v in row.finals.values()] for _, row in ended]
+        lost = tuple(LostRun((), (), number) for number, row in ended if row.diverged)
+        curve = Curve(
+            label=last,
+            style=styles.setdefault(last, len(styles)),
+            lost=lost,
+            lost_label=f"{last}: a run diverged" if lost else "",
+            x=[number for number, _ in ended],
+            mean=[math.fsum(some) / len(some) for some in values],
+            low=[min(some) for some in values],
+            high=[max(some) for some in values],
+        )
+        if ended:
+            found.setdefault(", ".join(outer) or records.name, []).append(curve)
+    return found
+
+
+def at_their_best(records: Records) -> list[ComparisonPanel]:
+    """Return panels that compare the methods, labels of the axis before the last, each at its own best number of a
+    sweep.
+
+    The first method is the baseline. Empty without a sweep, or with a single method.
+    """
+    groups: dict[tuple[str, ...], list[ComparisonPanel]] = {}
+    for panel in compare(records) if sweeps(records) else ():
+        if panel.best is not None and panel.labels:
+            groups.setdefault(panel.labels[:-1], []).append(panel)
+    return [_at_their_best(records, outer, group) for outer, group in groups.items() if len(group) > 1]
+
+
+def _at_their_best(records: Records, outer: tuple[str, ...], group: Sequence[ComparisonPanel]) -> ComparisonPanel:
+    chosen = [(panel.labels[-1], panel.best) for panel in group if panel.best is not None]
+    rows: list[ComparisonRow] = []
+    for style, (method, best) in enumerate(chosen):
+        label = f"{method}, {named(records.compare, best.label)}"
+        rows.append(ComparisonRow(label, style, best.runs, records.metric, rows[0] if rows else None))
+    title = ", ".join([*outer, f"each at its own best {records.compare}"])
+    return ComparisonPanel(title, outer, tuple(rows), records.metric, rows[0])
+
+
+def tuning_curves(records: Records) -> dict[tuple[str, str], list[Curve]]:
+    """Return curves of search results by (dotted path, title of the panel): the mean metric against the values of a
+    field.
+
+    For each value of the field, the best result over all values of other fields counts. Diverged values are crosses.
+    Values whose runs were stopped early are left out, as are fields without three positive numbers.
+    """
+    cells = {cell_name(run.labels): run.labels for run in records.runs}
+    styles: dict[str, int] = {}
+    found: dict[tuple[str, str], list[Curve]] = {}
+    for one in records.tuned:
+        labels = cells.get(one.cell, {})
+        label = named(records.compare, labels.get(records.compare, one.cell))
+        title = ", ".join(named(axis, text) for axis, text in labels.items() if axis != records.compare)
+        for path in one.values:
+            curve = _tuning_curve(one, path, records.metric.sign, label, styles.setdefault(label, len(styles)))
+            if curve is not None:
+                found.setdefault((path, title or records.name), []).append(curve)
+    return found
+
+
+def _tuning_curve(one: TunedCell, path: str, sign: int, label: str, style: int) -> Curve | None:
+    """Return the curve of one field in one cell, None if it has too few numbers."""
+    best: dict[float, float] = {}
+    diverged: dict[float, None] = {}
+    for trial in one.tried:
+        value = trial.values[path]
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+            return None
+        if trial.mean is None:
+            diverged[float(value)] = None
+        elif trial.stopped is None:
+            best[float(value)] = min(best.get(float(value), math.inf), sign * trial.mean)
+    lost = tuple(LostRun((), (), value) for value in diverged if value not in best)
+    x = sorted(best)
+    if len(x) + len(lost) < 3:
+        return None
+    mean = [sign * best[value] for value in x]
+    return Curve(label, style, x, mean, mean, mean, lost, f"{label}: diverged" if lost else "")
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

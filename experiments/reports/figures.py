@@ -1,4 +1,4 @@
-"""Curves as SVG: with fixed colours for files, with style-sheet variables for pages with a light and a dark mode."""
+"""Drawing of curves with matplotlib, and SVG with fixed colours for files or style-sheet variables for HTML pages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
 from ..files import replacing
 
-# Okabe and Ito's palette, for any colour vision, its lightness moved for white and for dark paper.
+# The palette of Okabe and Ito, distinct for any colour vision, with its lightness adapted to white and to dark paper.
 LIGHT = ("#5b5b5c", "#0072b2", "#d55e00", "#009e73", "#b8609a", "#c98a00", "#3d9cd2", "#8a7d00")
 DARK = ("#b4b4b5", "#4da3e0", "#ff8438", "#2fc79a", "#e29cc8", "#f0b429", "#8fd0f7", "#dccb3c")
 MARKERS = "osD^vPX*"
@@ -36,9 +36,18 @@ class LostRun:
 
 @dataclass(frozen=True)
 class Curve:
-    """Mean over seeds with the smallest and the largest seed; `style` picks colour and marker in all figures.
+    """Mean over seeds with the smallest and the largest seed.
 
     Runs that diverged are dotted lines, with a cross at the upper edge where they end.
+
+    label: text in the legend.
+    style: number of the colour and the marker in all figures.
+    x: abscissas.
+    mean: mean over seeds.
+    low: smallest seed.
+    high: largest seed.
+    lost: runs that diverged.
+    lost_label: text in the legend for these runs.
     """
 
     label: str
@@ -62,9 +71,10 @@ class Level:
 def draw_curves(
     curves: Sequence[Curve], x_label: str, y_label: str, *, level: Level | None = None, log_x: bool = False
 ) -> Figure:
-    """One figure; the vertical axis is logarithmic where all values are positive and span a wide range.
+    """Draw curves in one figure. The vertical axis is logarithmic if all values are positive and span a wide range.
 
-    With `log_x` the curves are final values over a quantity, without it they are metrics over the course of a run.
+    level: horizontal line to draw; None: no line.
+    log_x: True for final values over a quantity, on a logarithmic axis; False for metrics over the course of a run.
     """
     entries = sum(bool(curve.x) + bool(curve.lost) for curve in curves) + (level is not None)
     figure = Figure(figsize=(4.8, 3.1 + 0.2 * -(-entries // 2)), layout="constrained")
@@ -81,14 +91,14 @@ def draw_curves(
         ends = axes.get_xlim()
         log_ticks(axes.xaxis, _FEWER_TICKS if ends[1] < 2e3 * ends[0] else (1,))
     style_axes(axes)
-    if curves:  # below, where it covers nothing
+    if curves:  # the legend is below the axes, where it covers nothing
         style = {"fontsize": 8.5, "labelcolor": INK, "frameon": False, "handlelength": 2.2}
         figure.legend(loc="outside lower center", ncols=2, **style)
     return figure
 
 
 def draw_line(axes: Axes, curve: Curve) -> None:
-    """Draw the band and the line of a curve, in its style."""
+    """Draw the band, the line and the lost runs of a curve in its style."""
     colour = LIGHT[curve.style % len(LIGHT)]
     if curve.x:
         axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.22, linewidth=0)
@@ -103,7 +113,7 @@ def draw_line(axes: Axes, curve: Curve) -> None:
             markevery=max(1, len(curve.x) // 6),
             label=curve.label,
         )
-    height = 0.97 - 0.05 * (curve.style % len(LIGHT))  # crosses of several curves lie below each other
+    height = 0.97 - 0.05 * (curve.style % len(LIGHT))  # crosses of several curves are drawn below each other
     for index, run in enumerate(curve.lost):
         axes.plot(run.x, run.y, color=colour, linewidth=1.0, linestyle=":")
         label = curve.lost_label if index == 0 else "_"
@@ -112,7 +122,10 @@ def draw_line(axes: Axes, curve: Curve) -> None:
 
 
 def _vertical(axes: Axes, curves: Sequence[Curve], *, falling: bool) -> None:
-    """Set the range: all values; for falling curves up to the worst first value, and what rises above is cut off."""
+    """Set the range of the vertical axis to all values.
+
+    falling: if True, the range of falling curves ends at the worst first value, and higher values are cut off.
+    """
     finite = [y for curve in curves for y in [*curve.low, *curve.high] if math.isfinite(y)]
     if not finite:
         return
@@ -131,7 +144,7 @@ def _vertical(axes: Axes, curves: Sequence[Curve], *, falling: bool) -> None:
 
 
 def log_ticks(axis: Axis, digits: Sequence[float]) -> None:
-    """Let a logarithmic axis have ticks at these digits alone, written as plain numbers."""
+    """Set the ticks of a logarithmic axis to these digits, written as plain numbers."""
     axis.set_major_locator(LogLocator(subs=digits))
     axis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axis.set_minor_locator(NullLocator())
@@ -150,7 +163,7 @@ def style_axes(axes: Axes) -> None:
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Write the figure on white paper; the suffix (svg, png, pdf) decides the format."""
+    """Write the figure on white paper. The suffix (svg, png, pdf) determines the format."""
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.stem}):
         metadata = {"Date": None} if path.suffix == ".svg" else None
         form = path.suffix.removeprefix(".")
@@ -159,9 +172,10 @@ def save_figure(figure: Figure, path: Path) -> None:
 
 
 def inline_svg(figure: Figure, name: str) -> str:
-    """The figure as an SVG element for an HTML page: no outside names, text in the page's font, colours as variables.
+    """Return the figure as an SVG element for an HTML page: no external names, the font of the page, colours as
+    variables.
 
-    The page defines `--ink`, `--rule` and `--series-0` ... ; `name` keeps the ids of several figures apart.
+    The page must define `--ink`, `--rule` and `--series-0` ... . `name` keeps the ids of several figures apart.
     """
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "svg.id": None}):

@@ -1,4 +1,4 @@
-"""The fields of the resolved configurations in which the labels compared differ."""
+"""The fields of resolved configurations in which the compared labels differ."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from .records import learning_rate
 _IGNORED = {"name", "about", "seed", "overrides", "imports"}
 
 Tree = dict[str, "str | Tree"]
-"""A configuration as nested texts: stages of a list by their names, and under "" the chain that they form."""
+"""A configuration as nested texts. Stages of a list have their names as keys, and "" has the whole chain as text."""
 
 FieldPath = tuple[str, str]
-"""(panel, label)"""
+"""(panel, label) of a configuration."""
 
 
 @dataclass(frozen=True)
 class DiffRow:
-    """A field, or a component that only some have.
+    """A field, or a component that only some labels have.
 
-    path: its dotted path.
-    values: one text per label, empty where the label has no such field.
+    path: dotted path.
+    values: one text for each label, empty if the label has no such field.
     """
 
     path: str
@@ -33,10 +33,12 @@ class DiffRow:
 
 
 def diff_recipes(configs: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[DiffRow]:
-    """Rows where labels of one panel differ, for `configs[panel][label]`.
+    """Return the rows in which labels of a panel differ.
 
-    A field with different values is a row. A component that only some labels have is one row with all its fields that
-    no other row shows. A text that is not the same in every panel names its panel.
+    A field with different values is a row. A component that only some labels have is one row, with all its fields that
+    are in no other row. A text that differs between panels is followed by the panel's name.
+
+    configs: panel -> label -> configuration.
     """
     trees = {(panel, label): _tree(_effective(c)) for panel, cells in configs.items() for label, c in cells.items()}
     labels = list(dict.fromkeys(label for _, label in trees))
@@ -44,7 +46,7 @@ def diff_recipes(configs: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list
 
 
 def _rows(path: str, nodes: Mapping[FieldPath, Tree]) -> Iterator[tuple[str, dict[FieldPath, str]]]:
-    """Rows below one path; `nodes` has the tree at this path for every place, empty where there is none."""
+    """Yield the rows below one path. `nodes` has the tree at this path for every place, empty if there is none."""
     present = {place: node for place, node in nodes.items() if node}
     shared, rows = [], []
     for key in dict.fromkeys(key for node in present.values() for key in node):
@@ -64,13 +66,13 @@ def _rows(path: str, nodes: Mapping[FieldPath, Tree]) -> Iterator[tuple[str, dic
 
 
 def _differ(found: Mapping[FieldPath, str], among: Mapping[FieldPath, object]) -> bool:
-    """Whether in some panel the places have different values, or only some have a value."""
+    """Return True if in some panel the values differ, or only some places have a value."""
     panels = {panel for panel, _ in found}
     return any(len({found.get(place) for place in among if place[0] == panel}) > 1 for panel in panels)
 
 
 def _summary(node: Tree, keys: list[str]) -> str:
-    """The fields of a component in one text: its kind or chain, then names and values; `false` is left out."""
+    """Return the fields of a component as one text: its kind or chain, then names and values. `false` is left out."""
     texts = [(key, value) for key in keys if isinstance(value := node.get(key), str) and value != "false"]
     return ", ".join(value if key in ("", "kind") else f"{key} {value}" for key, value in texts)
 
@@ -83,7 +85,7 @@ def _text(label: str, found: Mapping[FieldPath, str]) -> str:
 
 
 def _effective(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with the learning rate in force, and without the recipe's, which it may replace."""
+    """Return the configuration with the learning rate in force, without that of the recipe."""
     recipe = {key: value for key, value in config.get("recipe", {}).items() if key != "lr"}
     return {"lr": learning_rate(config), **{k: v for k, v in config.items() if k != "lr"}, "recipe": recipe}
 
@@ -93,7 +95,7 @@ def _tree(data: Mapping[str, Any]) -> Tree:
 
 
 def _node(value: Any) -> Iterator[str | Tree]:
-    """At most one node: none for a field that is not set."""
+    """Yield the value as a text or tree. Yields nothing for a field that is not set."""
     if isinstance(value, Mapping):
         yield _tree(value)
     elif isinstance(value, (list, tuple)) and value and all(isinstance(item, Mapping) for item in value):

@@ -1,26 +1,177 @@
-"""The runs of a directory, read from its files; unfinished, failed and missing runs included."""
+"""Run directories, read from their files, and the metrics that runs are compared by.
+
+Unfinished, failed and missing runs are included.
+"""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, Literal
 
-from ..files import read_object
-from ..provenance import variants
-from .run import METRICS, Metric, Run
+from ..files import read_object, read_rows
+from ..provenance import provenance_of, variants
 from .seed_statistics import Target
+
+Status = Literal["complete", "diverged", "failed", "unfinished", "missing"]
+
+
+MetricName = Literal["val_loss", "val_accuracy"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric by which runs are compared.
+
+    key: column of metrics.jsonl and field of result.json.
+    title: name for readers.
+    sign: 1 if smaller values are better, -1 if larger values are.
+    """
+
+    key: MetricName
+    title: str
+    sign: int
+
+    @property
+    def worst(self) -> float:
+        """Value of a run that diverged."""
+        return self.sign * math.inf
+
+
+METRICS = {
+    "val_loss": Metric("val_loss", "validation loss", 1),
+    "val_accuracy": Metric("val_accuracy", "validation accuracy", -1),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run directory.
+
+    labels: label by axis of the study.
+    seed: seed of the run.
+    directory: directory of the run.
+    variant: how the run differs in configuration or provenance from other runs with these labels; empty if it does not.
+    """
+
+    labels: dict[str, str]
+    seed: int
+    directory: Path
+    variant: str = ""
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        return read_object(self.directory / "config.json")
+
+    @cached_property
+    def environment(self) -> dict[str, Any]:
+        return read_object(self.directory / "env.json")
+
+    @cached_property
+    def provenance(self) -> dict[str, str]:
+        """Versions, code and data that produced the numbers. Empty before the run has started."""
+        return provenance_of(self.environment)
+
+    @cached_property
+    def result(self) -> dict[str, Any]:
+        return read_object(self.directory / "result.json")
+
+    @cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        """Lines of metrics.jsonl. A last line that a kill has cut short is left out."""
+        return read_rows(self.directory / "metrics.jsonl")
+
+    @cached_property
+    def diagnostics(self) -> list[dict[str, Any]]:
+        """Lines of diagnostics.jsonl, which many runs do not have."""
+        return read_rows(self.directory / "diagnostics.jsonl")
+
+    @cached_property
+    def error(self) -> str:
+        path = fault_file(self.directory)
+        return path.read_text(encoding="utf-8") if path.exists() else ""
+
+    def status(self, metric: Metric) -> Status:
+        if self.result:
+            return "complete" if math.isfinite(self.final(metric)) else "diverged"
+        if self.error:
+            return "failed"
+        return "unfinished" if self.config else "missing"
+
+    def final(self, metric: Metric) -> float:
+        """Return the metric at the end of a complete run, the worst value if the run diverged."""
+        return _number(self.result.get(metric.key), metric)
+
+    @property
+    def data(self) -> tuple[str, str]:
+        """Kind of the task and sha256 of its data."""
+        return str(self.config.get("task", {}).get("kind", "")), self.provenance.get("data", "")
+
+    @cached_property
+    def median_step(self) -> float | None:
+        """Median over rows of the median milliseconds of a step. None if no row has them."""
+        found = [float(row["step_ms"]) for row in self.rows if row.get("step_ms")]
+        return median(found) if found else None
+
+    @property
+    def busy(self) -> bool:
+        """True if in a tenth of the rows the median step took 1.5 times as long as the median over rows."""
+        found = sorted(float(row["step_ms"]) for row in self.rows if row.get("step_ms"))
+        return len(found) >= 4 and found[-(-9 * len(found) // 10) - 1] > 1.5 * (self.median_step or math.inf)
+
+    def seconds(self) -> list[float]:
+        """Return the training seconds at every row, corrected for other load of the machine.
+
+        The seconds of each row, rare expensive steps included, are divided by the median step of the row and multiplied
+        by that of the run.
+        """
+        total, before, found = 0.0, 0.0, []
+        for row in self.rows:
+            own = row.get("step_ms")
+            total += (float(row["seconds"]) - before) * ((self.median_step or 1.0) / float(own) if own else 1.0)
+            before = float(row["seconds"])
+            found.append(total)
+        return found
+
+    def curve(self, metric: Metric) -> tuple[list[int], list[float], list[float]]:
+        """Return the steps, training seconds and metrics of all evaluations."""
+        rows = [
+            (row, time) for row, time in zip(self.rows, self.seconds(), strict=True) if row.get(metric.key) is not None
+        ]
+        return (
+            [int(row["step"]) for row, _ in rows],
+            [time for _, time in rows],
+            [_number(row[metric.key], metric) for row, _ in rows],
+        )
+
+
+def fault_file(run: Path) -> Path:
+    """Return the file beside the directory `run` in which a study records why the run failed."""
+    return run.with_name(f"{run.name}.error.txt")
+
+
+def _number(value: object, metric: Metric) -> float:
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else metric.worst
+
 
 MANIFEST = "study"
 _SHARED = ("name", "seed", "imports", "parallel", "diagnostics", "checkpoint_every", "log_every", "silence")
-"""Fields of an experiment in which runs of one cell may differ: they do not change the numbers that are averaged."""
+"""Fields of an experiment in which runs of one cell may differ, as they do not change the averaged numbers."""
 
 
 @dataclass(frozen=True)
 class Tried:
-    """Values that a search tried: the mean of the metric, None where a run diverged, and the step it was stopped at."""
+    """Values that a search tried.
+
+    values: values by dotted path.
+    mean: mean of the metric over seeds; None if a run diverged.
+    stopped: step at which successive halving stopped a run; None: all runs were completed.
+    """
 
     values: Mapping[str, Any]
     mean: float | None
@@ -29,13 +180,13 @@ class Tried:
 
 @dataclass(frozen=True)
 class TunedCell:
-    """What a search found in one cell of a study, as its manifest says.
+    """The result of the search in one cell of a study, read from the manifest.
 
-    cell: axis=label of every axis, with commas between.
-    values: the best values, by dotted path.
-    edges: field -> "least" or "largest", where the best value is at an end of what was tried.
+    cell: axis=label of every axis, separated by commas.
+    values: best values, by dotted path.
+    edges: field -> "least" or "largest" if the best value is at an end of the tried values.
     tried: everything that was tried, by ascending values.
-    rule: how values were chosen.
+    rule: sentences that say how values were chosen.
     """
 
     cell: str
@@ -46,12 +197,12 @@ class TunedCell:
 
     @property
     def best(self) -> Tried:
-        """The best values with their mean."""
+        """Best values with their mean."""
         return next(one for one in self.tried if one.values == self.values)
 
     @property
     def notices(self) -> list[str]:
-        """A sentence for each field whose best value is at an end of what was tried, or one if no value was good."""
+        """A sentence for each field whose best value is at an end of the tried values, or one if all runs diverged."""
         if self.best.mean is None:
             return [
                 "every value that was tried diverged or failed, so that none is the best; what went wrong is in tuning"
@@ -65,11 +216,20 @@ class TunedCell:
 
 @dataclass(frozen=True)
 class Records:
-    """All runs of a directory. Runs are compared along the axis `compare` with the runs labelled `baseline`.
+    """All runs of a directory. They are compared along the axis `compare` with the runs labelled `baseline`.
 
-    A panel without runs of that label has no differences. An empty `baseline` is no label: nothing is subtracted.
+    A panel without runs of that label has no differences.
 
-    equal: what the cells of the study have alike, "steps" as written, or the training "seconds" of the baseline.
+    name: name of the study or directory.
+    description: question of the study.
+    metric: metric by which runs are compared.
+    compare: axis along which runs are compared.
+    baseline: label of the baseline; empty: nothing is subtracted.
+    runs: all runs.
+    tuned: results of searches.
+    target: value whose steps are compared too; None: none.
+    equal: "steps" if the cells of the study have the steps that it sets, "seconds" if they train as long as the
+        baseline.
     """
 
     name: str
@@ -84,7 +244,7 @@ class Records:
 
     @property
     def notices(self) -> list[str]:
-        """A sentence for each cell whose runs differ in configuration, code or data, and are not averaged."""
+        """A sentence for each cell whose runs differ in configuration, code or data, and are therefore not averaged."""
         found: dict[str, dict[str, int]] = {}
         for run in self.runs:
             if run.variant:
@@ -97,11 +257,11 @@ class Records:
         ]
 
     def rate_edge(self, labels: Mapping[str, str]) -> str:
-        """Where the learning rate of a cell was tuned: "least" or "largest" if it is at an end of what was tried."""
+        """Return "least" or "largest" if a cell's tuned learning rate is at that end of the tried values, else ""."""
         return next((one.edges.get("lr", "") for one in self._searches(labels)), "")
 
     def tuned_values(self, labels: Mapping[str, str]) -> Mapping[str, Any]:
-        """Values that a search found for a cell, by dotted path; empty where nothing was tuned."""
+        """Return the values that a search found for a cell, by dotted path. Empty if nothing was tuned."""
         return next((one.values for one in self._searches(labels)), {})
 
     def _searches(self, labels: Mapping[str, str]) -> Iterator[TunedCell]:
@@ -109,20 +269,23 @@ class Records:
 
 
 def cell_name(labels: Mapping[str, str]) -> str:
-    """The name of the cell with these labels, as manifests have it."""
+    """Return the name of the cell with these labels, as manifests have it."""
     return ",".join(f"{axis}={label}" for axis, label in labels.items())
 
 
 def read_tuned(directory: Path) -> tuple[TunedCell, ...]:
-    """What the searches of the study in `directory` have found so far."""
+    """Return the results of the searches of the study in `directory` so far."""
     manifest = read_object(directory / f"{MANIFEST}.json")
     return tuple(_tuned(cell, one) for cell, one in manifest.get("tuned", {}).items())
 
 
 def read_records(directory: Path, baseline: str | None = None) -> Records:
-    """The runs under `directory`: those of its study; without a study those of all studies and single runs below it.
+    """Return the runs of the study in `directory`. Without a study, return the runs of all studies and single runs
+    below it.
 
-    baseline: the label to compare with; None: that of the study, and none without a study.
+    Raises ValueError if no run has started, or if `baseline` is no label.
+
+    baseline: label to compare with; None: the baseline of the study, and no baseline without a study.
     """
     manifest = read_object(directory / f"{MANIFEST}.json")
     records = _of_study(manifest, directory) if manifest else _joint(directory)
@@ -130,9 +293,7 @@ def read_records(directory: Path, baseline: str | None = None) -> Records:
         return records
     labels = list(dict.fromkeys(run.labels[records.compare] for run in records.runs))
     if baseline not in labels:
-        raise ValueError(
-            f"--baseline: a label of {records.compare} ({', '.join(labels)}) is required, got '{baseline}'"
-        )
+        raise ValueError(f"--baseline: '{baseline}' is no label of {records.compare}, which has {', '.join(labels)}")
     return replace(records, baseline=baseline)
 
 
@@ -142,7 +303,7 @@ def _of_study(manifest: Mapping[str, Any], directory: Path) -> Records:
     tuned = read_tuned(directory)
     if not tuned and all(run.status(metric) == "missing" for run in runs):
         raise ValueError(
-            f"report: runs that have begun are required, got none of the study's {len(runs)} in {directory}"
+            f"report: none of the study's {len(runs)} runs in {directory} has started; run the study first"
         )
     name, description = manifest["name"], manifest["description"]
     given = manifest.get("study", {}).get("target")
@@ -162,9 +323,9 @@ def _order(value: object) -> tuple[bool, float, str]:
 
 
 def _joint(directory: Path) -> Records:
-    """The runs of all studies below a directory, without those of their searches, and runs of no study.
+    """Return the runs of all studies below a directory, without runs of searches, and the runs of no study.
 
-    There is a panel for each task, its data and length of runs. There is no baseline: none of the runs was chosen.
+    There is a panel for each task, its data and the length of runs. There is no baseline, as nobody has chosen one.
     """
     manifests = {path.parent: read_object(path) for path in sorted(directory.rglob(f"{MANIFEST}.json"))}
     studies = {home: manifest for home, manifest in manifests.items() if "runs" in manifest}
@@ -176,7 +337,7 @@ def _joint(directory: Path) -> Records:
     ]
     found = [place for place in sorted(places) if (place / "config.json").is_file()]
     if not found:
-        raise ValueError(f"report: a directory with a study or with runs is required, got {directory}")
+        raise ValueError(f"report: {directory} contains neither a study nor runs")
     runs = [_single_run(path, directory) for path in found]
     for run, title in zip(runs, _conditions(runs), strict=True):
         if title:
@@ -187,7 +348,7 @@ def _joint(directory: Path) -> Records:
 
 
 def _conditions(runs: Sequence[Run]) -> list[str]:
-    """A title for each run that says its task, data and length; empty if these are the same for all runs."""
+    """Return a title for each run with its task, data and length, empty if these are the same for all runs."""
     found = [{"steps": run.config.get("steps"), "task": run.config.get("task"), "data": run.data[1]} for run in runs]
     if all(one == found[0] for one in found):
         return ["" for _ in found]
@@ -206,7 +367,7 @@ def _single_run(path: Path, directory: Path) -> Run:
 
 
 def _kept_apart(runs: Iterable[Run]) -> tuple[Run, ...]:
-    """The runs, with a variant for those with equal labels that differ in configuration or provenance."""
+    """Return the runs, with a `variant` for runs with equal labels that differ in configuration or provenance."""
     cells: dict[tuple[tuple[str, str], ...], list[Run]] = {}
     all_runs = list(runs)
     for run in all_runs:
@@ -224,6 +385,6 @@ def _without(config: Mapping[str, Any], fields: Iterable[str]) -> dict[str, Any]
 
 
 def learning_rate(config: Mapping[str, Any]) -> float | None:
-    """The peak learning rate of a run: its own, else its recipe's."""
+    """Return the peak learning rate of a run: that of the experiment if it has one, else that of the recipe."""
     own: float | None = config.get("lr")
     return config.get("recipe", {}).get("lr") if own is None else own

@@ -1,4 +1,4 @@
-"""One self-contained HTML page about a directory of runs: curves, tables, differences of recipes, environments."""
+"""A self-contained HTML page about a directory of runs: curves, tables, differences of recipes, environments."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from matplotlib.figure import Figure
 
 from ..files import make_directory, short_name, write_text
 from . import figures
-from .comparison import ComparisonPanel, compare
-from .drawings.panels import beside_curves
-from .formatting import (
+from .comparison import ComparisonPanel, at_their_best, compare, sweeps, swept, tuning_curves
+from .drawings import beside_curves
+from .recipe_diff import diff_recipes
+from .records import Records, Run, Status, learning_rate, read_records
+from .seed_statistics import BOOTSTRAP_PAIRS, Paired
+from .tables import (
     format_difference,
     format_length,
     format_metric,
@@ -25,23 +28,22 @@ from .formatting import (
     format_reached,
     format_summary,
     sentences,
+    write_runs_csv,
+    write_tables,
 )
-from .recipe_diff import diff_recipes
-from .records import Records, learning_rate, read_records
-from .run import Run, Status
-from .seed_statistics import BOOTSTRAP_PAIRS, Paired
-from .sweep import at_their_best, sweeps, swept, tuning_curves
-from .tables import write_runs_csv, write_tables
 
 _AXES = (("steps", "training steps"), ("seconds", "training seconds"))
 
 
 def write_report(directory: Path, baseline: str | None = None) -> Path:
-    """Write report.html, runs.csv, tables.md and tables.tex into `directory`; return the path of the page.
+    """Write report.html, runs.csv, tables.md and tables.tex into a directory, and return the path of the page.
 
-    Unfinished runs are included.
+    Args: directory: directory of a study or of runs, finished or not. baseline: label to compare with. None: the
+    baseline of the study.
 
-    baseline: the label to compare with; None: that of the study.
+    Returns: The path of report.html.
+
+    Raises: ValueError: no run has started, or `baseline` is no label.
     """
     records = read_records(directory, baseline)
     page = render(records)
@@ -53,7 +55,7 @@ def write_report(directory: Path, baseline: str | None = None) -> Path:
 
 
 def write_figures(directory: Path, folder: Path, baseline: str | None = None) -> list[Path]:
-    """Write every figure of the report of `directory` into `folder`, as SVG and as PNG."""
+    """Write every figure of the report of `directory` into `folder`, as SVG and as PNG, and return the paths."""
     make_directory(folder)
     records = read_records(directory, baseline)
     along, metric = swept(records), records.metric.title
@@ -75,7 +77,7 @@ def write_figures(directory: Path, folder: Path, baseline: str | None = None) ->
 
 
 def render(records: Records) -> str:
-    """The page as text; every label, path and message in it is escaped."""
+    """Return the page as text. All labels, paths and messages are escaped."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -132,20 +134,20 @@ def _figure(panel: ComparisonPanel, axis: int) -> Figure:
 
 
 def _drawings(panel: ComparisonPanel, index: int) -> list[tuple[str, Markup]]:
-    """A caption and an SVG per figure."""
+    """Return the caption and the SVG of each figure of a panel."""
     drawings = {
         f"{panel.metric.title.capitalize()} against {long}: {panel.title}": (short, _figure(panel, axis))
         for axis, (short, long) in enumerate(_AXES if panel.begun else ())
     }
     drawings |= {f"{caption}: {panel.title}": (short, drawing) for short, caption, drawing in beside_curves(panel)}
-    return [  # the drawing comes from matplotlib, which escapes labels itself
+    return [  # matplotlib has escaped the labels
         (caption, Markup(figures.inline_svg(figure, f"panel-{index}-{short}")))
         for caption, (short, figure) in drawings.items()
     ]
 
 
 def _sweeps(records: Records) -> dict[str, Figure]:
-    """A figure by its title for each group of panels that a number varies in."""
+    """Return a figure for each group of panels in which a number varies, by title."""
     y_label = f"final {records.metric.title}"
     return {
         title: figures.draw_curves(curves, axis_name(records.compare), y_label, log_x=True)
@@ -154,7 +156,7 @@ def _sweeps(records: Records) -> dict[str, Figure]:
 
 
 def _tuning(records: Records) -> dict[tuple[str, str], Figure]:
-    """A figure of what searches tried, by (title of the panel, what is drawn)."""
+    """Return a figure of each search's results, by (title of the panel, description)."""
     metric = f"mean {records.metric.title}"
     return {
         (title, f"tuning, {metric} against {axis_name(path)}"): figures.draw_curves(
@@ -177,7 +179,7 @@ def _failed(run: Run, records: Records) -> bool:
 
 
 def _environments(runs: Sequence[Run]) -> dict[str, list[str]]:
-    """Every value of every field of the runs' environments, by field; one value per field where all ran alike."""
+    """Return the distinct values of every field of the runs' environments, by field."""
     fields: dict[str, dict[str, None]] = {}
     for run in runs:
         for key, value in _leaves(run.environment):
@@ -194,19 +196,19 @@ def _leaves(data: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _critical(records: Records) -> Paired | None:
-    """A comparison without difference, for the |t| that is needed with this number of seeds."""
+    """Return a comparison without difference, for the |t| that is significant with this number of seeds."""
     seeds = len({run.seed for run in records.runs})
     return Paired(seeds, 0.0, None, None) if seeds > 1 else None
 
 
 def axis_name(path: str) -> str:
-    """What a numeric axis is called: in words where these are known, else by its path."""
+    """Return the name of a numeric axis: words for common paths, the path itself for others."""
     words = {"lr": "learning rate", "weight_decay": "weight decay", "steps": "training steps", "task.width": "width"}
     return words.get(path, path)
 
 
 def _file(records: Records, title: str, what: str) -> str:
-    """A file name that says which study, which panel and what is drawn."""
+    """Return a file name with the study, the panel and the content of a figure."""
     return " ".join(dict.fromkeys((records.name, title, what)))
 
 

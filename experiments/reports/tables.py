@@ -1,21 +1,120 @@
-"""The tables of a report: its runs as CSV and Parquet, its panels in Markdown and LaTeX."""
+"""Numbers of a comparison as words and as tables: CSV and Parquet for runs, Markdown and LaTeX for panels."""
 
 from __future__ import annotations
 
 import csv
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eigengraft.errors import RecipeError
 
 from ..files import replacing, write_text
-from .comparison import ComparisonPanel, ComparisonRow, compare
-from .formatting import format_difference, format_length, format_number, format_rate, format_summary
-from .records import Records, learning_rate
-from .run import Run
-from .sweep import at_their_best, swept
+from .comparison import ComparisonPanel, ComparisonRow, at_their_best, compare, swept
+from .records import Records, Run, learning_rate, read_records
+from .seed_statistics import Summary
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+_NONE, _MINUS = "\u2013", "\u2212"
+
+
+def sentences(panel: ComparisonPanel, records: Records) -> Iterator[str]:
+    """Yield sentences that describe the numbers of a panel."""
+    best, base = panel.best, panel.baseline
+    if best is None:
+        return
+    extreme = "Lowest" if panel.metric.sign > 0 else "Highest"
+    yield f"{extreme} final {panel.metric.title}: {best.title}, {format_summary(best.final)}."
+    if base is None or base.final is None or best is base:
+        return
+    yield f"{base.title}: {format_summary(base.final)}."
+    test, p = best.difference, panel.corrected.get(best.label)
+    if test is not None and test.half is not None:
+        interval = format_difference(best, panel)[0]
+        yield f"{best.title} minus {base.title}: {interval}, with a 95 % interval over {test.n} paired seeds."
+    if test is not None and p is not None and p > 0.05:
+        tests = f", corrected for {len(panel.corrected)} comparisons" if len(panel.corrected) > 1 else ""
+        yield f"With {test.n} seeds this difference is not significant (p = {p:.2g}{tests})."
+    steps = [step for step in best.reached(0).values() if step is not None]
+    if steps and len(steps) == len(best.runs):
+        last = max(base.runs[0].curve(panel.metric)[0])
+        yield f"{best.title} reaches {base.title}'s final value after {sum(steps) / len(steps):.0f} of {last} steps."
+
+
+def format_reached(row: ComparisonRow, axis: int) -> tuple[str, str]:
+    """Return where the baseline's final value is reached, a mean over seeds, and how many seeds reach it if not all."""
+    found = row.reached(axis)
+    hits = [value for value in found.values() if value is not None]
+    if not hits:
+        return ("never" if found else _NONE), ""
+    mean = sum(hits) / len(hits)
+    return f"{mean:.{axis}f}", "" if len(hits) == len(found) else f"{len(hits)} of {len(found)} seeds"
+
+
+def format_length(row: ComparisonRow) -> tuple[str, str]:
+    """Return mean steps, and mean training seconds corrected for other load of the machine."""
+    ended = [run.seconds()[-1] for run in row.runs if run.result]
+    return format_number(row.mean("steps"), 0), format_number(sum(ended) / len(ended) if ended else None)
+
+
+def format_summary(summary: Summary | None) -> str:
+    """Return mean and spread as text."""
+    if summary is None:
+        return _NONE
+    if not math.isfinite(summary.mean):
+        return "diverged"
+    spread = "" if summary.spread is None else f" \u00b1 {summary.spread:.3f}"
+    return f"{summary.mean:.3f}{spread}"
+
+
+def format_difference(row: ComparisonRow, panel: ComparisonPanel) -> tuple[str, str]:
+    """Return the mean difference with its 95 % interval, and a text about its test.
+
+    The text has t, p and the p corrected for all rows of the panel, and a bootstrap interval if there are enough pairs.
+    """
+    difference = row.difference
+    if difference is None:
+        return _NONE, "" if row.comparable else "other task, code or data"
+    mean = signed(difference.mean)
+    if difference.t is None or difference.half is None:
+        return mean, ""
+    ends = [signed(difference.mean + side * difference.half) for side in (-1, 1)]
+    tests = f", Holm {panel.corrected[row.label]:.2g}" if len(panel.corrected) > 1 else ""
+    t = f"{difference.t:.1f}".replace("-", _MINUS)
+    drawn = ""
+    if difference.bootstrap is not None:
+        drawn = f"\nbootstrap [{', '.join(map(signed, difference.bootstrap))}]"
+    return f"{mean} [{ends[0]}, {ends[1]}]", f"t = {t}, p = {difference.p:.2g}{tests}{drawn}"
+
+
+def signed(value: float) -> str:
+    """Return a number with its sign and three digits after the point."""
+    return f"{value:+.3f}".replace("-", _MINUS)
+
+
+def format_number(value: float | None, digits: int = 1) -> str:
+    """Return the number with this many digits after the point, a dash for None."""
+    return _NONE if value is None else f"{value:.{digits}f}"
+
+
+def format_metric(value: float | None) -> str:
+    """Return the number with five significant digits, "diverged" for None."""
+    return "diverged" if value is None else f"{value:.5g}"
+
+
+def format_ratio(value: float | None, base: float | None) -> str:
+    """Return `value / base` as a factor, an empty text if one is missing."""
+    return "" if not value or not base else f"{value / base:.2f}\u00d7"
+
+
+def format_rate(rate: float | None, edge: str = "") -> str:
+    """Return a learning rate as text. `edge`: "least" or "largest", the end of the tried values, or ""."""
+    return "" if rate is None else f"{rate:g}" + (f" ({edge} tried)" if edge else "")
+
 
 _COLUMNS = ("val_loss", "val_accuracy", "steps", "seconds", "step_ms", "optimizer_ms", "state_bytes_per_parameter")
 _LATEX = {
@@ -32,7 +131,7 @@ _LATEX = {
 
 
 def write_tables(records: Records, folder: Path) -> list[Path]:
-    """Write tables.md and tables.tex, one table for each panel that has begun; LaTeX needs the package booktabs."""
+    """Write tables.md and tables.tex with a table for each panel that has started. LaTeX needs the package booktabs."""
     panels = [panel for panel in [*at_their_best(swept(records)), *compare(records)] if panel.begun]
     written = {"tables.md": markdown, "tables.tex": latex}
     for name, form in written.items():
@@ -41,14 +140,19 @@ def write_tables(records: Records, folder: Path) -> list[Path]:
 
 
 def markdown(panel: ComparisonPanel, records: Records) -> str:
-    """One panel as a table of GitHub's Markdown, its title above."""
-    lines = [_row(cells) for cells in cells_of(panel, records)]
-    lines.insert(1, _row(["---"] * lines[0].count(" | ") + ["---"]))
-    return f"**{_plain(_caption(panel, records))}**\n\n" + "\n".join(lines)
+    """Return one panel as a table of GitHub's Markdown with its title above."""
+    heads, *rows = ([_plain(cell) for cell in cells] for cells in cells_of(panel, records))
+    return f"**{_plain(_caption(panel, records))}**\n\n{markdown_table(heads, rows)}".rstrip("\n")
+
+
+def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in Markdown. Bars inside cells are escaped, other marks are not."""
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
 
 
 def latex(panel: ComparisonPanel, records: Records) -> str:
-    """One panel as a table with its caption."""
+    """Return one panel as a LaTeX table with its caption."""
     head, *body = [" & ".join(map(_escaped, cells)) + r" \\" for cells in cells_of(panel, records)]
     columns = "l" + "r" * head.count(" & ")
     begin = [
@@ -61,7 +165,7 @@ def latex(panel: ComparisonPanel, records: Records) -> str:
 
 
 def cells_of(panel: ComparisonPanel, records: Records) -> Iterator[list[str]]:
-    """The head and the rows of a panel's table."""
+    """Yield the head and the rows of a panel's table."""
     base = panel.baseline
     p = "p (Holm)" if len(panel.corrected) > 1 else "p"
     differences = ["seeds", f"minus {base.title} [95 % interval]", p] if base else ["seeds"]
@@ -92,12 +196,9 @@ def _difference(row: ComparisonRow, panel: ComparisonPanel) -> list[str]:
     return [format_difference(row, panel)[0], "" if p is None else f"{p:.2g}"]
 
 
-def _row(cells: list[str]) -> str:
-    return f"| {' | '.join(map(_plain, cells))} |"
-
-
 def _plain(text: str) -> str:
-    return re.sub(r"([|*_<>`\\])", r"\\\1", text)
+    """Return a text in which all marks of Markdown but bars are escaped."""
+    return re.sub(r"([*_<>`\\])", r"\\\1", text)
 
 
 def _escaped(text: str) -> str:
@@ -105,7 +206,7 @@ def _escaped(text: str) -> str:
 
 
 def write_runs_csv(records: Records, path: Path) -> None:
-    """Write a row for each run (see `run_row`), numbers to six digits; numbers that a run lacks are empty."""
+    """Write a row for each run (see `run_row`), numbers with six digits. Cells of missing numbers are empty."""
     rows = [run_row(run, records) for run in records.runs]
     columns = _columns(rows)
     with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as stream:
@@ -115,16 +216,16 @@ def write_runs_csv(records: Records, path: Path) -> None:
 
 
 def write_parquet(records: Records, folder: Path) -> list[Path]:
-    """Write runs.parquet, a row for each run as in runs.csv, and metrics.parquet, a row for each logged step of each.
+    """Write runs.parquet with a row for each run, as in runs.csv, and metrics.parquet with a row for each logged step.
 
-    Labels, seed and status are columns of both; numbers are not rounded, and null where a run lacks them. Raises
-    RecipeError where pyarrow is not installed.
+    Labels, seed and status are columns of both. Numbers are not rounded, and missing numbers are null. Raises
+    RecipeError if pyarrow is not installed.
     """
     try:
         from pyarrow import Table
         from pyarrow.parquet import write_table
     except ImportError:
-        raise RecipeError("--parquet: pyarrow is required (pip install eigengraft[parquet]), got none") from None
+        raise RecipeError("--parquet: pyarrow is not installed; run `pip install eigengraft[parquet]`") from None
     runs, metrics, written = [], [], []
     for run in records.runs:
         runs.append(run_row(run, records))
@@ -137,11 +238,54 @@ def write_parquet(records: Records, folder: Path) -> list[Path]:
     return written
 
 
-def run_row(run: Run, records: Records) -> dict[str, Any]:
-    """Everything that tables say of a run, by column.
+def load_runs(directory: str | Path) -> DataFrame:
+    """Return a data frame with a row for each run of a directory. Needs pandas: `pip install eigengraft[frames]`.
 
-    Labels are in columns `axis.NAME` and values that a search found in `tuned.PATH`: an axis may have the name of a
-    measured number, as `lr` or `steps`, and neither replaces the other. `peak_lr` is the learning rate in force.
+    Args:
+        directory: directory of a study, or of studies and single runs, finished or not.
+
+    Returns:
+        A frame with the columns of runs.csv: labels as `axis.NAME`, `seed`, `status`, `peak_lr`, values found by a
+        search as `tuned.PATH`, and the numbers of result.json. Missing numbers are NaN.
+
+    Raises:
+        RecipeError: pandas is not installed.
+        ValueError: no run has started.
+    """
+    records = read_records(Path(directory))
+    return _frame([run_row(run, records) for run in records.runs])
+
+
+def load_metrics(directory: str | Path) -> DataFrame:
+    """Return a data frame with a row for each row of metrics of all runs of a directory. Needs pandas.
+
+    Args:
+        directory: directory of a study, or of studies and single runs, finished or not.
+
+    Returns:
+        A frame with labels as `axis.NAME`, `seed` and `status` of the run, and the columns of metrics.jsonl.
+
+    Raises:
+        RecipeError: pandas is not installed.
+        ValueError: no run has started.
+    """
+    records = read_records(Path(directory))
+    return _frame([{**_identity(run, records), **row} for run in records.runs for row in run.rows])
+
+
+def _frame(rows: Sequence[Mapping[str, Any]]) -> DataFrame:
+    try:
+        from pandas import DataFrame
+    except ImportError:
+        raise RecipeError("load_runs: pandas is not installed; run `pip install eigengraft[frames]`") from None
+    return DataFrame(list(rows), columns=_columns(rows))
+
+
+def run_row(run: Run, records: Records) -> dict[str, Any]:
+    """Return all table entries of a run by column.
+
+    Labels have columns `axis.NAME` and values found by a search `tuned.PATH`, so that an axis named like a measured
+    number, for instance `lr` or `steps`, does not replace it. `peak_lr` is the learning rate in force.
     """
     values = records.tuned_values(run.labels)
     tuned = {f"tuned.{path}": values.get(path) for one in records.tuned for path in one.values}
@@ -150,7 +294,7 @@ def run_row(run: Run, records: Records) -> dict[str, Any]:
 
 
 def _identity(run: Run, records: Records) -> dict[str, Any]:
-    """Labels by axis, seed and status of a run, and its variant where runs of one cell differ."""
+    """Return labels by axis, seed and status of a run, and its variant if runs of one cell differ."""
     axes = dict.fromkeys(axis for one in records.runs for axis in one.labels)
     apart = {"variant": run.variant} if any(one.variant for one in records.runs) else {}
     labels = {f"axis.{axis}": run.labels.get(axis) for axis in axes}

@@ -1,4 +1,4 @@
-"""What a paper claims, as data: which cells of a study are compared, and what their difference is required to be."""
+"""Claims of a paper as data: which cells of a study are compared, and in which interval their difference must be."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ CLAIMS = "claims.yaml"
 
 
 class CellPair(Component):
-    """Cells, and for each of them the cell it is compared with, which has other labels on the axes named.
+    """Selected cells, and for each of them the cell that it is compared with.
 
-    of: the cells that are measured.
-    than: the labels that the cells compared with have instead.
+    of: cells that are measured.
+    than: labels that the partner of a cell has instead of the cell's own.
     """
 
     of: Where = Field(min_length=1, description="axis -> label or list of labels; axes not named: all labels")
-    than: dict[str, str] = Field(min_length=1, description="axis -> label of the cells compared with")
+    than: dict[str, str] = Field(min_length=1, description="axis -> label of the cells that these are compared with")
 
     @field_validator("of", mode="before", json_schema_input_type=dict[str, Label | list[Label]])
     @classmethod
@@ -52,7 +52,7 @@ class CellPair(Component):
         return {axis: as_label(v) for axis, v in than.items()} if isinstance(than, Mapping) else than
 
     def require_axes(self, study: Study, where: str) -> None:
-        """Raise ValueError where an axis or a label is named that the study does not have."""
+        """Raise ValueError if an axis or a label is named that the study does not have."""
         wanted = [("of", axis, label) for axis, some in self.of.items() for label in some]
         for side, axis, label in [*wanted, *(("than", *one) for one in self.than.items())]:
             require_known(f"{where}.{side}", axis, study.axes)
@@ -60,62 +60,68 @@ class CellPair(Component):
 
 
 class PaperClaim(CellPair):
-    """One claim: the measured difference or ratio of cells, seed by seed, lies from `least` to `most`.
+    """One claim: the measured difference or ratio of cells, seed by seed, is between `least` and `most`.
 
-    Where `of` means several cells, a seed's value is the mean over them. `beside` is another pair, whose difference is
-    subtracted, or by whose ratio is divided. `steps_to_loss` is the step at which a run first reaches the loss that its
-    partner ends with, as a ratio to the partner's steps. `fitted_steps` is the ratio of steps to an equal loss from
-    cells that differ in their steps, by fits over these lengths: see `fitted_steps_ratio`.
+    If `of` selects several cells, the value of a seed is the mean over them. The difference of the pair `beside` is
+    subtracted, or its ratio divided by. `steps_to_loss` is the step at which a run first reaches the final loss of its
+    partner, as a ratio to the steps of the partner. `fitted_steps` is the ratio of steps to an equal loss, from fits
+    over cells of different lengths: see `fitted_steps_ratio`.
     """
 
-    says: str = Field(min_length=1, description="what the paper says, in one sentence")
+    says: str = Field(min_length=1, description="claim of the paper in one sentence")
     source: str = Field(min_length=1, description="section, table or figure")
-    published: str = Field("", description="the number that the paper gives, with its unit, where there is one")
+    published: str = Field("", description="number that the paper gives, with its unit; empty: it gives none")
     study: str = Field("study", description="study file of the folder, without .yaml")
-    metric: ClaimMetric = Field("val_loss", description="what is compared")
-    compare: Literal["difference", "ratio"] = Field("difference", description="of the metric in `of` to that in `than`")
-    beside: CellPair | None = Field(None, description="cells whose difference or ratio is taken off")
-    least: float | None = Field(None, description="lower end of what is required, in the metric's unit; none: no end")
-    most: float | None = Field(None, description="upper end of what is required; none: no end")
+    metric: ClaimMetric = Field("val_loss", description="metric of the comparison")
+    compare: Literal["difference", "ratio"] = Field(
+        "difference", description="comparison of the metric in `of` with that in `than`"
+    )
+    beside: CellPair | None = Field(
+        None, description="second pair of cells, whose difference is subtracted or ratio divided by"
+    )
+    least: float | None = Field(
+        None, description="lower end of the required interval, in the unit of the metric; none: no lower end"
+    )
+    most: float | None = Field(None, description="upper end of the required interval; none: no upper end")
     expected: Verdict = Field("holds", description="the verdict that the folder's page reports")
 
     @model_validator(mode="after")
     def _interval(self) -> Self:
         low, high = self.required
         if (self.least is None and self.most is None) or low >= high:
-            raise ValueError(f"least, most: an interval with an end is required, got {self.least} to {self.most}")
+            raise ValueError(f"least, most: must give an interval with an end, got {self.least} to {self.most}")
         if self.compare == "ratio" and high <= 0:
-            raise ValueError(f"most: a positive end is required of a ratio, got {self.most}")
+            raise ValueError(f"most: must be positive for a ratio, got {self.most}")
         if self.metric in ("steps_to_loss", "fitted_steps") and self.compare == "difference":
-            raise ValueError(f"compare: 'ratio' is required with metric '{self.metric}', got 'difference'")
+            raise ValueError(f"compare: 'difference' cannot be combined with metric '{self.metric}'; use 'ratio'")
         return self
 
     @property
     def required(self) -> tuple[float, float]:
-        """The interval in which the true value is required to lie."""
+        """Interval in which the true value must be."""
         return -math.inf if self.least is None else self.least, math.inf if self.most is None else self.most
 
 
 class PaperClaims(Component):
-    """The claims of a folder of papers/, by name, and where runs of older studies lie."""
+    """The claims of a folder of papers/ by name, and the files with runs of older studies."""
 
     paper: str = Field(min_length=1, description="authors, year, title and number of the paper")
     claims: dict[str, PaperClaim] = Field(min_length=1, description="claims by name")
     measured: dict[str, str] = Field(
-        default={}, description="study -> file of the folder with its runs, read where results/STUDY.json is not there"
+        default={}, description="study -> file of the folder with its runs, used if results/STUDY.json does not exist"
     )
 
     @property
     def studies(self) -> list[str]:
-        """The studies that claims are about, each once."""
+        """Studies that claims refer to, each once."""
         return list(dict.fromkeys(claim.study for claim in self.claims.values()))
 
 
 def load_claims(folder: Path) -> PaperClaims:
-    """The claims of a folder. Raises RecipeError naming the file and what is wrong."""
+    """Return the claims of a folder. Raises RecipeError with the file and the fault."""
     path = folder / CLAIMS
     if not path.is_file():
-        raise RecipeError(f"reproduce: a folder with {CLAIMS} is required, got '{folder}'")
+        raise RecipeError(f"reproduce: the folder '{folder}' has no {CLAIMS}")
     try:
         claims = validated(PaperClaims, read_yaml(path))
     except RecipeError as error:

@@ -1,4 +1,4 @@
-"""Pages of a folder of papers/: results/claims.md, and the tables in README.md, which stand between markers."""
+"""Pages of a folder of papers/: results/claims.md, and the tables between markers in README.md."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from statistics import fmean
 
 from eigengraft.errors import RecipeError
 
-from ..reports.formatting import format_rate, format_summary
 from ..reports.seed_statistics import summarize
+from ..reports.tables import format_rate, format_summary, markdown_table
 from ..studies.study import load_study
 from .claims import PaperClaim, PaperClaims, load_claims
 from .results import ResultRow, StudyResults, read_results
@@ -21,7 +21,7 @@ _MARKED = re.compile(r"(<!-- results: (?P<name>[\w.-]+) -->\n).*?(<!-- end of re
 
 
 def read_studies(folder: Path, claims: PaperClaims) -> dict[str, StudyResults]:
-    """The results of all studies that claims are about. Raises ValueError where some are missing."""
+    """Return the results of all studies that claims refer to. Raises ValueError if results are missing."""
     found = {}
     for name in claims.studies:
         path = folder / "results" / f"{name}.json"
@@ -32,7 +32,7 @@ def read_studies(folder: Path, claims: PaperClaims) -> dict[str, StudyResults]:
 
 
 def paper_pages(folder: Path) -> dict[Path, str]:
-    """The text of every page of a folder that is generated, by its path: results/claims.md and README.md."""
+    """Return the text of the generated pages of a folder by path: results/claims.md and README.md."""
     claims = load_claims(folder)
     results = read_studies(folder, claims)
     table = claims_table(claims.claims, judge(claims.claims, results))
@@ -45,7 +45,7 @@ def paper_pages(folder: Path) -> dict[Path, str]:
 
 
 def claims_table(claims: Mapping[str, PaperClaim], found: Mapping[str, ClaimFinding]) -> str:
-    """A row per claim: what the paper says and gives, what is required, what was measured, and the verdict."""
+    """Return a table with a row for each claim, the required interval, the measured value and the verdict."""
     heads = ("claim", "source", "published", "required", "measured [95 % interval]", "seeds", "p (Holm)", "verdict")
     rows = []
     for name, claim in claims.items():
@@ -57,10 +57,10 @@ def claims_table(claims: Mapping[str, PaperClaim], found: Mapping[str, ClaimFind
 
 
 def study_table(results: StudyResults) -> str:
-    """When and on what the runs were made, and a row per cell: mean and spread over seeds of the loss, and state bytes.
+    """Return a line about when and on which machine the runs were made, and a table with a row for each cell.
 
-    Of studies at equal seconds steps and seconds too. Other times are in the file of results alone: where a machine
-    does other things too, rows do not compare.
+    Cells have mean and spread of the loss over seeds and bytes of state, and in studies of equal seconds also steps and
+    seconds. Other times are only in the file of results, as rows are not comparable if the machine had other load.
     """
     cells: dict[tuple[str, ...], list[ResultRow]] = {}
     for row in results.rows:
@@ -74,7 +74,7 @@ def study_table(results: StudyResults) -> str:
 
 
 def _numbers(rows: list[ResultRow], lengths: Sequence[str]) -> tuple[str, ...]:
-    """Cells of one row of `study_table`; a number that its runs do not have is empty."""
+    """Return the cells of one row of `study_table`. A number that the runs do not have is empty."""
     first = rows[0].numbers
     losses = [row.numbers.get("val_loss") for row in rows]
     loss = format_summary(summarize([math.inf if x is None else x for x in losses]))
@@ -103,18 +103,12 @@ def _measured(finding: ClaimFinding, claim: PaperClaim) -> str:
 
 
 def _renewed(readme: Path, tables: Mapping[str, str]) -> str:
-    """README.md with the tables of today between its markers. Raises RecipeError where a table is not known."""
+    """Return README.md with new tables between its markers. Raises RecipeError for a marker of an unknown table."""
 
     def table(found: re.Match[str]) -> str:
         name = found["name"]
         if name not in tables:
-            raise RecipeError(f"{readme}: a marker of one of {', '.join(tables)} is required, got '{name}'")
+            raise RecipeError(f"{readme}: the marker '{name}' names no table; tables are {', '.join(tables)}")
         return f"{found[1]}{tables[name]}{found[3]}"
 
     return _MARKED.sub(table, readme.read_text(encoding="utf-8"))
-
-
-def markdown_table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    """A table in Markdown; bars inside its cells are escaped."""
-    lines = [heads, ("---",) * len(heads), *rows]
-    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import make_directory, read_json, write_text
-from ..reports.records import learning_rate, read_records
-from ..reports.run import METRICS, Run
+from ..reports.records import METRICS, Run, learning_rate, read_records
 from ..studies.axes import as_label
 from ..studies.plan import cells
 from ..studies.study import Study
@@ -30,7 +29,12 @@ _NUMBERS = (
 
 @dataclass(frozen=True)
 class ResultRow:
-    """One run: its labels by axis, its seed, and its numbers by name; a number it does not have is None."""
+    """One run.
+
+    labels: label by axis.
+    seed: seed of the run.
+    numbers: numbers by name; None for a number that the run does not have.
+    """
 
     labels: Mapping[str, str]
     seed: int
@@ -39,9 +43,11 @@ class ResultRow:
 
 @dataclass(frozen=True)
 class StudyResults:
-    """The runs of a study, and when, on what and with what they were made, as far as it was recorded.
+    """The runs of a study.
 
-    timed: whether its cells train for equal seconds, each with steps of its own.
+    rows: one row for each run.
+    made: date, machine and versions, as far as they were recorded.
+    timed: True if the cells train for equal seconds, each with its own number of steps.
     """
 
     rows: tuple[ResultRow, ...]
@@ -49,21 +55,21 @@ class StudyResults:
     timed: bool = False
 
     def row(self, labels: Mapping[str, str], seed: int) -> ResultRow:
-        """The run of a cell with a seed. Raises ValueError where there is none."""
+        """Return the run of a cell with a seed. Raises ValueError if there is none."""
         for row in self.rows:
             if row.labels == labels and row.seed == seed:
                 return row
-        raise ValueError(f"results: a run of {dict(labels)} with seed {seed} is required, got none")
+        raise ValueError(f"results: there is no run of {dict(labels)} with seed {seed}")
 
 
 def collect_results(directory: Path) -> dict[str, Any]:
-    """What is kept of the finished runs under `directory`.
+    """Return the compact results of the finished runs under `directory`.
 
-    Raises ValueError where a run is not finished, or runs of one cell had other code or data.
+    Raises ValueError if a run is not finished, or if runs of one cell had other code or data.
     """
     records = read_records(directory)
     if records.notices:
-        raise ValueError(f"results: {records.notices[0]}; remove those of one kind from {directory} and run it again")
+        raise ValueError(f"results: {records.notices[0]}; remove one kind from {directory} and run the study again")
     rows = [_row(run, records.rate_edge(run.labels)) for run in records.runs]
     last = max((run.directory / "result.json").stat().st_mtime for run in records.runs)
     seen = [run.environment for run in records.runs]
@@ -74,7 +80,7 @@ def collect_results(directory: Path) -> dict[str, Any]:
 
 
 def keep_results(content: Mapping[str, Any], path: Path) -> None:
-    """Write what `collect_results` returned, one run a line."""
+    """Write the result of `collect_results`, one run a line."""
     make_directory(path.parent)
     rows = ",\n".join(json.dumps(row) for row in content["rows"])
     head = f'"study": {json.dumps(content["study"])},\n"made": {json.dumps(content["made"])}'
@@ -82,12 +88,13 @@ def keep_results(content: Mapping[str, Any], path: Path) -> None:
 
 
 def read_results(path: Path, study: Study) -> StudyResults:
-    """The runs in a file that was written from this study. Raises ValueError where they are others than it plans.
+    """Return the runs in a file of results of this study.
 
-    A list of rows without what they were made on is read too; a row without `labels` has its labels beside its numbers.
+    The file may also be a list of rows without `made`, and rows may have labels beside their numbers in place of
+    `labels`. Raises ValueError if the runs are not those that the study plans.
     """
     if not path.is_file():
-        raise ValueError(f"reproduce: a file with results is required, run the study first; got no '{path}'")
+        raise ValueError(f"reproduce: there are no results '{path}'; run the study first")
     content = read_json(path)
     listed = content if isinstance(content, list) else content["rows"]
     made = {} if isinstance(content, list) else content["made"]
@@ -96,13 +103,13 @@ def read_results(path: Path, study: Study) -> StudyResults:
     measured = [(tuple(row.labels.values()), row.seed) for row in found.rows]
     if len(measured) != len(planned) or set(measured) != planned:
         odd = sorted(planned.symmetric_difference(measured))[:1]
-        raise ValueError(f"{path}: one run of each cell and seed of {study.name} is required, not so for {odd}")
+        raise ValueError(f"{path}: must have one run of each cell and seed of {study.name}, which fails for {odd}")
     return found
 
 
 def _row(run: Run, edge: str) -> dict[str, Any]:
     if not run.result:
-        raise ValueError(f"reproduce: finished runs are required, got none in '{run.directory}'")
+        raise ValueError(f"reproduce: the run in '{run.directory}' is not finished; give the same command again")
     steps, _, losses = run.curve(METRICS["val_loss"])
     rate = {"lr": learning_rate(run.config), **({"edge": edge} if edge else {})}
     numbers = {key: _short(run.result.get(key)) for key in _NUMBERS}
@@ -115,12 +122,12 @@ def _read(row: Mapping[str, Any], study: Study) -> ResultRow:
 
 
 def _own_labels(row: Mapping[str, Any], study: Study) -> dict[str, str]:
-    """Labels that stand beside the numbers of a row, under their axis or the last part of its path."""
+    """Return the labels among the numbers of a row, stored under the axis or the last part of its path."""
     return {axis: as_label(row[axis] if axis in row else row[axis.rpartition(".")[2]]) for axis in study.axes}
 
 
 def _short(value: Any) -> Any:
-    """A float to seven digits, as float32 has them; one that is not finite as None."""
+    """Return a float with the seven digits of float32, None for one that is not finite. Other values are unchanged."""
     if not isinstance(value, float):
         return value
     return float(f"{value:.7g}") if abs(value) < float("inf") else None

@@ -1,30 +1,98 @@
-"""Whether claims hold: paired values over seeds, their interval, and a test of each, corrected for all of a folder."""
+"""Verdicts about claims: paired values over seeds, their interval, and tests corrected for all claims of a folder.
+
+Also steps to an equal loss, fitted to runs of several lengths with a learning rate schedule for each length.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from scipy import special
+import numpy as np
+from scipy import optimize, special
 
 from ..reports.seed_statistics import holm, reaches, summarize
 from ..studies.axes import inside
 from .claims import CellPair, ClaimMetric, PaperClaim, Verdict
-from .length_fits import fitted_steps_ratio
 from .results import ResultRow, StudyResults
+
+_EXPONENTS = (0.01, 4.0)
+"""Range of the exponent of a fit."""
+
+
+class LossCurve(NamedTuple):
+    """The last loss of a run of n steps, floor + scale n^-exponent."""
+
+    floor: float
+    scale: float
+    exponent: float
+
+    def loss(self, steps: float) -> float:
+        """Return the last loss of a run of this length."""
+        return float(self.floor + self.scale * steps**-self.exponent)
+
+    def steps(self, loss: float) -> float:
+        """Return the length of a run that ends with this loss, infinity if there is none."""
+        ratio = (loss - self.floor) / self.scale if self.scale > 0 else -1.0
+        return float(ratio ** (-1 / self.exponent)) if ratio > 0 else math.inf
+
+
+def fit_loss_curve(steps: Sequence[float], losses: Sequence[float]) -> LossCurve:
+    """Return the power law of least squares. The exponent is searched in [0.01, 4]; floor and scale are linear given
+    it.
+
+    Raises ValueError for fewer than four lengths, one more than the law has parameters.
+    """
+    if len(set(steps)) < 4:
+        raise ValueError(f"fitted_steps: needs runs of at least four lengths, got {sorted(set(steps))}")
+    n, y = np.asarray(steps, dtype=np.float64), np.asarray(losses, dtype=np.float64)
+
+    def linear(exponent: float) -> tuple[float, float, float]:
+        """Return squared error, floor and scale of the best fit with an exponent; steps are in units of the longest
+        run.
+        """
+        columns = np.stack([np.ones_like(n), (n / n.max()) ** -exponent], axis=1)
+        (floor, scale), *_ = np.linalg.lstsq(columns, y, rcond=None)
+        return float(((columns @ [floor, scale] - y) ** 2).sum()), float(floor), float(scale)
+
+    found = optimize.minimize_scalar(
+        lambda exponent: linear(exponent)[0], bounds=_EXPONENTS, method="bounded", options={"xatol": 1e-6}
+    )
+    exponent = float(found.x)
+    _, floor, scale = linear(exponent)
+    return LossCurve(floor, scale * float(n.max()) ** exponent, exponent)
+
+
+def fitted_steps_ratio(own: Mapping[int, float], other: Mapping[int, float]) -> float:
+    """Return the steps of one method over those of another at an equal loss. Both are given as length of a run -> last
+    loss.
+
+    Both losses are fitted by power laws in the steps and solved for the higher of the two fitted losses at the longest
+    lengths, so that neither law is extrapolated to longer runs (Vyas et al. 2024, arXiv:2409.11321). Neither law is
+    extrapolated to shorter runs: fewer steps than those of the shortest run count as the shortest run, which brings the
+    ratio closer to 1. Returns nan if a loss is not finite.
+    """
+    if not all(map(math.isfinite, (*own.values(), *other.values()))):
+        return math.nan
+    laws = [fit_loss_curve(list(some), list(some.values())) for some in (own, other)]
+    level = max(law.loss(max(some)) for law, some in zip(laws, (own, other), strict=True))
+    mine, others = (max(law.steps(level), min(some)) for law, some in zip(laws, (own, other), strict=True))
+    return mine / others
 
 
 @dataclass(frozen=True)
 class ClaimFinding:
-    """What was measured of a claim.
+    """The measured value of a claim and its verdict.
 
-    values: by seed, the difference or ratio.
-    mean: of the values; the geometric mean of ratios; nan where a run diverged or reached no loss.
-    low, high: the interval of the mean that covers the true value in 95 of 100 studies; None where there is none.
-    p: of the test that the true value lies on the other side of the nearest end of what is required, two-sided, and
-        corrected for all claims of the folder; None where the value has no chance in it, or no test exists.
-    verdict: `holds` where the mean lies in what is required and p <= 0.05, `fails` where it does not and p <= 0.05.
+    values: difference or ratio by seed.
+    mean: mean of the values, the geometric mean for ratios; nan if a run diverged or did not reach a loss.
+    low, high: ends of the interval that covers the true value in 95 of 100 studies; None if there is none.
+    p: two-sided p of the hypothesis that the true value is beyond the nearest end of the required interval, corrected
+        for all claims of the folder; None if the value is not random or no test exists.
+    verdict: `holds` if the mean is in the required interval and p <= 0.05, `fails` if it is outside and p <= 0.05, else
+        `undecided`.
     """
 
     values: Mapping[int, float]
@@ -36,7 +104,7 @@ class ClaimFinding:
 
 
 def judge(claims: Mapping[str, PaperClaim], results: Mapping[str, StudyResults]) -> dict[str, ClaimFinding]:
-    """The findings of all claims of a folder, from the results of its studies."""
+    """Return the findings of all claims of a folder, given the results of its studies."""
     found = {name: measure_claim(claim, results[claim.study]) for name, claim in claims.items()}
     corrected = holm({name: finding.p for name, finding in found.items() if finding.p is not None})
     for name, p in corrected.items():
@@ -46,7 +114,7 @@ def judge(claims: Mapping[str, PaperClaim], results: Mapping[str, StudyResults])
 
 
 def measure_claim(claim: PaperClaim, results: StudyResults) -> ClaimFinding:
-    """The finding of one claim by itself; its verdict is what the mean says, where there is a test."""
+    """Return the finding of one claim without correction. Its verdict is that of the mean, if there is a test."""
     ratio = claim.compare == "ratio"
     to, back = (_log, math.exp) if ratio else (float, float)
     values = _by_seed(claim, claim, results)
@@ -64,18 +132,20 @@ def measure_claim(claim: PaperClaim, results: StudyResults) -> ClaimFinding:
 def interval_test(
     values: list[float], low: float, high: float, exact: bool = False
 ) -> tuple[float, float | None, float | None, Verdict]:
-    """Mean, half of its 95 % interval, p, and the side on which the mean lies of what is required, [low, high].
+    """Return the mean, half of its 95 % interval, p, and the verdict about the required interval [low, high].
 
-    t is the distance of the mean from the nearest end in standard errors, p = 2 P(T > t) with n - 1 degrees of freedom.
-    Where the mean lies inside, the larger p of both ends is that of the nearest one. Values that are `exact`, or equal
-    for two seeds or more, need no test. A run that diverged decides nothing unless every seed lies outside.
+    t is the distance of the mean from the nearest end in standard errors, and p = 2 P(T > t) with n - 1 degrees of
+    freedom. If the mean is inside, the larger p of both ends is that of the nearest end. A run that diverged decides
+    nothing unless every seed is outside.
+
+    exact: True if the values are not random; they need no test. Nor do equal values of two seeds or more.
     """
     if not all(map(math.isfinite, values)):
         outside = len(values) > 1 and all(value < low or value > high for value in values)
         return math.nan, None, None, "fails" if outside else "undecided"
     summary = summarize(values)
     if summary is None:
-        raise ValueError("values: one of a seed at least is required, got none")
+        raise ValueError("values: must have the value of at least one seed, got none")
     within: Verdict = "holds" if low <= summary.mean <= high else "fails"
     if exact or (summary.n > 1 and not summary.spread):
         return summary.mean, 0.0, None, within
@@ -88,14 +158,14 @@ def interval_test(
 
 
 def _by_seed(claim: PaperClaim, pair: CellPair, results: StudyResults) -> dict[int, float]:
-    """The difference, or the logarithm of the ratio, by seed: the mean over the cells of the pair, or of their fits."""
+    """Return the difference, or the logarithm of the ratio, by seed, as the mean over the pair's cells or from fits."""
     pairs: dict[int, list[tuple[ResultRow, ResultRow]]] = {}
     for row in results.rows:
         if inside(pair.of, row.labels):
             partner = results.row({**row.labels, **pair.than}, row.seed)
             pairs.setdefault(row.seed, []).append((row, partner))
     if not pairs:
-        raise ValueError(f"claims: cells of the study are required, got {pair.of}, which are excluded")
+        raise ValueError(f"claims: the study excludes all cells of {pair.of}; name other cells")
     if claim.metric == "fitted_steps":
         return {seed: _fitted(some) for seed, some in sorted(pairs.items())}
     found = {seed: [_compared(claim, *rows) for rows in some] for seed, some in sorted(pairs.items())}
@@ -103,12 +173,12 @@ def _by_seed(claim: PaperClaim, pair: CellPair, results: StudyResults) -> dict[i
 
 
 def _fitted(pairs: list[tuple[ResultRow, ResultRow]]) -> float:
-    """The logarithm of the ratio of steps to an equal loss, from the runs of one seed, each pair of one length."""
+    """Return the logarithm of the ratio of steps to an equal loss from one seed's runs. Each pair has one length."""
     own, other = (
         {int(row.numbers["steps"]): _number(row, "val_loss") for row in rows} for rows in zip(*pairs, strict=True)
     )
     if len(own) < len(pairs):
-        raise ValueError(f"claims: cells that differ in their steps alone are required, got {len(pairs)} pairs")
+        raise ValueError(f"claims: fitted_steps needs cells that differ in their steps alone, got {len(pairs)} pairs")
     return _log(fitted_steps_ratio(own, other))
 
 
@@ -125,12 +195,12 @@ def _number(row: ResultRow, metric: ClaimMetric) -> float:
     value = row.numbers.get(metric)
     of_diverged = metric in row.numbers and metric in ("val_loss", "val_accuracy", "train_loss")
     if value is None and not of_diverged:
-        raise ValueError(f"results: {metric} is required of every run, not so for {dict(row.labels)}")
+        raise ValueError(f"results: the run of {dict(row.labels)} has no {metric}; run its study again")
     return float(value) if value is not None else -math.inf if metric == "val_accuracy" else math.inf
 
 
 def _steps_ratio(row: ResultRow, partner: ResultRow) -> float:
-    """Where the run first reaches the loss its partner ends with, over the partner's steps; infinite if nowhere."""
+    """Return where the run first reaches its partner's final loss, over the partner's steps; infinity if nowhere."""
     steps, losses = row.numbers["curve"]
     curve = [math.inf if loss is None else loss for loss in losses]
     reached = reaches(steps, curve, _number(partner, "val_loss"))
@@ -146,5 +216,5 @@ def _back(value: float, back: Callable[[float], float]) -> float:
 
 
 def disproved(claims: Mapping[str, PaperClaim], found: Mapping[str, ClaimFinding]) -> Iterator[str]:
-    """Names of claims that the folder says to hold and whose verdict is another."""
+    """Return the names of claims that the folder expects to hold and that have another verdict."""
     return (name for name, claim in claims.items() if claim.expected == "holds" != found[name].verdict)

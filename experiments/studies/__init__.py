@@ -1,1 +1,1 @@
-"""Many runs at once: a study, its plan, the pool of processes that runs it, and the shipped studies."""
+"""Studies: many runs at once, their plan, the processes that do them, searches, and the studies that are shipped."""

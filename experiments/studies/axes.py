@@ -1,4 +1,4 @@
-"""Axes of a study: labels with the changes that belong to them, and settings for some combinations of labels."""
+"""Axes of a study: labels with the values that they set, and settings for some combinations of labels."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from eigengraft.component import Component
 from ..training.imports import resolve_paths
 
 Changes = dict[str, Any]
-"""Values by dotted path, like overrides: `steps`, `task.width`, `update.eigenbasis.refresh.steps`."""
+"""Values by dotted path, as overrides have them: `steps`, `task.width`, `update.eigenbasis.refresh.steps`."""
 
 Label = str | int | float | bool
-"""A label as it may be written; the text of a value is its label."""
+"""A label as a study file may contain it. The label of a value is the text of the value."""
 
 LABEL = re.compile(r"[\w.+-]+")
-"""What a label may be, as a part of a directory's name."""
+"""Pattern of a label. A label is part of a directory's name."""
 
 
 Where = dict[str, tuple[str, ...]]
-"""Axis -> some of its labels: the cells whose label on every axis named is among these."""
+"""A selection of cells: axis -> labels. A cell is selected if its label on each named axis is among the labels."""
 
 
 def read_where(where: Any) -> Any:
-    """A `Where` as it may be written, a label alone for a list of one, in its long form."""
+    """Return a `Where` in its long form. A file may contain a single label in place of a list of one label."""
     if not isinstance(where, Mapping):
         return where
     return {axis: tuple(map(as_label, v if isinstance(v, (list, tuple)) else [v])) for axis, v in where.items()}
 
 
 def inside(where: Where, labels: Mapping[str, str]) -> bool:
-    """Whether the cell with these labels is among those that are meant."""
+    """Return True if the selection `where` contains the cell with these labels."""
     return all(labels[axis] in some for axis, some in where.items())
 
 
 class Setting(Component):
-    """Values for the cells whose label on every axis in `when` is among those named there."""
+    """Values for the cells that `when` selects."""
 
     when: Where = Field(min_length=1, description="axis -> label or list of labels")
     set: dict[str, Any] = Field(min_length=1, description="dotted path -> value")
@@ -54,7 +54,7 @@ class Setting(Component):
 
 
 def combinations(axes: Mapping[str, Mapping[str, Any]], exclude: Iterable[Where]) -> Iterator[dict[str, str]]:
-    """Every combination of one label from each axis that is not excluded, the last axis innermost."""
+    """Yield every combination of one label from each axis that is not excluded. The last axis varies fastest."""
     for labels in itertools.product(*axes.values()):
         combination = dict(zip(axes, labels, strict=True))
         if not any(inside(where, combination) for where in exclude):
@@ -67,65 +67,83 @@ def require_baselines(
     exclude: Iterable[Where],
     compared: tuple[str, str],
 ) -> None:
-    """Raises ValueError where a cell has no baseline whose seconds it could train for, or steps that go unused."""
+    """Check a study whose cells train for equal seconds.
+
+    Raises ValueError if a cell has no baseline whose seconds it could train for, or if a cell that is not a baseline is
+    given `steps`, which would have no effect.
+
+    compared: the compared axis and the label of its baseline.
+    """
     axis, baseline = compared
     if "steps" in changed_paths(axes[axis]) or any("steps" in one.set and axis in one.when for one in settings):
-        required = f"the steps of {axis}={baseline} alone are required, those of others follow"
-        raise ValueError(f"equal: {required}, got `steps` on axis '{axis}'")
+        raise ValueError(
+            f"equal: `seconds` cannot be combined with `steps` on axis '{axis}': steps of other cells follow from "
+            f"those of {axis}={baseline}; give `steps` in `base` or on another axis"
+        )
     kept = list(combinations(axes, exclude))
     for labels in kept:
         if {**labels, axis: baseline} not in kept:
             got = ", ".join(f"{k}={label}" for k, label in labels.items())
-            raise ValueError(f"equal: a cell with {axis}={baseline} is required for every cell, got none for {got}")
+            raise ValueError(
+                f"equal: the cell {got} has no baseline, as the cell with {axis}={baseline} is excluded; exclude both"
+            )
 
 
 def axis_choices(axis: str, choices: Any) -> Any:
-    """An axis in its long form, label -> {path -> value}."""
+    """Return an axis in its long form, label -> {path -> value}. Raises ValueError for a malformed axis."""
     if isinstance(choices, Mapping) and choices and all(isinstance(some, (list, tuple)) for some in choices.values()):
         return _zipped(axis, choices)
     if isinstance(choices, Mapping):
         return {as_label(label): changes for label, changes in choices.items()}
     if not isinstance(choices, (list, tuple)) or not choices:
-        raise ValueError(f"{axis}: a list of values or a mapping label -> {{path: value}} is required, got {choices!r}")
+        raise ValueError(f"{axis}: must be a list of values or a mapping label -> {{path: value}}, got {choices!r}")
     labels = [as_label(value) for value in choices]
     if len(set(labels)) < len(labels):
-        raise ValueError(f"{axis}: distinct values are required, got {', '.join(labels)}")
+        raise ValueError(f"{axis}: values must be distinct, got {', '.join(labels)}")
     return {label: {axis: value} for label, value in zip(labels, choices, strict=True)}
 
 
 def _zipped(axis: str, lists: Mapping[str, Any]) -> dict[str, Changes]:
-    """An axis of lists by path: values at the same place belong together; those of the first path are the labels."""
+    """Return an axis given as path -> list of values. The k-th values of all lists belong to the k-th label.
+
+    The values of the first list are the labels.
+    """
     lengths = {path: len(some) for path, some in lists.items()}
     if len(set(lengths.values())) > 1:
         got = ", ".join(f"{count} of {path}" for path, count in lengths.items())
-        raise ValueError(f"{axis}: as many values for each path are required, got {got}")
+        raise ValueError(f"{axis}: lists of one axis must have equal lengths, got {got}")
     labels = axis_choices(axis, next(iter(lists.values())))
     return {label: {path: some[place] for path, some in lists.items()} for place, label in enumerate(labels)}
 
 
 def located_axis(axis: str, choices: Any, home: Path) -> Any:
-    """An axis of a file with the files that it names looked up from `home`; one that names none is as it was."""
+    """Return an axis with paths of files resolved against the folder `home`.
+
+    An axis that names no file, or is malformed, is returned unchanged.
+    """
     try:
         long = axis_choices(axis, choices)
     except ValueError:
-        return choices  # refused with all other faults of the study
+        return choices  # validation of the study reports it together with all other faults
     found = {k: resolve_paths(v, home) if isinstance(v, Mapping) else v for k, v in long.items()}
     return choices if found == long else found
 
 
 def located_setting(setting: Any, home: Path) -> Any:
-    """A setting of a file with the files that it names looked up from `home`."""
+    """Return an entry of `settings` with paths of files resolved against the folder `home`."""
     if isinstance(setting, Mapping) and isinstance(setting.get("set"), Mapping):
         return {**setting, "set": resolve_paths(setting["set"], home)}
     return setting
 
 
 def as_label(value: Any) -> str:
-    """A value as a label: part of a directory's name."""
+    """Return the label of a value. Raises ValueError if its text cannot be part of a directory's name."""
     text = str(value).lower() if isinstance(value, bool) or value is None else str(value)
     if not LABEL.fullmatch(text):
-        remedy = "give the axis as a mapping label -> {path: value}"
-        raise ValueError(f"a label of letters, digits and . _ + - is required, got {text!r}; {remedy}")
+        raise ValueError(
+            f"{text!r} cannot be a label, which has only letters, digits and . _ + -; give the axis as a mapping "
+            "label -> {path: value}"
+        )
     return text
 
 

@@ -1,4 +1,4 @@
-"""The runs of a study: every cell becomes a checked experiment before anything is run."""
+"""The runs of a study. Every cell becomes a checked experiment before anything is run."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from eigengraft.errors import RecipeError
 
 from ..files import make_directory, short_name
 from ..provenance import REMEDY, provenance_changes
-from ..reports.records import MANIFEST, cell_name
-from ..reports.run import METRICS
+from ..reports.records import MANIFEST, METRICS, cell_name
 from ..tasks import Fingerprint, Task
 from ..training.environment import describe_provenance
-from ..training.experiment import Experiment
-from ..training.loading import load_experiment
+from ..training.experiment import Experiment, load_experiment
 from ..training.rundir import RunDirectory
 from .axes import combinations, inside
 from .study import Study
@@ -27,7 +25,13 @@ from .tuning.base import Tuned
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run of a study; `directory` is relative to that of the study."""
+    """One run of a study.
+
+    labels: label by axis.
+    seed: seed of the run.
+    experiment: complete experiment, with the seed.
+    directory: directory of the run, relative to that of the study.
+    """
 
     labels: Mapping[str, str]
     seed: int
@@ -36,30 +40,34 @@ class PlannedRun:
 
     @property
     def title(self) -> str:
-        """A short name for progress displays."""
+        """Short name for progress displays."""
         return "/".join([*self.labels.values(), f"seed-{self.seed}"])
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination of labels: the changes of the base experiment that belong to it."""
+    """One combination of labels.
+
+    labels: label by axis.
+    changes: values by dotted path in which the cell differs from the base experiment.
+    """
 
     labels: Mapping[str, str]
     changes: Mapping[str, Any]
 
     @property
     def name(self) -> str:
-        """Label of every axis."""
+        """Labels of all axes as `axis=label`, separated by commas."""
         return cell_name(self.labels)
 
     @property
     def directory(self) -> str:
-        """Name of the directory of its runs."""
+        """Name of the directory that contains the runs of the cell."""
         return short_name(self.name)
 
 
 def cells(study: Study) -> Iterator[Cell]:
-    """Every combination of labels with the changes of its labels and settings, the last ones winning."""
+    """Yield every cell of the study. Where labels and settings set the same path, the last one wins."""
     for labels in combinations(study.axes, study.exclude):
         changes = {path: v for axis, label in labels.items() for path, v in study.axes[axis][label].items()}
         for setting in study.settings:
@@ -68,9 +76,11 @@ def cells(study: Study) -> Iterator[Cell]:
 
 
 def plan_runs(study: Study, tuned: Mapping[str, Tuned] | None = None) -> list[PlannedRun]:
-    """All runs of the study, cell by cell, seeds innermost, with the values that `tuned` found for its cells.
+    """Return all runs of the study, cell by cell. Seeds vary fastest.
 
-    Raises RecipeError naming every cell that is wrong.
+    Raises RecipeError that names every invalid cell.
+
+    tuned: results of searches by cell name; their values are set in the cells. None: no cell was tuned.
     """
     planned, faults = [], []
     for cell in cells(study):
@@ -81,7 +91,7 @@ def plan_runs(study: Study, tuned: Mapping[str, Tuned] | None = None) -> list[Pl
             faults.append(f"{cell.name}: {str(error).replace(chr(10), f'{chr(10)}{cell.name}: ')}")
             continue
         if study.metric == "val_accuracy" and not experiment.task.reports_accuracy:
-            faults.append(f"{cell.name}: metric: a task that reports accuracy is required, got {experiment.task!r}")
+            faults.append(f"{cell.name}: metric: the task reports no accuracy: {experiment.task!r}; use val_loss")
         planned += [
             PlannedRun(cell.labels, s, experiment.replace(seed=s), f"{cell.directory}/seed-{s}") for s in study.seeds
         ]
@@ -91,37 +101,37 @@ def plan_runs(study: Study, tuned: Mapping[str, Tuned] | None = None) -> list[Pl
 
 
 def changed(base: Mapping[str, Any], changes: Mapping[str, Any]) -> Experiment:
-    """The experiment `base` with values by dotted path. Raises RecipeError."""
-    # Complete fields first: a path into a recipe or a task means the recipe or task that the cell chose.
+    """Return the experiment `base` with values set by dotted path. Raises RecipeError."""
+    # Whole fields come first: a path into a recipe or a task means the recipe or the task that the cell has chosen.
     complete = {path: value for path, value in changes.items() if path in Experiment.model_fields}
     deep = [f"{path}={json.dumps(value)}" for path, value in changes.items() if path not in complete]
     return load_experiment({**base, **complete}, deep)
 
 
 def unfinished(planned: Iterable[PlannedRun], directory: Path) -> list[PlannedRun]:
-    """Return the runs without a result in `directory`. Raises RecipeError for a result that is cut short."""
+    """Return the runs that have no result in `directory`. Raises RecipeError for a result file that is cut short."""
     return [run for run in planned if RunDirectory(directory / run.directory).read("result") is None]
 
 
 def refuse_changed(planned: list[PlannedRun], directory: Path) -> None:
-    """Raise RecipeError when `directory` holds runs of these cells that were made with other settings."""
+    """Raise RecipeError if `directory` contains runs of these cells with other settings."""
     faults = []
     for run in planned:
         known = RunDirectory(directory / run.directory)
         if known.read("config") is not None:
             try:
-                known.claim(run.experiment.model_dump(mode="json"))
+                known.acquire(run.experiment.model_dump(mode="json"))
             except RecipeError as error:
                 faults.append(str(error))
     if faults:
         more = f"\n... and {len(faults) - 4} more runs" if len(faults) > 4 else ""
-        raise RecipeError("the study has changed since these runs were made:\n" + "\n".join(faults[:4]) + more)
+        raise RecipeError("the study differs from runs that it has already:\n" + "\n".join(faults[:4]) + more)
 
 
 def refuse_other_provenance(planned: Iterable[PlannedRun], directory: Path) -> None:
-    """Raise RecipeError when runs of these cells in `directory`, those of searches too, had other code or data.
+    """Raise RecipeError if runs of these cells in `directory` had other code or data, runs of searches included.
 
-    Runs that are done and runs that follow are averaged: all runs of a study have the same provenance.
+    Finished runs and later runs are averaged, so all runs of a study must have the same provenance.
     """
     imports = {Path(run.directory).parent: run.experiment.imports for run in planned}
     data: dict[str, Fingerprint] = {}
@@ -138,14 +148,14 @@ def refuse_other_provenance(planned: Iterable[PlannedRun], directory: Path) -> N
     if faults:
         lines = [f"{fault} ({count} run{'s' if count > 1 else ''})" for fault, count in faults.items()]
         raise RecipeError(
-            f"{directory}: runs of this study had other code or data; what is there -> what there is now:\n"
+            f"{directory}: runs of this study had other code or data (recorded -> present):\n"
             + "\n".join(lines[:8])
             + f"\n{REMEDY}"
         )
 
 
 def write_manifest(study: Study, planned: list[PlannedRun], tuned: Mapping[str, Tuned], directory: Path) -> None:
-    """Write what reports need to know about the study, beside its runs, and what tuning found so far."""
+    """Write the manifest of the study, from which reports are made, with the results of searches so far."""
     axis, baseline = study.compared
     content = {
         "name": study.name,
@@ -163,10 +173,10 @@ def write_manifest(study: Study, planned: list[PlannedRun], tuned: Mapping[str, 
 
 
 def expected_seconds(planned: Iterable[PlannedRun]) -> dict[str, float]:
-    """A rough guess of the time of each run, by directory, good enough to start the longest first.
+    """Return a rough guess of the seconds of each run, by directory. It serves to start the longest runs first.
 
-    6 FLOP per weight and target at 50 GFLOP/s, that of a common core, and a fixed cost per step. The data of every
-    task is loaded once, so that missing data is found before the first run.
+    A run costs 6 FLOP for each weight and target, at 50 GFLOP/s of a common core, and 2 ms for each step. The data of
+    every task is loaded once, so that missing data is found before the first run.
     """
     per_step: dict[str, float] = {}
     seconds = {}

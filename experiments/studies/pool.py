@@ -1,4 +1,8 @@
-"""A pool of local processes: each takes the next job when it is free, and the death of one costs only its job."""
+"""A pool of local processes. Each process does the next job when it is free, and its death costs only its own job.
+
+`concurrent.futures` and joblib are not used: in both, the death of one process breaks the whole pool, so that the jobs
+of all other processes are lost too, and a process outlives a parent that was killed.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,20 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, Literal
 
 JobFunction = Callable[[Any, Callable[[Any], None]], Any]
-"""`work(job, report)` does one job in a worker process, may call `report(value)` meanwhile, and returns a value."""
+"""A function `work(job, report)` that does one job in a worker process and returns its result.
+
+It may call `report(value)` any number of times.
+"""
 
 
 @dataclass(frozen=True)
 class PoolEvent:
-    """An event of job number `job`; `value` is its report, its result, or why it failed or is begun again."""
+    """An event of one job.
+
+    job: number of the job.
+    kind: "died" if its process died and the job is started again.
+    value: report of "progress", result of "done", reason of "failed" or "died"; None for "started".
+    """
 
     job: int
     kind: Literal["started", "progress", "done", "failed", "died"]
@@ -27,7 +39,7 @@ class PoolEvent:
 
 
 class _Worker:
-    """One process and the job it is busy with."""
+    """One process and the number of the job that it is doing, None if it is free."""
 
     def __init__(self, work: JobFunction) -> None:
         context = multiprocessing.get_context("spawn")
@@ -61,12 +73,12 @@ class _Worker:
 
 
 def run_pool(work: JobFunction, jobs: Sequence[Any], workers: int, attempts: int = 1) -> Iterator[PoolEvent]:
-    """Do all jobs, the first ones first, on `workers` processes; leaving the iteration early stops them.
+    """Do all jobs in their order on `workers` processes, and yield their events. Leaving the iteration stops the
+    processes.
 
-    A job whose process died is begun again, `attempts` times in all; then it has failed, as one that raised an error
-    has at once.
-
-    `work` and the jobs are pickled and processes spawned: a script that calls this needs `if __name__ == "__main__"`.
+    A job whose process died is started again until it has had `attempts` attempts. A job that raised an error has
+    failed at once. `work` and the jobs are pickled and processes are spawned, so that a script that calls this function
+    needs `if __name__ == "__main__"`.
     """
     waiting = deque(range(len(jobs)))
     deaths = [0] * len(jobs)
@@ -97,8 +109,8 @@ def run_pool(work: JobFunction, jobs: Sequence[Any], workers: int, attempts: int
 
 
 def _serve(connection: Connection, work: JobFunction) -> None:
-    """Run in a worker process: do one job after the other until the pipe closes."""
-    # An interrupt at the terminal reaches the whole process group; the parent alone decides what it means.
+    """Do jobs from the pipe in a worker process until the pipe is closed."""
+    # An interrupt at the terminal reaches the whole process group. Only the parent reacts to it, and stops its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     while True:
@@ -113,7 +125,7 @@ def _serve(connection: Connection, work: JobFunction) -> None:
 
 
 def _end_with_parent() -> None:
-    """End this worker when its parent was killed: it must not go on writing where the next attempt writes."""
+    """End this process when its parent was killed, so that it does not write where the next attempt writes."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])

@@ -1,4 +1,4 @@
-"""What a study would run, and what that would take, without running anything."""
+"""A preview of a study: its runs, their expected time and memory. Nothing is run or written."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from eigengraft.optimizers.recipe.routing import describe_model
 from ..training.experiment import Experiment
 from .plan import PlannedRun, expected_seconds, plan_runs
 from .study import Study
-from .tuning.equal_seconds import plan_timing
-from .tuning.rounds import plan_tuning
+from .tuning.rounds import plan_timing, plan_tuning
 
 
 @dataclass(frozen=True)
@@ -23,12 +22,12 @@ class CellPreview:
 
     labels: label by axis.
     runs: number of runs, one for each seed.
-    complete: how many of them have a result.
-    tuning: largest number of runs of its search; 0: there is none.
-    timing: number of timed runs still to be done.
-    seconds: expected time of one run, as in the order of a study; a guess to a factor of a few.
-    state_bytes: bytes of the optimizer's state, as planned.
-    parameters: trainable numbers of the model.
+    complete: number of runs that have a result.
+    tuning: largest number of runs of its search, 0 without a search.
+    timing: number of timed runs that are not done yet.
+    seconds: expected time of one run, a guess to a factor of a few.
+    state_bytes: planned bytes of optimizer state.
+    parameters: number of trainable entries of the model.
     """
 
     labels: Mapping[str, str]
@@ -43,7 +42,10 @@ class CellPreview:
 
 @dataclass(frozen=True)
 class StudyPreview:
-    """All cells of a study, and the configurations to compare: panel -> label on the compared axis -> configuration."""
+    """All cells of a study, and their configurations.
+
+    configs: panel -> label on the compared axis -> configuration.
+    """
 
     name: str
     cells: tuple[CellPreview, ...]
@@ -51,19 +53,19 @@ class StudyPreview:
 
     @property
     def runs(self) -> int:
-        """The largest number of runs still to be done."""
+        """Largest number of runs that are not done yet."""
         return sum(cell.runs - cell.complete + cell.tuning + cell.timing for cell in self.cells)
 
     @property
     def seconds(self) -> float:
-        """The expected time of these runs, one after the other; timed ones are taken for whole ones."""
+        """Expected time of these runs one after the other. Timed runs are counted as whole runs."""
         runs = ((cell.runs - cell.complete + cell.tuning + cell.timing, cell.seconds) for cell in self.cells)
         return sum(count * seconds for count, seconds in runs)
 
 
 def preview_study(study: Study, directory: Path) -> StudyPreview:
-    """Check every cell of a study and tell what is to be done in `directory`. Raises RecipeError; writes nothing."""
-    plan_runs(study)  # names every cell that is wrong
+    """Check every cell of a study and return the runs that `directory` lacks. Raises RecipeError; writes nothing."""
+    plan_runs(study)  # reports every invalid cell
     timing, study = plan_timing(study, directory)
     planned = plan_runs(study)
     plan_tuning(study, directory)  # checks the fields that are tuned
@@ -91,7 +93,7 @@ def preview_study(study: Study, directory: Path) -> StudyPreview:
 
 
 def _sizes(experiment: Experiment) -> tuple[int, int]:
-    """Bytes of state and trainable numbers; no state is made."""
+    """Return the planned bytes of optimizer state and the number of trainable entries. No state is allocated."""
     model = experiment.task.new_model(0)
     infos = describe_model(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -1,4 +1,7 @@
-"""Run a study, alone or with other workers: complete runs are kept, stopped ones continue, failed ones are marked."""
+"""Running of a study, alone or with other workers.
+
+Complete runs are kept, stopped runs continue from their last checkpoint, and failed runs are marked.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from typing import Any, Literal
 from eigengraft.errors import RecipeError
 
 from ..files import short_name, write_text
-from ..reports.run import fault_file
+from ..reports.records import fault_file
 from ..training.outcome import Result
 from ..training.rundir import RunDirectory
 from .plan import (
@@ -28,13 +31,11 @@ from .plan import (
 )
 from .pool import run_pool
 from .study import Study
-from .tuning.equal_seconds import plan_timing
-from .tuning.rounds import plan_tuning
-from .workers.claimed_run import ATTEMPTS, train_claimed
-from .workers.rendezvous import Rendezvous, SharedDirectory
+from .tuning.rounds import plan_timing, plan_tuning
+from .workers.rendezvous import ATTEMPTS, Rendezvous, SharedDirectory, train_leased
 
 POLL = 0.5
-"""Seconds between two looks at the runs of other workers."""
+"""Seconds between two checks of runs that other workers hold."""
 
 
 Phase = Literal["timing", "tuning", "study"]
@@ -45,8 +46,8 @@ Kind = Literal["started", "progress", "done", "failed", "died", "elsewhere"]
 class StudyEvent:
     """An event of one run.
 
-    kind: "died": its process died and it will be begun again; "elsewhere": another worker holds it, and will end it.
-    value: a Tick for "progress", a Result for "done", and the reason, as text, for "failed" and "died".
+    kind: "died" if the run's process died and the run is started again; "elsewhere" if another worker holds the run.
+    value: a Tick for "progress", a Result for "done", the reason as text for "failed" and "died", else None.
     fraction: share of the study's expected work that is done.
     """
 
@@ -58,16 +59,17 @@ class StudyEvent:
 
 @dataclass(frozen=True)
 class PreparedStudy:
-    """A checked study with the runs that are still to be done.
+    """A checked study with the runs that are not done yet.
 
-    A study that tunes is prepared and run several times: its searches go on, until nothing is left to tune. Before
-    them runs are timed where all cells train for equal seconds.
+    A study with searches is prepared and run several times, until no search needs more runs. If cells train for equal
+    seconds, timed runs come first.
 
-    rendezvous: where its workers meet.
-    phase: whether `runs` are timed, are the next runs of the searches, or the study's own.
-    runs: all runs.
+    rendezvous: exchange between the workers of the study.
+    phase: "timing" if `runs` are timed runs, "tuning" if they are the next runs of searches, "study" if they are the
+        study's own.
+    runs: all runs of the phase.
     left: runs without a result, the longest first.
-    seconds: rough guess of the time of every run, by its directory.
+    seconds: guessed seconds of every run, by its directory.
     """
 
     rendezvous: Rendezvous
@@ -80,15 +82,16 @@ class PreparedStudy:
 def prepare_study(
     study: Study, directory: Path, failed: Collection[str] = (), storage: str | None = None
 ) -> PreparedStudy:
-    """Check every cell of the study and every run already in `directory`; nothing is run. Raises RecipeError.
+    """Check every cell of the study and every run that `directory` has already. Nothing is run. Raises RecipeError.
 
-    With `storage`, the URL of a database, results of other workers are brought into the directory first.
-    A value whose run is named in `failed` counts as diverged while the study tunes.
+    failed: directories of runs that failed; in searches, their values count as diverged.
+    storage: URL of the database through which workers exchange results, which are first copied to `directory`; None:
+        the workers share `directory`.
     """
     rendezvous = rendezvous_at(short_name(study.name), directory, storage)
     rendezvous.fetch()
     if study.tune is not None or study.equal == "seconds":
-        plan_runs(study)  # names every wrong cell, where a search would stop at the first
+        plan_runs(study)  # reports every invalid cell, where a search would stop at the first
     timing, timed = plan_timing(study, directory, failed)
     tuning, tuned = ([], {}) if timing else plan_tuning(timed, directory, failed)
     own = plan_runs(timed, tuned)
@@ -97,7 +100,7 @@ def prepare_study(
     refuse_other_provenance(own, directory)
     left = unfinished(planned, directory)
     seconds = expected_seconds(planned)
-    if not timing:  # rounds of timed runs stay in their order
+    if not timing:  # timed runs keep their order, round by round
         left.sort(key=lambda run: -seconds[run.directory])
     write_manifest(study, own, tuned, directory)
     phase: Phase = "timing" if timing else "tuning" if tuning else "study"
@@ -105,17 +108,19 @@ def prepare_study(
 
 
 def run_study(prepared: PreparedStudy, workers: int | None = None) -> Generator[StudyEvent, None, None]:
-    """Do the runs that are left on `workers` processes, default one per core, and yield events.
+    """Do the runs that are left and yield their events. Leaving the iteration stops the study.
 
-    Any number of callers, on any machines that see the directory or the database, may do so at once: each run is done
-    by one of them, and the others wait for it. Leaving the iteration stops the study. A stopped or killed study
-    continues when it is prepared and run again.
+    Any number of callers may do this at once, on all machines that see the directory or the database. Each run is done
+    by one of them, and the others wait for its result. A stopped or killed study continues when it is prepared and run
+    again.
+
+    workers: number of processes; None: one for each core.
     """
     weights, left = prepared.seconds, {run.directory: 1.0 for run in prepared.left}
     total = sum(weights.values())
     waiting = list(prepared.left)
     for run in waiting:
-        prepared.rendezvous.claims(run.directory).forget_dead()
+        prepared.rendezvous.leases(run.directory).forget_dead()
     while waiting:
         elsewhere: list[PlannedRun] = []
         for run, kind, value in itertools.chain(
@@ -131,9 +136,9 @@ def run_study(prepared: PreparedStudy, workers: int | None = None) -> Generator[
 def _pool_events(
     rendezvous: Rendezvous, runs: Sequence[PlannedRun], workers: int, elsewhere: list[PlannedRun]
 ) -> Iterator[tuple[PlannedRun, Kind, Any]]:
-    """Events of a pool that does these runs; those that another worker holds are put into `elsewhere`."""
+    """Do these runs in a pool and yield their events. Runs that another worker holds are appended to `elsewhere`."""
     jobs = [(run.experiment.model_dump(mode="json"), run.directory, rendezvous) for run in runs]
-    for event in run_pool(train_claimed, jobs, workers, ATTEMPTS):
+    for event in run_pool(train_leased, jobs, workers, ATTEMPTS):
         run = runs[event.job]
         if event.kind == "failed":
             write_text(fault_file(rendezvous.directory / run.directory), event.value)
@@ -146,54 +151,76 @@ def _pool_events(
 
 
 def _awaited(rendezvous: Rendezvous, elsewhere: list[PlannedRun]) -> Iterator[tuple[PlannedRun, Kind, Any]]:
-    """Events of runs that other workers hold, until all ended or a worker died; those that ended leave the list."""
+    """Wait for the runs in `elsewhere`, which other workers hold, and yield an event for each run that ends.
+
+    Runs that ended are removed from the list. Returns when the list is empty, or when a worker has died, so that its
+    run can be done here.
+    """
     while elsewhere:
         for run in list(elsewhere):
-            path, held = rendezvous.directory / run.directory, rendezvous.claims(run.directory).held()
+            path, held = rendezvous.directory / run.directory, rendezvous.leases(run.directory).held()
             rendezvous.fetch([run.directory])
             result, fault = RunDirectory(path).read("result"), fault_file(path)
             if result is None and held:
                 continue
             if result is None and not fault.exists():
-                return  # abandoned: the pool takes it
+                return  # its worker has died, and the pool does the run
             elsewhere.remove(run)
             yield (run, "failed", fault.read_text("utf-8")) if result is None else (run, "done", Result(**result))
         time.sleep(POLL if elsewhere else 0)
 
 
 def rendezvous_at(study: str, directory: Path, storage: str | None) -> Rendezvous:
-    """Where workers meet: the database with the URL `storage`; none: the directory. Raises RecipeError for no URL."""
+    """Return the exchange between the workers of a study.
+
+    Raises RecipeError if SQLAlchemy is not installed.
+
+    storage: URL of a database; None: the workers share `directory`.
+    """
     if storage is None:
         return SharedDirectory(directory)
     try:
         from .workers.database import DatabaseRendezvous
     except ImportError:
-        required = "SQLAlchemy is required (pip install eigengraft[search]), got none"
-        raise RecipeError(f"--storage: {required}") from None
+        raise RecipeError("--storage: SQLAlchemy is not installed; run `pip install eigengraft[search]`") from None
     return DatabaseRendezvous(directory, storage, study)
 
 
 def complete_study(
     study: Study,
-    directory: Path,
+    directory: str | Path,
     workers: int | None = None,
     watch: Callable[[PreparedStudy], AbstractContextManager[Callable[[StudyEvent], None]]] | None = None,
     storage: str | None = None,
 ) -> dict[str, str]:
-    """Tune and run a study to its end; return the reason of every run that failed, by its directory.
+    """Do all searches and runs of a study that are not done yet.
 
-    Workers meet in `directory`, or in the database with the URL `storage`, which brings all results into `directory`.
-    `watch` is entered for the runs of every round of the search, and for those of the study, and is told their events.
+    A stopped or killed study continues when this is called again. Processes are spawned, so that a script that calls
+    this needs `if __name__ == "__main__"`.
+
+    Args:
+        study: the study.
+        directory: directory of the study, which is created if it does not exist.
+        workers: number of processes. None: one for each core.
+        watch: context manager that is entered for the runs of each phase; the function that it yields receives their
+            events. None: events are dropped.
+        storage: URL of the database through which workers exchange results. None: they share `directory`.
+
+    Returns:
+        The reason of every failed run by its directory.
+
+    Raises:
+        RecipeError: a cell is invalid, or `directory` contains runs with other settings, code or data.
     """
     failed: dict[str, str] = {}
     while True:
-        prepared = prepare_study(study, directory, failed, storage)
+        prepared = prepare_study(study, Path(directory), failed, storage)
         with (
-            nullcontext(lambda event: None) if watch is None else watch(prepared) as told,
+            nullcontext(lambda event: None) if watch is None else watch(prepared) as on_event,
             closing(run_study(prepared, workers)) as events,
         ):
             for event in events:
-                told(event)
+                on_event(event)
                 if event.kind == "failed":
                     failed[event.run.directory] = event.value
         if prepared.phase == "study":
@@ -201,5 +228,5 @@ def complete_study(
 
 
 def available_cores() -> int:
-    """The number of processor cores that this process may use."""
+    """Return the number of processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

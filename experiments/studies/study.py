@@ -1,4 +1,4 @@
-"""A study: one base experiment, axes along which it varies, seeds and a metric."""
+"""The declaration of a study: a base experiment, axes along which it varies, seeds and a metric."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from eigengraft.errors import RecipeError
 from eigengraft.optimizers.recipe.loading import read_yaml
 from eigengraft.optimizers.recipe.overrides import apply_overrides
 
-from ..reports.run import MetricName
+from ..reports.records import MetricName
 from ..reports.seed_statistics import Target
+from ..training.experiment import read_experiment
 from ..training.imports import resolve_paths
-from ..training.loading import read_experiment
 from .axes import (
     Changes,
     Label,
@@ -40,16 +40,16 @@ _SHIPPED = Path(__file__).parent
 
 
 class Study(Component):
-    """Every combination of one label from each axis is a cell; every cell is run once with each seed.
+    """A set of runs: every combination of one label from each axis is a cell, and every cell is run with each seed.
 
-    A cell is the base experiment, changed by its labels axis by axis, then by the settings that hold for it. Excluded
-    combinations are no cells.
+    A cell is the base experiment with the values of its labels, axis by axis, and then the values of the settings that
+    select it. Excluded combinations are not run.
     """
 
     name: str = Field(default="study", pattern=r"^\w[\w.+=-]*$", description="names the directory of the study")
-    description: str = Field("", description="what the study asks, in a sentence or two")
+    description: str = Field("", description="question of the study in a sentence or two")
     base: dict[str, Any] = Field(
-        description="what all runs share, as in an experiment file; or, in a study file, the path of one"
+        description="base experiment, with the fields of an experiment file; in a study file also the path of one"
     )
     axes: dict[str, dict[str, Changes]] = Field(
         min_length=1,
@@ -59,21 +59,23 @@ class Study(Component):
     exclude: tuple[Where, ...] = Field(
         (), strict=False, description="cells that are not run: axis -> label or list of labels"
     )
-    settings: tuple[Setting, ...] = Field((), strict=False, description="values that belong to combinations of labels")
-    seeds: tuple[int, ...] = Field((0,), strict=False, min_length=1, description="one run of every cell for each")
+    settings: tuple[Setting, ...] = Field((), strict=False, description="values for combinations of labels")
+    seeds: tuple[int, ...] = Field((0,), strict=False, min_length=1, description="every cell has one run for each seed")
     equal: Literal["steps", "seconds"] = Field(
         "steps",
-        description="what cells have alike: the steps that they say; or training seconds: `steps` are those of the "
-        "baseline, of other cells as many as take its time, by timed runs of each",
+        description="steps: every cell has the steps that are set; seconds: all cells train as long as the baseline, "
+        "which has the steps that are set, and steps of other cells follow from timed runs",
     )
     tune: Tuning | None = Field(
         None,
         description="search of values in every cell before its runs, a coordinate_descent if no kind is given",
     )
     metric: MetricName = Field("val_loss", description="final metric to compare")
-    target: Target | None = Field(None, description="value of the metric whose steps are compared too, of one task")
+    target: Target | None = Field(None, description="value of the metric; reports compare the steps to it too")
     baseline: dict[str, str] = Field(
-        default={}, max_length=1, description="axis compared: its label to compare with; none: last axis, first label"
+        default={},
+        max_length=1,
+        description="compared axis: label of its baseline; none: the last axis and its first label",
     )
 
     @field_validator("base", mode="before", json_schema_input_type=dict[str, Any] | str)
@@ -114,22 +116,26 @@ class Study(Component):
     def _consistent(self) -> Study:
         changed = set().union(*map(changed_paths, self.axes.values()), *(setting.set for setting in self.settings))
         if "seed" in changed or self.base.get("seed", 0) not in (0, *self.seeds):
-            raise ValueError("seeds: the list `seeds` of the study is required for every cell, got `seed`")
+            raise ValueError("seeds: cells cannot set `seed`: every cell is run with all `seeds` of the study")
         for first, second in itertools.combinations(self.axes, 2):
             shared = changed_paths(self.axes[first]) & changed_paths(self.axes[second])
             if shared:
-                raise ValueError(f"axes: each path on one axis only, '{min(shared)}' is on '{first}' and '{second}'")
+                raise ValueError(
+                    f"axes: '{min(shared)}' is set by '{first}' and by '{second}'; a path may be set by one axis only"
+                )
         if self.target is not None and changed & {"task", "task.kind"}:
-            raise ValueError("target: one task in all cells is required, got axes or settings that change it")
+            raise ValueError("target: cannot be combined with axes or settings that change the task")
         if self.tune is not None:
             self.tune.require_apart(self.seeds, self.axes)
             if self.equal == "seconds" and "steps" in self.tune.fields:
-                raise ValueError("tune.space: other paths than steps are required with `equal: seconds`, got 'steps'")
+                raise ValueError(
+                    "tune.space: 'steps' cannot be combined with `equal: seconds`, which chooses the steps"
+                )
         self._require_labels()
         return self
 
     def _require_labels(self) -> None:
-        """Raise ValueError where an axis or a label is named that there is not, or no cell is the baseline."""
+        """Raise ValueError if an axis or a label is named that does not exist, or if no cell is a baseline."""
         wanted = [("baseline", axis, label) for axis, label in self.baseline.items()]
         wheres = [("settings.when", setting.when) for setting in self.settings]
         wheres += [("exclude", where) for where in self.exclude]
@@ -140,21 +146,32 @@ class Study(Component):
         kept = list(combinations(self.axes, self.exclude))
         compared, baseline = self.compared
         if not any(labels[compared] == baseline for labels in kept):
-            raise ValueError(f"exclude: a cell with {compared}={baseline}, the baseline, is required, got none")
+            raise ValueError(
+                f"exclude: all cells of the baseline {compared}={baseline} are excluded; keep at least one"
+            )
         if self.equal == "seconds":
             require_baselines(self.axes, self.settings, self.exclude, self.compared)
 
     @property
     def compared(self) -> tuple[str, str]:
-        """The axis along which cells are compared, and the label of the cells they are compared with."""
+        """Axis along which cells are compared, and the label of the cells that they are compared with."""
         axis = next(iter(self.baseline), list(self.axes)[-1])
         return axis, self.baseline.get(axis, next(iter(self.axes[axis])))
 
 
 def load_study(source: str | Path | Mapping[str, Any] | Study, overrides: Iterable[str] = ()) -> Study:
-    """The study in a YAML file, a shipped study's name, a mapping or a `Study`, with `dotted.path=value` overrides.
+    """Return a study from a YAML file, the name of a shipped study, a mapping or a `Study`.
 
-    Paths inside a file are relative to it. Raises RecipeError, one line for each fault.
+    Args:
+        source: path of a YAML file, name of a shipped study, mapping of fields, or study. Paths in a file are relative
+            to the file.
+        overrides: changes of the study as `dotted.path=value`.
+
+    Returns:
+        The validated study.
+
+    Raises:
+        RecipeError: the study is invalid. The message has one line for each fault.
     """
     if isinstance(source, (str, Path)):
         path = _existing(source)
@@ -167,7 +184,7 @@ def load_study(source: str | Path | Mapping[str, Any] | Study, overrides: Iterab
 
 
 def shipped_studies() -> dict[str, Path]:
-    """The studies that come with the package, by name."""
+    """Return the paths of the studies that come with the package, by name."""
     return {path.stem: path for path in sorted(_SHIPPED.glob("*.yaml"))}
 
 
@@ -175,7 +192,7 @@ def _existing(source: str | Path) -> Path:
     path = shipped_studies().get(str(source), Path(source))
     if not path.is_file():
         raise RecipeError(
-            f"study: an existing file or a shipped study ({', '.join(shipped_studies())}) is required, got '{source}'"
+            f"study: there is no file '{source}', and no shipped study of this name ({', '.join(shipped_studies())})"
         )
     return path
 
@@ -183,9 +200,9 @@ def _existing(source: str | Path) -> Path:
 def _read(path: Path) -> dict[str, Any]:
     data = read_yaml(path)
     if isinstance(data, Mapping) and "task" in data and "axes" not in data:
-        raise RecipeError(f"a study is required, got an experiment; run it with `eigengraft train {path}`")
+        raise RecipeError(f"the file is an experiment, not a study; run it with `eigengraft train {path}`")
     if not isinstance(data, Mapping):
-        raise RecipeError(f"a mapping with 'base' and 'axes' is required, got {type(data).__name__}")
+        raise RecipeError(f"the file must contain a mapping with 'base' and 'axes', got {type(data).__name__}")
     home, data = path.parent, dict(data)
     base = data.get("base")
     if isinstance(base, (str, Mapping)):

@@ -1,7 +1,7 @@
-"""Tasks to train: the family `task`, its members and their models; models as shapes alone."""
+"""Tasks to train: the family `task`, its members and their models, and models given by shapes of parameters."""
 
-from .algorithmic.modular_addition import ModularAddition as ModularAddition
-from .algorithmic.sequences import SequenceToSequence as SequenceToSequence
+from .algorithmic import ModularAddition as ModularAddition
+from .algorithmic import SequenceToSequence as SequenceToSequence
 from .base import Batch as Batch
 from .base import Dataset as Dataset
 from .base import Examples as Examples
@@ -10,8 +10,8 @@ from .base import Metrics as Metrics
 from .base import Task as Task
 from .base import data_fault as data_fault
 from .byte_lm import ByteLM as ByteLM
-from .digits import Digits as Digits
-from .equations.task import DifferentialEquation as DifferentialEquation
+from .differential_equation import DifferentialEquation as DifferentialEquation
 from .images import MNIST1D as MNIST1D
 from .images import MNIST5K as MNIST5K
+from .images import Digits as Digits
 from .images import FashionMNIST as FashionMNIST

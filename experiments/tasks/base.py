@@ -1,16 +1,18 @@
-"""What is trained: data, a model and a loss.
+"""Tasks: data, a model and a loss, and the gradient of one batch.
 
-A `Task` is the declaration; `load` reads its data once into a `Dataset`. Every batch is a pure function of the seed and
-the step number, so that a run continues from a step number alone.
+A `Task` is the declaration. Its method `load` reads the data once into a `Dataset`. Every batch is a function of the
+seed and the step number alone, so that a run can continue from a step number.
 """
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -22,21 +24,21 @@ from eigengraft.component import Component
 
 
 class Batch(NamedTuple):
-    """Inputs [B, ...], which the model is called with, and targets [B, ...], which the loss compares its outputs with.
+    """Inputs [B, ...] of the model, and targets [B, ...] that the loss compares with its outputs.
 
-    Targets are integer classes where the task keeps the loss of the base class.
+    Targets are integer classes if the task uses the loss of the base class.
     """
 
     inputs: Tensor
     targets: Tensor
 
     def to(self, device: torch.device) -> Batch:
-        """A copy of this batch on `device`."""
+        """Return a copy of this batch on `device`."""
         return Batch(self.inputs.to(device), self.targets.to(device))
 
 
 def data_fault(batch: Batch) -> str:
-    """A text that says which rows of a batch have numbers that are not finite; empty if all are finite."""
+    """Return a text that names the rows of a batch with numbers that are not finite; empty if all are finite."""
     for name, values in zip(batch._fields, batch, strict=True):
         if values.is_floating_point() and not bool((finite := torch.isfinite(values)).all()):
             rows = (~finite).reshape(len(values), -1).any(1).nonzero().flatten().tolist()
@@ -47,16 +49,30 @@ def data_fault(batch: Batch) -> str:
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """The identity of the data of a run: its source, its size in bytes and the sha256 of its content."""
+    """The identity of the data of a run.
+
+    source: description of the data for readers.
+    size: size in bytes.
+    sha256: sha256 of the content.
+    """
 
     source: str
     size: int
     sha256: str
 
+    @classmethod
+    def of(cls, source: str, content: bytes) -> Fingerprint:
+        """Return the fingerprint of data with this content."""
+        return cls(source, len(content), hashlib.sha256(content).hexdigest())
+
 
 @dataclass(frozen=True)
 class Metrics:
-    """Validation loss as the task reports it, and accuracy in [0, 1] where the task reports it."""
+    """Results of an evaluation.
+
+    val_loss: validation loss as the task reports it.
+    val_accuracy: accuracy in [0, 1]; None if the task reports none.
+    """
 
     val_loss: float
     val_accuracy: float | None
@@ -69,17 +85,21 @@ class Dataset(ABC):
 
     @abstractmethod
     def batch(self, seed: int, step: int) -> Batch:
-        """The training batch of one step; equal arguments give equal batches, on every call and in every process."""
+        """Return the training batch of one step. Equal arguments give equal batches, in every process."""
 
     @abstractmethod
     def evaluation(self) -> Iterator[Batch]:
-        """Yield the validation batches, the same every time."""
+        """Yield the validation batches, which are the same every time."""
 
 
 class Examples(Dataset):
-    """Examples held in memory: a new permutation of those to train on every epoch, all others at every evaluation.
+    """A data set of single examples. Each epoch visits the training examples in a new permutation.
 
-    Inputs held as bytes become numbers when they are asked for, divided by `scale`.
+    train: examples to train on.
+    validation: examples that every evaluation uses.
+    batch_size: examples of a training batch.
+    fingerprint: identity of the data.
+    scale: divisor of inputs that are stored as uint8; such inputs are converted to float32 when they are used.
     """
 
     def __init__(
@@ -104,46 +124,46 @@ class Examples(Dataset):
 
 
 class Task(Component, family="task"):
-    """Data, model and loss under one name: `load`, `build` and, unless it classifies, `loss`.
+    """Data, model and loss under one name: methods `load`, `build` and, unless the task classifies, `loss`.
 
     Laws: `new_model(seed)` and `Dataset.batch(seed, step)` depend on their arguments only and leave torch's global
-    random state as it was; evaluation batches never change during a run.
+        random state unchanged. Evaluation batches never change during a run.
     """
 
     reports_accuracy: ClassVar[bool] = False
-    """Whether targets are classes, of which the model's largest output is its guess."""
+    """True if targets are classes, and the largest output of the model is its prediction."""
 
     @abstractmethod
     def load(self) -> Dataset:
-        """Read the data. Raises ValueError naming the remedy when it is not on this machine."""
+        """Read the data. Raises ValueError with a remedy if they are not on this machine."""
 
     @abstractmethod
     def build(self) -> nn.Module:
-        """A new model, initialised from torch's global generator."""
+        """Return a new model, initialised from torch's global generator."""
 
     def new_model(self, seed: int) -> nn.Module:
-        """A new model on the CPU whose initial weights depend on `seed` alone."""
+        """Return a new model on the CPU whose initial weights depend on `seed` alone."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return self.build()
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean over targets. Here: cross-entropy in nats of logits [B, ..., classes] against classes [B, ...]."""
+        """Return the mean loss over targets. Here: cross-entropy in nats of logits [B, ..., C] and classes [B, ...]."""
         if targets.is_floating_point() or outputs.shape[:-1] != targets.shape:
             raise ValueError(
-                f"task.{getattr(self, 'kind', '?')}: integer classes, one for each row of scores of the model, "
-                f"are required by cross-entropy, got {targets.dtype} {list(targets.shape)} for outputs "
-                f"{list(outputs.shape)}; another loss is a method `loss(self, outputs, targets)` of the task"
+                f"task.{getattr(self, 'kind', '?')}: cross-entropy needs an integer class for each row of scores, got "
+                f"targets {targets.dtype} {list(targets.shape)} for outputs {list(outputs.shape)}; for another loss "
+                "define `loss(self, outputs, targets)` in the task"
             )
         return functional.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
     def reported(self, mean: float) -> float:
-        """The validation loss that is reported for a mean of `loss` over all validation targets. Here: that mean."""
+        """Return the validation loss to report for a mean of `loss` over all validation targets. Here: that mean."""
         return mean
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, dataset: Dataset, device: torch.device) -> Metrics:
-        """Metrics over all evaluation batches, each target weighing the same."""
+        """Return the metrics over all evaluation batches. Each target has the same weight."""
         was_training = model.training
         model.eval()
         total, hits, count = 0.0, 0, 0
@@ -159,11 +179,50 @@ class Task(Component, family="task"):
 
 
 def generator(*key: int) -> np.random.Generator:
-    """A random stream named by `key` (non-negative integers); different keys give independent streams."""
+    """Return a random stream named by `key` (non-negative integers). Different keys give independent streams."""
     return np.random.default_rng(key)
 
 
 @lru_cache(maxsize=2)
 def _permutation(seed: int, epoch: int, count: int) -> NDArray[np.int64]:
-    """The order of the examples of one epoch."""
+    """Return the order of the examples in one epoch."""
     return generator(seed, epoch).permutation(count)
+
+
+Autocast = Literal["bfloat16"]
+
+
+@dataclass(frozen=True)
+class GradientPass:
+    """The computation of the gradient of a batch. Apart from rounding the result does not depend on the number of
+    parts.
+
+    task: task that provides the loss.
+    parts: number of pieces of the batch, each with a forward and a backward pass; their gradients are summed.
+    precision: dtype of matrix products in forward passes (torch.autocast); None: dtype of the parameters.
+    """
+
+    task: Task
+    parts: int = 1
+    precision: Autocast | None = None
+
+    def backward(self, module: nn.Module, batch: Batch, weight: float) -> Tensor:
+        """Add the gradient of the weighted mean loss of a batch to the gradients of the module; return that loss."""
+        rows, targets = len(batch.inputs), batch.targets.numel()
+        if rows < self.parts:
+            raise ValueError(f"accumulate: a batch of {rows} rows cannot be split into {self.parts} parts")
+        total = torch.zeros((), device=batch.inputs.device)
+        for part in range(self.parts):
+            own = slice(part * rows // self.parts, (part + 1) * rows // self.parts)
+            share = weight * batch.targets[own].numel() / targets if self.parts > 1 else weight
+            with self._autocast(batch.inputs.device):
+                outputs = module(batch.inputs[own])
+            loss: Tensor = self.task.loss(outputs.float() if self.precision else outputs, batch.targets[own]) * share
+            loss.backward()  # type: ignore[no-untyped-call]
+            total = total + loss.detach()
+        return total
+
+    def _autocast(self, device: torch.device) -> AbstractContextManager[object]:
+        if self.precision is None:
+            return nullcontext()
+        return torch.autocast(device.type, dtype=getattr(torch, self.precision))

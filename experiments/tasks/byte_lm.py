@@ -1,4 +1,4 @@
-"""Byte-level language modelling on text that every machine with Python has: the standard library's own sources."""
+"""Byte-level language modelling on a text that every machine with Python has: the sources of the standard library."""
 
 from __future__ import annotations
 
@@ -20,23 +20,22 @@ from pydantic_core.core_schema import ValidationInfo
 from torch import Tensor, nn
 
 from .base import Batch, Dataset, Fingerprint, Task, generator
-from .initialization import Init, initialized
-from .models import GPT
+from .models import GPT, Init, initialized
 
 SYMBOLS = 256
 IN_LIBRARY = "python:"
-"""Start of the path of a file in the standard library's folder, the same on every machine."""
+"""Prefix of a path relative to the folder of the standard library, which is valid on every machine."""
 IN_PACKAGE = "package:"
-"""Start of the path of a file in the folder of an installed package, which is not imported."""
+"""Prefix of a path in the folder of an installed package. The package is not imported."""
 INSTALLED = (IN_LIBRARY, IN_PACKAGE)
-"""Starts of paths that are the same wherever an experiment lies."""
+"""Prefixes of paths that do not depend on the location of an experiment file."""
 
 
 class ByteLM(Task):
     """Predict the next byte of a text with a small pre-norm GPT; loss in nats per byte.
 
-    Text = the .py files of the running Python's standard library (tests left out), in an order fixed by their names,
-    or one file. The first 95 % train, the last 5 % validate.
+    The text is one file, or the .py files of the running Python's standard library without its tests, in an order fixed
+    by their names. The first 95 % are trained on, the last 5 % validate.
     """
 
     kind: Literal["byte_lm"] = "byte_lm"
@@ -52,7 +51,9 @@ class ByteLM(Task):
     context: int = Field(default=64, ge=2, le=8192, description="bytes per sequence")
     batch_size: int = Field(default=32, ge=1, description="sequences per step")
     init: Init = Field(default="standard", description="initial weights; spectral: of sizes that suit every width")
-    eval_sequences: int = Field(default=512, ge=1, description="validation sequences, evenly spaced over their part")
+    eval_sequences: int = Field(
+        default=512, ge=1, description="validation sequences, evenly spaced in the validation text"
+    )
 
     @field_validator("path")
     @classmethod
@@ -66,7 +67,7 @@ class ByteLM(Task):
     def _heads_divide_width(cls, heads: int, info: ValidationInfo) -> int:
         width = info.data.get("width", heads)
         if width % heads:
-            raise ValueError(f"a divisor of width {width} is required")
+            raise ValueError(f"must be a divisor of width {width}")
         return heads
 
     def load(self) -> Dataset:
@@ -85,17 +86,13 @@ class Text(Dataset):
         cut = len(text) * 95 // 100
         if len(text) - cut <= task.context:
             raise ValueError(
-                f"byte_lm: a text of more than {20 * task.context} bytes is required for task.context={task.context}, "
-                f"got {len(text)} bytes; lower task.context or give a longer text as task.path"
+                f"byte_lm: {len(text)} bytes of text are too few for task.context={task.context}, which needs more "
+                f"than {20 * task.context}; lower task.context or give a longer text as task.path"
             )
         content = torch.from_numpy(np.frombuffer(text, dtype=np.uint8).copy())
         self.train, self.validation = content[:cut], content[cut:]
         self.task = task
-        self.fingerprint = Fingerprint(
-            source=task.path or "the Python standard library's sources",
-            size=len(text),
-            sha256=hashlib.sha256(text).hexdigest(),
-        )
+        self.fingerprint = Fingerprint.of(task.path or "the Python standard library's sources", text)
 
     def batch(self, seed: int, step: int) -> Batch:
         starts = generator(seed, step).integers(0, len(self.train) - self.task.context, self.task.batch_size)
@@ -109,19 +106,19 @@ class Text(Dataset):
 
 
 def _sequences(text: Tensor, starts: Tensor, context: int) -> Batch:
-    """Windows of `context` bytes at `starts` [B] and the bytes that follow each position."""
+    """Return windows of `context` bytes at `starts` [B], and as targets the byte after each position."""
     windows = text[starts[:, None] + torch.arange(context + 1)].long()  # [B, context + 1]
     return Batch(windows[:, :-1], windows[:, 1:])
 
 
 @lru_cache(maxsize=1)
 def standard_library_text(max_bytes: int) -> bytes:
-    """The first `max_bytes` bytes of the standard library's sources."""
+    """Return the first `max_bytes` bytes of the sources of the standard library."""
     return read_text(standard_library_files(), max_bytes)
 
 
 def text_file(path: str) -> Path:
-    """The file that a `path` of the task names. Raises ValueError where there is none."""
+    """Return the file that a `path` of the task names. Raises ValueError if it does not exist."""
     file = Path(path)
     if path.startswith(IN_LIBRARY):
         file = library_folder() / path.removeprefix(IN_LIBRARY)
@@ -129,15 +126,15 @@ def text_file(path: str) -> Path:
         name, _, inside = path.removeprefix(IN_PACKAGE).partition("/")
         found = importlib.util.find_spec(name) if name.isidentifier() else None
         if found is None or not found.submodule_search_locations:
-            raise ValueError(f"task.path: an installed package is required after '{IN_PACKAGE}', got '{name}'")
+            raise ValueError(f"task.path: the package '{name}' after '{IN_PACKAGE}' is not installed")
         file = Path(found.submodule_search_locations[0]) / inside
     if not file.is_file():
-        raise ValueError(f"task.path: an existing text file is required, got '{path}'")
+        raise ValueError(f"task.path: there is no file '{path}'")
     return file
 
 
 def read_text(files: Iterable[Path], max_bytes: int) -> bytes:
-    """The first `max_bytes` bytes of all files, one after the other."""
+    """Return the first `max_bytes` bytes of the files, one after the other."""
     parts: list[bytes] = []
     size = 0
     for file in files:
@@ -150,7 +147,7 @@ def read_text(files: Iterable[Path], max_bytes: int) -> bytes:
 
 
 def _opened(file: Path) -> BinaryIO | gzip.GzipFile | bz2.BZ2File | lzma.LZMAFile:
-    """The bytes of a file, which its suffix says how to decompress."""
+    """Open a file for reading, decompressed as its suffix says."""
     if file.suffix == ".gz":
         return gzip.open(file)
     if file.suffix == ".bz2":
@@ -159,18 +156,18 @@ def _opened(file: Path) -> BinaryIO | gzip.GzipFile | bz2.BZ2File | lzma.LZMAFil
 
 
 def library_folder() -> Path:
-    """The folder of the running Python's standard library."""
+    """Return the folder of the running Python's standard library."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 def standard_library_files() -> list[Path]:
-    """The standard library's .py files, in an order that depends on their names alone."""
+    """Return the .py files of the standard library, in an order that depends on their names alone."""
     root = library_folder()
     skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
     files = {file.relative_to(root).as_posix(): file for file in root.rglob("*.py")}
-    # _sysconfigdata holds the paths and flags of the machine that built Python: no part of the library.
+    # _sysconfigdata contains the paths and flags of the machine that built Python, and differs between machines.
     kept = [name for name in files if not skipped & set(name.split("/")) and not name.startswith("_sysconfigdata")]
     if not kept:
-        raise ValueError(f"byte_lm: Python sources are required in {root}, got none; give a text file as task.path")
-    # Ordered by the hash of the name, not by name: neighbours are unrelated, so that the last 5 % resembles the rest.
+        raise ValueError(f"byte_lm: {root} has no Python sources; give a text file as task.path")
+    # The order is that of hashes of names, so that neighbours are unrelated and the last 5 % resemble the rest.
     return [files[name] for name in sorted(kept, key=lambda name: hashlib.sha256(name.encode()).digest())]

@@ -20,7 +20,9 @@ class Llama(NamedTuple):
     """The dimensions of a Llama.
 
     layers: number of transformer blocks.
-    width, hidden, keys: width of the model, of its feed-forward layers and of its keys and values.
+    width: width of the model.
+    hidden: width of its feed-forward layers.
+    keys: width of its keys and values.
     vocabulary: number of tokens.
     """
 
@@ -79,13 +81,16 @@ MODELS: Mapping[str, Llama | GPT2] = {
     "llama-70b": Llama(layers=80, width=8192, hidden=28672, keys=8 * 128, vocabulary=128256),
     "gpt2": GPT2(layers=12, width=768, vocabulary=50257, length=1024),
 }
-"""Llama 3 (Grattafiori et al. 2024, table 3): 8 heads of keys and values of 128 each. GPT-2 small, without a head."""
+"""Published models by name.
+
+Llama 3: Grattafiori et al. 2024, table 3, with 8 heads of keys and values of 128 each. GPT-2 small, without a head.
+"""
 
 
 def parameters_of(model: str) -> Sequence[tuple[str, tuple[int, ...]] | ParamInfo]:
-    """The trainable parameters of a model given by the name of a file, a published model or a task.
+    """Return the trainable parameters of a model given by a file, the name of a published model, or a task.
 
-    Parameters of a task come with the module types and roles that routes read in its model.
+    Parameters of a task have the module types and roles that routes read from its model.
     """
     if Path(model).suffix in (".txt", ".json", ".yaml", ".yml"):
         return read_shapes(Path(model))
@@ -96,8 +101,8 @@ def parameters_of(model: str) -> Sequence[tuple[str, tuple[int, ...]] | ParamInf
         near = difflib.get_close_matches(model, known, n=1)
         hint = f"; did you mean '{near[0]}'?" if near else ""
         raise RecipeError(
-            f"model: {', '.join(known)}, or a .txt, .json or .yaml file of names and shapes is required, "
-            f"got '{model}'{hint}"
+            f"model: '{model}' is unknown{hint}; known are {', '.join(known)}, and .txt, .json or .yaml files of names "
+            "and shapes"
         )
     task = Task.members[model]()
     assert isinstance(task, Task)
@@ -107,19 +112,19 @@ def parameters_of(model: str) -> Sequence[tuple[str, tuple[int, ...]] | ParamInf
 
 
 def read_shapes(path: Path) -> Sequence[tuple[str, tuple[int, ...]]]:
-    """Read names and shapes from a file.
+    """Return names and shapes from a file.
 
-    .txt: lines "name 8x4"; # begins a comment, a name alone is a scalar.
+    .txt: lines "name 8x4"; # begins a comment, a name without a shape is a scalar.
     .json, .yaml: {name: [8, 4]}, or a list of [name, [8, 4]].
     """
     data = _read(path)
     rows = list(data.items()) if isinstance(data, Mapping) else data
     if not isinstance(rows, list) or not rows:
-        raise RecipeError(f"{path}: names and shapes are required, got {type(data).__name__}")
+        raise RecipeError(f"{path}: must contain names and shapes, got {type(data).__name__}")
     found: dict[str, tuple[int, ...]] = {}
     for row in rows:
         if not isinstance(row, (list, tuple)) or len(row) != 2 or not isinstance(row[0], str) or row[0] in found:
-            raise RecipeError(f"{path}: a new name and a shape are required, got {row!r}")
+            raise RecipeError(f"{path}: an entry must be a new name and a shape, got {row!r}")
         found[row[0]] = _shape(row[1], f"{path}: {row[0]}")
     return list(found.items())
 
@@ -132,7 +137,7 @@ def _read(path: Path) -> Any:
         if path.suffix == ".json":
             return json.loads(text)
     except (OSError, ValueError) as error:
-        raise RecipeError(f"{path}: a readable file of names and shapes is required ({error})") from None
+        raise RecipeError(f"{path}: names and shapes cannot be read: {error}") from None
     lines = [line.partition("#")[0].split() for line in text.splitlines()]
     return [(words[0], "x".join(words[1:])) for words in lines if words]
 
@@ -140,5 +145,5 @@ def _read(path: Path) -> Any:
 def _shape(given: Any, where: str) -> tuple[int, ...]:
     words = [word for word in given.split("x") if word] if isinstance(given, str) else given
     if not isinstance(words, list) or not all(re.fullmatch(r"\d+", str(word)) for word in words):
-        raise RecipeError(f"{where}: a shape such as 8x4 is required, got {given!r}")
+        raise RecipeError(f"{where}: a shape has the form 8x4, got {given!r}")
     return tuple(map(int, words))

@@ -1,17 +1,23 @@
-"""The small models of the tasks. Every matrix is its own parameter, so that a preconditioner sees plain matrices."""
+"""The small models of the tasks, and initial weights whose sizes suit every width.
+
+Every matrix is a parameter of its own, so that a preconditioner sees plain matrices.
+"""
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from eigengraft.optimizers.recipe.routing import describe_model
+
 
 class Attention(nn.Module):
-    """Multi-head attention, [B, T, width] -> [B, T, width], to the positions before or to all of them."""
+    """Multi-head attention, [B, T, width] -> [B, T, width], to earlier positions (`causal`) or to all positions."""
 
     def __init__(self, width: int, heads: int, causal: bool = True) -> None:
         super().__init__()
@@ -22,7 +28,7 @@ class Attention(nn.Module):
         self.mix = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
-        """Attention of x to itself, or to a memory [B, S, width]."""
+        """Return the attention of x to itself, or to a memory [B, S, width]."""
         seen = x if memory is None else memory
         query, key, value = (
             layer(given).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [B, heads, T, d]
@@ -62,7 +68,7 @@ class GPT(nn.Module):
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=0.02)
         for name, parameter in self.named_parameters():
-            # The residual stream sums 2 * layers branches; this keeps its initial variance independent of depth.
+            # The residual stream sums 2 * layers branches. The factor keeps its initial variance independent of depth.
             if name.endswith(("mix.weight", "down.weight")):
                 nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5)
 
@@ -92,3 +98,33 @@ def cnn(side: int, classes: int, layers: int, width: int) -> nn.Sequential:
     model.add_module("flatten", nn.Flatten())
     model.add_module("head", nn.Linear(width * (side // 2) ** 2, classes))
     return model
+
+
+Init = Literal["standard", "spectral"]
+
+
+def initialized(model: nn.Module, init: Init) -> nn.Module:
+    """Return the model with initial weights as its modules draw them, or as `spectral_init_` does."""
+    if init == "spectral":
+        spectral_init_(model)
+    return model
+
+
+def spectral_init_(model: nn.Module) -> None:
+    """W ~ N(0, s^2),  s = min(1, sqrt(m / n)) / sqrt(n)  for a matrix with m outputs and n inputs: outputs of size 1.
+
+    Yang, Simon & Bernstein 2023, arXiv:2310.17813, Parametrization 1. Roles are those of routes: hidden weights as
+    above, embeddings N(0, 1), output heads 0 (Yang et al. 2021, arXiv:2203.03466, appendix D.2), biases 0. Norms and
+    other vectors are unchanged. Weights of convolutions count as matrices [m, product of the other axes]. Draws from
+    torch's global generator.
+    """
+    described = describe_model(model)
+    for parameter in model.parameters():
+        role = described[id(parameter)].role
+        if role == "embedding":
+            nn.init.normal_(parameter)
+        elif role in ("head", "bias"):
+            nn.init.zeros_(parameter)
+        elif role == "hidden":
+            m, n = parameter.shape[0], math.prod(parameter.shape[1:])
+            nn.init.normal_(parameter, std=min(1.0, math.sqrt(m / n)) / math.sqrt(n))

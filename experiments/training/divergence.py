@@ -1,4 +1,4 @@
-"""The diagnosis of a run that diverged or got worse: which value went wrong first, where, and its usual cause."""
+"""The diagnosis of a run that diverged or got worse: the first value that went wrong, its place and its usual cause."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..tasks import Batch, Dataset, data_fault
-from .parallel.ranks import Ranks
+from .parallel import Ranks
 
 WORSE = 1.5
-"""Ratio of the last training loss to the first from which a run counts as one that got worse.
+"""Ratio of the last training loss to the first from which a run counts as having got worse.
 
-A cross-entropy that begins at that of a uniform guess does not rise by half without a fault; noise of small batches is
-far smaller.
+A cross-entropy that starts at the loss of a uniform guess rises by half only if something is wrong. The noise of small
+batches is far smaller.
 """
 
 
@@ -25,9 +25,10 @@ far smaller.
 class Divergence:
     """A run after the step at which it diverged.
 
-    batch: of that step, of all ranks.
-    step: its number, from 1.
-    loss, val_loss: of that step; val_loss None: there was no evaluation.
+    batch: batch of that step, the rows of all ranks.
+    step: number of that step, from 1.
+    loss: training loss of that step.
+    val_loss: validation loss after that step; None: there was no evaluation.
     """
 
     model: nn.Module
@@ -39,12 +40,15 @@ class Divergence:
     ranks: Ranks
 
     def diagnosis(self) -> str:
-        """The first value that is not finite, in the order batch, weight, loss, validation data, gradient.
+        """Return a text about the first value that is not finite, in the order batch, weight, loss, validation data,
+        gradient.
 
-        All ranks call it, and all get the same text.
+        All ranks must call this, and all receive the same text.
         """
         if fault := data_fault(self.batch):
-            return f"the batch of step {self.step} has {fault}; the data are at fault, and no learning rate helps"
+            return (
+                f"the batch of step {self.step} has {fault}; the data are at fault, another learning rate cannot help"
+            )
         weight = self._first((name, parameter) for name, parameter in self.model.named_parameters())
         if not math.isfinite(self.loss):
             return self._of_loss(weight)
@@ -83,18 +87,18 @@ class Divergence:
         )
 
     def _first(self, named: Iterable[tuple[str, Tensor]]) -> str | None:
-        """The name of the first tensor with an entry that is not finite, on any rank."""
+        """Return the name of the first tensor with an entry that is not finite on any rank, None if all are finite."""
         found = next((name for name, own in named if not bool(torch.isfinite(_local(own)).all())), None)
         return next((name for name in self.ranks.all_gather(found) if name is not None), None)
 
 
 def worse_than_at_first(first: float | None, last: float | None) -> str:
-    """A sentence if the training loss ended far above its first value, else an empty text."""
+    """Return a sentence if the training loss ended far above its first value, else an empty text."""
     if first is None or last is None or not 0 < WORSE * first < last:
         return ""
     return f"the training loss rose from {first:.4g} at the first step to {last:.4g} at the end; a smaller lr may help"
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """The entries of a tensor on this rank."""
+    """Return the entries of a tensor that this rank holds."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -28,11 +28,11 @@ _COMPUTING = (
     *("blocking", "preconditioners", "quantization", "distributed", "optimizers"),
     *("experiments.tasks", "experiments.training"),
 )
-"""Packages of the library whose code enters the numbers of a run, beside the modules at its root."""
+"""Packages of the library whose code affects the numbers of a run. Modules at the root of the library do too."""
 
 
 def describe_provenance(data: Fingerprint, imports: Iterable[str] = ()) -> dict[str, Any]:
-    """The part of an environment that is compared: versions, the library's and imported code, and the data."""
+    """Return the compared part of an environment: versions, code of the library and of imports, and the data."""
     return {
         "torch": torch.__version__,
         "numpy": numpy.__version__,
@@ -46,7 +46,7 @@ def describe_provenance(data: Fingerprint, imports: Iterable[str] = ()) -> dict[
 def describe_environment(
     data: Fingerprint, device: torch.device, ranks: int = 1, imports: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """The provenance, machine, processes, command line and git commit of the working directory."""
+    """Return the provenance, machine, number of ranks, command line, and git commit of the working directory."""
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -63,9 +63,9 @@ def describe_environment(
 
 @cache
 def library_digest() -> str:
-    """The sha256 of the library's own code that enters the numbers of a run, in the order of its paths.
+    """Return the sha256 of the library's code that affects the numbers of a run, in the order of its paths.
 
-    Checkouts of one version differ in it where the code differs.
+    Two checkouts of one version have different digests if this code differs.
     """
     digest, home = hashlib.sha256(), Path(eigengraft.__path__[0])
     files = [(file.name, file) for file in sorted(home.glob("*.py"))]
@@ -80,26 +80,26 @@ def library_digest() -> str:
 
 
 def record_environment(run: RunDirectory, found: Mapping[str, Any]) -> None:
-    """Write the environment of a new run. Raise RecipeError where a run was begun with other code or data."""
+    """Write the environment of a new run. Raises RecipeError if the run was started with other code or data."""
     require_provenance(run, found)
     if run.read("env") is None:
         run.write("env", found)
 
 
 def require_provenance(run: RunDirectory, found: Mapping[str, Any]) -> None:
-    """Raise RecipeError where the run was begun with other code or data than those of the environment `found`."""
+    """Raise RecipeError if the run was started with other code or data than the environment `found` has."""
     known = run.read("env")
     faults = [] if known is None else provenance_changes(known, found)
     if faults:
         raise RecipeError(
-            f"{run.path}: the code and the data of the run's start are required; what is there -> what there is now:\n"
+            f"{run.path}: the run was started with other code or data (recorded -> present):\n"
             + "\n".join(faults)
             + f"\n{REMEDY}"
         )
 
 
 def processor_name() -> str:
-    """The processor's name, read from /proc on Linux, where the standard library does not know it."""
+    """Return the name of the processor, on Linux from /proc, as the standard library does not know it there."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
         for line in info.read_text(encoding="utf-8", errors="replace").splitlines():

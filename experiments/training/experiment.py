@@ -1,8 +1,16 @@
-"""The declaration of one training run: a task, a recipe, a schedule and a length."""
+"""The declaration of one training run, and experiments from files, mappings and overrides.
+
+An override is `dotted.path=value`. A path is looked up in the experiment first (`steps=100`, `task.width=48`,
+`recipe.update.rms.beta=0.99`). A path that starts with a field of the recipe belongs to the recipe
+(`update.rms.beta=0.99`, `weight_decay.kind=l2`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+import json
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,24 +19,24 @@ from pydantic_core.core_schema import ValidationInfo
 
 import eigengraft
 from eigengraft.component import Component, validated
-from eigengraft.errors import RecipeError
-from eigengraft.optimizers.recipe.loading import parse_yaml, raw_recipe
-from eigengraft.optimizers.recipe.overrides import override_pairs
+from eigengraft.errors import OTHER_NAMES, RecipeError
+from eigengraft.optimizers.recipe.loading import parse_yaml, raw_recipe, read_yaml
+from eigengraft.optimizers.recipe.overrides import apply_overrides, override_pairs
 from eigengraft.signals import follows_run
 
 from ..tasks import Task
-from ..tasks.gradient import Autocast, GradientPass
+from ..tasks.base import Autocast, GradientPass
 from .callbacks import Callback
-from .imports import import_component, names_a_file
-from .parallel.modes import Parallelism, SingleProcess
+from .imports import import_component, names_a_file, resolve_paths
+from .parallel import Parallelism, SingleProcess
 from .schedule import Constant, LearningRateSchedule
 
 _REPLACED = {"lr": "lr", "weight_decay.rate": "weight_decay"}
-"""Fields of a recipe, and those of an experiment that replace them."""
+"""Field of a recipe -> the field of an experiment that replaces it."""
 
 
 def _or_recipe_name(schema: dict[str, Any]) -> None:
-    """Let a recipe in a file also be a name, or a list of stages."""
+    """Extend the JSON schema of the field `recipe`: a file may also contain a name or a list of stages."""
     mapping = {"$ref": schema.pop("$ref")} if "$ref" in schema else {}
     schema["anyOf"] = [mapping, {"type": "string"}, {"type": "array"}]
 
@@ -36,8 +44,8 @@ def _or_recipe_name(schema: dict[str, Any]) -> None:
 class Experiment(Component):
     """One training run: theta <- step(recipe, lr * schedule(k), gradient of the task's batch k), k = 0 .. steps - 1.
 
-    `recipe` takes a shipped recipe's name, a file, a mapping or a `Recipe`; `overrides` are applied to it once and are
-    not stored: the recipe of an `Experiment` is always the resolved one.
+    `recipe` accepts the name of a shipped recipe, a file, a mapping or a `Recipe`. `overrides` are applied to the
+    recipe once and are not stored: the recipe of an `Experiment` is always the resolved one.
     """
 
     elsewhere: ClassVar[Mapping[str, str]] = {
@@ -55,7 +63,7 @@ class Experiment(Component):
     }
     imports: tuple[str, ...] = Field(default=(), strict=False, description="files or modules that define components")
     name: str = Field(default="run", pattern=r"^\w[\w.+=-]*$", description="names the run's directory")
-    task: Task = Field(description="what is trained")
+    task: Task = Field(description="task to train")
     recipe: eigengraft.Recipe = Field(description="the optimizer", json_schema_extra=_or_recipe_name)
     overrides: tuple[str, ...] = Field(default=(), strict=False, exclude=True, description="dotted.path=value")
     lr: float | None = Field(default=None, ge=0, description="peak learning rate; none: the recipe's")
@@ -65,29 +73,32 @@ class Experiment(Component):
     seed: int = Field(default=0, ge=0, lt=2**63, description="seed of the initial weights and of the order of the data")
     grad_clip: float | None = Field(default=None, gt=0, description="largest norm of the gradient; none: no limit")
     accumulate: int | None = Field(
-        default=None, ge=2, description="parts of every batch, whose gradients add up; none: it is taken at once"
+        default=None, ge=2, description="number of parts of every batch, whose gradients are summed; none: one part"
     )
     precision: Autocast | None = Field(
-        default=None, description="of matrix products in training (autocast); none: that of the parameters, float32"
+        default=None,
+        description="dtype of matrix products in training (autocast); none: dtype of the parameters, float32",
     )
     callbacks: tuple[Callback, ...] = Field(
-        default=(), strict=False, description="what is called after rows of metrics and at the end, as {kind: patience}"
+        default=(), strict=False, description="callbacks after rows of metrics and at the end, such as {kind: patience}"
     )
     eval_every: int = Field(default=50, ge=1, description="steps between evaluations; the last step has one")
     log_every: int = Field(default=10, ge=1, description="steps between rows of metrics")
     diagnostics: str | None = Field(
         default=None,
         pattern=r"^every [1-9][0-9]*$",
-        description="'every N': each N steps what `inspect` tells goes to diagnostics.jsonl; none: nothing is measured",
+        description="'every N': the table of `inspect` is written to diagnostics.jsonl every N steps; none: no tables",
     )
     checkpoint_every: int = Field(default=100, ge=1, description="steps between checkpoints")
     threads: int = Field(default=1, ge=1, description="CPU threads of torch; another number may change the last bits")
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")
     silence: tuple[str, ...] = Field(
-        default=(), strict=False, description="ids of warnings about the recipe that are not given, as storage-unused"
+        default=(),
+        strict=False,
+        description="ids of warnings about the recipe that are not given, such as storage-unused",
     )
     parallel: Parallelism = Field(
-        default=SingleProcess(), description="how processes share the work; losses stay the same"
+        default=SingleProcess(), description="division of the work among processes; losses do not depend on it"
     )
 
     @model_validator(mode="before")
@@ -100,33 +111,33 @@ class Experiment(Component):
     def _longer_than_warmup(cls, steps: int, info: ValidationInfo) -> int:
         schedule = info.data.get("schedule")
         if schedule is not None and steps <= schedule.warmup_steps:
-            raise ValueError(f"more than the schedule's {schedule.warmup_steps} warmup_steps are required")
+            raise ValueError(f"must be more than the schedule's {schedule.warmup_steps} warmup_steps")
         return steps
 
     @property
     def diagnostics_every(self) -> int | None:
-        """Steps between rows of diagnostics; None: there are none."""
+        """Steps between rows of diagnostics; None: no diagnostics are written."""
         return None if self.diagnostics is None else int(self.diagnostics.split()[1])
 
     @property
     def gradient_pass(self) -> GradientPass:
-        """How the gradient of a batch is computed."""
+        """Computation of the gradient of a batch."""
         return GradientPass(self.task, self.accumulate or 1, self.precision)
 
     @property
     def run_recipe(self) -> eigengraft.Recipe:
-        """The recipe, told the length of the run if something in it follows the run's fraction."""
+        """The recipe of this run. It has the length of the run if a schedule of the recipe depends on it."""
         if self.recipe.total_steps is not None or not follows_run(self.recipe.updates()):
             return self.recipe
         return self.recipe.replace(total_steps=self.steps)
 
 
 def resolved(data: Mapping[str, Any]) -> dict[str, Any]:
-    """`data` with its imports done and its recipe loaded, overrides applied."""
+    """Return a copy of `data` after its imports were executed and its recipe was loaded with overrides."""
     data = dict(data)
     imports = data.get("imports")
     if isinstance(imports, (list, tuple)):
-        # absolute, so that the record of a run can be used from any directory
+        # absolute, so that the recorded configuration of a run can be used from any directory
         data["imports"] = [str(Path(name).absolute()) if names_a_file(name) else name for name in map(str, imports)]
         for source in data["imports"]:
             import_component(source)
@@ -143,3 +154,100 @@ def resolved(data: Mapping[str, Any]) -> dict[str, Any]:
     if recipe is not None:
         data["recipe"] = eigengraft.load_recipe(recipe, overrides, parse_yaml)
     return data
+
+
+ExperimentSource = str | Path | Mapping[str, Any] | Experiment
+
+
+def load_experiment(source: ExperimentSource, overrides: Iterable[str] = (), imports: Iterable[str] = ()) -> Experiment:
+    """Return an experiment from a YAML file, a mapping or an `Experiment`, with overrides applied.
+
+    Args: source: path of a YAML file, a mapping of fields, or an experiment. Paths in a file (`recipe`, `imports`,
+    `task.path`) are relative to the file. overrides: changes as `dotted.path=value`. Paths of files in them are
+    relative to the working directory. imports: further files or modules that define components.
+
+    Returns: The validated experiment.
+
+    Raises: RecipeError: the experiment is invalid. The message has one line for each fault.
+    """
+    own, recipes = split_overrides(overrides)
+    if isinstance(source, (str, Path)):
+        path = Path(source)
+        data = read_experiment(path)
+        data.setdefault("name", re.sub(r"[^\w.+=-]+", "-", path.stem))
+    else:
+        raw = source.model_dump(mode="json") if isinstance(source, Experiment) else source
+        data = {key: _plain(value) for key, value in raw.items()}
+    data.setdefault("schedule", "constant")  # so that an override may reach into it
+    data.setdefault("parallel", "none")
+    data["imports"] = [*_listed(data, "imports"), *imports]
+    data["overrides"] = [*_listed(data, "overrides"), *recipes]
+    try:
+        return validated(Experiment, resolved(apply_overrides(data, own, parse_yaml)))
+    except RecipeError as error:
+        if isinstance(source, (str, Path)):
+            raise RecipeError(f"{source} does not describe an experiment:\n{error}") from error
+        raise
+
+
+def read_experiment(path: Path) -> dict[str, Any]:
+    """Return the mapping in an experiment file. Paths of files in it no longer depend on the working directory."""
+    if not path.is_file():
+        raise RecipeError(f"experiment: there is no file '{path}'")
+    data = read_yaml(path)
+    if isinstance(data, Mapping) and "axes" in data:
+        raise RecipeError(f"{path}: the file is a study, not an experiment; run it with `eigengraft ablate {path}`")
+    if not isinstance(data, Mapping):
+        kind = "an empty file" if data is None else f"a {type(data).__name__}"
+        raise RecipeError(f"{path}: must contain a mapping with at least 'task' and 'recipe', got {kind}")
+    data = dict(data)
+    data["imports"] = list(map(str, _listed(data, "imports")))
+    return resolve_paths(data, path.parent)
+
+
+def _plain(value: Any) -> Any:
+    """Return a component as plain data, which overrides can change; return other values unchanged."""
+    return value.model_dump(mode="json") if isinstance(value, Component) else value
+
+
+def _listed(data: Mapping[str, Any], field: str) -> list[Any]:
+    """Return a field of the data as a list. A single text counts as a list of one text."""
+    value = data.get(field) or []
+    if field == "overrides" and isinstance(value, Mapping):
+        return [f"{path}={json.dumps(_plain(item))}" for path, item in value.items()]
+    if not isinstance(value, (str, list, tuple)):
+        raise RecipeError(f"{field}: must be a list of texts, got {value!r}")
+    return [value] if isinstance(value, str) else list(value)
+
+
+def split_overrides(overrides: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Return the overrides of the experiment, and those of its recipe without the prefix `recipe.`, in their order."""
+    own: list[str] = []
+    recipes: list[str] = []
+    fields, of_recipe = Experiment.model_fields, eigengraft.Recipe.model_fields
+    for override in overrides:
+        first, dot, _ = _path(override).partition(".")
+        # a field that both have is a number in the experiment, so that a longer path means the field of the recipe
+        if first in fields and not (dot and first in {"recipe", *of_recipe}):
+            own.append(override)
+        elif first == "recipe" or first in of_recipe:
+            recipes.append(override.removeprefix("recipe."))
+        else:
+            known = list(dict.fromkeys([*fields, *of_recipe]))
+            near = (
+                [OTHER_NAMES[first]]
+                if first in OTHER_NAMES
+                else difflib.get_close_matches(first, known, n=1, cutoff=0.5)
+            )
+            hint = f"did you mean '{near[0]}'? " if near else ""
+            raise RecipeError(f"{first}: unknown field; {hint}The experiment and its recipe have {', '.join(known)}")
+    return own, recipes
+
+
+def _path(override: str) -> str:
+    """Return the path of an override. Raises RecipeError if the override is malformed."""
+    path, equals, text = override.partition("=")
+    if not equals or not all(part.strip() for part in path.split(".")):
+        raise RecipeError(f"override '{override}': the form is dotted.path=value, for instance steps=100")
+    parse_yaml(text, f"override '{override}'")
+    return path.strip()

@@ -1,4 +1,4 @@
-"""Files that an experiment names: those that define components, whose import registers them, and paths to others."""
+"""Files that an experiment names: Python files that define components, and paths of other files."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from ..tasks.byte_lm import INSTALLED
 
 
 def import_component(source: str) -> ModuleType:
-    """Import `source`, a Python file or the dotted name of an installed module; the same file is imported once.
+    """Import a Python file, or an installed module by its dotted name, and return the module. A file is imported once.
 
-    Raises RecipeError naming the file and line when it cannot be imported.
+    Raises RecipeError with the file and the line if the import fails.
     """
     try:
         module = _from_file(Path(source)) if names_a_file(source) else importlib.import_module(source)
@@ -31,15 +31,15 @@ def import_component(source: str) -> ModuleType:
         raise
     except Exception as error:
         raise RecipeError(f"imports: '{source}' cannot be imported: {_where(error)}") from error
-    _digests(module.__name__)  # of the text that was executed, not of a later one
+    _digests(module.__name__)  # cached now: the file may change after its text was executed
     return module
 
 
 def imported_sources(sources: Iterable[str]) -> dict[str, str]:
-    """The sha256 of every imported file, and of the modules that they use, by file or module name.
+    """Return the sha256 of every imported file and of the modules that it uses, by file or module name.
 
-    Modules that are found are those of the same package, and those that are neither installed nor the library's: a
-    model in a file beside the task is one. A module that is imported inside a function is not found.
+    Modules of the same package are included, and modules that are neither installed nor part of the library, such as a
+    model in a file beside the task. A module that is imported inside a function is not found.
     """
     found: dict[str, set[str]] = {}
     for source in sources:
@@ -52,7 +52,7 @@ def imported_sources(sources: Iterable[str]) -> dict[str, str]:
 
 @cache
 def _digests(root: str) -> dict[str, str]:
-    """The sha256 of an imported module and of those that it uses, by name."""
+    """Return the sha256 of an imported module and of the modules that it uses, by name."""
     found: dict[str, str] = {}
     left = [root]
     while left:
@@ -67,7 +67,7 @@ def _digests(root: str) -> dict[str, str]:
 
 
 def _used(module: ModuleType) -> Iterator[str]:
-    """Names of modules that the globals of a module are, or come from."""
+    """Yield the names of modules among the globals of a module, and of the modules that define its other globals."""
     for value in vars(module).values():
         if isinstance(value, ModuleType):
             yield value.__name__
@@ -77,7 +77,7 @@ def _used(module: ModuleType) -> Iterator[str]:
 
 
 def _followed(name: str, file: Path, root: str) -> bool:
-    """Whether a module's code counts as that of the imported module `root`."""
+    """Return True if the code of a module counts as code of the imported module `root`."""
     package = name.partition(".")[0]
     if package == "eigengraft" or package == root.partition(".")[0]:
         return package != "eigengraft" or name == root
@@ -86,22 +86,22 @@ def _followed(name: str, file: Path, root: str) -> bool:
 
 
 def names_a_file(source: str) -> bool:
-    """Whether `source` names a file, not a module by its dotted name."""
+    """Return True if `source` names a file, False if it is the dotted name of a module."""
     return source.endswith(".py") or "/" in source
 
 
 def _from_file(path: Path) -> ModuleType:
     path = path.expanduser().resolve()
     if not path.is_file():
-        raise RecipeError(f"imports: an existing Python file is required, got '{path}'")
-    # Named by its path, so that two files of one name do not meet and every process gives it the same name.
+        raise RecipeError(f"imports: there is no file '{path}'")
+    # The name contains a hash of the path, so that files of one name stay apart and all processes use the same name.
     name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before execution: pydantic looks up annotations there
+    sys.modules[name] = module  # before execution, as pydantic reads annotations from there
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -111,7 +111,7 @@ def _from_file(path: Path) -> ModuleType:
 
 
 def _where(error: Exception) -> str:
-    """The fault with the innermost file and line, which is what a user has to open."""
+    """Return the error as text with its innermost file and line outside the import system."""
     if isinstance(error, SyntaxError):
         return f"{error.msg} (line {error.lineno})"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
@@ -120,7 +120,7 @@ def _where(error: Exception) -> str:
 
 
 def resolve_paths(fields: Mapping[str, Any], home: Path) -> dict[str, Any]:
-    """Fields of an experiment, or values by dotted path, with the files they name looked up from the folder `home`."""
+    """Return fields of an experiment, or values by dotted path, with paths of files resolved against `home`."""
     return {path: _located(path, value, home) for path, value in fields.items()}
 
 

@@ -1,4 +1,4 @@
-"""Reports of a run: a tick per step, windows of metrics, diagnostics of the optimizer, and the result."""
+"""Progress and outcome of a run: a tick per step, windows of metrics, diagnostics of the optimizer, and the result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ from .rundir import RunDirectory
 
 @dataclass(frozen=True)
 class Tick:
-    """Progress after one step, for callbacks; `seconds` is training time so far, without evaluation."""
+    """The progress after one step, for callbacks.
+
+    step: number of the step, from 1.
+    steps: length of the run.
+    loss: training loss of the step, the mean over ranks.
+    val_loss: validation loss after the step; None: there was no evaluation.
+    step_ms: milliseconds of the step.
+    seconds: training seconds so far, without evaluation.
+    """
 
     step: int
     steps: int
@@ -28,16 +36,22 @@ class Tick:
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of a run.
+    """The outcome of a run. On several ranks, times are those of rank 0, and state_bytes is the largest of all ranks.
 
-    A diverged run has no validation loss. It ends at the first step without a finite loss, or when all gradients have
-    been unusable for so many steps that it is lost.
-
-    train_loss: mean over the steps of the last row of metrics; None: it was not finite.
-    diagnosis: which value of a diverged run was not finite first, and its usual cause; or how far the training loss
-        rose in a run that got worse. Empty: nothing was found.
-
-    On several ranks, times are those of rank 0 and state_bytes those of the rank that holds most.
+    diverged: True if the run ended at a step with a loss that is not finite, or after too many steps in a row without a
+        usable gradient.
+    val_loss: validation loss at the end; None if the run diverged.
+    val_accuracy: validation accuracy at the end; None if the task reports none or the run diverged.
+    steps: number of steps that were made.
+    seconds: training seconds, without evaluation.
+    parameters: number of entries of all parameters.
+    state_bytes: bytes of optimizer state.
+    state_bytes_per_parameter: state_bytes divided by parameters.
+    step_ms: median milliseconds of a step.
+    optimizer_ms: median milliseconds of the optimizer in a step.
+    train_loss: mean loss over the steps of the last row of metrics; None if it was not finite.
+    diagnosis: the first value of a diverged run that was not finite, and its usual cause; or the rise of the training
+        loss in a run that got worse; empty if nothing was found.
     """
 
     diverged: bool
@@ -63,7 +77,10 @@ class MetricsWindow:
     optimizer_ms: list[float] = field(default_factory=list)
 
     def row(self, step: int, lr: float, seconds: float, metrics: Metrics | None) -> dict[str, Any]:
-        """One row of metrics.jsonl: mean loss and median times of the window, and the evaluation if there was one."""
+        """Return a row of metrics.jsonl: mean loss and median times of the window, and metrics of an evaluation.
+
+        metrics: result of an evaluation after this step; None: there was none.
+        """
         return {
             "step": step,
             "loss": _finite_or_none(fmean(self.losses)),
@@ -77,18 +94,18 @@ class MetricsWindow:
 
 
 def numbers_of_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What a result says of the rows of metrics: median times of a step, and the training loss of the last row."""
+    """Return the fields of a result that follow from the rows of metrics: median times and the last training loss."""
     times = {key: median(row[key] for row in rows) for key in ("step_ms", "optimizer_ms")}
     return {**times, "train_loss": rows[-1]["loss"]}
 
 
 @dataclass(frozen=True)
 class Diagnostics:
-    """What an optimizer tells of itself, at every so many steps of a run and at its last.
+    """Tables of `optimizer.inspect()`, written at regular steps of a run and at its last step.
 
-    every: steps between two tables; None: there are none.
-    last: the last step.
-    writes: whether this process owns the run's directory; all ranks make the tables.
+    every: steps between two tables; None: no tables are written.
+    last: last step of the run.
+    writes: True on the rank that writes the files; all ranks take part in making the tables.
     """
 
     optimizer: eigengraft.Optimizer
@@ -98,12 +115,12 @@ class Diagnostics:
     writes: bool = True
 
     def before(self, step: int) -> None:
-        """Before a step, 1 .. last: watch it if it is due."""
+        """Prepare the optimizer to measure the step with this number, 1 .. last, if a table is due."""
         if self._due(step):
             self.optimizer.watch_next_step()
 
     def after(self, step: int) -> None:
-        """After a step that was due: one line for each parameter, stage and measure, all blocks together."""
+        """Write the table of a step if it is due: a line for each parameter, stage and measure, over all blocks."""
         if not self._due(step):
             return
         rows = self.optimizer.inspect().by_parameter().records()
@@ -112,7 +129,7 @@ class Diagnostics:
             self.directory.append_diagnostics({"step": step, **row} for row in kept)
 
     def rewind(self, step: int) -> None:
-        """Forget what was told after a step from which the run goes on."""
+        """Drop tables of steps after `step`, from which the run continues."""
         if self.writes:
             self.directory.rewind_diagnostics(step)
 
@@ -121,5 +138,5 @@ class Diagnostics:
 
 
 def _finite_or_none(value: float) -> float | None:
-    """The value, or None for NaN and infinity, which JSON lacks."""
+    """Return the value, or None for NaN and infinity, which JSON lacks."""
     return value if math.isfinite(value) else None

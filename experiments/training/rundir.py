@@ -1,20 +1,26 @@
-"""The directory of one run: its files, written so that the run survives a kill at any time.
+"""The directory of one run: its files and checkpoints, written so that the run survives a kill at any time.
 
-config.json     the resolved experiment            env.json      versions, machine, data, command line
-metrics.jsonl   one row per line, append-only      checkpoint.pt everything needed to continue
-result.json     written last: the run is complete  lock          held while a process trains here
-diagnostics.jsonl what the optimizer tells of itself, if it is asked
+config.json        the resolved experiment
+env.json           versions, machine, data, command line
+metrics.jsonl      one row per line, append-only
+diagnostics.jsonl  tables of `optimizer.inspect()`, if the experiment asks for them
+checkpoint.pt      everything that is needed to continue; for several processes checkpoint-<step>/
+result.json        written last: the run is complete
+lock               locked while a process trains here
 
-Runs of several processes have directories checkpoint-<step> in place of checkpoint.pt (see `sharded_checkpoint.py`).
+A file is either complete or absent: it is written under a temporary name and then renamed. A checkpoint contains the
+    length of metrics.jsonl that it covers. A continued run drops later rows and computes the same ones again.
 
-A file is either complete or not there: it is written beside its place and moved in. The checkpoint knows how many bytes
-of metrics.jsonl it covers; rows after them are dropped and computed again, the same ones.
+Checkpoints of several processes are directories in torch's distributed format. Any number of ranks can read them under
+any `parallel`: shards of parameters and state are saved by name with their place in the full tensor. The last two are
+kept.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,11 +29,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from eigengraft.errors import RecipeError
 from eigengraft.optimizers.recipe.overrides import differences
 
 from ..files import PARTIAL, append_text, make_directory, read_object, read_rows, replacing, write_text, writing
+from .parallel import Ranks
 
 
 class RunDirectory:
@@ -37,32 +45,34 @@ class RunDirectory:
         self.path = Path(path)
         self.metrics = self.path / "metrics.jsonl"
 
-    def claim(self, config: Mapping[str, Any]) -> None:
-        """Make this the directory of `config`. Raises RecipeError when it already belongs to another one."""
+    def acquire(self, config: Mapping[str, Any]) -> None:
+        """Make this the directory of a run with the configuration `config`.
+
+        Raises RecipeError if it belongs to a run of another configuration, or contains other files.
+        """
         known = self.read("config")
         if known is None:
             if self.path.exists() and (not self.path.is_dir() or set(self.path.iterdir()) - self._partial()):
-                raise RecipeError(f"{self.path}: an empty or new directory is required, got other files in it")
+                raise RecipeError(f"{self.path}: contains other files; choose an empty or new directory")
             make_directory(self.path)
             self.write("config", config)
             return
-        # `imports` may differ, so that a moved checkout continues its runs, and the others because the trajectory is
-        # the same.
+        # Paths in `imports` differ in a checkout that was moved. The other fields do not change the trajectory.
         ignored = dict.fromkeys(("imports", "parallel", "diagnostics", "silence"))
         faults = differences({**known, **ignored}, {**config, **ignored})
         if faults:
             raise RecipeError(
-                f"{self.path} holds a run of another experiment; what is there -> what was asked for:\n"
+                f"{self.path} belongs to a run of another experiment (recorded -> given):\n"
                 + "\n".join(faults[:8])
                 + "\nChoose another directory, or remove this one."
             )
 
     def read(self, name: str) -> dict[str, Any] | None:
-        """The content of `name`.json, None when it is not there."""
+        """Return the content of `name`.json, None if it does not exist."""
         return read_object(self.path / f"{name}.json") or None
 
     def write(self, name: str, content: Mapping[str, Any]) -> None:
-        """Write `name`.json atomically."""
+        """Write `name`.json, completely or not at all."""
         write_text(self.path / f"{name}.json", json.dumps(content, indent=2, allow_nan=False) + "\n")
 
     def append(self, row: Mapping[str, Any]) -> None:
@@ -81,34 +91,36 @@ class RunDirectory:
             write_text(file, "".join(json.dumps(row) + "\n" for row in read_rows(file) if row["step"] <= step))
 
     def rows(self) -> list[dict[str, Any]]:
-        """The rows of metrics so far."""
+        """Return the rows of metrics so far."""
         return read_rows(self.metrics)
 
     def save(self, state: Mapping[str, Any]) -> None:
-        """Write the checkpoint atomically, with the length of the metrics it covers."""
+        """Write a checkpoint of a single process, completely or not at all, with the length of covered metrics."""
         size = self.metrics_size()
         with replacing(self.path / "checkpoint.pt") as temporary, temporary.open("wb") as stream:
             torch.save({**state, "metrics_bytes": size}, stream)
 
     def load(self) -> dict[str, Any] | None:
-        """The last checkpoint, None when there is none; drops the rows of metrics it does not cover."""
+        """Return the checkpoint of a single process, None if there is none. Drops the rows of metrics that it does not
+        cover.
+        """
         file = self.path / "checkpoint.pt"
         state: dict[str, Any] | None = None
         if any(self.path.glob("checkpoint-*")):
             raise RecipeError(
-                f"{self.path}: its checkpoints are of a run with parallel: ddp, fsdp2 or hsdp; continue it with one of "
-                "them, 'torchrun --nproc-per-node 1' is enough"
+                f"{self.path}: its checkpoints were written with parallel ddp, fsdp2 or hsdp; continue it with one of "
+                "these, for instance by 'torchrun --nproc-per-node 1'"
             )
         if file.is_file():
             try:
                 state = torch.load(file, map_location="cpu", weights_only=True)
-            except Exception as error:  # torch raises whatever its unpickler meets
-                raise RecipeError(f"{file}: a readable checkpoint is required; remove {self.path}") from error
+            except Exception as error:  # torch raises many kinds of errors for a damaged file
+                raise RecipeError(f"{file}: the checkpoint cannot be read; remove {self.path}") from error
         self.rewind(state["metrics_bytes"] if state is not None else 0)
         return state
 
     def metrics_size(self) -> int:
-        """The size of metrics.jsonl in bytes, after it has been written to disk."""
+        """Return the length of metrics.jsonl in bytes, after it has been written to disk."""
         if not self.metrics.exists():
             return 0
         with self.metrics.open("rb") as stream:
@@ -119,12 +131,14 @@ class RunDirectory:
         """Drop the rows of metrics after the first `size` bytes."""
         if self.metrics.exists():
             if self.metrics.stat().st_size < size:
-                raise RecipeError(f"{self.metrics}: {size} bytes are required by the checkpoint; remove {self.path}")
+                raise RecipeError(
+                    f"{self.metrics}: is shorter than the {size} bytes that its checkpoint covers; remove {self.path}"
+                )
             os.truncate(self.metrics, size)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other processes from training here meanwhile; the system releases it when the process dies."""
+        """Keep other processes from training here inside the block. A dead process releases the lock."""
         with writing(self.path / "lock"):
             lock = (self.path / "lock").open("w", encoding="utf-8")
         with lock as stream:
@@ -135,10 +149,116 @@ class RunDirectory:
                     fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
                     raise RecipeError(f"{self.path}: another process trains here; wait for it or stop it") from None
-            for stray in self._partial():  # of a process that was killed
+            for stray in self._partial():  # left by a process that was killed
                 shutil.rmtree(stray) if stray.is_dir() else stray.unlink()
             yield
 
     def _partial(self) -> set[Path]:
-        """Files and checkpoints that were never finished."""
+        """Return files and checkpoints that were never completed."""
         return set(self.path.glob(f".*{PARTIAL}"))
+
+
+_KEPT = 2
+_NOTES = "run.pt"
+
+
+def newest_checkpoint(run: RunDirectory) -> Path | None:
+    """Return the last complete checkpoint of several processes, None if there is none."""
+    return max(_complete(run), key=_step, default=None)
+
+
+def _complete(run: RunDirectory) -> list[Path]:
+    return [path for path in run.path.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+
+
+def _step(path: Path) -> int:
+    return int(path.name.rpartition("-")[2])
+
+
+def save_sharded(
+    run: RunDirectory, ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer, notes: Mapping[str, Any]
+) -> None:
+    """Write the checkpoint of step `notes["step"]`. All ranks must call this.
+
+    notes: state of the run beside model and optimizer, written by rank 0.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_saver import save as write
+
+    final = run.path / f"checkpoint-{notes['step']}"
+    temporary = run.path / f".{final.name}{PARTIAL}"
+    ranks.on_first(lambda: shutil.rmtree(temporary, ignore_errors=True))
+    try:
+        write(_state(model, optimizer), checkpoint_id=temporary)
+    except CheckpointException as error:
+        raise OSError(f"{final}: cannot be written: {_first(error)}") from error
+
+    def publish() -> None:
+        with writing(final), (temporary / _NOTES).open("wb") as stream:
+            torch.save({**notes, "metrics_bytes": run.metrics_size()}, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(final)
+        for old in sorted(_complete(run), key=_step)[:-_KEPT]:
+            doomed = run.path / f".{old.name}{PARTIAL}"
+            old.replace(doomed)  # a kill during removal then leaves no incomplete checkpoint under the name
+            shutil.rmtree(doomed)
+
+    ranks.on_first(publish)
+
+
+def load_sharded(
+    run: RunDirectory, ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, Any] | None:
+    """Restore model and optimizer from the last checkpoint and return its notes, None if there is none.
+
+    All ranks must call this. Rows of metrics after the checkpoint are dropped.
+    """
+    from torch.distributed.checkpoint import state_dict
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_loader import load as read
+
+    found, notes = ranks.on_first(lambda: _notes(run))
+    if found is None or notes is None:
+        return None
+    state = _state(model, optimizer)
+    try:
+        read(state, checkpoint_id=found)
+    except (CheckpointException, OSError) as error:
+        raise RecipeError(f"{found}: cannot be read; {_remedy(run, found)}: {_first(error)}") from error
+    state_dict.set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    return notes
+
+
+def _notes(run: RunDirectory) -> tuple[Path | None, dict[str, Any] | None]:
+    """Return the last checkpoint and its notes, and drop the rows of metrics that it does not cover."""
+    if (run.path / "checkpoint.pt").exists():
+        raise RecipeError(f"{run.path}: its checkpoint was written by a single process; continue with parallel=none")
+    found = newest_checkpoint(run)
+    notes = None
+    if found is not None:
+        try:
+            notes = torch.load(found / _NOTES, map_location="cpu", weights_only=True)
+        except Exception as error:  # torch raises many kinds of errors for a damaged file
+            raise RecipeError(f"{found}: the checkpoint cannot be read; {_remedy(run, found)}") from error
+    run.rewind(notes["metrics_bytes"] if notes is not None else 0)
+    return found, notes
+
+
+def _first(error: BaseException) -> str:
+    """Return the error of the first failing rank in one line. torch's own text is a traceback."""
+    failures = getattr(error, "failures", None)
+    fault = next(iter(failures.values()))[0] if failures else error
+    return f"{type(fault).__name__}: {fault}"
+
+
+def _remedy(run: RunDirectory, broken: Path) -> str:
+    others = len(_complete(run)) > 1
+    return f"remove {broken} to continue from the one before" if others else f"remove {run.path}"
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    from torch.distributed.checkpoint import state_dict
+
+    model_state, optimizer_state = state_dict.get_state_dict(model, optimizer)
+    return {"model": model_state, "optimizer": optimizer_state}

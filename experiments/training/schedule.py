@@ -1,4 +1,4 @@
-"""Schedules of the learning rate over a run: lr(step) = lr * factor(step), through torch's own `LambdaLR`."""
+"""Schedules of the learning rate over a run: lr(step) = lr * factor(step), applied by torch's `LambdaLR`."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from eigengraft.component import Component
 
 
 class LearningRateSchedule(Component, family="schedule"):
-    """A factor on the learning rate, a pure function of the step and the length of the run.
+    """A factor on the learning rate, a function of the step and the length of the run alone.
 
-    For k < warmup_steps the factor is (k + 1) / warmup_steps; after it, `decay(t)` with
-    t = (k - warmup_steps) / (steps - warmup_steps), which goes from 0 to 1.
+    For k < warmup_steps the factor is (k + 1) / warmup_steps. Later it is `decay(t)`, where t = (k - warmup_steps) /
+    (steps - warmup_steps) goes from 0 to 1.
     """
 
     warmup_steps: int = Field(default=0, ge=0, description="steps of linear warm-up from 0; fewer than the run has")
 
     @abstractmethod
     def decay(self, t: float) -> float:
-        """The factor at the fraction `t` in [0, 1] of the steps after the warm-up."""
+        """Return the factor at the fraction `t` in [0, 1] of the steps after the warm-up."""
 
     def factor(self, step: int, steps: int) -> float:
-        """The factor on the learning rate at `step` (0-based) of a run of `steps`."""
+        """Return the factor on the learning rate at `step` (0-based) of a run of `steps`."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         return self.decay((step - self.warmup_steps) / (steps - self.warmup_steps))
 
     def scheduler(self, optimizer: Optimizer, steps: int) -> LambdaLR:
-        """This schedule on `optimizer`, to be stepped once after every optimizer step."""
+        """Return a torch scheduler for `optimizer`. It must be stepped once after every optimizer step."""
         return LambdaLR(optimizer, lambda step: self.factor(step, steps))
 
 

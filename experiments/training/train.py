@@ -1,22 +1,229 @@
-"""One training run, which continues from its last checkpoint after any kill with the same trajectory."""
+"""One training run. After a kill at any time it continues from its last checkpoint with the same trajectory."""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from . import sharded_checkpoint
-from .environment import describe_provenance, require_provenance
+import eigengraft
+from eigengraft.errors import RecipeError
+
+from ..provenance import provenance_of
+from ..tasks import Batch, Metrics
+from .callbacks import Callbacks, no_batch
+from .divergence import Divergence, worse_than_at_first
+from .environment import describe_environment, describe_provenance, record_environment, require_provenance
 from .experiment import Experiment
-from .outcome import Result, Tick
-from .parallel.process_group import process_group, report_lost_rank
-from .parallel.ranks import Ranks
-from .rundir import RunDirectory
-from .trainer import Trainer
+from .outcome import Diagnostics, MetricsWindow, Result, Tick, numbers_of_rows
+from .parallel import Ranks, local_device, process_group, report_lost_rank, reshard_model
+from .rundir import RunDirectory, load_sharded, newest_checkpoint, save_sharded
+
+
+class Trainer:
+    """Model, optimizer, schedule and data of one run in its directory, on one rank."""
+
+    def __init__(
+        self, experiment: Experiment, directory: RunDirectory, ranks: Ranks | None = None, checked: bool = False
+    ) -> None:
+        self.experiment, self.directory = experiment, directory
+        self.ranks = ranks or Ranks(device=local_device(experiment.device, 0))
+        self.device = self.ranks.device
+        self.dataset, self.gradients = experiment.task.load(), experiment.gradient_pass
+        self.model = experiment.task.new_model(experiment.seed).to(self.device)
+        self.module = experiment.parallel.wrap(self.model, self.ranks)  # the optimizer below reads placements
+        options: dict[str, Any] = {"checked": checked, "steps": experiment.steps, "silence": experiment.silence}
+        rates = (experiment.lr, experiment.weight_decay)
+        self.optimizer = eigengraft.compose(experiment.run_recipe, self.model, *rates, **options)
+        self.scheduler = experiment.schedule.scheduler(self.optimizer, experiment.steps)
+        shown = (directory, experiment.diagnostics_every, experiment.steps, self.ranks.first)
+        self.diagnostics = Diagnostics(self.optimizer, *shown)
+        self.batch: Batch | None = None
+        callbacks = experiment.callbacks
+        self.callbacks = Callbacks(callbacks, self.model, self.optimizer, directory, self.ranks, self._current_batch)
+        self.step, self.seconds, self.window, self.middle = 0, 0.0, MetricsWindow(), 0.0
+        self.first_loss: float | None = None
+        self.last_loss: float | None = None  # median over the steps of the last row, robust against a single spike
+
+    def run(self, progress: Callable[[Tick], None] | None) -> Result:
+        """Train from the last checkpoint, or from the start, to the end, and return the result."""
+        self._continue()
+        self.diagnostics.rewind(self.step)
+        self.callbacks.start()
+        metrics: Metrics | None = None
+        while self.step < self.experiment.steps:
+            lr = float(self.optimizer.param_groups[0]["lr"])
+            self._train_step()
+            metrics = self._evaluate() if self._due(self.experiment.eval_every) else None
+            losses = [self.window.losses[-1], *([] if metrics is None else [metrics.val_loss])]
+            finite = all(map(math.isfinite, losses)) and not self._lost()
+            tick = self._tick(metrics)
+            if progress is not None:
+                progress(tick)
+            if metrics is not None or not finite or self._due(self.experiment.log_every):
+                self._write_row(lr, metrics)
+            if not finite:
+                return self._finish(None, self._diagnosis(losses))
+            if not self.window.losses and self.callbacks.stop(tick):  # a row was written
+                break
+            if self._due(self.experiment.checkpoint_every):
+                self._save()
+        return self._finish(metrics or self._evaluate())
+
+    def _diagnosis(self, losses: list[float]) -> str:
+        """Return the reason why the last step has ended the run. `losses`: training loss, validation loss if any."""
+        batch, val_loss = self.dataset.batch(self.experiment.seed, self.step - 1), (*losses, None)[1]
+        return Divergence(self.model, self.dataset, batch, self.step, losses[0], val_loss, self.ranks).diagnosis()
+
+    def _lost(self) -> bool:
+        """Return True if no gradient has been usable for so many steps that the run counts as lost."""
+        return all(param_set.finite_check.lost() for param_set in self.optimizer.param_sets)
+
+    def _train_step(self) -> None:
+        start = self._now()
+        rows, weight = self.ranks.shard_batch(self.dataset.batch(self.experiment.seed, self.step))
+        self.batch = batch = rows.to(self.device)
+        self.ranks.seed_step(self.experiment.seed, self.step)
+        self.diagnostics.before(self.step + 1)
+        loss = self.optimizer.step(lambda: self._backward(batch, weight))
+        end = self._now()
+        self.scheduler.step()
+        self.step += 1
+        self.diagnostics.after(self.step)
+        self.seconds += end - start
+        self.window.losses.append(self.ranks.mean(loss.item()))
+        self.first_loss = self.window.losses[-1] if self.step == 1 else self.first_loss
+        self.window.step_ms.append(1e3 * (end - start))
+        self.window.optimizer_ms.append(1e3 * (end - self.middle))
+
+    def _current_batch(self) -> Batch:
+        return no_batch() if self.batch is None else self.batch
+
+    def _backward(self, batch: Batch, weight: float) -> Tensor:
+        """Compute the gradients of a batch, clip them, and return the loss."""
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.gradients.backward(self.module, batch, weight)
+        if self.experiment.grad_clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.experiment.grad_clip)
+        self.middle = self._now()
+        return loss
+
+    def _now(self) -> float:
+        """Return the time in seconds, after the device has finished its work."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def _evaluate(self) -> Metrics:
+        """Return the metrics of the iterate that the recipe evaluates. The model then holds the training iterate again.
+
+        Every rank evaluates all data. All ranks use the metrics of rank 0, so that they decide alike.
+        """
+        self.optimizer.eval()
+        try:
+            metrics = self.experiment.task.evaluate(self.model, self.dataset, self.device)
+            return self.ranks.on_first(lambda: metrics)
+        finally:
+            self.optimizer.train()
+            reshard_model(self.module)
+
+    def _due(self, every: int) -> bool:
+        return self.step % every == 0 or self.step == self.experiment.steps
+
+    def _tick(self, metrics: Metrics | None) -> Tick:
+        val_loss, window = metrics.val_loss if metrics is not None else None, self.window
+        return Tick(self.step, self.experiment.steps, window.losses[-1], val_loss, window.step_ms[-1], self.seconds)
+
+    def _write_row(self, lr: float, metrics: Metrics | None) -> None:
+        self.last_loss = median(self.window.losses)
+        if self.ranks.first:
+            self.directory.append(self.window.row(self.step, lr, self.seconds, metrics))
+        self.window = MetricsWindow()
+
+    def _finish(self, metrics: Metrics | None, diagnosis: str = "") -> Result:
+        """Write and return the result.
+
+        The model is left with the iterate that the recipe evaluates. Checkpoints contain the training iterate.
+
+        metrics: metrics at the end; None: the run has diverged.
+        diagnosis: reason of the divergence.
+        """
+        parameters = sum(p.numel() for p in self.model.parameters())
+        held = max(self.ranks.all_gather(self.optimizer.state_bytes()))
+        result = self.ranks.on_first(lambda: self._result(metrics, parameters, held, diagnosis))
+        self.optimizer.eval()
+        self.callbacks.finished(result)
+        return result
+
+    def _result(self, metrics: Metrics | None, parameters: int, state_bytes: int, diagnosis: str) -> Result:
+        numbers = numbers_of_rows(self.directory.rows())
+        result = Result(
+            diagnosis=diagnosis or worse_than_at_first(self.first_loss, self.last_loss),
+            diverged=metrics is None,
+            val_loss=metrics.val_loss if metrics is not None else None,
+            val_accuracy=metrics.val_accuracy if metrics is not None else None,
+            steps=self.step,
+            seconds=self.seconds,
+            parameters=parameters,
+            state_bytes=state_bytes,
+            state_bytes_per_parameter=state_bytes / parameters,
+            **numbers,
+        )
+        self.directory.write("result", asdict(result))
+        return result
+
+    def _save(self) -> None:
+        notes = {"step": self.step, "seconds": self.seconds, "window": asdict(self.window)}
+        notes |= {"first_loss": self.first_loss, "last_loss": self.last_loss}
+        notes["scheduler"] = self.scheduler.state_dict()
+        if self.ranks.distributed:
+            save_sharded(self.directory, self.ranks, self.model, self.optimizer, notes)
+            return
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "rng": torch.get_rng_state(),
+            "device_rng": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
+        }
+        self.directory.save({**notes, **state})
+
+    def _continue(self) -> None:
+        """Restore the last checkpoint, if any. Raises RecipeError if code or data differ from the run's first step."""
+        data, imports = self.dataset.fingerprint, self.experiment.imports
+        found = describe_environment(data, self.device, self.ranks.size, imports)
+        declared = self.experiment.model_dump_json(exclude={"imports"})
+        if len(set(self.ranks.all_gather((declared, *sorted(provenance_of(found).items()))))) > 1:
+            raise RecipeError(
+                "ranks: experiment, code or data differ between ranks; compare the versions of torch, numpy and "
+                "eigengraft, the files in `imports` and the files of the task on each machine"
+            )
+        self.ranks.on_first(lambda: record_environment(self.directory, found))
+        shared = (self.directory, self.ranks, self.model, self.optimizer)
+        notes = load_sharded(*shared) if self.ranks.distributed else self._load_single()
+        if notes is not None:
+            self.scheduler.load_state_dict(notes["scheduler"])
+            self.step, self.seconds, self.window = notes["step"], notes["seconds"], MetricsWindow(**notes["window"])
+            # checkpoints of older versions lack these
+            self.first_loss, self.last_loss = notes.get("first_loss"), notes.get("last_loss")
+
+    def _load_single(self) -> dict[str, Any] | None:
+        state = self.directory.load()
+        if state is None:
+            return None
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["rng"])
+        if state["device_rng"] is not None:
+            torch.cuda.set_rng_state(state["device_rng"], self.device)
+        return state
 
 
 def train(
@@ -25,12 +232,19 @@ def train(
     progress: Callable[[Tick], None] | None = None,
     checked: bool = False,
 ) -> Result:
-    """Run `experiment` in `directory`, or continue it there, or return the result it already has.
+    """Run an experiment in a directory, continue it there, or return the result that it already has.
 
-    With `parallel`, every process that torchrun started calls this; rank 0 owns the directory and reports progress.
-    A non-finite loss ends the run with `diverged=True`. Raises RecipeError when the directory holds another experiment,
-    or one that other code or data made, and DistributedError when another rank is lost. With `checked` a stage that
-    breaks its contract raises ContractError.
+    With `parallel`, every process that torchrun has started calls this. Rank 0 owns the directory and reports progress.
+    A loss that is not finite ends the run with `diverged=True`.
+
+    Args: experiment: the run to do. directory: directory of the run, which is created if it does not exist. progress:
+    receives a `Tick` after every step. None: no progress is reported. checked: if True, a stage that breaks its
+    contract raises ContractError; steps are slower.
+
+    Returns: The result, which is also written to result.json.
+
+    Raises: RecipeError: the directory contains another experiment, or a run with other code or data. DistributedError:
+    another rank was lost.
     """
     run = RunDirectory(directory)
     with (
@@ -39,8 +253,8 @@ def train(
         ExitStack() as stack,
     ):
 
-        def claim() -> dict[str, Any] | None:
-            run.claim(experiment.model_dump(mode="json"))
+        def acquire() -> dict[str, Any] | None:
+            run.acquire(experiment.model_dump(mode="json"))
             stack.enter_context(run.locked())
             result = run.read("result")
             if result is not None:
@@ -48,7 +262,7 @@ def train(
                 require_provenance(run, describe_provenance(data, experiment.imports))
             return result
 
-        done = ranks.on_first(claim)
+        done = ranks.on_first(acquire)
         if done is not None:
             return Result(**done)
         with isolated_run(experiment, ranks):
@@ -56,14 +270,14 @@ def train(
 
 
 def _advice(run: RunDirectory) -> str:
-    last = sharded_checkpoint.newest_checkpoint(run)
+    last = newest_checkpoint(run)
     where = f"from step {last.name.rpartition('-')[2]}" if last is not None else "from the start"
     return f"Give the same command again to continue {where}, with any number of ranks."
 
 
 @contextmanager
 def isolated_run(experiment: Experiment, ranks: Ranks | None = None) -> Iterator[None]:
-    """Give the run its own random state and thread count; those of the caller are restored at the end."""
+    """Give the block its own random state and thread count, and restore those of the caller at its end."""
     threads = torch.get_num_threads()
     device = experiment.device if ranks is None else str(ranks.device)
     on_device = device != "cpu" and torch.cuda.is_available()

@@ -36,8 +36,7 @@ import eigengraft
 from eigengraft.experiments.files import make_directory, read_rows, write_text
 from eigengraft.experiments.reports.figures import INK, LIGHT, MARKERS, save_figure, style_axes
 from eigengraft.experiments.tasks import Batch
-from eigengraft.experiments.training.experiment import Experiment
-from eigengraft.experiments.training.loading import load_experiment
+from eigengraft.experiments.training.experiment import Experiment, load_experiment
 from eigengraft.experiments.training.train import isolated_run
 from eigengraft.optimizers.recipe.loading import load_recipe
 

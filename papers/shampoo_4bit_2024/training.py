@@ -16,8 +16,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-from eigengraft.experiments.reports.records import learning_rate, read_records
-from eigengraft.experiments.reports.run import Run
+from eigengraft.experiments.reports.records import Run, learning_rate, read_records
 
 Row = dict[str, Any]
 

@@ -395,7 +395,7 @@ def test_an_error_of_ranks_is_told_and_another_runtime_error_is_not(monkeypatch:
     def fail(error: Exception) -> None:
         raise error
 
-    loading = "eigengraft.experiments.training.loading.load_experiment"
+    loading = "eigengraft.experiments.training.experiment.load_experiment"
     monkeypatch.setattr(loading, lambda *_: fail(DistributedError("rank 1 is lost")))
     assert call("train", "exp.yaml").exit_code == 2 and "rank 1 is lost" in call("train", "exp.yaml").stderr
     monkeypatch.setattr(loading, lambda *_: fail(RuntimeError("a fault of the program")))

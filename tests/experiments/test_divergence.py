@@ -17,9 +17,9 @@ from eigengraft.experiments.reports.report import write_report
 from eigengraft.experiments.tasks import Batch, Dataset, Examples, Fingerprint, Task
 from eigengraft.experiments.tasks.base import generator
 from eigengraft.experiments.training.divergence import worse_than_at_first
-from eigengraft.experiments.training.parallel.ranks import Ranks
+from eigengraft.experiments.training.parallel import Ranks
 from eigengraft.experiments.training.rundir import RunDirectory
-from eigengraft.experiments.training.trainer import Trainer
+from eigengraft.experiments.training.train import Trainer
 from eigengraft.testing import check_task
 from eigengraft.testing.laws import LawError
 
@@ -80,7 +80,7 @@ def experiment(fault: Fault = "none", **fields: object) -> Experiment:
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("inputs", r"the batch of step [1-4] has 1 numbers in its inputs .*rows \d of 8.* no learning rate helps"),
+        ("inputs", r"the batch of step [1-4] has 1 numbers in its inputs .*rows \d of 8.* data are at fault"),
         ("targets", r"the batch of step [1-4] has 1 numbers in its targets"),
         ("validation", r"validation batch 0 has 1 numbers in its inputs .*rows 3 of 8\)"),
         ("initial weight", r"the weight 2\.weight that is not finite before the first update"),

@@ -9,7 +9,7 @@ from torch import nn
 
 from eigengraft.experiments import load_experiment
 from eigengraft.experiments.tasks import Batch, Digits
-from eigengraft.experiments.tasks.gradient import GradientPass
+from eigengraft.experiments.tasks.base import GradientPass
 from eigengraft.experiments.training.callbacks import Patience, RunView
 from eigengraft.experiments.training.imports import import_component
 from eigengraft.experiments.training.outcome import Tick

@@ -18,7 +18,7 @@ from eigengraft import RecipeError
 from eigengraft.component import validated
 from eigengraft.experiments.tasks import Batch, ByteLM, Digits, Task
 from eigengraft.experiments.tasks.byte_lm import standard_library_files
-from eigengraft.experiments.tasks.digits import read_digits
+from eigengraft.experiments.tasks.images import read_digits
 from eigengraft.experiments.training.imports import resolve_paths
 from eigengraft.experiments.training.schedule import Constant, Cosine, LearningRateSchedule, Linear
 from eigengraft.testing.laws import Law

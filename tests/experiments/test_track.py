@@ -13,10 +13,19 @@ from typer.testing import CliRunner
 from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.reports.seed_statistics import Target
 from eigengraft.experiments.studies.plan import plan_runs
-from eigengraft.experiments.track.entries import TaskRun, read_entries
-from eigengraft.experiments.track.report import track_table
-from eigengraft.experiments.track.scores import profile, profile_score, ratios, score, scores
-from eigengraft.experiments.track.track import TrackTask, entry_study, load_track
+from eigengraft.experiments.track.track import (
+    TaskRun,
+    TrackTask,
+    entry_study,
+    load_track,
+    profile,
+    profile_score,
+    ratios,
+    read_entries,
+    score,
+    scores,
+    track_table,
+)
 
 from ..refusals import refused
 
@@ -168,7 +177,7 @@ def test_the_command_runs_an_entry_and_keeps_it(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, ["track", "run", "adamw", "--workers", "1"])
     assert done.exit_code == 0, done.output
-    assert "digits: other data than those of version 1" in done.output
+    assert "digits: the data differ from those of version 1" in done.output
     shown = CliRunner().invoke(app, ["track", "report"])
     assert shown.exit_code == 0, shown.output
     assert "| `adamw` | 1.00 | 4 (" in shown.output

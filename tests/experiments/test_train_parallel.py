@@ -18,7 +18,7 @@ import torch
 from eigengraft import RecipeError
 from eigengraft.experiments import Experiment, load_experiment, train
 from eigengraft.experiments.tasks import Batch
-from eigengraft.experiments.training.parallel.ranks import Ranks
+from eigengraft.experiments.training.parallel import Ranks
 
 from ..distributed.ranks.launch import Outcome, Run, launch
 from ..processes import start
@@ -310,7 +310,7 @@ def test_every_rank_refuses_experiments_that_do_not_fit_its_ranks(
 
 
 LOST = r"another rank has stopped or does not answer \(.+\)\."
-TOLD = r"told to stop \(SIGTERM\), as when another rank has failed\."
+TOLD = r"received SIGTERM, which torchrun sends when another rank has failed\."
 ADVICE = " Give the same command again to continue from step 6, with any number of ranks[.]"
 
 

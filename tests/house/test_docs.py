@@ -19,7 +19,7 @@ from eigengraft.component import families, validated
 from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.reproduction.claims import PaperClaims
 from eigengraft.experiments.studies.study import Study, load_study
-from eigengraft.experiments.training.loading import load_experiment
+from eigengraft.experiments.training.experiment import load_experiment
 from eigengraft.optimizers.recipe.loading import parse_yaml
 
 from ..processes import run

@@ -49,7 +49,7 @@ COMMAND_LINES: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("train exp.yaml recipe.lr=1", ("recipe.lr", 1, 0.01)),
     ("train exp.yaml weight_decay=0.1 weight_decay.rate=0.2", ("recipe.weight_decay.rate", 0.2)),
     ("ablate study.yaml base.steps=3 base.steps=4", ("base.steps=3",)),
-    ("ablate study.yaml --jobs 2", ("--jobs", "--submit", "none")),
+    ("ablate study.yaml --jobs 2", ("--jobs", "--submit")),
     ("ablate study.yaml --dry-run --storage sqlite:///s.db", ("--storage",)),
     ("show soap lr=1 lr=2", ("lr=1",)),
     ("show soap seed=3", ("seed",)),

@@ -8,7 +8,7 @@ import torch
 
 import eigengraft
 from eigengraft import RecipeError, load_recipe
-from eigengraft.experiments.training.loading import load_experiment
+from eigengraft.experiments.training.experiment import load_experiment
 from eigengraft.optimizers.recipe.loading import shipped
 from eigengraft.optimizers.recipe.overrides import apply_overrides, differences
 from eigengraft.preconditioners import RMS, Gram, Momentum

@@ -165,7 +165,7 @@ def test_the_command_judges_and_renews_pages(tmp_path: Path) -> None:
     assert readme.startswith("# p\n") and readme.endswith("\nmore\n") and "stale" not in readme
     (tmp_path / "claims.yaml").write_text(CLAIMS % ("state_bytes_per_parameter", "compare: ratio, most: 0.5"))
     wrong = CliRunner().invoke(app, ["reproduce", str(tmp_path), "--write"])
-    assert wrong.exit_code == 1 and "said to hold, and do not: one" in wrong.output
+    assert wrong.exit_code == 1 and "expected to hold, but do not: one" in wrong.output
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,8 @@ import math
 import pytest
 
 from eigengraft.experiments.reproduction.claims import PaperClaim
-from eigengraft.experiments.reproduction.length_fits import LossCurve, fit_loss_curve, fitted_steps_ratio
 from eigengraft.experiments.reproduction.results import ResultRow, StudyResults
-from eigengraft.experiments.reproduction.verdicts import measure_claim
+from eigengraft.experiments.reproduction.verdicts import LossCurve, fit_loss_curve, fitted_steps_ratio, measure_claim
 
 from ..refusals import refused
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from eigengraft.experiments.studies.study import load_study
-from eigengraft.experiments.training.loading import load_experiment
+from eigengraft.experiments.training.experiment import load_experiment
 
 from .scripts import PAPERS, script
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import eigengraft
-from eigengraft.experiments.training.loading import load_experiment
+from eigengraft.experiments.training.experiment import load_experiment
 
 from .scripts import script
 

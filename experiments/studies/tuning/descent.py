@@ -1,4 +1,4 @@
-"""Tuning along the fields of a grid, downhill: most often of the learning rate alone, on a grid of constant ratio."""
+"""Coordinate descent: a search along the fields of a grid, most often of the learning rate alone."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from eigengraft.component import Component
 from eigengraft.errors import RecipeError
 
 from ...training.experiment import Experiment
-from .base import Trial, Tuning, Values, best_trial, six_digits
-from .space import Scalar, read_space
+from .base import Scalar, Trial, Tuning, Values, best_trial, read_space, six_digits
 
 Point = tuple[int, ...]
-"""A place on the grid: for each field the exponent of its ratio, or the place in its list."""
+"""A point of the grid: for each field, the exponent of its ratio or the index in its list."""
 
 
 class RatioGrid(Component):
@@ -26,7 +25,7 @@ class RatioGrid(Component):
     start: float | None = Field(None, gt=0, description="value to start from; none: the cell's own lr or weight_decay")
 
     def first(self, path: str, experiment: Experiment) -> float:
-        """The value to start from in a cell. Raises RecipeError where there is none."""
+        """Return the start value in a cell. Raises RecipeError if there is none."""
         own = None
         if path in ("lr", "weight_decay"):
             own = getattr(experiment, path)
@@ -34,16 +33,16 @@ class RatioGrid(Component):
         start = own if self.start is None else self.start
         if not isinstance(start, (int, float)) or start <= 0:
             where = f"tune.space.{path}.start"
-            raise RecipeError(f"{where}: a positive value to start from is required, got {start}")
+            raise RecipeError(f"{where}: the search needs a positive start value, got {start}; give `start`")
         return float(start)
 
 
 class CoordinateDescent(Tuning):
     """x <- argmin over x and its neighbours on a grid, one field after the other, until no neighbour is better.
 
-    A field is a grid of constant ratio without end, {ratio: 2}, or a list of values in their order, of which the middle
-    one comes first. The start and its neighbours along the first field are tried first. Where the best value diverged,
-    only lower neighbours on a grid of constant ratio are. A minimum that is not the only one may be missed.
+    A field is either a grid of constant ratio without ends, {ratio: 2}, or a list of values in their order, which
+    starts from its middle value. The start and its neighbours along the first field are tried first. If the best value
+    diverged, only lower neighbours are tried on a grid of constant ratio. The search finds a local minimum.
     """
 
     kind: Literal["coordinate_descent"] = "coordinate_descent"
@@ -100,7 +99,7 @@ class CoordinateDescent(Tuning):
         return found
 
     def _starts(self, cell: Experiment) -> dict[str, float | None]:
-        """The start of every grid of constant ratio; None for a list."""
+        """Return the start value of every grid of constant ratio by path; None for a list."""
         return {p: g.first(p, cell) if isinstance(g, RatioGrid) else None for p, g in self.space.items()}
 
     def _list(self, path: str) -> list[Scalar]:
@@ -109,7 +108,7 @@ class CoordinateDescent(Tuning):
         return grid
 
     def _neighbours(self, point: Point, axis: int) -> list[Point]:
-        """The places before and after one along a field, as far as there are any."""
+        """Return the neighbours of a point along a field that exist."""
         grid = list(self.space.values())[axis]
         beside = [_moved(point, axis, by) for by in (-1, 1)]
         return [one for one in beside if isinstance(grid, RatioGrid) or 0 <= one[axis] < len(grid)]

@@ -1,16 +1,20 @@
-"""The runs that tune the cells of a study, planned from what has been run so far."""
+"""The runs that come before the study's own: next runs of searches, and timed runs for cells of equal seconds."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from statistics import median
+
+from eigengraft.errors import RecipeError
 
 from ...files import short_name
-from ...reports.run import METRICS, Metric, Run
-from ...training.callbacks import Limits
+from ...reports.records import METRICS, Metric, Run
+from ...training.callbacks import Limits, StopAfter
 from ...training.experiment import Experiment
-from ..plan import Cell, PlannedRun, cells, changed, refuse_changed
+from ..axes import Setting
+from ..plan import Cell, PlannedRun, cells, changed, refuse_changed, unfinished
 from ..study import Study
 from .base import Trial, Tuned, Tuning, Values, trial_name
 
@@ -18,10 +22,12 @@ from .base import Trial, Tuned, Tuning, Values, trial_name
 def plan_tuning(
     study: Study, directory: Path, failed: Collection[str] = ()
 ) -> tuple[list[PlannedRun], dict[str, Tuned]]:
-    """The runs that the search of `study.tune` needs next, and what it found in the cells where it is over.
+    """Return the runs that the searches of `study.tune` need next, and the results of completed searches by cell name.
 
-    Both follow from the runs in `directory` alone, so that a stopped search continues. A value with a run named in
-    `failed` counts as diverged. Raises RecipeError when a run was made with other settings.
+    Both follow from the runs in `directory` alone, so that a stopped search continues. Raises RecipeError if a run was
+    made with other settings.
+
+    failed: directories of runs that failed; their values count as diverged.
     """
     planned: list[PlannedRun] = []
     tuned: dict[str, Tuned] = {}
@@ -38,7 +44,7 @@ def plan_tuning(
 class _CellSearch:
     """The search in one cell.
 
-    trials: those that have ended, after `left`.
+    trials: completed trials, filled by `left`.
     """
 
     def __init__(self, study: Study, tuning: Tuning, cell: Cell, directory: Path, failed: Collection[str]) -> None:
@@ -49,8 +55,8 @@ class _CellSearch:
         self.trials: list[Trial] = []
 
     def left(self) -> list[PlannedRun]:
-        """The runs to do next, after every trial that has ended was seen; none: the search is over."""
-        # Each turn knows the scores of more values, until some have no score yet or no more are wanted.
+        """Read all completed trials and return the runs to do next. An empty list means that the search is complete."""
+        # Each turn adds the scores of some values, until a value has no score yet or the search wants no more.
         while wanted := self.tuning.next(self.experiment, self.trials):
             ended: dict[str, Trial | None] = {trial_name(trial.values): trial for trial in self.trials}
             new = {name: values for values in wanted if (name := trial_name(values)) not in ended}
@@ -63,7 +69,7 @@ class _CellSearch:
         return []
 
     def runs(self, values: Values) -> list[PlannedRun]:
-        """The runs of the next trial, one for each seed of the search."""
+        """Return the runs of the next trial, one for each seed of the search."""
         name = trial_name(values)
         own = changed(self.study.base, {**self.cell.changes, **values})
         return [
@@ -81,7 +87,7 @@ class _CellSearch:
         return experiment if limits is None else experiment.replace(callbacks=(*experiment.callbacks, limits))
 
     def _trial(self, values: Values, runs: Sequence[PlannedRun]) -> Trial | None:
-        """The trial of these runs: diverged where one diverged or failed, None while one has not ended."""
+        """Return the trial of these runs, None while a run has not ended. A failed run makes the trial diverged."""
         scores, seconds, stopped, curves = [], 0.0, [], {}
         for planned in runs:
             if planned.directory in self.failed:
@@ -98,7 +104,71 @@ class _CellSearch:
 
 
 def _was_stopped(experiment: Experiment, run: Run, metric: Metric) -> bool:
-    """Whether the limits of an experiment ended its run."""
+    """Return True if the limits of an experiment ended its run."""
     limits = next((one for one in experiment.callbacks if isinstance(one, Limits)), None)
     step = int(run.result["steps"])
     return limits is not None and step < experiment.steps and limits.exceeded(step, run.final(metric))
+
+
+ROUNDS = 3
+"""Number of timed runs of every cell. Cells are timed in turn, so that other load of the machine affects all of them.
+"""
+TIMED_STEPS = 100
+"""Largest number of steps of a timed run. The first 5 percent are not counted: they contain one-time setup."""
+
+
+def plan_timing(study: Study, directory: Path, failed: Collection[str] = ()) -> tuple[list[PlannedRun], Study]:
+    """Return the timed runs that are not done yet, or, if there are none, the study with the steps of every cell set.
+
+    A cell has round(N r) steps. N is the number of steps of its baseline, and r the median over rounds of the
+    baseline's seconds per step over those of the cell. Only training seconds count, without evaluation. The result
+    follows from the runs in `directory` alone. Raises RecipeError if a timed run has failed, diverged at once, or had
+    other settings.
+
+    failed: directories of runs that failed.
+    """
+    if study.equal == "steps":
+        return [], study
+    own = list(cells(study))
+    rounds = [{cell.name: _timed_run(study, cell, turn) for cell in own} for turn in range(ROUNDS)]
+    timed = [run for runs in rounds for run in runs.values()]
+    refuse_changed(timed, directory)
+    for run in timed:
+        if run.directory in failed:
+            raise RecipeError(f"equal: a timed run failed, see {run.directory}.error.txt; without it steps are unknown")
+    if left := unfinished(timed, directory):
+        return left, study
+    seconds = [{name: _step_seconds(directory / run.directory) for name, run in runs.items()} for runs in rounds]
+    axis, baseline = study.compared
+    lengths = []
+    for cell in own:
+        base = Cell({**cell.labels, axis: baseline}, {}).name
+        ratio = median(one[base] / one[cell.name] for one in seconds)
+        steps = max(1, round(rounds[0][base].experiment.steps * ratio))
+        lengths.append(Setting(when={k: (label,) for k, label in cell.labels.items()}, set={"steps": steps}))
+    return [], study.replace(equal="steps", settings=(*study.settings, *lengths))
+
+
+def _timed_run(study: Study, cell: Cell, turn: int) -> PlannedRun:
+    """Return the first steps of a run of the cell, without diagnostics, callbacks and intermediate checkpoints."""
+    experiment = changed(study.base, cell.changes)
+    steps = min(TIMED_STEPS, experiment.steps)
+    timed = experiment.replace(
+        seed=study.seeds[0],
+        eval_every=experiment.steps,
+        log_every=max(1, steps // 20),
+        checkpoint_every=experiment.steps,
+        diagnostics=None,
+        callbacks=(StopAfter(step=steps),),
+    )
+    labels = {**cell.labels, "timed": f"round {turn + 1}"}
+    return PlannedRun(labels, study.seeds[0], timed, f"timing/{cell.directory}/round-{turn + 1}")
+
+
+def _step_seconds(directory: Path) -> float:
+    """Return the training seconds per step of a timed run, without the steps before its first row of metrics."""
+    run = Run({}, 0, directory)
+    steps, seconds = [int(row["step"]) for row in run.rows], run.seconds()
+    if len(steps) < 2:
+        raise RecipeError(f"equal: the timed run {directory} diverged at step {steps[-1]}; lower its learning rate")
+    return (seconds[-1] - seconds[0]) / (steps[-1] - steps[0])

@@ -1,4 +1,4 @@
-"""Tuning by draws from a space of ranges and lists, at random or near what was good, with successive halving."""
+"""Searches that draw values from a space at random or by a density model, with successive halving."""
 
 from __future__ import annotations
 
@@ -10,14 +10,63 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field, field_validator
 
+from eigengraft.component import Component
 from eigengraft.errors import RecipeError
 
-from ...reports.run import Metric
+from ...reports.records import Metric
 from ...training.callbacks import Limits
 from ...training.experiment import Experiment
-from .base import Trial, Tuning, Values
-from .halving import Halving
-from .space import Range, Scalar, read_space
+from .base import Range, Scalar, Trial, Tuning, Values, read_space
+
+
+class Halving(Component):
+    """Successive halving: at steps least * rate^j, a run continues if at most floor((n + 1) / rate) - 1 others are
+    better.
+
+    The n others are the runs of earlier trials of the cell with the same seed that reached the step. The best run so
+    far always continues. Steps are rounded up to the next evaluation. This is the rule of Optuna's
+    SuccessiveHalvingPruner (Li et al. 2018, arXiv:1810.05934, without suspension). Trials that run side by side do not
+    see each other.
+    """
+
+    rate: int = Field(3, ge=2, description="one of this many runs continues to this many times the steps")
+    least: int = Field(ge=1, description="steps before runs are compared for the first time")
+
+    @property
+    def rule(self) -> str:
+        """Sentence for a report that describes the rule."""
+        return (
+            f"Successive halving: at step {self.least}, and at every {self.rate}-fold of it, a run goes on only if it "
+            f"is among the best 1/{self.rate} of the runs of earlier trials with the same seed."
+        )
+
+    def rungs(self, experiment: Experiment) -> list[int]:
+        """Return the steps at which runs are compared."""
+        every, found, rung = experiment.eval_every, [], self.least
+        while (step := -(-rung // every) * every) < experiment.steps:
+            found += [step] if step not in found else []
+            rung *= self.rate
+        return found
+
+    def limits(self, experiment: Experiment, trials: Sequence[Trial], metric: Metric) -> Limits | None:
+        """Return the worst metric at each rung with which a run with the seed of `experiment` continues. None: no limit
+        yet.
+
+        Raises RecipeError if there is no evaluation before the last step.
+        """
+        limits, rungs = [], self.rungs(experiment)
+        if not rungs:
+            raise RecipeError(
+                f"tune.halving.least: {self.least} leaves no evaluation (every {experiment.eval_every} steps) before "
+                f"step {experiment.steps}, the last, so that no run could be stopped; lower `least` or `eval_every`"
+            )
+        for step in rungs:
+            curves = [(trial.curves or {}).get(experiment.seed, {}) for trial in trials]
+            others = sorted(curve[step] for curve in curves if step in curve)
+            place = max((len(others) + 1) // self.rate - 1, 0)
+            if place < len(others) and math.isfinite(others[place]):
+                limits.append((step, metric.sign * others[place]))
+        return Limits(metric=metric.key, limits=tuple(limits)) if limits else None
 
 
 class Sampled(Tuning, ABC):
@@ -30,7 +79,7 @@ class Sampled(Tuning, ABC):
     seed: int = Field(0, ge=0, lt=2**31, description="seed of the draws")
     together: int = Field(1, ge=1, description="trials of a cell that are drawn at once and may run side by side")
     halving: Halving | None = Field(
-        None, description="stops runs that are behind earlier ones; none: all run to their end"
+        None, description="early end of runs that are worse than earlier ones; none: all runs are completed"
     )
 
     @field_validator("space", mode="before", json_schema_input_type=dict[str, Range | list[Scalar]])
@@ -49,11 +98,11 @@ class Sampled(Tuning, ABC):
     @property
     @abstractmethod
     def method(self) -> str:
-        """How values are drawn, in one sentence."""
+        """Sentence that says how values are drawn."""
 
     @abstractmethod
     def draw(self, trials: Sequence[Trial], number: int) -> list[Values]:
-        """The next `number` of values, given the trials that have ended."""
+        """Return the next `number` of values, given the completed trials."""
 
     def proposed(self, cell: Experiment, trials: Sequence[Trial]) -> list[Values]:
         number = min(self.together, self.trials - len(trials))
@@ -69,7 +118,7 @@ class Sampled(Tuning, ABC):
 
 
 class Random(Sampled):
-    """Values drawn independently and uniformly from their ranges and lists (Bergstra & Bengio 2012)."""
+    """Random search: values drawn independently and uniformly from their ranges and lists (Bergstra & Bengio 2012)."""
 
     kind: Literal["random"] = "random"
 
@@ -114,7 +163,7 @@ class TPE(Sampled):
             study.add_trial(_frozen(optuna, trial, spaces))
         drawn = []
         for index in range(len(trials), len(trials) + number):
-            # The draws of a trial depend on those before it and its own number alone, and so survive every kill.
+            # Draws depend only on earlier trials and the number of the trial, so that they are the same after a kill.
             study.sampler = optuna.samplers.TPESampler(
                 seed=self.seed + index, n_startup_trials=self.startup, multivariate=True, constant_liar=True
             )
@@ -129,7 +178,9 @@ def _optuna() -> Any:
     try:
         import optuna
     except ImportError:
-        raise RecipeError("tune.kind: Optuna is required by tpe (pip install eigengraft[search]), got none") from None
+        raise RecipeError(
+            "tune.kind: tpe needs Optuna, which is not installed; run `pip install eigengraft[search]`"
+        ) from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
 
@@ -143,7 +194,7 @@ def _distribution(optuna: Any, one: Range | list[Scalar]) -> Any:
 
 
 def _frozen(optuna: Any, trial: Trial, spaces: dict[str, Any]) -> Any:
-    """A trial in the terms of Optuna; a diverged one has the largest finite loss."""
+    """Return a trial as Optuna represents it. A diverged trial has the largest finite float32 as its loss."""
     score = min(trial.score, float(np.finfo(np.float32).max)) if not math.isnan(trial.score) else math.inf
     shared = {"params": dict(trial.values), "distributions": spaces}
     if trial.stopped is not None:

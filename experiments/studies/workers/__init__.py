@@ -1,1 +1,1 @@
-"""Several workers on one study: which run is whose, and jobs of a cluster."""
+"""Several workers on one study: leases that give each run to one worker, exchange of results, and jobs of a cluster."""

@@ -1,7 +1,8 @@
-"""Workers of a study that meet in a database, of any kind that SQLAlchemy knows; checkpoints stay where they are.
+"""The exchange of workers that share an SQLite or PostgreSQL database and no directory.
 
-Table `eigengraft_claims`: a row a claim, with the time of its last sign of life by the clock of the database. Table
-`eigengraft_files`: the text files of every run that has ended or failed.
+Table `eigengraft_leases` has a row for each lease, with the time of its last heartbeat by the clock of the database.
+Table `eigengraft_files` has the text files of every run that has ended or failed. Checkpoints are not copied: they stay
+in the directory of the worker that wrote them.
 """
 
 from __future__ import annotations
@@ -14,19 +15,17 @@ from functools import lru_cache
 from pathlib import Path
 
 import sqlalchemy as sql
-from sqlalchemy.dialects.mysql import LONGTEXT
 
 from eigengraft.errors import RecipeError
 
 from ...files import make_directory, write_text
-from ...reports.run import fault_file
-from .claims import STALE, Claims
+from ...reports.records import fault_file
+from .leases import STALE, Leases
 from .rendezvous import Rendezvous
-from .server_time import ServerTime
 
 _TABLES = sql.MetaData()
-_CLAIMS = sql.Table(
-    "eigengraft_claims",
+_LEASES = sql.Table(
+    "eigengraft_leases",
     _TABLES,
     sql.Column("run_key", sql.String(64), primary_key=True),
     sql.Column("number", sql.Integer, primary_key=True, autoincrement=False),
@@ -39,25 +38,30 @@ _FILES = sql.Table(
     sql.Column("file", sql.String(64), primary_key=True),
     sql.Column("study", sql.String(255), nullable=False, index=True),
     sql.Column("run", sql.Text, nullable=False),
-    sql.Column("content", sql.Text().with_variant(LONGTEXT(), "mysql", "mariadb"), nullable=False),
+    sql.Column("content", sql.Text, nullable=False),
 )
+_CLOCKS = {
+    "sqlite": sql.func.current_timestamp(),
+    "postgresql": sql.func.timezone("utc", sql.func.current_timestamp(), type_=sql.DateTime()),
+}
+"""SQL expression of each supported database for its present time in UTC, independent of the session's time zone."""
 _RESULT, _FAULT = "result.json", "error.txt"
-_CARRIED = ("config.json", "env.json", "metrics.jsonl", "diagnostics.jsonl", _RESULT)
+_COPIED = ("config.json", "env.json", "metrics.jsonl", "diagnostics.jsonl", _RESULT)
 
 
 @dataclass(frozen=True)
 class DatabaseRendezvous(Rendezvous):
-    """Workers that share a database and no file system: each has the results of all in its own directory.
+    """The exchange through a database. Each worker copies the results of all workers into its own directory.
 
-    url: of the database, as `sqlite:///study.db` or `postgresql://user@host/name`.
-    study: name of the study; the database may hold others.
+    url: URL of the database, for instance `sqlite:///study.db` or `postgresql+psycopg://user@host/name`.
+    study: name of the study; the database may hold several studies.
     """
 
     url: str
     study: str
 
-    def claims(self, run: str) -> Claims:
-        return DatabaseClaims(self.url, self._key(run))
+    def leases(self, run: str) -> Leases:
+        return DatabaseLeases(self.url, self._key(run))
 
     def fetch(self, runs: Collection[str] | None = None) -> None:
         wanted = _FILES.c.study == self.study
@@ -74,11 +78,11 @@ class DatabaseRendezvous(Rendezvous):
                 write_text(path, content)
         for run in runs or ():
             if run not in missing:
-                self._path(run, _FAULT).unlink(missing_ok=True)  # it is being tried again
+                self._path(run, _FAULT).unlink(missing_ok=True)  # the run is being tried again
 
     def publish(self, run: str) -> None:
         key = self._key(run)
-        paths = {file: self._path(run, file) for file in (*_CARRIED, _FAULT)}
+        paths = {file: self._path(run, file) for file in (*_COPIED, _FAULT)}
         ended = paths[_RESULT].exists()
         kept = [file for file, path in paths.items() if path.exists() and (ended or file == _FAULT)]
         rows = [
@@ -92,7 +96,7 @@ class DatabaseRendezvous(Rendezvous):
                 connection.execute(sql.insert(_FILES), rows)
 
     def _known(self, wanted: sql.ColumnElement[bool]) -> list[str]:
-        """Runs of which the database has files."""
+        """Return the runs that have files in the database and satisfy the condition `wanted`."""
         with _transaction(self.url) as connection:
             return sorted(map(str, connection.scalars(sql.select(_FILES.c.run).where(wanted).distinct())))
 
@@ -104,29 +108,29 @@ class DatabaseRendezvous(Rendezvous):
 
 
 @dataclass(frozen=True)
-class DatabaseClaims(Claims):
-    """The claims of one run as rows: a worker lives if it has given a sign of life in the last minute."""
+class DatabaseLeases(Leases):
+    """Leases of one run as rows. A worker counts as alive if its last heartbeat is at most `STALE` seconds old."""
 
     url: str
     key: str
 
     def numbers(self) -> list[int]:
         with _transaction(self.url) as connection:
-            own = sql.select(_CLAIMS.c.number).where(_CLAIMS.c.run_key == self.key)
+            own = sql.select(_LEASES.c.number).where(_LEASES.c.run_key == self.key)
             return [int(number) for number in connection.scalars(own)]
 
     def alive(self, number: int) -> bool:
         with _transaction(self.url) as connection:
-            seen = connection.scalar(sql.select(_CLAIMS.c.seen).where(self._is(number)))
-            now = connection.scalar(sql.select(ServerTime()))
+            seen = connection.scalar(sql.select(_LEASES.c.seen).where(self._is(number)))
+            now = connection.scalar(sql.select(_CLOCKS[connection.dialect.name]))
         return seen is not None and now is not None and (now - seen).total_seconds() < STALE
 
     @contextmanager
-    def made(self, number: int) -> Iterator[bool]:
-        own = {"run_key": self.key, "number": number, "seen": ServerTime()}
+    def created(self, number: int) -> Iterator[bool]:
         try:
             with _transaction(self.url) as connection:
-                connection.execute(sql.insert(_CLAIMS).values(own))
+                row = {"run_key": self.key, "number": number, "seen": _CLOCKS[connection.dialect.name]}
+                connection.execute(sql.insert(_LEASES).values(row))
             first = True
         except FileExistsError:
             first = False
@@ -135,43 +139,61 @@ class DatabaseClaims(Claims):
     def remove(self, numbers: Iterable[int]) -> None:
         with _transaction(self.url) as connection:
             connection.execute(
-                sql.delete(_CLAIMS).where(_CLAIMS.c.run_key == self.key, _CLAIMS.c.number.in_(list(numbers)))
+                sql.delete(_LEASES).where(_LEASES.c.run_key == self.key, _LEASES.c.number.in_(list(numbers)))
             )
 
-    def sign(self, number: int) -> None:
+    def beat(self, number: int) -> None:
         with _transaction(self.url) as connection:
-            connection.execute(sql.update(_CLAIMS).where(self._is(number)).values(seen=ServerTime()))
+            now = _CLOCKS[connection.dialect.name]
+            connection.execute(sql.update(_LEASES).where(self._is(number)).values(seen=now))
 
     def _is(self, number: int) -> sql.ColumnElement[bool]:
-        return (_CLAIMS.c.run_key == self.key) & (_CLAIMS.c.number == number)
+        return (_LEASES.c.run_key == self.key) & (_LEASES.c.number == number)
 
 
 @contextmanager
 def _transaction(url: str) -> Iterator[sql.Connection]:
-    """A transaction. Raises FileExistsError where a row is there already, OSError where the database fails."""
+    """Run the block in a transaction.
+
+    Raises FileExistsError if a row to insert exists already, and OSError if the database does not answer.
+    """
     try:
         with _engine(url).begin() as connection:
             yield connection
     except sql.exc.IntegrityError as error:
-        raise FileExistsError(f"--storage: a row that is there already ({error.orig})") from error
+        raise FileExistsError(f"--storage: the row exists already ({error.orig})") from error
     except sql.exc.DBAPIError as error:
-        raise OSError(f"--storage: a database that answers is required ({error.orig})") from error
+        raise _no_answer(url, error) from error
 
 
 @lru_cache
 def _engine(url: str) -> sql.Engine:
-    """The engine of a database that has the tables; connections are not kept, so that processes may be forked."""
+    """Return the engine of a database, after its tables were created if they were missing.
+
+    Connections are closed after each transaction, so that processes may be forked.
+    """
     try:
-        made = sql.make_url(url)
-        waiting = {"timeout": 60} if made.get_backend_name() == "sqlite" else {}
-        engine = sql.create_engine(made, poolclass=sql.pool.NullPool, connect_args=waiting)
+        parsed = sql.make_url(url)
+        backend = parsed.get_backend_name()
+        if backend not in _CLOCKS:
+            raise RecipeError(
+                f"--storage: '{backend}' databases are not supported; give a URL of SQLite (sqlite:///study.db) or "
+                f"PostgreSQL (postgresql+psycopg://user@host/name), got '{url}'"
+            )
+        waiting = {"timeout": 60} if backend == "sqlite" else {}
+        engine = sql.create_engine(parsed, poolclass=sql.pool.NullPool, connect_args=waiting)
     except (sql.exc.ArgumentError, ImportError) as error:
-        raise RecipeError(f"--storage: a URL that SQLAlchemy knows is required, got '{url}' ({error})") from None
-    for left in reversed(range(len(_TABLES.tables) + 1)):  # each table may be made by another worker at this moment
+        raise RecipeError(f"--storage: SQLAlchemy cannot use the URL '{url}' ({error})") from None
+    for left in reversed(range(len(_TABLES.tables) + 1)):  # another worker may create each table at this moment
         try:
             _TABLES.create_all(engine)
             break
         except sql.exc.DBAPIError as error:
             if not left:
-                raise OSError(f"--storage: a database that answers is required ({error.orig})") from error
+                raise _no_answer(url, error) from error
     return engine
+
+
+def _no_answer(url: str, error: sql.exc.DBAPIError) -> OSError:
+    name = sql.make_url(url).render_as_string(hide_password=True)
+    return OSError(f"--storage: the database '{name}' cannot be used ({error.orig}); check the URL and the server")

@@ -1,4 +1,4 @@
-"""Workers of a study as jobs of a cluster, through submitit: each joins the others by the directory of the study."""
+"""Workers of a study as jobs of a cluster, through submitit. All jobs share the directory of the study."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ..study import Study, load_study
 
 @dataclass(frozen=True)
 class StudyJob:
-    """One job: a worker that does runs until the study has ended; called again after it was preempted or timed out.
+    """A job that does runs until the study has ended. submitit calls it again after preemption or a time-out.
 
     study: the study as plain data.
-    directory: that all jobs see.
-    workers: processes of the job.
+    directory: directory of the study, which all jobs see.
+    workers: number of processes of the job.
     """
 
     study: Mapping[str, Any]
@@ -29,21 +29,23 @@ class StudyJob:
     workers: int
 
     def __call__(self) -> dict[str, str]:
-        """Do runs; return the reason of every run that failed, by its directory."""
+        """Do runs until the study has ended. Return the reason of each failed run by its directory."""
         return complete_study(load_study(self.study), Path(self.directory), self.workers)
 
     def checkpoint(self) -> Any:
-        """Submit this job again; its runs go on from their last checkpoints."""
+        """Return a new submission of this job. Its runs continue from their last checkpoints."""
         return _submitit().helpers.DelayedSubmission(self)
 
 
 def submit_study(
     study: Study, directory: Path, cluster: str, jobs: int, workers: int, options: Sequence[str] = ()
 ) -> list[Any]:
-    """Check the study and submit `jobs` jobs of `workers` processes; returns submitit's jobs.
+    """Check the study, submit its jobs, and return submitit's job objects.
 
-    cluster: "slurm", "local" for processes of this machine, or another that submitit knows.
-    options: name=value, for `submitit.AutoExecutor.update_parameters`, as slurm_partition=gpu and timeout_min=60.
+    cluster: "slurm", "local" for processes of this machine, or another name that submitit accepts.
+    jobs: number of jobs.
+    workers: number of processes of each job.
+    options: `name=value` arguments of `submitit.AutoExecutor.update_parameters`, such as slurm_partition=gpu.
     """
     submitit = _submitit()
     pairs = [_option(option) for option in options]
@@ -53,7 +55,7 @@ def submit_study(
         executor = submitit.AutoExecutor(folder=logs, cluster=cluster)
         executor.update_parameters(name=study.name, cpus_per_task=workers, **dict(pairs))
     except (ValueError, NameError, RuntimeError, TypeError) as error:
-        raise RecipeError(f"--submit: a cluster and options that submitit knows are required ({error})") from None
+        raise RecipeError(f"--submit, --option: submitit refuses '{cluster}' or {list(options)}: {error}") from None
     job = StudyJob(study.model_dump(mode="json"), str(directory.absolute()), workers)
     with executor.batch():
         submitted = [executor.submit(job) for _ in range(jobs)]
@@ -63,7 +65,7 @@ def submit_study(
 def _option(option: str) -> tuple[str, Any]:
     name, equals, value = option.partition("=")
     if not equals or not re.fullmatch(r"\w+", name):
-        raise RecipeError(f"--option: the form name=value is required, got '{option}'")
+        raise RecipeError(f"--option: name=value is required, got '{option}'")
     return name, json_value(value)
 
 
@@ -71,5 +73,5 @@ def _submitit() -> Any:
     try:
         import submitit
     except ImportError:
-        raise RecipeError("--submit: submitit is required (pip install eigengraft[slurm]), got none") from None
+        raise RecipeError("--submit: submitit is not installed; run `pip install eigengraft[slurm]`") from None
     return submitit

@@ -7,13 +7,11 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from eigengraft.experiments.reports import figures
-from eigengraft.experiments.reports.comparison import compare, named
+from eigengraft.experiments.reports.comparison import at_their_best, compare, named, swept
 from eigengraft.experiments.reports.figures import Curve, Level, LostRun, draw_curves
-from eigengraft.experiments.reports.formatting import format_difference
 from eigengraft.experiments.reports.records import read_records
 from eigengraft.experiments.reports.report import axis_name, write_figures, write_report
-from eigengraft.experiments.reports.sweep import at_their_best, swept
-from eigengraft.experiments.reports.tables import latex, markdown, write_tables
+from eigengraft.experiments.reports.tables import format_difference, latex, markdown, write_tables
 
 from .test_report import ADAM, SOAP, Page, write_run, write_study
 

@@ -10,14 +10,12 @@ from html.parser import HTMLParser
 import pytest
 
 from eigengraft import RecipeError
-from eigengraft.experiments.reports.comparison import compare
-from eigengraft.experiments.reports.drawings.differences import difference_dots
-from eigengraft.experiments.reports.drawings.internals import internals
+from eigengraft.experiments.reports.comparison import compare, sweeps, tuning_curves
+from eigengraft.experiments.reports.drawings import difference_dots, internals
 from eigengraft.experiments.reports.recipe_diff import diff_recipes
 from eigengraft.experiments.reports.records import read_records
 from eigengraft.experiments.reports.report import write_figures, write_report
-from eigengraft.experiments.reports.sweep import sweeps, tuning_curves
-from eigengraft.experiments.reports.tables import write_parquet
+from eigengraft.experiments.reports.tables import load_metrics, load_runs, write_parquet
 
 from ...refusals import refused
 
@@ -247,6 +245,25 @@ def test_labels_and_tuned_values_never_replace_measured_numbers(tmp_path):
         "tuned.lr": "0.25",
         "steps": "20",
     }
+
+
+def test_data_frames_have_every_number_of_every_run(study):
+    pytest.importorskip("pandas", reason="the extra `frames` is not installed")
+    records = read_records(study)
+    runs, metrics = load_runs(study), load_metrics(str(study))
+    assert runs["axis.method"].tolist() == [run.labels["method"] for run in records.runs]
+    expected = [math.nan if (loss := run.result.get("val_loss")) is None else loss for run in records.runs]
+    assert runs["val_loss"].tolist() == pytest.approx(expected, nan_ok=True)
+    assert len(metrics) == sum(len(run.rows) for run in records.runs)
+    assert set(zip(metrics["axis.method"], metrics["seed"], strict=True)) == {
+        (run.labels["method"], run.seed) for run in records.runs if run.rows
+    }
+
+
+def test_data_frames_name_what_is_missing(study, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(RecipeError, match=r"eigengraft\[frames\]"):
+        load_runs(study)
 
 
 def test_parquet_names_what_is_missing(study, monkeypatch):

@@ -11,9 +11,8 @@ from typer.testing import CliRunner
 from eigengraft import RecipeError
 from eigengraft.experiments import load_experiment
 from eigengraft.experiments.cli.main import app
-from eigengraft.experiments.reports.records import read_records, read_tuned
+from eigengraft.experiments.reports.records import METRICS, read_records, read_tuned
 from eigengraft.experiments.reports.report import render
-from eigengraft.experiments.reports.run import METRICS
 from eigengraft.experiments.reports.tables import write_tables
 from eigengraft.experiments.reproduction.results import collect_results
 from eigengraft.experiments.studies.plan import plan_runs

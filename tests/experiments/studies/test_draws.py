@@ -10,13 +10,12 @@ import pytest
 
 from eigengraft import RecipeError
 from eigengraft.experiments import load_experiment
-from eigengraft.experiments.reports.run import METRICS
+from eigengraft.experiments.reports.records import METRICS
 from eigengraft.experiments.studies.study import load_study
 from eigengraft.experiments.studies.tuning import TPE, Random
-from eigengraft.experiments.studies.tuning.base import Trial, best_trial
-from eigengraft.experiments.studies.tuning.halving import Halving
+from eigengraft.experiments.studies.tuning.base import Range, Trial, best_trial
 from eigengraft.experiments.studies.tuning.rounds import plan_tuning
-from eigengraft.experiments.studies.tuning.space import Range
+from eigengraft.experiments.studies.tuning.sampled import Halving
 from eigengraft.experiments.training.train import train
 
 from ...refusals import refused

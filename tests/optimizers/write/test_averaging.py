@@ -841,7 +841,7 @@ def test_every_recipe_takes_every_averaging(name: str, averaging: dict[str, Any]
 def test_a_run_evaluates_the_average_and_saves_the_training_iterate(tmp_path: Path) -> None:
     from eigengraft.experiments import load_experiment, train
     from eigengraft.experiments.training.rundir import RunDirectory
-    from eigengraft.experiments.training.trainer import Trainer
+    from eigengraft.experiments.training.train import Trainer
 
     declared = {
         "task": {"kind": "digits", "width": 16, "batch_size": 32},

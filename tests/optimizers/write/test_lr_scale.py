@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import eigengraft
 from eigengraft import Optimizer, compose, load_recipe
-from eigengraft.experiments.tasks.initialization import spectral_init_
+from eigengraft.experiments.tasks.models import spectral_init_
 from eigengraft.optimizers.lr_scale import LearningRateScale
 from eigengraft.preconditioners.base import chain_bounds
 from eigengraft.signals import requested

@@ -1,9 +1,9 @@
-"""The figure of optimizer internals: what diagnostics of runs have measured, over the course of training."""
+"""Figures of a panel beside its curves: differences from the baseline, and measures of the optimizer."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import quantiles
 from typing import Any
 
@@ -11,8 +11,47 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from ..comparison import ComparisonPanel, ComparisonRow
-from ..figures import INK, Curve, draw_line, log_ticks, style_axes
+from .comparison import ComparisonPanel, ComparisonRow
+from .figures import INK, LIGHT, MARKERS, Curve, draw_line, log_ticks, style_axes
+from .seed_statistics import Paired
+
+
+def difference_dots(panel: ComparisonPanel) -> Figure | None:
+    """Draw a dot for each row at its mean paired difference from the baseline, with the 95 % interval of the t test.
+
+    The best row is at the top. Rows without an interval, because they diverged or have a single seed, are left out.
+    Returns None if fewer than two rows have an interval.
+    """
+    rows = [(row, found) for row in panel.rows if (found := row.difference) is not None and _bar(found) is not None]
+    if panel.baseline is None or len(rows) < 2:
+        return None
+    rows.sort(key=lambda pair: -panel.metric.sign * pair[1].mean)
+    figure = Figure(figsize=(4.8, 0.75 + 0.32 * len(rows)), layout="constrained")
+    axes = figure.add_subplot()
+    axes.axvline(0.0, color=LIGHT[0], linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
+    for height, (row, found) in enumerate(rows):
+        _dot(axes, row.style, found, height)
+    axes.set_yticks(range(len(rows)), [row.title for row, _ in rows])
+    axes.set_ylim(-0.6, len(rows) - 0.4)
+    axes.set_xlabel(f"final {panel.metric.title} minus that of {panel.baseline.title}")
+    axes.xaxis.set_major_locator(MaxNLocator(6))
+    style_axes(axes)
+    axes.grid(visible=False, axis="y")
+    axes.tick_params(axis="y", labelcolor=INK)
+    return figure
+
+
+def _dot(axes: Axes, style: int, found: Paired, height: int) -> None:
+    look = LIGHT[style % len(LIGHT)], MARKERS[style % len(MARKERS)]
+    axes.errorbar(
+        [found.mean], [height], xerr=_bar(found), color=look[0], marker=look[1], markersize=5, linewidth=1.5, capsize=3
+    )
+
+
+def _bar(found: Paired) -> list[float] | None:
+    """Return half of the interval for matplotlib, None if there is no finite interval."""
+    return None if found.half is None or not math.isfinite(found.half) else [found.half]
+
 
 MEASURES = {
     "update_rms": ("update, root mean square", True),
@@ -26,15 +65,15 @@ MEASURES = {
     "orthogonality": ("bases from orthonormal", True),
     "storage_error": ("error of storage", True),
 }
-"""Title of each measure, and whether its axis is logarithmic, in the order of the figure."""
+"""Title of each measure, and True if its axis is logarithmic, in the order of the figure."""
 OF_CHAINS = ("update_rms", "cosine")
-"""Measures of every stage, of which the figure has those of chains."""
+"""Measures that all stages have. The figure shows those of whole chains only."""
 
 
 def internals(panel: ComparisonPanel) -> Figure | None:
-    """A small diagram for each measure that a run of the panel has; None without any.
+    """Draw a small diagram for each measure that a run of the panel has recorded. Return None if there are no measures.
 
-    A line is the median over parameters, stages and seeds, its band goes from quartile to quartile.
+    A line is the median over parameters, stages and seeds. Its band reaches from quartile to quartile.
     """
     found = {measure: curves for measure in MEASURES if (curves := _curves(panel, measure))}
     if not found:
@@ -59,7 +98,7 @@ def _curves(panel: ComparisonPanel, measure: str) -> list[Curve]:
 
 
 def _curve(row: ComparisonRow, measure: str) -> Curve | None:
-    """Quartiles of one measure over all parameters and seeds, at each step where there are any."""
+    """Return the quartiles of one measure over all parameters and seeds, at each step that has values."""
     values: dict[int, list[float]] = {}
     for line in (line for run in row.runs for line in run.diagnostics):
         if _shown(line, measure):
@@ -97,3 +136,14 @@ def _diagram(axes: Axes, curves: Sequence[Curve], title: str, logarithmic: bool)
     axes.set_title(title, fontsize=8, loc="left", color=INK)
     axes.tick_params(which="both", labelsize=7)
     axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+
+
+def beside_curves(panel: ComparisonPanel) -> Iterator[tuple[str, str, Figure]]:
+    """Yield short name, caption and figure of all figures that a panel has beside its curves."""
+    apart = difference_dots(panel)
+    if apart is not None:
+        yield "differences", "Differences from the baseline over paired seeds, with 95 % intervals", apart
+    inside = internals(panel)
+    if inside is not None:
+        caption = "Inside the optimizer: medians over parameters, stages and seeds, bands from quartile to quartile"
+        yield "internals", caption, inside

@@ -1,0 +1,147 @@
+"""The commands `eigengraft reproduce` and `eigengraft track`: studies of papers, and a benchmark of recipes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from eigengraft.errors import RecipeError
+
+from ..files import make_directory, write_text
+from .arguments import Imports, Workers
+from .study import run_to_end
+
+if TYPE_CHECKING:
+    from ..reproduction.claims import PaperClaims
+
+
+def reproduce_command(
+    folder: Annotated[Path, typer.Argument(help="a folder with claims.yaml, as papers/soap_2024")],
+    check: Annotated[
+        bool, typer.Option("--check", help="run and write nothing: judge the results of the folder")
+    ] = False,
+    write: Annotated[bool, typer.Option("--write", help="run nothing: write its pages anew from its results")] = False,
+    out: Annotated[Path | None, typer.Option(help="directory of the runs; default runs/NAME of the folder")] = None,
+    workers: Workers = None,
+) -> None:
+    """Run the studies of a paper, store their results in the folder, renew its pages and print which claims hold.
+
+    The same command again continues a stopped one. The exit code is 1 if a claim does not hold that the folder expects
+    to hold.
+    """
+    from ..reproduction.claims import load_claims
+
+    _require_effect(check, write, out, workers)
+    claims = load_claims(folder)
+    if not check and not write:
+        _run_studies(folder, claims, out or Path("runs") / folder.resolve().name, workers)
+    stale = _outdated_pages(folder, renew=not check)
+    wrong = _print_verdicts(folder, claims)
+    for page in stale:
+        typer.echo(f"{page}: differs from the results; write it with --write")
+    if wrong or stale:
+        typer.echo(f"expected to hold, but do not: {', '.join(wrong)}" if wrong else "pages differ from the results")
+        raise typer.Exit(1)
+
+
+def _require_effect(check: bool, write: bool, out: Path | None, workers: int | None) -> None:
+    """Raise RecipeError for options that exclude each other, and for options of runs where nothing is run."""
+    if check and write:
+        raise RecipeError("--check cannot be combined with --write")
+    for name, value in {"--out": out, "--workers": workers}.items():
+        if value is not None and (check or write):
+            raise RecipeError(f"{name} cannot be combined with {'--check' if check else '--write'}, which runs nothing")
+
+
+def _run_studies(folder: Path, claims: PaperClaims, out: Path, workers: int | None) -> None:
+    """Run every study of a folder to its end under `out`, and write its results into the folder as soon as it ends."""
+    from ..reproduction.results import collect_results, keep_results
+
+    for name in claims.studies:
+        run_to_end(str(folder / f"{name}.yaml"), [], out / name, workers)
+        keep_results(collect_results(out / name), folder / "results" / f"{name}.json")
+
+
+def _outdated_pages(folder: Path, renew: bool) -> list[str]:
+    """Return the generated pages that differ from a folder's results. With `renew`, write all pages and return none."""
+    from ..reproduction.pages import paper_pages
+
+    stale = []
+    for path, text in paper_pages(folder).items():
+        if renew:
+            make_directory(path.parent)
+            write_text(path, text)
+        elif not path.is_file() or path.read_text("utf-8") != text:
+            stale.append(str(path))
+    return stale
+
+
+def _print_verdicts(folder: Path, claims: PaperClaims) -> list[str]:
+    """Print the verdict of every claim. Return the names of claims that the folder wrongly expects to hold."""
+    from ..reproduction.pages import read_studies
+    from ..reproduction.verdicts import disproved, judge
+
+    found = judge(claims.claims, read_studies(folder, claims))
+    for name, finding in found.items():
+        typer.echo(f"{name}: {finding.verdict}. {claims.claims[name].says} ({claims.claims[name].source})")
+    typer.echo(f"{sum(one.verdict == 'holds' for one in found.values())} of {len(found)} claims hold")
+    return list(disproved(claims.claims, found))
+
+
+track_app = typer.Typer(
+    no_args_is_help=True, help="A benchmark with fixed tasks and rules: steps to a loss, entries are recipes."
+)
+
+Folder = Annotated[Path, typer.Option(help="folder of the track, which keeps the runs of entries in results/")]
+
+
+@track_app.command("run")
+def track_run_command(
+    recipe: Annotated[str, typer.Argument(help="a recipe file, which names the entry, or a shipped recipe's name")],
+    folder: Folder = Path("runs/track"),
+    out: Annotated[Path | None, typer.Option(help="directory of the runs; default runs/track/runs/NAME")] = None,
+    workers: Workers = None,
+    imports: Imports = None,
+) -> None:
+    """Search the learning rate of an entry on every task, run it with every seed, and store its results in the folder.
+
+    The same command again continues a stopped one.
+    """
+    from ..track.track import entry_name, entry_study, keep_entry, load_track
+
+    track, name = load_track(), entry_name(recipe)
+    directory = run_to_end(
+        entry_study(track, recipe, imports or ()), [], out or Path("runs/track/runs") / name, workers
+    )
+    path = folder / "results" / f"{name}.json"
+    for task in keep_entry(track, directory, path):
+        remedy = "compare only with entries that were made with the same data"
+        typer.echo(f"{task}: the data differ from those of version {track.version}; {remedy}")
+    typer.echo(f"{path}; for the table: eigengraft track report --folder {folder}")
+
+
+@track_app.command("report")
+def track_report_command(
+    folder: Folder = Path("runs/track"),
+    check: Annotated[
+        bool, typer.Option("--check", help="write nothing: say whether the table is that of its results")
+    ] = False,
+) -> None:
+    """Print the table of all entries in a folder, and write it as table.md, beside the figure profile.svg."""
+    from ..track.track import load_track, read_entries, scores, track_table, write_profiles
+
+    track = load_track()
+    entries = read_entries(track, folder / "results")
+    found = scores(track, entries)
+    table = track_table(track, entries, found)
+    typer.echo(table)
+    path = folder / "table.md"
+    if check:
+        if not path.is_file() or path.read_text(encoding="utf-8") != table:
+            typer.echo(f"{path}: differs from the results; write it with `eigengraft track report`")
+            raise typer.Exit(1)
+        return
+    write_text(path, table)
+    write_profiles(found, folder / "profile.svg")

@@ -1,0 +1,199 @@
+"""Leases of runs: of all workers of a study, on one machine or many, one worker at a time trains a run.
+
+A worker holds the lease `number` of a run while it trains the run. Creating a lease either succeeds or finds that the
+lease exists, so that one of several workers succeeds. The lease is removed when the run has ended or failed. The lease
+of a worker that died is not removed. The next worker creates the lease `number + 1`, and again only one worker can.
+
+`FileLeases` stores leases as files beside the run, `database.py` as rows of a table. Optuna's heartbeats are not used:
+they belong to `Study.optimize`, restart a dead trial as a new one, and so neither continue the checkpoint of a run nor
+cover runs outside a search.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import sys
+import threading
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...files import make_directory, writing
+
+HEARTBEAT = 5.0
+"""Seconds between two heartbeats of a worker."""
+STALE = 60.0
+"""Seconds without a heartbeat after which a worker counts as dead, if its lock cannot be checked."""
+
+
+class Leases(ABC):
+    """All leases of one run. Methods raise OSError if the storage of the leases cannot be reached."""
+
+    @abstractmethod
+    def numbers(self) -> list[int]:
+        """Return the numbers of all leases that exist."""
+
+    @abstractmethod
+    def alive(self, number: int) -> bool:
+        """Return True if the worker that holds this lease is alive, False if it is dead or the lease does not exist."""
+
+    @abstractmethod
+    def created(self, number: int) -> AbstractContextManager[bool]:
+        """Create a lease that counts as alive inside the block; yield False if another worker has created it."""
+
+    @abstractmethod
+    def remove(self, numbers: Iterable[int]) -> None:
+        """Remove leases; numbers without a lease are ignored."""
+
+    @abstractmethod
+    def beat(self, number: int) -> None:
+        """Record a heartbeat of the worker that holds this lease."""
+
+    def held(self) -> bool:
+        """Return True if a living worker holds the run."""
+        last = self._last()
+        return last > 0 and self.alive(last)
+
+    @contextmanager
+    def hold(self) -> Iterator[int]:
+        """Hold the run inside the block.
+
+        Yields the number of the lease, which is one more than the number of workers that died with this run, or 0 if
+        another worker holds the run.
+        """
+        own = self._last() + 1
+        if own > 1 and self.alive(own - 1):
+            yield 0
+            return
+        with self.created(own) as created:
+            if created and any(number != own and self.alive(number) for number in self.numbers()):
+                self.remove([own])  # leases were removed meanwhile, and two workers counted differently
+                created = False
+            if not created:
+                yield 0
+                return
+            stop = threading.Event()
+            beating = threading.Thread(target=self._keep_beating, args=(own, stop), daemon=True)
+            beating.start()
+            try:
+                yield own
+            finally:
+                stop.set()
+                beating.join()
+                self.remove(number for number in self.numbers() if number <= own)
+
+    def forget_dead(self) -> None:
+        """Remove the leases of dead workers, so that attempts are counted from 1 again."""
+        self.remove(number for number in self.numbers() if not self.alive(number))
+
+    def _keep_beating(self, own: int, stop: threading.Event) -> None:
+        """Record heartbeats until `stop` is set.
+
+        Ends this process if a later lease exists: another worker has counted this one as dead and trains the run.
+        """
+        while not stop.wait(HEARTBEAT):
+            with contextlib.suppress(OSError):
+                if own + 1 in self.numbers():
+                    os._exit(1)
+                self.beat(own)
+
+    def _last(self) -> int:
+        """Return the number of the last lease, 0 if there is none."""
+        return max(self.numbers(), default=0)
+
+
+@dataclass(frozen=True)
+class FileLeases(Leases):
+    """Leases of one run as files of a directory that all workers see.
+
+    The file `seed-0.lease-<n>` beside the run `seed-0` exists while the n-th worker holds the run. A hard link creates
+    the file complete and locked in one step.
+
+    run: directory of the run.
+    """
+
+    run: Path
+
+    def numbers(self) -> list[int]:
+        head = f"{self.run.name}.lease-"
+        found = self.run.parent.iterdir() if self.run.parent.is_dir() else ()
+        numbers = (path.name.removeprefix(head) for path in found if path.name.startswith(head))
+        return [int(number) for number in numbers if number.isdecimal()]
+
+    def alive(self, number: int) -> bool:
+        """Return True if the lease is locked, or if a worker of another machine has recorded a recent heartbeat."""
+        lease = self._file(number)
+        try:
+            with lease.open("r+", encoding="utf-8") as stream:
+                if _is_locked(stream.fileno()):
+                    return True
+                if stream.read() == platform.node() and sys.platform != "win32":
+                    return False  # on this machine an unlocked lease is one of a dead worker
+            return _age(lease) < STALE
+        except FileNotFoundError:
+            return False
+
+    @contextmanager
+    def created(self, number: int) -> Iterator[bool]:
+        own = self._file(number)
+        make_directory(own.parent)
+        with _locked_file(own.with_name(f".{own.name}.{uuid.uuid4().hex}")) as complete:
+            try:
+                os.link(complete, own)
+                first = True
+            except FileExistsError:
+                first = False
+            finally:
+                complete.unlink()
+            yield first
+
+    def remove(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self._file(number).unlink(missing_ok=True)
+
+    def beat(self, number: int) -> None:
+        os.utime(self._file(number))
+
+    def _file(self, number: int) -> Path:
+        return self.run.with_name(f"{self.run.name}.lease-{number}")
+
+
+@contextmanager
+def _locked_file(path: Path) -> Iterator[Path]:
+    """Write the name of this machine to a file, and lock the file until the block or this process ends."""
+    with writing(path), path.open("w", encoding="utf-8") as stream:
+        if sys.platform != "win32":
+            import fcntl
+
+            fcntl.flock(stream, fcntl.LOCK_EX)
+        stream.write(platform.node())
+        stream.flush()
+        yield path
+
+
+def _is_locked(file: int) -> bool:
+    """Return True if another process has locked the open file with this descriptor; always False on Windows."""
+    if sys.platform == "win32":
+        return False
+    import fcntl
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return False
+
+
+def _age(lease: Path) -> float:
+    """Return the seconds since a file was changed, by the clock of its file system."""
+    probe = lease.with_name(f".{lease.name}.{uuid.uuid4().hex}")
+    try:
+        probe.touch()
+        return probe.stat().st_mtime - lease.stat().st_mtime
+    finally:
+        probe.unlink(missing_ok=True)

@@ -1,0 +1,183 @@
+"""Tasks with computed data: addition modulo a number, and sequences that are sorted, reversed or copied."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import ClassVar, Literal, Self, cast
+
+import numpy as np
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from torch.nn import functional
+
+from .base import Batch, Dataset, Examples, Fingerprint, Task, generator
+from .models import GPT, Attention, Block
+
+
+class ModularAddition(Task):
+    """(a, b, =) -> (a + b) mod p,  a and b in 0 .. p - 1;  loss in nats per pair
+
+    Power et al. 2022, arXiv:2201.02177. A fixed part of all pairs trains a small transformer, the other pairs validate.
+    The validation pairs are learned later than the training pairs, or never ("grokking").
+    """
+
+    kind: Literal["modular_addition"] = "modular_addition"
+    modulus: int = Field(default=97, ge=3, le=1024, description="p")
+    train_fraction: float = Field(default=0.5, gt=0, lt=1, description="share of all pairs to train on")
+    layers: int = Field(default=1, ge=1, le=16, description="transformer blocks")
+    width: int = Field(default=64, ge=4, le=4096, description="size of the residual stream")
+    heads: int = Field(default=4, ge=1, le=64, description="attention heads; a divisor of width")
+    batch_size: int = Field(default=512, ge=2, description="pairs per step; at most the number of training pairs")
+    reports_accuracy: ClassVar[bool] = True
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> Self:
+        if self.width % self.heads:
+            raise ValueError(f"heads: must be a divisor of width {self.width}, got {self.heads}")
+        if not self.batch_size <= self.shown < self.modulus**2:
+            raise ValueError(
+                f"batch_size, train_fraction: {self.shown} of {self.modulus**2} pairs train, which must be at least "
+                f"batch_size {self.batch_size} and not all pairs"
+            )
+        return self
+
+    @property
+    def shown(self) -> int:
+        """Number of pairs to train on."""
+        return round(self.train_fraction * self.modulus**2)
+
+    def load(self) -> Dataset:
+        p = self.modulus
+        order = torch.from_numpy(generator(0).permutation(p * p))
+        pairs = torch.stack([order // p, order % p, torch.full_like(order, p)], dim=1)
+        sums = (pairs[:, 0] + pairs[:, 1]) % p
+        digest = hashlib.sha256(pairs.numpy().tobytes() + str(self.shown).encode()).hexdigest()
+        return Examples(
+            Batch(pairs[: self.shown], sums[: self.shown]),
+            Batch(pairs[self.shown :], sums[self.shown :]),
+            self.batch_size,
+            Fingerprint(f"all pairs modulo {p}", pairs.nelement(), digest),
+        )
+
+    def build(self) -> nn.Module:
+        return LastPosition(GPT(self.modulus + 1, 3, self.layers, self.width, self.heads))
+
+
+class LastPosition(nn.Module):
+    """The logits [B, symbols] of a GPT at the last position."""
+
+    def __init__(self, gpt: GPT) -> None:
+        super().__init__()
+        self.gpt = gpt
+
+    def forward(self, symbols: Tensor) -> Tensor:
+        return cast(Tensor, self.gpt(symbols)[:, -1])
+
+
+HELD_OUT = 2**63
+"""Seed of the validation sequences. Seeds of runs are below 2**63, so that training never draws the same sequences."""
+
+
+class SequenceToSequence(Task):
+    """y = sort(x), x reversed, or x,  for x of n symbols drawn uniformly;  loss in nats per symbol of y
+
+    An encoder reads x. A decoder receives the symbols of y before the one that it predicts (Sutskever, Vinyals & Le
+    2014, arXiv:1409.3215; as transformers, Vaswani et al. 2017, arXiv:1706.03762). Accuracy counts symbols. Every batch
+    is new.
+    """
+
+    kind: Literal["sequence_to_sequence"] = "sequence_to_sequence"
+    operation: Literal["sort", "reverse", "copy"] = Field(default="sort", description="operation that turns x into y")
+    symbols: int = Field(default=32, ge=2, le=4096, description="number of different symbols")
+    length: int = Field(default=12, ge=2, le=1024, description="n, symbols per sequence")
+    layers: int = Field(default=1, ge=1, le=16, description="blocks of the encoder, and of the decoder")
+    width: int = Field(default=64, ge=4, le=4096, description="size of the residual stream")
+    heads: int = Field(default=4, ge=1, le=64, description="attention heads; a divisor of width")
+    batch_size: int = Field(default=32, ge=2, description="sequences per step")
+    eval_sequences: int = Field(default=256, ge=1, description="validation sequences")
+    reports_accuracy: ClassVar[bool] = True
+
+    @model_validator(mode="after")
+    def _heads_suit_the_width(self) -> Self:
+        if self.width % self.heads:
+            raise ValueError(f"heads: must be a divisor of width {self.width}, got {self.heads}")
+        return self
+
+    def load(self) -> Dataset:
+        return Sequences(self)
+
+    def build(self) -> nn.Module:
+        return EncoderDecoder(self.symbols, self.length, self.layers, self.width, self.heads)
+
+
+class Sequences(Dataset):
+    """Rows [B, 2 n]: x, a start symbol, and y without its last symbol; targets y [B, n]."""
+
+    def __init__(self, task: SequenceToSequence) -> None:
+        self.task = task
+        self.validation = self._drawn(task.eval_sequences, HELD_OUT)
+        content = b"".join(part.numpy().tobytes() for part in self.validation)
+        source = f"random sequences to {task.operation}"
+        self.fingerprint = Fingerprint.of(source, content)
+
+    def batch(self, seed: int, step: int) -> Batch:
+        return self._drawn(self.task.batch_size, seed, step)
+
+    def evaluation(self) -> Iterator[Batch]:
+        yield self.validation
+
+    def _drawn(self, count: int, *key: int) -> Batch:
+        x = generator(*key).integers(0, self.task.symbols, (count, self.task.length))
+        y = {"sort": np.sort(x), "reverse": x[:, ::-1], "copy": x}[self.task.operation]
+        start = np.full((count, 1), self.task.symbols)
+        rows = np.concatenate([x, start, y[:, :-1]], axis=1)
+        return Batch(torch.from_numpy(rows), torch.from_numpy(y.copy()))
+
+
+class DecoderBlock(nn.Module):
+    """Pre-norm block with attention to itself and to a memory, [B, T, width], [B, S, width] -> [B, T, width]."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = nn.LayerNorm(width), Attention(width, heads)
+        self.memory_norm, self.memory_attention = nn.LayerNorm(width), Attention(width, heads, causal=False)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        x = x + self.memory_attention(self.memory_norm(x), memory)
+        return cast(Tensor, x + self.down(functional.gelu(self.up(self.mlp_norm(x)))))
+
+
+class EncoderDecoder(nn.Module):
+    """Encoder and decoder of n symbols each, [B, 2 n] -> logits [B, n, symbols], with learned positions.
+
+    The first n columns are the input of the encoder. The others are the input of the decoder: a start symbol, and each
+    output symbol but the last.
+    """
+
+    def __init__(self, symbols: int, length: int, layers: int, width: int, heads: int) -> None:
+        super().__init__()
+        self.length = length
+        self.embedding = nn.Embedding(symbols + 1, width)
+        self.position = nn.Embedding(2 * length, width)
+        self.encoder = nn.Sequential(*(Block(width, heads, causal=False) for _ in range(layers)))
+        self.encoder_norm = nn.LayerNorm(width)
+        self.decoder = nn.ModuleList(DecoderBlock(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, symbols, bias=False)
+        for parameter in self.parameters():
+            if parameter.ndim == 2:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, symbols: Tensor) -> Tensor:
+        embedded = self.embedding(symbols) + self.position(torch.arange(symbols.shape[1], device=symbols.device))
+        memory = self.encoder_norm(self.encoder(embedded[:, : self.length]))
+        x = embedded[:, self.length :]
+        for block in self.decoder:
+            x = block(x, memory)
+        return cast(Tensor, self.head(self.norm(x)))

@@ -1,0 +1,308 @@
+"""Callbacks of a run: code that is called after steps, rules that end a run early, and trackers.
+
+A tracker is a callback that passes the rows of metrics to another program.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from pydantic import Field, field_validator
+from torch import nn
+
+import eigengraft
+from eigengraft.component import Component
+from eigengraft.errors import RecipeError, warn_user
+
+from ..files import append_text, make_directory, read_object, read_rows, write_text
+from ..tasks import Batch
+from .outcome import Result, Tick
+from .parallel import Ranks
+from .rundir import RunDirectory
+
+
+def no_batch() -> Batch:
+    """Raise ValueError: the run has made no step yet."""
+    raise ValueError("batch: the run has made no step yet; call `run.batch()` in a signal or after a step")
+
+
+@dataclass(frozen=True)
+class RunView:
+    """The part of a run that a callback can read.
+
+    model: model in training; in `finished`, with the iterate that is evaluated.
+    optimizer: optimizer in training.
+    directory: directory of the run, where a callback may write files.
+    rows: rows of metrics.jsonl so far, with the row of the present step if it has one.
+    batch: function that returns this rank's rows of the batch of the present or last step.
+    """
+
+    model: nn.Module
+    optimizer: eigengraft.Optimizer
+    directory: Path
+    rows: Sequence[Mapping[str, Any]]
+    batch: Callable[[], Batch] = no_batch
+
+
+class Callback(Component, ABC, family="callback"):
+    """Code that is called on rank 0 after steps that have a row of metrics, and at the end of a run.
+
+    Only `started` is called on every rank. A callback keeps no state: everything that it needs is in the rows, so that
+    a continued run behaves like an uninterrupted one.
+    """
+
+    def started(self, run: RunView) -> None:
+        """Do something before the first step of this process, on every rank, also when a run continues.
+
+        Signals of your own are provided here: `run.optimizer.provide("sharpness", function)` calls the function before
+            each step, when the gradients of the batch `run.batch()` are computed.
+        """
+
+    def stepped(self, run: RunView, tick: Tick) -> bool:
+        """Do something after a step. Return True to end the run here, as if it had no more steps."""
+        return False
+
+    def finished(self, run: RunView, result: Result) -> None:
+        """Do something after the last step. The model then holds the iterate that is evaluated."""
+
+
+class Patience(Callback):
+    """End the run when none of the last `evaluations` validation losses is better than the best before them, by
+    `least`.
+    """
+
+    kind: Literal["patience"] = "patience"
+    evaluations: int = Field(default=5, ge=1, description="evaluations in a row without a better loss")
+    least: float = Field(default=0.0, ge=0, description="how much lower a loss must be to count as better")
+
+    def stepped(self, run: RunView, tick: Tick) -> bool:
+        if tick.val_loss is None:
+            return False
+        losses = [row["val_loss"] for row in run.rows if row.get("val_loss") is not None]
+        before, last = losses[: -self.evaluations], losses[-self.evaluations :]
+        best, latest = min(before, default=math.inf), min(last, default=math.inf)
+        return bool(before) and not (latest < best and latest <= best - self.least)
+
+
+class StopAfter(Callback):
+    """End the run early after a step that has a row of metrics. Learning rates are those of the whole run."""
+
+    kind: Literal["stop_after"] = "stop_after"
+    step: int = Field(ge=1, description="the first step after which the run may end")
+
+    def stepped(self, run: RunView, tick: Tick) -> bool:
+        return tick.step >= self.step
+
+
+class Limits(Callback):
+    """End the run at an evaluation whose metric is worse than the limit of its step. Successive halving uses it."""
+
+    kind: Literal["limits"] = "limits"
+    metric: Literal["val_loss", "val_accuracy"] = Field(default="val_loss", description="metric that has limits")
+    limits: tuple[tuple[int, float], ...] = Field(
+        strict=False, description="(step, largest loss or least accuracy with which the run continues at this step)"
+    )
+
+    @field_validator("limits", mode="before", json_schema_input_type=list[tuple[int, float]])
+    @classmethod
+    def _pairs(cls, limits: Any) -> Any:
+        return tuple(map(tuple, limits)) if isinstance(limits, list) else limits
+
+    def stepped(self, run: RunView, tick: Tick) -> bool:
+        value = run.rows[-1].get(self.metric)
+        return value is not None and self.exceeded(tick.step, value)
+
+    def exceeded(self, step: int, value: float) -> bool:
+        """Return True if a metric at a step is worse than the limit of that step."""
+        better_is_more = self.metric == "val_accuracy"
+        return any(step == at and (value < limit if better_is_more else value > limit) for at, limit in self.limits)
+
+
+class Log(Protocol):
+    """The log that a tracker writes during one run."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Record values of a step. Steps are ascending."""
+
+    def close(self) -> None:
+        """Finish the log at the end of the run."""
+
+
+class Tracker(Callback, ABC):
+    """A callback that passes on every row of metrics: loss, val_loss, val_accuracy, lr, seconds, step_ms and
+    optimizer_ms.
+
+    A tracker of your own is a component with the method `open`. The log that it opens belongs to the process and is not
+    stored in the component.
+    """
+
+    @abstractmethod
+    def open(self, run: RunView, step: int) -> Log:
+        """Open the log of a run whose next row is that of `step`. Later rows are dropped from an old log."""
+
+
+class JSONL(Tracker):
+    """Rows of JSON, {"step": 10, "loss": 2.3, ...}, in one file."""
+
+    kind: Literal["jsonl"] = "jsonl"
+    path: str = Field("track.jsonl", min_length=1, description="the file, relative to the run's directory")
+
+    def open(self, run: RunView, step: int) -> Log:
+        return _JSONLLog(run.directory / self.path, step)
+
+
+class TensorBoard(Tracker):
+    """Event files of TensorBoard in the folder `tensorboard` of the run: `tensorboard --logdir runs`.
+
+    Needs TensorBoard: `pip install eigengraft[trackers]`.
+    """
+
+    kind: Literal["tensorboard"] = "tensorboard"
+
+    def open(self, run: RunView, step: int) -> Log:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise _missing("tensorboard") from None
+        # a continued run repeats the steps after its checkpoint, and writes their rows again
+        return _TensorBoardLog(SummaryWriter(run.directory / "tensorboard", purge_step=step))
+
+
+class WandB(Tracker):
+    """A run of Weights & Biases. It is offline unless `mode` is online; `wandb sync` uploads it later.
+
+    Each start of a continued run is a new run of wandb, in the group of the run's directory. Needs wandb: `pip install
+    eigengraft[trackers]`.
+    """
+
+    kind: Literal["wandb"] = "wandb"
+    project: str = Field("eigengraft", min_length=1, description="project of the runs")
+    mode: Literal["offline", "online"] = Field("offline", description="online: runs are uploaded at once")
+
+    def open(self, run: RunView, step: int) -> Log:
+        try:
+            import wandb
+        except ImportError:
+            raise _missing("wandb") from None
+        directory = run.directory
+        config = read_object(directory / "config.json")
+        name = "/".join(directory.absolute().parts[-2:])
+        named = {"project": self.project, "name": name, "group": name}
+        began = wandb.init(mode=self.mode, dir=directory, config=config, reinit="create_new", **named)
+        return _WandBLog(began)
+
+
+@dataclass(frozen=True)
+class _JSONLLog:
+    path: Path
+    first: int
+
+    def __post_init__(self) -> None:
+        make_directory(self.path.parent)
+        kept = (json.dumps(row) + "\n" for row in read_rows(self.path) if row["step"] < self.first)
+        write_text(self.path, "".join(kept))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        append_text(self.path, json.dumps({"step": step, **values}) + "\n")
+
+    def close(self) -> None:
+        """Do nothing: no file is open between rows."""
+
+
+@dataclass(frozen=True)
+class _TensorBoardLog:
+    writer: Any
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+        self.writer.flush()
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+@dataclass(frozen=True)
+class _WandBLog:
+    began: Any
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self.began.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self.began.finish()
+
+
+def _missing(package: str) -> RecipeError:
+    return RecipeError(f"callbacks.{package}: {package} is not installed; run `pip install eigengraft[trackers]`")
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """The callbacks of a run. Rank 0 calls them, and every rank obeys their decisions.
+
+    batch: function that returns this rank's rows of the present batch.
+    logs: index of a tracker -> its open log, and the step of the last row that the log received.
+    """
+
+    callbacks: tuple[Callback, ...]
+    model: nn.Module
+    optimizer: eigengraft.Optimizer
+    directory: RunDirectory
+    ranks: Ranks
+    batch: Callable[[], Batch]
+    logs: dict[int, tuple[Log, int]] = field(default_factory=dict)
+
+    def start(self) -> None:
+        """Call `started` of every callback, and check that every signal that the recipe needs is provided."""
+        view = self._view()
+        for one in self.callbacks:
+            one.started(view)
+        for signal, where, required in self.optimizer.unprovided_signals():
+            fault = f"{where}: nothing in this run provides the signal '{signal}'"
+            remedy = f"a callback provides it: `def started(self, run): run.optimizer.provide('{signal}', function)`"
+            if required:
+                raise RecipeError(f"{fault}; {remedy}")
+            warn_user(f"{fault}, and the recipe runs without it; {remedy}")
+
+    def stop(self, tick: Tick) -> bool:
+        """Call all callbacks after a step with a row of metrics. Return True if one of them ends the run."""
+        if not self.callbacks:
+            return False
+        return self.ranks.on_first(lambda: self._stop(tick))
+
+    def finished(self, result: Result) -> None:
+        """Call `finished` of every callback, after trackers have received the last row, and close the logs."""
+        if not self.callbacks or not self.ranks.first:
+            return
+        view = self._view()
+        self._track(view)
+        for one in self.callbacks:
+            one.finished(view, result)
+        for log, _ in self.logs.values():
+            log.close()
+
+    def _stop(self, tick: Tick) -> bool:
+        view = self._view()
+        self._track(view)
+        return True in [one.stepped(view, tick) for one in self.callbacks]
+
+    def _track(self, view: RunView) -> None:
+        """Pass the last row to every tracker that has not received it."""
+        row = view.rows[-1]
+        step, values = row["step"], {name: v for name, v in row.items() if name != "step" and v is not None}
+        for place, one in enumerate(self.callbacks):
+            if isinstance(one, Tracker):
+                log, last = self.logs.get(place) or (one.open(view, step), step - 1)
+                if step > last:
+                    log.log(step, values)
+                self.logs[place] = log, step
+
+    def _view(self) -> RunView:
+        return RunView(self.model, self.optimizer, self.directory.path, self.directory.rows(), self.batch)
