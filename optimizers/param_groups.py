@@ -18,7 +18,7 @@ from eigengraft.errors import warn_user
 
 from .recipe.recipe import Recipe
 from .recipe.routing import ParamInfo, describe_named, describe_unnamed
-from .write.closures.line_search import SCALE
+from .write.closures import SCALE
 from .write.write import Hyper
 
 _KEYS = ("params", "param_names", "lr", "weight_decay", "name", "initial_lr", "peak_lr", "recipe", "iterate", SCALE)

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from eigengraft.optimizers import Recipe, load_recipe
 from eigengraft.optimizers.plan.plan import plan
-from eigengraft.optimizers.stacks.owners import at_once_fields, common_interval
+from eigengraft.optimizers.stacks.assignment import at_once_fields, common_interval
 
 from . import view
 from .bench import Bench, Column, Problem

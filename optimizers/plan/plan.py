@@ -25,10 +25,9 @@ from ..inspect.reached import require_expected
 from ..recipe.loading import RecipeSource, load_recipe
 from ..recipe.recipe import Recipe
 from ..recipe.routing import ParamInfo, describe_named
-from ..stacks.block_groups import divide
-from ..stacks.owners import Advice, advise, assign_owners, block_cost, common_interval
-from ..stacks.phases import refresh_phases
-from ..stacks.placement import ParamPlacement, ParamSpec, place
+from ..stacks.assignment import Advice, advise, assign_owners, block_cost, common_interval
+from ..stacks.placement import ParamPlacement, ParamSpec, place, refresh_phases
+from ..stacks.stack import divide
 from .traffic import Traffic, step_traffic
 
 DataParallelKind = Literal["ddp", "fsdp2", "hsdp"]

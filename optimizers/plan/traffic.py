@@ -19,9 +19,9 @@ from eigengraft.distributed.rank_group import DIGEST, pads
 from eigengraft.signals import asking, entries
 
 from ..recipe.recipe import Recipe
-from ..stacks.block_groups import round_bytes
 from ..stacks.placement import ParamSpec
 from ..stacks.rank_checks import numbers_sent
+from ..stacks.stack import round_bytes
 from ..step.exchange import decay_source
 
 AxisNumbers = tuple[int, ...]

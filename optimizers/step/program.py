@@ -21,8 +21,7 @@ from eigengraft.slots import State, StateKey
 from eigengraft.step_context import StepContext
 
 from ..recipe.recipe import Update
-from ..stacks.block_groups import connected
-from ..stacks.stack import ActiveBlocks, StackState
+from ..stacks.stack import ActiveBlocks, StackState, connected
 from ..write.write import Rates, StepScale, decayed_gradient, with_decay, write
 
 _T = TypeVar("_T")

@@ -30,10 +30,9 @@ from eigengraft.numerics import compute_dtype
 from eigengraft.signals import requested
 
 from ..recipe.recipe import Recipe
-from ..stacks.block_groups import round_bytes, sends_parameters
 from ..stacks.placement import ParamSpec
 from ..stacks.rank_checks import RankChecks, step_numbers
-from ..stacks.stack import ActiveBlocks
+from ..stacks.stack import ActiveBlocks, round_bytes, sends_parameters
 from ..write.write import EntryUpdates, StepScale, after_write, decayed_gradient
 from .exchange import GatherSource, LocalExchange, Step, Write, decay_source
 from .gradients import GivenGradients, GradientSurvey

@@ -19,11 +19,9 @@ from eigengraft.slots import StateKey
 from eigengraft.step_context import StepContext
 
 from ..recipe.recipe import Recipe, Route
-from ..stacks.block_groups import build
-from ..stacks.phases import Phases
-from ..stacks.placement import ParamSpec
+from ..stacks.placement import ParamSpec, Phases
 from ..stacks.rank_checks import RankChecks
-from ..stacks.stack import ActiveBlocks, StackState
+from ..stacks.stack import ActiveBlocks, StackState, build
 from ..write import IterateStore, ParameterUpdate
 from ..write.averaging import Mode
 from ..write.write import EntryUpdates, Hyper, Rates, RouteRates, write

@@ -1,22 +1,23 @@
-"""How a parameter takes its update: weight decay, constraints, averaging, the write. Imports the ground floor only."""
+"""The write of an update into a parameter: weight decay, constraints, averaging, and steps that call closures again."""
 
+from .averaging import EMA as EMA
+from .averaging import LAWA as LAWA
 from .averaging import Averaging as Averaging
 from .averaging import IterateBatch as IterateBatch
+from .averaging import PrimalAveraging as PrimalAveraging
+from .averaging import ScheduleFree as ScheduleFree
 from .closures import LineSearch as LineSearch
 from .closures import SharpnessAware as SharpnessAware
+from .constraints import BoundConstraint as BoundConstraint
 from .constraints import Constraint as Constraint
 from .constraints import Constraints as Constraints
 from .constraints import Hyperball as Hyperball
-from .constraints import LateDecay as LateDecay
+from .constraints import ParameterUpdate as ParameterUpdate
 from .constraints import QKClip as QKClip
-from .constraints import RadialBrake as RadialBrake
-from .constraints import RadiusPin as RadiusPin
-from .constraints import RowFloor as RowFloor
-from .ema_nesterov import EMANesterov as EMANesterov
+from .contrib.averaging import EMANesterov as EMANesterov
+from .contrib.constraints import LateDecay as LateDecay
+from .contrib.constraints import RadialBrake as RadialBrake
+from .contrib.constraints import RadiusPin as RadiusPin
+from .contrib.constraints import RowFloor as RowFloor
 from .iterate_store import IterateStore as IterateStore
-from .means import EMA as EMA
-from .means import LAWA as LAWA
-from .parameter_update import BoundConstraint as BoundConstraint
-from .parameter_update import ParameterUpdate as ParameterUpdate
-from .primal_averaging import PrimalAveraging as PrimalAveraging
-from .primal_averaging import ScheduleFree as ScheduleFree
+from .rounding import Rounding as Rounding

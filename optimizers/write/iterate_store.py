@@ -16,8 +16,7 @@ from eigengraft.numerics import compute_dtype, differs_from_rounded
 from eigengraft.slots import AVERAGING, PARTNER_STAGE, Slot, StateKey
 
 from .averaging import Averaging, IterateBatch, Mode
-from .constraints import Constraint, ConstraintContext
-from .parameter_update import BoundConstraint, ParameterUpdate
+from .constraints import BoundConstraint, Constraint, ConstraintContext, ParameterUpdate
 from .write import Hyper
 
 HELD = StateKey(None, AVERAGING, "train")

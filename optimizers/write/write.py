@@ -1,5 +1,7 @@
-"""The write into the parameters:  W <- W - lr alpha W - lr U.  Decay rules, rates, and the formula, which stands here
-alone."""
+"""The write into the parameters:  W <- W - lr alpha W - lr U.
+
+This file holds rules of weight decay, the rates of one step, and the only code that computes the formula.
+"""
 
 from __future__ import annotations
 
@@ -22,32 +24,37 @@ from eigengraft.numerics import copies, kept_on_device, scale_tensors_, subtract
 
 
 class WeightDecay(Component, ABC, family="weight_decay"):
-    """A rate and a rule; a param group's own `weight_decay` replaces the rate."""
+    """A rule of weight decay with a rate, which the `weight_decay` of a param group replaces."""
 
     rate: float = Field(default=0.0, ge=0, description="decay rate")
     number: ClassVar[tuple[str, str] | None] = ("decoupled", "rate")
     cautious: ClassVar[bool] = False
-    """Whether only those entries decay whose update points towards zero."""
+    """True if only entries decay whose update points towards zero."""
     in_gradient: ClassVar[bool] = False
-    """Whether rate * W is added to the gradient, before anything else sees it, instead."""
+    """True if rate * W is added to the gradient before anything else uses it, and the write decays nothing."""
     relative: ClassVar[bool] = False
-    """Whether alpha depends on the peak of the learning rate."""
+    """True if alpha depends on the peak of the learning rate."""
 
     @property
     def after(self) -> bool:
-        """Whether the decay acts on the parameter that the update has moved."""
+        """True if the parameter decays after its update, False if before."""
         return False
 
     @abstractmethod
     def alpha(self, rate: float, lr: float | Tensor, peak_lr: float) -> float | Tensor:
-        """alpha of the formula, for the current learning rate and the largest one of the run, peak_lr."""
+        """Return alpha of the formula.
+
+        rate: decay rate.
+        lr: current learning rate.
+        peak_lr: largest learning rate of the run.
+        """
 
 
 def nonzero_peak(lr: float | Tensor, peak_lr: float) -> float | Tensor:
-    """The peak of a learning rate, to divide by; 1 where both are 0.
+    """Return the peak of a learning rate as a divisor, which is never 0.
 
-    The host raises `peak_lr` to an lr above it before a step, and does not read a tensor on a device: there the larger
-    of both is the peak.
+    Before a step the host raises `peak_lr` to a larger lr. It cannot do so for an lr that is a tensor, because it does
+    not read tensors on a device. For a tensor the larger of both is the peak. A number of 0 becomes 1.
     """
     return lr.clamp_min(peak_lr or tiny(lr.dtype)) if isinstance(lr, Tensor) else peak_lr or 1.0
 
@@ -69,9 +76,7 @@ class Decoupled(WeightDecay):
     """
 
     kind: Literal["decoupled"] = "decoupled"
-    placed: Literal["before", "after"] = Field(
-        default="before", description="whether W decays before or after the update"
-    )
+    placed: Literal["before", "after"] = Field(default="before", description="decay W before or after the update")
 
     @property
     def after(self) -> bool:
@@ -117,9 +122,9 @@ class StepScale:
 
     lr: learning rate.
     alpha: decay factor, as in `WeightDecay.alpha`.
-    decay: the rule that alpha belongs to.
-    rate: its decay rate.
-    kept: 1 - lr alpha, the factor of a parameter that decays; default: computed from the two.
+    decay: the rule that alpha was computed by.
+    rate: the decay rate that alpha was computed from.
+    kept: 1 - lr alpha, the factor of a parameter that decays. None: it is computed from lr and alpha.
     """
 
     lr: float | Tensor
@@ -130,27 +135,27 @@ class StepScale:
 
     @property
     def after(self) -> bool:
-        """Whether the decay acts on the parameter after its update."""
+        """True if the parameter decays after its update, False if before."""
         return self.decay.after
 
     @property
     def decays(self) -> bool:
-        """Whether the write has a decay; a tensor is not read, it counts as one."""
+        """True if the write has a decay. An alpha that is a tensor is not read and counts as a decay."""
         return isinstance(self.alpha, Tensor) or self.alpha != 0
 
     @property
     def shrink(self) -> float | Tensor:
-        """1 - lr alpha."""
+        """The factor 1 - lr alpha of a parameter that decays."""
         return 1 - self.lr * self.alpha if self.kept is None else self.kept
 
     @property
     def without_decay(self) -> StepScale:
-        """This scale with alpha = 0, for a step whose decay is taken elsewhere."""
+        """The same numbers with alpha = 0, for a write whose decay is applied elsewhere."""
         return replace(self, alpha=0.0, kept=None)
 
     @property
     def gradient_rate(self) -> float | Tensor:
-        """Rate of a decay that is added to the gradient; 0 if the decay acts elsewhere."""
+        """Rate of a decay that is added to the gradient, 0 for any other decay."""
         return self.rate if self.decay.in_gradient else 0.0
 
 
@@ -159,7 +164,7 @@ class Hyper:
     """Values of a param group at one step.
 
     lr: learning rate.
-    peak_lr: the largest learning rate of the run, as far as it is known.
+    peak_lr: largest learning rate of the run, as far as it is known.
     weight_decay: decay rate.
     """
 
@@ -169,10 +174,11 @@ class Hyper:
 
 
 class RouteRates(NamedTuple):
-    """Rates of a route's own.
+    """Rates that a route declares for its parameters.
 
-    lr_ratio: factor of the group's learning rate.
-    decay: rule of weight decay, which does not follow the group's rate; None: the recipe's, which does.
+    lr_ratio: factor of the learning rate of the param group.
+    decay: rule of weight decay, whose rate replaces that of the param group. None: the rule of the recipe, with the
+        rate of the param group.
     """
 
     lr_ratio: float = 1.0
@@ -183,12 +189,12 @@ class RouteRates(NamedTuple):
 class Rates:
     """Learning rate and weight decay of P parameters at one step.
 
-    decay: the recipe's, which is that of every route without a decay of its own.
-    routes: rates of routes, by path.
+    decay: rule of weight decay of the recipe, which holds for all routes without a rule of their own.
+    routes: rates that routes declare, by path.
     hypers: values of the param groups, by number of the group.
-    groups: `[P]`, the number of each parameter's group.
-    by_value: whether groups with the same values count as one. Ranks that take sums of the same parameters together
-        cannot tell by values, which may differ between them until they are checked.
+    groups: `[P]`, number of the param group of each parameter.
+    by_value: True to treat groups with equal values as one group. Ranks that sum over the same parameters set it to
+        False: values may differ between ranks until they are checked, and all ranks must form the same groups.
     """
 
     decay: WeightDecay
@@ -200,7 +206,10 @@ class Rates:
 
     @cached_property
     def alike(self) -> NDArray[np.int64]:
-        """`[P]`, the first group with the values of each parameter's; a tensor is not read, it equals itself alone."""
+        """`[P]`, for each parameter the number of the first group whose values equal those of its own group.
+
+        A learning rate that is a tensor is not read and equals the same tensor object alone.
+        """
         seen: dict[tuple[float, ...], int] = {}
         first = {}
         for group, own in self.hypers.items():
@@ -210,7 +219,7 @@ class Rates:
         return np.array([first[group] for group in self.groups.tolist()], dtype=np.int64)
 
     def step_scale(self, path: str, position: int) -> StepScale:
-        """Learning rate and decay factor of a parameter with the update at a path."""
+        """Return learning rate and decay of the parameter at a position, whose update is at `path` in the recipe."""
         return self._scale(path, int(self.alike[position]))
 
     def _scale(self, path: str, group: int) -> StepScale:
@@ -222,20 +231,20 @@ class Rates:
         return self._scales[path, group]
 
     def lr(self, path: str, positions: NDArray[np.int64]) -> float | Tensor:
-        """Learning rate of parameters of one group with the update at a path."""
+        """Return the learning rate of parameters of one param group, whose update is at `path` in the recipe."""
         return self.step_scale(path, int(positions[0])).lr
 
     def alphas(self, path: str, positions: NDArray[np.int64]) -> list[float | Tensor]:
-        """Decay factors of parameters with the update at a path, one for each kind of rates."""
+        """Return the distinct decay factors of parameters whose update is at `path`, one for each group of `alike`."""
         return [self._scale(path, group).alpha for group in np.unique(self.alike[positions]).tolist()]
 
     def decays(self, path: str) -> bool:
-        """Whether parameters with the update at a path may have a decay beside it."""
+        """Return True if parameters whose update is at `path` may decay in the write."""
         alphas = (self._scale(path, group).alpha for group in self.hypers)
         return any(isinstance(alpha, Tensor) or alpha != 0 for alpha in alphas)
 
     def decays_gradients(self, path: str) -> bool:
-        """Whether a decay is added to gradients of the update at a path."""
+        """Return True if a decay is added to gradients of parameters whose update is at `path`."""
         return any(scale.gradient_rate for scale in (self._scale(path, group) for group in self.hypers))
 
     def map_rows(
@@ -246,9 +255,11 @@ class Rates:
         x: Tensor,
         y: Tensor,
     ) -> Tensor:
-        """function(x, y, rates) of the rows of two stacks `[n, *block]`, with the rates of each.
+        """Return function(x, y, rates) of the rows of two stacks, called once for all rows with the same rates.
 
-        positions: `[n]`, of the parameters that the rows belong to, which have the update at a path.
+        path: path of the update of all rows in the recipe.
+        positions: `[n]`, position of the parameter of each row.
+        x, y: stacks `[n, *block]`. The result has the shape and dtype of y.
         """
         groups = self.alike[positions]
         if (groups == groups[0]).all():
@@ -260,9 +271,11 @@ class Rates:
         return out
 
     def idle(self, nonzero: Callable[[Sequence[int]], bool]) -> NDArray[np.bool_]:
-        """`[P]`, parameters of groups whose learning rate is 0, as the host knows, and whose gradients are.
+        """Return `[P]`, True for parameters of groups whose learning rate and all of whose gradients are 0.
 
-        nonzero: whether any of the gradients at some positions has an entry other than 0.
+        A learning rate that is a tensor is not read and counts as nonzero.
+
+        nonzero: returns True if any gradient at the given positions has an entry other than 0.
         """
         found = np.zeros(len(self.groups), dtype=np.bool_)
         for group, hyper in self.hypers.items():
@@ -273,11 +286,11 @@ class Rates:
 
 
 class EntryUpdates(NamedTuple):
-    """n updates, in three columns: no object is made for each of the many parameters of a stack.
+    """n updates of entries of parameters, as three columns: a stack of many parameters needs no object for each.
 
-    positions: `[n]`, position of the parameter that each changes.
-    entries: the entries that it changes, a view of what this rank holds of the parameter, or all of that.
-    values: what they are changed by, of the same shape.
+    positions: `[n]`, position of the parameter that each update changes.
+    entries: n tensors to change: views of the entries that this rank holds of the parameters.
+    values: n tensors U of the same shapes.
     """
 
     positions: NDArray[np.int64]
@@ -286,7 +299,7 @@ class EntryUpdates(NamedTuple):
 
     @classmethod
     def of_rows(cls, rows: Iterable[tuple[int, Tensor, Tensor]]) -> Self:
-        """The updates (position, entries, value)."""
+        """Return the updates given as triples (position, entries, value)."""
         found = list(rows)
         positions = np.fromiter((position for position, _, _ in found), np.int64, len(found))
         return cls(positions, [entries for _, entries, _ in found], [value for _, _, value in found])
@@ -295,7 +308,12 @@ class EntryUpdates(NamedTuple):
     def of_parameters(
         cls, parameters: Sequence[Tensor], positions: NDArray[np.int64], values: Iterable[Tensor]
     ) -> Self:
-        """Updates of whole parameters, given in any shape."""
+        """Return updates of whole parameters.
+
+        parameters: all parameters, by position.
+        positions: `[n]`, positions of the parameters to update.
+        values: n updates, each with as many entries as its parameter, in any shape.
+        """
         entries = [parameters[position] for position in positions.tolist()]
         values, shape = list(values), attrgetter("shape")
         if list(map(shape, values)) != list(map(shape, entries)):
@@ -303,7 +321,7 @@ class EntryUpdates(NamedTuple):
         return cls(positions, entries, values)
 
     def chosen(self, rows: NDArray[np.bool_]) -> Self:
-        """The updates where `rows` `[n]` is True."""
+        """Return the updates whose entry of `rows` `[n]` is True."""
         if rows.all():
             return self
         entries, values = (list(compress(column, rows.tolist())) for column in (self.entries, self.values))
@@ -315,7 +333,7 @@ def write(
 ) -> None:
     """Change n tensors W in place by their updates U:  W <- W - lr alpha W - lr U.
 
-    tensors, updates: n tensors of the same shapes. The formula is computed in the dtype of the update.
+    tensors, updates: n tensors each, of equal shapes. The formula is computed in the dtype of the update.
     mask: n 0-d booleans; a tensor whose mask is False stays as it is. None: all change.
     """
     direct = [mask is None and x.dtype is u.dtype for x, u in zip(tensors, updates, strict=True)]
@@ -333,7 +351,7 @@ def write(
 
 
 def after_write(before: Tensor, update: Tensor, scale: StepScale) -> Tensor:
-    """Return what `write` makes of a tensor in the dtype of its update, in a new tensor."""
+    """Return the result of `write` as a new tensor, in the dtype of the update. The given tensor does not change."""
     (after,) = copies([before], update.dtype)
     _write([after], [update], scale)
     return after
@@ -348,7 +366,10 @@ def _write(tensors: Sequence[Tensor], updates: Sequence[Tensor], scale: StepScal
 
 
 def decay(tensors: Sequence[Tensor], updates: Sequence[Tensor], scale: StepScale) -> None:
-    """Change tensors in place by their decay alone:  W <- W - lr alpha W, cautious decay where U W > 0."""
+    """Change tensors in place by their decay alone:  W <- W - lr alpha W.
+
+    Cautious decay changes only entries with U W > 0.
+    """
     if not scale.decays:
         return
     if scale.decay.cautious:
@@ -359,7 +380,10 @@ def decay(tensors: Sequence[Tensor], updates: Sequence[Tensor], scale: StepScale
 
 
 def with_decay(updates: Sequence[Tensor], tensors: Sequence[Tensor], scale: StepScale) -> Sequence[Tensor]:
-    """Return the updates with their decay,  U + alpha W, cautious decay where U W > 0; in the dtype of the updates."""
+    """Return the updates plus their decay,  U + alpha W, in the dtype of the updates.
+
+    Cautious decay is added to entries with U W > 0 alone.
+    """
     if not scale.decays:
         return updates
     if scale.decay.cautious or isinstance(scale.alpha, Tensor):
@@ -369,7 +393,7 @@ def with_decay(updates: Sequence[Tensor], tensors: Sequence[Tensor], scale: Step
 
 
 def _decaying(tensors: Sequence[Tensor], updates: Sequence[Tensor], scale: StepScale) -> list[Tensor]:
-    """alpha W of each tensor, on the entries that decay."""
+    """Return alpha W of each tensor, with zeros at entries that do not decay."""
     wide = [x.to(u.dtype) for x, u in zip(tensors, updates, strict=True)]
     terms = torch._foreach_mul(wide, scale.alpha)
     if scale.decay.cautious:
@@ -380,14 +404,17 @@ def _decaying(tensors: Sequence[Tensor], updates: Sequence[Tensor], scale: StepS
 
 
 def put(tensors: Sequence[Tensor], values: Sequence[Tensor], mask: Sequence[Tensor] | None = None) -> None:
-    """Copy values into tensors; a tensor whose mask is False stays as it is."""
+    """Copy n values into n tensors.
+
+    mask: n 0-d booleans. A tensor whose mask is False stays as it is. None: all change.
+    """
     if mask is not None:
         values = [torch.where(own, value, x) for own, value, x in zip(mask, values, tensors, strict=True)]
     torch._foreach_copy_(list(tensors), list(values))
 
 
 def decayed_gradient(gradient: Tensor, parameter: Tensor, scale: StepScale) -> Tensor:
-    """Return g + rate W, for a decay that is added to gradients."""
+    """Return g + rate W if the decay is added to gradients, else g."""
     rate = scale.gradient_rate
     if isinstance(rate, Tensor):
         return gradient + parameter * rate

@@ -49,7 +49,7 @@ def test_state_of_a_block_belongs_to_a_stage_that_the_recipe_has(recipe: str) ->
 SPELLED = re.compile(r"""partition\("/"\)|split\("/"|\}/\{""")
 OTHERS = {
     "eigengraft.slots": "the purpose of random numbers",
-    "eigengraft.optimizers.stacks.block_groups": "the seed of a block",
+    "eigengraft.optimizers.stacks.stack": "the seed of a block",
     "eigengraft.optimizers.inspect.inspect": "what a stage calls a measure of a slot",
 }
 """Modules that put a slash between two texts which are no state key, and what they are."""

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from eigengraft import Optimizer, load_recipe
 from eigengraft.distributed.balance import SLACK, Item, Loads, assign
 from eigengraft.optimizers.plan.plan import plan
-from eigengraft.optimizers.stacks.owners import block_cost
+from eigengraft.optimizers.stacks.assignment import block_cost
 
 INTERVAL = 4
 number = st.integers(0, 50).map(float)

@@ -14,10 +14,9 @@ from eigengraft.numerics import compute_dtype
 from eigengraft.optimizers.recipe.loading import load_recipe
 from eigengraft.optimizers.recipe.recipe import Recipe
 from eigengraft.optimizers.recipe.routing import describe_named
-from eigengraft.optimizers.stacks.block_groups import build, divide, round_bytes
-from eigengraft.optimizers.stacks.owners import assign_owners, block_cost, common_interval
-from eigengraft.optimizers.stacks.phases import refresh_phases
-from eigengraft.optimizers.stacks.placement import ParamSpec, place
+from eigengraft.optimizers.stacks.assignment import assign_owners, block_cost, common_interval
+from eigengraft.optimizers.stacks.placement import ParamSpec, place, refresh_phases
+from eigengraft.optimizers.stacks.stack import build, divide, round_bytes
 
 SHAPES = {"a.weight": (17, 12), "b.weight": (24, 8), "c.weight": (12, 17), "norm.weight": (12,), "none.weight": (0, 4)}
 RECIPES: dict[str, Any] = {

@@ -16,9 +16,15 @@ from eigengraft.distributed.balance import Balance, Loads
 from eigengraft.distributed.layouts import Layout
 from eigengraft.optimizers import submodel
 from eigengraft.optimizers.recipe.loading import load_recipe
-from eigengraft.optimizers.stacks.owners import assign_owners, at_once_fields, warn_of_waiting
-from eigengraft.optimizers.stacks.phases import ParamKey, natural_order, refresh_phases, refresh_units
-from eigengraft.optimizers.stacks.placement import ParamSpec, place
+from eigengraft.optimizers.stacks.assignment import assign_owners, at_once_fields, warn_of_waiting
+from eigengraft.optimizers.stacks.placement import (
+    ParamKey,
+    ParamSpec,
+    natural_order,
+    place,
+    refresh_phases,
+    refresh_units,
+)
 
 from ..refusals import refused, warned
 

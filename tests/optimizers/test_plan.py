@@ -41,7 +41,7 @@ from eigengraft.optimizers.plan.shard_placement import whole_block_shards
 from eigengraft.optimizers.plan.traffic import all_reduced
 from eigengraft.optimizers.recipe.loading import load_recipe
 from eigengraft.optimizers.recipe.routing import DescribedParameters, ParamInfo, describe_model
-from eigengraft.optimizers.stacks.owners import block_cost
+from eigengraft.optimizers.stacks.assignment import block_cost
 
 from ..refusals import check_said, refused
 

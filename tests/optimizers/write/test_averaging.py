@@ -19,9 +19,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 import eigengraft
 from eigengraft import ContractError, Optimizer, RecipeError, Slot, load_recipe
-from eigengraft.optimizers.write.averaging import Averaging, IterateBatch
-from eigengraft.optimizers.write.means import LAWA
-from eigengraft.optimizers.write.parameter_update import ParameterUpdate
+from eigengraft.optimizers.write.averaging import LAWA, Averaging, IterateBatch
+from eigengraft.optimizers.write.constraints import ParameterUpdate
 from eigengraft.optimizers.write.write import Hyper
 
 from ...laws.table import TABLE

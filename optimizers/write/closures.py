@@ -1,0 +1,329 @@
+"""Steps that call their closure again, for gradients at perturbed parameters or for the loss at a trial step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from eigengraft.component import Component
+from eigengraft.distributed.layouts import is_dtensor, local
+from eigengraft.numerics import fake_mode
+
+BufferName = tuple[nn.Module, str]
+"""A module, and the name of one of its buffers in it."""
+
+
+class Passes:
+    """The calls of one closure, each of which begins with the buffers and the random numbers of the first.
+
+    So dropout draws the same masks, and `spectral_norm` iterates from the same vectors. Afterwards buffers and random
+    numbers are as the first call left them: BatchNorm's statistics advance once for each step, from the forward at W,
+    as in the official code of SAM (google-research/sam, `get_sam_gradient`). Buffers that no call writes into are not
+    copied back.
+
+    closure: returns the loss and leaves gradients. model: whose buffers are kept; None: of no model. parameters: on
+    whose devices random numbers are kept, beside those of the CPU; none: the closure is called once.
+    """
+
+    def __init__(self, closure: Callable[[], Any], model: nn.Module | None, parameters: Iterable[Tensor]) -> None:
+        self._closure, self._model = closure, model
+        self._devices = {parameter.device for parameter in parameters}
+        self._start: _Start | None = None
+
+    def first(self) -> Any:
+        """What the closure returns where the parameters are."""
+        self._start = _Start(self._model, self._devices) if self._devices else None
+        return self._call()
+
+    def again(self) -> Any:
+        """What the closure returns where the parameters are now."""
+        assert self._start is not None
+        with self._start.repeated():
+            return self._call()
+
+    def _call(self) -> Any:
+        with torch.enable_grad():
+            return self._closure()
+
+
+def require_closure(closure: object, repeated_by: str | None) -> None:
+    """Raises RuntimeError for a closure that is missing where a part of the recipe calls it again, TypeError for one
+    that is no function."""
+    if closure is None and repeated_by is not None:
+        times = "twice" if repeated_by == "sam" else "again"
+        raise RuntimeError(
+            f"Optimizer.step: a closure is required by `{repeated_by}`, which calls it {times}, got none"
+        )
+    if closure is not None and not callable(closure):
+        raise TypeError(f"Optimizer.step: a function that returns the loss is required as closure, got {closure!r:.60}")
+
+
+class _Start:
+    """Buffers and states of random numbers before the first call."""
+
+    def __init__(self, model: nn.Module | None, devices: Iterable[torch.device]) -> None:
+        self._devices = [device for device in devices if _has_generator(device)]
+        self._random = _random_states(self._devices)
+        self._buffers = Buffers.of(model)
+
+    @contextmanager
+    def repeated(self) -> Iterator[None]:
+        """Inside everything is as it was before the first call, afterwards as it is now."""
+        written = self._buffers.written()
+        random, after = _random_states(self._devices), Buffers(written)
+        self._buffers.restore(written)
+        self._set_random(self._random)
+        try:
+            yield
+        finally:
+            after.restore(written)
+            self._set_random(random)
+
+    def _set_random(self, random: Sequence[Tensor]) -> None:
+        torch.set_rng_state(random[0])
+        for device, state in zip(self._devices, random[1:], strict=True):
+            torch.get_device_module(device).set_rng_state(state, *_at(device))
+
+
+class Buffers:
+    """Buffers of modules, by module and name: which tensor each is, and a copy of its values."""
+
+    def __init__(self, names: Sequence[BufferName]) -> None:
+        self._tensors = {(module, name): module._buffers[name] for module, name in names}
+        self._versions = {key: _version(tensor) for key, tensor in self._tensors.items()}
+        self._values = {key: None if x is None else torch.empty_like(x) for key, x in self._tensors.items()}
+        _copy((self._values[key], self._tensors[key]) for key in self._tensors)
+
+    @classmethod
+    def of(cls, model: nn.Module | None) -> Self:
+        """Return the buffers of all modules of a model; none if the model is None."""
+        modules = () if model is None else model.modules()
+        return cls([(module, name) for module in modules for name, kept in module._buffers.items() if kept is not None])
+
+    def written(self) -> list[BufferName]:
+        """Return the buffers whose values may have changed.
+
+        Kernels of norms write without raising a version, so that buffers of norms always count as changed.
+        """
+        return [key for key in self._tensors if _may_differ(*key, self._tensors[key], self._versions[key])]
+
+    def restore(self, names: Iterable[BufferName]) -> None:
+        """Makes modules hold the same tensors with the same values again."""
+        for key in (names := list(names)):
+            key[0]._buffers[key[1]] = self._tensors[key]
+        _copy((self._tensors[key], self._values[key]) for key in names)
+
+
+def _may_differ(module: nn.Module, name: str, tensor: Tensor | None, version: int | None) -> bool:
+    """Whether a buffer may be another one, or have other values, than at that version of that tensor."""
+    now = module._buffers.get(name)
+    return isinstance(module, _NormBase) or now is not tensor or _version(now) != version
+
+
+def _copy(pairs: Iterable[tuple[Tensor | None, Tensor | None]]) -> None:
+    """Copies the second of each pair into the first, by few launches, and counts no version.
+
+    Autograd keeps the statistics of norms for backward and reads them in evaluation alone, where they stay as they are.
+    """
+    kinds: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
+    for to, values in pairs:
+        if to is not None and values is not None:
+            kinds.setdefault((to.device, to.dtype), []).append((local(to).data, local(values)))
+    for kind in kinds.values():
+        torch._foreach_copy_([x for x, _ in kind], [y for _, y in kind])
+
+
+def _version(tensor: Tensor | None) -> int | None:
+    """How often was written into a tensor, as far as torch counts; None for tensors of inference mode."""
+    return None if tensor is None or tensor.is_inference() else tensor._version
+
+
+def _random_states(devices: Sequence[torch.device]) -> list[Tensor]:
+    """The states of the CPU's generator and of the default generator of each device."""
+    states = [torch.get_device_module(device).get_rng_state(*_at(device)) for device in devices]
+    return [torch.get_rng_state(), *states]
+
+
+def _has_generator(device: torch.device) -> bool:
+    """Whether a device draws random numbers of its own here; that of a fake tensor may be another machine's."""
+    return device.type not in ("cpu", "meta") and bool(torch.get_device_module(device).is_available())
+
+
+def _at(device: torch.device) -> tuple[torch.device, ...]:
+    return () if device.type == "mps" else (device,)  # of which there is one
+
+
+class SharpnessAware(Component):
+    """g <- gradient at W + E,  E = rho G / ||G||,  G the gradient at W; norms over all parameters.
+
+    SAM (Foret et al. 2021, arXiv:2010.01412, equation 2), around any update: chain, decay and write see g and W alone.
+    Both gradients are of one function: dropout has the same masks, and buffers, such as BatchNorm's statistics, are
+    those of the first forward, where the optimizer was composed with the model.
+    adaptive: E = rho W^2 G / ||W G||, entry by entry (ASAM, Kwon et al. 2021, arXiv:2102.11600, algorithm 1), which is
+    blind to the scale of parameters. Where G has entries that are not finite E is 0.
+    """
+
+    rho: float = Field(default=0.05, gt=0, description="length of E; of E / |W|, if adaptive")
+    adaptive: bool = Field(default=False, description="measure E in units of the parameters")
+
+    @contextmanager
+    def perturbed(self, parameters: Iterable[Tensor]) -> Iterator[None]:
+        """W + E in the parameters inside, without gradients; W again afterwards, bit for bit."""
+        moved = [parameter for parameter in parameters if parameter.grad is not None]
+        gradients = [like(parameter) for parameter in moved]
+        saved = [parameter.detach().clone() for parameter in moved]
+        scaled = [g * w.abs() for g, w in zip(gradients, saved, strict=True)] if self.adaptive else gradients
+        norm = _norm(scaled)
+        scale = torch.where(norm.isfinite() & (norm > 0), self.rho / norm, 0.0)
+        try:
+            for parameter, own, start in zip(moved, scaled, saved, strict=True):
+                towards = local(own * start.abs() if self.adaptive else own)
+                step = towards * scale.to(towards.device, towards.dtype)
+                local(parameter.detach()).add_(torch.where(step.isfinite(), step, 0.0))
+                parameter.grad = None
+            yield
+        finally:
+            for parameter, start in zip(moved, saved, strict=True):
+                local(parameter.detach()).copy_(local(start))
+
+
+def like(parameter: Tensor) -> Tensor:
+    """The gradient of a parameter, laid out as the parameter is."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if is_dtensor(gradient) and is_dtensor(parameter):
+        return gradient.redistribute(placements=parameter.placements)
+    return gradient
+
+
+def _norm(tensors: Sequence[Tensor]) -> Tensor:
+    """The Frobenius norm of all tensors together, 0-d float64, on however many ranks they lie."""
+    groups: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        key = (tensor.device_mesh, tensor.placements) if is_dtensor(tensor) else None
+        groups.setdefault((key, tensor.device, tensor.dtype), []).append(tensor)
+    squares = []
+    for own in groups.values():
+        norm = torch.nn.utils.get_total_norm(own)
+        squares.append((norm.full_tensor() if is_dtensor(norm) else norm).double().square())
+    return (
+        torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt()
+        if squares
+        else torch.zeros((), dtype=torch.float64, device="cpu")
+    )
+
+
+SCALE = "step_scale"
+"""Key of param groups: the part of the last step that was taken."""
+Average = Callable[[Tensor], Tensor]
+"""A number of this rank -> its mean over all ranks."""
+
+
+class LineSearch(Component):
+    """W <- W - s D  with the first s of s_0, shrink s_0, shrink^2 s_0, ... for which
+    f(W - s D) <= f(W) - sufficient s max(<G, D>, 0)
+
+    Armijo's condition with backtracking, on the batch of the step (Vaswani et al. 2019, arXiv:1905.09997, equation 1
+    and Algorithm 1). D is the whole step of the recipe at its learning rate, decay included, G the gradient and f the
+    loss that the closure returns, its mean over ranks. s_0 = min(1, grow s') with the s' of the step before: the
+    learning rate is the largest step, which schedules may move. A loss that is not finite is too high; after `trials`
+    the last s is taken. Every trial is a call of the closure, whose gradients are dropped. All calls are of one
+    function: dropout has the same masks, and buffers, such as BatchNorm's statistics, are those of the first forward,
+    where the optimizer was composed with the model.
+    """
+
+    sufficient: float = Field(default=0.1, ge=0, lt=1, description="share of the decrease along G that is required")
+    shrink: float = Field(default=0.5, gt=0, lt=1, description="factor from one trial to the next")
+    grow: float = Field(default=2.0, ge=1, description="factor from the last step's s to the first trial")
+    trials: int = Field(default=10, ge=1, description="most calls of the closure after the step")
+
+    def require_line(self, recipe: Any) -> None:
+        """Raises ValueError for a part of a recipe that takes parameters off the line from W to W - D."""
+        bent = any(update.constraints for update in recipe.updates().values())
+        found = {"sam": recipe.sam is not None, "averaging": recipe.averaging is not None, "constraints": bent}
+        what = next((name for name, there in found.items() if there), None)
+        if what is not None:
+            raise ValueError(f"line_search: steps along a line are required, got a recipe with `{what}`")
+
+    def begin(self, parameters: Iterable[Tensor]) -> Search:
+        """Remembers where the parameters are, before the step."""
+        moved = [parameter for parameter in parameters if parameter.grad is not None]
+        return Search(self, moved, [local(parameter.detach()).clone() for parameter in moved])
+
+
+@dataclass(frozen=True)
+class Search:
+    """One step under way: parameters with gradients, and what this rank held of each before the step."""
+
+    rule: LineSearch
+    parameters: Sequence[Tensor]
+    start: Sequence[Tensor]
+
+    def finish(
+        self,
+        passes: Passes,
+        loss: Any,
+        groups: Sequence[MutableMapping[str, Any]],
+        average: Average,
+    ) -> None:
+        """Takes back the part of the step that the condition does not allow; loss: that of the start, of this rank.
+
+        Of fake tensors, which have no numbers, the whole step is taken.
+        """
+        if any(fake_mode(parameter) is not None for parameter in self.parameters):
+            return
+        ends = [local(parameter.detach()).clone() for parameter in self.parameters]
+        gradients = [parameter.grad for parameter in self.parameters]
+        slope, length = self._products(ends)
+        highest = average(_number(loss, ends))
+        if not (length > 0 and bool(highest.isfinite())):
+            return
+        scale = min(1.0, self.rule.grow * float(groups[0].get(SCALE, 1.0)))
+        for trial in range(self.rule.trials):
+            scale *= self.rule.shrink if trial else 1.0
+            for parameter, start, end in zip(self.parameters, self.start, ends, strict=True):
+                local(parameter.detach()).copy_(torch.lerp(start, end, scale))
+            found = average(_number(passes.again(), ends))
+            if bool(found <= highest - self.rule.sufficient * scale * max(slope, 0.0)):
+                break
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient
+        for group in groups:
+            group[SCALE] = scale
+
+    def _products(self, ends: Sequence[Tensor]) -> tuple[float, float]:
+        """<G, D> and <D, D> over all entries of all parameters, on however many ranks they lie."""
+        sums: dict[Any, Tensor] = {}
+        for parameter, start, end in zip(self.parameters, self.start, ends, strict=True):
+            step, gradient = (start - end).double(), local(like(parameter)).double()
+            own = torch.stack([(gradient * step).sum(), step.square().sum()])
+            key = (parameter.device_mesh, parameter.placements) if is_dtensor(parameter) else None
+            sums[key] = sums[key] + own.to(sums[key].device) if key in sums else own
+        wholes = [own if key is None else _whole(own, *key) for key, own in sums.items()]
+        if not wholes:
+            return 0.0, 0.0
+        slope, square = torch.stack([own.to(wholes[0].device) for own in wholes]).sum(0).tolist()
+        return slope, square
+
+
+def _whole(own: Tensor, mesh: Any, placements: Sequence[Any]) -> Tensor:
+    """The sums over all shards of tensors that lie like that."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    parts = [Partial() if isinstance(placement, Shard) else Replicate() for placement in placements]
+    return DTensor.from_local(own, mesh, parts).full_tensor()
+
+
+def _number(loss: Any, like_these: Sequence[Tensor]) -> Tensor:
+    """A loss as float64, where the parameters are."""
+    if not isinstance(loss, (Tensor, float)):
+        raise TypeError(f"line_search: a closure that returns the loss is required, got {type(loss).__name__}")
+    device = like_these[0].device if like_these else torch.device("cpu")
+    return torch.as_tensor(loss, dtype=torch.float64, device=device).detach().reshape(())

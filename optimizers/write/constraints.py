@@ -1,0 +1,288 @@
+"""Constraints: the contract, three of its members, and the write of an update under constraints.
+
+A constraint changes updates before the write and parameters after it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from pydantic import AfterValidator, Field
+from torch import Tensor
+
+from eigengraft.component import ChainOf
+from eigengraft.numerics import block_norm, compute_dtype, copies, safe_ratio
+from eigengraft.schedules import Schedulable
+from eigengraft.signals import Request
+from eigengraft.slots import Slot
+
+from .write import StepScale, decay, put, with_decay, write
+
+Tensors = Sequence[Tensor]
+"""n tensors, one for each parameter of an update."""
+Slots = Mapping[str, Tensors]
+"""The slots of n parameters: n tensors by name of the slot."""
+
+
+@dataclass(frozen=True)
+class ConstraintContext:
+    """Inputs of a constraint beside n parameters and their updates, of which this rank may hold shards.
+
+    lr: learning rate of the update.
+    mask: n 0-d booleans, False where neither the parameter nor its slots may change. None: all may change.
+    shard_sums: function that sums numbers `[n]` float64 of n tensors over all ranks. All ranks call it together. None:
+        this rank holds whole tensors.
+    signals: the signals in `requires_some` of the constraints, by name. Each has one tensor for each parameter, or None
+        for a parameter without this signal in this step.
+    """
+
+    lr: float | Tensor = 0.0
+    mask: Tensors | None = None
+    shard_sums: Callable[[Tensor], Tensor] | None = None
+    signals: Mapping[str, Sequence[Tensor | None]] = field(default_factory=dict)
+
+    def norms(self, tensors: Tensors) -> Tensor:
+        """Return the Frobenius norms `[n]` of n full tensors, of which this rank may hold shards."""
+        if self.shard_sums is None:
+            return _norms(tensors)
+        squares = torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)).square()
+        return self.shard_sums(squares).sqrt().to(compute_dtype(tensors[0].dtype))
+
+    def dots(self, xs: Tensors, ys: Tensors) -> Tensor:
+        """Return the dot products `[n]` float64 of n pairs of full tensors, of which this rank may hold shards."""
+        found = torch.stack([(x.double() * y).sum() for x, y in zip(xs, ys, strict=True)])
+        return found if self.shard_sums is None else self.shard_sums(found)
+
+
+class Constraint(Schedulable, ABC, family="constraint"):
+    """Changes n updates U before the write (`adjust`) and n parameters W after it (`retract`).
+
+    The write between the two is W <- W - lr alpha W - lr U. W and U are whole parameters in the dtype that updates are
+    computed in. For a constraint that is `shardable` they may be shards that a rank holds. With an averaging whose base
+    iterate is not the parameter, the base iterate is written and constrained.
+    """
+
+    name: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
+        description="name of the constraint in paths; default: its kind. Needed if a kind repeats",
+    )
+
+    requires_some: ClassVar[frozenset[str]] = frozenset()
+    """Names of signals that at least one parameter must have in every step."""
+
+    rounds: ClassVar[bool] = False
+    """True if the constraint rounds the parameter. It must be the last one then, and excludes an averaging."""
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """Requests for the signals in `requires_some`. A single parameter may lack them."""
+        return tuple(Request(name, "if_given") for name in sorted(self.requires_some))
+
+    def signals_at(self, step: int) -> frozenset[str]:
+        """Return the signals that every parameter must have at a step, which are none."""
+        return frozenset()
+
+    @property
+    def label(self) -> str:
+        """The part of a path that names the constraint: its `name`, or its `kind` if it has none."""
+        return self.name or str(getattr(self, "kind"))  # noqa: B009  every member has a kind, the family has none
+
+    def slots(self, shape: tuple[int, ...]) -> Mapping[str, Slot]:
+        """Return the slots of one parameter of this shape, by name.
+
+        The shape of a slot is (), or ends with the axes of the parameter. Any other shape raises a ContractError when
+        an optimizer is made.
+        """
+        return {}
+
+    def keeps(self, dtype: torch.dtype) -> bool:
+        """Return True if parameters of this dtype have the slots."""
+        return True
+
+    def sets_length(self) -> bool:
+        """Return True if the constraint replaces the length of updates, so that factors of updates have no effect."""
+        return False
+
+    def shardable(self, whole_rows: bool) -> bool:
+        """Return True if the constraint can be computed on shards of parameters, with no sums but those of the context.
+
+        whole_rows: True if parameters are sharded along the first axis alone.
+        """
+        return False
+
+    def begin(self, slots: Slots, parameters: Tensors, context: ConstraintContext) -> None:
+        """Set slots that begin with values of the parameters. Called before the first update of each parameter."""
+
+    def adjust(self, slots: Slots, parameters: Tensors, updates: Tensors, context: ConstraintContext) -> Tensors:
+        """Return the updates to write. The given tensors may not be changed in place."""
+        return updates
+
+    def retract(
+        self, slots: Slots, parameters: Tensors, updates: Tensors, moved: Tensors, context: ConstraintContext
+    ) -> Tensors:
+        """Return the parameters after the step. The given tensors may not be changed in place.
+
+        parameters: n parameters before the write.
+        updates: n updates, as `adjust` of all constraints returned them.
+        moved: n parameters after the write and after the constraints before this one.
+        """
+        return moved
+
+
+def _norms(tensors: Tensors) -> Tensor:
+    """Return the Frobenius norms `[n]` of tensors of one dtype, without overflow or underflow of the squares."""
+    dtype = compute_dtype(tensors[0].dtype)
+    if dtype == torch.float64:
+        return torch.cat([block_norm(tensor.unsqueeze(0)) for tensor in tensors])
+    return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)).to(dtype)
+
+
+def _rounded_last(constraints: tuple[Constraint, ...]) -> tuple[Constraint, ...]:
+    early = [constraint.label for constraint in constraints[:-1] if constraint.rounds]
+    if early:
+        raise ValueError(
+            f"'{early[0]}' must be the last constraint, because it rounds parameters, got '{constraints[-1].label}' "
+            "after it; move it to the end of the list"
+        )
+    return constraints
+
+
+Constraints = Annotated[tuple[Constraint, ...], ChainOf("constraint", "constraints"), AfterValidator(_rounded_last)]
+"""Constraints in the order in which they are applied. YAML gives a list, or a single constraint."""
+
+
+class Hyperball(Constraint):
+    """U <- U ||W|| / ||U||;  W <- (W - lr U) ||W_0|| / ||W - lr U||,  Frobenius norms of whole parameters.
+
+    Hyperball optimization: W keeps the norm of W_0, the parameter before its first update, and lr is the length of a
+    step in units of this norm. A parameter with W_0 = 0 is not constrained, and one with U = 0 does not change. Weight
+    decay comes before the retraction, which undoes the shrinking. A decay then only makes the step longer, by
+    1 / (1 - lr alpha), so that a larger lr with rate 0 says the same more clearly.
+    """
+
+    kind: Literal["hyperball"] = "hyperball"
+    relative: bool = Field(default=True, description="scale U to the norm of W first; false: U stays as it is")
+
+    def slots(self, shape: tuple[int, ...]) -> Mapping[str, Slot]:
+        return {"radius": Slot((), role="iterate")}
+
+    def shardable(self, whole_rows: bool) -> bool:
+        return True
+
+    def sets_length(self) -> bool:
+        return self.relative
+
+    def begin(self, slots: Slots, parameters: Tensors, context: ConstraintContext) -> None:
+        torch._foreach_copy_(list(slots["radius"]), list(context.norms(parameters).unbind(0)))
+
+    def adjust(self, slots: Slots, parameters: Tensors, updates: Tensors, context: ConstraintContext) -> Tensors:
+        if not self.relative:
+            return updates
+        free = torch.stack(list(slots["radius"])) == 0
+        ratios = safe_ratio(context.norms(parameters), context.norms(updates))
+        scales = torch.where(free, 1.0, ratios).unbind(0)
+        return [update * scale for update, scale in zip(updates, scales, strict=True)]
+
+    def retract(
+        self, slots: Slots, parameters: Tensors, updates: Tensors, moved: Tensors, context: ConstraintContext
+    ) -> Tensors:
+        radii, there = torch.stack(list(slots["radius"])), context.norms(moved)
+        still = (context.norms(updates) == 0) | (there == 0)
+        scales = torch.where(radii == 0, 1.0, safe_ratio(radii, there)).unbind(0)
+        stays = (still & (radii != 0)).unbind(0)
+        rows = zip(parameters, moved, scales, stays, strict=True)
+        return [torch.where(stay, old, new * scale) for old, new, scale, stay in rows]
+
+
+class QKClip(Constraint):
+    """W_h <- W_h min(1, bound / S_h)^power  for every head h, the rows of W that make it, after the write
+
+    QK-clip of MuonClip (Kimi K2, arXiv:2507.20534, section 2.1). S_h is the signal `max_logit`, the largest logit of
+    the head in the step. Weights of queries and of keys have power 1/2. In multi-head latent attention the rotary part
+    of queries has power 1, and the rotary key, which all heads share, is not clipped. Parameters without the signal do
+    not change, nor do rows of a fused weight whose S is 0 or not finite. Some parameter must have the signal.
+    """
+
+    kind: Literal["qk_clip"] = "qk_clip"
+    bound: float = Field(default=100.0, gt=0, description="largest logit that changes nothing")
+    power: float = Field(default=0.5, gt=0, le=1, description="power of the factor that multiplies this weight")
+    requires_some: ClassVar[frozenset[str]] = frozenset({"max_logit"})
+
+    def shardable(self, whole_rows: bool) -> bool:
+        return True
+
+    def retract(
+        self, slots: Slots, parameters: Tensors, updates: Tensors, moved: Tensors, context: ConstraintContext
+    ) -> Tensors:
+        largest = context.signals.get("max_logit", [None] * len(moved))
+        return [w if s is None else w * self._factor(s).to(w.dtype) for w, s in zip(moved, largest, strict=True)]
+
+    def _factor(self, largest: Tensor) -> Tensor:
+        factor = (self.bound / largest.clamp_min(self.bound)) ** self.power
+        return torch.where(largest.isfinite(), factor, 1.0)
+
+
+@dataclass(frozen=True)
+class BoundConstraint:
+    """A constraint with its inputs for the n tensors of one update: its slots and its context."""
+
+    constraint: Constraint
+    slots: Slots
+    context: ConstraintContext
+
+
+@dataclass(frozen=True)
+class ParameterUpdate:
+    """One update of n tensors under constraints:  W <- W - lr alpha W - lr U.
+
+    updates: n tensors U, of the shapes of W.
+    step_scale: lr and alpha.
+    mask: n 0-d booleans, False for tensors that do not change. None: all may change.
+    constraints: constraints in order. Each is applied before the write (`adjust`) and after it (`retract`).
+    """
+
+    updates: Tensors
+    step_scale: StepScale
+    mask: Tensors | None = None
+    constraints: Sequence[BoundConstraint] = ()
+
+    def __call__(self, tensors: Tensors) -> None:
+        """Change n tensors in place by weight decay, update and constraints."""
+        if not self.constraints:
+            write(tensors, self.updates, self.step_scale, self.mask)
+            return
+        updates = self.updates
+        before: Tensors = [tensor.to(u.dtype) for tensor, u in zip(tensors, updates, strict=True)]
+        lr, mask = self.step_scale.lr, self.mask
+        for bound in self.constraints:
+            updates = bound.constraint.adjust(bound.slots, before, updates, replace(bound.context, lr=lr, mask=mask))
+        after: Tensors = copies(before, before[0].dtype)
+        write(after, updates, self.step_scale)
+        for bound in self.constraints:
+            after = bound.constraint.retract(
+                bound.slots, before, updates, after, replace(bound.context, lr=lr, mask=mask)
+            )
+        put(tensors, after, self.mask)
+
+    def slice_rows(self, chosen: Sequence[int], constraints: Sequence[BoundConstraint]) -> ParameterUpdate:
+        """Return the update of the tensors with the chosen indices, under the given constraints."""
+        mask = None if self.mask is None else [self.mask[index] for index in chosen]
+        return ParameterUpdate([self.updates[index] for index in chosen], self.step_scale, mask, constraints)
+
+    def decayed_at(self, others: Tensors) -> ParameterUpdate:
+        """Return this update with the weight decay of other tensors:  U <- U + alpha W_other, and alpha <- 0."""
+        updates = with_decay(self.updates, others, self.step_scale)
+        return replace(self, updates=updates, step_scale=self.step_scale.without_decay)
+
+    def decay(self, tensors: Tensors) -> ParameterUpdate:
+        """Apply the weight decay to the tensors now, and return the update without a decay."""
+        targets = tensors if self.mask is None else copies(tensors, tensors[0].dtype)
+        decay(targets, self.updates, self.step_scale)
+        if targets is not tensors:
+            put(tensors, targets, self.mask)
+        return replace(self, step_scale=self.step_scale.without_decay)

@@ -1,0 +1,101 @@
+"""Constraints of the record of 2026 in track 3 of modded-nanogpt."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from eigengraft.numerics import block_norm, per_block, safe_ratio
+
+from ..constraints import Constraint, ConstraintContext, Slots, Tensors
+
+
+class RadialBrake(Constraint):
+    """U <- U - strength min(c, 0) W  with c = <U, W> / ||W||^2, over whole parameters.
+
+    c < 0 says that the step -lr U has a part along W that makes W longer; so much of it is taken away (the record of
+    2026 in track 3 of modded-nanogpt, with strength 1/2). A parameter of zeros is left alone.
+    """
+
+    kind: Literal["radial_brake"] = "radial_brake"
+    strength: float = Field(default=0.5, gt=0, le=1, description="how much of the outward part is taken away")
+
+    def shardable(self, whole_rows: bool) -> bool:
+        return True
+
+    def adjust(self, slots: Slots, parameters: Tensors, updates: Tensors, context: ConstraintContext) -> Tensors:
+        squares = context.dots(parameters, parameters)
+        along = context.dots(updates, parameters) / squares
+        cut = torch.where((squares > 0) & along.isfinite(), along.clamp_max(0), 0.0) * self.strength
+        rows = zip(updates, parameters, cut.unbind(0), strict=True)
+        return [update - parameter * own.to(update.dtype) for update, parameter, own in rows]
+
+
+class RowFloor(Constraint):
+    """U_i <- U_i max(1, ratio ||W_i|| / ||U_i||)  for every row i, all that has one index of the first axis.
+
+    No row moves by less than lr times ratio of its length (the record of 2026 in track 3 of modded-nanogpt, with ratio
+    0.3825). A row of U that is 0 stays 0, and tensors with one axis are left alone.
+    """
+
+    kind: Literal["row_floor"] = "row_floor"
+    ratio: float = Field(default=0.3825, gt=0, description="least length of a row of U, in lengths of the row of W")
+
+    def shardable(self, whole_rows: bool) -> bool:
+        return whole_rows
+
+    def adjust(self, slots: Slots, parameters: Tensors, updates: Tensors, context: ConstraintContext) -> Tensors:
+        return [self._floored(w, u) if u.ndim > 1 else u for w, u in zip(parameters, updates, strict=True)]
+
+    def _floored(self, parameter: Tensor, update: Tensor) -> Tensor:
+        factor = safe_ratio(block_norm(parameter) * self.ratio, block_norm(update)).clamp_min(1)
+        return update * per_block(factor, update)
+
+
+class RadiusPin(Constraint):
+    """W' <- W' r / ||W'||  with r = <W', W> / ||W||,  W' = W - lr alpha W - lr U where the step has led from W.
+
+    Without decay r = ||W|| - lr <U, W> / ||W||: what is across W turns it and makes it no longer (the record of 2026 in
+    track 3 of modded-nanogpt). A parameter of zeros, or one whose U is 0, is where the step has led it.
+    """
+
+    kind: Literal["radius_pin"] = "radius_pin"
+
+    def shardable(self, whole_rows: bool) -> bool:
+        return True
+
+    def retract(
+        self, slots: Slots, parameters: Tensors, updates: Tensors, moved: Tensors, context: ConstraintContext
+    ) -> Tensors:
+        lengths = context.dots(parameters, parameters).sqrt(), context.dots(moved, moved).sqrt()
+        scales = context.dots(moved, parameters) / (lengths[0] * lengths[1])
+        free = (context.dots(updates, updates) == 0) | ~scales.isfinite()
+        rows = zip(moved, torch.where(free, 1.0, scales).unbind(0), strict=True)
+        return [tensor * scale.to(tensor.dtype) for tensor, scale in rows]
+
+
+class LateDecay(Constraint):
+    """W' <- W' (1 - lr rate [U W > 0])  with W from before the step and W' after it (cautious: where U points to zero).
+
+    In the order of the recipe's constraints: after `radius_pin` it acts on the pinned parameter (the record of 2026 in
+    track 3 of modded-nanogpt, with rate 0.025). The decay of the param group comes before the step.
+    """
+
+    kind: Literal["late_decay"] = "late_decay"
+    rate: float = Field(default=0.025, gt=0, description="decay rate, times the learning rate")
+    cautious: bool = Field(default=True, description="decay only entries with U W > 0; false: all of them")
+
+    def shardable(self, whole_rows: bool) -> bool:
+        return True
+
+    def retract(
+        self, slots: Slots, parameters: Tensors, updates: Tensors, moved: Tensors, context: ConstraintContext
+    ) -> Tensors:
+        keep = 1 - context.lr * self.rate
+        if not self.cautious:
+            return [tensor * keep for tensor in moved]
+        rows = zip(parameters, updates, moved, strict=True)
+        return [torch.where(update * parameter > 0, tensor * keep, tensor) for parameter, update, tensor in rows]
